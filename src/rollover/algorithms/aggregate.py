@@ -1,0 +1,66 @@
+"""From loss per token to one number.
+
+Shapes: B rows, T tokens. `denominator` is the global count of what a mode divides by, given by the trainer, so that the
+sum over any micro-batches and ranks is the loss of the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
+]
+
+
+def aggregate(
+    loss_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    mode: Aggregation,
+    *,
+    denominator: float | None = None,
+    group_B: torch.Tensor | None = None,
+    group_tokens_B: torch.Tensor | None = None,
+    norm: float | None = None,
+) -> torch.Tensor:
+    """Scalar loss. Without `denominator` this batch is all there is. A row without a loss token is no sequence.
+
+    - token-mean: sum of tokens / tokens (DAPO, arXiv 2503.14476, eq. 8). denominator: tokens.
+    - token-sum: sum of tokens; no denominator.
+    - seq-mean-token-sum: mean over sequences of their token sums. denominator: sequences.
+    - seq-mean-token-mean: mean over sequences of their token means (GRPO, arXiv 2402.03300, eq. 3).
+      denominator: sequences.
+    - seq-mean-token-sum-norm: like token-sum, each sequence divided by the constant `norm` (Dr. GRPO, arXiv 2503.20783:
+      the token limit; default T). denominator: sequences.
+    - prompt-mean: mean over groups of their token means. `group_B`: group of each row; `group_tokens_B`: loss tokens of
+      the row's whole group (needed where a group is split). denominator: groups.
+    """
+    mask_BT = mask_BT.bool()
+    loss_BT = torch.where(mask_BT, loss_BT.float(), 0.0)
+    tokens_B = mask_BT.sum(-1)
+    rows = float((tokens_B > 0).sum())
+    if mode == "token-sum":
+        return loss_BT.sum()
+    if mode == "token-mean":
+        return loss_BT.sum() / max(1.0, float(tokens_B.sum()) if denominator is None else denominator)
+    if mode == "prompt-mean":
+        if group_B is None:
+            raise ValueError("prompt-mean needs group_B")
+        ids, index_B = torch.unique(group_B, return_inverse=True)
+        if group_tokens_B is None:
+            sums = torch.zeros(len(ids), device=loss_BT.device).index_add_(0, index_B, tokens_B.float())
+            group_tokens_B = sums[index_B]
+        groups = float(len(torch.unique(group_B[tokens_B > 0])))
+        per_row_B = loss_BT.sum(-1) / group_tokens_B.clamp(min=1)
+        return per_row_B.sum() / max(1.0, groups if denominator is None else denominator)
+    if mode == "seq-mean-token-sum":
+        per_row_B = loss_BT.sum(-1)
+    elif mode == "seq-mean-token-mean":
+        per_row_B = loss_BT.sum(-1) / tokens_B.clamp(min=1)
+    elif mode == "seq-mean-token-sum-norm":
+        per_row_B = loss_BT.sum(-1) / (loss_BT.shape[1] if norm is None else norm)
+    else:
+        raise ValueError(f"mode = {mode!r} is not an aggregation")
+    return per_row_B.sum() / max(1.0, rows if denominator is None else denominator)

@@ -1,0 +1,83 @@
+"""The consistent cut: every owner's state at one moment between two generation phases, and the way back.
+
+Owns the list of who is in a checkpoint (docs/checkpoint-format.md). Never decides when one is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.numpy
+import safetensors.torch
+
+from rollover.checkpoint.store import CheckpointStore, checkpoint_name
+from rollover.envs.single_turn import PromptSource
+from rollover.rollout.cache import RolloutCache
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.scheduler import Scheduler
+from rollover.track.recorder import RolloutRecorder
+from rollover.track.sinks import JsonlSink
+from rollover.train.trainer import Trainer
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Everyone whose state is in a checkpoint."""
+
+    trainer: Trainer
+    cache: RolloutCache
+    scheduler: Scheduler
+    ledger: Ledger
+    prompts: PromptSource
+    metrics: JsonlSink
+    evals: JsonlSink
+    recorder: RolloutRecorder
+
+
+def write_snapshot(store: CheckpointStore, owners: Owners) -> str:
+    """Write the checkpoint of the trainer's current version; returns its name. CheckpointWriteError if it fails."""
+    tensors, trainer_meta = owners.trainer.save_state()
+    cache_meta, arrays = owners.cache.state_dict()
+    state = {
+        "format": FORMAT,
+        "trainer": trainer_meta,
+        "cache": cache_meta,
+        "scheduler": owners.scheduler.state_dict(),
+        "ledger": owners.ledger.state_dict(),
+        "prompts": owners.prompts.state_dict(),
+        "metrics_position": owners.metrics.position(),
+        "evals_position": owners.evals.position(),
+    }
+    name = checkpoint_name(owners.trainer.policy_version)
+    contiguous = {key: value.contiguous() for key, value in tensors.items()}
+    files: dict[str, Callable[[str], None] | bytes] = {
+        "trainer.safetensors": lambda path: safetensors.torch.save_file(contiguous, path),
+        "rollouts.safetensors": lambda path: safetensors.numpy.save_file(arrays, path),
+        "state.json": json.dumps(state).encode(),
+    }
+    store.write(name, files)
+    return name
+
+
+def load_snapshot(store: CheckpointStore, name: str, owners: Owners) -> None:
+    """Restore every owner from checkpoint `name`. What a later, abandoned part of the run wrote is cut off."""
+    files = store.open(name)
+    state: dict[str, Any] = json.loads(Path(files["state.json"]).read_text())
+    if state["format"] != FORMAT:
+        raise ValueError(f"checkpoint {name} has format {state['format']}, this version reads {FORMAT}")
+    owners.trainer.load_state(safetensors.torch.load_file(files["trainer.safetensors"]), state["trainer"])
+    owners.cache.load_state_dict(state["cache"], safetensors.numpy.load_file(files["rollouts.safetensors"]))
+    owners.scheduler.load_state_dict(state["scheduler"])
+    owners.ledger.load_state_dict(state["ledger"])
+    owners.prompts.load_state_dict(state["prompts"])
+    owners.metrics.truncate(state["metrics_position"])
+    owners.evals.truncate(state["evals_position"])
+    owners.recorder.truncate(owners.trainer.policy_version)
+    owners.ledger.check(owners.cache)
+    store.discard_after(name)

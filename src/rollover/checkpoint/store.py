@@ -1,0 +1,402 @@
+"""Durable directory snapshots, on a local disk or behind an fsspec URL.
+
+Owns the layout of a checkpoint directory (docs/checkpoint-format.md) and its guarantees: a checkpoint is either
+committed and complete, or invisible; a failing write leaves the earlier ones untouched; what is read was verified.
+It never knows what is in the files: train/ and checkpoint/snapshot.py do. One process writes at a time.
+
+Hashes are SHA-256: with the CPU's SHA instructions it is twice as fast as BLAKE2b (1.8 against 0.8 GB/s measured in
+memory), so 1.6 GB should cost about a second. A CRC would be faster still, but this also catches a file swapped for
+another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from safetensors import SafetensorError
+
+from rollover.track.sinks import atomic_write_text, fsync_dir
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+COMMITTED = "COMMITTED"
+_NAME = re.compile(r"step-(\d+)")
+# .tmp-<name>-<pid>: being written or deleted. .old-<name>-<pid>: set aside while its replacement is renamed in.
+_LEFTOVER = re.compile(r"\.(tmp|old)-(step-\d+)-(\d+)")
+_CHUNK_BYTES = 1 << 22
+
+FileWriter = Callable[[str], None] | bytes
+Names = list[str]  # inside CheckpointStore `list` is its method
+
+__all__ = [
+    "CheckpointStore",
+    "CheckpointWriteError",
+    "CorruptCheckpointError",
+    "FileWriter",
+    "atomic_write_text",
+    "checkpoint_name",
+    "checkpoint_step",
+]
+
+
+class CorruptCheckpointError(ValueError):
+    """A checkpoint that must not be used: not committed, or a file is missing or differs from the manifest."""
+
+
+class CheckpointWriteError(OSError):
+    """A checkpoint that could not be written. Earlier ones are as they were."""
+
+
+def checkpoint_name(step: int) -> str:
+    """`step-000020` for 20."""
+    return f"step-{step:06d}"
+
+
+def checkpoint_step(name: str) -> int:
+    """The step in a checkpoint's name. Raises ValueError for anything else."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"checkpoint.resume_from: {name!r} is not the name of a checkpoint, such as step-000020")
+    return int(match[1])
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in `dir`: a local path or an fsspec URL (file://, s3://, memory://).
+
+    `keep` is the number of committed checkpoints that stay after a write (>= 1). Downloads of a remote store live as
+    long as the store object.
+    """
+
+    def __init__(self, dir: str, keep: int) -> None:
+        assert keep >= 1
+        self.dir = dir
+        self.keep = keep
+        try:
+            self._fs, self._root = _open_file_system(dir)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"checkpoint.dir: cannot use {dir!r}: {error}") from error
+        self._local = isinstance(self._fs, LocalFileSystem)
+        self._downloads: list[tempfile.TemporaryDirectory[str]] = []
+
+    # ---- reading
+
+    def list(self) -> Names:
+        """Names of the committed checkpoints, by step, oldest first. Changes nothing on disk."""
+        names = {name for entry in self._entries() if (name := _name_of(entry))}
+        return sorted((n for n in names if self._is_committed(n)), key=checkpoint_step)
+
+    def open(self, name: str) -> dict[str, str]:
+        """Verify a checkpoint and return the local path of each of its files, by the name it was written under.
+
+        Raises ValueError if there is no such checkpoint, and CorruptCheckpointError, which names the file and offers
+        the previous committed checkpoint, if anything in it differs from what was written.
+        """
+        checkpoint_step(name)
+        source = self._find(name)
+        if source is None:
+            known = ", ".join(self.list()) or "none"
+            raise ValueError(
+                f"checkpoint.resume_from: there is no checkpoint {name!r} in {self.dir}. There are: {known}"
+            )
+        manifest = self._read_manifest(name, source)
+        if self._local:
+            folder = source
+        else:
+            download = tempfile.TemporaryDirectory(prefix="rollover-checkpoint-")
+            self._downloads.append(download)
+            folder = download.name
+        paths = {}
+        for file, entry in manifest.items():
+            paths[file] = os.path.join(folder, *file.split("/"))
+            if not self._local:
+                os.makedirs(os.path.dirname(paths[file]), exist_ok=True)
+                try:
+                    self._fs.get_file(f"{source}/{file}", paths[file])
+                except FileNotFoundError:
+                    self._corrupt(name, file, "is missing")
+            self._verify(name, file, paths[file], entry)
+        return paths
+
+    # ---- writing
+
+    def write(self, name: str, files: Mapping[str, FileWriter]) -> None:
+        """Write and commit a checkpoint of these files, then delete the oldest ones beyond `keep`.
+
+        `files` maps a file's name (relative, `/` separates folders) to its bytes or to a function that writes it at the
+        local path it is given. An existing checkpoint of that name is replaced. Raises CheckpointWriteError, after
+        removing what was written, if the disk is full or anything else in writing fails.
+        """
+        checkpoint_step(name)
+        for file in files:
+            assert _is_plain_name(file) and file not in (MANIFEST, COMMITTED), f"bad file name: {file!r}"
+        try:
+            if self._local:
+                self._write_local(name, files)
+            else:
+                self._write_remote(name, files)
+        # torch.save and safetensors report a full disk as errors of their own.
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise CheckpointWriteError(self._describe_failure(name, error)) from error
+        self._prune(name)
+
+    def discard_after(self, name: str) -> None:
+        """Delete the checkpoints of later steps: a run that goes on from `name` writes those steps again."""
+        step = checkpoint_step(name)
+        if self._local:
+            self._clean_leftovers()
+        for later in self.list():
+            if checkpoint_step(later) > step:
+                self._delete(later)
+
+    def _write_local(self, name: str, files: Mapping[str, FileWriter]) -> None:
+        os.makedirs(self._root, exist_ok=True)
+        self._clean_leftovers()
+        temporary, aside, final = (self._path(n) for n in (_leftover("tmp", name), _leftover("old", name), name))
+        try:
+            os.mkdir(temporary)
+            manifest = {}
+            for file, content in files.items():
+                path = os.path.join(temporary, *file.split("/"))
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                _produce(path, content)
+                manifest[file] = _fingerprint(path)
+            text = _manifest_text(manifest)
+            _produce(os.path.join(temporary, MANIFEST), text)
+            for folder, _, _ in os.walk(temporary):
+                fsync_dir(folder)
+            # The marker vouches for the files, so it is created only when they are on disk.
+            _produce(os.path.join(temporary, COMMITTED), _commit_text(text))
+            fsync_dir(temporary)
+            if os.path.lexists(final):
+                os.rename(final, aside)
+            os.rename(temporary, final)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if os.path.lexists(aside) and not os.path.lexists(final):
+                os.rename(aside, final)
+            raise
+        fsync_dir(self._root)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _write_remote(self, name: str, files: Mapping[str, FileWriter]) -> None:
+        # Object stores have no rename: the marker is deleted first and uploaded last, and readers go by it alone.
+        # Files are staged one at a time, so the local disk holds only the largest.
+        target = self._path(name)
+        self._delete(name)
+        try:
+            with tempfile.TemporaryDirectory(prefix="rollover-checkpoint-") as staging:
+                staged = os.path.join(staging, "file")
+                manifest = {}
+                for file, content in files.items():
+                    _produce(staged, content)
+                    manifest[file] = _fingerprint(staged)
+                    self._fs.makedirs(os.path.dirname(f"{target}/{file}"), exist_ok=True)
+                    self._fs.put_file(staged, f"{target}/{file}")
+                    os.unlink(staged)
+            text = _manifest_text(manifest)
+            self._fs.makedirs(target, exist_ok=True)
+            self._fs.pipe_file(f"{target}/{MANIFEST}", text)
+            self._fs.pipe_file(f"{target}/{COMMITTED}", _commit_text(text))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._delete(name)
+            raise
+
+    def _prune(self, newest: str) -> None:
+        """Delete committed checkpoints beyond `keep`, counted back from `newest`; later steps are not ours to judge."""
+        step = checkpoint_step(newest)
+        earlier = [n for n in self.list() if checkpoint_step(n) <= step]
+        doomed = earlier[: -self.keep]
+        if not self._local:  # an upload that was cut off has no process to clean up after it
+            entries = {name for e in self._entries() if (name := _name_of(e)) and checkpoint_step(name) < step}
+            doomed += sorted(entries - set(earlier))
+        for name in doomed:
+            try:
+                self._delete(name)
+            except OSError as error:
+                warnings.warn(f"checkpoint {name} in {self.dir} could not be deleted: {error}", stacklevel=3)
+
+    def _delete(self, name: str) -> None:
+        path = self._path(name)
+        if self._local:
+            # Renamed first: a kill in the middle of the deletion must not leave a committed but incomplete checkpoint.
+            doomed = self._path(_leftover("tmp", name))
+            os.rename(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+            return
+        self._fs.invalidate_cache()
+        if self._fs.exists(f"{path}/{COMMITTED}"):
+            self._fs.rm_file(f"{path}/{COMMITTED}")
+        if self._fs.exists(path):
+            self._fs.rm(path, recursive=True)
+
+    def _clean_leftovers(self) -> None:
+        """Remove what dead writers left; a replacement that was cut off between its two renames is undone."""
+        for entry in self._entries():
+            match = _LEFTOVER.fullmatch(entry)
+            if match is None or _is_another_live_process(int(match[3])):
+                continue
+            kind, name = match[1], match[2]
+            if kind == "old" and not os.path.lexists(self._path(name)):
+                os.rename(self._path(entry), self._path(name))
+            else:
+                shutil.rmtree(self._path(entry), ignore_errors=True)
+
+    # ---- both
+
+    def _path(self, entry: str) -> str:
+        return f"{self._root}/{entry}"
+
+    def _entries(self) -> Names:
+        if self._local:
+            return sorted(os.listdir(self._root)) if os.path.isdir(self._root) else []
+        self._fs.invalidate_cache()
+        try:
+            return sorted(os.path.basename(p.rstrip("/")) for p in self._fs.ls(self._root, detail=False))
+        except FileNotFoundError:
+            return []
+
+    def _find(self, name: str) -> str | None:
+        """Where the checkpoint lies: under its name, or set aside by a writer that died before its second rename."""
+        if self._fs.exists(self._path(name)):
+            return self._path(name)
+        if self._local:
+            for entry in self._entries():
+                match = _LEFTOVER.fullmatch(entry)
+                if match and match[1] == "old" and match[2] == name:
+                    return self._path(entry)
+        return None
+
+    def _is_committed(self, name: str) -> bool:
+        source = self._find(name)
+        return source is not None and self._fs.exists(f"{source}/{COMMITTED}")
+
+    def _read_manifest(self, name: str, source: str) -> dict[str, dict[str, Any]]:
+        """The checked entries {file: {"size", "sha256"}} of a checkpoint's manifest."""
+        content = {}
+        for file in (COMMITTED, MANIFEST):
+            try:
+                content[file] = self._fs.cat_file(f"{source}/{file}")
+            except FileNotFoundError:
+                self._corrupt(name, file, "is missing" + (": it was never finished" if file == COMMITTED else ""))
+        if content[COMMITTED] != _commit_text(content[MANIFEST]):
+            self._corrupt(name, MANIFEST, f"does not match the hash in {COMMITTED}")
+        manifest = json.loads(content[MANIFEST])
+        if manifest["format_version"] != FORMAT_VERSION:
+            raise ValueError(
+                f"checkpoint {name} in {self.dir} has format {manifest['format_version']};"
+                f" this version of rollover reads {FORMAT_VERSION}. Use the version of rollover that wrote it."
+            )
+        for file in manifest["files"]:
+            if not _is_plain_name(file):
+                self._corrupt(name, MANIFEST, f"names a file outside the checkpoint: {file!r}")
+        return manifest["files"]
+
+    def _verify(self, name: str, file: str, path: str, entry: Mapping[str, Any]) -> None:
+        if not os.path.isfile(path):
+            self._corrupt(name, file, "is missing")
+        found = os.path.getsize(path)
+        if found != entry["size"]:
+            self._corrupt(name, file, f"has {found} bytes instead of {entry['size']}")
+        if _fingerprint(path)["sha256"] != entry["sha256"]:
+            self._corrupt(name, file, "has other content than was written (SHA-256 differs)")
+
+    def _corrupt(self, name: str, file: str, problem: str) -> NoReturn:
+        step = checkpoint_step(name)
+        previous = [n for n in self.list() if checkpoint_step(n) < step]
+        if previous:
+            advice = (
+                f"The previous committed checkpoint is {previous[-1]}:"
+                f" resume from it with --checkpoint.resume_from {previous[-1]}"
+            )
+        else:
+            advice = "There is no earlier checkpoint: start again without --resume."
+        raise CorruptCheckpointError(f"checkpoint {name} in {self.dir} is corrupted: {file} {problem}. {advice}")
+
+    def _describe_failure(self, name: str, error: Exception) -> str:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else f"{error}"
+        where = self._root if self._local else tempfile.gettempdir()
+        while where and not os.path.isdir(where):
+            where = os.path.dirname(where)
+        free = shutil.disk_usage(where or "/").free
+        return (
+            f"checkpoint {name} could not be written to {self.dir}: {reason}"
+            f" ({free:,} bytes free in {where or '/'}). Earlier checkpoints are untouched."
+        )
+
+
+def _open_file_system(dir: str) -> tuple[AbstractFileSystem, str]:
+    fs, root = url_to_fs(dir)
+    return fs, os.path.abspath(root) if isinstance(fs, LocalFileSystem) else root.rstrip("/")
+
+
+def _name_of(entry: str) -> str | None:
+    """The checkpoint that a directory entry holds: its own name, or the name it was set aside from."""
+    if _NAME.fullmatch(entry):
+        return entry
+    match = _LEFTOVER.fullmatch(entry)
+    return match[2] if match and match[1] == "old" else None
+
+
+def _leftover(kind: str, name: str) -> str:
+    return f".{kind}-{name}-{os.getpid()}"
+
+
+def _is_plain_name(file: str) -> bool:
+    parts = file.split("/")
+    return "\\" not in file and all(part not in ("", ".", "..") for part in parts)
+
+
+def _is_another_live_process(pid: int) -> bool:
+    # Our own pid in a leftover is an earlier process's: in a container every run may have pid 1.
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _produce(path: str, content: FileWriter) -> None:
+    """Write one file and make it durable."""
+    if isinstance(content, bytes):
+        Path(path).write_bytes(content)
+    else:
+        content(path)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _fingerprint(path: str) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+        return {"size": file.tell(), "sha256": digest.hexdigest()}
+
+
+def _manifest_text(files: Mapping[str, Mapping[str, Any]]) -> bytes:
+    return json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _commit_text(manifest: bytes) -> bytes:
+    return hashlib.sha256(manifest).hexdigest().encode() + b"\n"

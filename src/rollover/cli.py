@@ -1,0 +1,197 @@
+"""The command line: verbs, overrides, exit codes. Imports what a verb needs when the verb runs.
+
+Owns how arguments are read and how an error becomes a message and an exit code. Never does a verb's work itself:
+
+    0  done            1  failed (traceback, or a message when the disk is full)
+    2  your input      130  Ctrl-C
+
+Set ROLLOVER_TRACEBACK=1 to see the traceback of an exit 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import rollover
+
+if TYPE_CHECKING:
+    from rollover.config.load import Resolved
+
+Overrides = list[tuple[str, str]]
+
+# --table.key, --table.key=VALUE. Everything else is argparse's.
+_DOTTED = re.compile(r"--([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
+_OVERRIDES = "Any key of the configuration can be set as --table.key VALUE, for instance --train.num_steps 5."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit code. argparse itself exits (0 for --help, 2 for wrong arguments)."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the reward worker forks after tokenizers were used
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    parser = build_parser()
+    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv, parser)
+    args = parser.parse_args(rest)
+    try:
+        return args.verb(args, overrides)
+    except KeyboardInterrupt:
+        print("rollover: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) went away: nothing is left to say, and the exit must not flush into the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ValueError as error:
+        if os.environ.get("ROLLOVER_TRACEBACK"):
+            traceback.print_exc()
+        _complain(error)
+        return 2
+    except OSError as error:
+        if not _is_write_failure(error):
+            raise
+        _complain(error)
+        return 1
+
+
+def split_overrides(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], Overrides]:
+    """Takes `--table.key VALUE` and `--table.key=VALUE` out of the arguments: (the rest, overrides in order)."""
+    rest: list[str] = []
+    overrides: Overrides = []
+    tokens = iter(argv)
+    for token in tokens:
+        match = _DOTTED.fullmatch(token)
+        if match is None:
+            rest.append(token)
+            continue
+        key, value = match[1], match[2]
+        if value is None:
+            value = next(tokens, None)
+            if value is None or value.startswith("--"):
+                parser.error(f"--{key} needs a value: --{key} VALUE (or --{key}=VALUE if the value starts with --)")
+        overrides.append((key, value))
+    return rest, overrides
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All verbs and their options. Each verb's function is `args.verb(args, overrides) -> exit code`."""
+    parser = argparse.ArgumentParser(
+        prog="rollover",
+        description="Train language models by reinforcement learning with resumable rollouts.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"rollover {rollover.__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    def verb(name: str, run, about: str, *, files: str | None = "+") -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=about, description=about, epilog=_OVERRIDES, allow_abbrev=False)
+        sub.set_defaults(verb=run)
+        if files:
+            text = "configuration; later files override earlier ones"
+            sub.add_argument("files", nargs=files, metavar="FILE.toml", type=Path, help=text)
+        return sub
+
+    train = verb("train", _train, "Train a model.")
+    train.add_argument("--resume", action="store_true", help="continue the run in run.dir from its newest checkpoint")
+
+    evaluate = verb("eval", _eval, "Evaluate on held-out tasks: mean reward, pass@1 and pass@k per source.")
+    evaluate.add_argument("--model", metavar="DIR", help="model to evaluate in place of model.path")
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
+
+    sample = verb("sample", _sample, "Print what the model answers to a prompt.")
+    sample.add_argument("--prompt", metavar="TEXT", required=True, help="what to ask")
+    sample.add_argument("--num", metavar="N", type=_positive, default=1, help="number of answers (default: 1)")
+
+    config = verb("config", _config, "Print the resolved configuration, with the doc of every key.", files="*")
+    form = config.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON without docs")
+    form.add_argument("--schema", action="store_true", help="print the JSON schema of a file; needs no FILE.toml")
+
+    bench = verb("bench", _bench, "Measure the engine or the trainer on this machine.", files=None)
+    bench.add_argument("what", choices=("engine", "train"), help="what to measure")
+    bench.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+# Verbs
+
+
+def _train(args: argparse.Namespace, overrides: Overrides) -> int:
+    resolved = _load(args.files, overrides)
+    name = resolved.config.checkpoint.resume_from
+    if name and not args.resume:
+        raise ValueError(f'checkpoint.resume_from = "{name}" has no effect without --resume: add it, or remove the key')
+    from rollover.train.loop import run_training
+
+    command = [*map(str, args.files), *(word for key, value in overrides for word in (f"--{key}", value))]
+    return run_training(resolved, args.resume, command)
+
+
+def _eval(args: argparse.Namespace, overrides: Overrides) -> int:
+    resolved = _load(args.files, overrides)
+    from rollover.train.evaluate import run_eval
+
+    return run_eval(resolved, args.model, args.json)
+
+
+def _sample(args: argparse.Namespace, overrides: Overrides) -> int:
+    resolved = _load(args.files, overrides, require_sources=False)
+    from rollover.train.evaluate import run_sample
+
+    return run_sample(resolved, args.prompt, args.num)
+
+
+def _config(args: argparse.Namespace, overrides: Overrides) -> int:
+    from rollover.config import describe
+
+    if args.schema:
+        print(describe.schema(), end="")
+        return 0
+    if not args.files:
+        raise ValueError("rollover config needs a FILE.toml (or --schema)")
+    resolved = _load(args.files, overrides, require_sources=False)
+    print(describe.as_json(resolved) if args.json else describe.as_toml(resolved), end="")
+    return 0
+
+
+def _bench(args: argparse.Namespace, overrides: Overrides) -> int:
+    resolved = _load([], overrides, require_sources=False)
+    from rollover.bench import main as run_bench
+
+    return run_bench(args.what, resolved.config, as_json=args.json)
+
+
+def _load(files: list[Path], overrides: Overrides, *, require_sources: bool = True) -> Resolved:
+    from rollover.config.load import load_config
+
+    resolved = load_config(files, overrides, require_sources=require_sources)
+    for notice in resolved.notices:
+        print(f"rollover: notice: {notice}", file=sys.stderr)
+    return resolved
+
+
+# Errors
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
+
+
+def _is_write_failure(error: OSError) -> bool:
+    """A full disk or a checkpoint that could not be written: the user can act on the message alone."""
+    from rollover.checkpoint.store import CheckpointWriteError
+
+    return isinstance(error, CheckpointWriteError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _complain(error: Exception) -> None:
+    print(f"rollover: error: {error}", file=sys.stderr)

@@ -1,0 +1,51 @@
+"""Configuration: pydantic models, one small file per table. Import-light: no torch, ray or vllm."""
+
+from pydantic import Field
+
+from rollover.config.algorithm import AlgorithmConfig
+from rollover.config.base import Table
+from rollover.config.checkpoint import CheckpointConfig
+from rollover.config.engine import EngineConfig
+from rollover.config.evaluation import EvalConfig
+from rollover.config.model import LoraConfig, ModelConfig
+from rollover.config.rewards import RewardsConfig
+from rollover.config.rollout import RolloutConfig
+from rollover.config.run import RunConfig
+from rollover.config.tasks import TasksConfig, TaskSourceConfig
+from rollover.config.track import TrackConfig
+from rollover.config.train import TrainConfig
+
+
+class Config(Table):
+    """The whole configuration: one TOML table per field."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    tasks: TasksConfig = Field(default_factory=TasksConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    rewards: RewardsConfig = Field(default_factory=RewardsConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    track: TrackConfig = Field(default_factory=TrackConfig)
+
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "Config",
+    "EngineConfig",
+    "EvalConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "RewardsConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Table",
+    "TaskSourceConfig",
+    "TasksConfig",
+    "TrackConfig",
+    "TrainConfig",
+]

@@ -1,0 +1,7 @@
+"""The base of every configuration table: unknown keys are errors, values are not coerced from the wrong type."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=False, validate_default=False, frozen=True)

@@ -1,0 +1,75 @@
+"""Prints a resolved configuration as TOML with the doc and origin of every value, as JSON, or the JSON schema.
+
+Owns the text form of a configuration. Never loads or checks one. The TOML loads again to the same configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from typing import Any
+
+from rollover.config import Config, Table
+from rollover.config.fields import expected, row_of, table_of
+from rollover.config.load import Resolved
+
+_WIDTH = 100
+
+
+def as_toml(resolved: Resolved) -> str:
+    """The configuration as TOML: above every key its doc and what it takes, behind it which layer set the value."""
+    lines = [f"# notice: {notice}" for notice in resolved.notices]
+    lines += _table(resolved.config, "", resolved.origin)
+    return "\n".join(lines).strip() + "\n"
+
+
+def as_json(resolved: Resolved) -> str:
+    """The configuration as JSON: the content of a run's config.resolved.json."""
+    return json.dumps(resolved.config.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
+
+
+def schema() -> str:
+    """JSON schema (2020-12) of a configuration file."""
+    return json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _table(table: Table, key: str, origin: dict[str, str], *, header: str = "[{}]", path: str = "") -> list[str]:
+    """`key` is the name in the header, `path` the dotted name in `origin` (with the index of an array's element)."""
+    path = path or key
+    lines = []
+    if key:
+        doc = (type(table).__doc__ or "").strip().splitlines()
+        lines += ["", *(f"# {line}" for line in doc), header.format(key)]
+    inner_lines = []
+    for name, info in type(table).model_fields.items():
+        value, full = getattr(table, name), f"{path}.{name}" if path else name
+        if table_of(info.annotation):
+            inner_lines += _table(value, full, origin)
+        elif row_of(info.annotation) and value:
+            for i, row in enumerate(value):
+                inner_lines += _table(row, full, origin, header="[[{}]]", path=f"{full}.{i}")
+        else:
+            doc = f"{info.description or ''} ({expected(info)})".strip()
+            lines += textwrap.wrap(doc, _WIDTH, initial_indent="# ", subsequent_indent="#   ")
+            lines.append(f"{name} = {toml_value(value)}  # {origin.get(full, 'default')}")
+    return lines + inner_lines
+
+
+def toml_value(value: Any) -> str:
+    """One value in TOML's syntax, on one line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, dict):
+        pairs = (f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    assert isinstance(value, int | float), value
+    return repr(value)
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)

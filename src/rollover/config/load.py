@@ -1,0 +1,379 @@
+"""Reads the configuration: preset < TOML files, left to right < dotted overrides.
+
+Owns the layers, which one set what, and every message about a wrong configuration. Never writes a file.
+Tables are merged deeply, arrays are replaced; one element's field is reached as `tasks.sources.0.params.max_digits`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rollover.config import Config, Table
+from rollover.config.fields import (
+    choices_of,
+    default_of,
+    expected,
+    field_at,
+    leaves,
+    names,
+    row_of,
+    table_of,
+    value_of,
+)
+from rollover.config.presets import PRESETS
+from rollover.config.rules import (
+    INERT,
+    NO_SOURCES,
+    REFUSED,
+    Inert,
+    Refused,
+    in_flight_groups,
+    neutral_values,
+    source_rules,
+)
+
+COMMAND_LINE = "command line"
+Values = dict[str, Any]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. The message names file, key and fix."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked configuration with final values.
+
+    notices: what was reset because a later layer switched it off, one line each.
+    origin: dotted key -> label of the layer that set it (a file's path, "preset grpo", "command line", or "derived from
+    ..."); a key that is absent has its default.
+    """
+
+    config: Config
+    notices: list[str]
+    origin: dict[str, str]
+
+
+@dataclass
+class _Layers:
+    """The merged values by dotted key, and for each key the index of the layer that set it last."""
+
+    labels: list[str] = field(default_factory=list)
+    values: Values = field(default_factory=dict)
+    index: dict[str, int] = field(default_factory=dict)
+
+    def label(self, key: str) -> str:
+        while key and key not in self.index:
+            key = key.rpartition(".")[0]
+        return self.labels[self.index[key]] if key else ""
+
+    def put(self, key: str, value: Any, layer: int) -> None:
+        for old in [k for k in self.index if k.startswith(f"{key}.")]:
+            del self.index[old]
+        self.values[key] = value
+        self.index[key] = layer
+        info = field_at(key)
+        if info is not None and row_of(info.annotation) and isinstance(value, list):
+            for i, row in enumerate(value):
+                self.index.update({f"{key}.{i}.{name}": layer for name in row})
+
+
+def load_config(
+    files: Sequence[Path | str], overrides: Sequence[tuple[str, str]] = (), *, require_sources: bool = True
+) -> Resolved:
+    """The configuration of `files`, changed by `overrides` (dotted key, text of a TOML value or a plain string).
+
+    `require_sources = False` is for programs that need a model and no tasks.
+    Raises ConfigError for a missing or malformed file, an unknown key, a wrong type, a value out of range, an option
+    without effect (see `_settle`) and a refused combination.
+    """
+    stack: list[tuple[str, Values]] = [(str(path), _read(Path(path))) for path in files]
+    for key, text in overrides:
+        stack.append((COMMAND_LINE, _override(key, text)))
+    stack.insert(0, _preset(stack))
+    layers = _Layers()
+    for label, values in stack:
+        if label != COMMAND_LINE or COMMAND_LINE not in layers.labels:
+            layers.labels.append(label)  # all overrides are one layer
+        for key, value in values.items():
+            if _is_element(key):
+                _put_element(layers, key, value)
+            else:
+                layers.put(key, value, len(layers.labels) - 1)
+    config = _validate(layers)
+    config, notices = _settle(config, layers, require_sources)
+    return _finish(config, layers, notices)
+
+
+# Layers
+
+
+def _read(path: Path) -> Values:
+    """One TOML file as dotted values."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: give a TOML file in it{_near_files(path, path)}")
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file{_near_files(path, path.parent, Path('configs'))}")
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: TOML files are ({error.reason} at byte {error.start})") from error
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", str(error))
+        place = f", line {line[1]}" if line and line[1] else ""
+        raise ConfigError(f'{path}{place}: not valid TOML: {error}. Strings need quotes: name = "value"') from error
+    return dict(_flatten(data, Config, "", str(path)))
+
+
+def _near_files(path: Path, *folders: Path) -> str:
+    found = [f for folder in dict.fromkeys(folders) if folder.is_dir() for f in sorted(folder.glob("*.toml"))]
+    near = difflib.get_close_matches(path.name, [f.name for f in found], n=3, cutoff=0.5)
+    hits = [str(f) for f in found if f.name in near] or [str(f) for f in found[:5]]
+    return f". Did you mean {' or '.join(hits)}?" if hits else ". Check the path"
+
+
+def _flatten(data: Values, table: type[Table], prefix: str, label: str) -> Iterator[tuple[str, Any]]:
+    for name, value in data.items():
+        key = prefix + name
+        info = table.model_fields.get(name)
+        if info is None:
+            raise _unknown(key, label)
+        inner, row = table_of(info.annotation), row_of(info.annotation)
+        if inner is not None:
+            if not isinstance(value, dict):
+                raise ConfigError(f"{label}: {key} = {_show(value)}: {key} is a table, write [{key}]")
+            yield from _flatten(value, inner, f"{key}.", label)
+            continue
+        if row is not None:
+            if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+                raise ConfigError(f"{label}: {key} = {_show(value)}: expected tables, write [[{key}]]")
+            for i, item in enumerate(value):
+                for unknown in [name for name in item if name not in row.model_fields]:
+                    raise _unknown(f"{key}.{i}.{unknown}", label)
+        _check_plain(key, value, label)
+        yield key, value
+
+
+def _check_plain(key: str, value: Any, label: str) -> None:
+    """TOML also has dates and NaN, which no option takes and JSON cannot hold."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_plain(f"{key}.{name}", item, label)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _check_plain(f"{key}.{i}", item, label)
+    elif not isinstance(value, str | int | float) or value != value:
+        raise ConfigError(f"{label}: {key} = {value}: dates and nan are not allowed here. Give a number or a string")
+
+
+def _unknown(key: str, label: str) -> ConfigError:
+    """Unknown key, with the nearest valid one over all dotted names: right name in the wrong table included."""
+    index = re.search(r"\.(\d+)(?:\.|$)", key)
+    known = names((int(index[1]),) if index else ())
+    tables = sorted({name.rpartition(".")[0] for name in known})
+    near = difflib.get_close_matches(key, known + tables, n=1, cutoff=0.7)
+    last = key.rpartition(".")[2]
+    same = [name for name in known if name.rpartition(".")[2] == last]
+    if not (near or same):
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return ConfigError(f"{label}: unknown key {key}. Did you mean {' or '.join((same or near)[:2])}?")
+
+
+def _override(key: str, text: str) -> Values:
+    """One override as dotted values. Text for a string option needs no quotes; anything else is a TOML value."""
+    info = field_at(key)
+    value = _parse(text)
+    if info is not None and (info.annotation is str or choices_of(info.annotation)) and not isinstance(value, str):
+        value = text
+    if _is_element(key):
+        _check_plain(key, value, COMMAND_LINE)
+        return {key: value}
+    nested: Any = value
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return dict(_flatten(nested, Config, "", COMMAND_LINE))
+
+
+def _parse(text: str) -> Any:
+    try:
+        data = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return data["value"] if len(data) == 1 else text
+
+
+def _is_element(key: str) -> bool:
+    """Whether `key` is a place inside an array of tables."""
+    return any(row_of(info.annotation) and key.startswith(f"{name}.") for name, info in leaves())
+
+
+def _put_element(layers: _Layers, key: str, value: Any) -> None:
+    """`tasks.sources.0.params.max_digits`: change one value inside an array of tables."""
+    array = next(name for name, info in leaves() if row_of(info.annotation) and key.startswith(f"{name}."))
+    info = field_at(array)
+    row = row_of(info.annotation) if info else None
+    assert row is not None
+    position, _, path = key.removeprefix(f"{array}.").partition(".")
+    rows = layers.values.get(array, [])
+    if not position.isdigit() or int(position) >= len(rows) or not path:
+        have = f"0 to {len(rows) - 1}" if rows else "none, no file sets any"
+        raise ConfigError(
+            f"{COMMAND_LINE}: {key}: write {array}.INDEX.FIELD, with the index of one of the {array} ({have})"
+        )
+    name, *inner = path.split(".")
+    if name not in row.model_fields or (inner and row.model_fields[name].annotation != dict[str, Any]):
+        raise _unknown(key, COMMAND_LINE)
+    rows = copy.deepcopy(rows)
+    place = rows[int(position)]
+    for part in [name, *inner][:-1]:
+        place = place.setdefault(part, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"{COMMAND_LINE}: {key}: {part} is not a table")
+    place[[name, *inner][-1]] = value
+    layers.values[array] = rows
+    layers.index[f"{array}.{position}.{name}"] = len(layers.labels) - 1
+
+
+def _preset(stack: list[tuple[str, Values]]) -> tuple[str, Values]:
+    """The lowest layer: the preset that the topmost layer names."""
+    for label, values in reversed(stack):
+        if "algorithm.preset" in values:
+            name = values["algorithm.preset"]
+            if name not in PRESETS:
+                raise ConfigError(_wrong_value("algorithm.preset", name, label))
+            break
+    else:
+        name = default_of("algorithm.preset")
+    return f"preset {name}", {f"algorithm.{key}": value for key, value in PRESETS[name].items()}
+
+
+# Checks
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _wrong_value(key: str, value: Any, label: str) -> str:
+    info = field_at(key)
+    assert info is not None, key
+    message = f"{label}: {key} = {_show(value)}: expected {expected(info)}"
+    near = difflib.get_close_matches(str(value), choices_of(info.annotation), n=1)
+    return f"{message}. Did you mean {json.dumps(near[0])}?" if near else message
+
+
+def _validate(layers: _Layers) -> Config:
+    nested: Values = {}
+    for key, value in layers.values.items():
+        *tables, name = key.split(".")
+        place = nested
+        for table in tables:
+            place = place.setdefault(table, {})
+        place[name] = value
+    try:
+        return Config.model_validate(nested, strict=True)
+    except ValidationError as error:
+        messages = {}
+        for problem in error.errors(include_url=False):
+            parts = [str(part) for part in problem["loc"]]
+            while field_at(".".join(parts)) is None:
+                parts.pop()
+            key = ".".join(parts)
+            if problem["type"] == "missing":
+                info = field_at(key)
+                assert info is not None
+                messages[key] = f"{layers.label(key)}: {key} is missing: expected {expected(info)}"
+            else:
+                messages[key] = _wrong_value(key, _at(nested, parts), layers.label(key))
+        raise ConfigError("\n".join(messages.values())) from None
+
+
+def _at(nested: Any, parts: list[str]) -> Any:
+    for part in parts:
+        nested = nested[int(part)] if isinstance(nested, list) else nested[part]
+    return nested
+
+
+def _settle(config: Config, layers: _Layers, require_sources: bool) -> tuple[Config, list[str]]:
+    """Resets options that a later layer switched off, then refuses what is left without effect or illegal.
+
+    An option without effect is an error only when it comes from the same or a later layer than the setting that
+    switches it off: recipes work alone and as overlays. A reset may switch off more, so this runs to a fixed point.
+    """
+    notices: list[str] = []
+    problems: dict[str, str] = {}
+    changed = True
+    while changed:
+        changed = False
+        for rule in (*source_rules(config.tasks.sources), *INERT):
+            for key in _without_effect(rule, config, layers):
+                cause = max(_layer_of(setting, layers) for setting in rule.because)
+                if _layer_of(key, layers) >= cause:
+                    advice = f"{rule.fix}, or remove {key}" if rule.fix else f"Remove {key}"
+                    problems.setdefault(key, f"{layers.label(key)}: {key} has no effect {rule.why}. {advice}")
+                    continue
+                notices.append(
+                    f"{key} = {_show(value_of(config, key))} ({layers.label(key)}) was reset to"
+                    f" {_show(default_of(key))} ({layers.labels[cause]}): it has no effect {rule.why}"
+                )
+                config = _replace(config, key, default_of(key))
+                layers.index[key] = cause
+                changed = True
+    refused: tuple[Refused, ...] = (NO_SOURCES, *REFUSED) if require_sources else REFUSED
+    messages = list(problems.values())
+    for rule in refused:
+        if rule.when(config):
+            messages.append(f"{_source(rule.keys, layers)}{rule.message(config)}")
+    if messages:
+        raise ConfigError("\n".join(messages))
+    return config, notices
+
+
+def _source(keys: tuple[str, ...], layers: _Layers) -> str:
+    """The topmost layer that set one of `keys`, as the head of a message: the place to look at first."""
+    top = max(_layer_of(key, layers) for key in keys)
+    return f"{layers.labels[top]}: " if top >= 0 else ""
+
+
+def _layer_of(key: str, layers: _Layers) -> int:
+    return layers.index.get(key, -1)
+
+
+def _without_effect(rule: Inert, config: Config, layers: _Layers) -> list[str]:
+    if not rule.when(config):
+        return []
+    given = [key for key in rule.options if key in layers.index]
+    return [key for key in given if value_of(config, key) not in neutral_values(config, key)]
+
+
+def _replace(config: Config, key: str, value: Any) -> Config:
+    """A copy of `config` with one value changed."""
+    data = config.model_dump()
+    *path, name = key.split(".")
+    place: Any = data
+    for part in path:
+        place = place[int(part)] if isinstance(place, list) else place[part]
+    place[name] = value
+    return Config.model_validate(data, strict=True)
+
+
+def _finish(config: Config, layers: _Layers, notices: list[str]) -> Resolved:
+    """Final values for the two options whose default depends on others."""
+    origin = {key: layers.labels[index] for key, index in layers.index.items()}
+    if config.rollout.in_flight_groups == 0:
+        config = _replace(config, "rollout.in_flight_groups", in_flight_groups(config))
+        origin["rollout.in_flight_groups"] = "derived from rollout.groups_per_step"
+    if config.rollout.on_stale == "":
+        config = _replace(config, "rollout.on_stale", "finish_first")
+    return Resolved(config, notices, origin)

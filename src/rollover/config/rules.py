@@ -1,0 +1,318 @@
+"""Rules over more than one option, as two tables: options without effect, and combinations that are refused.
+
+Owns the predicates and their messages. Never reads a file; which layer set what is told by `load`.
+A rule reads the configuration as given: `in_flight_groups = 0` and `on_stale = ""` are not resolved yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollover.config import Config, TaskSourceConfig
+from rollover.config.fields import default_of, leaves
+
+
+@dataclass(frozen=True)
+class Inert:
+    """`options` have no effect when `when(config)` holds; `because` names the settings that switch them off.
+
+    `why` completes "<option> has no effect ..."; `fix` says how to give it one.
+    """
+
+    options: tuple[str, ...]
+    because: tuple[str, ...]
+    when: Callable[[Config], bool]
+    why: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A combination of `keys` that is an error when `when(config)` holds. `message` says why, and what to change."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Config], bool]
+    message: Callable[[Config], str]
+
+
+def in_flight_groups(config: Config) -> int:
+    return config.rollout.in_flight_groups or config.rollout.groups_per_step
+
+
+def neutral_values(config: Config, key: str) -> tuple[Any, ...]:
+    """Values of `key` that mean the same as leaving it out: setting one of them is never an option without effect."""
+    if key == "rollout.in_flight_groups":
+        return (0, config.rollout.groups_per_step)
+    if key == "rollout.on_stale":
+        return ("", "finish_first")
+    return (default_of(key),)
+
+
+def truncates_sampling(config: Config) -> bool:
+    rollout = config.rollout
+    return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+
+
+def _fields(table: str, *, without: str) -> tuple[str, ...]:
+    return tuple(name for name, _ in leaves() if name.startswith(f"{table}.") and name != f"{table}.{without}")
+
+
+def _has_dataset(config: Config) -> bool:
+    return any(source.kind == "dataset" for source in config.tasks.sources)
+
+
+def _all_sources_set(config: Config, field: str) -> bool:
+    return bool(config.tasks.sources) and all(getattr(source, field) for source in config.tasks.sources)
+
+
+def _nothing_rolls_over(config: Config) -> bool:
+    """Every step trains all that is in flight, so no token is older than the step that trains it."""
+    return config.rollout.interrupt == "never" and in_flight_groups(config) == config.rollout.groups_per_step
+
+
+_GENERATION = ("in_flight_groups", "interrupt", "max_staleness", "on_stale", "kv_on_resume", "order")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
+INERT: tuple[Inert, ...] = (
+    Inert(
+        tuple(f"rollout.{name}" for name in _GENERATION + _SAMPLING),
+        ("run.replay_rollouts",),
+        lambda c: bool(c.run.replay_rollouts),
+        "with run.replay_rollouts: nothing is generated, recorded rollouts are trained as they are",
+    ),
+    Inert(
+        ("rollout.interrupt",),
+        ("rollout.in_flight_groups", "rollout.groups_per_step"),
+        lambda c: in_flight_groups(c) == c.rollout.groups_per_step,
+        "with as many groups in flight as a step trains (rollout.in_flight_groups = rollout.groups_per_step): when"
+        " enough groups are ready, none is left to interrupt",
+        "Raise rollout.in_flight_groups",
+    ),
+    Inert(
+        ("rollout.max_staleness", "rollout.on_stale"),
+        ("rollout.interrupt", "rollout.in_flight_groups", "rollout.groups_per_step"),
+        _nothing_rolls_over,
+        'with rollout.interrupt = "never" and rollout.in_flight_groups = rollout.groups_per_step: nothing gets stale',
+        "Raise rollout.in_flight_groups",
+    ),
+    Inert(
+        ("rollout.order", "rollout.kv_on_resume"),
+        ("rollout.interrupt",),
+        lambda c: c.rollout.interrupt == "never",
+        'with rollout.interrupt = "never": no rollout is parked and resumed',
+        'Set rollout.interrupt = "when_enough"',
+    ),
+    Inert(
+        ("algorithm.clip_low", "algorithm.clip_high"),
+        ("algorithm.loss",),
+        lambda c: c.algorithm.loss != "clip",
+        'unless algorithm.loss = "clip"',
+    ),
+    Inert(
+        ("algorithm.advantage_std",),
+        ("algorithm.advantage",),
+        lambda c: c.algorithm.advantage != "grpo",
+        'unless algorithm.advantage = "grpo": the others do not divide by a standard deviation',
+    ),
+    Inert(
+        ("algorithm.correction_cap",),
+        ("algorithm.correction",),
+        lambda c: c.algorithm.correction == "none",
+        'with algorithm.correction = "none"',
+    ),
+    Inert(
+        ("algorithm.allow_uncorrected",),
+        ("algorithm.correction",),
+        lambda c: c.algorithm.correction != "none",
+        'unless algorithm.correction = "none"',
+    ),
+    Inert(
+        ("algorithm.allow_uncorrected",),
+        ("rollout.max_staleness", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
+        lambda c: not (c.rollout.max_staleness or truncates_sampling(c) or c.run.replay_rollouts),
+        "with rollout.max_staleness = 0 and untruncated sampling: there is nothing to correct",
+    ),
+    Inert(
+        ("train.min_lr_ratio",),
+        ("train.schedule",),
+        lambda c: c.train.schedule == "constant",
+        'with train.schedule = "constant"',
+    ),
+    Inert(
+        _fields("model.lora", without="rank"),
+        ("model.lora.rank",),
+        lambda c: c.model.lora.rank == 0,
+        "with model.lora.rank = 0 (adapters are off)",
+        "Set model.lora.rank",
+    ),
+    Inert(
+        ("model.revision",),
+        ("model.path",),
+        lambda c: c.model.path == "smollm2-135m" or "://" in c.model.path or c.model.path.startswith(("/", ".", "~")),
+        "unless model.path is a hub id",
+    ),
+    Inert(
+        _fields("eval", without="num_tasks"),
+        ("eval.num_tasks",),
+        lambda c: c.eval.num_tasks == 0,
+        "with eval.num_tasks = 0 (no evaluation)",
+        "Set eval.num_tasks",
+    ),
+    Inert(
+        ("eval.top_p", "eval.samples_per_task"),
+        ("eval.temperature",),
+        lambda c: c.eval.temperature == 0,
+        "with eval.temperature = 0: greedy answers to a task are all the same",
+    ),
+    Inert(
+        ("tasks.epochs",),
+        ("tasks.sources",),
+        lambda c: bool(c.tasks.sources) and not _has_dataset(c),
+        'without a source of kind "dataset": generators are always endless',
+    ),
+    Inert(
+        ("tasks.shuffle",),
+        ("tasks.sources",),
+        lambda c: bool(c.tasks.sources) and not _has_dataset(c),
+        'without a source of kind "dataset": generators have no order to shuffle',
+    ),
+    Inert(
+        ("tasks.answer_rule",),
+        ("tasks.sources",),
+        lambda c: _all_sources_set(c, "answer_rule"),
+        "as every source sets its own answer_rule",
+    ),
+    Inert(
+        ("rewards.function",),
+        ("tasks.sources",),
+        lambda c: _all_sources_set(c, "reward"),
+        "as every source sets its own reward",
+    ),
+)
+
+_OF_KIND = {
+    "reasoning_gym": ("params",),
+    "dataset": ("path", "eval_path", "prompt_column", "answer_column"),
+}
+
+
+def source_rules(sources: list[TaskSourceConfig]) -> list[Inert]:
+    """One rule for each source: the fields of the other kind have no effect."""
+    rules = []
+    for i, source in enumerate(sources):
+        others = tuple(name for kind, names in _OF_KIND.items() if kind != source.kind for name in names)
+        key = f"tasks.sources.{i}"
+        options = tuple(f"{key}.{name}" for name in others)
+        rules.append(Inert(options, (f"{key}.kind",), lambda _: True, f'in a source of kind "{source.kind}"'))
+    return rules
+
+
+def _uncorrected(config: Config) -> bool:
+    return config.algorithm.correction == "none" and not config.algorithm.allow_uncorrected
+
+
+def _unnamed_source(config: Config) -> str | None:
+    for i, source in enumerate(config.tasks.sources):
+        needed = "name" if source.kind == "reasoning_gym" else "path"
+        if not getattr(source, needed):
+            return f'tasks.sources.{i}.{needed} is missing: a source of kind "{source.kind}" needs it'
+    return None
+
+
+NO_SOURCES = Refused(
+    ("tasks.sources",),
+    lambda c: not c.tasks.sources,
+    lambda c: (
+        "tasks.sources is empty: there is nothing to train on. Add a [[tasks.sources]] table, for instance with"
+        ' kind = "reasoning_gym" and name = "chain_sum"'
+    ),
+)
+
+REFUSED: tuple[Refused, ...] = (
+    Refused(
+        ("tasks.sources",),
+        lambda c: _unnamed_source(c) is not None,
+        lambda c: _unnamed_source(c) or "",
+    ),
+    Refused(
+        ("rollout.interrupt", "rollout.max_staleness"),
+        lambda c: c.rollout.interrupt == "when_enough" and c.rollout.max_staleness == 0,
+        lambda c: (
+            'rollout.interrupt = "when_enough" with rollout.max_staleness = 0: an interrupted rollout is always'
+            ' stale when it is trained. Set rollout.max_staleness to 1 or more, or rollout.interrupt = "never"'
+        ),
+    ),
+    Refused(
+        ("rollout.max_staleness", "algorithm.correction"),
+        lambda c: c.rollout.max_staleness > 0 and _uncorrected(c),
+        lambda c: (
+            f'rollout.max_staleness = {c.rollout.max_staleness} with algorithm.correction = "none": tokens of older'
+            ' policy versions would be trained as if they were fresh. Set algorithm.correction = "token_truncate", or'
+            " rollout.max_staleness = 0, or (if you mean it) algorithm.allow_uncorrected = true"
+        ),
+    ),
+    Refused(
+        ("rollout.top_p", "rollout.top_k", "rollout.min_p", "algorithm.correction"),
+        lambda c: truncates_sampling(c) and _uncorrected(c),
+        lambda c: (
+            'truncated sampling (rollout.top_p, top_k or min_p) with algorithm.correction = "none": log-probs of the'
+            ' truncated distribution are not those of the policy. Set algorithm.correction = "token_truncate", sample'
+            " untruncated, or (if you mean it) set algorithm.allow_uncorrected = true"
+        ),
+    ),
+    Refused(
+        ("rollout.in_flight_groups", "rollout.groups_per_step"),
+        lambda c: in_flight_groups(c) < c.rollout.groups_per_step,
+        lambda c: (
+            f"rollout.in_flight_groups = {c.rollout.in_flight_groups} is below rollout.groups_per_step ="
+            f" {c.rollout.groups_per_step}: a step would never have enough groups. Raise it, or set it to 0 (equal)"
+        ),
+    ),
+    Refused(
+        ("rollout.in_flight_groups", "rollout.max_staleness", "rollout.groups_per_step", "rollout.on_stale"),
+        lambda c: (
+            in_flight_groups(c) > (1 + c.rollout.max_staleness) * c.rollout.groups_per_step
+            and c.rollout.on_stale != "drop"
+        ),
+        lambda c: (
+            f"rollout.in_flight_groups = {c.rollout.in_flight_groups} is above (1 + rollout.max_staleness) *"
+            f" rollout.groups_per_step = {(1 + c.rollout.max_staleness) * c.rollout.groups_per_step}: with"
+            ' rollout.on_stale = "finish_first" the bound could not be held. Lower it, raise rollout.max_staleness, or'
+            ' set rollout.on_stale = "drop" to lose groups that get too old'
+        ),
+    ),
+    Refused(
+        ("rollout.temperature",),
+        lambda c: c.rollout.temperature == 0,
+        lambda c: (
+            "rollout.temperature = 0: greedy rollouts of a task are all the same and are never trained. Set it above 0"
+            " (eval.temperature = 0 makes the evaluation greedy)"
+        ),
+    ),
+    Refused(
+        ("rollout.group_size", "algorithm.advantage"),
+        lambda c: c.rollout.group_size < 2,
+        lambda c: (
+            f'rollout.group_size = {c.rollout.group_size} with algorithm.advantage = "{c.algorithm.advantage}": a'
+            " baseline needs at least 2 sibling rollouts. Set rollout.group_size to 2 or more"
+        ),
+    ),
+    Refused(
+        ("rewards.min_valid", "rollout.group_size"),
+        lambda c: c.rewards.min_valid > c.rollout.group_size >= 2,
+        lambda c: (
+            f"rewards.min_valid = {c.rewards.min_valid} is above rollout.group_size = {c.rollout.group_size}: every"
+            " group would be dropped. Lower it"
+        ),
+    ),
+    Refused(
+        ("train.minibatches_per_step", "rollout.groups_per_step"),
+        lambda c: c.rollout.groups_per_step % c.train.minibatches_per_step != 0,
+        lambda c: (
+            f"train.minibatches_per_step = {c.train.minibatches_per_step} does not divide rollout.groups_per_step ="
+            f" {c.rollout.groups_per_step}: groups are split evenly. Change one of them"
+        ),
+    ),
+)

@@ -1,0 +1,71 @@
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rollover.config.base import Table
+
+AnswerRule = Literal["last_number", "last_line", "answer_tag", "boxed", "full_text"]
+
+
+class TaskSourceConfig(Table):
+    """[[tasks.sources]]: one source of tasks."""
+
+    kind: Literal["reasoning_gym", "dataset"] = Field(
+        description="reasoning_gym: a generator by name. dataset: a file."
+    )
+    name: str = Field(
+        default="", description="Generator name (reasoning_gym), or the label of a dataset (default: its file name)."
+    )
+    weight: float = Field(default=1.0, gt=0, description="Share of this source among all sources.")
+    params: dict[str, Any] = Field(default_factory=dict, description="reasoning_gym: parameters of the generator.")
+    path: str = Field(default="", description="dataset: JSONL, Parquet or CSV file; local path or fsspec URL.")
+    eval_path: str = Field(
+        default="", description="dataset: held-out file; empty = a share of `path` (tasks.eval_fraction)."
+    )
+    prompt_column: str = Field(
+        default="", description="dataset: prompt column; empty = prompt, question, problem or messages."
+    )
+    answer_column: str = Field(
+        default="",
+        description="dataset: answer column; empty = reward_model.ground_truth (verl), answer, solution or"
+        " ground_truth.",
+    )
+    reward: str = Field(
+        default="",
+        description="Reward of this source: module:function, path.py:function, or a built-in name; empty ="
+        " [rewards].function, then the generator's own scorer (reasoning_gym) or exact_match (dataset).",
+    )
+    answer_rule: AnswerRule | Literal[""] = Field(
+        default="", description="Overrides tasks.answer_rule for this source."
+    )
+
+
+class TasksConfig(Table):
+    """[tasks]: where the problems come from and how they are put to the model."""
+
+    sources: list[TaskSourceConfig] = Field(default_factory=list, description="Sources of tasks, mixed by weight.")
+    system_prompt: str = Field(default="", description="System message put before every task's messages.")
+    instruction: str = Field(
+        default="", description="Text appended to the last user message of every task (after a newline)."
+    )
+    chat: bool = Field(
+        default=True, description="Put plain prompts into a user message and apply the model's chat template."
+    )
+    answer_rule: AnswerRule = Field(
+        default="last_number",
+        description="How the final answer is read from a completion before a scorer sees it: last_number (the last"
+        " number), last_line, answer_tag (the last <answer>...</answer>), boxed (the last \\boxed{...}), full_text.",
+    )
+    epochs: int = Field(
+        default=0, ge=0, description="Passes over the datasets; 0 = endless. Generators are always endless."
+    )
+    shuffle: bool = Field(default=True, description="Shuffle datasets each epoch (seeded).")
+    eval_fraction: float = Field(
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="Share of all distinct problems held out for evaluation (by a hash of the problem's text).",
+    )
+    max_prompt_tokens: int = Field(
+        default=1024, ge=1, description="A task with a longer prompt is skipped, and counted."
+    )

@@ -1,0 +1,15 @@
+from typing import Literal
+
+from pydantic import Field
+
+from rollover.config.base import Table
+
+
+class TrackConfig(Table):
+    """[track]: what is shown and recorded."""
+
+    live: Literal["auto", "rich", "plain", "off"] = Field(
+        default="auto", description="Terminal view: rich on a TTY, plain lines elsewhere (auto)."
+    )
+    rollouts: bool = Field(default=True, description="Record every trained or dropped rollout under rollouts/ (JSONL).")
+    show_samples: int = Field(default=3, ge=0, description="Answers before and after training shown in the summary.")

@@ -1,0 +1,109 @@
+"""Who runs: waiting and running sequences, parked ones that still have KV, and whose KV goes when memory is short.
+
+Owns the queues; never touches the model. Preempted sequences lose their KV and wait at the head of the queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from rollover.engine.embedded.kv_cache import KVCache
+from rollover.engine.embedded.sequence import Sequence
+
+
+class Batcher:
+    """At most `max_running` sequences run, in order of arrival."""
+
+    def __init__(self, cache: KVCache, max_running: int) -> None:
+        self.cache = cache
+        self.max_running = max_running
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.parked: dict[str, Sequence] = {}
+        self.num_preemptions = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def active(self) -> Iterable[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    def admit(self) -> None:
+        """Start waiting sequences while there is room for them and their next token."""
+        while self.waiting and len(self.running) < self.max_running:
+            seq = self.waiting[0]
+            if not self._reserve_or_evict_idle(seq, len(seq.tokens)):
+                if self.running:
+                    return
+                # Alone, a sequence fits (checked when it came in): what is in the way is its own smaller row.
+                self.drop_kv(seq)
+                assert self._reserve_or_evict_idle(seq, len(seq.tokens)), "a sequence must fit into an empty cache"
+            self.running.append(self.waiting.popleft())
+
+    def make_room(self) -> list[Sequence]:
+        """Rows for the next token of all that can decode now; preempts the youngest until the rest fits."""
+        ready = [s for s in self.running if s.prefilled]
+        for seq in ready:
+            while seq in self.running and not self._reserve_or_evict_idle(seq, len(seq.tokens)):
+                self.preempt(self.running[-1])
+        return [s for s in ready if s.bucket is not None]
+
+    def preempt(self, seq: Sequence) -> None:
+        self.num_preemptions += 1
+        self.running.remove(seq)
+        self.drop_kv(seq)
+        self.waiting.appendleft(seq)
+
+    def drop_kv(self, seq: Sequence) -> None:
+        if seq.kv_len:
+            seq.recomputing = True
+        self.cache.free(seq)
+
+    def requeue_running(self) -> None:
+        """All running sequences lose their KV and wait again, in their order: after a weight update."""
+        for seq in reversed(self.running):
+            self.drop_kv(seq)
+            self.waiting.appendleft(seq)
+        self.running.clear()
+
+    def retire(self, seq: Sequence, *, keep_kv: bool) -> None:
+        """`seq` no longer runs or waits. With keep_kv what it has cached stays until evicted or released."""
+        if seq in self.running:
+            self.running.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+        if keep_kv and seq.kv_len:
+            self.parked[seq.request.rollout_id] = seq
+        else:
+            self.cache.free(seq)
+
+    def unpark(self, rollout_id: str) -> Sequence | None:
+        return self.parked.pop(rollout_id, None)
+
+    def donor(self, target: Sequence, version: int | None) -> Sequence | None:
+        """A sequence with the same prompt whose cached KV covers it (computed under `version`, if given)."""
+        need = target.num_prompt - 1
+        for seq in (*self.running, *self.parked.values(), *self.waiting):
+            if (
+                seq is not target
+                and seq.kv_len >= need
+                and seq.request.prompt_ids == target.request.prompt_ids
+                and version in (None, seq.prompt_kv_version)
+            ):
+                return seq
+        return None
+
+    def _reserve_or_evict_idle(self, seq: Sequence, num_tokens: int) -> bool:
+        """Reserve; while memory is short, evict what does not run: parked ones first, then the last in the queue."""
+        while not self.cache.reserve(seq, num_tokens):
+            if self.parked:
+                self.cache.free(self.parked.pop(next(iter(self.parked))))
+                continue
+            idle = next((s for s in reversed(self.waiting) if s is not seq and s.bucket is not None), None)
+            if idle is None:
+                return False
+            self.drop_kv(idle)
+        return True

@@ -1,0 +1,92 @@
+"""The draw: one uniform number per token, from a counter; the inverse of the distribution's cumulative sum.
+
+Shapes: B rows, V vocabulary. A row's result depends on its own logits and uniform only, never on who shares the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from rollover.types import SamplingParams
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_BLOCK = 256
+
+
+def uniforms(seeds: Seq[int], indices: Seq[int]) -> np.ndarray:
+    """Uniform doubles in [0, 1): SplitMix64 (Steele et al. 2014) of seed at counter index. One per row."""
+    with np.errstate(over="ignore"):
+        z = np.asarray(seeds, dtype=np.uint64) + (np.asarray(indices, dtype=np.uint64) + np.uint64(1)) * _GAMMA
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _truncate(scaled_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Set what top-k, then top-p, then min-p remove to -inf. The likeliest token always stays."""
+    sorted_BV, order_BV = torch.sort(scaled_BV, dim=-1, descending=True, stable=True)
+    if params.top_k > 0:
+        sorted_BV[:, params.top_k :] = float("-inf")
+    probs_BV = torch.softmax(sorted_BV, dim=-1)
+    remove_BV = torch.zeros_like(probs_BV, dtype=torch.bool)
+    if params.top_p < 1.0:
+        remove_BV |= probs_BV.cumsum(-1) - probs_BV >= params.top_p
+    if params.min_p > 0.0:
+        remove_BV |= probs_BV < params.min_p * probs_BV[:, :1]
+    remove_BV[:, 0] = False
+    sorted_BV = sorted_BV.masked_fill(remove_BV, float("-inf"))
+    return torch.empty_like(scaled_BV).scatter_(1, order_BV, sorted_BV)
+
+
+def _draw(scaled_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse-CDF sampling from softmax(scaled), in two levels so that no cumulative sum over V is needed."""
+    rows, vocab = scaled_BV.shape
+    peak_B1 = scaled_BV.amax(-1, keepdim=True)
+    weights_BV = torch.exp(scaled_BV - peak_B1)
+    if vocab % _BLOCK:
+        weights_BV = torch.nn.functional.pad(weights_BV, (0, _BLOCK - vocab % _BLOCK))
+    blocks = weights_BV.view(rows, -1, _BLOCK)
+    cumulative = blocks.sum(-1).double().cumsum(-1)
+    total_B1 = cumulative[:, -1:]
+    target_B1 = uniforms_B[:, None].to(cumulative.device) * total_B1
+    block_B1 = torch.searchsorted(cumulative, target_B1, right=True).clamp_(max=blocks.shape[1] - 1)
+    before_B1 = torch.where(block_B1 > 0, cumulative.gather(1, (block_B1 - 1).clamp(min=0)), 0.0)
+    inside = blocks.gather(1, block_B1[:, :, None].expand(rows, 1, _BLOCK)).squeeze(1).double().cumsum(-1)
+    offset_B1 = torch.searchsorted(inside, target_B1 - before_B1, right=True).clamp_(max=_BLOCK - 1)
+    tokens_B1 = block_B1 * _BLOCK + offset_B1
+    # Rounding at a block's edge could pick a token of probability 0: take the likeliest one instead.
+    possible_B1 = weights_BV.gather(1, tokens_B1) > 0
+    tokens_B1 = torch.where(possible_B1, tokens_B1, weights_BV.argmax(-1, keepdim=True))
+    logprobs_B1 = scaled_BV.gather(1, tokens_B1) - peak_B1 - total_B1.log().float()
+    return tokens_B1.squeeze(1), logprobs_B1.squeeze(1)
+
+
+def sample(
+    logits_BV: torch.Tensor, params: Seq[SamplingParams], uniforms_B: np.ndarray
+) -> tuple[list[int], list[float]]:
+    """Token and behavior log-prob per row: of the distribution really sampled from (temperature and truncation included).
+
+    Greedy rows (temperature 0) sample a point mass: log-prob 0. logits_BV float32.
+    """
+    rows_of: dict[SamplingParams, list[int]] = {}
+    for row, p in enumerate(params):
+        rows_of.setdefault(p, []).append(row)
+    tokens: list[int] = [0] * len(params)
+    logprobs: list[float] = [0.0] * len(params)
+    draws_B = torch.from_numpy(uniforms_B)
+    for p, rows in rows_of.items():
+        part_BV = logits_BV if len(rows) == len(params) else logits_BV[rows]
+        if p.temperature == 0:
+            part_tokens, part_logprobs = part_BV.argmax(-1), torch.zeros(len(rows))
+        else:
+            scaled_BV = part_BV if p.temperature == 1 else part_BV / p.temperature
+            if p.truncated:
+                scaled_BV = _truncate(scaled_BV, p)
+            part_tokens, part_logprobs = _draw(scaled_BV, draws_B[rows])
+        for row, token, logprob in zip(rows, part_tokens.tolist(), part_logprobs.tolist(), strict=True):
+            tokens[row], logprobs[row] = token, logprob
+    return tokens, logprobs

@@ -1,0 +1,93 @@
+"""One rollout being continued: its tokens, its open segment, how much of it the KV cache holds."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollover.engine.protocol import ExtendRequest
+from rollover.types import Segment, StopReason
+
+if TYPE_CHECKING:
+    from rollover.engine.embedded.kv_cache import Bucket
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """`tokens` = prompt + generated before + new. KV of tokens[:kv_len] is cached; the last token never is: it is the
+    next decode step's input, so the logits of every sampled token come from one code path."""
+
+    request: ExtendRequest
+    future: asyncio.Future[list[Segment]] | None
+    tokens: list[int]
+    bucket: Bucket | None = None
+    row: int = -1
+    kv_len: int = 0
+    prompt_kv_version: int = -1
+    recomputing: bool = False
+    segments: list[Segment] = field(default_factory=list)
+    open_logprobs: list[float] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, request: ExtendRequest, future: asyncio.Future[list[Segment]]) -> Sequence:
+        tokens = [*request.prompt_ids, *request.generated_ids]
+        return cls(request, future, tokens, recomputing=bool(request.generated_ids))
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_new(self) -> int:
+        return len(self.tokens) - self.num_prompt - len(self.request.generated_ids)
+
+    @property
+    def next_index(self) -> int:
+        """Absolute index, in the generated part, of the token to be sampled next."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def prefilled(self) -> bool:
+        return self.kv_len == len(self.tokens) - 1
+
+    def continues(self, request: ExtendRequest) -> bool:
+        """Whether the cached KV of this parked sequence is a prefix of what `request` asks for."""
+        known = len(request.prompt_ids) + len(request.generated_ids)
+        return (
+            self.request.prompt_ids == request.prompt_ids
+            and len(self.tokens) == known
+            and tuple(self.tokens[self.num_prompt :]) == request.generated_ids
+        )
+
+    def resume(self, request: ExtendRequest, future: asyncio.Future[list[Segment]]) -> None:
+        self.request, self.future = request, future
+        self.segments, self.open_logprobs = [], []
+
+    def append(self, token: int, logprob: float) -> None:
+        self.tokens.append(token)
+        self.open_logprobs.append(logprob)
+
+    def open_segment(self, version: int, reason: StopReason) -> Segment:
+        """The tokens sampled since the last cut, as a Segment of `version`."""
+        num = len(self.open_logprobs)
+        return Segment(
+            token_ids=np.asarray(self.tokens[len(self.tokens) - num :], dtype=np.int32),
+            logprobs=np.asarray(self.open_logprobs, dtype=np.float32),
+            policy_version=version,
+            sampling=self.request.sampling,
+            stop_reason=reason,
+        )
+
+    def cut(self, version: int, reason: StopReason) -> None:
+        """Close the open segment. An empty one is kept only where it is the answer to an interruption."""
+        if self.open_logprobs or (reason is not StopReason.PAUSED) or not self.segments:
+            self.segments.append(self.open_segment(version, reason))
+        self.open_logprobs = []
+
+    def cut_at_update(self, version: int) -> None:
+        """New weights: what was sampled so far belongs to `version`."""
+        if self.open_logprobs:
+            self.cut(version, StopReason.PAUSED)

@@ -1,0 +1,167 @@
+"""A fake engine: the whole Engine contract without a model, for tests and planning. No torch, no wall time.
+
+Owns nothing but the rollouts that run. Every step gives each of them one token and yields to the event loop once.
+Token ids are a hash of (seed, absolute index), so they survive any interruption, as with a real engine under frozen
+weights; log-probs also depend on the policy version, so that tests see which version a token came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollover.engine.protocol import ExtendRequest, WeightLoad
+from rollover.types import Segment, StopReason
+
+if TYPE_CHECKING:
+    import torch
+
+_STATS = (
+    "engine/decode_steps",
+    "engine/prefill_tokens",
+    "engine/reprefill_tokens",
+    "engine/preemptions",
+    "kv/stale_prefix_tokens",
+    "kv/kept_tokens",
+    "kv/shared_prompt_tokens",
+    "kv/bytes",
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One running `extend`: its tokens so far, each with log-prob and version."""
+
+    request: ExtendRequest
+    target_length: int
+    done: asyncio.Future[list[Segment]]
+    tokens: list[tuple[int, float, int]] = field(default_factory=list)
+    interrupted: bool = False
+
+    def segments(self, stop_reason: StopReason, current_version: int) -> list[Segment]:
+        """One per policy version met, the last with `stop_reason`; one empty if there is no token."""
+        versions = list(dict.fromkeys(version for _, _, version in self.tokens)) or [current_version]
+        segments = []
+        for version in versions:
+            part = [(token, logprob) for token, logprob, v in self.tokens if v == version]
+            segments.append(
+                Segment(
+                    token_ids=np.array([token for token, _ in part], dtype=np.int32),
+                    logprobs=np.array([logprob for _, logprob in part], dtype=np.float32),
+                    policy_version=version,
+                    sampling=self.request.sampling,
+                    stop_reason=stop_reason if version == versions[-1] else StopReason.PAUSED,
+                )
+            )
+        return segments
+
+
+class FakeEngine:
+    """Engine whose rollouts stop after a given number of generated tokens (over all extensions together).
+
+    `lengths` gives it: by rollout id, or as a function of the request's seed. A rollout whose length is within its
+    budget ends with EOS (the smallest of its stop token ids, if any, is its last token), a longer one with LENGTH.
+    """
+
+    def __init__(
+        self,
+        lengths: Mapping[str, int] | Callable[[int], int],
+        policy_version: int = 0,
+        vocab_size: int = 1000,
+    ) -> None:
+        self._lengths = lengths
+        self._policy_version = policy_version
+        self._vocab_size = vocab_size
+        self._running: dict[str, _Sequence] = {}
+        self._loop_task: asyncio.Task[None] | None = None
+        self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0)
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    async def extend(self, request: ExtendRequest) -> list[Segment]:
+        assert request.rollout_id not in self._running, f"rollout {request.rollout_id} is running already"
+        assert request.max_new_tokens >= 1
+        length = self._lengths(request.seed) if callable(self._lengths) else self._lengths[request.rollout_id]
+        sequence = _Sequence(request, length, asyncio.get_running_loop().create_future())
+        num_prefill = len(request.prompt_ids) + len(request.generated_ids)
+        self._stats["engine/prefill_tokens"] += num_prefill
+        if request.generated_ids:
+            self._stats["engine/reprefill_tokens"] += num_prefill
+        self._running[request.rollout_id] = sequence
+        if self._loop_task is None or self._loop_task.done():
+            self._loop_task = asyncio.ensure_future(self._run())
+        try:
+            return await sequence.done
+        finally:
+            # Still there only if this call was cancelled.
+            if self._running.get(request.rollout_id) is sequence:
+                del self._running[request.rollout_id]
+
+    def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
+        for rollout_id in list(self._running) if rollout_ids is None else rollout_ids:
+            if rollout_id in self._running:
+                self._running[rollout_id].interrupted = True
+
+    def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
+        running = [i for i in rollout_ids if i in self._running]
+        return {i: self._running[i].segments(StopReason.PAUSED, self._policy_version) for i in running}
+
+    def release(self, rollout_ids: Iterable[str]) -> None:
+        """Nothing is kept for a rollout that does not run."""
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
+        self._policy_version = version
+        return WeightLoad(num_bytes=0, seconds=0.0)
+
+    def stats(self) -> dict[str, float]:
+        return dict(self._stats)
+
+    async def close(self) -> None:
+        if self._loop_task is not None and not self._loop_task.done():
+            self._loop_task.cancel()
+            await asyncio.gather(self._loop_task, return_exceptions=True)
+        for sequence in self._running.values():
+            sequence.done.cancel()
+
+    async def _run(self) -> None:
+        while self._running:
+            await asyncio.sleep(0)
+            self._step()
+
+    def _step(self) -> None:
+        """One token for everyone who was not interrupted; whoever stops leaves."""
+        if any(not s.interrupted for s in self._running.values()):
+            self._stats["engine/decode_steps"] += 1
+        for rollout_id, sequence in list(self._running.items()):
+            stop_reason = StopReason.PAUSED if sequence.interrupted else self._decode(sequence)
+            if stop_reason is not None:
+                del self._running[rollout_id]
+                if not sequence.done.done():
+                    sequence.done.set_result(sequence.segments(stop_reason, self._policy_version))
+
+    def _decode(self, sequence: _Sequence) -> StopReason | None:
+        request = sequence.request
+        index = len(request.generated_ids) + len(sequence.tokens)
+        ends = index + 1 >= sequence.target_length
+        token_id = _hash(request.seed, index) % self._vocab_size
+        if ends and request.stop_token_ids:
+            token_id = min(request.stop_token_ids)
+        while not ends and token_id in request.stop_token_ids:
+            token_id = (token_id + 1) % self._vocab_size
+        logprob = -(1 + _hash(request.seed, index, self._policy_version) % 1000) / 256
+        sequence.tokens.append((token_id, logprob, self._policy_version))
+        if ends:
+            return StopReason.EOS
+        return StopReason.LENGTH if len(sequence.tokens) >= request.max_new_tokens else None
+
+
+def _hash(*parts: int) -> int:
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -1,0 +1,78 @@
+"""What an engine must do. No torch: fakes and remote engines import this too.
+
+One way to continue: first generation, preemption, weight update and restart are all `extend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from rollover.types import SamplingParams, Segment
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendRequest:
+    """Continue one rollout: `prompt_ids` + `generated_ids` (all segments so far), by token ids.
+
+    `max_new_tokens` is the remaining budget (>= 1). `seed` is `types.rollout_seed(...)`; the draw of a token depends on
+    `seed` and its absolute index in the generated part only.
+    """
+
+    rollout_id: str
+    prompt_ids: tuple[int, ...]
+    generated_ids: tuple[int, ...]
+    max_new_tokens: int
+    seed: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLoad:
+    """What a weight hand-over cost."""
+
+    num_bytes: int
+    seconds: float
+
+
+class Engine(Protocol):
+    """Contract (run tests/contract/ on your own engine).
+
+    `extend` returns one Segment per policy version met on the way, at least one; every Segment but the last ends with
+    PAUSED; the last one with PAUSED iff the rollout was interrupted. The engine stamps versions, not the caller.
+    An interrupted rollout that got no new token returns one empty PAUSED segment.
+    """
+
+    @property
+    def policy_version(self) -> int: ...
+
+    async def extend(self, request: ExtendRequest) -> list[Segment]: ...
+
+    def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
+        """Stop these rollouts (None: all) after the current step; their `extend` returns what there is."""
+        ...
+
+    def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
+        """The running ones' segments of their current `extend` so far, for snapshots and the watchdog."""
+        ...
+
+    def release(self, rollout_ids: Iterable[str]) -> None:
+        """These rollouts will not be extended again: forget what is kept for them (KV). Unknown ids are ignored."""
+        ...
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
+        """Replace weights in place (names as in the model's state dict) and stamp `version` from now on."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Cumulative counters since start: engine/decode_steps, engine/prefill_tokens, engine/reprefill_tokens,
+        engine/preemptions, kv/stale_prefix_tokens, kv/kept_tokens, kv/shared_prompt_tokens; gauge kv/bytes."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,57 @@
+"""Single-turn prompts: tasks of a stream -> prompt token ids, and completions back to text.
+
+Owns the count of tasks skipped for their length. Text is tokenised once here; continuation is by token ids only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollover.config import TasksConfig
+from rollover.envs.tasks.stream import TaskStream
+from rollover.types import Task
+
+_MAX_SKIPS = 1000
+
+
+def encode_prompt(task: Task, tokenizer: Any) -> tuple[int, ...]:
+    """Token ids of the task's prompt; chat messages go through the tokenizer's chat template."""
+    if task.messages is None:
+        assert task.prompt is not None
+        return tuple(tokenizer(task.prompt)["input_ids"])
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "the model's tokenizer has no chat template: set tasks.chat = false to send prompts as plain text"
+        )
+    return tuple(
+        tokenizer.apply_chat_template(list(task.messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+    )
+
+
+class PromptSource:
+    """The `next_task` of the driver: next (task, prompt ids) whose prompt is short enough, None at the end."""
+
+    def __init__(self, stream: TaskStream, tokenizer: Any, config: TasksConfig) -> None:
+        self.stream, self.tokenizer, self.config = stream, tokenizer, config
+        self.num_skipped = 0
+
+    def __call__(self) -> tuple[Task, tuple[int, ...]] | None:
+        for _ in range(_MAX_SKIPS):
+            task = self.stream.next()
+            if task is None:
+                return None
+            prompt_ids = encode_prompt(task, self.tokenizer)
+            if len(prompt_ids) <= self.config.max_prompt_tokens:
+                return task, prompt_ids
+            self.num_skipped += 1
+        raise ValueError(
+            f"{_MAX_SKIPS} tasks in a row have prompts above tasks.max_prompt_tokens = {self.config.max_prompt_tokens}:"
+            " raise it"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stream": self.stream.state_dict(), "num_skipped": self.num_skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state["stream"])
+        self.num_skipped = state["num_skipped"]

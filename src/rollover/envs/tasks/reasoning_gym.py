@@ -1,0 +1,82 @@
+"""Tasks from reasoning-gym's generators: endless, seeded, one entry at a time. Imports the package when first used.
+
+Owns the numbering of generated problems. Never materialises a dataset and never scores (rewards/registry.py does, from
+the columns it writes here).
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from rollover.types import Task
+
+# Some generators prepare all of their virtual size when created, and some refuse a large one: problem i is entry
+# i % CHUNK_SIZE of a dataset with a seed of its own.
+CHUNK_SIZE = 1000
+
+
+class ReasoningGymSource:
+    """Endless problems of one generator; `problem(i)` depends on (name, params, seed, i) only.
+
+    Raises ValueError if the package is missing, the name is unknown or the generator refuses the parameters.
+    """
+
+    def __init__(self, name: str, params: Mapping[str, Any], seed: int, label: str, reward: str) -> None:
+        self.name, self.params, self.seed, self.label, self.reward = name, dict(params), seed, label, reward
+        gym = _import_gym()
+        from reasoning_gym.factory import DATASETS
+
+        if name not in DATASETS:
+            near = difflib.get_close_matches(name, DATASETS, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {len(DATASETS)}, such as chain_sum"
+            raise ValueError(f"tasks.sources.name: reasoning-gym has no generator {name!r}; {hint}")
+        reserved = sorted({"seed", "size"} & params.keys())
+        if reserved:
+            raise ValueError(f"tasks.sources.params of {label!r}: {reserved[0]} is set by Rollover, remove it")
+        self._chunk = lru_cache(maxsize=2)(lambda chunk: self._create(gym, chunk))
+        try:
+            self._chunk(0)
+        except (TypeError, ValueError, AssertionError, KeyError, AttributeError) as error:
+            fields = sorted(set(DATASETS[name][1].__dataclass_fields__) - {"seed", "size"})
+            raise ValueError(
+                f"tasks.sources.params of {label!r}: the generator {name} refused {self.params}: {error}."
+                f" Its parameters are {', '.join(fields)}"
+            ) from error
+
+    def problem(self, index: int) -> Task:
+        """Problem number `index` (0, 1, 2, ...) as a plain prompt, without system prompt or instruction."""
+        chunk, offset = divmod(index, CHUNK_SIZE)
+        entry = self._chunk(chunk)[offset]
+        columns = {
+            "answer": entry["answer"],
+            "generator": self.name,
+            "params": self.params,
+            "seed": self._chunk_seed(chunk),
+            "size": CHUNK_SIZE,
+            "index": offset,
+        }
+        return Task(
+            f"{self.label}/{self.seed}/{index}", self.label, self.reward, prompt=entry["question"], columns=columns
+        )
+
+    def _create(self, gym: Any, chunk: int) -> Any:
+        return gym.create_dataset(self.name, seed=self._chunk_seed(chunk), size=CHUNK_SIZE, **self.params)
+
+    def _chunk_seed(self, chunk: int) -> int:
+        """31 bits: entries are seeded with seed + offset, and some generators use numpy, which takes 32."""
+        digest = hashlib.blake2b(f"{self.seed}/{chunk}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 33
+
+
+def _import_gym() -> Any:
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "tasks.sources.kind = 'reasoning_gym' needs the package reasoning-gym: pip install reasoning-gym"
+        ) from error
+    return reasoning_gym

@@ -1,0 +1,59 @@
+"""Which problems are held out for evaluation. Pure: no files, no randomness, no state.
+
+Owns the rule that train and eval never share a problem, however small the space of problems: a problem belongs to one
+side by a hash of its own text, not by a seed or a row number. Never decides an order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+from rollover.types import Task
+
+SplitName = Literal["train", "eval"]
+
+
+def problem_key(problem: Task) -> int:
+    """64-bit identity of a problem: blake2b of its text, without system messages.
+
+    Pass the problem before tasks.instruction is added. A plain prompt and the same text in a user message are one.
+    """
+    turns = [m for m in problem.messages or () if m["role"] != "system"]
+    if problem.prompt is not None:
+        text = problem.prompt
+    elif len(turns) == 1:
+        text = turns[0]["content"]
+    else:
+        text = "\n".join(f"{m['role']}: {m['content']}" for m in turns)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The side of every problem key.
+
+    A source with a held-out file of its own (tasks.sources.eval_path) is split by the two files; every other source by
+    key / 2^64 < eval_fraction. `eval_file_keys` are the problems of all held-out files, `train_file_keys` those of the
+    training files beside them.
+    """
+
+    eval_fraction: float
+    eval_file_keys: frozenset[int] = frozenset()
+    train_file_keys: frozenset[int] = frozenset()
+
+    def accepts(self, key: int, split: SplitName, by_file: bool) -> bool:
+        """True if a problem of a source (split by file, or by hash) may be used on this side.
+
+        No key is accepted on both sides, whichever sources it comes from: one that a held-out file has is never
+        trained; one that only a training file has is never evaluated; else the hash decides.
+        """
+        if split == "train":
+            return key not in self.eval_file_keys and (by_file or not self._held_out(key))
+        if by_file:
+            return True  # its rows come from the held-out file
+        return self._held_out(key) and (key not in self.train_file_keys or key in self.eval_file_keys)
+
+    def _held_out(self, key: int) -> bool:
+        return key < self.eval_fraction * 2**64

@@ -1,0 +1,239 @@
+"""The stream of tasks: sources mixed by weight, split into train and eval, resumable from a small state.
+
+Owns the order of tasks: mixing, epochs, shuffling and cursors. Every choice is a function of the seed and a counter, so
+a stream that is given its state back goes on exactly. Never tokenises and never scores.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
+from rollover.envs.tasks.dataset import DatasetSource
+from rollover.envs.tasks.reasoning_gym import ReasoningGymSource
+from rollover.envs.tasks.split import Split, SplitName, problem_key
+from rollover.rewards.registry import spec_for
+from rollover.types import Task
+
+# A generator that gives no new problem of the wanted side in so many attempts has none (left).
+MAX_CANDIDATES = 10_000
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """A source and where the stream stands in it: problem `position` of pass `epoch`."""
+
+    source: ReasoningGymSource | DatasetSource
+    weight: float
+    by_file: bool
+    seed: int
+    max_epochs: int  # datasets; 0: endless
+    shuffle: bool
+    epoch: int = 0
+    position: int = 0
+    exhausted: bool = False
+    order: list[int] | None = None  # of this epoch's rows; made when first needed
+
+    def candidates(self) -> Iterator[Task]:
+        """Problems from here on; the cursor moves with every one taken."""
+        if isinstance(self.source, ReasoningGymSource):
+            while True:
+                self.position += 1
+                yield self.source.problem(self.position - 1)
+        while self.max_epochs == 0 or self.epoch < self.max_epochs:
+            if self.order is None:
+                self.order = list(range(len(self.source)))
+                if self.shuffle:
+                    random.Random(f"{self.seed}/{self.epoch}").shuffle(self.order)
+            while self.position < len(self.order):
+                self.position += 1
+                yield replace(self.source.problem(self.order[self.position - 1]), attempt=self.epoch)
+            self.epoch, self.position, self.order = self.epoch + 1, 0, None
+
+    @property
+    def max_candidates(self) -> int:
+        return len(self.source) if isinstance(self.source, DatasetSource) else MAX_CANDIDATES
+
+
+class TaskStream:
+    """Tasks of one side of the split, in an order that depends on (tasks, seed, split) only.
+
+    train: generators are endless, datasets make `tasks.epochs` passes, and `Task.attempt` is the pass. eval: every
+    problem once. No problem is on both sides (split.py). Relative paths are relative to `base_dir`; `rewards` names the
+    reward of sources that name none.
+
+    A row's own system message is kept in place of tasks.system_prompt. Raises ValueError for sources that cannot be
+    used, and when no problem is left for the side.
+    """
+
+    def __init__(
+        self,
+        tasks: TasksConfig,
+        seed: int,
+        split: SplitName,
+        base_dir: str | os.PathLike[str] = ".",
+        *,
+        rewards: RewardsConfig,
+    ) -> None:
+        if not tasks.sources:
+            raise ValueError("tasks.sources is empty: add a [[tasks.sources]] table")
+        if tasks.system_prompt and not tasks.chat:
+            raise ValueError("tasks.system_prompt has no effect with tasks.chat = false: put the text into the prompts")
+        self.tasks, self.seed = tasks, seed
+        self.split: SplitName = split
+        self._base_dir, self._rewards = base_dir, rewards
+        self._draws = 0
+        self._seen: set[int] = set()  # eval only: problems already given
+        labels = _labels(tasks.sources)
+        self._cursors = [self._cursor(i, source, labels[i]) for i, source in enumerate(tasks.sources)]
+        self._rule = self._make_split(labels)
+
+    def next(self) -> Task | None:
+        """The next task; None when every source is finite and at its end (or, for eval, has no new problem)."""
+        while active := [cursor for cursor in self._cursors if not cursor.exhausted]:
+            cursor = self._choose(active)
+            for tried, problem in enumerate(cursor.candidates(), start=1):
+                if self._take_if_wanted(problem, cursor.by_file):
+                    return self._decorate(problem)
+                if tried >= cursor.max_candidates:
+                    if self.split == "train":
+                        raise ValueError(self._nothing_left(cursor, tried))
+                    break
+            cursor.exhausted = True
+        return None
+
+    def take(self, num_tasks: int) -> list[Task]:
+        """The next `num_tasks` tasks, or as many as there are. Raises ValueError if that is none."""
+        taken = list(itertools.islice(iter(self.next, None), num_tasks))
+        if num_tasks > 0 and not taken:
+            raise ValueError(self._nothing_left(self._cursors[0], self._cursors[0].max_candidates))
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON: where the stream stands. Its size does not grow with the tasks given (eval: 8 bytes or so for each)."""
+        return {
+            "draws": self._draws,
+            "sources": [
+                {"label": c.source.label, "epoch": c.epoch, "position": c.position, "exhausted": c.exhausted}
+                for c in self._cursors
+            ],
+            "seen": sorted(self._seen),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`. Raises ValueError if it belongs to other sources."""
+        labels, saved = [c.source.label for c in self._cursors], [s["label"] for s in state["sources"]]
+        if labels != saved:
+            raise ValueError(f"tasks.sources are {labels}, but the checkpoint was written with {saved}: use the same")
+        self._draws, self._seen = state["draws"], set(state["seen"])
+        for cursor, source in zip(self._cursors, state["sources"], strict=True):
+            cursor.epoch, cursor.position = source["epoch"], source["position"]
+            cursor.exhausted, cursor.order = source["exhausted"], None
+
+    def _choose(self, active: list[_Cursor]) -> _Cursor:
+        """By weight, with draw number `_draws` of a counter-based generator."""
+        bounds = list(itertools.accumulate(cursor.weight for cursor in active))
+        draw = _hash(f"{self.seed}/{self.split}/mix/{self._draws}") / 2**64
+        self._draws += 1
+        return active[min(bisect.bisect_right(bounds, draw * bounds[-1]), len(active) - 1)]
+
+    def _take_if_wanted(self, problem: Task, by_file: bool) -> bool:
+        key = problem_key(problem)
+        if key in self._seen or not self._rule.accepts(key, self.split, by_file):
+            return False
+        if self.split == "eval":
+            self._seen.add(key)
+        return True
+
+    def _decorate(self, problem: Task) -> Task:
+        """Add the system prompt and the instruction, and put a plain prompt into a user message (tasks.chat)."""
+        instruction = f"\n{self.tasks.instruction}" if self.tasks.instruction else ""
+        if problem.prompt is not None and not self.tasks.chat:
+            return replace(problem, prompt=problem.prompt + instruction)
+        prompt = problem.prompt
+        messages = list(problem.messages or ()) if prompt is None else [{"role": "user", "content": prompt}]
+        if instruction:
+            last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
+            if last is None:
+                raise ValueError(f"task {problem.task_id!r} has no user message to put tasks.instruction into")
+            messages[last] = {"role": "user", "content": messages[last]["content"] + instruction}
+        if self.tasks.system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.tasks.system_prompt})
+        return replace(problem, messages=tuple(messages), prompt=None)
+
+    # Construction
+
+    def _cursor(self, index: int, source: TaskSourceConfig, label: str) -> _Cursor:
+        seed = _hash(f"{self.seed}/{self.split}/source/{index}") >> 33
+        reward = spec_for(source, self._rewards, self.tasks.answer_rule)
+        endless = source.kind == "reasoning_gym"
+        if endless:
+            made = ReasoningGymSource(source.name, source.params, seed, label, reward)
+        else:
+            made = self._dataset(source, label, reward, held_out=self.split == "eval")
+        max_epochs = 1 if self.split == "eval" else self.tasks.epochs
+        return _Cursor(made, source.weight, bool(source.eval_path), seed, max_epochs, self.tasks.shuffle)
+
+    def _dataset(self, source: TaskSourceConfig, label: str, reward: str, held_out: bool) -> DatasetSource:
+        """The file of one side: the held-out one if there is one and it is asked for, else the training file."""
+        own_file = held_out and bool(source.eval_path)
+        return DatasetSource(
+            source.eval_path if own_file else source.path,
+            base_dir=self._base_dir,
+            label=label,
+            reward=reward,
+            prompt_column=source.prompt_column,
+            answer_column=source.answer_column,
+            needs_answer=reward.startswith("exact_match/"),
+            chat=self.tasks.chat,
+            key="eval_path" if own_file else "path",
+            task_prefix=f"{label}/eval" if own_file else label,
+        )
+
+    def _make_split(self, labels: list[str]) -> Split:
+        split_by_file = [i for i, cursor in enumerate(self._cursors) if cursor.by_file]
+
+        def keys(held_out: bool) -> frozenset[int]:
+            files = [self._dataset(self.tasks.sources[i], labels[i], "", held_out) for i in split_by_file]
+            return frozenset(problem_key(problem) for file in files for problem in file.problems())
+
+        # Training files matter only to the held-out side of a source that is split by hash.
+        mixed = self.split == "eval" and 0 < len(split_by_file) < len(self._cursors)
+        return Split(self.tasks.eval_fraction, keys(held_out=True), keys(held_out=False) if mixed else frozenset())
+
+    def _nothing_left(self, cursor: _Cursor, tried: int) -> str:
+        label, fraction = cursor.source.label, self.tasks.eval_fraction
+        if self.split == "train":
+            return (
+                f"tasks.eval_fraction = {fraction:g} leaves no problem of {label!r} for training: all of {tried} in a"
+                " row are held out. Lower it, or use a source with more distinct problems"
+            )
+        return (
+            f"tasks.eval_fraction = {fraction:g} holds no problem out for evaluation: none of {tried} of {label!r} is."
+            " Raise it, use a source with more distinct problems, or set eval.num_tasks = 0"
+        )
+
+
+def _labels(sources: list[TaskSourceConfig]) -> list[str]:
+    """A label per source, for task ids and metrics: its name, a dataset's file name; a repeated one gets #2, #3, ..."""
+    labels: list[str] = []
+    for number, source in enumerate(sources):
+        missing = "name" if source.kind == "reasoning_gym" else "path"
+        if not getattr(source, missing):
+            raise ValueError(f"tasks.sources[{number}].{missing} is not set: kind = {source.kind!r} needs it")
+        name = source.name or PurePosixPath(source.path).name.partition(".")[0]
+        taken = itertools.chain([name], (f"{name}#{n}" for n in itertools.count(2)))
+        labels.append(next(label for label in taken if label not in labels))
+    return labels
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

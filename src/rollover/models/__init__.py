@@ -1,0 +1,1 @@
+"""The policy network as engine and trainer both see it: loading, attention over packed rows, token log-probs."""

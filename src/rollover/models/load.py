@@ -1,0 +1,124 @@
+"""Finds and loads the policy: alias, local folder, hub id or fsspec URL -> a module whose attention is ours.
+
+Owns no weights after loading. Never runs code that comes with a model unless model.trust_remote_code is set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollover.config import ModelConfig
+from rollover.models import attention
+from rollover.models.smollm2 import ALIAS, cache_root, smollm2_folder
+
+
+@dataclass
+class LoadedModel:
+    """A causal LM (attention implementation: ours), its tokenizer, and the local folder or hub id they came from."""
+
+    model: Any
+    tokenizer: Any
+    path: str
+
+
+def pick_device(device: str) -> torch.device:
+    """The torch device of model.device: "auto" is CUDA if there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f'model.device = "{device}", but torch sees no CUDA device: set model.device = "cpu" or "auto"'
+        )
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f'model.device = "{device}" is not a device: use "auto", "cpu" or "cuda"') from error
+
+
+def _download(url: str) -> Path:
+    """Copy a remote model folder (fsspec URL) into the cache, once per URL."""
+    import fsspec
+
+    target = cache_root() / "remote" / hashlib.blake2b(url.encode(), digest_size=12).hexdigest()
+    if not (target / "config.json").is_file():
+        filesystem, remote = fsspec.core.url_to_fs(url)
+        if not filesystem.exists(f"{remote.rstrip('/')}/config.json"):
+            raise ValueError(f"model.path = {url!r} is not a model folder: it has no config.json")
+        target.mkdir(parents=True, exist_ok=True)
+        names = [n for n in filesystem.ls(remote, detail=False) if not filesystem.isdir(n)]
+        # config.json marks a complete copy, so it comes last.
+        for name in sorted(names, key=lambda n: n.endswith("/config.json")):
+            part = target / (Path(name).name + ".part")
+            filesystem.get_file(name, str(part))
+            part.replace(target / Path(name).name)
+    return target
+
+
+def resolve_path(cfg: ModelConfig) -> str:
+    """Local folder or hub id of cfg.path. ValueError where a local path is not a model folder."""
+    if cfg.path == ALIAS:
+        return str(smollm2_folder())
+    if "://" in cfg.path:
+        return str(_download(cfg.path))
+    folder = Path(cfg.path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model.path = {cfg.path!r} is not a model folder: it has no config.json")
+        if not any(folder.glob("*.safetensors")):
+            raise ValueError(
+                f"model.path = {cfg.path!r} has no *.safetensors: save the model with save_pretrained(safe_serialization)"
+            )
+        return str(folder)
+    if folder.is_file() or cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1:
+        raise ValueError(f"model.path = {cfg.path!r}: no such folder (give a model folder, a hub id or {ALIAS!r})")
+    return cfg.path
+
+
+def load_model(
+    cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> LoadedModel:
+    """Load model and tokenizer. Errors that a user can mend are ValueErrors naming model.path."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    path = resolve_path(cfg)
+    source: dict[str, Any] = {"trust_remote_code": cfg.trust_remote_code}
+    if cfg.revision:
+        source["revision"] = cfg.revision
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        config = AutoConfig.from_pretrained(path, **source)
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            attn_implementation=attention.IMPLEMENTATION,
+            **source,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, **source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path = {cfg.path!r} cannot be loaded: {error}") from error
+    model.eval()
+    if device is not None:
+        model.to(device)
+    return LoadedModel(model, tokenizer, path)
+
+
+def cast_parameters(model: Any, dtype: torch.dtype) -> None:
+    """Cast the parameters in place. Buffers stay: rotary frequencies lose whole positions in bfloat16."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def stop_token_ids(loaded: LoadedModel, extra: list[int]) -> frozenset[int]:
+    """Token ids that end a rollout: those of the generation config, the tokenizer's EOS, and `extra`."""
+    ids = set(extra)
+    for eos in (loaded.model.generation_config.eos_token_id, loaded.tokenizer.eos_token_id):
+        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return frozenset(ids)

@@ -1,0 +1,140 @@
+"""Token log-probs from hidden states, without ever holding [tokens, vocabulary] whole.
+
+Shapes: N tokens, C tokens of a chunk, E hidden size, V vocabulary. Owns the definition used by engine and trainer alike:
+log softmax(logits / T) over the full vocabulary, logits in the compute dtype, everything after them in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CHUNK_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer: logits = softcap(hidden @ weight^T * multiplier + bias)."""
+
+    weight_VE: torch.Tensor
+    bias_V: torch.Tensor | None
+    softcap: float | None
+    multiplier: float
+
+    @classmethod
+    def of(cls, model: Any) -> Head:
+        """The head of a Hugging Face causal LM. Gemma's final softcap, Granite's and Cohere's scales are honoured."""
+        linear = model.get_output_embeddings()
+        config = model.config.get_text_config()
+        multiplier = 1.0
+        if getattr(config, "logits_scaling", None):
+            multiplier = 1.0 / config.logits_scaling
+        if getattr(config, "logit_scale", None):
+            multiplier = config.logit_scale
+        # peft wraps the linear layer when an adapter sits on it.
+        linear = getattr(linear, "base_layer", linear)
+        return cls(linear.weight, linear.bias, getattr(config, "final_logit_softcapping", None), multiplier)
+
+    def logits(self, hidden_CE: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [C, V], before the temperature."""
+        logits_CV = torch.nn.functional.linear(hidden_CE, self.weight_VE, self.bias_V).float()
+        if self.multiplier != 1.0:
+            logits_CV = logits_CV * self.multiplier
+        if self.softcap is not None:
+            logits_CV = self.softcap * torch.tanh(logits_CV / self.softcap)
+        return logits_CV
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Forward keeps only log Z per token; backward computes each chunk's logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NE: torch.Tensor,
+        weight_VE: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        temperature_N: torch.Tensor,
+        softcap: float | None,
+        multiplier: float,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        head = Head(weight_VE, bias_V, softcap, multiplier)
+        num = hidden_NE.shape[0]
+        logprobs_N = torch.empty(num, dtype=torch.float32, device=hidden_NE.device)
+        entropy_N = torch.empty_like(logprobs_N)
+        log_z_N = torch.empty_like(logprobs_N)
+        for start in range(0, num, chunk):
+            part = slice(start, start + chunk)
+            logits_CV = head.logits(hidden_NE[part]) / temperature_N[part, None]
+            log_z_C = torch.logsumexp(logits_CV, dim=-1)
+            picked_C = logits_CV.gather(1, targets_N[part, None]).squeeze(1)
+            logprobs_N[part] = picked_C - log_z_C
+            log_z_N[part] = log_z_C
+            probs_CV = torch.exp(logits_CV - log_z_C[:, None])
+            entropy_N[part] = log_z_C - torch.einsum("cv,cv->c", probs_CV, logits_CV)
+        ctx.save_for_backward(hidden_NE, weight_VE, bias_V, targets_N, temperature_N, log_z_N)
+        ctx.softcap, ctx.multiplier, ctx.chunk = softcap, multiplier, chunk
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_N = grads[0]
+        hidden_NE, weight_VE, bias_V, targets_N, temperature_N, log_z_N = ctx.saved_tensors
+        head = Head(weight_VE, bias_V, ctx.softcap, ctx.multiplier)
+        grad_hidden_NE = torch.empty_like(hidden_NE)
+        need_weight, need_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        grad_weight_VE = (
+            torch.zeros(weight_VE.shape, dtype=torch.float32, device=weight_VE.device) if need_weight else None
+        )
+        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
+        for start in range(0, hidden_NE.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            capped_CV = head.logits(hidden_NE[part])
+            # d logprob / d (logits / T) = onehot(target) - softmax
+            grad_CV = torch.exp(capped_CV / temperature_N[part, None] - log_z_N[part, None]).neg_()
+            grad_CV.scatter_add_(1, targets_N[part, None], torch.ones_like(grad_CV[:, :1]))
+            grad_CV *= (grad_N[part] / temperature_N[part])[:, None]
+            if ctx.softcap is not None:
+                grad_CV *= 1 - (capped_CV / ctx.softcap) ** 2
+            if ctx.multiplier != 1.0:
+                grad_CV *= ctx.multiplier
+            narrow_CV = grad_CV.to(hidden_NE.dtype)
+            grad_hidden_NE[part] = narrow_CV @ weight_VE
+            if grad_weight_VE is not None:
+                grad_weight_VE += narrow_CV.T @ hidden_NE[part]
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0)
+        return (
+            grad_hidden_NE,
+            None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype),
+            None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def chunked_logprobs(
+    hidden_NE: torch.Tensor,
+    head: Head,
+    targets_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each target and entropy of its distribution (nats, float32 [N], entropy without gradient).
+
+    At most `chunk_bytes` of float32 logits exist at once. Differentiable in hidden_NE and the head's weight and bias.
+    """
+    chunk = max(1, chunk_bytes // (4 * head.weight_VE.shape[0]))
+    out = _ChunkedLogprobs.apply(
+        hidden_NE, head.weight_VE, head.bias_V, targets_N, temperature_N, head.softcap, head.multiplier, chunk
+    )
+    return out  # type: ignore[return-value]

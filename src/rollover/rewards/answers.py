@@ -1,0 +1,93 @@
+"""Reads the final answer out of a completion by one documented rule (`tasks.answer_rule`).
+
+Owns the rules and the comparison of two answers. Never scores anything and never looks at the task.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+# A sign belongs to the number unless it stands behind an operand: in "5-3" the last number is 3, in "= -3" it is -3.
+_NUMBER = re.compile(
+    r"(?:(?<![\w).,])-)?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|(?<![\w.])-?\.\d+"
+)
+_ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
+_BOXED = "\\boxed{"
+
+RULES = ("last_number", "last_line", "answer_tag", "boxed", "full_text")
+
+
+def extract_answer(text: str, rule: str) -> str | None:
+    """The final answer in `text` (a completion), or None if there is none.
+
+    last_number: the last number, with its sign; no separators ("-3", "1,234.5" -> "1234.5", "7." -> "7").
+    last_line: the last line that is not blank. answer_tag: inside the last <answer>...</answer>. boxed: inside the last
+    \\boxed{...}, braces balanced. full_text: all of it. All are stripped; an empty one is None.
+    Raises ValueError for an unknown rule.
+    """
+    if rule == "last_number":
+        answer = _last_number(text)
+    elif rule == "last_line":
+        answer = next((line for line in reversed(text.splitlines()) if line.strip()), None)
+    elif rule == "answer_tag":
+        answer = next(iter(reversed(_ANSWER_TAG.findall(text))), None)
+    elif rule == "boxed":
+        answer = last_boxed(text)
+    elif rule == "full_text":
+        answer = text
+    else:
+        raise ValueError(f"tasks.answer_rule: unknown rule {rule!r}; the rules are {', '.join(RULES)}")
+    return (answer or "").strip() or None
+
+
+def _last_number(text: str) -> str | None:
+    matches = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return matches[-1].replace(",", "") if matches else None
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands inside the last complete \\boxed{...}; nested braces are balanced. None without one."""
+    start = text.rfind(_BOXED)
+    while start >= 0:
+        depth, begin = 1, start + len(_BOXED)
+        for position in range(begin, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[begin:position]
+        start = text.rfind(_BOXED, 0, start)
+    return None
+
+
+def reference_answer(answer: object) -> str:
+    """The final answer in a dataset's answer column: after the last "####" (GSM8K), else inside the last \\boxed{...}
+    (MATH), else all of it."""
+    text = str(answer)
+    if "####" in text:
+        return text.rsplit("####", 1)[1].strip()
+    boxed = last_boxed(text)
+    return text.strip() if boxed is None else boxed.strip()
+
+
+def same_answer(answer: str, reference: str) -> bool:
+    """Equal as numbers if both are numbers (signs, separators, decimals and simple fractions understood), else equal as
+    text, without regard to case, runs of white space, surrounding $ and a final period."""
+    left, right = _normalise(answer), _normalise(reference)
+    if left == right:
+        return True
+    number = _as_number(left)
+    return number is not None and number == _as_number(right)
+
+
+def _normalise(text: str) -> str:
+    return " ".join(text.replace("\N{MINUS SIGN}", "-").casefold().strip().strip("$").rstrip(".").split())
+
+
+def _as_number(text: str) -> Fraction | None:
+    text = text.replace(",", "").removeprefix("$")
+    if len(text) > 100 or re.search(r"e[+-]?\d{4,}", text):  # 1e999999999 is legal, and would take all memory
+        return None
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return None

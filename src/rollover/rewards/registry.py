@@ -1,0 +1,277 @@
+"""Finds and calls the function behind a reward spec, inside the worker process. Import-light: no torch, no numpy.
+
+Owns the spec syntax, the two accepted signatures and the meaning of what a function returns. Never talks to a pipe and
+never sets a time limit. A spec is one of
+    reasoning_gym/RULE      the generator's own score_answer on the answer that RULE extracts (rewards/answers.py)
+    exact_match/RULE        1.0 if the extracted answer equals the answer column (as number or text), else 0.0
+    module:function, path.py:function      a user's function, which sees the raw completion
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollover.rewards.answers import RULES, extract_answer, reference_answer, same_answer
+
+if TYPE_CHECKING:
+    from rollover.config import RewardsConfig, TaskSourceConfig
+
+RETURNED_NONE = "the function returned None"
+BUILTINS = ("reasoning_gym", "exact_match")
+Item = dict[str, Any]  # prompt: str | list of messages; completion: str; completion_ids; columns; source
+Result = dict[str, Any]  # {"score", "extras"} or {"error"}
+
+
+def spec_for(source: TaskSourceConfig, rewards: RewardsConfig, answer_rule: str = "last_number") -> str:
+    """The reward spec of a source: its own, else [rewards].function, else the built-in of its kind.
+
+    A built-in's spec carries the answer rule: the source's own, else `answer_rule` (pass `tasks.answer_rule`).
+    Raises ValueError for a name that is neither a built-in nor module:function nor path.py:function.
+    """
+    spec = source.reward or rewards.function or ("reasoning_gym" if source.kind == "reasoning_gym" else "exact_match")
+    if spec == "reasoning_gym" and source.kind != "reasoning_gym":
+        raise ValueError(
+            f"tasks.sources.reward: 'reasoning_gym' cannot score the dataset {source.path!r};"
+            " use exact_match or your own function"
+        )
+    if spec in BUILTINS:
+        return f"{spec}/{source.answer_rule or answer_rule}"
+    if ":" not in spec:
+        near = difflib.get_close_matches(spec, BUILTINS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"tasks.sources.reward: {spec!r} is neither built in ({', '.join(BUILTINS)}) nor module:function nor"
+            f" path.py:function{hint}"
+        )
+    return spec
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedReward:
+    """A function ready to be called. per_sample: one call scores one item, so one failure leaves the others valid."""
+
+    spec: str
+    kind: Literal["builtin", "verl", "trl"]
+    function: Callable[..., Any]
+    parameters: frozenset[str] = frozenset()
+    takes_any: bool = False  # it has **kwargs: every column is passed
+
+    @property
+    def per_sample(self) -> bool:
+        return self.kind != "trl"
+
+    def score_one(self, item: Item) -> Result:
+        """Score one item with a per-sample function. What the function raises passes through."""
+        if self.kind == "builtin":
+            return to_result(self.function(item))
+        columns = item["columns"]
+        if "ground_truth" in self.parameters and answer_of(columns) is None:
+            raise ValueError(
+                f"the function takes ground_truth, but the task has no answer (its columns: {', '.join(columns)});"
+                " set tasks.sources.answer_column"
+            )
+        return to_result(
+            self._call(
+                data_source=columns.get("data_source") or item["source"],
+                solution_str=item["completion"],
+                ground_truth=answer_of(columns),
+                extra_info=columns.get("extra_info") or {},
+            )
+        )
+
+    def score_all(self, items: list[Item]) -> list[Result]:
+        """Score all items with one call of a batch function (TRL). Raises ValueError for a wrong length or type."""
+        names = dict.fromkeys(name for item in items for name in item["columns"])
+        arguments = {
+            "completion_ids": [item.get("completion_ids", []) for item in items],
+            **{name: [item["columns"].get(name) for item in items] for name in names},
+            "prompts": [item["prompt"] for item in items],
+            "completions": [_trl_completion(item) for item in items],
+        }
+        values = self._call(**arguments)
+        if hasattr(values, "tolist"):  # numpy array or tensor
+            values = values.tolist()
+        if not isinstance(values, list | tuple):
+            raise ValueError(f"it returned {_short(values)}, expected a list of {len(items)} scores")
+        if len(values) != len(items):
+            raise ValueError(f"it returned {len(values)} scores for {len(items)} completions")
+        return [to_result(value) for value in values]
+
+    def _call(self, **arguments: Any) -> Any:
+        if not self.takes_any:
+            arguments = {name: value for name, value in arguments.items() if name in self.parameters}
+        value = self.function(**arguments)
+        return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _trl_completion(item: Item) -> str | list[dict[str, str]]:
+    """TRL: plain strings for plain prompts, lists of messages for chat tasks."""
+    if isinstance(item["prompt"], str):
+        return item["completion"]
+    return [{"role": "assistant", "content": item["completion"]}]
+
+
+def to_result(value: Any) -> Result:
+    """What a function returned for one completion -> {"score", "extras"}, or {"error"} if that is not a finite score.
+
+    A dict must have `score`; its other finite numbers become extras.
+    """
+    extras: dict[str, float] = {}
+    if isinstance(value, dict):
+        if "score" not in value:
+            return {"error": f"the function returned a dict without 'score': {_short(value)}"}
+        others = {str(k): _number(v) for k, v in value.items() if k != "score"}
+        extras = {name: number for name, number in others.items() if number is not None and math.isfinite(number)}
+        value = value["score"]
+    if value is None:
+        return {"error": RETURNED_NONE}
+    score = _number(value)
+    if score is None:
+        return {"error": f"the function returned {_short(value)}, expected a number"}
+    if not math.isfinite(score):
+        return {"error": f"the function returned {score}, which is not finite"}
+    return {"score": score, "extras": extras}
+
+
+def _number(value: Any) -> float | None:
+    if getattr(value, "shape", None) == ():  # numpy scalar, or array or tensor without dimensions
+        value = value.item()
+    return float(value) if isinstance(value, bool | int | float) else None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+
+
+def answer_of(columns: dict[str, Any]) -> Any:
+    """The reference answer of a task: verl's reward_model.ground_truth, else answer, solution or ground_truth."""
+    reward_model = columns.get("reward_model")
+    if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
+        return reward_model["ground_truth"]
+    names = ("answer", "solution", "ground_truth")
+    return next((columns[name] for name in names if columns.get(name) is not None), None)
+
+
+# Loading
+
+
+def load_reward(spec: str, base_dir: str) -> LoadedReward:
+    """Resolve `spec`. A relative path is relative to `base_dir`. Raises ValueError saying what could not be found or
+    what is wrong with the signature; an error raised while importing the user's module becomes one too."""
+    name, _, rule = spec.partition("/")
+    if name in BUILTINS and rule in RULES:
+        function = _exact_match if name == "exact_match" else _reasoning_gym
+        return LoadedReward(spec, "builtin", partial(function, rule=rule))
+    place, _, attribute = spec.rpartition(":")
+    module = _import_file(_resolve(place, base_dir)) if place.endswith(".py") else _import_module(place)
+    function = module
+    for part in attribute.split("."):
+        if not hasattr(function, part):
+            names = [n for n in dir(function) if callable(getattr(function, n)) and not n.startswith("__")]
+            raise ValueError(f"{place} has no function {attribute!r}{_near(part, names)}")
+        function = getattr(function, part)
+    if not callable(function):
+        raise ValueError(f"{spec} is {_short(function)}, not a function")
+    return _with_signature(spec, function)
+
+
+def _with_signature(spec: str, function: Callable[..., Any]) -> LoadedReward:
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    names = frozenset(n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    if "solution_str" in names:
+        kind = "verl"
+    elif "completions" in names:
+        kind = "trl"
+    else:
+        raise ValueError(
+            f"{spec} has the parameters ({', '.join(parameters)}); expected TRL's f(prompts, completions, **columns)"
+            " or verl's compute_score(data_source, solution_str, ground_truth, extra_info)"
+        )
+    return LoadedReward(spec, kind, function, names, takes_any)
+
+
+def _resolve(path: str, base_dir: str) -> Path:
+    resolved = Path(base_dir, Path(path).expanduser()).resolve()
+    if not resolved.is_file():
+        siblings = [p.name for p in resolved.parent.glob("*.py")] if resolved.parent.is_dir() else []
+        raise ValueError(f"there is no file {resolved}{_near(resolved.name, siblings)}")
+    return resolved
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = f"rollover_reward_{path.stem}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent))  # the file may import its neighbours
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # boundary: the user's module
+        raise ValueError(f"importing {path} failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise ValueError(f"there is no module {error.name!r} (for a file, write path.py:function)") from error
+        raise ValueError(f"importing {name} failed: {error}") from error
+    except (Exception, SystemExit) as error:  # boundary: the user's module
+        raise ValueError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _near(name: str, candidates: list[str]) -> str:
+    near = difflib.get_close_matches(name, candidates, n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+# Built-in rewards
+
+
+def _exact_match(item: Item, rule: str) -> float:
+    reference = answer_of(item["columns"])
+    if reference is None:
+        raise ValueError(f"exact_match needs an answer; the task's columns are {', '.join(item['columns']) or 'none'}")
+    answer = extract_answer(item["completion"], rule)
+    return float(answer is not None and same_answer(answer, reference_answer(reference)))
+
+
+def _reasoning_gym(item: Item, rule: str) -> float:
+    columns = item["columns"]
+    dataset = _generator(columns["generator"], json.dumps(columns["params"]), columns["seed"], columns["size"])
+    entry = _entry(dataset, columns["index"])
+    return dataset.score_answer(extract_answer(item["completion"], rule), entry)
+
+
+@lru_cache(maxsize=64)
+def _generator(name: str, params: str, seed: int, size: int) -> Any:
+    import reasoning_gym  # takes a second: only when such a task is scored
+
+    return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(params))
+
+
+@lru_cache(maxsize=256)
+def _entry(dataset: Any, index: int) -> dict[str, Any]:
+    return dataset[index]

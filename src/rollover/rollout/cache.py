@@ -1,0 +1,256 @@
+"""The rollout cache: sole owner and mutator of Group and Rollout objects.
+
+Owns every held group (admitted, not yet consumed or dropped), the legal transitions between rollout states, the
+append-only rule and the cumulative token budget. Never decides what happens next, never counts (the ledger does).
+Illegal calls are bugs of the caller and fail an assertion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from rollover.types import (
+    DropReason,
+    Group,
+    Reward,
+    Rollout,
+    RolloutState,
+    SamplingParams,
+    Segment,
+    StopReason,
+    Task,
+)
+
+STATE_FORMAT = 1
+
+_LEGAL = {
+    RolloutState.WAITING: {RolloutState.RUNNING, RolloutState.DROPPED},
+    RolloutState.RUNNING: {RolloutState.WAITING, RolloutState.PARKED, RolloutState.SCORING},
+    RolloutState.PARKED: {RolloutState.RUNNING, RolloutState.DROPPED},
+    RolloutState.SCORING: {RolloutState.READY, RolloutState.DROPPED},
+    RolloutState.READY: {RolloutState.CONSUMED, RolloutState.DROPPED},
+    RolloutState.CONSUMED: set(),
+    RolloutState.DROPPED: set(),
+}
+
+
+class RolloutCache:
+    """Held groups by id. `max_new_tokens` is the cumulative budget of a rollout over all its segments."""
+
+    def __init__(self, max_new_tokens: int) -> None:
+        assert max_new_tokens >= 1
+        self.max_new_tokens = max_new_tokens
+        self._groups: dict[int, Group] = {}
+        self._rollouts: dict[str, Rollout] = {}
+        self._next_group_id = 0
+
+    @property
+    def groups(self) -> Mapping[int, Group]:
+        """Held groups by id, in order of admission. Read-only."""
+        return MappingProxyType(self._groups)
+
+    @property
+    def num_admitted(self) -> int:
+        """Groups ever admitted; the id of the next one."""
+        return self._next_group_id
+
+    def rollout(self, rollout_id: str) -> Rollout:
+        return self._rollouts[rollout_id]
+
+    def remaining(self, rollout_id: str) -> int:
+        """Tokens left of the rollout's budget."""
+        return self.max_new_tokens - self._rollouts[rollout_id].num_tokens
+
+    def admit(self, task: Task, prompt_ids: Sequence[int], group_size: int) -> Group:
+        """Hold a new group of `group_size` WAITING rollouts under the next id."""
+        assert group_size >= 1 and len(prompt_ids) >= 1
+        group_id = self._next_group_id
+        self._next_group_id += 1
+        prompt = tuple(prompt_ids)
+        group = Group(group_id, task, [Rollout(group_id, i, task, prompt) for i in range(group_size)])
+        self._hold(group)
+        return group
+
+    def start(self, rollout_id: str) -> None:
+        """WAITING or PARKED -> RUNNING."""
+        assert self.remaining(rollout_id) >= 1, f"rollout {rollout_id} has no budget left"
+        self._move(self._rollouts[rollout_id], RolloutState.RUNNING)
+
+    def append(self, rollout_id: str, segments: Sequence[Segment]) -> None:
+        """Add what `extend` returned to a RUNNING rollout, but for empty segments. Earlier ones are never touched."""
+        rollout = self._rollouts[rollout_id]
+        assert rollout.state is RolloutState.RUNNING, f"rollout {rollout_id} is {rollout.state.value}, not running"
+        num_new = sum(len(s) for s in segments)
+        assert num_new <= self.remaining(rollout_id), (
+            f"rollout {rollout_id}: {num_new} new tokens exceed the remaining budget of {self.remaining(rollout_id)}"
+        )
+        rollout.segments.extend(s for s in segments if len(s))
+
+    def park(self, rollout_id: str) -> None:
+        """RUNNING -> PARKED; -> WAITING if it has no token yet, since there is nothing to resume."""
+        rollout = self._rollouts[rollout_id]
+        assert self.remaining(rollout_id) >= 1, f"rollout {rollout_id} is out of budget: it stopped, it is not parked"
+        self._move(rollout, RolloutState.PARKED if rollout.segments else RolloutState.WAITING)
+
+    def finish(self, rollout_id: str, stop_reason: StopReason) -> None:
+        """RUNNING -> SCORING: the generation stopped."""
+        assert stop_reason is not StopReason.PAUSED, "PAUSED belongs to a segment, never to a stopped rollout"
+        rollout = self._rollouts[rollout_id]
+        self._move(rollout, RolloutState.SCORING)
+        rollout.stop_reason = stop_reason
+
+    def set_reward(self, rollout_id: str, reward: Reward) -> None:
+        """SCORING -> READY. A missing reward is a result too: the rollout stays in its group and is masked later."""
+        rollout = self._rollouts[rollout_id]
+        self._move(rollout, RolloutState.READY)
+        rollout.reward = reward
+
+    def consume(self, group_id: int) -> Group:
+        """The whole group leaves for training. Returns it."""
+        assert self._groups[group_id].ready, f"group {group_id} is not ready"
+        return self._remove(group_id, RolloutState.CONSUMED)
+
+    def drop(self, group_id: int, reason: DropReason) -> Group:
+        """The whole group leaves untrained, with a reason. None of its rollouts may be running. Returns it."""
+        assert isinstance(reason, DropReason)
+        return self._remove(group_id, RolloutState.DROPPED)
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """(JSON-able meta, arrays): every held group, exactly.
+
+        A RUNNING rollout is saved as PARKED (WAITING without tokens), a SCORING one as SCORING: it is scored again.
+        Arrays: prompt_ids int32, token_ids int32, logprobs float32, each concatenated in the order of meta;
+        prompt_offsets int64 [groups + 1] and segment_offsets int64 [segments + 1] cut them.
+        """
+        groups = list(self._groups.values())
+        segments = [s for g in groups for r in g.rollouts for s in r.segments]
+        meta = {
+            "format": STATE_FORMAT,
+            "next_group_id": self._next_group_id,
+            "groups": [
+                {
+                    "group_id": g.group_id,
+                    "task": _task_to_json(g.task),
+                    "rollouts": [_rollout_to_json(r) for r in g.rollouts],
+                }
+                for g in groups
+            ],
+        }
+        prompts = [np.asarray(g.rollouts[0].prompt_ids, dtype=np.int32) for g in groups]
+        arrays = {
+            "prompt_ids": _concatenate(prompts, np.int32),
+            "prompt_offsets": _offsets([len(p) for p in prompts]),
+            "token_ids": _concatenate([s.token_ids for s in segments], np.int32),
+            "logprobs": _concatenate([s.logprobs for s in segments], np.float32),
+            "segment_offsets": _offsets([len(s) for s in segments]),
+        }
+        return meta, arrays
+
+    def load_state_dict(self, meta: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace the contents by a saved state.
+
+        Raises ValueError if the format is unknown, or if an unfinished rollout has used up `max_new_tokens` already.
+        """
+        if meta["format"] != STATE_FORMAT:
+            raise ValueError(
+                f"the checkpoint's rollouts have format {meta['format']}; this version reads {STATE_FORMAT}"
+            )
+        self._groups, self._rollouts = {}, {}
+        self._next_group_id = meta["next_group_id"]
+        prompt_offsets, segment_offsets = arrays["prompt_offsets"], arrays["segment_offsets"]
+        segment_index = 0
+        for i, saved in enumerate(meta["groups"]):
+            task = _task_from_json(saved["task"])
+            prompt = tuple(arrays["prompt_ids"][prompt_offsets[i] : prompt_offsets[i + 1]].tolist())
+            group = Group(saved["group_id"], task, [])
+            for sibling, entry in enumerate(saved["rollouts"]):
+                rollout = Rollout(group.group_id, sibling, task, prompt)
+                for fields in entry["segments"]:
+                    cut = slice(segment_offsets[segment_index], segment_offsets[segment_index + 1])
+                    rollout.segments.append(
+                        _segment_from_json(fields, arrays["token_ids"][cut], arrays["logprobs"][cut])
+                    )
+                    segment_index += 1
+                rollout.state = RolloutState(entry["state"])
+                rollout.stop_reason = None if entry["stop_reason"] is None else StopReason(entry["stop_reason"])
+                rollout.reward = None if entry["reward"] is None else Reward(**entry["reward"])
+                group.rollouts.append(rollout)
+                if rollout.state is RolloutState.PARKED and rollout.num_tokens >= self.max_new_tokens:
+                    raise ValueError(
+                        f"rollout.max_new_tokens = {self.max_new_tokens}: the checkpoint holds an unfinished rollout of"
+                        f" {rollout.num_tokens} tokens. Set it to more than that."
+                    )
+            self._hold(group)
+
+    def _hold(self, group: Group) -> None:
+        self._groups[group.group_id] = group
+        self._rollouts.update((r.rollout_id, r) for r in group.rollouts)
+
+    def _remove(self, group_id: int, state: RolloutState) -> Group:
+        group = self._groups[group_id]
+        for rollout in group.rollouts:
+            self._move(rollout, state)
+        del self._groups[group_id]
+        for rollout in group.rollouts:
+            del self._rollouts[rollout.rollout_id]
+        return group
+
+    @staticmethod
+    def _move(rollout: Rollout, state: RolloutState) -> None:
+        assert state in _LEGAL[rollout.state], (
+            f"rollout {rollout.rollout_id}: {rollout.state.value} -> {state.value} is not a legal transition"
+        )
+        rollout.state = state
+
+
+def _concatenate(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype=dtype)
+
+
+def _offsets(lengths: list[int]) -> np.ndarray:
+    return np.cumsum([0, *lengths], dtype=np.int64)
+
+
+def _task_to_json(task: Task) -> dict[str, Any]:
+    return {**asdict(task), "messages": None if task.messages is None else [dict(m) for m in task.messages]}
+
+
+def _task_from_json(saved: dict[str, Any]) -> Task:
+    messages = saved["messages"]
+    return Task(**{**saved, "messages": None if messages is None else tuple(messages)})
+
+
+def _rollout_to_json(rollout: Rollout) -> dict[str, Any]:
+    state = rollout.state
+    if state is RolloutState.RUNNING:
+        state = RolloutState.PARKED if rollout.segments else RolloutState.WAITING
+    return {
+        "state": state.value,
+        "stop_reason": None if rollout.stop_reason is None else rollout.stop_reason.value,
+        "reward": None if rollout.reward is None else asdict(rollout.reward),
+        "segments": [
+            {
+                "policy_version": s.policy_version,
+                "sampling": asdict(s.sampling),
+                "stop_reason": s.stop_reason.value,
+                "trainable": s.trainable,
+            }
+            for s in rollout.segments
+        ],
+    }
+
+
+def _segment_from_json(fields: dict[str, Any], token_ids: np.ndarray, logprobs: np.ndarray) -> Segment:
+    return Segment(
+        token_ids=token_ids.astype(np.int32),
+        logprobs=logprobs.astype(np.float32),
+        policy_version=fields["policy_version"],
+        sampling=SamplingParams(**fields["sampling"]),
+        stop_reason=StopReason(fields["stop_reason"]),
+        trainable=fields["trainable"],
+    )

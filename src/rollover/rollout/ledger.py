@@ -1,0 +1,121 @@
+"""The ledger: every admitted task and every sampled token is in exactly one account.
+
+Accounts: waiting, running, parked, scoring, ready (together: held, read off the cache), trained, dropped(reason).
+Owns the cumulative counters of what left the cache. Invariants, at every moment and across restarts:
+generated = trained + dropped + held (tokens), admitted = consumed + dropped + held (groups and rollouts).
+Never changes a rollout. A token counts as generated when its segment is appended; environment tokens never count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollover.rollout.cache import RolloutCache
+from rollover.types import DropReason, Group, RolloutState, Segment
+
+
+@dataclass(slots=True)
+class Account:
+    groups: int = 0
+    rollouts: int = 0
+    tokens: int = 0
+
+    def add(self, group: Group) -> None:
+        self.groups += 1
+        self.rollouts += len(group.rollouts)
+        self.tokens += sum(r.num_sampled_tokens for r in group.rollouts)
+
+
+class Ledger:
+    """Cumulative counters since the first step of the run. Told of every event by whoever changes the cache."""
+
+    def __init__(self) -> None:
+        self.generated_tokens = 0
+        self.admitted_groups = 0
+        self.admitted_rollouts = 0
+        self.resumed_rollouts = 0
+        self.trained = Account()
+        self.dropped = {reason: Account() for reason in DropReason}
+
+    def on_admit(self, group: Group) -> None:
+        self.admitted_groups += 1
+        self.admitted_rollouts += len(group.rollouts)
+
+    def on_append(self, segments: Iterable[Segment]) -> None:
+        self.generated_tokens += sum(len(s) for s in segments if s.trainable)
+
+    def on_resume(self) -> None:
+        """A parked rollout was started again."""
+        self.resumed_rollouts += 1
+
+    def on_consume(self, group: Group) -> None:
+        self.trained.add(group)
+
+    def on_drop(self, group: Group, reason: DropReason) -> None:
+        self.dropped[reason].add(group)
+
+    def held(self, cache: RolloutCache) -> dict[RolloutState, Account]:
+        """Rollouts and tokens of the held groups by state (`groups` stays 0: siblings may be in different states)."""
+        accounts = {s: Account() for s in RolloutState if s not in (RolloutState.CONSUMED, RolloutState.DROPPED)}
+        for group in cache.groups.values():
+            for rollout in group.rollouts:
+                accounts[rollout.state].rollouts += 1
+                accounts[rollout.state].tokens += rollout.num_sampled_tokens
+        return accounts
+
+    def check(self, cache: RolloutCache) -> None:
+        """Raise AssertionError, with all accounts, unless every task and token is in exactly one account."""
+        held = self.held(cache)
+        left = [self.trained, *self.dropped.values()]
+        balances = {
+            "tokens": (self.generated_tokens, sum(a.tokens for a in [*left, *held.values()])),
+            "rollouts": (self.admitted_rollouts, sum(a.rollouts for a in [*left, *held.values()])),
+            "groups": (self.admitted_groups, sum(a.groups for a in left) + len(cache.groups)),
+            "admissions": (self.admitted_groups, cache.num_admitted),
+        }
+        wrong = {name: pair for name, pair in balances.items() if pair[0] != pair[1]}
+        if wrong:
+            accounts = {s.value: asdict(a) for s, a in held.items()}
+            accounts |= {"trained": asdict(self.trained)}
+            accounts |= {f"dropped({r.value})": asdict(a) for r, a in self.dropped.items()}
+            raise AssertionError(f"the ledger does not balance (in, accounted for): {wrong}; accounts: {accounts}")
+
+    def metrics(self, cache: RolloutCache) -> dict[str, float]:
+        """Cumulative sums, except tokens/held and groups/held, which are current."""
+        metrics: dict[str, float] = {
+            "tokens/generated": self.generated_tokens,
+            "tokens/trained": self.trained.tokens,
+            "tokens/dropped": sum(a.tokens for a in self.dropped.values()),
+            "tokens/held": sum(a.tokens for a in self.held(cache).values()),
+            "groups/admitted": self.admitted_groups,
+            "groups/consumed": self.trained.groups,
+            "groups/dropped": sum(a.groups for a in self.dropped.values()),
+            "groups/held": len(cache.groups),
+            "rollouts/resumed": self.resumed_rollouts,
+        }
+        for reason, account in self.dropped.items():
+            metrics[f"dropped/{reason.value}/groups"] = account.groups
+            metrics[f"dropped/{reason.value}/tokens"] = account.tokens
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "generated_tokens": self.generated_tokens,
+            "admitted_groups": self.admitted_groups,
+            "admitted_rollouts": self.admitted_rollouts,
+            "resumed_rollouts": self.resumed_rollouts,
+            "trained": asdict(self.trained),
+            "dropped": {reason.value: asdict(account) for reason, account in self.dropped.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generated_tokens = state["generated_tokens"]
+        self.admitted_groups = state["admitted_groups"]
+        self.admitted_rollouts = state["admitted_rollouts"]
+        self.resumed_rollouts = state["resumed_rollouts"]
+        self.trained = Account(**state["trained"])
+        # A reason that is newer than the checkpoint starts at zero.
+        self.dropped = {reason: Account(**state["dropped"].get(reason.value, {})) for reason in DropReason}

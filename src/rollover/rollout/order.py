@@ -1,0 +1,58 @@
+"""Order of resumption: plain functions over a read-only view, smallest key first. Never touches a rollout.
+
+To add one, write a function `RolloutView -> key` and name it in ORDERS. Every key ends with the admission order, so
+that the order is total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutView:
+    """What an order function may look at.
+
+    num_tokens: tokens so far. remaining: tokens left of the cumulative budget. admitted_at: trainer version at the
+    admission of the group. parked_since: sequence number of the last parking (larger is later).
+    """
+
+    rollout_id: str
+    group_id: int
+    sibling: int
+    num_tokens: int
+    remaining: int
+    admitted_at: int
+    parked_since: int
+
+
+OrderKey = tuple[int, ...]
+
+
+def oldest_first(view: RolloutView) -> OrderKey:
+    """By admission: bounds the wait of long answers."""
+    return (view.admitted_at, view.group_id, view.sibling)
+
+
+def longest_first(view: RolloutView) -> OrderKey:
+    """Most tokens so far first: the tail starts early, as in longest-processing-time scheduling."""
+    return (-view.num_tokens, view.group_id, view.sibling)
+
+
+def shortest_remaining(view: RolloutView) -> OrderKey:
+    """Fewest remaining budget tokens first."""
+    return (view.remaining, view.group_id, view.sibling)
+
+
+def fifo(view: RolloutView) -> OrderKey:
+    """In the order in which they were parked."""
+    return (view.parked_since, view.group_id, view.sibling)
+
+
+ORDERS: dict[str, Callable[[RolloutView], OrderKey]] = {
+    "oldest_first": oldest_first,
+    "longest_first": longest_first,
+    "shortest_remaining": shortest_remaining,
+    "fifo": fifo,
+}

@@ -1,0 +1,103 @@
+"""Staleness: the only file that computes it. Pure functions over versions and groups; never decides what runs.
+
+Notation: v trainer version before a step, B groups per step, S max_staleness, N groups in flight (held at once).
+The deadline of a group is its smallest policy version + S: it must be in a step whose v is at most the deadline.
+
+The bound under `finish_first` (N <= (1 + S) * B). Let n(k) be the number of held groups with deadline <= v + k.
+A step is taken only if what it leaves behind satisfies n(k) <= k * B for every k >= 0 (`is_feasible`).
+
+1. Staleness never exceeds S. k = 0 says that no group whose deadline is v or earlier is left behind, so every group
+   is consumed at or before its deadline.
+2. A step always becomes possible once all held groups are READY. Claim: before a step n(k) <= (k + 1) * B for all
+   k >= 0. For k >= S it holds because n(k) <= N <= (1 + S) * B. For k < S, a group counted in n(k) has a token of a
+   version below v, so the step at v - 1 left it behind, and that step left at most (k + 1) * B groups with a deadline
+   <= (v - 1) + (k + 1). (Before the first step there is no such group.) The step takes the B earliest deadlines, or all
+   groups if fewer are held; of those counted in n(k) it leaves at most max(0, n(k) - B) <= k * B. Generation of a
+   rollout is finite, so all held groups do become READY if nothing shorter suffices: no deadlock.
+3. A READY choice stays good while generation winds down. More READY groups only make the earliest-deadline choice
+   earlier; a first token under v gives the deadline v + S, and n(S) <= N - B <= S * B after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import numpy as np
+
+from rollover.config.rollout import RolloutConfig
+from rollover.types import Group
+
+Versions = TypeVar("Versions", int, np.ndarray)
+
+
+def staleness(policy_version: Versions, trainer_version: int) -> Versions:
+    """Trainer version minus policy version, of one token or of an integer array of tokens (any shape)."""
+    return trainer_version - policy_version
+
+
+def group_staleness(group: Group, trainer_version: int) -> int | None:
+    """The largest staleness among the sampled tokens of all siblings; None before the first token."""
+    oldest = group.min_version
+    return None if oldest is None else staleness(oldest, trainer_version)
+
+
+def group_deadline(group: Group, max_staleness: int) -> int | None:
+    """The last trainer version whose step may train this group; None (no deadline) before the first token."""
+    oldest = group.min_version
+    return None if oldest is None else oldest + max_staleness
+
+
+def is_stale(group: Group, trainer_version: int, max_staleness: int) -> bool:
+    """True if no step from `trainer_version` on may train this group any more."""
+    deadline = group_deadline(group, max_staleness)
+    return deadline is not None and deadline < trainer_version
+
+
+def is_feasible(deadlines: Iterable[int], trainer_version: int, groups_per_step: int) -> bool:
+    """Can groups with these deadlines all be trained in bound by the steps after the one at `trainer_version`?
+
+    The earliest-deadline-first condition: for every k >= 0 at most k * groups_per_step deadlines are at most
+    trainer_version + k.
+    """
+    return not _tight_slacks(deadlines, trainer_version, groups_per_step)
+
+
+def urgencies(deadlines: Iterable[int], trainer_version: int, groups_per_step: int) -> dict[int, int]:
+    """Deadline -> urgency, for those deadlines of which some groups must be in the step at `trainer_version`.
+
+    Smaller is more urgent: the smallest k, at or above the group's own slack, at which more than
+    k * groups_per_step groups are due by trainer_version + k. Deadlines that are absent are not urgent.
+    """
+    deadlines = list(deadlines)
+    tight = _tight_slacks(deadlines, trainer_version, groups_per_step)
+    urgency: dict[int, int] = {}
+    for deadline in set(deadlines):
+        due = [k for k in tight if k >= deadline - trainer_version]
+        if due:
+            urgency[deadline] = min(due)
+    return urgency
+
+
+def in_flight_groups(config: RolloutConfig) -> int:
+    """Groups held at once; the config's 0 stands for groups_per_step."""
+    return config.in_flight_groups or config.groups_per_step
+
+
+def staleness_bound(config: RolloutConfig) -> int:
+    """The largest staleness that a trained token can have under this config (docs/staleness.md).
+
+    Never above max_staleness. If every rollout is finished before each step (`interrupt = "never"`, or no more
+    groups in flight than one step takes), a group waits at most for those admitted before it:
+    ceil(in_flight / groups_per_step) - 1 steps.
+    """
+    num_steps_held = -(-in_flight_groups(config) // config.groups_per_step)
+    if config.interrupt == "never" or num_steps_held == 1:
+        return min(config.max_staleness, num_steps_held - 1)
+    return config.max_staleness
+
+
+def _tight_slacks(deadlines: Iterable[int], trainer_version: int, groups_per_step: int) -> list[int]:
+    """Every k at which more than k * groups_per_step deadlines are <= trainer_version + k (only k that occur)."""
+    slacks = sorted(max(deadline - trainer_version, 0) for deadline in deadlines)
+    return sorted({k for i, k in enumerate(slacks) if i + 1 > k * groups_per_step})

@@ -1,0 +1,227 @@
+"""The registry of every metric key: what it means, its unit and how its values are reduced.
+
+Owns METRICS, the one list behind `docs/metrics.md` (`python -m rollover.track.metrics > docs/metrics.md`), and the
+check that a row uses no other key. It computes no metric and writes no file.
+
+A key may hold placeholders, as in `dropped/{reason}/groups`; each stands for one name, which may itself contain a
+slash (`reward/openai/gsm8k/mean`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+Kind = Literal["mean", "sum", "max", "last", "rate"]
+Row = Mapping[str, float | int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One key of `metrics.jsonl`.
+
+    `kind` says how the rows of several steps become one: mean, sum, max, the last one (gauges and cumulative
+    counters), or, for a rate, sum of `numerator` / sum of `denominator` (both keys of METRICS).
+    """
+
+    key: str
+    kind: Kind
+    unit: str
+    doc: str
+    numerator: str = ""
+    denominator: str = ""
+
+
+METRICS: list[Metric] = [
+    # Progress
+    Metric("step", "last", "steps", "Training step that this row describes, from 1."),
+    Metric("policy_version", "last", "version", "Policy version after the step: training steps completed."),
+    Metric("time", "last", "unix s", "When the row was written."),
+    # Reward
+    Metric("reward/mean", "mean", "reward", "Mean score of the trained rollouts that have one."),
+    Metric("reward/std", "mean", "reward", "Standard deviation of those scores."),
+    Metric("reward/{source}/mean", "mean", "reward", "Mean score of the trained rollouts of one task source."),
+    Metric("reward/missing", "sum", "rollouts", "Trained groups' rollouts without a reward (masked, never scored 0)."),
+    Metric("reward/extra/{name}", "mean", "", "Mean of one further entry of the dicts that the reward returned."),
+    # Rewards workers
+    Metric("rewards/timeouts", "sum", "calls", "Reward calls that ran past rewards.timeout_s; the worker was killed."),
+    Metric("rewards/crashes", "sum", "calls", "Reward calls whose worker process died."),
+    Metric("rewards/errors", "sum", "calls", "Reward calls that raised or returned something that is not a score."),
+    # Ledger
+    Metric("tokens/generated", "last", "tokens", "Sampled tokens since step 1. Equals trained + dropped + held."),
+    Metric("tokens/trained", "last", "tokens", "Sampled tokens whose rollout was consumed by a step, cumulative."),
+    Metric("tokens/dropped", "last", "tokens", "Sampled tokens whose group was dropped, cumulative, all reasons."),
+    Metric("tokens/held", "last", "tokens", "Sampled tokens of groups now in the system, unfinished ones included."),
+    Metric("tokens/step_generated", "sum", "tokens", "Tokens sampled in this step."),
+    Metric("tokens/step_trained", "sum", "tokens", "Sampled tokens of the rollouts that this step trained on."),
+    Metric("dropped/{reason}/groups", "last", "groups", "Groups dropped for this reason, cumulative."),
+    Metric("dropped/{reason}/tokens", "last", "tokens", "Sampled tokens dropped for this reason, cumulative."),
+    Metric("groups/admitted", "last", "groups", "Groups admitted since step 1. Equals consumed + dropped + held."),
+    Metric("groups/consumed", "last", "groups", "Groups trained, cumulative."),
+    Metric("groups/dropped", "last", "groups", "Groups dropped, cumulative, all reasons."),
+    Metric("groups/held", "last", "groups", "Groups now in the system."),
+    Metric("groups/zero_variance", "mean", "share", "Share of trained groups with equal rewards: no gradient."),
+    Metric("tasks/skipped_long_prompt", "last", "tasks", "Tasks skipped by tasks.max_prompt_tokens, cumulative."),
+    # Rollouts
+    Metric("rollouts/resumed", "last", "rollouts", "Times that an unfinished rollout was continued."),
+    Metric(
+        "rollouts/partial_share", "mean", "share", "Share of trained rollouts with segments of >= 2 policy versions."
+    ),
+    Metric("rollouts/versions_max", "max", "versions", "Most policy versions in one trained rollout."),
+    Metric("length/mean", "mean", "tokens", "Mean length of the trained rollouts, without prompt."),
+    Metric("length/max", "max", "tokens", "Longest trained rollout, without prompt."),
+    Metric("length/truncated", "mean", "share", "Share of trained rollouts that stopped at rollout.max_new_tokens."),
+    Metric("staleness/max", "max", "versions", "Largest trainer_version - policy_version of a token in the loss."),
+    Metric("staleness/mean", "mean", "versions", "Mean staleness over the tokens in the loss."),
+    Metric("staleness/bound", "last", "versions", "The bound that holds for staleness/max: rollout.max_staleness."),
+    # Time
+    Metric("time/step_s", "sum", "s", "Wall-clock time of the step; the other time/ keys add up to it."),
+    Metric("time/generate_s", "sum", "s", "Time in which the loop waited for generation."),
+    Metric("time/score_s", "sum", "s", "Time in which the loop waited for rewards only."),
+    Metric("time/train_s", "sum", "s", "Proximal log-probs, forward, backward and optimizer."),
+    Metric("time/weights_s", "sum", "s", "Handing the new weights to the engine."),
+    Metric("time/checkpoint_s", "sum", "s", "Writing checkpoints."),
+    Metric("time/eval_s", "sum", "s", "Evaluation between steps."),
+    Metric("time/other_s", "sum", "s", "The rest of the step."),
+    Metric(
+        "speed/generated_tokens_per_s",
+        "rate",
+        "tokens/s",
+        "Generation speed while generating.",
+        "tokens/step_generated",
+        "time/generate_s",
+    ),
+    Metric(
+        "speed/trained_tokens_per_s",
+        "rate",
+        "tokens/s",
+        "Training speed while training.",
+        "tokens/step_trained",
+        "time/train_s",
+    ),
+    Metric(
+        "speed/step_tokens_per_s",
+        "rate",
+        "tokens/s",
+        "Throughput of the whole loop: trained tokens by the time of the step.",
+        "tokens/step_trained",
+        "time/step_s",
+    ),
+    Metric("weights/bytes", "sum", "bytes", "Bytes of weights handed to the engine."),
+    # Optimization
+    Metric("loss", "mean", "", "Loss of the step, as algorithm.aggregation defines it."),
+    Metric("train/skipped_steps", "sum", "updates", "Optimizer steps skipped because the gradient was not finite."),
+    Metric("grad_norm", "mean", "", "Global gradient norm before clipping."),
+    Metric("learning_rate", "last", "", "Learning rate of the step's last optimizer step."),
+    Metric("entropy", "mean", "nats", "Mean entropy of the current policy over the tokens in the loss."),
+    Metric("clip_fraction", "mean", "share", "Share of tokens in the loss whose ratio was clipped."),
+    Metric("ratio/mean", "mean", "", "Mean of current / proximal probability over the tokens in the loss."),
+    Metric("ratio/max", "max", "", "Its maximum."),
+    # Correction for tokens of other versions
+    Metric("importance/mean", "mean", "", "Mean importance weight proximal / behavior, before the cap."),
+    Metric("importance/max", "max", "", "Its maximum, before the cap."),
+    Metric("importance/capped_share", "mean", "share", "Share of tokens whose weight passed algorithm.correction_cap."),
+    Metric("mismatch/logprob_abs_mean", "mean", "nats", "Mean |proximal - behavior| log-prob over tokens in the loss."),
+    Metric("mismatch/logprob_abs_max", "max", "nats", "Its maximum."),
+    Metric("mismatch/kl", "mean", "nats", "KL(behavior, proximal), k1 estimate: mean of behavior - proximal log-prob."),
+    # Engine
+    Metric("engine/decode_steps", "last", "steps", "Decode steps, since process start."),
+    Metric("engine/prefill_tokens", "last", "tokens", "Tokens prefilled for the first time, since process start."),
+    Metric("engine/reprefill_tokens", "last", "tokens", "Tokens prefilled again (a cost), since process start."),
+    Metric("engine/preemptions", "last", "rollouts", "Rollouts preempted for KV memory, since process start."),
+    Metric("kv/stale_prefix_tokens", "last", "tokens", "Tokens served from KV of older weights, since process start."),
+    Metric("kv/kept_tokens", "last", "tokens", "Tokens of resumed rollouts with reused KV, since process start."),
+    Metric("kv/shared_prompt_tokens", "last", "tokens", "Prompt tokens shared with a sibling, since process start."),
+    Metric("kv/bytes", "last", "bytes", "Memory of the KV cache now."),
+    Metric("memory/peak_rss_bytes", "max", "bytes", "Peak resident memory of the process."),
+]
+
+
+@cache
+def _patterns() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
+    exact = {m.key: m for m in METRICS if "{" not in m.key}
+    wildcard = [
+        (re.compile(".+".join(re.escape(part) for part in re.split(r"\{\w+\}", m.key))), m)
+        for m in METRICS
+        if "{" in m.key
+    ]
+    return exact, wildcard
+
+
+def find(key: str) -> Metric | None:
+    """The registered metric of `key` (exact keys before placeholders), or None."""
+    exact, wildcard = _patterns()
+    if key in exact:
+        return exact[key]
+    return next((metric for pattern, metric in wildcard if pattern.fullmatch(key)), None)
+
+
+def validate(row: Mapping[str, object]) -> None:
+    """Assert that every key of `row` is registered and every value is a number or None (missing)."""
+    for key, value in row.items():
+        assert find(key) is not None, f"metric {key!r} is not registered: add it to METRICS in track/metrics.py"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        assert value is None or is_number, f"metric {key!r} must be a number or None, not {value!r}"
+
+
+def aggregate(rows: Iterable[Row]) -> dict[str, float | None]:
+    """Reduce the rows of several steps to one by the kind of each key. Missing and non-finite values are left out.
+
+    A rate whose numerator or denominator is not in the rows is None.
+    """
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            values.setdefault(key, [])
+            if value is not None and math.isfinite(value):
+                values[key].append(value)
+    return {key: _reduce(key, values) for key in values}
+
+
+def _reduce(key: str, values: Mapping[str, list[float]]) -> float | None:
+    metric = find(key)
+    assert metric is not None, f"metric {key!r} is not registered"
+    if metric.kind == "rate":
+        denominator = sum(values.get(metric.denominator, []))
+        return sum(values.get(metric.numerator, [])) / denominator if denominator > 0 else None
+    if not values[key]:
+        return None
+    match metric.kind:
+        case "mean":
+            return sum(values[key]) / len(values[key])
+        case "sum":
+            return sum(values[key])
+        case "max":
+            return max(values[key])
+        case "last":
+            return values[key][-1]
+
+
+def markdown() -> str:
+    """The text of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "`metrics.jsonl` in the run directory has one JSON object a training step, with these keys. A value that does",
+        "not exist (a mean over nothing, NaN) is `null`. `{name}` in a key stands for a name, such as a drop reason or",
+        "a task source. *Reduction* says how the values of several steps become one; a cumulative counter and a gauge",
+        "both keep the last. Cumulative counters are restored by `--resume`, except those counted since process start.",
+        "",
+        "Generated by `python -m rollover.track.metrics > docs/metrics.md`; do not edit.",
+        "",
+        "| key | reduction | unit | meaning |",
+        "|---|---|---|---|",
+    ]
+    for m in METRICS:
+        reduction = f"`{m.numerator}` / `{m.denominator}`" if m.kind == "rate" else m.kind
+        doc = m.doc.replace("|", "\\|")
+        lines.append(f"| `{m.key}` | {reduction} | {m.unit} | {doc} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

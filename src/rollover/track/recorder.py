@@ -1,0 +1,234 @@
+"""What was generated: one JSONL file a step under rollouts/, one line a rollout, and the way back to Groups.
+
+Owns the record format (below). It decides nothing about rollouts and never changes them. The files are written whole,
+so a step's file is complete or absent, and any Parquet or JSONL tool reads them: every key has one type throughout.
+"columns" is JSON inside a string, because its values differ in type from one task source to the next.
+
+Token ids and log-probs are those of all segments in order; "segments" says how to cut them. Log-probs are the shortest
+decimals that give the same float32, so a rollout is rebuilt exactly (non-finite numbers are null, and come back NaN).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollover.track.sinks import atomic_write_text, to_json
+from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+
+_FILE = re.compile(r"step-(\d+)\.jsonl")
+_TEMPORARY = re.compile(r"\.step-\d+\.jsonl\.tmp-\d+")
+TRAINED = "trained"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """A group that left the system: trained (`dropped` None), or dropped for a reason.
+
+    `completions` has the text of each rollout, in order; `advantages` one number a rollout, None where it had none.
+    """
+
+    group: Group
+    completions: Sequence[str]
+    advantages: Sequence[float | None]
+    dropped: DropReason | None = None
+
+
+class RolloutRecorder:
+    """Writes `<dir>/step-000012.jsonl`."""
+
+    def __init__(self, dir: str | Path) -> None:
+        self.dir = Path(dir)
+        self.dir.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, groups: Sequence[RecordedGroup]) -> Path:
+        """Write the file of one step, replacing it if there is one. Returns its path."""
+        path = self.dir / f"step-{step:06d}.jsonl"
+        lines = []
+        for recorded in groups:
+            rollouts = recorded.group.rollouts
+            assert len(recorded.completions) == len(recorded.advantages) == len(rollouts)
+            for rollout, completion, advantage in zip(rollouts, recorded.completions, recorded.advantages, strict=True):
+                record = _record(step, rollout, len(rollouts), completion, advantage, recorded.dropped)
+                lines.append(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        # A lone surrogate in a completion is not UTF-8, and the recording of it is not worth the run.
+        atomic_write_text(path, "".join(lines).encode("utf-8", "replace").decode("utf-8"))
+        return path
+
+    def truncate(self, step: int) -> None:
+        """Remove the files of steps after `step`, and half-written ones: a resumed run writes them again."""
+        for path in self.dir.iterdir():
+            match = _FILE.fullmatch(path.name)
+            if _TEMPORARY.fullmatch(path.name) or (match and int(match[1]) > step):
+                path.unlink()
+
+
+def read_rollouts(dir: str | Path, include_dropped: bool = False) -> Iterator[list[Group]]:
+    """The recorded groups, one list a step, in the order they were written.
+
+    Trained groups are READY again, dropped ones (only with `include_dropped`) DROPPED; all else is as it was.
+    Raises ValueError if there are no recordings, and for a malformed record with its file and line.
+    """
+    dir = Path(dir)
+    names = sorted((n for n in os.listdir(dir) if _FILE.fullmatch(n)), key=_step_of) if dir.is_dir() else []
+    if not names:
+        raise ValueError(f"run.replay_rollouts: {dir} has no step-*.jsonl files. Give a run's rollouts/ directory.")
+    for name in names:
+        groups = _read_step(dir / name)
+        yield [g for g in groups if include_dropped or g.rollouts[0].state is RolloutState.READY]
+
+
+def _step_of(name: str) -> int:
+    match = _FILE.fullmatch(name)
+    assert match is not None
+    return int(match[1])
+
+
+def _read_step(path: Path) -> list[Group]:
+    groups: dict[int, Group] = {}
+    sizes: dict[int, int] = {}
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+                rollout = _rollout(record)
+                size = int(record["group_size"])
+                group = groups.setdefault(rollout.group_id, Group(rollout.group_id, rollout.task, []))
+                if rollout.sibling != len(group.rollouts) or sizes.setdefault(rollout.group_id, size) != size:
+                    raise ValueError(f"sibling {rollout.sibling} of group {rollout.group_id} is out of order")
+                rollout.task = group.task
+                group.rollouts.append(rollout)
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+                what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
+                raise ValueError(f"{path}:{number}: not a recorded rollout: {what}") from error
+    for group in groups.values():
+        if len(group.rollouts) != sizes[group.group_id]:
+            raise ValueError(
+                f"{path}: group {group.group_id} has {len(group.rollouts)} of its {sizes[group.group_id]} rollouts."
+                " Lines are missing: a group can only be trained whole."
+            )
+    return list(groups.values())
+
+
+def _record(
+    step: int, rollout: Rollout, group_size: int, completion: str, advantage: float | None, dropped: DropReason | None
+) -> dict[str, Any]:
+    task, reward = rollout.task, rollout.reward
+    error = reward.error if reward else None
+    if reward is not None and reward.missing and error is None:
+        error = "missing"  # a score and an error that are both null mean: not scored yet
+    return {
+        "rollout_id": rollout.rollout_id,
+        "group_id": rollout.group_id,
+        "sibling": rollout.sibling,
+        "group_size": group_size,
+        "task_id": task.task_id,
+        "attempt": task.attempt,
+        "source": task.source,
+        "reward": task.reward,
+        "step": step,
+        "outcome": TRAINED if dropped is None else f"dropped:{dropped.value}",
+        "messages": None if task.messages is None else list(task.messages),
+        "prompt": task.prompt,
+        "columns": json.dumps(task.columns, ensure_ascii=False),
+        "prompt_ids": list(rollout.prompt_ids),
+        "completion": completion,
+        "score": to_json(_float(reward.score)) if reward else None,
+        # Without entries null, because Parquet has no struct without fields.
+        "extras": {name: to_json(_float(v)) for name, v in reward.extras.items()} if reward and reward.extras else None,
+        "error": error,
+        "advantage": to_json(_float(advantage)),
+        "stop_reason": rollout.stop_reason.value if rollout.stop_reason else None,
+        "num_tokens": rollout.num_tokens,
+        "segments": [
+            {
+                "policy_version": s.policy_version,
+                "num_tokens": len(s),
+                "stop_reason": s.stop_reason.value,
+                "trainable": s.trainable,
+                "sampling": {
+                    "temperature": float(s.sampling.temperature),
+                    "top_p": float(s.sampling.top_p),
+                    "top_k": s.sampling.top_k,
+                    "min_p": float(s.sampling.min_p),
+                },
+            }
+            for s in rollout.segments
+        ],
+        "token_ids": rollout.token_ids(),
+        "logprobs": [x for s in rollout.segments for x in _short_float32(s.logprobs)],
+    }
+
+
+def _short_float32(values: np.ndarray) -> list[float | None]:
+    # numpy's text of a float32 is the shortest that reads back as the same float32.
+    return [to_json(float(text)) for text in values.astype(np.float32).astype("U")]
+
+
+def _float(value: float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _rollout(record: dict[str, Any]) -> Rollout:
+    messages = record["messages"]
+    task = Task(
+        task_id=record["task_id"],
+        source=record["source"],
+        reward=record["reward"],
+        messages=None if messages is None else tuple(messages),
+        prompt=record["prompt"],
+        columns=json.loads(record["columns"]),
+        attempt=record["attempt"],
+    )
+    token_ids = np.array(record["token_ids"], dtype=np.int32)
+    logprobs = np.array([np.nan if x is None else x for x in record["logprobs"]], dtype=np.float32)
+    lengths = [s["num_tokens"] for s in record["segments"]]
+    if not len(token_ids) == len(logprobs) == sum(lengths):
+        raise ValueError(
+            f"{len(token_ids)} token_ids, {len(logprobs)} logprobs and segments of {sum(lengths)} tokens do not agree"
+        )
+    segments, start = [], 0
+    for s, length in zip(record["segments"], lengths, strict=True):
+        end = start + length
+        segments.append(
+            Segment(
+                token_ids[start:end].copy(),
+                logprobs[start:end].copy(),
+                s["policy_version"],
+                SamplingParams(**s["sampling"]),
+                StopReason(s["stop_reason"]),
+                s["trainable"],
+            )
+        )
+        start = end
+    return Rollout(
+        group_id=record["group_id"],
+        sibling=record["sibling"],
+        task=task,
+        prompt_ids=tuple(record["prompt_ids"]),
+        segments=segments,
+        state=_state(record["outcome"]),
+        stop_reason=StopReason(record["stop_reason"]) if record["stop_reason"] is not None else None,
+        reward=_reward(record),
+    )
+
+
+def _state(outcome: str) -> RolloutState:
+    if outcome == TRAINED:
+        return RolloutState.READY
+    DropReason(outcome.removeprefix("dropped:"))
+    return RolloutState.DROPPED
+
+
+def _reward(record: dict[str, Any]) -> Reward | None:
+    if record["score"] is None and record["error"] is None:
+        return None
+    extras = {name: float("nan") if v is None else v for name, v in (record["extras"] or {}).items()}
+    return Reward(record["score"], extras, record["error"])

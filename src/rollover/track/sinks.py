@@ -1,0 +1,114 @@
+"""Durable text files of a run: the append-only JSONL of metrics and evaluations, and atomic whole-file writes.
+
+Owns how a row becomes a line and where a resumed run goes on. It never decides what is in a row, and never rewrites
+a line: resuming cuts the file back to the position that the snapshot holds, so no step appears twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+def to_json(value: Any) -> Any:
+    """`value` as strict JSON: NaN and infinities become None, numpy scalars and arrays plain numbers and lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if hasattr(value, "tolist"):
+        return to_json(value.tolist())
+    raise TypeError(f"{type(value).__name__} is not JSON: {value!r}")
+
+
+def fsync_dir(path: str | Path) -> None:
+    """Make the entries of a directory (a rename in it, say) durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def atomic_write_text(path: str | Path, text: str) -> None:
+    """Replace the file at `path` (UTF-8): a reader, or a restart after a crash, sees the old text or the new one."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+class JsonlSink:
+    """Append rows to a JSONL file, one object a line, visible to readers at once.
+
+    `check` is called with every row before it is written (metrics.validate for metrics.jsonl).
+    """
+
+    def __init__(self, path: str | Path, check: Callable[[Mapping[str, object]], None] | None = None) -> None:
+        self.path = Path(path)
+        self._check = check
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "ab")
+
+    def write(self, row: Mapping[str, object]) -> None:
+        """Append one row. NaN and infinities are written as null."""
+        if self._check is not None:
+            self._check(row)
+        line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+
+    def position(self) -> int:
+        """Bytes written so far, all of them on disk: what a snapshot stores and `truncate` takes back."""
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def truncate(self, position: int) -> None:
+        """Forget every row after `position` (from `position()`), half-written ones included.
+
+        Raises ValueError if the file has no line that ends there: it is not the file that the snapshot was taken with.
+        """
+        size = os.fstat(self._file.fileno()).st_size
+        if position > size:
+            raise ValueError(
+                f"{self.path} has {size} bytes but the checkpoint was taken at {position}: rows are missing."
+                " Restore the file, or start a new run in another run.dir."
+            )
+        if position > 0:
+            with open(self.path, "rb") as file:
+                file.seek(position - 1)
+                if file.read(1) != b"\n":
+                    raise ValueError(
+                        f"{self.path}: no row ends at byte {position}, where the checkpoint was taken:"
+                        " the file was changed. Restore it, or start a new run in another run.dir."
+                    )
+        self._file.truncate(position)
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> JsonlSink:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

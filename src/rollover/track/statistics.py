@@ -1,0 +1,98 @@
+"""Statistics of an evaluation: means with confidence intervals and pass@k. Pure functions on plain numbers.
+
+Owns the estimators and their sources. Never samples, scores or writes. The task is the unit of resampling: several
+rollouts of one task are not independent, so every interval comes from the spread of per-task values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """Mean of per-task values and its 95 % confidence interval, mean +- z * s / sqrt(n) (normal approximation, s with
+    n - 1). With one value the interval is (-inf, inf). Raises ValueError without values."""
+    if not values:
+        raise ValueError("mean of no values: every task of the evaluation lacks a score")
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count == 1:
+        return mean, (-math.inf, math.inf)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    half = Z_95 * math.sqrt(variance / count)
+    return mean, (mean - half, mean + half)
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of k samples passes: 1 - C(n - c, k) / C(n, k).
+
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1. Raises ValueError unless
+    0 <= num_passed <= num_samples and 1 <= k <= num_samples.
+    """
+    if not 0 <= num_passed <= num_samples:
+        raise ValueError(f"num_passed = {num_passed} is not within 0 and num_samples = {num_samples}")
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k = {k} is not within 1 and num_samples = {num_samples}: sample more, or lower k")
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def wilson_interval(num_passed: float, num_trials: float) -> tuple[float, float]:
+    """95 % interval of a proportion (Wilson 1927, "Probable Inference", score interval without continuity correction).
+
+    Stays within [0, 1] and has a width even at 0 and 1. Fractional counts are allowed (an effective sample size).
+    """
+    if num_trials <= 0 or not 0 <= num_passed <= num_trials:
+        raise ValueError(f"a proportion needs 0 <= num_passed <= num_trials > 0, got {num_passed} of {num_trials}")
+    rate, spread = num_passed / num_trials, Z_95**2 / num_trials
+    centre = (rate + spread / 2) / (1 + spread)
+    half = Z_95 * math.sqrt(rate * (1 - rate) / num_trials + spread / (4 * num_trials)) / (1 + spread)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def summarise_eval(
+    scores: Iterable[tuple[str, str, Sequence[float | None]]], threshold: float, ks: Iterable[int] = (1,)
+) -> dict[str, Any]:
+    """Summary of an evaluation, in all and by source.
+
+    scores: (source, task_id, the scores of its rollouts; None is missing) per task. A rollout passes if its score is at
+    least `threshold`. Returns {"mean", "ci": [low, high], "pass@k" and "pass@k_ci" for each k that every counted task
+    has enough scores for, "tasks", "samples", "missing", "sources": {source: the same without sources}}.
+
+    Missing scores are left out; a task without any is counted in "missing" only. mean and its interval: mean_interval
+    over per-task means (None with one task). pass@1_ci: Wilson's interval over tasks;
+    other pass@k_ci: mean_interval over tasks, clipped to [0, 1]. With no score at all, "mean" and "ci" are None.
+    """
+    rows = [(source, list(values)) for source, _, values in scores]
+    wanted = sorted(set(ks))
+    summary = _summarise([values for _, values in rows], threshold, wanted)
+    sources = dict.fromkeys(source for source, _ in rows)
+    summary["sources"] = {
+        name: _summarise([values for source, values in rows if source == name], threshold, wanted) for name in sources
+    }
+    return summary
+
+
+def _summarise(tasks: list[list[float | None]], threshold: float, ks: list[int]) -> dict[str, Any]:
+    valid = [present for values in tasks if (present := [v for v in values if v is not None])]
+    counts = {
+        "tasks": len(valid),
+        "samples": sum(map(len, valid)),
+        "missing": sum(value is None for values in tasks for value in values),
+    }
+    if not valid:
+        return {"mean": None, "ci": None, **counts}
+    mean, interval = mean_interval([math.fsum(values) / len(values) for values in valid])
+    summary: dict[str, Any] = {"mean": mean, "ci": list(interval) if len(valid) > 1 else None}
+    for k in ks:
+        if k > min(map(len, valid)):
+            continue
+        rates = [pass_at_k(len(values), sum(v >= threshold for v in values), k) for values in valid]
+        rate, (low, high) = mean_interval(rates)
+        if k == 1:
+            low, high = wilson_interval(min(math.fsum(rates), len(rates)), len(rates))
+        summary[f"pass@{k}"], summary[f"pass@{k}_ci"] = rate, [max(0.0, low), min(1.0, high)]
+    return {**summary, **counts}

@@ -1,0 +1,190 @@
+"""What is printed at the end of a run: what training did to the reward, where the tokens and the time went, the files.
+
+Owns the layout only. It is given plain data and computes nothing but shares; it never reads a run's files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rollover.track.live import count, decimal, duration, percent
+
+_DROPPED_TOKENS = re.compile(r"dropped/(.+)/tokens")
+_MAX_ANSWER_CHARS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class SampleAnswer:
+    """One held-out problem and what the model answered before and after training. A score is None if missing."""
+
+    prompt: str
+    before: str
+    after: str
+    before_score: float | None = None
+    after_score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """Plain data of a finished (or stopped) run.
+
+    `eval_before`, `eval_after`: {"mean", "ci": [low, high], "pass@1", ..., "sources": {name: the same}} or None.
+    `last_row`: the last metrics row (the waste report is read from its cumulative counters). `time_s`: seconds by
+    phase. `partial_share`: share of all trained rollouts with segments of >= 2 policy versions. `paths`: by label.
+    `resume_command` is shown if the run can go on.
+    """
+
+    title: str
+    steps: int
+    eval_before: Mapping[str, Any] | None = None
+    eval_after: Mapping[str, Any] | None = None
+    samples: Sequence[SampleAnswer] = ()
+    last_row: Mapping[str, float | int | None] = field(default_factory=dict)
+    partial_share: float | None = None
+    time_s: Mapping[str, float] = field(default_factory=dict)
+    paths: Mapping[str, str] = field(default_factory=dict)
+    resume_command: str = ""
+
+
+def print_summary(summary: RunSummary, console: Console | None = None) -> None:
+    """Print the summary: tables on a terminal, plain aligned lines elsewhere (never wrapped, without colour).
+
+    Shares of tokens are of those generated; `prefilled again` is a cost beside them, not one of their accounts.
+    """
+    console = console or Console()
+    plain = not console.is_terminal
+    _print(console, Text(f"\n{summary.title}: {summary.steps} steps", style="" if plain else "bold"))
+    for title, header, rows in (
+        ("Held-out tasks", ("", "before", "after", "change"), _eval_rows(summary)),
+        ("Tokens", ("", "tokens", "share of generated"), _waste_rows(summary)),
+        ("Time", ("", "time", "share"), _time_rows(summary)),
+        ("Files", (), list(summary.paths.items())),
+    ):
+        if rows:
+            # Paths stay whole: a table would fold them, and they could not be copied.
+            _print_table(console, title, header, rows, plain or title == "Files")
+        if title == "Held-out tasks":
+            _print_samples(console, summary.samples, plain)
+    if summary.resume_command:
+        _print(console, Text(f"\nTo go on: {summary.resume_command}"))
+
+
+def _print(console: Console, text: Text) -> None:
+    console.print(text, soft_wrap=True)
+
+
+def _print_table(
+    console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], plain: bool
+) -> None:
+    rows = [[_printable(cell, console) for cell in row] for row in rows]
+    if plain:
+        table = [list(header), *rows] if header else rows
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        _print(console, Text(f"\n{title}"))
+        for row in table:
+            _print(console, Text("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()))
+        return
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=bool(header), header_style="dim")
+    for i in range(len(rows[0])):
+        table.add_column(header[i] if header else "", justify="right" if header and i else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style="bold" if header and row is rows[0] else "") for cell in row))
+    console.print()
+    console.print(table)
+
+
+def _eval_rows(summary: RunSummary) -> list[list[str]]:
+    before, after = summary.eval_before, summary.eval_after
+    if before is None and after is None:
+        return []
+    rows = [["mean reward", _with_ci(before), _with_ci(after), _change(before, after, "mean")]]
+    keys = dict.fromkeys(k for e in (before, after) if e for k in e if re.fullmatch(r"pass@\d+", k))
+    for key in keys:
+        rows.append([key, _number(before, key), _number(after, key), _change(before, after, key)])
+    sources = dict.fromkeys(name for e in (before, after) if e for name in e.get("sources", {}))
+    for name in sources if len(sources) > 1 else ():
+        b, a = (e.get("sources", {}).get(name) if e else None for e in (before, after))
+        rows.append([f"  {name}", _with_ci(b), _with_ci(a), _change(b, a, "mean")])
+    return rows
+
+
+def _number(evaluation: Mapping[str, Any] | None, key: str) -> str:
+    return decimal(evaluation.get(key) if evaluation else None)
+
+
+def _with_ci(evaluation: Mapping[str, Any] | None) -> str:
+    text = _number(evaluation, "mean")
+    if evaluation and evaluation.get("ci"):
+        low, high = evaluation["ci"]
+        text += f" [{decimal(low)}, {decimal(high)}]"
+    return text
+
+
+def _change(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, key: str) -> str:
+    old, new = (e.get(key) if e else None for e in (before, after))
+    return decimal(None) if old is None or new is None else f"{new - old:+.3f}"
+
+
+def _waste_rows(summary: RunSummary) -> list[list[str]]:
+    row = summary.last_row
+    generated = row.get("tokens/generated")
+    if generated is None:
+        return []
+    accounts = [("generated", generated), ("trained", row.get("tokens/trained"))]
+    accounts += [(f"dropped: {match[1]}", row[key]) for key in row if (match := _DROPPED_TOKENS.fullmatch(key))]
+    if len(accounts) == 2:
+        accounts.append(("dropped", row.get("tokens/dropped")))
+    accounts.append(("held, unfinished or not trained", row.get("tokens/held")))
+    # Not an account of the ledger: work done twice, beside the tokens generated.
+    accounts.append(("prefilled again (cost)", row.get("engine/reprefill_tokens")))
+    rows = [
+        [label, count(tokens), percent(tokens / generated) if generated and tokens is not None else decimal(None)]
+        for label, tokens in accounts
+    ]
+    if summary.partial_share is not None:
+        rows.append(["rollouts of >= 2 policy versions", "", percent(summary.partial_share)])
+    return rows
+
+
+def _time_rows(summary: RunSummary) -> list[list[str]]:
+    total = sum(summary.time_s.values())
+    if total <= 0:
+        return []
+    return [["total", duration(total), "100%"]] + [
+        [phase, duration(seconds), percent(seconds / total)] for phase, seconds in summary.time_s.items()
+    ]
+
+
+def _print_samples(console: Console, samples: Sequence[SampleAnswer], plain: bool) -> None:
+    if not samples:
+        return
+    _print(console, Text("\nAnswers before and after", style="" if plain else "bold"))
+    for sample in samples:
+        _print(console, Text("  " + _excerpt(sample.prompt, console), style="" if plain else "dim"))
+        for label, answer, score in (
+            ("before", sample.before, sample.before_score),
+            ("after", sample.after, sample.after_score),
+        ):
+            style = "" if plain or score is None else "green" if score > 0 else "red"
+            _print(
+                console, Text.assemble(f"    {label:6} ", (f"[{decimal(score, 2)}] ", style), _excerpt(answer, console))
+            )
+
+
+def _excerpt(text: str, console: Console) -> str:
+    line = _printable(" ".join(text.split()), console)
+    return line if len(line) <= _MAX_ANSWER_CHARS else line[: _MAX_ANSWER_CHARS - 3] + "..."
+
+
+def _printable(text: str, console: Console) -> str:
+    """A model can write anything, also what a terminal obeys or cannot encode."""
+    shown = "".join(c if c.isprintable() else "?" for c in text)
+    encoding = console.encoding
+    return shown.encode(encoding, "replace").decode(encoding)

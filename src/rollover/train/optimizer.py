@@ -1,0 +1,147 @@
+"""float32 master weights under a compute dtype, AdamW over them, learning-rate schedule, gradient clipping.
+
+In float32 the parameters are their own masters. In bfloat16 the module computes with bf16 copies: a hook adds each bf16
+gradient to its master's float32 gradient as soon as it is complete, so accumulation loses nothing and only one layer's
+bf16 gradients exist at a time. Owns masters, moments and the count of optimizer steps.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from rollover.config import TrainConfig
+from rollover.models.load import cast_parameters
+
+
+def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
+    """Rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine down to min_lr_ratio."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    shape = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+
+
+class Optimizer:
+    """AdamW over the masters of all parameters that require a gradient. Tied parameters count once.
+
+    Call it with the module still in float32: the masters are taken from it before it is cast to `dtype`.
+    """
+
+    def __init__(self, module: torch.nn.Module, config: TrainConfig, total_steps: int, dtype: torch.dtype) -> None:
+        self.config, self.total_steps, self.step_count = config, total_steps, 0
+        trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.names = list(trainable)
+        self.separate = dtype != torch.float32
+        if self.separate:
+            self.masters = [p.detach().float().clone() for p in trainable.values()]
+            cast_parameters(module, dtype)
+        self.parameters: list[torch.Tensor] = [p for p in module.parameters() if p.requires_grad]
+        assert len(self.parameters) == len(self.names)
+        if not self.separate:
+            self.masters = [p.detach() for p in self.parameters]
+        for master in self.masters:
+            master.requires_grad_(True)
+        if self.separate:
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.register_post_accumulate_grad_hook(self._accumulate_into(master))
+        matrices = [m for m in self.masters if m.ndim >= 2]
+        others = [m for m in self.masters if m.ndim < 2]
+        self.adamw = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            fused=True,
+        )
+
+    @staticmethod
+    def _accumulate_into(master: torch.Tensor) -> Any:
+        def hook(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
+        return hook
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The accumulated float32 gradients (of those parameters that got one)."""
+        self._collect()
+        return [m.grad for m in self.masters if m.grad is not None]
+
+    def _collect(self) -> None:
+        if not self.separate:
+            # Detached views of the parameters: hand them the module's gradients.
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if parameter.grad is not None:
+                    master.grad = parameter.grad
+
+    def step(self) -> dict[str, float]:
+        """Clip, step, copy masters to the compute weights. A non-finite gradient skips the update, and says so."""
+        gradients = self.gradients()
+        rate = learning_rate(self.config, self.step_count, self.total_steps)
+        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        skipped = not math.isfinite(norm)
+        if not skipped and gradients:
+            if self.config.max_grad_norm and norm > self.config.max_grad_norm:
+                for gradient in gradients:
+                    gradient.mul_(self.config.max_grad_norm / (norm + 1e-6))
+            for group in self.adamw.param_groups:
+                group["lr"] = rate
+            self.adamw.step()
+            if self.separate:
+                self._copy_back()
+        self.adamw.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.step_count += 1
+        return {"grad_norm": norm, "learning_rate": rate, "train/skipped_steps": float(skipped)}
+
+    @torch.no_grad()
+    def _copy_back(self) -> None:
+        torch._foreach_copy_(self.parameters, self.masters)  # pyright: ignore[reportPrivateImportUsage]
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(tensors by name, JSON-able rest): masters, both moments, step counts."""
+        tensors: dict[str, torch.Tensor] = {}
+        steps: dict[str, float] = {}
+        for name, master in zip(self.names, self.masters, strict=True):
+            tensors[f"master/{name}"] = master.detach()
+            moments = self.adamw.state.get(master, {})
+            if moments:
+                tensors[f"exp_avg/{name}"] = moments["exp_avg"]
+                tensors[f"exp_avg_sq/{name}"] = moments["exp_avg_sq"]
+                steps[name] = float(moments["step"])
+        return tensors, {"step_count": self.step_count, "adam_steps": steps}
+
+    def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        """ValueError where the state is of another model or set of trained weights."""
+        expected = {f"master/{n}": m.shape for n, m in zip(self.names, self.masters, strict=True)}
+        found = {k: v.shape for k, v in tensors.items() if k.startswith("master/")}
+        if expected != found:
+            names = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
+            raise ValueError(f"the checkpoint is of another model (model.path, model.lora): {names[0]} differs")
+        self.adamw.state.clear()
+        with torch.no_grad():
+            for name, master in zip(self.names, self.masters, strict=True):
+                master.copy_(tensors[f"master/{name}"])
+                if name in meta["adam_steps"]:
+                    self.adamw.state[master] = {
+                        "step": torch.tensor(meta["adam_steps"][name], dtype=torch.float32, device=master.device),
+                        "exp_avg": tensors[f"exp_avg/{name}"].to(master.device).clone(),
+                        "exp_avg_sq": tensors[f"exp_avg_sq/{name}"].to(master.device).clone(),
+                    }
+        if self.separate:
+            self._copy_back()
+        self.step_count = meta["step_count"]

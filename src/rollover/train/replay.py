@@ -1,0 +1,29 @@
+"""Recorded rollouts instead of generated ones (run.replay_rollouts): for debugging a trainer without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollover.config import Config
+from rollover.track.recorder import read_rollouts
+from rollover.types import Group
+
+
+class ReplayedRollouts:
+    """The groups of one recorded step after the other; [] at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise ValueError(
+                f"run.replay_rollouts = {str(folder)!r}: no such directory (give a run's rollouts/ folder)"
+            )
+        self._steps: Iterator[list[Group]] = read_rollouts(folder)
+
+    @classmethod
+    def of(cls, config: Config) -> ReplayedRollouts | None:
+        """None unless run.replay_rollouts is set."""
+        return cls(Path(config.run.replay_rollouts)) if config.run.replay_rollouts else None
+
+    def next(self) -> list[Group]:
+        return next(self._steps, [])

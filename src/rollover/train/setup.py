@@ -1,0 +1,173 @@
+"""Builds the parts of a run from its configuration. Owns nothing afterwards: the loop does."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollover.config import Config
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.envs.single_turn import PromptSource
+from rollover.envs.tasks.stream import TaskStream
+from rollover.models.load import LoadedModel, cast_parameters, load_model, pick_device, stop_token_ids
+from rollover.rewards.client import RewardWorker
+from rollover.rewards.protocol import ScoreRequest
+from rollover.rollout.cache import RolloutCache
+from rollover.rollout.driver import Driver
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.scheduler import Scheduler
+from rollover.train.trainer import Trainer
+from rollover.types import Reward, Rollout, Task
+
+
+def set_threads(config: Config) -> None:
+    """Torch threads: run.threads, else one per core this process may use."""
+    torch.set_num_threads(config.run.threads or len(os.sched_getaffinity(0)))
+
+
+def run_dir(config: Config) -> Path:
+    """run.dir, else runs/<name>-<time>."""
+    return Path(config.run.dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def dtype_of(config: Config) -> torch.dtype:
+    return getattr(torch, config.model.dtype)
+
+
+def embedded_engine(loaded: LoadedModel, config: Config) -> EmbeddedEngine:
+    """An engine over its own copy of the weights in compute dtype; `loaded` is left as it is."""
+    model = copy.deepcopy(loaded.model).requires_grad_(False)
+    cast_parameters(model, dtype_of(config))
+    return EmbeddedEngine(
+        model,
+        config.engine,
+        kv_on_resume=config.rollout.kv_on_resume,
+        decode_text=lambda ids: loaded.tokenizer.decode(ids, skip_special_tokens=False),
+    )
+
+
+def held_out_tasks(config: Config) -> list[Task]:
+    """The run's held-out tasks: the same ones at every evaluation."""
+    stream = TaskStream(config.tasks, seed=config.eval.seed, split="eval", rewards=config.rewards)
+    return stream.take(config.eval.num_tasks)
+
+
+async def probe_rewards(config: Config, rewarder: RewardWorker) -> None:
+    """Call every source's reward function once. RewardProbeError names what is wrong with one."""
+    for source in config.tasks.sources:
+        alone = config.tasks.model_copy(update={"sources": [source]})
+        task = TaskStream(alone, seed=config.run.seed, split="train", rewards=config.rewards).next()
+        if task is not None:
+            await rewarder.probe(task)
+
+
+def make_scorer(rewarder: RewardWorker, tokenizer: Any) -> Callable[[list[Rollout]], Any]:
+    """The driver's scorer: decodes a group's completions and asks the reward worker."""
+
+    async def score(rollouts: list[Rollout]) -> list[Reward]:
+        requests = [
+            ScoreRequest(r.task, tokenizer.decode(ids, skip_special_tokens=True), tuple(ids))
+            for r in rollouts
+            for ids in [r.token_ids()]
+        ]
+        return await rewarder.score(requests)
+
+    return score
+
+
+@dataclass
+class EvalParts:
+    """What evaluation and sampling need."""
+
+    config: Config
+    tokenizer: Any
+    engine: EmbeddedEngine
+    rewarder: RewardWorker | None
+    stop_token_ids: frozenset[int]
+
+    @classmethod
+    def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:
+        set_threads(config)
+        model_config = config.model if model is None else config.model.model_copy(update={"path": model})
+        loaded = load_model(model_config, dtype=dtype_of(config), device=pick_device(config.model.device))
+        return cls(
+            config=config,
+            tokenizer=loaded.tokenizer,
+            engine=embedded_engine(loaded, config),
+            rewarder=RewardWorker(config.rewards) if with_rewards else None,
+            stop_token_ids=stop_token_ids(loaded, []),
+        )
+
+    def held_out_tasks(self) -> list[Task]:
+        return held_out_tasks(self.config)
+
+    async def close(self) -> None:
+        await self.engine.close()
+        if self.rewarder is not None:
+            await self.rewarder.close()
+
+
+@dataclass
+class Parts:
+    """Everything a training run is made of. `engine`, `driver` and `rewarder` are None when rollouts are replayed."""
+
+    loaded: LoadedModel
+    trainer: Trainer
+    cache: RolloutCache
+    scheduler: Scheduler
+    ledger: Ledger
+    prompts: PromptSource
+    engine: EmbeddedEngine
+    rewarder: RewardWorker
+    driver: Driver
+    stop_token_ids: frozenset[int]
+
+    @classmethod
+    def build(cls, config: Config) -> Parts:
+        """Loads the model and starts nothing: the reward worker starts at its first call."""
+        set_threads(config)
+        torch.manual_seed(config.run.seed)
+        loaded = load_model(config.model, device=pick_device(config.model.device))
+        # The engine copies the weights before the trainer casts them or adds adapters.
+        engine = embedded_engine(loaded, config)
+        stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
+        trainer = Trainer(
+            loaded,
+            config.train,
+            config.algorithm,
+            dtype=dtype_of(config),
+            max_new_tokens=config.rollout.max_new_tokens,
+            lora=config.model.lora,
+        )
+        prompts = PromptSource(
+            TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards),
+            loaded.tokenizer,
+            config.tasks,
+        )
+        rewarder = RewardWorker(config.rewards)
+        cache, ledger = RolloutCache(config.rollout.max_new_tokens), Ledger()
+        scheduler = Scheduler(config.rollout)
+        driver = Driver(
+            scheduler,
+            cache,
+            ledger,
+            engine,
+            prompts,
+            make_scorer(rewarder, loaded.tokenizer),
+            config.rollout,
+            config.run.seed,
+            stops,
+            config.rewards.min_valid,
+        )
+        return cls(loaded, trainer, cache, scheduler, ledger, prompts, engine, rewarder, driver, stops)
+
+    async def close(self) -> None:
+        await self.engine.close()
+        await self.rewarder.close()

@@ -1,0 +1,211 @@
+"""The vocabulary of Rollover: tasks, segments, rollouts, groups. No torch, no I/O.
+
+Owns the meaning of every word used elsewhere (docs/architecture.md, section 1). A rollout is a resumable object:
+prompt tokens plus an append-only list of segments, each with one origin.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+class RolloutState(enum.Enum):
+    """Where a rollout is: WAITING -> RUNNING <-> PARKED -> SCORING -> READY -> CONSUMED, or DROPPED."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PARKED = "parked"
+    SCORING = "scoring"
+    READY = "ready"
+    CONSUMED = "consumed"
+    DROPPED = "dropped"
+
+
+class StopReason(enum.Enum):
+    """Why a Segment ended. PAUSED belongs to a Segment, never to a stopped Rollout."""
+
+    EOS = "eos"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    PAUSED = "paused"
+    REPETITION = "repetition"
+    ENV_DONE = "env_done"
+    ERROR = "error"
+
+
+class DropReason(enum.Enum):
+    """Why a group left the system without being trained. Every drop has one, and a counter."""
+
+    STALE = "stale"
+    TOO_FEW_REWARDS = "too_few_rewards"
+    ZERO_TEMPERATURE = "zero_temperature"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The distribution tokens are sampled from: softmax(logits / temperature), then truncated.
+
+    `temperature` 0 is greedy. `top_p` 1, `top_k` 0 and `min_p` 0 mean no truncation.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def truncated(self) -> bool:
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem to solve.
+
+    `task_id` is stable over runs; `attempt` counts earlier visits of the same task (its epoch).
+    Exactly one of `messages` (chat) and `prompt` (plain text, no chat template) is set.
+    `columns` is what the reward needs (answer, ground_truth, data_source, ...): JSON values only.
+    `reward` names the reward function (see rewards/registry.py); `source` labels per-source metrics.
+    """
+
+    task_id: str
+    source: str
+    reward: str
+    messages: tuple[dict[str, str], ...] | None = None
+    prompt: str | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
+    attempt: int = 0
+
+    @property
+    def content(self) -> str:
+        """The text that identifies the problem: used for the train/eval split."""
+        if self.prompt is not None:
+            return self.prompt
+        return "\n".join(f"{m['role']}: {m['content']}" for m in self.messages or ())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A contiguous run of tokens with one origin. Immutable.
+
+    token_ids: int32 [n]. logprobs: float32 [n], behavior log-prob of each token under the distribution it was
+    sampled from (0 where not `trainable`). All tokens were sampled under `policy_version`, or written by the
+    environment (`trainable=False`).
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    policy_version: int
+    sampling: SamplingParams
+    stop_reason: StopReason
+    trainable: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.token_ids.shape == self.logprobs.shape and self.token_ids.ndim == 1
+        self.token_ids.setflags(write=False)
+        self.logprobs.setflags(write=False)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """What scoring returned: a finite `score`, or None with `error` (missing data, never a silent 0)."""
+
+    score: float | None
+    extras: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def missing(self) -> bool:
+        return self.score is None
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """One attempt at a Task. Owned and changed by RolloutCache only; everyone else reads."""
+
+    group_id: int
+    sibling: int
+    task: Task
+    prompt_ids: tuple[int, ...]
+    segments: list[Segment] = field(default_factory=list)
+    state: RolloutState = RolloutState.WAITING
+    stop_reason: StopReason | None = None
+    reward: Reward | None = None
+
+    @property
+    def rollout_id(self) -> str:
+        return f"{self.group_id}-{self.sibling}"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens after the prompt, over all segments."""
+        return sum(len(s) for s in self.segments)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Sampled (trainable) tokens: the ones that the ledger counts."""
+        return sum(len(s) for s in self.segments if s.trainable)
+
+    @property
+    def versions(self) -> list[int]:
+        """Distinct policy versions of the sampled tokens, in order of appearance."""
+        return list(dict.fromkeys(s.policy_version for s in self.segments if s.trainable and len(s)))
+
+    @property
+    def min_version(self) -> int | None:
+        return min(self.versions, default=None)
+
+    def token_ids(self) -> list[int]:
+        """Token ids after the prompt, over all segments."""
+        return [int(t) for s in self.segments for t in s.token_ids]
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The sibling rollouts of one Task. `group_id` is the index of its admission: 0, 1, 2, ..."""
+
+    group_id: int
+    task: Task
+    rollouts: list[Rollout]
+
+    @property
+    def ready(self) -> bool:
+        return all(r.state is RolloutState.READY for r in self.rollouts)
+
+    @property
+    def min_version(self) -> int | None:
+        """Smallest policy version among the sampled tokens of all siblings; None before the first token."""
+        return min((v for r in self.rollouts if (v := r.min_version) is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """A training row made from a finished Rollout. All streams are [n] over the tokens after the prompt.
+
+    token_ids int32; mask bool (True: in the loss); behavior_logprobs float32; versions int32;
+    advantages float32. `temperature` is the one the tokens were sampled with.
+    """
+
+    rollout_id: str
+    group_id: int
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    mask: np.ndarray
+    behavior_logprobs: np.ndarray
+    versions: np.ndarray
+    advantages: np.ndarray
+    temperature: float
+
+
+def rollout_seed(run_seed: int, task_id: str, attempt: int, sibling: int) -> int:
+    """64-bit key of a rollout's randomness. With the absolute token index it determines every draw."""
+    text = f"{run_seed}/{task_id}/{attempt}/{sibling}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -1,0 +1,32 @@
+"""What every test gets: one torch thread, no network, deterministic hypothesis, and skips for missing hardware."""
+
+import importlib.util
+import os
+
+import pytest
+
+# Before torch is imported anywhere: bit equality is claimed for fixed threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if importlib.util.find_spec("hypothesis"):  # a GPU machine may have pytest alone
+    from hypothesis import settings
+
+    settings.register_profile("rollover", deadline=None, derandomize=True, database=None)
+    settings.load_profile("rollover")
+
+
+def _missing(marker: str) -> str | None:
+    """Why tests with `marker` cannot run here; None if they can."""
+    if marker == "gpu":
+        import torch
+
+        return None if torch.cuda.is_available() else "torch sees no CUDA device"
+    return None if importlib.util.find_spec(marker) else f"{marker} is not installed"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in ("gpu", "vllm", "ray"):
+        if item.get_closest_marker(marker) and (reason := _missing(marker)):
+            pytest.skip(reason)

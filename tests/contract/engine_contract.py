@@ -1,0 +1,273 @@
+"""Checks that any Engine must pass. Run them on your own:
+
+    from contract import engine_contract
+
+    SUBJECT = engine_contract.Subject(make_engine=MyEngine, prompts=[(1, 2, 3), (4, 5)])
+
+    @pytest.mark.parametrize("check", engine_contract.CHECKS, ids=lambda check: check.__name__)
+    def test_my_engine(check):
+        asyncio.run(check(SUBJECT))
+
+They assume that a rollout of these prompts usually gets some tokens before it stops: give prompts and stop tokens for
+which most rollouts are longer than a few tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollover.engine.protocol import Engine, ExtendRequest
+from rollover.types import SamplingParams, Segment, StopReason, rollout_seed
+
+STATS = {
+    "engine/decode_steps",
+    "engine/prefill_tokens",
+    "engine/reprefill_tokens",
+    "engine/preemptions",
+    "kv/stale_prefix_tokens",
+    "kv/kept_tokens",
+    "kv/shared_prompt_tokens",
+    "kv/bytes",
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The engine under test.
+
+    `make_engine` returns a fresh one, every time with the same weights. `prompts`: at least two, token ids.
+    `tensors` gives weights for `load_weights` (the same ones again are fine).
+    `max_new_tokens` bounds every rollout; `sampling` are the distributions to check.
+    `resumes_exactly`: under frozen weights, interrupted == uninterrupted with sampling (engines whose random state
+    restarts per request claim it for greedy decoding only).
+    """
+
+    make_engine: Callable[[], Engine]
+    prompts: list[tuple[int, ...]]
+    tensors: Callable[[], Iterable[tuple[str, Any]]] = tuple
+    stop_token_ids: frozenset[int] = frozenset()
+    max_new_tokens: int = 24
+    resumes_exactly: bool = True
+    sampling: list[SamplingParams] = field(default_factory=lambda: [SamplingParams(), SamplingParams(temperature=0.0)])
+
+    def request(self, i: int = 0, sampling: SamplingParams | None = None, **changes: Any) -> ExtendRequest:
+        request = ExtendRequest(
+            rollout_id=f"{i}-0",
+            prompt_ids=self.prompts[i % len(self.prompts)],
+            generated_ids=(),
+            max_new_tokens=self.max_new_tokens,
+            seed=rollout_seed(0, f"task {i}", 0, 0),
+            sampling=sampling or self.sampling[0],
+            stop_token_ids=self.stop_token_ids,
+        )
+        return dataclasses.replace(request, **changes)
+
+
+def tokens_of(segments: Iterable[Segment]) -> list[int]:
+    return [int(t) for s in segments for t in s.token_ids]
+
+
+def logprobs_of(segments: Iterable[Segment]) -> np.ndarray:
+    return np.concatenate([s.logprobs for s in segments])
+
+
+def check_segments(segments: list[Segment], request: ExtendRequest) -> None:
+    """What holds for every answer of `extend`."""
+    assert segments, "extend returns at least one segment"
+    for segment in segments:
+        assert segment.token_ids.dtype == np.int32 and segment.logprobs.dtype == np.float32
+        assert segment.trainable and segment.sampling == request.sampling
+        assert np.isfinite(segment.logprobs).all() and (segment.logprobs <= 0).all()
+    assert all(s.stop_reason is StopReason.PAUSED and len(s) for s in segments[:-1])
+    versions = [s.policy_version for s in segments]
+    assert versions == sorted(set(versions)), "one segment per policy version, in order"
+    tokens = tokens_of(segments)
+    assert len(tokens) <= request.max_new_tokens
+    stopped_by = segments[-1].stop_reason
+    if stopped_by is StopReason.LENGTH:
+        assert len(tokens) == request.max_new_tokens
+    if stopped_by is StopReason.EOS and request.stop_token_ids:
+        assert tokens[-1] in request.stop_token_ids, "the stop token is part of the rollout"
+    assert not set(tokens[:-1]) & request.stop_token_ids, "generation went on after a stop token"
+
+
+async def wait_for_tokens(engine: Engine, rollout_id: str, num_tokens: int, extend: asyncio.Future[Any]) -> None:
+    """Until `progress` shows that many tokens, or the extension is done."""
+    while not extend.done():
+        if len(tokens_of(engine.progress([rollout_id]).get(rollout_id, []))) >= num_tokens:
+            return
+        await asyncio.sleep(0)
+
+
+async def check_extend_to_the_end(subject: Subject) -> None:
+    engine = subject.make_engine()
+    version = engine.policy_version
+    for sampling in subject.sampling:
+        requests = [subject.request(i, sampling) for i in range(4)]
+        for request, segments in zip(requests, await _extend_all(engine, requests), strict=True):
+            check_segments(segments, request)
+            assert segments[-1].stop_reason is not StopReason.PAUSED, "nobody interrupted it"
+            assert [s.policy_version for s in segments] == [version]
+    await engine.close()
+
+
+async def check_a_rollout_does_not_depend_on_its_batch(subject: Subject) -> None:
+    engine = subject.make_engine()
+    requests = [subject.request(i) for i in range(4)]
+    alone = [await engine.extend(r) for r in requests]
+    together = await _extend_all(engine, requests[::-1])
+    for a, b in zip(alone, together[::-1], strict=True):
+        assert tokens_of(a) == tokens_of(b)
+    await engine.close()
+
+
+async def check_the_seed_decides_the_draw(subject: Subject) -> None:
+    engine = subject.make_engine()
+    request = subject.request()
+    same, again, *others = await _extend_all(
+        engine,
+        [dataclasses.replace(request, rollout_id=str(i), seed=request.seed + max(0, i - 1)) for i in range(6)],
+    )
+    assert tokens_of(same) == tokens_of(again)
+    assert any(tokens_of(o) != tokens_of(same) for o in others)
+    await engine.close()
+
+
+async def check_interrupted_equals_uninterrupted(subject: Subject) -> None:
+    """Frozen weights, interrupted and resumed after every few tokens: the same tokens, and the budget is cumulative."""
+    engine = subject.make_engine()
+    for sampling in subject.sampling:
+        if sampling.temperature > 0 and not subject.resumes_exactly:
+            continue
+        whole_request = subject.request(0, sampling)
+        whole = await engine.extend(whole_request)
+        parts: list[Segment] = []
+        num_interrupted = 0
+        while not parts or parts[-1].stop_reason is StopReason.PAUSED:
+            so_far = tuple(tokens_of(parts))
+            request = dataclasses.replace(
+                whole_request, generated_ids=so_far, max_new_tokens=subject.max_new_tokens - len(so_far)
+            )
+            extend = asyncio.ensure_future(engine.extend(request))
+            await wait_for_tokens(engine, request.rollout_id, 2, extend)
+            engine.interrupt([request.rollout_id])
+            segments = await extend
+            check_segments(segments, request)
+            num_interrupted += segments[-1].stop_reason is StopReason.PAUSED
+            parts += segments
+        assert tokens_of(parts) == tokens_of(whole) and parts[-1].stop_reason is whole[-1].stop_reason
+        np.testing.assert_allclose(logprobs_of(parts), logprobs_of(whole), atol=1e-2)
+        if len(tokens_of(whole)) > 6:
+            assert num_interrupted, "the engine ignores interrupt"
+    await engine.close()
+
+
+async def check_interrupt_before_the_first_token(subject: Subject) -> None:
+    """An interruption reaches every extension that has begun, also one without a token."""
+    engine = subject.make_engine()
+    requests = [subject.request(i) for i in range(4)]
+    extends = [asyncio.ensure_future(engine.extend(r)) for r in requests]
+    await asyncio.sleep(0)
+    engine.interrupt()
+    for request, segments in zip(requests, await asyncio.gather(*extends), strict=True):
+        check_segments(segments, request)
+        if not tokens_of(segments):
+            assert len(segments) == 1 and segments[0].stop_reason is StopReason.PAUSED
+        assert len(tokens_of(segments)) < subject.max_new_tokens
+    await engine.close()
+
+
+async def check_interrupt_stops_only_those_named(subject: Subject) -> None:
+    engine = subject.make_engine()
+    requests = [subject.request(i) for i in range(2)]
+    alone = await engine.extend(requests[1])
+    extends = [asyncio.ensure_future(engine.extend(r)) for r in requests]
+    await asyncio.sleep(0)
+    engine.interrupt(["0-0", "no such rollout"])
+    first, second = await asyncio.gather(*extends)
+    assert first[-1].stop_reason is StopReason.PAUSED
+    assert second[-1].stop_reason is not StopReason.PAUSED and tokens_of(second) == tokens_of(alone)
+    # An interruption is an event, not a state: the rollout can be extended again.
+    rest = await engine.extend(
+        dataclasses.replace(
+            requests[0],
+            generated_ids=tuple(tokens_of(first)),
+            max_new_tokens=subject.max_new_tokens - len(tokens_of(first)),
+        )
+    )
+    assert rest[-1].stop_reason is not StopReason.PAUSED
+    await engine.close()
+
+
+async def check_progress_is_a_prefix(subject: Subject) -> None:
+    engine = subject.make_engine()
+    request = subject.request()
+    extend = asyncio.ensure_future(engine.extend(request))
+    await wait_for_tokens(engine, request.rollout_id, 3, extend)
+    seen = engine.progress([request.rollout_id, "no such rollout"])
+    assert "no such rollout" not in seen
+    final = tokens_of(await extend)
+    if request.rollout_id in seen:
+        so_far = tokens_of(seen[request.rollout_id])
+        assert so_far == final[: len(so_far)]
+    assert engine.progress([request.rollout_id]) == {}
+    await engine.close()
+
+
+async def check_tokens_carry_the_version_that_sampled_them(subject: Subject) -> None:
+    """Weights are replaced between two extensions, and under a running one."""
+    engine = subject.make_engine()
+    version = engine.policy_version
+    request = subject.request()
+    extend = asyncio.ensure_future(engine.extend(request))
+    await wait_for_tokens(engine, request.rollout_id, 2, extend)
+    num_before = len(tokens_of(engine.progress([request.rollout_id]).get(request.rollout_id, [])))
+    cost = engine.load_weights(version + 1, subject.tensors())
+    assert cost.num_bytes >= 0 and cost.seconds >= 0
+    assert engine.policy_version == version + 1
+    segments = await extend
+    check_segments(segments, request)
+    if len(tokens_of(segments)) > num_before > 0:
+        assert [s.policy_version for s in segments] == [version, version + 1]
+        assert len(segments[0]) >= num_before
+    after = await engine.extend(subject.request(1))
+    assert [s.policy_version for s in after] == [version + 1]
+    await engine.close()
+
+
+async def check_release_and_stats(subject: Subject) -> None:
+    engine = subject.make_engine()
+    before = engine.stats()
+    assert before.keys() >= STATS
+    await engine.extend(subject.request())
+    engine.release(["0-0", "no such rollout"])
+    engine.release(["0-0"])
+    after = engine.stats()
+    # An engine may decode the last prompt token instead of prefilling it.
+    assert after["engine/prefill_tokens"] >= before["engine/prefill_tokens"] + len(subject.prompts[0]) - 1
+    assert after["engine/decode_steps"] > before["engine/decode_steps"]
+    assert all(after[k] >= before[k] for k in STATS - {"kv/bytes"}), "counters never go down"
+    await engine.close()
+
+
+async def _extend_all(engine: Engine, requests: list[ExtendRequest]) -> list[list[Segment]]:
+    return list(await asyncio.gather(*(engine.extend(r) for r in requests)))
+
+
+CHECKS = [
+    check_extend_to_the_end,
+    check_a_rollout_does_not_depend_on_its_batch,
+    check_the_seed_decides_the_draw,
+    check_interrupted_equals_uninterrupted,
+    check_interrupt_before_the_first_token,
+    check_interrupt_stops_only_those_named,
+    check_progress_is_a_prefix,
+    check_tokens_carry_the_version_that_sampled_them,
+    check_release_and_stats,
+]

@@ -1,0 +1,77 @@
+"""Tiny random models and a character tokenizer, built in memory: what the tests train and generate with."""
+
+from __future__ import annotations
+
+import functools
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from rollover.models.attention import IMPLEMENTATION
+from rollover.models.load import LoadedModel
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text")
+
+_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+)
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, plus <pad> (0) and <eos> (1)."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    characters = string.printable
+    vocab = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(characters)}}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    out = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    out.chat_template = _TEMPLATE
+    return out
+
+
+def model(family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A causal LM with random weights: 2 layers (gemma: 4), hidden 64, 4 heads over 2 key/value heads, 102 tokens."""
+    values: dict[str, Any] = dict(
+        vocab_size=len(tokenizer()),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4 if family.startswith("gemma") else 2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
+    if family.startswith("gemma"):
+        values.update(sliding_window=8, query_pre_attn_scalar=16)
+    values.update(changes)
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **values)
+    out = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=dtype)
+    # Freshly initialised models are nearly uniform: sharper ones make wrong attention visible.
+    with torch.no_grad():
+        for name, parameter in out.named_parameters():
+            if parameter.ndim == 2 and "embed" not in name:
+                parameter.mul_(4.0)
+    return out.eval()
+
+
+def loaded(family: str = "llama", **changes: Any) -> LoadedModel:
+    return LoadedModel(model(family, **changes), tokenizer(), f"tiny-{family}")
+
+
+def save(folder: Path, family: str = "llama", **changes: Any) -> Path:
+    """A model folder as from_pretrained wants it."""
+    model(family, **changes).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder

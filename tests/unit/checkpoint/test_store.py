@@ -1,0 +1,462 @@
+"""CheckpointStore: a checkpoint is committed and complete, or invisible, whatever happens to the writer."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollover.checkpoint.store import (
+    CheckpointStore,
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    atomic_write_text,
+    checkpoint_name,
+    checkpoint_step,
+)
+
+FILES = {"trainer.safetensors": b"weights" * 100, "cache/segments.bin": bytes(range(256)), "empty": b""}
+
+
+def contents(store: CheckpointStore, name: str) -> dict[str, bytes]:
+    return {file: Path(path).read_bytes() for file, path in store.open(name).items()}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(str(tmp_path / "checkpoints"), keep=2)
+
+
+def test_round_trip_of_bytes_and_writers(store: CheckpointStore) -> None:
+    def write(path: str) -> None:
+        Path(path).write_bytes(b"from a writer")
+
+    store.write("step-000010", {**FILES, "deep/er/file": write})
+    assert contents(store, "step-000010") == {**FILES, "deep/er/file": b"from a writer"}
+    assert sorted(os.listdir(store.dir)) == ["step-000010"]
+
+
+def test_list_is_empty_without_a_directory(store: CheckpointStore) -> None:
+    assert store.list() == []
+    assert not os.path.exists(store.dir)
+
+
+def test_keeps_the_newest_by_step(store: CheckpointStore) -> None:
+    for step in (5, 10, 999_999, 1_000_000):
+        store.write(checkpoint_name(step), {"a": str(step).encode()})
+    assert store.list() == ["step-999999", "step-1000000"]
+    assert sorted(os.listdir(store.dir)) == ["step-1000000", "step-999999"]
+
+
+def test_a_write_after_resuming_from_an_earlier_one_does_not_delete_itself(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path), keep=3)
+    for step in (10, 20, 30):
+        store.write(checkpoint_name(step), FILES)
+    narrow = CheckpointStore(str(tmp_path), keep=1)
+    narrow.write("step-000015", FILES)
+    assert narrow.list() == ["step-000015", "step-000020", "step-000030"]
+    narrow.discard_after("step-000015")
+    assert narrow.list() == ["step-000015"]
+
+
+def test_replaces_a_checkpoint_of_the_same_name(store: CheckpointStore) -> None:
+    store.write("step-000010", {"a": b"old", "only-old": b""})
+    store.write("step-000010", {"a": b"new"})
+    assert contents(store, "step-000010") == {"a": b"new"}
+    assert os.listdir(store.dir) == ["step-000010"]
+
+
+def test_replacement_cut_between_its_two_renames(store: CheckpointStore) -> None:
+    """Killed with the old one set aside and the new one not yet in place: the old one is still read."""
+    store.write("step-000010", {"a": b"old"})
+    dead = dead_pid()
+    os.rename(f"{store.dir}/step-000010", f"{store.dir}/.old-step-000010-{dead}")
+    os.mkdir(f"{store.dir}/.tmp-step-000010-{dead}")
+    assert store.list() == ["step-000010"]
+    assert contents(store, "step-000010") == {"a": b"old"}
+    store.write("step-000020", {"a": b"next"})
+    assert contents(store, "step-000010") == {"a": b"old"}
+    assert sorted(os.listdir(store.dir)) == ["step-000010", "step-000020"]
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_leftovers_of_dead_processes_are_removed_and_of_live_ones_kept(store: CheckpointStore) -> None:
+    os.makedirs(f"{store.dir}/.tmp-step-000001-{dead_pid()}/x")
+    os.makedirs(f"{store.dir}/.tmp-step-000001-{os.getpid()}/x")  # an earlier process with our pid
+    os.makedirs(f"{store.dir}/.tmp-step-000001-{os.getppid()}/x")
+    store.write("step-000002", FILES)
+    assert sorted(os.listdir(store.dir)) == [f".tmp-step-000001-{os.getppid()}", "step-000002"]
+
+
+# ---- corruption: each refused by name, the previous one offered
+
+
+def flip_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "problem"),
+    [
+        ("trainer.safetensors", flip_byte, "SHA-256 differs"),
+        ("trainer.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-1]), "has 699 bytes instead of 700"),
+        ("cache/segments.bin", Path.unlink, "is missing"),
+        ("manifest.json", flip_byte, "does not match"),
+        ("manifest.json", Path.unlink, "is missing"),
+        ("COMMITTED", Path.unlink, "never finished"),
+    ],
+)
+def test_corruption_is_refused_and_the_previous_offered(
+    store: CheckpointStore, file: str, damage, problem: str
+) -> None:
+    store.write("step-000010", FILES)
+    store.write("step-000020", FILES)
+    damage(Path(store.dir, "step-000020", file))
+    with pytest.raises(CorruptCheckpointError) as caught:
+        store.open("step-000020")
+    message = str(caught.value)
+    assert "checkpoint step-000020" in message and file in message and problem in message
+    assert "--checkpoint.resume_from step-000010" in message
+    assert contents(store, "step-000010") == FILES
+
+
+def test_corruption_without_an_earlier_one(store: CheckpointStore) -> None:
+    store.write("step-000010", FILES)
+    flip_byte(Path(store.dir, "step-000010", "trainer.safetensors"))
+    with pytest.raises(CorruptCheckpointError, match="no earlier checkpoint: start again without --resume"):
+        store.open("step-000010")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_changed_byte_goes_unnoticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    store = CheckpointStore(str(tmp_path_factory.mktemp("c")), keep=1)
+    store.write("step-000010", FILES)
+    files = sorted(p for p in Path(store.dir, "step-000010").rglob("*") if p.is_file() and p.stat().st_size)
+    path = data.draw(st.sampled_from(files))
+    content = bytearray(path.read_bytes())
+    index = data.draw(st.integers(0, len(content) - 1))
+    content[index] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError):
+        store.open("step-000010")
+
+
+def test_uncommitted_is_not_listed(store: CheckpointStore) -> None:
+    store.write("step-000010", FILES)
+    Path(store.dir, "step-000010", "COMMITTED").unlink()
+    assert store.list() == []
+
+
+def test_unknown_checkpoint_names_the_known(store: CheckpointStore) -> None:
+    store.write("step-000010", FILES)
+    with pytest.raises(ValueError, match=r"resume_from: there is no checkpoint 'step-000011'.*There are: step-000010"):
+        store.open("step-000011")
+    with pytest.raises(ValueError, match="checkpoint.resume_from: '../etc' is not the name"):
+        store.open("../etc")
+
+
+def test_a_manifest_cannot_point_outside(store: CheckpointStore) -> None:
+    store.write("step-000010", FILES)
+    folder = Path(store.dir, "step-000010")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["../../evil"] = {"size": 0, "sha256": ""}
+    text = json.dumps(manifest).encode()
+    (folder / "manifest.json").write_bytes(text)
+    (folder / "COMMITTED").write_text(hashlib.sha256(text).hexdigest() + "\n")
+    with pytest.raises(CorruptCheckpointError, match="outside the checkpoint"):
+        store.open("step-000010")
+
+
+def test_a_newer_format_is_refused(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollover.checkpoint.store.FORMAT_VERSION", 2)
+    store.write("step-000010", FILES)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="has format 2"):
+        store.open("step-000010")
+
+
+def test_names_are_steps() -> None:
+    assert checkpoint_name(20) == "step-000020" and checkpoint_step("step-000020") == 20
+    with pytest.raises(ValueError, match="step-000020"):
+        checkpoint_step("final")
+
+
+# ---- failing writes
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")],
+)
+def test_a_failing_writer_leaves_the_earlier_checkpoints(store: CheckpointStore, error: Exception) -> None:
+    store.write("step-000010", FILES)
+
+    def fail(path: str) -> None:
+        Path(path).write_bytes(b"half")
+        raise error
+
+    with pytest.raises(CheckpointWriteError) as caught:
+        store.write("step-000020", {"a": b"written", "b": fail})
+    message = str(caught.value)
+    assert "step-000020" in message and store.dir in message and "bytes free" in message
+    assert ("No space left on device" in message) or ("PytorchStreamWriter" in message)
+    assert os.listdir(store.dir) == ["step-000010"]
+    assert contents(store, "step-000010") == FILES
+
+
+def test_a_failing_replacement_keeps_the_old_one(store: CheckpointStore) -> None:
+    store.write("step-000010", FILES)
+
+    def fail(path: str) -> None:
+        raise OSError(errno.EIO, "I/O error")
+
+    with pytest.raises(CheckpointWriteError):
+        store.write("step-000010", {"a": fail})
+    assert contents(store, "step-000010") == FILES
+
+
+def test_our_own_bugs_are_not_called_write_errors(store: CheckpointStore) -> None:
+    def fail(path: str) -> None:
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError):
+        store.write("step-000010", {"a": fail})
+    assert os.listdir(store.dir) == []
+
+
+WRITE_LIMITED = """
+import resource, sys
+from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
+store = CheckpointStore(sys.argv[1], keep=1)
+store.write("step-000010", {"a": b"x" * 1000})
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    store.write("step-000020", {"small": b"y" * 1000, "big": b"z" * 1_000_000})
+except CheckpointWriteError as error:
+    print(error)
+    sys.exit(1)
+"""
+
+
+def test_a_file_size_limit_stands_in_for_a_full_disk(store: CheckpointStore) -> None:
+    done = subprocess.run([sys.executable, "-c", WRITE_LIMITED, store.dir], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "File too large" in done.stdout and "Earlier checkpoints are untouched" in done.stdout
+    assert os.listdir(store.dir) == ["step-000010"]
+    assert contents(store, "step-000010") == {"a": b"x" * 1000}
+
+
+KILL_AT_EVERY_CALL = """
+import os, shutil, signal, sys
+from pathlib import Path
+from rollover.checkpoint.store import CheckpointStore
+
+root = sys.argv[1]
+start, work = f"{root}/start", f"{root}/work"
+content = lambda letter: {f"{i}": letter * 100 for i in range(3)}
+before = CheckpointStore(start, keep=2)
+before.write("step-000010", content(b"a"))
+before.write("step-000020", content(b"b"))
+
+def write_until_killed(calls):
+    # Audit events come before the call they announce: a kill here falls between two changes of the disk.
+    def hook(event, args):
+        nonlocal calls
+        if event != "os.kill" and event.startswith(("open", "os.", "shutil.")):
+            calls -= 1
+            if calls < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+    store = CheckpointStore(work, keep=2)
+    store.write("step-000020", content(b"c"))  # replaces
+    store.write("step-000030", content(b"d"))  # deletes step-000010
+    os._exit(0)
+
+calls = 0
+seen = set()
+while True:
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(start, work)
+    child = os.fork()
+    if child == 0:
+        write_until_killed(calls)
+    _, status = os.waitpid(child, 0)
+    store = CheckpointStore(work, keep=2)
+    names = store.list()
+    assert "step-000020" in names and len(names) >= 2, (calls, names)
+    state = []
+    for name in names:
+        files = {file: Path(path).read_bytes() for file, path in store.open(name).items()}
+        assert files in [content(letter) for letter in (b"a", b"b", b"c", b"d")], (calls, name, files)
+        state.append((name, files["0"][:1]))
+    seen.add(tuple(state))
+    store.write("step-000040", content(b"e"))
+    assert len(os.listdir(work)) == 2, (calls, os.listdir(work))
+    if status == 0:
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    calls += 1
+print(calls, len(seen))
+"""
+
+
+def test_sigkill_before_every_file_operation(store: CheckpointStore) -> None:
+    """Replacing one checkpoint and deleting another, killed before each call: all that is listed is whole."""
+    command = [sys.executable, "-c", KILL_AT_EVERY_CALL, store.dir]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    calls, states = map(int, done.stdout.split())
+    # The four states: a b, a c (replaced), a c d (committed), c d (the oldest deleted).
+    assert calls > 40 and states == 4
+
+
+WRITE_FOREVER = """
+import sys
+from rollover.checkpoint.store import CheckpointStore, checkpoint_name
+store = CheckpointStore(sys.argv[1], keep=2)
+step = int(sys.argv[2])
+while True:
+    # Every other write replaces the one before: both paths are cut.
+    step += 1
+    store.write(checkpoint_name(step // 2 * 2), {f"file-{i}": bytes([step % 256]) * 20_000 for i in range(6)})
+    print(step, flush=True)
+"""
+
+
+def test_sigkill_at_random_moments(store: CheckpointStore) -> None:
+    """After a kill anywhere: what was reported committed is readable and whole, and the next writer goes on."""
+    rng = random.Random(0)
+    last = 0
+    for _ in range(12):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITE_FOREVER, store.dir, str(last)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        reported = int(process.stdout.readline())  # at least one commit
+        time.sleep(rng.random() * 0.05)
+        process.send_signal(signal.SIGKILL)
+        rest = process.stdout.read().split("\n")
+        process.wait()
+        reported = max([reported, *(int(line) for line in rest[:-1] if line)])
+        assert reported > last
+        names = store.list()
+        assert names and checkpoint_step(names[-1]) >= reported // 2 * 2
+        for name in names:
+            files = contents(store, name)
+            assert len(files) == 6
+            assert len({content for content in files.values()}) == 1, "files of two writes in one checkpoint"
+            assert len(files["file-0"]) == 20_000
+        last = checkpoint_step(names[-1]) + 1
+    store.write(checkpoint_name(last + 2), FILES)
+    assert len(os.listdir(store.dir)) == 2, "leftovers of the killed writers"
+
+
+# ---- remote
+
+
+@pytest.fixture
+def remote() -> CheckpointStore:
+    return CheckpointStore(f"memory://bucket-{uuid.uuid4().hex}/run", keep=2)
+
+
+def test_remote_round_trip_and_keep(remote: CheckpointStore) -> None:
+    assert remote.list() == []
+    for step in (10, 20, 30):
+        remote.write(checkpoint_name(step), {**FILES, "step": str(step).encode()})
+    assert remote.list() == ["step-000020", "step-000030"]
+    assert contents(remote, "step-000030") == {**FILES, "step": b"30"}
+    remote.write("step-000030", {"a": b"replaced"})
+    assert contents(remote, "step-000030") == {"a": b"replaced"}
+
+
+def test_remote_marker_is_uploaded_last(remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload cut off at any point is invisible, and removed by a later write."""
+    remote.write("step-000010", FILES)
+    fs = remote._fs
+    assert fs.exists(f"{remote._root}/step-000010/COMMITTED")
+    fs.rm_file(f"{remote._root}/step-000010/COMMITTED")
+    assert remote.list() == []
+    with pytest.raises(CorruptCheckpointError, match="step-000010.*COMMITTED"):
+        remote.open("step-000010")
+    remote.write("step-000020", FILES)
+    assert not fs.exists(f"{remote._root}/step-000010")
+
+    uploaded: list[str] = []
+    for method in ("put_file", "pipe_file"):
+        original = getattr(fs, method)
+
+        def record(*args, _original=original, **kwargs):
+            uploaded.extend(str(a) for a in args if str(a).startswith(remote._root))
+            return _original(*args, **kwargs)
+
+        monkeypatch.setattr(type(fs), method, staticmethod(record))
+    remote.write("step-000030", FILES)
+    assert [path.rsplit("/", 1)[1] for path in uploaded][-2:] == ["manifest.json", "COMMITTED"]
+    assert len(uploaded) == len(FILES) + 2
+
+
+def test_remote_failure_leaves_the_earlier_ones(remote: CheckpointStore) -> None:
+    remote.write("step-000010", FILES)
+
+    def fail(path: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CheckpointWriteError, match="No space left on device"):
+        remote.write("step-000020", {"a": b"uploaded", "b": fail})
+    assert remote.list() == ["step-000010"]
+    assert not remote._fs.exists(f"{remote._root}/step-000020")
+    assert contents(remote, "step-000010") == FILES
+
+
+def test_remote_corruption(remote: CheckpointStore) -> None:
+    remote.write("step-000010", FILES)
+    remote.write("step-000020", FILES)
+    remote._fs.pipe_file(f"{remote._root}/step-000020/trainer.safetensors", b"short")
+    with pytest.raises(CorruptCheckpointError, match="trainer.safetensors has 5 bytes.*resume_from step-000010"):
+        remote.open("step-000020")
+    remote._fs.rm_file(f"{remote._root}/step-000020/trainer.safetensors")
+    with pytest.raises(CorruptCheckpointError, match="trainer.safetensors is missing"):
+        remote.open("step-000020")
+
+
+def test_file_url_is_local(tmp_path: Path) -> None:
+    store = CheckpointStore(f"file://{tmp_path}/c", keep=1)
+    store.write("step-000010", FILES)
+    assert store.open("step-000010")["empty"] == f"{tmp_path}/c/step-000010/empty"
+
+
+@pytest.mark.parametrize("url", ["nosuch://bucket/x"])
+def test_unusable_url_names_the_field(url: str) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint\.dir: cannot use 'nosuch"):
+        CheckpointStore(url, keep=1)
+
+
+def test_atomic_write_text(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    atomic_write_text(path, "one\n")
+    atomic_write_text(str(path), "zwei ü\n")
+    assert path.read_text(encoding="utf-8") == "zwei ü\n"
+    assert os.listdir(tmp_path) == ["config.json"]
+    with pytest.raises(UnicodeEncodeError):
+        atomic_write_text(path, "\ud800")
+    assert path.read_text(encoding="utf-8") == "zwei ü\n" and os.listdir(tmp_path) == ["config.json"]

@@ -1,0 +1,238 @@
+"""Options without effect and refused combinations."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollover.config.fields import field_at
+from rollover.config.load import ConfigError, load_config
+from rollover.config.rules import INERT, REFUSED
+
+SOURCE = '\n[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\n'
+PARTIAL = '[rollout]\ninterrupt = "when_enough"\nin_flight_groups = 12\nmax_staleness = 1\norder = "fifo"\n'
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str, name: str = "a.toml", *, source: bool = True) -> Path:
+        path = tmp_path / name
+        path.write_text(text + (SOURCE if source else ""))
+        return path
+
+    return write
+
+
+def message(*args) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(*args)
+    return str(error.value)
+
+
+def test_rules_name_real_options():
+    keys = [key for rule in INERT for key in rule.options + rule.because] + [
+        key for rule in REFUSED for key in rule.keys
+    ]
+    assert [key for key in keys if field_at(key) is None] == []
+
+
+# (the file, the option that it sets without effect)
+CASES = [
+    ('[rollout]\norder = "fifo"', "rollout.order"),
+    ('[rollout]\nkv_on_resume = "keep"', "rollout.kv_on_resume"),
+    ("[rollout]\nmax_staleness = 2", "rollout.max_staleness"),
+    ('[rollout]\non_stale = "drop"', "rollout.on_stale"),
+    ('[rollout]\ninterrupt = "when_enough"\nmax_staleness = 1', "rollout.interrupt"),
+    ('[algorithm]\nloss = "reinforce"\nclip_low = 0.1', "algorithm.clip_low"),
+    ('[algorithm]\nloss = "reinforce"\nclip_high = 0.1', "algorithm.clip_high"),
+    ('[algorithm]\nadvantage = "rloo"\nadvantage_std = "batch"', "algorithm.advantage_std"),
+    ('[algorithm]\ncorrection = "none"\ncorrection_cap = 3.0', "algorithm.correction_cap"),
+    ("[algorithm]\nallow_uncorrected = true", "algorithm.allow_uncorrected"),
+    ('[algorithm]\ncorrection = "none"\nallow_uncorrected = true', "algorithm.allow_uncorrected"),
+    ("[train]\nmin_lr_ratio = 0.1", "train.min_lr_ratio"),
+    ("[model.lora]\nalpha = 8.0", "model.lora.alpha"),
+    ("[model.lora]\ndropout = 0.1", "model.lora.dropout"),
+    ('[model.lora]\ntarget_modules = ["q_proj"]', "model.lora.target_modules"),
+    ('[model]\nrevision = "main"', "model.revision"),
+    ('[model]\npath = "./local"\nrevision = "main"', "model.revision"),
+    ("[eval]\nevery_steps = 5", "eval.every_steps"),
+    ("[eval]\nseed = 5", "eval.seed"),
+    ("[eval]\nnum_tasks = 4\ntemperature = 0\ntop_p = 0.9", "eval.top_p"),
+    ("[eval]\nnum_tasks = 4\ntemperature = 0\nsamples_per_task = 4", "eval.samples_per_task"),
+    ("[tasks]\nepochs = 2", "tasks.epochs"),
+    ("[tasks]\nshuffle = false", "tasks.shuffle"),
+    ('[run]\nreplay_rollouts = "x"\n[rollout]\ntemperature = 0.5', "rollout.temperature"),
+    ('[run]\nreplay_rollouts = "x"\n[rollout]\nin_flight_groups = 9', "rollout.in_flight_groups"),
+]
+
+
+@pytest.mark.parametrize(("text", "key"), CASES, ids=[f"{key}-{i}" for i, (_, key) in enumerate(CASES)])
+def test_an_option_without_effect_is_an_error(write, text, key):
+    path = write(text)
+    assert f"{path}: {key} has no effect" in message([path])
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('kind = "reasoning_gym"\nname = "x"\npath = "y"', "tasks.sources.0.path"),
+        ('kind = "reasoning_gym"\nname = "x"\nanswer_column = "y"', "tasks.sources.0.answer_column"),
+        ('kind = "dataset"\npath = "x"\nparams = {a = 1}', "tasks.sources.0.params"),
+    ],
+)
+def test_fields_of_the_other_kind(write, text, key):
+    assert f"{key} has no effect in a source of kind" in message([write(f"[[tasks.sources]]\n{text}", source=False)])
+
+
+def test_options_that_every_source_overrides(write):
+    source = '[[tasks.sources]]\nkind = "reasoning_gym"\nname = "x"\nreward = "a:b"\nanswer_rule = "boxed"\n'
+    found = message([write(f'[rewards]\nfunction = "c:d"\n[tasks]\nanswer_rule = "last_line"\n{source}', source=False)])
+    assert "rewards.function has no effect" in found
+    assert "tasks.answer_rule has no effect" in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[rollout]\norder = "oldest_first"\nkv_on_resume = "recompute"\nmax_staleness = 0\non_stale = "finish_first"',
+        "[model.lora]\nrank = 0\nalpha = 32.0",
+        "[eval]\nnum_tasks = 0\nevery_steps = 0\ntemperature = 1",
+        '[algorithm]\nadvantage = "rloo"\nadvantage_std = "sample"',
+    ],
+)
+def test_the_default_value_is_harmless(write, text):
+    assert load_config([write(text)]).notices == []
+
+
+def test_an_earlier_layer_is_reset_with_a_notice(write):
+    recipe = write("[eval]\nnum_tasks = 8\nevery_steps = 5\nsamples_per_task = 4", "recipe.toml")
+    over = write("[eval]\nnum_tasks = 0", "over.toml", source=False)
+    resolved = load_config([recipe, over])
+    assert (resolved.config.eval.every_steps, resolved.config.eval.samples_per_task) == (0, 1)
+    assert len(resolved.notices) == 2
+    assert f"eval.every_steps = 5 ({recipe}) was reset to 0 ({over})" in resolved.notices[1]
+    assert resolved.origin["eval.every_steps"] == str(over)
+
+
+def test_a_later_layer_without_effect_is_an_error(write):
+    recipe = write("[eval]\nnum_tasks = 0", "recipe.toml")
+    over = write("[eval]\nevery_steps = 5", "over.toml", source=False)
+    assert f"{over}: eval.every_steps has no effect" in message([recipe, over])
+
+
+def test_two_overrides_are_one_layer(write):
+    args = [write("")], [("eval.every_steps", "5"), ("eval.num_tasks", "0")]
+    assert "command line: eval.every_steps has no effect" in message(*args)
+
+
+def test_partial_recipe_made_synchronous_by_one_override(write):
+    recipe = write(PARTIAL)
+    resolved = load_config([recipe], [("rollout.in_flight_groups", "8")])
+    rollout = resolved.config.rollout
+    assert (rollout.interrupt, rollout.max_staleness, rollout.order) == ("never", 0, "oldest_first")
+    assert len(resolved.notices) == 3
+    assert load_config([recipe]).notices == []
+
+
+def test_preset_values_without_effect_are_reset(write):
+    resolved = load_config([write('[algorithm]\npreset = "dapo"\nloss = "reinforce"')])
+    assert resolved.config.algorithm.clip_high == 0.2
+    assert "preset dapo" in resolved.notices[0]
+
+
+def test_replay_switches_generation_off(write):
+    resolved = load_config([write(PARTIAL)], [("run.replay_rollouts", "runs/x/rollouts")])
+    rollout = resolved.config.rollout
+    assert (rollout.interrupt, rollout.in_flight_groups, rollout.max_staleness) == ("never", 8, 0)
+    assert len(resolved.notices) == 4
+
+
+# Refused combinations
+
+REFUSALS = [
+    (
+        'interrupt = "when_enough"\nin_flight_groups = 12',
+        "",
+        "max_staleness = 0: an interrupted rollout is always stale",
+    ),
+    (
+        "in_flight_groups = 16\nmax_staleness = 1",
+        'correction = "none"',
+        "or (if you mean it) algorithm.allow_uncorrected",
+    ),
+    ("top_p = 0.9", 'correction = "none"', "truncated sampling"),
+    ("top_k = 5", 'correction = "none"', "truncated sampling"),
+    ("min_p = 0.1", 'correction = "none"', "truncated sampling"),
+    ("in_flight_groups = 7", "", "below rollout.groups_per_step = 8"),
+    ("in_flight_groups = 17\nmax_staleness = 1", "", "(1 + rollout.max_staleness) * rollout.groups_per_step = 16"),
+    ('in_flight_groups = 17\nmax_staleness = 1\non_stale = "finish_first"', "", "the bound could not be held"),
+    ("temperature = 0", "", "rollout.temperature = 0: greedy"),
+    ("group_size = 1", "", "a baseline needs at least 2 sibling rollouts"),
+    ("group_size = 1", 'advantage = "rloo"', "a baseline needs at least 2 sibling rollouts"),
+]
+
+
+@pytest.mark.parametrize(("rollout", "algorithm", "part"), REFUSALS)
+def test_refused(write, rollout, algorithm, part):
+    path = write(f"[rollout]\n{rollout}\n[algorithm]\n{algorithm}")
+    found = message([path])
+    assert part in found
+    assert str(path) in found
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("[rewards]\nmin_valid = 9", "rewards.min_valid = 9 is above rollout.group_size = 8"),
+        ("[train]\nminibatches_per_step = 3", "does not divide rollout.groups_per_step = 8"),
+        ("[train]\nminibatches_per_step = 16", "does not divide rollout.groups_per_step = 8"),
+    ],
+)
+def test_refused_in_other_tables(write, text, part):
+    assert part in message([write(text)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PARTIAL,
+        PARTIAL + '[algorithm]\ncorrection = "none"\nallow_uncorrected = true',
+        '[rollout]\ntop_p = 0.9\n[algorithm]\ncorrection = "none"\nallow_uncorrected = true',
+        "[rollout]\ntop_p = 0.9",
+        '[rollout]\nin_flight_groups = 17\nmax_staleness = 1\non_stale = "drop"',
+        "[rollout]\nin_flight_groups = 16\nmax_staleness = 1",
+        "[train]\nminibatches_per_step = 4",
+    ],
+)
+def test_allowed(write, text):
+    assert load_config([write(text)]).notices == []
+
+
+@given(
+    groups=st.integers(1, 6),
+    in_flight=st.integers(0, 20),
+    staleness=st.integers(0, 3),
+    interrupt=st.sampled_from(["never", "when_enough"]),
+    on_stale=st.sampled_from(["", "drop", "finish_first"]),
+    correction=st.sampled_from(["none", "token_truncate"]),
+    allow=st.booleans(),
+)
+def test_whatever_loads_can_hold_its_staleness_bound(
+    tmp_path_factory, groups, in_flight, staleness, interrupt, on_stale, correction, allow
+):
+    path = tmp_path_factory.mktemp("rules") / "a.toml"
+    path.write_text(
+        f"[rollout]\ngroups_per_step = {groups}\nin_flight_groups = {in_flight}\nmax_staleness = {staleness}\n"
+        f'interrupt = "{interrupt}"\non_stale = "{on_stale}"\n'
+        f'[algorithm]\ncorrection = "{correction}"\nallow_uncorrected = {str(allow).lower()}\n{SOURCE}'
+    )
+    try:
+        config = load_config([path]).config
+    except ConfigError:
+        return
+    rollout = config.rollout
+    assert rollout.in_flight_groups >= groups
+    assert rollout.on_stale == "drop" or rollout.in_flight_groups <= (1 + rollout.max_staleness) * groups
+    assert rollout.max_staleness == 0 or correction != "none" or allow
+    assert rollout.interrupt == "never" or (rollout.max_staleness > 0 and rollout.in_flight_groups > groups)

@@ -1,0 +1,312 @@
+"""The embedded engine against the plain model: tokens, log-probs, interruption at every cut, memory pressure, KV policies."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from rollover.config import EngineConfig
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.protocol import ExtendRequest
+from rollover.models.attention import PackedAttention, hidden_states
+from rollover.models.logprobs import Head, chunked_logprobs
+from rollover.types import SamplingParams, Segment, StopReason, rollout_seed
+
+PROMPTS = ["q:1+1\na:", "q:hello, how are you?\na:", "x", "q:" + "abc" * 20 + "\na:"]
+
+
+def prompt_ids(text: str) -> tuple[int, ...]:
+    return tuple(tiny.tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+def request(name: str, text: str, new: int, generated: tuple[int, ...] = (), **sampling: float) -> ExtendRequest:
+    return ExtendRequest(
+        rollout_id=name,
+        prompt_ids=prompt_ids(text),
+        generated_ids=generated,
+        max_new_tokens=new,
+        seed=rollout_seed(0, text, 0, int(name.rsplit("-")[-1])),
+        sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
+    )
+
+
+def engine(model=None, kv_on_resume="recompute", **config) -> EmbeddedEngine:
+    return EmbeddedEngine(
+        model if model is not None else tiny.model(),
+        EngineConfig(**config),
+        kv_on_resume=kv_on_resume,
+        decode_text=lambda ids: tiny.tokenizer().decode(ids),
+    )
+
+
+def run(target: EmbeddedEngine, requests: list[ExtendRequest]) -> list[list[Segment]]:
+    async def go() -> list[list[Segment]]:
+        return list(await asyncio.gather(*[target.extend(r) for r in requests]))
+
+    return asyncio.run(go())
+
+
+def reference_logprobs(model, prompt: tuple[int, ...], generated: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Log-probs of `generated` by one plain forward pass of transformers' eager attention."""
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *generated.tolist()]])).logits[0].float() / temperature
+    finally:
+        model.set_attn_implementation("rollover")
+    logprobs = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, torch.tensor(generated, dtype=torch.long)[:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_logprobs_equal_transformers_eager(family: str) -> None:
+    model = tiny.model(family)
+    requests = [request(f"{i}-{s}", text, 24 + 3 * s) for i, text in enumerate(PROMPTS) for s in range(3)]
+    for r, segments in zip(requests, run(engine(model), requests), strict=True):
+        (segment,) = segments
+        assert segment.stop_reason is StopReason.LENGTH and len(segment) == r.max_new_tokens
+        expected = reference_logprobs(model, r.prompt_ids, segment.token_ids)
+        np.testing.assert_allclose(segment.logprobs, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_engine_logprobs_equal_the_trainers(family: str) -> None:
+    """DESIGN test 7 on packed rows: same definition, same weights, fp32."""
+    model = tiny.model(family)
+    requests = [request(f"{i}-0", text, 20, temperature=0.7) for i, text in enumerate(PROMPTS)]
+    outs = [o[0] for o in run(engine(model), requests)]
+    rows = [[*r.prompt_ids, *o.token_ids.tolist()] for r, o in zip(requests, outs, strict=True)]
+    flat = torch.tensor(sum(rows, []))
+    positions = torch.cat([torch.arange(len(r)) for r in rows])
+    with torch.no_grad():
+        hidden = hidden_states(model, flat, positions, PackedAttention([len(r) for r in rows]))
+        logprobs, _ = chunked_logprobs(hidden[:-1], Head.of(model), flat[1:], torch.full((len(flat) - 1,), 0.7))
+    start = 0
+    for r, o, row in zip(requests, outs, rows, strict=True):
+        got = logprobs[start + len(r.prompt_ids) - 1 : start + len(row) - 1].numpy()
+        np.testing.assert_allclose(got, o.logprobs, atol=2e-5)
+        start += len(row)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("policy", ["recompute", "keep", "salt"])
+def test_interrupted_at_every_cut_equals_uninterrupted(temperature: float, policy: str) -> None:
+    """DESIGN test 4: frozen weights, fp32 CPU. The neighbours are interrupted too, so the batch changes."""
+    new = 40
+    model = tiny.model()
+    wanted = [
+        request(f"{i}-{s}", text, new, temperature=temperature) for i, text in enumerate(PROMPTS) for s in range(2)
+    ]
+    whole = run(engine(model), wanted)
+    for cut in range(0, new + 1):
+        target = engine(model, kv_on_resume=policy)
+
+        async def go(target=target, cut=cut) -> list[list[Segment]]:
+            tasks = [asyncio.create_task(target.extend(r)) for r in wanted]
+            await asyncio.sleep(0)
+            while not all(t.done() for t in tasks) and (
+                min((sum(map(len, p)) for p in target.progress([r.rollout_id for r in wanted]).values()), default=cut)
+                < cut
+            ):
+                await asyncio.sleep(0)
+            target.interrupt()
+            first = [await t for t in tasks]
+            out = []
+            for r, parts in zip(wanted, first, strict=True):
+                done = tuple(int(t) for p in parts for t in p.token_ids)
+                if parts[-1].stop_reason is StopReason.PAUSED:
+                    out.append((r, parts, done))
+            if policy == "recompute":
+                target.load_weights(1, [])
+            resumed = await asyncio.gather(
+                *[
+                    target.extend(ExtendRequest(r.rollout_id, r.prompt_ids, done, new - len(done), r.seed, r.sampling))
+                    for r, _, done in out
+                ]
+            )
+            for (r, parts, _), more in zip(out, resumed, strict=True):
+                parts.extend(more)
+                assert r.rollout_id == wanted[wanted.index(r)].rollout_id
+            return first
+
+        parts = asyncio.run(go())
+        for whole_one, cut_one in zip(whole, parts, strict=True):
+            np.testing.assert_array_equal(
+                np.concatenate([s.token_ids for s in whole_one]), np.concatenate([s.token_ids for s in cut_one])
+            )
+            np.testing.assert_allclose(
+                np.concatenate([s.logprobs for s in whole_one]),
+                np.concatenate([s.logprobs for s in cut_one]),
+                atol=2e-5,
+            )
+
+
+def test_randomness_does_not_depend_on_who_shares_the_batch() -> None:
+    requests = [request(f"{i}-{s}", text, 16) for i, text in enumerate(PROMPTS) for s in range(4)]
+    together = run(engine(), requests)
+    alone = [run(engine(), [r])[0] for r in requests]
+    few = run(engine(max_running=3, prefill_chunk_tokens=5), requests)
+    for a, b, c in zip(together, alone, few, strict=True):
+        np.testing.assert_array_equal(a[0].token_ids, b[0].token_ids)
+        np.testing.assert_array_equal(a[0].token_ids, c[0].token_ids)
+
+
+def test_siblings_differ_and_share_the_prompt() -> None:
+    target = engine()
+    text = PROMPTS[3]
+    out = run(target, [request(f"0-{s}", text, 16) for s in range(8)])
+    assert len({tuple(o[0].token_ids.tolist()) for o in out}) == 8
+    assert target.stats()["engine/prefill_tokens"] == len(prompt_ids(text)) - 1
+    assert target.stats()["kv/shared_prompt_tokens"] == 7 * (len(prompt_ids(text)) - 1)
+
+
+@pytest.mark.parametrize("chunk", [3, 7, 64])
+def test_chunked_prefill_shares_and_equals(chunk: int) -> None:
+    requests = [request(f"{i}-{s}", text, 12) for i, text in enumerate(PROMPTS) for s in range(3)]
+    target = engine(prefill_chunk_tokens=chunk)
+    for a, b in zip(run(engine(), requests), run(target, requests), strict=True):
+        np.testing.assert_array_equal(a[0].token_ids, b[0].token_ids)
+    assert target.stats()["engine/prefill_tokens"] == sum(len(prompt_ids(t)) - 1 for t in PROMPTS)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_short_memory_preempts_and_changes_nothing(family: str) -> None:
+    model = tiny.model(family)
+    requests = [request(f"{i}-{s}", text, 150) for i, text in enumerate(PROMPTS) for s in range(3)]
+    roomy = engine(model)
+    token_bytes = roomy._batcher.cache.bytes_per_token
+    tight = engine(model, kv_memory_gb=token_bytes * 1000 / 1e9)
+    peak = 0
+    step = tight.step
+
+    def watched() -> None:
+        nonlocal peak
+        step()
+        peak = max(peak, tight._batcher.cache.num_bytes)
+
+    tight.step = watched  # type: ignore[method-assign]
+    for a, b in zip(run(roomy, requests), run(tight, requests), strict=True):
+        np.testing.assert_array_equal(a[0].token_ids, b[0].token_ids)
+        np.testing.assert_allclose(a[0].logprobs, b[0].logprobs, atol=2e-5)
+    assert tight.stats()["engine/preemptions"] > 0 and tight.stats()["engine/reprefill_tokens"] > 0
+    assert 0 < peak <= token_bytes * 1000
+
+
+def test_a_rollout_that_can_never_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="engine.kv_memory_gb is too small"):
+        run(engine(kv_memory_gb=1e-6), [request("0-0", "x", 500)])
+    with pytest.raises(ValueError, match="lower rollout.max_new_tokens"):
+        run(engine(), [request("0-0", "x", 5000)])
+
+
+def test_stop_tokens_and_stop_strings() -> None:
+    (free,) = run(engine(), [request("0-0", "x", 64)])
+    ids = free[0].token_ids.tolist()
+    text = tiny.tokenizer().decode(ids)
+    stop_id = ids[10]
+    first = ids.index(stop_id)
+    base = request("0-0", "x", 64)
+    by_id = ExtendRequest(base.rollout_id, base.prompt_ids, (), 64, base.seed, base.sampling, frozenset({stop_id}))
+    (out,) = run(engine(), [by_id])
+    assert out[0].token_ids.tolist() == ids[: first + 1] and out[0].stop_reason is StopReason.EOS
+    needle = text[20:23]
+    by_text = ExtendRequest(base.rollout_id, base.prompt_ids, (), 64, base.seed, base.sampling, frozenset(), (needle,))
+    (out,) = run(engine(), [by_text])
+    end = text.index(needle) + len(needle)
+    assert out[0].stop_reason is StopReason.STOP_STRING and tiny.tokenizer().decode(out[0].token_ids) == text[:end]
+    # The string also ends a rollout that was cut in the middle of it.
+    cut = end - 1
+    resumed = ExtendRequest(
+        base.rollout_id, base.prompt_ids, tuple(ids[:cut]), 64 - cut, base.seed, base.sampling, frozenset(), (needle,)
+    )
+    (out,) = run(engine(), [resumed])
+    assert out[0].stop_reason is StopReason.STOP_STRING and len(out[0]) == 1
+
+
+def perturbed(model, scale: float = 0.5) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(n, p + scale * p.std() * torch.randn(p.shape, generator=generator)) for n, p in model.named_parameters()]
+
+
+def test_weights_change_in_mid_flight_make_segments_of_two_versions() -> None:
+    """Tokens before the update have the old weights' log-probs, those after it the new ones' (policy recompute)."""
+    old = tiny.model()
+    new = tiny.model()
+    update = perturbed(new)
+    with torch.no_grad():
+        for (_, tensor), parameter in zip(update, new.parameters(), strict=True):
+            parameter.copy_(tensor)
+    target = engine(tiny.model())
+
+    async def go() -> list[Segment]:
+        task = asyncio.create_task(target.extend(request("0-0", PROMPTS[1], 30)))
+        await asyncio.sleep(0)
+        while sum(map(len, target.progress(["0-0"])["0-0"])) < 11:
+            await asyncio.sleep(0)
+        target.load_weights(5, update)
+        return await task
+
+    first, second = asyncio.run(go())
+    assert (first.policy_version, second.policy_version) == (0, 5)
+    assert first.stop_reason is StopReason.PAUSED and second.stop_reason is StopReason.LENGTH
+    assert len(first) == 11 and len(second) == 19
+    prompt, ids = prompt_ids(PROMPTS[1]), np.concatenate([first.token_ids, second.token_ids])
+    np.testing.assert_allclose(first.logprobs, reference_logprobs(old, prompt, ids)[:11], atol=2e-5)
+    np.testing.assert_allclose(second.logprobs, reference_logprobs(new, prompt, ids)[11:], atol=2e-5)
+    assert np.abs(reference_logprobs(old, prompt, ids)[11:] - second.logprobs).max() > 0.1
+
+
+@pytest.mark.parametrize(("policy", "kept", "stale"), [("recompute", 0, 0), ("keep", 1, 1), ("salt", 1, 1)])
+def test_kv_policies_after_an_update(policy: str, kept: int, stale: int) -> None:
+    target = engine(kv_on_resume=policy)
+    prompt = prompt_ids(PROMPTS[3])
+
+    async def go() -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        task = asyncio.create_task(target.extend(request("0-0", PROMPTS[3], 30)))
+        await asyncio.sleep(0)
+        while sum(map(len, target.progress(["0-0"])["0-0"])) < 8:
+            await asyncio.sleep(0)
+        target.interrupt()
+        (segment,) = await task
+        target.load_weights(1, [])
+        before = target.stats()
+        done = tuple(segment.token_ids.tolist())
+        first = request("0-0", PROMPTS[3], 30)
+        again = ExtendRequest("0-0", prompt, done, 30 - len(done), first.seed, first.sampling)
+        running = asyncio.create_task(target.extend(again))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        sibling = await target.extend(request("0-1", PROMPTS[3], 4))
+        assert sibling[0].policy_version == 1
+        await running
+        return before, target.stats(), {"done": len(done)}
+
+    before, after, info = asyncio.run(go())
+    cached = len(prompt) - 1 + info["done"]
+    assert after["kv/kept_tokens"] == kept * cached
+    assert before["kv/stale_prefix_tokens"] == stale * cached
+    shared_stale = after["kv/stale_prefix_tokens"] - before["kv/stale_prefix_tokens"]
+    # keep lets a new sibling see the old version's prompt; salt and recompute do not.
+    assert shared_stale == (len(prompt) - 1 if policy == "keep" else 0)
+    assert after["engine/reprefill_tokens"] == (cached if policy == "recompute" else 0)
+
+
+def test_release_forgets_kept_kv() -> None:
+    target = engine(kv_on_resume="keep")
+
+    async def go() -> None:
+        task = asyncio.create_task(target.extend(request("0-0", PROMPTS[3], 30)))
+        for _ in range(6):
+            await asyncio.sleep(0)
+        target.interrupt(["0-0"])
+        await task
+        assert target.stats()["kv/bytes"] > 0
+        target.release(["0-0", "unknown"])
+        assert target.stats()["kv/bytes"] == 0
+        await target.close()
+
+    asyncio.run(go())

@@ -1,0 +1,44 @@
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollover.envs.tasks.split import Split, problem_key
+from rollover.types import Task
+
+KEYS = st.integers(0, 2**64 - 1)
+FILES = st.frozensets(st.integers(0, 20))
+
+
+def plain(text):
+    return Task("t", "s", "r", prompt=text)
+
+
+@given(st.floats(0.01, 0.99), FILES, FILES, KEYS | st.integers(0, 20), st.booleans(), st.booleans())
+def test_no_key_is_accepted_on_both_sides_whatever_sources_it_comes_from(fraction, held, trained, key, one, other):
+    split = Split(fraction, held, trained)
+    in_train = split.accepts(key, "train", one) and (not one or key in trained)
+    in_eval = split.accepts(key, "eval", other) and (not other or key in held)
+    assert not (in_train and in_eval)
+
+
+@given(KEYS, st.floats(0.01, 0.99))
+def test_every_problem_of_a_hash_split_source_is_on_one_side(key, fraction):
+    split = Split(fraction)
+    assert split.accepts(key, "train", False) != split.accepts(key, "eval", False)
+
+
+def test_the_share_held_out_is_the_fraction():
+    split = Split(0.2)
+    held = sum(split.accepts(problem_key(plain(f"problem {i}")), "eval", False) for i in range(5000))
+    assert abs(held / 5000 - 0.2) < 0.02
+
+
+def test_a_problem_is_its_text_however_it_is_written():
+    key = problem_key(plain("2 + 2"))
+    assert key == problem_key(replace(plain("2 + 2"), task_id="x", columns={"a": 1}))
+    chat = Task("t", "s", "r", messages=({"role": "system", "content": "x"}, {"role": "user", "content": "2 + 2"}))
+    assert problem_key(chat) == key
+    assert problem_key(plain("2 + 3")) != key
+    turns = ({"role": "user", "content": "2"}, {"role": "assistant", "content": "+ 2"})
+    assert problem_key(Task("t", "s", "r", messages=turns)) != problem_key(plain("2\n+ 2"))

@@ -1,0 +1,90 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollover.rewards.answers import RULES, extract_answer, reference_answer, same_answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is 42.", "42"),
+        ("5 - 9 = -4", "-4"),
+        ("so 5-9", "9"),
+        ("(3)-4", "4"),
+        ("about 1,234.5 in all", "1234.5"),
+        ("1,234,567.", "1234567"),
+        ("of 1,2 and 3,4", "4"),
+        ("first 7, then 8, done", "8"),
+        ("x = .5", ".5"),
+        ("\N{MINUS SIGN}17", "-17"),
+        ("costs $-3.50.", "-3.50"),
+        ("1.5e3 metres", "1.5e3"),
+        ("**12**", "12"),
+        ("no digits", None),
+        ("", None),
+    ],
+)
+def test_last_number(text, answer):
+    assert extract_answer(text, "last_number") == answer
+
+
+@given(st.integers(-(10**9), 10**9), st.sampled_from(["{}", "{}.", "= {}", "It is {}!", "\\boxed{{{}}}"]))
+def test_last_number_finds_any_integer_with_or_without_separators(number, sentence):
+    for shown in (str(number), f"{number:,}"):
+        assert extract_answer("7 and then " + sentence.format(shown), "last_number") == str(number)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "answer"),
+    [
+        ("last_line", "work\n 3 + 4 \n\n", "3 + 4"),
+        ("last_line", " \n", None),
+        ("answer_tag", "<answer>1</answer> no, <answer> 2\n</answer>", "2"),
+        ("answer_tag", "<answer>1 <answer>3</answer>", "3"),
+        ("answer_tag", "<answer>1", None),
+        ("answer_tag", "<answer></answer>", None),
+        ("boxed", r"\boxed{1} so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        ("boxed", r"\boxed{5} and \boxed{6", "5"),
+        ("boxed", "5", None),
+        ("full_text", " all of\nit ", "all of\nit"),
+    ],
+)
+def test_other_rules(rule, text, answer):
+    assert extract_answer(text, rule) == answer
+
+
+def test_an_unknown_rule_names_the_rules():
+    with pytest.raises(ValueError, match="tasks.answer_rule.*last_number"):
+        extract_answer("1", "last_numbr")
+
+
+@given(st.text(), st.sampled_from(RULES))
+def test_an_answer_is_stripped_and_never_empty(text, rule):
+    answer = extract_answer(text, rule)
+    assert answer is None or (answer and answer == answer.strip())
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "same"),
+    [
+        ("1,000.00", "1000", True),
+        ("+5", "5", True),
+        ("0.5", "1/2", True),
+        ("Paris.", " paris", True),
+        ("$12$", "12", True),
+        ("12", "13", False),
+        ("1e9999999999", "1", False),
+        ("1/0", "1", False),
+        ("New  York", "new york", True),
+    ],
+)
+def test_same_answer(answer, reference, same):
+    assert same_answer(answer, reference) is same
+    assert same_answer(reference, answer) is same
+
+
+def test_the_reference_is_the_final_part_of_a_worked_solution():
+    assert reference_answer("3 + 4 = 7\n#### 7") == "7"
+    assert reference_answer(r"Hence \boxed{x^{2}}.") == "x^{2}"
+    assert reference_answer(12) == "12"

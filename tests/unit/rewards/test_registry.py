@@ -1,0 +1,165 @@
+import math
+
+import numpy as np
+import pytest
+
+from rollover.config import RewardsConfig, TaskSourceConfig
+from rollover.rewards.registry import answer_of, load_reward, spec_for, to_result
+
+
+def item(completion="4", prompt="2 + 2", source="file", **columns):
+    return {"prompt": prompt, "completion": completion, "completion_ids": [1], "columns": columns, "source": source}
+
+
+def load(tmp_path, code, name="f"):
+    (tmp_path / "r.py").write_text(code)
+    return load_reward(f"r.py:{name}", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("value", "result"),
+    [
+        (1, {"score": 1.0, "extras": {}}),
+        (True, {"score": 1.0, "extras": {}}),
+        (np.float32(0.5), {"score": 0.5, "extras": {}}),
+        (np.array(2), {"score": 2.0, "extras": {}}),
+        (
+            {"score": 0.5, "acc": True, "n": 2, "pred": "x", "bad": math.inf},
+            {"score": 0.5, "extras": {"acc": 1, "n": 2}},
+        ),
+    ],
+)
+def test_scores(value, result):
+    assert to_result(value) == result
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (None, "returned None"),
+        (math.nan, "not finite"),
+        (math.inf, "not finite"),
+        ("1.0", "str '1.0', expected a number"),
+        ({"acc": 1}, "without 'score'"),
+        ({"score": None}, "returned None"),
+        ([1.0], "expected a number"),
+    ],
+)
+def test_what_is_not_a_score_is_an_error(value, error):
+    assert set(to_result(value)) == {"error"}
+    assert error in to_result(value)["error"]
+
+
+def test_spec_falls_back_from_the_source_to_the_table_to_the_kind():
+    gym, file = TaskSourceConfig(kind="reasoning_gym", name="chain_sum"), TaskSourceConfig(kind="dataset", path="a.csv")
+    none, some = RewardsConfig(), RewardsConfig(function="a:b")
+    assert spec_for(gym, none, "boxed") == "reasoning_gym/boxed"
+    assert spec_for(file, none) == "exact_match/last_number"
+    assert spec_for(gym, some) == "a:b"
+    assert spec_for(gym.model_copy(update={"reward": "exact_match", "answer_rule": "full_text"}), some) == (
+        "exact_match/full_text"
+    )
+    assert spec_for(file.model_copy(update={"reward": "x.py:f"}), some) == "x.py:f"
+    with pytest.raises(ValueError, match="did you mean 'exact_match'"):
+        spec_for(file.model_copy(update={"reward": "exactmatch"}), none)
+    with pytest.raises(ValueError, match="cannot score the dataset"):
+        spec_for(file.model_copy(update={"reward": "reasoning_gym"}), none)
+
+
+def test_trl_gets_lists_and_messages_for_chat(tmp_path):
+    reward = load(
+        tmp_path,
+        "def f(prompts, completions, answer, **columns):\n"
+        "    assert prompts == ['2 + 2', [{'role': 'user', 'content': 'q'}]], prompts\n"
+        "    assert completions == ['4', [{'role': 'assistant', 'content': '5'}]], completions\n"
+        "    assert columns['extra'] == [None, 'e'] and columns['completion_ids'] == [[1], [1]], columns\n"
+        "    return [float(a) for a in answer]\n",
+    )
+    assert reward.kind == "trl" and not reward.per_sample
+    chat = item("5", prompt=[{"role": "user", "content": "q"}], answer="9", extra="e")
+    assert [r["score"] for r in reward.score_all([item("4", answer="8"), chat])] == [8, 9]
+
+
+def test_trl_function_without_var_keyword_gets_only_what_it_names(tmp_path):
+    reward = load(tmp_path, "def f(completions, answer): return [c == a for c, a in zip(completions, answer)]")
+    assert [r["score"] for r in reward.score_all([item("4", answer="4", other=1), item("5", answer="4")])] == [1, 0]
+
+
+def test_trl_scores_may_be_an_array_or_dicts_and_none_is_missing(tmp_path):
+    reward = load(tmp_path, "import numpy\ndef f(completions, **_): return numpy.arange(len(completions))")
+    assert [r["score"] for r in reward.score_all([item(), item()])] == [0, 1]
+    reward = load(tmp_path, "def f(completions, **_): return [{'score': 1, 'x': 2}, None]")
+    scored, missing = reward.score_all([item(), item()])
+    assert scored == {"score": 1.0, "extras": {"x": 2.0}} and "None" in missing["error"]
+
+
+@pytest.mark.parametrize(("body", "error"), [("[1.0]", "1 scores for 2"), ("1.0", "expected a list of 2 scores")])
+def test_trl_wrong_length_or_type(tmp_path, body, error):
+    with pytest.raises(ValueError, match=error):
+        load(tmp_path, f"def f(prompts, completions, **_): return {body}").score_all([item(), item()])
+
+
+def test_verl_gets_its_four_arguments(tmp_path):
+    reward = load(
+        tmp_path,
+        "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert (data_source, solution_str, ground_truth, extra_info) == ('gsm', '4', '8', {'split': 't'})\n"
+        "    return {'score': 1, 'acc': True}\n",
+    )
+    columns = {"data_source": "gsm", "reward_model": {"ground_truth": "8"}, "extra_info": {"split": "t"}}
+    assert reward.kind == "verl" and reward.per_sample
+    assert reward.score_one(item(**columns)) == {"score": 1.0, "extras": {"acc": 1.0}}
+
+
+def test_verl_without_a_ground_truth_says_what_to_set(tmp_path):
+    reward = load(tmp_path, "def f(data_source, solution_str, ground_truth, extra_info): return 1")
+    with pytest.raises(ValueError, match="tasks.sources.answer_column"):
+        reward.score_one(item(label="x"))
+
+
+def test_async_functions_work(tmp_path):
+    code = "import asyncio\nasync def f(completions, **_): return [await asyncio.sleep(0, 2) for _ in completions]"
+    assert load(tmp_path, code).score_all([item()])[0]["score"] == 2
+
+
+def test_loading_says_what_is_wrong(tmp_path):
+    (tmp_path / "rewards.py").write_text("def accuracy(completions, **_): return []\ndef odd(x, y): pass\nnumber = 3\n")
+    (tmp_path / "broken.py").write_text("import not_a_module_of_anyone\n")
+    (tmp_path / "exits.py").write_text("import sys; sys.exit(3)\n")
+    for spec, error in {
+        "reward.py:f": r"there is no file .*reward.py; did you mean rewards.py",
+        "rewards.py:acuracy": r"no function 'acuracy'; did you mean accuracy",
+        "rewards.py:odd": r"parameters \(x, y\); expected TRL's",
+        "rewards.py:number": "not a function",
+        "broken.py:f": "importing .*broken.py failed: ModuleNotFoundError",
+        "exits.py:f": "importing .*exits.py failed: SystemExit",
+        "no.such.module:f": "there is no module 'no'",
+    }.items():
+        with pytest.raises(ValueError, match=error):
+            load_reward(spec, str(tmp_path))
+
+
+def test_exact_match():
+    reward = load_reward("exact_match/last_number", ".")
+    assert reward.score_one(item("so it is 1,000", answer="1000"))["score"] == 1
+    assert reward.score_one(item("so it is 999", answer="1000"))["score"] == 0
+    assert reward.score_one(item("no idea", answer="1000"))["score"] == 0
+    with pytest.raises(ValueError, match="needs an answer"):
+        reward.score_one(item("1", label="x"))
+
+
+def test_answer_of_prefers_verls_ground_truth():
+    assert answer_of({"answer": "long", "reward_model": {"ground_truth": "1"}}) == "1"
+    assert answer_of({"solution": "s", "ground_truth": "g"}) == "s"
+    assert answer_of({}) is None
+
+
+def test_reasoning_gym_scores_with_the_generators_own_scorer():
+    gym = pytest.importorskip("reasoning_gym")
+    params = {"min_terms": 2, "max_terms": 2}
+    entry = gym.create_dataset("chain_sum", seed=5, size=10, **params)[3]
+    columns = {"generator": "chain_sum", "params": params, "seed": 5, "size": 10, "index": 3, "answer": entry["answer"]}
+    reward = load_reward("reasoning_gym/last_number", ".")
+    assert reward.score_one(item(f"It is {entry['answer']}.", **columns))["score"] == 1
+    assert reward.score_one(item("It is 123456789.", **columns))["score"] < 0.5
+    assert reward.score_one(item("no number", **columns))["score"] == 0

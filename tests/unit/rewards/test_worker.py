@@ -1,0 +1,305 @@
+"""Misbehaving reward functions against the real child process."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rollover.config import RewardsConfig
+from rollover.rewards.client import RewardProbeError, RewardWorker
+from rollover.rewards.protocol import ScoreRequest
+from rollover.types import Task
+
+FUNCTIONS = """
+import os, signal, sys, time
+
+def good(prompts, completions, answer, **columns):
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+def raises(prompts, completions, **columns):
+    raise KeyError("no such thing")
+
+def loops(prompts, completions, **columns):
+    while True:
+        pass
+
+def exits(prompts, completions, **columns):
+    os._exit(3)
+
+def sys_exits(prompts, completions, **columns):
+    sys.exit(3)
+
+def prints(prompts, completions, **columns):
+    print('{"results": "not these"}')
+    os.system("echo noise")
+    sys.stdout.flush()
+    return [float(sys.stdin.read() == "")] * len(completions)
+
+def short(prompts, completions, **columns):
+    return [1.0]
+
+def nan(prompts, completions, **columns):
+    return [float("nan")] * len(completions)
+
+def no_score(prompts, completions, **columns):
+    return [{"acc": 1.0}] * len(completions)
+
+def alarm(prompts, completions, **columns):
+    caught = []
+    signal.signal(signal.SIGALRM, lambda *_: caught.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    time.sleep(0.1)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(1)  # left pending: must not kill a later call
+    return [float(len(caught))] * len(completions)
+
+def per_sample(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "raise":
+        raise ValueError("bad sample")
+    if solution_str == "exit":
+        os._exit(7)
+    if solution_str == "loop":
+        time.sleep(100)
+    if solution_str == "pid":
+        return os.getpid()
+    if solution_str == "child":
+        return os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "100")
+    return {"score": 1.0, "acc": 0.5}
+"""
+
+
+@pytest.fixture(autouse=True)
+def functions(tmp_path, monkeypatch):
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    (tmp_path / "json.py").write_text("raise RuntimeError('the standard library is shadowed')")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def task(name, **columns):
+    return Task("t", "file", f"functions.py:{name}", prompt="2 + 2", columns={"answer": "4", **columns})
+
+
+def score(*calls, timeout_s=10.0):
+    """Rewards of each (name, completions) call on one worker, and its counters."""
+
+    async def run():
+        worker = RewardWorker(RewardsConfig(timeout_s=timeout_s))
+        try:
+            rewards = [await worker.score([ScoreRequest(task(name), c) for c in texts]) for name, texts in calls]
+            return rewards, worker.stats()
+        finally:
+            await worker.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("raises", "KeyError: 'no such thing'"),
+        ("sys_exits", "SystemExit"),
+        ("short", "1 scores for 2 completions"),
+        ("nan", "not finite"),
+        ("no_score", "without 'score'"),
+        ("missing", "no function 'missing'"),
+    ],
+)
+def test_a_failure_is_missing_with_its_text_and_the_worker_goes_on(name, error):
+    (failed, fine), stats = score((name, ["4", "5"]), ("good", ["4", "5"]))
+    assert all(r.missing and error in r.error for r in failed)
+    assert [r.score for r in fine] == [1, 0]
+    assert stats == {"rewards/timeouts": 0, "rewards/crashes": 0, "rewards/errors": 2}
+
+
+def test_a_dead_worker_is_missing_and_replaced():
+    (failed, fine), stats = score(("exits", ["4", "5"]), ("good", ["4", "5"]))
+    assert all(r.missing and "exit code 3" in r.error for r in failed)
+    assert [r.score for r in fine] == [1, 0]
+    assert stats["rewards/crashes"] == 1
+
+
+def test_an_endless_loop_is_killed_at_the_limit():
+    started = time.monotonic()
+    (failed, fine), stats = score(("loops", ["4", "5"]), ("good", ["4", "5"]), timeout_s=1.0)
+    assert time.monotonic() - started < 30
+    assert [r.error for r in failed] == ["timeout after 1 s"] * 2
+    assert [r.score for r in fine] == [1, 0]
+    assert stats == {"rewards/timeouts": 1, "rewards/crashes": 0, "rewards/errors": 0}
+
+
+def test_printing_and_reading_do_not_touch_the_protocol():
+    (rewards, again), _ = score(("prints", ["4", "5"]), ("prints", ["4"]))
+    assert [r.score for r in rewards + again] == [1, 1, 1]
+
+
+def test_a_function_may_use_alarms():
+    (rewards, pids), _ = score(("alarm", ["4"]), ("per_sample", ["pid"]))
+    assert rewards[0].score == 1 and pids[0].score
+
+
+def test_a_pending_alarm_does_not_kill_the_next_call():
+    async def run():
+        worker = RewardWorker(RewardsConfig())
+        await worker.score([ScoreRequest(task("alarm"), "4")])
+        before = await worker.score([ScoreRequest(task("per_sample"), "pid")])
+        await asyncio.sleep(1.2)
+        after = await worker.score([ScoreRequest(task("per_sample"), "pid")])
+        await worker.close()
+        return before, after
+
+    before, after = asyncio.run(run())
+    assert before[0].score == after[0].score
+
+
+def test_a_per_sample_failure_leaves_the_others_valid():
+    texts = ["a", "raise", "b", "exit", "c", "loop", "d"]
+    (rewards,), stats = score(("per_sample", texts), timeout_s=1.0)
+    assert [r.score for r in rewards] == [1, None, 1, None, 1, None, 1]
+    assert rewards[0].extras == {"acc": 0.5}
+    errors = [r.error for r in rewards if r.missing]
+    assert "bad sample" in errors[0] and "exit code 7" in errors[1] and errors[2] == "timeout after 1 s"
+    assert stats == {"rewards/timeouts": 1, "rewards/crashes": 1, "rewards/errors": 1}
+
+
+def test_rewards_of_several_functions_keep_the_order_of_the_requests():
+    async def run():
+        worker = RewardWorker()
+        names = ["good", "per_sample", "good", "per_sample"]
+        requests = [ScoreRequest(task(n), c) for n, c in zip(names, ["4", "raise", "5", "x"], strict=True)]
+        rewards = await asyncio.gather(worker.score(requests), worker.score(requests[:1]))
+        await worker.close()
+        return rewards
+
+    mixed, one = asyncio.run(run())
+    assert [r.score for r in mixed] == [1, None, 0, 1] and [r.score for r in one] == [1]
+
+
+def test_a_module_of_the_base_directory_and_a_large_request(functions):
+    async def run():
+        worker = RewardWorker(base_dir=functions)
+        one = Task("t", "file", "functions:good", prompt="p" * 100_000, columns={"answer": "4"})
+        rewards = await worker.score([ScoreRequest(one, "4")] * 20)
+        await worker.close()
+        return rewards
+
+    os.chdir("/")
+    assert [r.score for r in asyncio.run(run())] == [1] * 20
+
+
+def test_a_cancelled_call_does_not_leave_its_reply_for_the_next():
+    async def run():
+        worker = RewardWorker()
+        call = asyncio.create_task(worker.score([ScoreRequest(task("per_sample"), "loop")]))
+        await asyncio.sleep(0.5)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        rewards = await worker.score([ScoreRequest(task("good"), "4")])
+        await worker.close()
+        return rewards
+
+    assert asyncio.run(run())[0].score == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("raises", "KeyError"),
+        ("loops", "timeout after 1 s"),
+        ("short", "1 scores for 2 completions"),
+        ("exits", "exit code 3"),
+        ("nan", "not finite"),
+        ("god", "did you mean good"),
+    ],
+)
+def test_the_probe_names_the_function_and_the_fault(name, error):
+    async def run():
+        worker = RewardWorker(RewardsConfig(timeout_s=1.0))
+        try:
+            with pytest.raises(RewardProbeError, match=error) as caught:
+                await worker.probe(task(name))
+            assert f"functions.py:{name}" in str(caught.value)
+            assert not any(worker.stats().values())
+        finally:
+            await worker.close()
+
+    asyncio.run(run())
+
+
+def test_the_probe_passes_a_good_function_and_an_import_that_hangs_is_caught(functions):
+    (functions / "slow.py").write_text("import time; time.sleep(100)")
+
+    async def run():
+        worker = RewardWorker(RewardsConfig(startup_timeout_s=2.0))
+        await worker.probe(task("good"))
+        with pytest.raises(RewardProbeError, match="timeout after 2 s"):
+            await worker.probe(Task("t", "file", "slow.py:f", prompt="p"))
+        await worker.close()
+
+    asyncio.run(run())
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_dead(pid, limit_s=5.0):
+    deadline = time.monotonic() + limit_s
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def test_close_kills_the_worker_and_what_it_started():
+    async def run():
+        worker = RewardWorker()
+        rewards = await worker.score([ScoreRequest(task("per_sample"), c) for c in ("pid", "child")])
+        pids = [int(r.score) for r in rewards]
+        assert all(map(alive, pids))
+        await worker.close()
+        return pids
+
+    assert all(map(wait_until_dead, asyncio.run(run())))
+
+
+PARENT = """
+import asyncio
+from rollover.rewards.client import RewardWorker
+from rollover.rewards.protocol import ScoreRequest
+from rollover.types import Task
+
+async def main():
+    task = Task("t", "s", "functions.py:per_sample", prompt="p", columns={"answer": "4"})
+    worker = RewardWorker()
+    print(int((await worker.score([ScoreRequest(task, "pid")]))[0].score), flush=True)
+    await worker.score([ScoreRequest(task, "loop")])
+
+asyncio.run(main())
+"""
+
+
+def test_the_worker_dies_when_its_parent_is_killed_in_a_call(functions):
+    (functions / "json.py").unlink()  # the parent below has this directory on its path
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as parent:
+        pid = int(parent.stdout.readline())
+        time.sleep(0.2)
+        assert alive(pid)
+        parent.send_signal(signal.SIGKILL)
+    assert wait_until_dead(pid)
+
+
+def test_the_worker_imports_nothing_heavy():
+    code = "import sys, rollover.rewards.worker; print([m for m in ('torch', 'numpy', 'pydantic') if m in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,139 @@
+"""A driver on the fake engine with all its parts: what the driver tests share."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+
+from rollover.config.rollout import RolloutConfig
+from rollover.engine.fake import FakeEngine
+from rollover.engine.protocol import ExtendRequest
+from rollover.rollout.cache import RolloutCache
+from rollover.rollout.driver import Driver, Event, EventKind
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.staleness import group_staleness, staleness_bound
+from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, rollout_seed
+from unit.rollout.world import make_task, same_rollout, through_json
+
+EOS = 7
+
+
+def long_tail(seed: int) -> int:
+    """Mostly short, a fifth beyond any budget here."""
+    return 500 if seed % 5 == 0 else 1 + seed % 20
+
+
+async def score_by_tokens(rollouts: list[Rollout]) -> list[Reward]:
+    return [Reward(float(sum(r.token_ids()))) for r in rollouts]
+
+
+class Run:
+    """A driver with all its parts, and what it did."""
+
+    def __init__(
+        self,
+        lengths: Callable[[int], int] = long_tail,
+        scorer=score_by_tokens,
+        num_tasks: int | None = None,
+        max_running: int | None = None,
+        engine: FakeEngine | None = None,
+        **config: object,
+    ) -> None:
+        defaults = {"groups_per_step": 2, "group_size": 2, "max_new_tokens": 40}
+        self.config = RolloutConfig.model_validate(defaults | config)
+        self.scheduler, self.cache, self.ledger = (
+            Scheduler(self.config, max_running),
+            RolloutCache(self.config.max_new_tokens),
+            Ledger(),
+        )
+        self.engine = engine or FakeEngine(lengths)
+        self.events: list[Event] = []
+        self.num_tasks, self.cursor, self.version = num_tasks, 0, 0
+        self.driver = Driver(
+            self.scheduler,
+            self.cache,
+            self.ledger,
+            self.engine,
+            self.next_task,
+            scorer,
+            self.config,
+            run_seed=3,
+            stop_token_ids=[EOS],
+            on_event=self.events.append,
+        )
+
+    def next_task(self):
+        if self.cursor == self.num_tasks:
+            return None
+        self.cursor += 1
+        return make_task(self.cursor - 1), [1, 2, 3]
+
+    async def step(self) -> list[Group] | None:
+        """Collect, and publish a new version if there was something to train on."""
+        groups = await self.driver.collect(self.version)
+        self.check()
+        if groups:
+            assert all((group_staleness(g, self.version) or 0) <= staleness_bound(self.config) for g in groups)
+            assert [g.group_id for g in groups] == sorted(g.group_id for g in groups)
+            self.publish()
+        return groups
+
+    def publish(self) -> list[Group]:
+        self.version += 1
+        self.engine.load_weights(self.version, ())
+        dropped = self.driver.after_publish(self.version)
+        self.check()
+        return dropped
+
+    def steps(self, num: int) -> list[list[Group]]:
+        async def run() -> list[list[Group]]:
+            batches = [await self.step() for _ in range(num)]
+            assert all(b is not None for b in batches)
+            return batches  # type: ignore[return-value]
+
+        return asyncio.run(run())
+
+    def check(self) -> None:
+        self.ledger.check(self.cache)
+        states = {r.state for g in self.cache.groups.values() for r in g.rollouts}
+        assert RolloutState.RUNNING not in states
+        for group in self.cache.groups.values():
+            assert not all(r.state is RolloutState.SCORING for r in group.rollouts), "a complete group was not scored"
+
+    def save(self):
+        meta, arrays = self.cache.state_dict()
+        states = through_json([meta, self.scheduler.state_dict(), self.ledger.state_dict()])
+        return copy.deepcopy((states, arrays, self.cursor, self.version))
+
+    def load(self, saved) -> None:
+        (cache, scheduler, ledger), arrays, self.cursor, self.version = copy.deepcopy(saved)
+        self.cache.load_state_dict(cache, arrays)
+        self.scheduler.load_state_dict(scheduler)
+        self.ledger.load_state_dict(ledger)
+        self.engine.load_weights(self.version, ())
+
+    def count(self, kind: EventKind) -> int:
+        return sum(e.kind is kind for e in self.events)
+
+
+PARTIAL = {"interrupt": "when_enough", "in_flight_groups": 5, "max_staleness": 2}
+
+
+def ids(batches: list[list[Group]]) -> list[list[int]]:
+    return [[g.group_id for g in batch] for batch in batches]
+
+
+def assert_same_groups(ours: list[Group], theirs: list[Group]) -> None:
+    assert [g.group_id for g in ours] == [g.group_id for g in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert all(map(same_rollout, a.rollouts, b.rollouts)) and len(a.rollouts) == len(b.rollouts)
+
+
+def uninterrupted_tokens(rollout: Rollout, budget: int, lengths: Callable[[int], int] = long_tail) -> list[int]:
+    """What a run of this rollout alone, without any interruption, generates."""
+    seed = rollout_seed(3, rollout.task.task_id, rollout.task.attempt, rollout.sibling)
+    request = ExtendRequest("x", rollout.prompt_ids, (), budget, seed, SamplingParams(), frozenset({EOS}))
+    (segment,) = asyncio.run(FakeEngine(lengths).extend(request))
+    return segment.token_ids.tolist()

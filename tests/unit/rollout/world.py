@@ -1,0 +1,246 @@
+"""The pure rollout core under a random driver: what the tests of conservation, staleness and append-only share.
+
+`World` does what the real driver does, without an event loop, and lets a random generator decide everything that the
+outside world decides: who finishes, when, how long answers are, which rewards fail, when the process is restarted.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+
+from rollover.config.rollout import RolloutConfig
+from rollover.rollout.cache import RolloutCache
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.staleness import group_staleness, staleness_bound
+from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+
+MIN_VALID = 1
+
+
+def make_task(i: int) -> Task:
+    return Task(task_id=f"t{i}", source="s", reward="r", prompt=f"problem {i}", columns={"answer": i})
+
+
+def make_segment(
+    num_tokens: int, version: int, stop: StopReason = StopReason.PAUSED, first: int = 0, trainable: bool = True
+) -> Segment:
+    ids = np.arange(first, first + num_tokens, dtype=np.int32)
+    logprobs = (-(ids + 1) / 16 - version).astype(np.float32) if trainable else np.zeros(num_tokens, np.float32)
+    return Segment(ids, logprobs, version, SamplingParams(), stop, trainable)
+
+
+def through_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def same_rollout(a: Rollout, b: Rollout) -> bool:
+    return (
+        (a.rollout_id, a.task, a.prompt_ids, a.state, a.stop_reason, a.reward)
+        == (b.rollout_id, b.task, b.prompt_ids, b.state, b.stop_reason, b.reward)
+        and len(a.segments) == len(b.segments)
+        and all(map(same_segment, a.segments, b.segments))
+    )
+
+
+def same_segment(a: Segment, b: Segment) -> bool:
+    return (
+        a.token_ids.dtype == b.token_ids.dtype
+        and a.logprobs.dtype == b.logprobs.dtype
+        and np.array_equal(a.token_ids, b.token_ids)
+        and np.array_equal(a.logprobs, b.logprobs)
+        and (a.policy_version, a.sampling, a.stop_reason, a.trainable)
+        == (b.policy_version, b.sampling, b.stop_reason, b.trainable)
+    )
+
+
+class World:
+    """One run. `num_tasks` None: an endless stream. `adversary` decides who makes progress first: "random", "newest"
+    (the oldest groups finish last), or "stubborn" (some rollouts never stop before their whole budget is used).
+    `min_pause_tokens`: an interrupted rollout got at least so many tokens.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        rng: random.Random,
+        adversary: str = "random",
+        max_running: int | None = None,
+        failure_rate: float = 0.0,
+        restart_rate: float = 0.0,
+        num_tasks: int | None = None,
+        min_pause_tokens: int = 0,
+    ) -> None:
+        self.config, self.rng, self.adversary, self.max_running = config, rng, adversary, max_running
+        self.failure_rate, self.restart_rate, self.num_tasks = failure_rate, restart_rate, num_tasks
+        self.min_pause_tokens = min_pause_tokens
+        self.scheduler, self.cache, self.ledger = self._fresh()
+        self.version = 0
+        self.next_task = 0
+        self.stream_ended = False
+        self.lengths: dict[str, int] = {}
+        self.admitted_version: dict[int, int] = {}
+        self.left: dict[int, str] = {}  # group id -> how it left
+        self.seen: dict[str, list[tuple[int, float, int]]] = {}  # every token ever appended
+        self.generated = 0
+
+    def _fresh(self) -> tuple[Scheduler, RolloutCache, Ledger]:
+        return Scheduler(self.config, self.max_running), RolloutCache(self.config.max_new_tokens), Ledger()
+
+    def step(self) -> list[Group]:
+        """One generation phase, the step, the publication. Returns the consumed groups."""
+        while True:
+            self._admit()
+            if self.scheduler.to_consume(self.cache.groups, self.version, self.stream_ended) is not None:
+                break
+            for rollout_id in self.scheduler.to_start(self.cache.groups, self.version):
+                self.cache.start(rollout_id)
+            self._random_event()
+            self.check()
+            if self.rng.random() < self.restart_rate:
+                self.restart()
+        self._wind_down()
+        chosen = self.scheduler.to_consume(self.cache.groups, self.version, self.stream_ended)
+        assert chosen is not None, "enough before winding down, but not after"
+        consumed = [self.cache.consume(i) for i in chosen]
+        for group in consumed:
+            stale = group_staleness(group, self.version)
+            assert stale is not None and 0 <= stale <= staleness_bound(self.config) <= self.config.max_staleness
+            assert {r.state for r in group.rollouts} == {RolloutState.CONSUMED}
+            self.ledger.on_consume(group)
+            self._leave(group, "consumed")
+        self.check()
+        if self.rng.random() < self.restart_rate:
+            self.restart()
+        self.version += 1
+        for group_id in self.scheduler.to_drop(self.cache.groups, self.version):
+            self._drop(group_id, DropReason.STALE)
+        self.check()
+        return consumed
+
+    def check(self) -> None:
+        """Conservation, and that no token that was ever appended has changed."""
+        self.ledger.check(self.cache)
+        assert self.ledger.generated_tokens == self.generated
+        assert sorted([*self.left, *self.cache.groups]) == list(range(self.cache.num_admitted))
+        assert len(self.cache.groups) <= self.scheduler.in_flight_groups
+        running = 0
+        for group in self.cache.groups.values():
+            assert len(group.rollouts) == self.config.group_size
+            for rollout in group.rollouts:
+                running += rollout.state is RolloutState.RUNNING
+                assert rollout.num_tokens <= self.config.max_new_tokens
+                assert self._tokens(rollout) == self.seen.get(rollout.rollout_id, [])
+        assert self.max_running is None or running <= self.max_running
+
+    def restart(self) -> None:
+        """The process is killed and restarted from a snapshot of this moment."""
+        meta, arrays = self.cache.state_dict()
+        states = through_json([meta, self.scheduler.state_dict(), self.ledger.state_dict()])
+        self.scheduler, self.cache, self.ledger = self._fresh()
+        self.cache.load_state_dict(states[0], {name: array.copy() for name, array in arrays.items()})
+        self.scheduler.load_state_dict(states[1])
+        self.ledger.load_state_dict(states[2])
+        self.check()
+        self._score_complete()
+
+    def _admit(self) -> None:
+        for _ in range(self.scheduler.num_to_admit(self.cache.groups)):
+            if self.next_task == self.num_tasks:
+                self.stream_ended = True
+                return
+            group = self.cache.admit(make_task(self.next_task), (1, 2, 3), self.config.group_size)
+            self.next_task += 1
+            self.scheduler.on_admit(group, self.version)
+            self.ledger.on_admit(group)
+            self.admitted_version[group.group_id] = self.version
+            for rollout in group.rollouts:
+                self.lengths[rollout.rollout_id] = self._length()
+
+    def _length(self) -> int:
+        most = self.config.max_new_tokens
+        if self.adversary == "stubborn" and self.rng.random() < 0.3:
+            return most + 1
+        return self.rng.randint(1, most + 1)
+
+    def _random_event(self) -> None:
+        """A running rollout stops, or is paused by the engine with some tokens."""
+        running = self._running()
+        assert running, "nothing runs and there is not enough for a step"
+        if self.adversary == "newest":
+            rollout = running[-1]
+        elif self.adversary == "stubborn":
+            rollout = min(running, key=lambda r: self.lengths[r.rollout_id])
+        else:
+            rollout = self.rng.choice(running)
+        self._extend(rollout, None if self.rng.random() < 0.8 else self.rng.randint(self.min_pause_tokens, 3))
+        self._score_complete()
+
+    def _extend(self, rollout: Rollout, num_tokens: int | None) -> None:
+        """Give it `num_tokens` (None: all that are missing), then finish or park it."""
+        name = rollout.rollout_id
+        stop_at = min(self.lengths[name], self.config.max_new_tokens)
+        missing = stop_at - rollout.num_tokens
+        num_new = missing if num_tokens is None else min(num_tokens, missing)
+        segments = [make_segment(num_new, self.version, first=rollout.num_tokens)]
+        self.cache.append(name, segments)
+        self.ledger.on_append(segments)
+        self.generated += num_new
+        self.seen.setdefault(name, []).extend(
+            (int(t), float(p), self.version) for t, p in zip(segments[0].token_ids, segments[0].logprobs, strict=True)
+        )
+        if num_new == missing:
+            eos = self.lengths[name] <= self.config.max_new_tokens
+            self.cache.finish(name, StopReason.EOS if eos else StopReason.LENGTH)
+        else:
+            self.cache.park(name)
+            self.scheduler.on_park(rollout)
+
+    def _wind_down(self) -> None:
+        to_interrupt = self.scheduler.to_interrupt(self.cache.groups, self.version, self.stream_ended)
+        running = self._running()
+        assert to_interrupt == [r.rollout_id for r in running]
+        self.rng.shuffle(running)
+        for rollout in running:
+            self._extend(rollout, self.rng.randint(self.min_pause_tokens, 4))
+        self._score_complete()
+
+    def _score_complete(self) -> None:
+        for group in list(self.cache.groups.values()):
+            if all(r.state is RolloutState.SCORING for r in group.rollouts):
+                rewards = [self._reward() for _ in group.rollouts]
+                for rollout, reward in zip(group.rollouts, rewards, strict=True):
+                    self.cache.set_reward(rollout.rollout_id, reward)
+                if sum(not r.missing for r in rewards) < MIN_VALID:
+                    self._drop(group.group_id, DropReason.TOO_FEW_REWARDS)
+
+    def _reward(self) -> Reward:
+        return Reward(None, error="boom") if self.rng.random() < self.failure_rate else Reward(self.rng.random())
+
+    def _drop(self, group_id: int, reason: DropReason) -> None:
+        group = self.cache.drop(group_id, reason)
+        assert {r.state for r in group.rollouts} == {RolloutState.DROPPED}
+        self.ledger.on_drop(group, reason)
+        self._leave(group, reason.value)
+
+    def _leave(self, group: Group, how: str) -> None:
+        assert group.group_id not in self.left
+        self.left[group.group_id] = how
+        self.scheduler.on_leave(group)
+        for rollout in group.rollouts:
+            assert self._tokens(rollout) == self.seen.get(rollout.rollout_id, [])
+
+    def _running(self) -> list[Rollout]:
+        return [r for g in self.cache.groups.values() for r in g.rollouts if r.state is RolloutState.RUNNING]
+
+    @staticmethod
+    def _tokens(rollout: Rollout) -> list[tuple[int, float, int]]:
+        return [
+            (int(t), float(p), s.policy_version)
+            for s in rollout.segments
+            for t, p in zip(s.token_ids, s.logprobs, strict=True)
+        ]

@@ -1,0 +1,235 @@
+"""The command line as users know it, frozen in tests/golden/cli.txt, and what every kind of error exits with.
+
+A deliberate change: `UPDATE_GOLDEN=1 pytest tests/unit/test_cli_surface.py`, and say so in CHANGELOG.md.
+"""
+
+import argparse
+import errno
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from rollover import cli
+from rollover.checkpoint.store import CheckpointWriteError, CorruptCheckpointError
+from rollover.config import describe
+from rollover.config.fields import default_of, expected, leaves, row_of
+from rollover.config.load import load_config
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "cli.txt"
+SRC = Path(__file__).parents[2] / "src"
+
+
+def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (sub,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(sub.choices)
+
+
+def surface() -> str:
+    parser = cli.build_parser()
+    lines = []
+    for name, verb in {"": parser, **verbs_of(parser)}.items():
+        lines.append(f"rollover {name}".strip())
+        for action in verb._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                continue
+            words = " ".join(action.option_strings) or str(action.metavar or action.dest)
+            takes = f" {action.metavar}" if action.option_strings and action.metavar else ""
+            extra = {"nargs": action.nargs, "choices": action.choices, "default": action.default}
+            shown = " ".join(f"{k}={v}" for k, v in extra.items() if v not in (None, False, "==SUPPRESS=="))
+            lines.append(f"    {words}{takes}  {shown}{'  required' if action.required else ''}".rstrip())
+    lines += ["", "keys (name = default: what it takes)"]
+    for name, info in leaves():
+        lines.append(f"    {name} = {describe.toml_value(default_of(name))}: {expected(info)}")
+        if row := row_of(info.annotation):
+            lines += [f"    {name}[].{field}: {expected(i)}" for field, i in leaves(row)]
+    return "\n".join(lines) + "\n"
+
+
+def test_surface_is_frozen():
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.write_text(surface(), encoding="utf-8")
+    assert surface() == GOLDEN.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.toml"
+    path.write_text('[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\n')
+    return str(path)
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, name: str, **functions) -> None:
+    """Stands in for a module that a verb imports when it runs."""
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**functions))
+
+
+def fail_with(error: BaseException):
+    def run(*args) -> int:
+        raise error
+
+    return run
+
+
+def test_train_passes_files_overrides_and_resume(monkeypatch, recipe, tmp_path):
+    over = tmp_path / "over.toml"
+    over.write_text("[train]\nnum_steps = 3\nlearning_rate = 0.5\n")
+    calls = []
+    fake(monkeypatch, "rollover.train.loop", run_training=lambda *args: calls.append(args) or 0)
+    assert cli.main(["train", recipe, "--train.num_steps", "5", str(over), "--run.name=a b", "--resume"]) == 0
+    ((resolved, resume, command),) = calls
+    assert resume is True
+    assert command == [recipe, str(over), "--train.num_steps", "5", "--run.name", "a b"]
+    assert resolved.config.train.num_steps == 5
+    assert resolved.config.train.learning_rate == 0.5
+    assert resolved.config.run.name == "a b"
+
+
+def test_the_verb_s_exit_code_is_the_program_s(monkeypatch, recipe):
+    fake(monkeypatch, "rollover.train.loop", run_training=lambda *args: 130)
+    assert cli.main(["train", recipe]) == 130
+
+
+def test_eval_sample_and_bench_arguments(monkeypatch, recipe):
+    calls = []
+    fake(
+        monkeypatch,
+        "rollover.train.evaluate",
+        run_eval=lambda resolved, model, as_json: calls.append((model, as_json)) or 0,
+        run_sample=lambda resolved, prompt, num: calls.append((prompt, num)) or 0,
+    )
+    fake(
+        monkeypatch,
+        "rollover.bench",
+        main=lambda what, config, as_json: calls.append((what, config.engine.max_running, as_json)) or 0,
+    )
+    assert cli.main(["eval", recipe, "--model", "out/model", "--json"]) == 0
+    assert cli.main(["eval", recipe, "--eval.num_tasks", "4"]) == 0
+    assert cli.main(["sample", recipe, "--prompt", "1 + 1 = ", "--num", "3"]) == 0
+    assert cli.main(["bench", "engine", "--json", "--engine.max_running", "8"]) == 0
+    assert calls == [
+        ("out/model", True),
+        (None, False),
+        ("1 + 1 = ", 3),
+        ("engine", 8, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "traceback"),
+    [
+        (ValueError("reward probe: f raised KeyError"), 2, False),
+        (CorruptCheckpointError("step-000020 is not committed"), 2, False),
+        (CheckpointWriteError("step-000020 was not written"), 1, False),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, False),
+        (KeyboardInterrupt(), 130, False),
+    ],
+)
+def test_exit_codes(monkeypatch, capsys, recipe, error, code, traceback):
+    fake(monkeypatch, "rollover.train.loop", run_training=fail_with(error))
+    assert cli.main(["train", recipe]) == code
+    out = capsys.readouterr()
+    assert "Traceback" not in out.err
+    assert (str(error) or "interrupted") in out.err
+    assert out.out == ""
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("bug"), PermissionError(errno.EACCES, "no"), AssertionError("invariant")]
+)
+def test_a_bug_keeps_its_traceback(monkeypatch, recipe, error):
+    fake(monkeypatch, "rollover.train.loop", run_training=fail_with(error))
+    with pytest.raises(type(error)):  # Python prints the traceback and exits with 1
+        cli.main(["train", recipe])
+
+
+def test_traceback_of_an_input_error_on_demand(monkeypatch, capsys, recipe):
+    monkeypatch.setenv("ROLLOVER_TRACEBACK", "1")
+    fake(monkeypatch, "rollover.train.loop", run_training=fail_with(ValueError("why")))
+    assert cli.main(["train", recipe]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train"], "FILE.toml"),
+        (["train", "x.toml", "--resum"], "--resum"),
+        (["train", "x.toml", "--train.num_steps"], "--train.num_steps needs a value"),
+        (["train", "x.toml", "--train.num_steps", "--resume"], "--train.num_steps needs a value"),
+        (["sample", "x.toml"], "--prompt"),
+        (["sample", "x.toml", "--prompt", "a", "--num", "0"], "above 0"),
+        (["bench", "everything"], "everything"),
+        (["config", "--json", "--schema"], "--schema"),
+        ([], "VERB"),
+    ],
+)
+def test_wrong_arguments_exit_2(capsys, args, message):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(args)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--rollout.grup_size", "4"], "Did you mean rollout.group_size?"),
+        (["--rollout.group_size", "many"], "expected an integer, at least 1"),
+        (["--model.lora.alpha", "8"], "model.lora.alpha has no effect with model.lora.rank = 0"),
+        (
+            ["--rollout.max_staleness", "1", "--rollout.in_flight_groups", "16", "--algorithm.correction", "none"],
+            "allow_uncorrected",
+        ),
+        (["--checkpoint.resume_from", "step-000020"], "without --resume"),
+    ],
+)
+def test_wrong_configuration_exits_2(capsys, recipe, args, message):
+    assert cli.main(["train", recipe, *args]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_missing_file_exits_2_in_a_process(recipe):
+    wrong = recipe.replace("recipe.toml", "recpe.toml")
+    done = subprocess.run(
+        [sys.executable, "-m", "rollover", "train", wrong],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"rollover: error: {wrong}: no such file. Did you mean {recipe}?\n"
+
+
+def test_config_prints_what_loads_again(capsys, recipe, tmp_path):
+    assert cli.main(["config", recipe, "--train.num_steps", "7"]) == 0
+    again = tmp_path / "again.toml"
+    again.write_text(capsys.readouterr().out)
+    assert cli.main(["config", recipe, "--train.num_steps", "7", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == load_config([again]).config.model_dump(mode="json")
+    assert printed["train"]["num_steps"] == 7
+
+
+def test_schema_needs_no_file(capsys):
+    assert cli.main(["config", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert {"run", "model", "tasks", "rollout", "engine", "algorithm", "train", "rewards"} <= set(schema["properties"])
+    assert schema["additionalProperties"] is False
+    assert cli.main(["config"]) == 2
+
+
+def test_notices_go_to_stderr(monkeypatch, capsys, recipe, tmp_path):
+    base = tmp_path / "base.toml"
+    base.write_text("[eval]\nnum_tasks = 4\nevery_steps = 2\n")
+    fake(monkeypatch, "rollover.train.loop", run_training=lambda resolved, *rest: resolved.config.eval.every_steps)
+    assert cli.main(["train", str(base), recipe, "--eval.num_tasks", "0"]) == 0
+    out = capsys.readouterr()
+    assert "notice: eval.every_steps = 2" in out.err
+    assert out.out == ""

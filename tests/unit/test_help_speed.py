@@ -1,0 +1,41 @@
+"""`--help` of every verb answers in under 0.5 s and loads neither torch nor pydantic."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+ENV = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "100"}
+VERBS = ["", "train", "eval", "sample", "config", "bench"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_is_fast(verb):
+    def run() -> float:
+        begin = time.perf_counter()
+        args = [sys.executable, "-m", "rollover", *verb.split(), "--help"]
+        done = subprocess.run(args, env=ENV, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("usage: rollover")
+        return time.perf_counter() - begin
+
+    # The best of a few: the machine may be busy with something else.
+    best = run()
+    for _ in range(4):
+        best = best if best < 0.5 else min(best, run())
+    assert best < 0.5
+
+
+def test_help_loads_nothing_heavy():
+    code = (
+        "import sys\nfrom rollover.cli import main\n"
+        "try:\n    main(['train', '--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'numpy', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

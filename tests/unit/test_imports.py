@@ -1,0 +1,164 @@
+"""The import rules of docs/architecture.md, section 4: dependencies one way, asyncio and torch only where allowed."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+PACKAGE = SRC / "rollover"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A part may import parts of its own level and below.
+LEVELS = [
+    {"types"},
+    {"config"},
+    {"models"},
+    {"rollout", "algorithms", "engine", "envs", "rewards", "weights", "track"},
+    {"train", "checkpoint"},
+    {"cluster", "sim"},
+    {"bench", "cli", "__main__"},
+]
+LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
+
+MAY_ASYNCIO = ("rollout/driver.py", "engine/", "envs/", "rewards/", "train/loop.py", "train/evaluate.py", "bench/")
+NO_TORCH = (
+    "types.py",
+    "config/",
+    "rollout/",
+    "sim/",
+    "cluster/plan.py",
+    "engine/protocol.py",
+    "engine/fake.py",
+    "cli.py",
+)
+UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def type_checking_only(tree: ast.AST) -> set[ast.AST]:
+    """Nodes under `if TYPE_CHECKING:`, which run never."""
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
+    return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
+
+
+def imports(path: Path, *, at_run_time: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import in the file, those inside functions too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped = type_checking_only(tree) if at_run_time else set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            assert node.module
+            # `from rollover import x` names the part in the alias.
+            if node.module == "rollover":
+                yield from ((node.lineno, f"rollover.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, node.module
+
+
+def find(rule) -> list[str]:
+    return [f"{name_of(path)}:{line} imports {module}" for path in FILES for line, module in rule(path)]
+
+
+def test_dependencies_go_one_way():
+    unknown = {name_of(p).split("/")[0].removesuffix(".py") for p in FILES} - set(LEVEL) - {"__init__"}
+    assert not unknown, f"give these parts a level in LEVELS, and in docs/architecture.md: {unknown}"
+
+    def upward(path: Path) -> Iterator[tuple[int, str]]:
+        own = LEVEL.get(name_of(path).split("/")[0].removesuffix(".py"), -1)  # rollover/__init__.py imports nothing
+        for line, module in imports(path):
+            if module.startswith("rollover.") and LEVEL.get(module.split(".")[1], own) > own:
+                yield line, module
+
+    assert find(upward) == []
+
+
+def test_asyncio_only_in_the_shells():
+    def stray(path: Path) -> Iterator[tuple[int, str]]:
+        if not name_of(path).startswith(MAY_ASYNCIO):
+            yield from (hit for hit in imports(path) if hit[1].split(".")[0] == "asyncio")
+
+    assert find(stray) == []
+
+
+def test_vllm_and_ray_have_one_file_each():
+    owners = {"vllm": "engine/vllm_worker.py", "ray": "cluster/ray.py"}
+
+    def stray(path: Path) -> Iterator[tuple[int, str]]:
+        for line, module in imports(path):
+            owner = owners.get(module.split(".")[0])
+            if owner and owner != name_of(path):
+                yield line, module
+
+    assert find(stray) == []
+
+
+def test_nothing_is_unpickled():
+    def unsafe(path: Path) -> Iterator[tuple[int, str]]:
+        yield from (hit for hit in imports(path) if hit[1].split(".")[0] in UNPICKLERS)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if ast.unparse(node.func) == "torch.load" and keywords.get("weights_only") != "True":
+                yield node.lineno, "torch.load without weights_only=True"
+            if keywords.get("allow_pickle", "False") != "False":
+                yield node.lineno, "allow_pickle"
+
+    assert find(unsafe) == []
+
+
+def test_no_torch_is_imported_by_the_pure_core():
+    def heavy(path: Path) -> Iterator[tuple[int, str]]:
+        if name_of(path).startswith(NO_TORCH):
+            hits = imports(path, at_run_time=True)
+            yield from (hit for hit in hits if hit[1].split(".")[0] in {"torch", "transformers", "peft"})
+
+    assert find(heavy) == []
+
+
+def test_the_pure_core_loads_without_torch():
+    modules = [
+        "rollover." + name_of(p).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for p in FILES
+        if name_of(p).startswith(NO_TORCH)
+    ]
+    assert {"rollover.types", "rollover.config.load", "rollover.cli"} <= set(modules)
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = {'torch', 'transformers', 'vllm', 'ray', 'datasets'} & set(sys.modules)\n"
+        "    assert not heavy, f'{name} imports {heavy}'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch", [(1, "torch")]),
+        ("def f():\n    from torch import nn", [(2, "torch")]),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", [(1, "typing")]),
+        ("from rollover import train", [(1, "rollover.train")]),
+    ],
+)
+def test_the_scan_sees_imports(tmp_path, source, found):
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert list(imports(path, at_run_time=True)) == found

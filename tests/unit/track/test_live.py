@@ -1,0 +1,202 @@
+"""LiveView: what a step looks like on a terminal of 80 and of 120 columns, and as plain lines."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from rollover.track.live import LiveView, count, decimal, duration, percent, sparkline, time_split
+from rollover.track.metrics import validate
+
+ROW = {
+    "step": 12,
+    "reward/mean": 0.412,
+    "speed/generated_tokens_per_s": 812.4,
+    "speed/trained_tokens_per_s": 1022.0,
+    "speed/step_tokens_per_s": 455.0,
+    "tokens/generated": 1_234_567,
+    "tokens/trained": 1_100_000,
+    "tokens/dropped": 4_567,
+    "tokens/held": 130_000,
+    "staleness/max": 2,
+    "staleness/bound": 3,
+    "staleness/mean": 0.4,
+    "rollouts/resumed": 14,
+    "rollouts/partial_share": 0.22,
+    "time/step_s": 10.0,
+    "time/generate_s": 6.2,
+    "time/score_s": 0.3,
+    "time/train_s": 3.0,
+    "time/weights_s": 0.2,
+}
+
+
+def rich_console(width: int) -> Console:
+    return Console(
+        file=io.StringIO(), force_terminal=True, width=width, height=40, color_system=None, legacy_windows=False
+    )
+
+
+def plain_console() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=80)
+
+
+def output(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def panel(view: LiveView, console: Console) -> list[str]:
+    with console.capture() as capture:
+        console.print(view.render())
+    return capture.get().rstrip("\n").split("\n")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_panel_shows_everything_within_the_width(width: int) -> None:
+    validate(ROW)
+    console = rich_console(width)
+    now = [0.0]
+    view = LiveView("rich", 100, "demo", console, clock=lambda: now[0])
+    for i in range(100):
+        view.update({**ROW, "reward/mean": 0.1 + i / 1000})
+    view.update(ROW)
+    view.phase("training")
+    now[0] = 75.0
+    lines = panel(view, console)
+    assert {cell_len(line) for line in lines} == {width}
+    text = "\n".join(lines)
+    for part in (
+        "rollover  demo",
+        "step 12/100",
+        "10.0 s/step",
+        "ETA 14:40",
+        "training (1:15)",
+        "0.412",
+        "▲ +0.0",
+        "█",
+        "812 tok/s generating",
+        "1.23M generated = 1.1M trained + 4,567 dropped + 130k held",
+        "max/bound 2/3",
+        "mean 0.40",
+        "resumed 14",
+        "partial 22%",
+        "generate 62%  score 3%  train 30%  weights 2%  other 3%",
+    ):
+        assert part in text, part
+    assert "…" not in text, "something was cut off"
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_panel_before_the_first_step(width: int) -> None:
+    console = rich_console(width)
+    view = LiveView("rich", 0, console=console)
+    lines = panel(view, console)
+    assert {cell_len(line) for line in lines} == {width}
+    assert "starting (0:00)" in "\n".join(lines) and "ETA -" in "\n".join(lines)
+
+
+def test_rich_live_draws_messages_above_and_the_final_state() -> None:
+    console = rich_console(80)
+    with LiveView("rich", 12, console=console) as view:
+        view.phase("generating")
+        view.message("evaluated [0.25]")
+        view.update(ROW)
+    shown = output(console)
+    assert "evaluated [0.25]" in shown
+    assert "done (0:00)" in shown and "step 12/12" in shown
+
+
+def test_an_error_leaves_the_view_stopped() -> None:
+    console = rich_console(80)
+    with pytest.raises(KeyboardInterrupt), LiveView("rich", 12, console=console):
+        raise KeyboardInterrupt
+    assert "stopped" in output(console)
+
+
+def test_plain_is_one_line_a_step() -> None:
+    console = plain_console()
+    with LiveView("auto", 100, console=console) as view:
+        assert view.mode == "plain"
+        view.phase("generating")
+        view.update({**ROW, "step": 11, "reward/mean": 0.5})
+        view.update(ROW)
+        view.message("a [bold]message[/bold] " + "x" * 100)
+    lines = output(console).splitlines()
+    assert len(lines) == 3
+    assert lines[1] == (
+        "step 12/100 | reward 0.412 (trend 0.482) | 812 tok/s | generated 1.23M trained 1.1M dropped 4,567 held 130k"
+        " | staleness 2/3 | resumed 14 partial 22% | generate 62% score 3% train 30% weights 2% other 3%"
+        " | 10.0 s | ETA 14:40"
+    )
+    assert lines[1].isascii()
+    assert lines[2] == "a [bold]message[/bold] " + "x" * 100
+
+
+def test_plain_line_of_an_empty_row() -> None:
+    console = plain_console()
+    LiveView("plain", 5, console=console).update({"step": 1, "reward/mean": None, "loss": float("nan")})
+    assert output(console).startswith("step 1/5 | reward - (trend -) | - tok/s |")
+
+
+def test_auto_is_rich_on_a_terminal_that_can_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert LiveView("auto", 1, console=rich_console(80)).mode == "rich"
+    ascii_file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    assert LiveView("auto", 1, console=Console(file=ascii_file, force_terminal=True)).mode == "plain"
+    monkeypatch.setenv("TERM", "dumb")
+    assert LiveView("auto", 1, console=rich_console(80)).mode == "plain"
+
+
+def test_off_shows_only_messages() -> None:
+    console = rich_console(80)
+    with LiveView("off", 1, console=console) as view:
+        view.phase("training")
+        view.update(ROW)
+        view.message("warning")
+    assert output(console) == "warning\n"
+
+
+def test_eta_uses_the_latest_steps() -> None:
+    view = LiveView("off", 100, console=plain_console())
+    assert view.eta_s is None
+    view.update({"step": 1, "time/step_s": 1000.0})
+    for step in range(2, 51):
+        view.update({"step": step, "time/step_s": 2.0})
+    assert view.eta_s == 100.0
+    view.update({"step": 101, "time/step_s": 2.0})
+    assert view.eta_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0, "0"), (9_999, "9,999"), (12_345, "12.3k"), (999_900, "1000k"), (1_234_567, "1.23M"), (2e9, "2G")],
+)
+def test_count(value: float | None, text: str) -> None:
+    assert count(value) == text
+
+
+def test_formats() -> None:
+    assert [duration(s) for s in (None, 0, 59.6, 3599, 4000)] == ["-", "0:00", "1:00", "59:59", "1:06:40"]
+    assert [percent(s) for s in (None, 0.0, 0.225, 1)] == ["-", "0%", "22%", "100%"]
+    assert [decimal(x) for x in (None, float("nan"), 0.1234)] == ["-", "-", "0.123"]
+
+
+def test_sparkline() -> None:
+    assert sparkline([], 5) == ""
+    assert sparkline([1, 1], 5) == "▁▁"
+    assert sparkline([9, 0, 0.5, 1], 3) == "▁▅█"
+
+
+@given(st.lists(st.floats(0, 5, allow_nan=False), min_size=4, max_size=4))
+def test_time_split_adds_up(seconds: list[float]) -> None:
+    keys = ("time/generate_s", "time/score_s", "time/train_s", "time/weights_s")
+    split = time_split({**dict(zip(keys, seconds, strict=True)), "time/step_s": sum(seconds) + 1.0})
+    assert [label for label, _ in split] == ["generate", "score", "train", "weights", "other"]
+    assert sum(share for _, share in split) == pytest.approx(1)
+    assert time_split({"time/step_s": 0.0}) == []

@@ -1,0 +1,252 @@
+"""RolloutRecorder: exact round trip, files that common tools read, and errors that name file and line."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollover.track.recorder import RecordedGroup, RolloutRecorder, read_rollouts
+from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+
+
+def segment(ids: list[int], logprobs: list[float], version: int = 0, **fields) -> Segment:
+    return Segment(
+        np.array(ids, np.int32),
+        np.array(logprobs, np.float32),
+        version,
+        fields.get("sampling", SamplingParams()),
+        fields.get("stop_reason", StopReason.PAUSED),
+        fields.get("trainable", True),
+    )
+
+
+TRUNCATED = SamplingParams(0.7, 0.9, 5, 0.1)
+
+
+def group(group_id: int, rewards: list[Reward | None], **task_fields) -> Group:
+    fields = {"messages": ({"role": "user", "content": "1 + 1?"},), "columns": {"answer": "2"}} | task_fields
+    task = Task(f"task-{group_id}", "chain_sum", "own", **fields)
+    rollouts = []
+    for sibling, reward in enumerate(rewards):
+        segments = [
+            segment([1, 2], [-0.1, -2.5e-7], version=group_id),
+            segment([3], [-1 / 3], version=group_id + 1, stop_reason=StopReason.EOS, sampling=TRUNCATED),
+        ]
+        rollouts.append(
+            Rollout(group_id, sibling, task, (7, 8), segments, RolloutState.CONSUMED, StopReason.EOS, reward)
+        )
+    return Group(group_id, task, rollouts)
+
+
+def recorded(group: Group, dropped: DropReason | None = None) -> RecordedGroup:
+    n = len(group.rollouts)
+    return RecordedGroup(group, [f"text {i} ü\u2028" for i in range(n)], [0.5 * i for i in range(n)], dropped)
+
+
+def facts(group: Group) -> dict:
+    """Everything that must survive, in comparable form; NaN compares equal through repr."""
+    return {
+        "id": group.group_id,
+        "task": repr(asdict(group.task)),
+        "rollouts": [
+            (
+                r.group_id,
+                r.sibling,
+                r.task is group.task,
+                r.prompt_ids,
+                r.stop_reason,
+                repr(r.reward),
+                [
+                    (s.token_ids.tolist(), s.token_ids.dtype, s.logprobs.tobytes(), s.logprobs.dtype)
+                    + (s.policy_version, s.sampling, s.stop_reason, s.trainable)
+                    for s in r.segments
+                ],
+            )
+            for r in group.rollouts
+        ],
+    }
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path)
+    chat = group(0, [Reward(1.0, {"acc": 1.0}), Reward(None, error="timeout")])
+    plain = group(
+        1, [Reward(0.25), None], messages=None, prompt="Say x.", columns={"n": [1, {"deep": None}]}, attempt=3
+    )
+    stale = group(2, [None])
+    stale.rollouts[0].segments = []
+    stale.rollouts[0].stop_reason = None
+    recorder.write(3, [recorded(chat), recorded(plain)])
+    recorder.write(4, [recorded(stale, DropReason.STALE)])
+
+    first, second = read_rollouts(tmp_path, include_dropped=True)
+    assert [facts(g) for g in first] == [facts(chat), facts(plain)]
+    assert [facts(g) for g in second] == [facts(stale)]
+    assert all(g.ready for g in first)
+    assert second[0].rollouts[0].state is RolloutState.DROPPED
+    assert [len(step) for step in read_rollouts(tmp_path)] == [2, 0]
+
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+json_leaves = st.none() | st.booleans() | st.integers() | floats | st.text(st.characters(codec="utf-8"))
+json_values = st.recursive(json_leaves, st.lists)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    text = st.text(st.characters(codec="utf-8"), max_size=20)
+    task = Task(
+        data.draw(text),
+        data.draw(text),
+        data.draw(text),
+        prompt=data.draw(text),
+        columns=data.draw(st.dictionaries(text, json_values, max_size=3)),
+        attempt=data.draw(st.integers(0, 9)),
+    )
+    rollouts = []
+    for sibling in range(data.draw(st.integers(1, 3))):
+        segments = []
+        for _ in range(data.draw(st.integers(0, 3))):
+            logprobs = data.draw(st.lists(floats, max_size=6))
+            ids = data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=len(logprobs), max_size=len(logprobs)))
+            fields = {"stop_reason": data.draw(st.sampled_from(StopReason)), "trainable": data.draw(st.booleans())}
+            segments.append(segment(ids, logprobs, data.draw(st.integers(0, 99)), **fields))
+        score = data.draw(st.none() | floats)
+        reward = Reward(score, data.draw(st.dictionaries(text, floats)), None if score is not None else data.draw(text))
+        stop_reason = data.draw(st.none() | st.sampled_from(StopReason))
+        rollouts.append(Rollout(5, sibling, task, (1,), segments, RolloutState.READY, stop_reason, reward))
+    original = Group(5, task, rollouts)
+    dir = tmp_path_factory.mktemp("r")
+    RolloutRecorder(dir).write(1, [recorded(original)])
+    ((rebuilt,),) = read_rollouts(dir)
+    assert facts(rebuilt) == facts(original)
+
+
+def test_non_finite_numbers_are_null_and_come_back_nan(tmp_path: Path) -> None:
+    original = group(0, [Reward(1.0, {"x": float("inf")})])
+    original.rollouts[0].segments = [segment([1], [float("nan")])]
+    path = RolloutRecorder(tmp_path).write(1, [RecordedGroup(original, ["\ud800"], [float("nan")])])
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert (record["advantage"], record["logprobs"], record["extras"]) == (None, [None], {"x": None})
+    ((rebuilt,),) = read_rollouts(tmp_path)
+    assert np.isnan(rebuilt.rollouts[0].segments[0].logprobs[0])
+
+
+def test_log_probs_are_short(tmp_path: Path) -> None:
+    path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [Reward(1.0)]))])
+    assert '"logprobs": [-0.1, -2.5e-07, -0.33333334]' in path.read_text(encoding="utf-8")
+
+
+def test_record_keys(tmp_path: Path) -> None:
+    path = RolloutRecorder(tmp_path).write(12, [recorded(group(4, [Reward(0.0), Reward(1.0)]), DropReason.STALE)])
+    assert path.name == "step-000012.jsonl"
+    record = json.loads(path.read_text(encoding="utf-8").split("\n")[1])
+    assert record["rollout_id"] == "4-1" and record["outcome"] == "dropped:stale" and record["step"] == 12
+    assert record["completion"] == "text 1 ü\u2028" and record["advantage"] == 0.5 and record["num_tokens"] == 3
+    assert [s["policy_version"] for s in record["segments"]] == [4, 5]
+
+
+def test_truncate_removes_later_steps_and_half_written_files(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path)
+    for step in (1, 2, 10):
+        recorder.write(step, [])
+    (tmp_path / ".step-000011.jsonl.tmp-123").write_text("half")
+    (tmp_path / "notes.txt").write_text("the user's")
+    recorder.truncate(2)
+    assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-000001.jsonl", "step-000002.jsonl"]
+
+
+# ---- other tools
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Records that differ as much as records may: chat and plain, no extras, no tokens, columns of other types."""
+    empty = group(1, [None], messages=None, prompt="x", columns={"answer": 2})
+    empty.rollouts[0].segments = []
+    groups = [recorded(empty, DropReason.STALE), recorded(group(0, [Reward(1, {"acc": 1}), Reward(None, error="e")]))]
+    return RolloutRecorder(tmp_path / "rollouts").write(1, groups)
+
+
+def test_pandas_reads_it(mixed: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_json(mixed, lines=True)
+    assert frame["rollout_id"].tolist() == ["1-0", "0-0", "0-1"]
+    assert frame["score"].tolist()[1] == 1.0 and frame["num_tokens"].sum() == 6
+
+
+def test_pyarrow_reads_it_and_writes_parquet(mixed: Path) -> None:
+    pytest.importorskip("pyarrow")
+    import pyarrow.json
+    import pyarrow.parquet
+
+    table = pyarrow.json.read_json(mixed)
+    parquet = mixed.with_suffix(".parquet")
+    pyarrow.parquet.write_table(table, parquet)
+    again = pyarrow.parquet.read_table(parquet).to_pylist()
+    assert [row["token_ids"] for row in again] == [[], [1, 2, 3], [1, 2, 3]]
+    assert again[1]["extras"] == {"acc": 1.0} and again[2]["extras"] is None
+
+
+def test_datasets_reads_it(mixed: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    loaded = datasets.load_dataset("json", data_files=str(mixed), split="train", cache_dir=str(tmp_path / "cache"))
+    assert loaded.num_rows == 3
+    assert loaded[1]["messages"] == [{"role": "user", "content": "1 + 1?"}]
+    assert loaded[1]["segments"][1]["sampling"]["top_k"] == 5
+
+
+# ---- malformed records
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda r: r.pop("token_ids"), "key 'token_ids' is missing"),
+        (lambda r: r["token_ids"].pop(), "do not agree"),
+        (lambda r: r["logprobs"].append(0.0), "do not agree"),
+        (lambda r: r.update(stop_reason="bored"), "'bored' is not a valid StopReason"),
+        (lambda r: r.update(outcome="dropped:bored"), "'bored' is not a valid DropReason"),
+        (lambda r: r.update(columns="{"), "not a recorded rollout"),
+        (lambda r: r.update(token_ids=[1, 2, 2**40]), "not a recorded rollout"),
+        (lambda r: r.update(segments=None), "not a recorded rollout"),
+        (lambda r: r.update(extras=[1], error="e"), "not a recorded rollout"),
+        (lambda r: r.update(sibling=5), "out of order"),
+        (lambda r: r.update(group_size=3), "out of order"),
+    ],
+)
+def test_malformed_record_names_file_and_line(tmp_path: Path, damage, problem: str) -> None:
+    path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [Reward(1.0), Reward(0.0)]))])
+    records = [json.loads(line) for line in path.read_bytes().splitlines()]
+    damage(records[1])
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    with pytest.raises(ValueError, match=r"step-000001\.jsonl:2: .*" + problem):
+        list(read_rollouts(tmp_path))
+
+
+@pytest.mark.parametrize("line", [b"not json\n", b"[1]\n", b"\xff\xfe\n", b"\n"])
+def test_malformed_line(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "step-000001.jsonl").write_bytes(line)
+    with pytest.raises(ValueError, match=r"step-000001\.jsonl:1: not a recorded rollout"):
+        list(read_rollouts(tmp_path))
+
+
+def test_a_missing_sibling_is_an_error(tmp_path: Path) -> None:
+    path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [Reward(1.0), Reward(0.0)]))])
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    with pytest.raises(ValueError, match=r"step-000001\.jsonl: group 0 has 1 of its 2 rollouts"):
+        list(read_rollouts(tmp_path))
+
+
+def test_no_recordings_is_an_error(tmp_path: Path) -> None:
+    for dir in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ValueError, match="run.replay_rollouts: .* has no step"):
+            list(read_rollouts(dir))

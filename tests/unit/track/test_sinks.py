@@ -1,0 +1,79 @@
+"""JsonlSink: strict JSON, one object a line, and an exact cut on resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollover.track.metrics import validate
+from rollover.track.sinks import JsonlSink, to_json
+
+
+def rows(path: Path) -> list[dict]:
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_rows_are_visible_at_once_and_strict_json(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    with JsonlSink(path) as sink:
+        sink.write(
+            {"step": np.int64(1), "loss": float("nan"), "grad_norm": np.float32("inf"), "x": {"y": [-np.inf, 1]}}
+        )
+        assert rows(path) == [{"step": 1, "loss": None, "grad_norm": None, "x": {"y": [None, 1]}}]
+        sink.write({"text": "ü\n\u2028"})
+    assert path.read_bytes().count(b"\n") == 2
+
+
+def test_check_is_called_before_anything_is_written(tmp_path: Path) -> None:
+    with JsonlSink(tmp_path / "m.jsonl", check=validate) as sink:
+        with pytest.raises(AssertionError, match="not registered"):
+            sink.write({"nonsense": 1})
+        assert sink.position() == 0
+
+
+def test_not_json_is_refused() -> None:
+    with pytest.raises(TypeError, match="set is not JSON"):
+        to_json({"x": {1}})
+
+
+@settings(max_examples=30, deadline=None)
+@given(before=st.integers(0, 4), after=st.integers(0, 4), torn=st.binary(max_size=5))
+def test_resume_has_no_duplicate_step(
+    tmp_path_factory: pytest.TempPathFactory, before: int, after: int, torn: bytes
+) -> None:
+    """Snapshot after `before` rows, crash after `after` more and a torn line, then the same steps again."""
+    path = tmp_path_factory.mktemp("s") / "metrics.jsonl"
+    with JsonlSink(path) as sink:
+        for step in range(before):
+            sink.write({"step": step})
+        position = sink.position()
+        for step in range(before, before + after):
+            sink.write({"step": step, "lost": True})
+    with open(path, "ab") as file:
+        file.write(torn)
+    with JsonlSink(path) as sink:
+        sink.truncate(position)
+        assert sink.position() == position
+        for step in range(before, before + after):
+            sink.write({"step": step})
+    assert rows(path) == [{"step": step} for step in range(before + after)]
+
+
+def test_truncate_refuses_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonlSink(path) as sink:
+        sink.write({"step": 1})
+        size = sink.position()
+        with pytest.raises(ValueError, match="metrics.jsonl has .* rows are missing"):
+            sink.truncate(size + 1)
+        with pytest.raises(ValueError, match="no row ends at byte"):
+            sink.truncate(size - 1)
+        assert sink.position() == size

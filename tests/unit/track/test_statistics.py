@@ -1,0 +1,74 @@
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollover.track.statistics import mean_interval, pass_at_k, summarise_eval, wilson_interval
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass(case):
+    n, c, k = case
+    subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@pytest.mark.parametrize("arguments", [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
+def test_pass_at_k_refuses_what_cannot_be(arguments):
+    with pytest.raises(ValueError, match="is not within"):
+        pass_at_k(*arguments)
+
+
+def test_mean_interval_by_hand_and_in_coverage():
+    mean, (low, high) = mean_interval([0.0, 1.0, 2.0, 3.0])
+    assert mean == 1.5 and high - mean == pytest.approx(1.959964 * math.sqrt(5 / 3 / 4)) == pytest.approx(mean - low)
+    draws = random.Random(0)
+    intervals = [mean_interval([draws.random() for _ in range(50)])[1] for _ in range(2000)]
+    assert 0.93 < sum(low <= 0.5 <= high for low, high in intervals) / 2000 < 0.965
+    assert mean_interval([2.0]) == (2.0, (-math.inf, math.inf))
+    with pytest.raises(ValueError, match="no values"):
+        mean_interval([])
+
+
+def test_wilson_interval_against_published_values():
+    assert wilson_interval(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert wilson_interval(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert wilson_interval(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    with pytest.raises(ValueError, match="proportion"):
+        wilson_interval(1, 0)
+
+
+@given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_interval_holds_the_rate(case):
+    low, high = wilson_interval(*case)
+    assert 0 <= low <= case[0] / case[1] + 1e-12 and case[0] / case[1] - 1e-12 <= high <= 1
+
+
+def test_summary_by_source():
+    summary = summarise_eval(
+        [("a", "1", [1.0, 0.0]), ("a", "2", [0.5, None, 1.0]), ("b", "3", [0.0, 0.0]), ("b", "4", [None, None])],
+        1.0,
+        [1, 2, 3],
+    )
+    assert summary["mean"] == pytest.approx((0.5 + 0.75 + 0) / 3)
+    assert summary["ci"][0] < summary["mean"] < summary["ci"][1]
+    assert summary["pass@1"] == pytest.approx(1 / 3) and summary["pass@2"] == pytest.approx(2 / 3)
+    assert "pass@3" not in summary
+    assert (summary["tasks"], summary["samples"], summary["missing"]) == (3, 6, 3)
+    assert summary["sources"]["a"]["mean"] == 0.625 and summary["sources"]["a"]["pass@2"] == 1
+    assert summary["sources"]["b"]["mean"] == 0 and summary["sources"]["b"]["ci"] is None
+    assert summary["pass@1_ci"] == pytest.approx(list(wilson_interval(1, 3)))
+
+
+def test_tasks_are_the_unit_more_rollouts_of_one_task_do_not_narrow_the_interval():
+    few = summarise_eval([("a", str(i), [float(i % 2)]) for i in range(20)], 1.0)
+    many = summarise_eval([("a", str(i), [float(i % 2)] * 50) for i in range(20)], 1.0)
+    assert few["ci"] == pytest.approx(many["ci"]) and few["pass@1_ci"] == pytest.approx(many["pass@1_ci"])
+
+
+def test_without_any_score_there_is_no_mean():
+    assert summarise_eval([("a", "1", [None])], 1.0)["mean"] is None
+    assert summarise_eval([], 1.0)["mean"] is None

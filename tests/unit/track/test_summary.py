@@ -1,0 +1,129 @@
+"""print_summary: the numbers that end a run, on a terminal and in a log file."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from rollover.track.summary import RunSummary, SampleAnswer, print_summary
+
+
+def evaluation(mean: float, **more) -> dict:
+    source = {"mean": mean, "ci": [mean - 0.05, mean + 0.05], "pass@1": mean}
+    return {**source, "pass@4": mean + 0.1, "sources": {"chain_sum": source, "countdown": source}, **more}
+
+
+FULL = RunSummary(
+    title="quickstart",
+    steps=40,
+    eval_before=evaluation(0.2),
+    eval_after=evaluation(0.55),
+    samples=[SampleAnswer("What is 3 + 4?", "Let me\nthink. [b]6[/b]", "7", 0.0, 1.0)],
+    last_row={
+        "step": 40,
+        "tokens/generated": 1000,
+        "tokens/trained": 800,
+        "tokens/dropped": 150,
+        "dropped/stale/tokens": 100,
+        "dropped/stale/groups": 2,
+        "dropped/too_few_rewards/tokens": 50,
+        "tokens/held": 50,
+        "engine/reprefill_tokens": 250,
+    },
+    partial_share=0.34,
+    time_s={"generate": 300.0, "score": 3.0, "train": 97.0},
+    paths={"model": "/runs/quickstart-1/model", "metrics": "/runs/quickstart-1/metrics.jsonl"},
+    resume_command="rollover train configs/quickstart.toml --resume",
+)
+
+
+def text_of(summary: RunSummary, width: int = 80, terminal: bool = False, encoding: str = "utf-8") -> str:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding)
+    print_summary(summary, Console(file=file, force_terminal=terminal, width=width, color_system=None))
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def squeezed(text: str) -> list[str]:
+    """Lines with the cells of tables separated by one space."""
+    return [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_numbers(terminal: bool) -> None:
+    lines = squeezed(text_of(FULL, 100, terminal))
+    for expected in (
+        "quickstart: 40 steps",
+        "mean reward 0.200 [0.150, 0.250] 0.550 [0.500, 0.600] +0.350",
+        "pass@1 0.200 0.550 +0.350",
+        "pass@4 0.300 0.650 +0.350",
+        "countdown 0.200 [0.150, 0.250] 0.550 [0.500, 0.600] +0.350",
+        "What is 3 + 4?",
+        "before [0.00] Let me think. [b]6[/b]",
+        "after [1.00] 7",
+        "generated 1,000 100%",
+        "trained 800 80%",
+        "dropped: stale 100 10%",
+        "dropped: too_few_rewards 50 5%",
+        "held, unfinished or not trained 50 5%",
+        "prefilled again (cost) 250 25%",
+        "rollouts of >= 2 policy versions 34%",
+        "total 6:40 100%",
+        "generate 5:00 75%",
+        "model /runs/quickstart-1/model",
+        "To go on: rollover train configs/quickstart.toml --resume",
+    ):
+        assert expected in lines, expected
+
+
+def test_the_accounts_add_up() -> None:
+    shares = {}
+    for line in squeezed(text_of(FULL)):
+        if line.endswith("%"):
+            shares[line.rsplit(" ", 2)[0]] = int(line.rsplit(" ", 1)[1].rstrip("%"))
+    accounts = ("trained", "dropped: stale", "dropped: too_few_rewards", "held, unfinished or not trained")
+    assert sum(shares[name] for name in accounts) == shares["generated"] == 100
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_the_terminal(width: int) -> None:
+    lines = text_of(FULL, width, terminal=True).splitlines()
+    tables = [line for line in lines if line[:1] in "│┃┏┡└├┌"]
+    assert len(tables) > 10 and max(map(cell_len, tables)) <= width
+
+
+def test_plain_is_ascii_and_never_wrapped() -> None:
+    text = text_of(FULL, width=30)
+    assert text.isascii()
+    assert any(len(line) > 60 for line in text.splitlines())
+
+
+def test_a_run_without_evaluation_or_steps() -> None:
+    text = text_of(RunSummary("empty", 0))
+    assert text == "\nempty: 0 steps\n"
+
+
+def test_one_sided_evaluation_and_a_single_source() -> None:
+    after = evaluation(0.5, sources={"chain_sum": evaluation(0.5)})
+    lines = squeezed(text_of(RunSummary("run", 1, eval_after=after)))
+    assert "mean reward - 0.500 [0.450, 0.550] -" in lines
+    assert not any("chain_sum" in line for line in lines), "one source is the total"
+
+
+def test_missing_scores_are_dashes() -> None:
+    text = text_of(RunSummary("run", 1, samples=[SampleAnswer("p", "b", "a")], last_row={"tokens/generated": 0}))
+    assert "before [-] b" in text
+    assert "generated 0 -" in squeezed(text)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_answers_cannot_control_the_terminal_or_break_its_encoding(terminal: bool) -> None:
+    answer = SampleAnswer("\x1b[2Jp", "\u2192 ü \x07", "x" * 1000)
+    text = text_of(RunSummary("run", 1, samples=[answer]), terminal=terminal, encoding="ascii")
+    assert "\x1b[2J" not in text and "\x07" not in text
+    assert "? ?" in text
+    assert "x" * 397 + "..." in text and "x" * 398 not in text

@@ -22,9 +22,8 @@ def main(what: str, config: Config, *, as_json: bool = False, runs: int = 3) -> 
     print(f"{report['machine']}")
     for result in report["results"]:
         low, high = result["spread"]
-        print(
-            f"  {result['case']:<14} {result['system']:<22} {result['tokens_per_s']:>9.1f} tok/s  [{low:.1f}, {high:.1f}]  {result['setting']}"
-        )
+        rate = f"{result['tokens_per_s']:>9.1f} tok/s  [{low:.1f}, {high:.1f}]"
+        print(f"  {result['case']:<14} {result['system']:<22} {rate}  {result['setting']}")
     for name, value in report["ratios"].items():
         print(f"  {name} = {value:.2f}")
     return 0

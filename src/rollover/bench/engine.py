@@ -1,4 +1,4 @@
-"""`rollover bench engine`: decode rate of the embedded engine beside transformers' generate and the linear layers alone."""
+"""`rollover bench engine`: the embedded engine's decode rate beside transformers' generate and its linear layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine can do: measured matmul rates and the time of a model's linear layers alone. The bound of a benchmark.
+"""What the machine can do: measured matmul rates, and the time of a model's linear layers alone: a benchmark's bound.
 
 Shapes: n rows (sequences or tokens).
 """

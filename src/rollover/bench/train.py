@@ -1,4 +1,4 @@
-"""`rollover bench train`: rate of one training step beside the matmuls of its linear layers and transformers' own loss."""
+"""`rollover bench train`: the rate of training steps beside their matmuls alone and transformers' loss."""
 
 from __future__ import annotations
 

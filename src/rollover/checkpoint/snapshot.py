@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rollover.track.sinks import JsonlSink
 from rollover.train.trainer import Trainer
 
 FORMAT = 1
+_TRAINER = "trainer-"
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,14 @@ def write_snapshot(store: CheckpointStore, owners: Owners) -> str:
         "evals_position": owners.evals.position(),
     }
     name = checkpoint_name(owners.trainer.policy_version)
-    contiguous = {key: value.contiguous() for key, value in tensors.items()}
     files: dict[str, Callable[[str], None] | bytes] = {
-        "trainer.safetensors": lambda path: safetensors.torch.save_file(contiguous, path),
         "rollouts.safetensors": lambda path: safetensors.numpy.save_file(arrays, path),
         "state.json": json.dumps(state).encode(),
     }
+    # One file per kind of tensor (master, exp_avg, exp_avg_sq): saving copies a whole file's tensors in memory.
+    for kind in sorted({key.partition("/")[0] for key in tensors}):
+        part = {key: value.contiguous() for key, value in tensors.items() if key.startswith(f"{kind}/")}
+        files[f"{_TRAINER}{kind}.safetensors"] = partial(safetensors.torch.save_file, part)
     store.write(name, files)
     return name
 
@@ -71,7 +75,11 @@ def load_snapshot(store: CheckpointStore, name: str, owners: Owners) -> None:
     state: dict[str, Any] = json.loads(Path(files["state.json"]).read_text())
     if state["format"] != FORMAT:
         raise ValueError(f"checkpoint {name} has format {state['format']}, this version reads {FORMAT}")
-    owners.trainer.load_state(safetensors.torch.load_file(files["trainer.safetensors"]), state["trainer"])
+    tensors = {}
+    for file, path in files.items():
+        if file.startswith(_TRAINER):
+            tensors |= safetensors.torch.load_file(path)
+    owners.trainer.load_state(tensors, state["trainer"])
     owners.cache.load_state_dict(state["cache"], safetensors.numpy.load_file(files["rollouts.safetensors"]))
     owners.scheduler.load_state_dict(state["scheduler"])
     owners.ledger.load_state_dict(state["ledger"])

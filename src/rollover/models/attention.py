@@ -82,44 +82,71 @@ def causal_attention(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Causal attention of the last T of S positions -> [B, H, T, D]. Grouped-query heads are expanded as views."""
-    batch, heads, num_queries, size = query_BHTD.shape
-    kv_heads, num_keys = key_BKSD.shape[1], key_BKSD.shape[2]
-    if heads != kv_heads:
-        expand = (batch, kv_heads, heads // kv_heads, num_keys, size)
-        key_BKSD = key_BKSD[:, :, None].expand(expand).reshape(batch, heads, num_keys, size)
-        value_BKSD = value_BKSD[:, :, None].expand(expand).reshape(batch, heads, num_keys, size)
+    """Causal attention of the last T of S positions -> [B, H, T, D], in float32 on a CPU.
+
+    On a CPU a linear layer gives a row the same bits whatever its batch: engine and trainer differ by their attention
+    alone, and float32 inside it keeps their log-probs together, and is the faster one there (docs/log.md).
+    """
+    dtype = query_BHTD.dtype
+    if query_BHTD.device.type == "cpu":
+        query_BHTD, key_BKSD, value_BKSD = query_BHTD.float(), key_BKSD.float(), value_BKSD.float()
+    heads, num_queries = query_BHTD.shape[1:3]
+    kv_heads, num_keys = key_BKSD.shape[1:3]
     if window is not None and window >= num_keys:
         window = None
+    square = window is None and num_queries == num_keys
+    mask = None if square else causal_mask(num_queries, num_keys, window, query_BHTD.device)
     if softcap is None:
-        square = window is None and num_queries == num_keys
-        mask = None if square else causal_mask(num_queries, num_keys, window, query_BHTD.device)
         return F.scaled_dot_product_attention(
-            query_BHTD, key_BKSD, value_BKSD, attn_mask=mask, is_causal=square, scale=scale
-        )
-    scores = torch.matmul(query_BHTD, key_BKSD.transpose(2, 3)) * scale
+            query_BHTD,
+            key_BKSD,
+            value_BKSD,
+            attn_mask=mask,
+            is_causal=square,
+            scale=scale,
+            enable_gqa=heads != kv_heads,
+        ).to(dtype)
+    if mask is None:
+        mask = causal_mask(num_queries, num_keys, window, query_BHTD.device)
+    key_BHSD = key_BKSD.repeat_interleave(heads // kv_heads, dim=1)
+    value_BHSD = value_BKSD.repeat_interleave(heads // kv_heads, dim=1)
+    scores = torch.matmul(query_BHTD, key_BHSD.transpose(2, 3)).float() * scale
     scores = softcap * torch.tanh(scores / softcap)
-    mask = causal_mask(num_queries, num_keys, window, query_BHTD.device)
-    scores = scores.float().masked_fill(~mask, float("-inf"))
-    return torch.matmul(torch.softmax(scores, dim=-1).to(query_BHTD.dtype), value_BKSD)
+    probs = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+    return torch.matmul(probs.to(value_BHSD.dtype), value_BHSD).to(dtype)
+
+
+# Sequences of a padded batch are at least this share of its longest one.
+_MIN_FILL = 0.75
 
 
 class PackedAttention:
-    """Block-diagonal causal attention: each of the row's sequences sees itself only.
+    """Block-diagonal causal attention of a row cut into blocks. `prefixes[i]` is the block that block i continues.
 
-    The linear layers run on the packed row; padding to the longest sequence exists only inside attention. Right padding
-    is safe without a mask: a real query never looks at later positions.
+    A prompt's block is shared: the row holds it once, and each answer's block attends to it as if they stood together.
+    Padding exists only inside attention, in batches of similar length; right padding is safe without a mask, since a
+    real query never looks at later positions. `lengths` are those of the blocks, each at least 1.
     """
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths: list[int], prefixes: list[int | None] | None = None) -> None:
         assert lengths and min(lengths) >= 1
         self.lengths = lengths
-        self.uniform = len(set(lengths)) == 1
+        self.prefixes: list[int | None] = prefixes if prefixes is not None else [None] * len(lengths)
+        assert len(self.prefixes) == len(lengths)
+        total = [n + (0 if p is None else lengths[p]) for n, p in zip(lengths, self.prefixes, strict=True)]
+        self.batches: list[list[int]] = []
+        for block in sorted(range(len(lengths)), key=lambda i: -total[i]):
+            if not self.batches or total[block] < _MIN_FILL * total[self.batches[-1][0]]:
+                self.batches.append([])
+            self.batches[-1].append(block)
 
-    def _pad(self, x_NHD: torch.Tensor) -> torch.Tensor:
-        if self.uniform:
-            return x_NHD.unflatten(0, (len(self.lengths), self.lengths[0])).transpose(1, 2)
-        return pad_sequence(list(x_NHD.split(self.lengths)), batch_first=True).transpose(1, 2)
+    def _sequences(self, blocks: tuple[torch.Tensor, ...], batch: list[int]) -> torch.Tensor:
+        """[b, heads, longest, D] of the batch's sequences, prefixes put before their blocks."""
+        rows = []
+        for i in batch:
+            prefix = self.prefixes[i]
+            rows.append(blocks[i] if prefix is None else torch.cat((blocks[prefix], blocks[i])))
+        return pad_sequence(rows, batch_first=True).transpose(1, 2)
 
     def attend(
         self,
@@ -132,17 +159,22 @@ class PackedAttention:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        out_BTHD = causal_attention(
-            self._pad(query_NHD),
-            self._pad(key_NKD),
-            self._pad(value_NKD),
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        ).transpose(1, 2)
-        if self.uniform:
-            return out_BTHD.flatten(0, 1)
-        return torch.cat([row[:n] for row, n in zip(out_BTHD, self.lengths, strict=True)])
+        queries, keys, values = (x.split(self.lengths) for x in (query_NHD, key_NKD, value_NKD))
+        out: list[torch.Tensor] = [query_NHD] * len(self.lengths)
+        for batch in self.batches:
+            out_BTHD = causal_attention(
+                self._sequences(queries, batch),
+                self._sequences(keys, batch),
+                self._sequences(values, batch),
+                scale=scale,
+                window=window,
+                softcap=softcap,
+            ).transpose(1, 2)
+            for i, row in zip(batch, out_BTHD, strict=True):
+                prefix = self.prefixes[i]
+                start = 0 if prefix is None else self.lengths[prefix]
+                out[i] = row[start : start + self.lengths[i]]
+        return torch.cat(out)
 
 
 def hidden_states(

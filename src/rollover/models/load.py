@@ -71,9 +71,7 @@ def resolve_path(cfg: ModelConfig) -> str:
         if not (folder / "config.json").is_file():
             raise ValueError(f"model.path = {cfg.path!r} is not a model folder: it has no config.json")
         if not any(folder.glob("*.safetensors")):
-            raise ValueError(
-                f"model.path = {cfg.path!r} has no *.safetensors: save the model with save_pretrained(safe_serialization)"
-            )
+            raise ValueError(f"model.path = {cfg.path!r} has no *.safetensors: write it again with save_pretrained")
         return str(folder)
     if folder.is_file() or cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1:
         raise ValueError(f"model.path = {cfg.path!r}: no such folder (give a model folder, a hub id or {ALIAS!r})")
@@ -106,7 +104,7 @@ def load_model(
         raise ValueError(f"model.path = {cfg.path!r} cannot be loaded: {error}") from error
     model.eval()
     if device is not None:
-        model.to(device)
+        torch.nn.Module.to(model, device)
     return LoadedModel(model, tokenizer, path)
 
 

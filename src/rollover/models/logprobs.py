@@ -1,6 +1,6 @@
 """Token log-probs from hidden states, without ever holding [tokens, vocabulary] whole.
 
-Shapes: N tokens, C tokens of a chunk, E hidden size, V vocabulary. Owns the definition used by engine and trainer alike:
+Shapes: N tokens, C tokens of a chunk, E hidden size, V vocabulary. Owns the definition that engine and trainer share:
 log softmax(logits / T) over the full vocabulary, logits in the compute dtype, everything after them in float32.
 """
 
@@ -67,17 +67,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs_N = torch.empty(num, dtype=torch.float32, device=hidden_NE.device)
         entropy_N = torch.empty_like(logprobs_N)
         log_z_N = torch.empty_like(logprobs_N)
+        # Most runs sample at temperature 1: no pass over [C, V] is spent on dividing by it.
+        unit = bool((temperature_N == 1).all())
         for start in range(0, num, chunk):
             part = slice(start, start + chunk)
-            logits_CV = head.logits(hidden_NE[part]) / temperature_N[part, None]
-            log_z_C = torch.logsumexp(logits_CV, dim=-1)
+            logits_CV = head.logits(hidden_NE[part])
+            if not unit:
+                logits_CV /= temperature_N[part, None]
+            peak_C = logits_CV.amax(-1)
+            logits_CV -= peak_C[:, None]
             picked_C = logits_CV.gather(1, targets_N[part, None]).squeeze(1)
-            logprobs_N[part] = picked_C - log_z_C
-            log_z_N[part] = log_z_C
-            probs_CV = torch.exp(logits_CV - log_z_C[:, None])
-            entropy_N[part] = log_z_C - torch.einsum("cv,cv->c", probs_CV, logits_CV)
+            weights_CV = torch.exp(logits_CV)
+            total_C = weights_CV.sum(-1)
+            logprobs_N[part] = picked_C - total_C.log()
+            log_z_N[part] = peak_C + total_C.log()
+            # H = log Z - E[logit]; rows of a batched dot product, without a third [C, V] tensor.
+            expected_C = torch.bmm(weights_CV[:, None, :], logits_CV[:, :, None]).flatten() / total_C
+            entropy_N[part] = total_C.log() - expected_C
         ctx.save_for_backward(hidden_NE, weight_VE, bias_V, targets_N, temperature_N, log_z_N)
-        ctx.softcap, ctx.multiplier, ctx.chunk = softcap, multiplier, chunk
+        ctx.softcap, ctx.multiplier, ctx.chunk, ctx.unit = softcap, multiplier, chunk, unit
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
@@ -94,13 +102,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
         for start in range(0, hidden_NE.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            capped_CV = head.logits(hidden_NE[part])
+            logits_CV = head.logits(hidden_NE[part])
+            slope_CV = None if ctx.softcap is None else 1 - (logits_CV / ctx.softcap) ** 2
+            if not ctx.unit:
+                logits_CV /= temperature_N[part, None]
             # d logprob / d (logits / T) = onehot(target) - softmax
-            grad_CV = torch.exp(capped_CV / temperature_N[part, None] - log_z_N[part, None]).neg_()
-            grad_CV.scatter_add_(1, targets_N[part, None], torch.ones_like(grad_CV[:, :1]))
-            grad_CV *= (grad_N[part] / temperature_N[part])[:, None]
-            if ctx.softcap is not None:
-                grad_CV *= 1 - (capped_CV / ctx.softcap) ** 2
+            scale_C = grad_N[part] / temperature_N[part]
+            grad_CV = logits_CV.sub_(log_z_N[part, None]).exp_().mul_(-scale_C[:, None])
+            grad_CV.scatter_add_(1, targets_N[part, None], scale_C[:, None])
+            if slope_CV is not None:
+                grad_CV *= slope_CV
             if ctx.multiplier != 1.0:
                 grad_CV *= ctx.multiplier
             narrow_CV = grad_CV.to(hidden_NE.dtype)

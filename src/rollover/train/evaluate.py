@@ -101,6 +101,7 @@ def run_eval(resolved: Resolved, model: str | None, as_json: bool) -> int:
     async def go() -> dict[str, Any]:
         parts = EvalParts.build(config, model)
         try:
+            assert parts.rewarder is not None
             held_out = encode_tasks(parts.held_out_tasks(), parts.tokenizer, config)
             return await evaluate(held_out, parts.engine, parts.rewarder, parts.tokenizer, config, parts.stop_token_ids)
         finally:
@@ -127,7 +128,7 @@ def print_eval(result: dict[str, Any]) -> None:
         for name in names:
             ci = row.get(f"{name}_ci")
             cells.append(f"{row[name]:.3f}" + (f" [{ci[0]:.3f}, {ci[1]:.3f}]" if ci else ""))
-        table.add_row(source, str(row.get("num_tasks", "")), f"{row['mean']:.3f} [{low:.3f}, {high:.3f}]", *cells)
+        table.add_row(source, str(row["tasks"]), f"{row['mean']:.3f} [{low:.3f}, {high:.3f}]", *cells)
     Console().print(table)
 
 

@@ -72,6 +72,7 @@ class Run:
         self.stopping = False
         self.seconds: dict[str, float] = {}
         self.totals: dict[str, float] = {}
+        self.counted: dict[str, float] = {}
         self.partial_rollouts = [0, 0]
         self.dropped: list[tuple[Group, DropReason]] = []
         self.last_row: dict[str, float] = {}
@@ -115,6 +116,7 @@ class Run:
         await self._evaluate_if(not self._evaluated_before())
         trainer, config = self.parts.trainer, self.config
         self.row_started = time.perf_counter()
+        self.seconds.clear()  # the evaluation before the first step belongs to no row
         while trainer.policy_version < config.train.num_steps and not self.stopping:
             if not await self._step():
                 break
@@ -247,7 +249,8 @@ class Run:
         wanted = self.config.checkpoint.resume_from
         if not names:
             raise ValueError(
-                f"--resume: no checkpoint in {self.config.checkpoint.dir or self.dir / 'checkpoints'}: start without --resume"
+                f"--resume: no checkpoint in {self.config.checkpoint.dir or self.dir / 'checkpoints'}:"
+                " start without --resume"
             )
         if wanted and wanted not in names:
             raise ValueError(f"checkpoint.resume_from = {wanted!r}: there is {', '.join(names)}")
@@ -293,7 +296,7 @@ class Run:
             samples=samples,
             last_row=self.last_row,
             partial_share=partial / trained if trained else None,
-            time_s=self.totals,
+            time_s=self.totals | {k: self.counted.get(k, 0.0) for k in ("generate", "score")},
             paths=paths,
         )
 
@@ -329,6 +332,6 @@ class Run:
 
     def _since_last(self, name: str, cumulative: float) -> float:
         """Growth of a cumulative number since the last row."""
-        before = self.totals.get(name, 0.0)
-        self.totals[name] = cumulative
+        before = self.counted.get(name, 0.0)
+        self.counted[name] = cumulative
         return cumulative - before

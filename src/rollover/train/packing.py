@@ -22,7 +22,7 @@ def split_groups(samples: list[Sample], parts: int) -> list[list[Sample]]:
 
 
 def micro_batches(samples: list[Sample], max_tokens: int) -> Iterator[list[Sample]]:
-    """Greedy, in order, by prompt + response tokens; a sample longer than max_tokens is alone.
+    """Greedy, in order, by row tokens; a sample longer than max_tokens is alone. Siblings share one copy of the prompt.
 
     Samples without a loss token are left out: they are part of baselines only.
     """
@@ -31,10 +31,11 @@ def micro_batches(samples: list[Sample], max_tokens: int) -> Iterator[list[Sampl
     for sample in samples:
         if not sample.mask.any():
             continue
-        length = len(sample.prompt_ids) + len(sample.token_ids)
+        shared = bool(current) and current[-1].group_id == sample.group_id
+        length = len(sample.token_ids) + (0 if shared else len(sample.prompt_ids))
         if current and used + length > max_tokens:
             yield current
-            current, used = [], 0
+            current, used, length = [], 0, len(sample.token_ids) + len(sample.prompt_ids)
         current.append(sample)
         used += length
     if current:
@@ -43,14 +44,16 @@ def micro_batches(samples: list[Sample], max_tokens: int) -> Iterator[list[Sampl
 
 @dataclass(frozen=True)
 class Packed:
-    """Tensors of one micro-batch. Position i of the row predicts token i + 1 of its sequence.
+    """Tensors of one micro-batch. The row holds each group's prompt once, then its siblings' answers, as blocks.
 
+    lengths: of the blocks. prefixes: the prompt's block of each answer's block, None for a prompt (PackedAttention).
     input_ids_N, position_ids_N: the row. loss_positions_M: row positions whose next token is in the loss.
     targets_M, temperature_M: those tokens. rows_M, columns_M: their place in [B, T]. The *_BT streams are padded
     with 0.
     """
 
     lengths: list[int]
+    prefixes: list[int | None]
     input_ids_N: torch.Tensor
     position_ids_N: torch.Tensor
     loss_positions_M: torch.Tensor
@@ -69,17 +72,35 @@ class Packed:
 
 
 def pack(samples: list[Sample], device: torch.device) -> Packed:
-    """Flatten the samples into one row, each without its last token (it predicts nothing)."""
-    rows, positions, loss_at, lengths = [], [], [], []
-    offset = 0
+    """Flatten the samples into one row. An answer's last token is left out: it predicts nothing.
+
+    An answer's first token is predicted by the prompt's last position, the same for all siblings.
+    """
+    rows: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    loss_at: list[np.ndarray] = []
+    prefixes: list[int | None] = []
+    offset = prompt_block = prompt_end = 0
+    previous: Sample | None = None
     for s in samples:
-        assert len(s.prompt_ids), f"rollout {s.rollout_id} has an empty prompt: nothing predicts its first token"
-        ids = np.concatenate([s.prompt_ids, s.token_ids])[:-1]
-        rows.append(ids)
-        positions.append(np.arange(len(ids)))
-        loss_at.append(offset + len(s.prompt_ids) - 1 + np.flatnonzero(s.mask))
-        lengths.append(len(ids))
-        offset += len(ids)
+        num_prompt = len(s.prompt_ids)
+        assert num_prompt, f"rollout {s.rollout_id} has an empty prompt: nothing predicts its first token"
+        if previous is None or s.group_id != previous.group_id:
+            prompt_block, prompt_end = len(rows), offset + num_prompt
+            rows.append(s.prompt_ids)
+            positions.append(np.arange(num_prompt))
+            prefixes.append(None)
+            offset = prompt_end
+        else:
+            assert np.array_equal(s.prompt_ids, previous.prompt_ids), f"siblings of group {s.group_id} differ in prompt"
+        previous = s
+        predicted = np.flatnonzero(s.mask)
+        loss_at.append(np.where(predicted == 0, prompt_end - 1, offset + predicted - 1))
+        if len(s.token_ids) > 1:
+            rows.append(s.token_ids[:-1])
+            positions.append(num_prompt + np.arange(len(s.token_ids) - 1))
+            prefixes.append(prompt_block)
+            offset += len(s.token_ids) - 1
     width = max(len(s.token_ids) for s in samples)
 
     def padded(arrays: list[np.ndarray], dtype: type) -> torch.Tensor:
@@ -93,7 +114,8 @@ def pack(samples: list[Sample], device: torch.device) -> Packed:
 
     masks = [s.mask for s in samples]
     return Packed(
-        lengths=lengths,
+        lengths=[len(r) for r in rows],
+        prefixes=prefixes,
         input_ids_N=flat(rows),
         position_ids_N=flat(positions),
         loss_positions_M=flat(loss_at),

@@ -100,10 +100,13 @@ class Trainer:
     def _logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs, entropies) [M] of the loss tokens under the current weights."""
         hidden_NE = hidden_states(
-            self._plain, packed.input_ids_N, packed.position_ids_N, PackedAttention(packed.lengths)
+            self._plain, packed.input_ids_N, packed.position_ids_N, PackedAttention(packed.lengths, packed.prefixes)
         )
         return chunked_logprobs(
-            hidden_NE[packed.loss_positions_M], Head.of(self._plain), packed.targets_M, packed.temperature_M
+            hidden_NE.index_select(0, packed.loss_positions_M),
+            Head.of(self._plain),
+            packed.targets_M,
+            packed.temperature_M,
         )
 
     @torch.no_grad()

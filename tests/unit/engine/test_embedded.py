@@ -1,4 +1,4 @@
-"""The embedded engine against the plain model: tokens, log-probs, interruption at every cut, memory pressure, KV policies."""
+"""The embedded engine against the plain model: tokens, log-probs, every cut position, memory pressure, KV policies."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from samples import random_samples
 
 from rollover.train.packing import micro_batches, pack, split_groups
+from rollover.types import Sample
 
 CPU = torch.device("cpu")
 
@@ -22,27 +23,40 @@ def test_micro_batches_keep_order_and_budget(seed: int, budget: int, num_groups:
     samples[1] = dataclasses.replace(samples[1], mask=np.zeros_like(samples[1].mask))
     parts = list(micro_batches(samples, budget))
     assert [s.rollout_id for p in parts for s in p] == [s.rollout_id for s in samples if s.mask.any()]
-    sizes = [[len(s.prompt_ids) + len(s.token_ids) for s in p] for p in parts]
-    assert all(sum(p) <= budget or len(p) == 1 for p in sizes)
+
+    def row_tokens(part: list[Sample]) -> int:
+        prompts = {s.group_id: len(s.prompt_ids) for s in part}
+        return sum(prompts.values()) + sum(len(s.token_ids) for s in part)
+
+    assert all(row_tokens(p) <= budget or len(p) == 1 for p in parts)
     # Greedy: the next sample would not have fitted.
-    assert all(sum(a) + b[0] > budget for a, b in zip(sizes, sizes[1:], strict=False))
+    assert all(row_tokens([*a, b[0]]) > budget for a, b in zip(parts, parts[1:], strict=False))
 
 
-@given(st.integers(0, 1000), st.integers(1, 5))
-def test_packed_row_and_its_maps(seed: int, num: int) -> None:
-    samples = random_samples(seed, num, 1)
+@given(st.integers(0, 1000), st.integers(1, 4), st.integers(1, 4))
+def test_packed_row_and_its_maps(seed: int, num_groups: int, size: int) -> None:
+    """Following a block's prefix gives the sample back; every loss token is predicted from the position before it."""
+    samples = random_samples(seed, num_groups, size)
     packed = pack(samples, CPU)
     assert sum(packed.lengths) == len(packed.input_ids_N) == len(packed.position_ids_N)
-    at = iter(range(len(packed.loss_positions_M)))
+    assert packed.prefixes.count(None) == num_groups, "one copy of each prompt"
     starts = np.cumsum([0, *packed.lengths])
+    block_of = np.repeat(np.arange(len(packed.lengths)), packed.lengths)
+    at = iter(range(len(packed.loss_positions_M)))
     for b, sample in enumerate(samples):
         full = np.concatenate([sample.prompt_ids, sample.token_ids])
         for column in np.flatnonzero(sample.mask):
             m = next(at)
-            position = int(packed.loss_positions_M[m]) - int(starts[b])
-            assert full[position + 1] == int(packed.targets_M[m]) == sample.token_ids[column]
-            assert int(packed.input_ids_N[starts[b] + position]) == full[position]
-            assert int(packed.position_ids_N[starts[b] + position]) == position
+            row = int(packed.loss_positions_M[m])
+            block = int(block_of[row])
+            prefix = packed.prefixes[block]
+            seen = packed.input_ids_N[starts[block] : row + 1].tolist()
+            if prefix is not None:
+                seen = packed.input_ids_N[starts[prefix] : starts[prefix + 1]].tolist() + seen
+            position = len(sample.prompt_ids) + int(column) - 1
+            assert seen == full[: position + 1].tolist()
+            assert int(packed.position_ids_N[row]) == position
+            assert int(packed.targets_M[m]) == full[position + 1] == sample.token_ids[column]
             assert (int(packed.rows_M[m]), int(packed.columns_M[m])) == (b, column)
             assert float(packed.temperature_M[m]) == pytest.approx(sample.temperature)
             assert float(packed.behavior_logprobs_BT[b, column]) == sample.behavior_logprobs[column]

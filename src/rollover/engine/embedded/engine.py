@@ -21,6 +21,8 @@ from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest, WeightLoad
 from rollover.types import Segment, StopReason
 
+_TURNS_BETWEEN_STEPS = 16
+
 KVPolicy = Literal["recompute", "keep", "salt"]
 
 
@@ -82,7 +84,7 @@ class EmbeddedEngine:
         if not self._batcher.cache.fits_alone(total):
             raise ValueError(
                 f"engine.kv_memory_gb is too small for one rollout of {total} tokens"
-                f" ({total * self._batcher.cache.bytes_per_token / 1e9:.3f} GB): raise it or lower rollout.max_new_tokens"
+                f" ({total * self._batcher.cache.bytes_per_token / 1e9:.3f} GB): raise it or lower max_new_tokens"
             )
         if self._max_positions is not None and total > self._max_positions:
             raise ValueError(
@@ -108,8 +110,10 @@ class EmbeddedEngine:
     async def _run(self) -> None:
         try:
             while self._batcher.busy:
-                # Others run first, so that calls made together are batched together.
-                await asyncio.sleep(0)
+                # Others run first: calls made together are batched together, and a reward's round trip through pipes
+                # and locks takes many turns of the event loop, which must not cost a decode step each.
+                for _ in range(_TURNS_BETWEEN_STEPS):
+                    await asyncio.sleep(0)
                 self.step()
         except Exception as error:
             for seq in list(self._batcher.active()):

@@ -140,14 +140,15 @@ class DecodeAttention:
             if not plan.whole:
                 query = query.new_zeros(plan.num_rows, *query.shape[1:]).index_copy_(0, plan.rows, query)
             # Whole rows, not the longest used part: a slice would be copied before the batched matmul.
-            scores = torch.matmul(query, keys[: plan.num_rows].transpose(2, 3)).float() * scale
+            # In float32, as causal_attention: see there.
+            scores = torch.matmul(query.float(), keys[: plan.num_rows].float().transpose(2, 3)) * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             limit = window if window is not None and window < bucket.row_tokens else None
             if (index, limit) not in self._bias:
                 self._bias[index, limit] = plan.bias(limit)
-            probs = torch.softmax(scores + self._bias[index, limit], dim=-1).to(query.dtype)
-            out = torch.matmul(probs, values[: plan.num_rows])
+            probs = torch.softmax(scores + self._bias[index, limit], dim=-1)
+            out = torch.matmul(probs, values[: plan.num_rows].float()).to(query.dtype)
             outputs.append((out if plan.whole else out[plan.rows]).reshape(-1, heads, size))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

@@ -68,7 +68,7 @@ def _draw(scaled_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tens
 def sample(
     logits_BV: torch.Tensor, params: Seq[SamplingParams], uniforms_B: np.ndarray
 ) -> tuple[list[int], list[float]]:
-    """Token and behavior log-prob per row: of the distribution really sampled from (temperature and truncation included).
+    """Token and behavior log-prob per row, of the distribution really sampled from (temperature, truncation included).
 
     Greedy rows (temperature 0) sample a point mass: log-prob 0. logits_BV float32.
     """

@@ -1,0 +1,90 @@
+"""A tiny run of the real program: model folder, dataset, reward, configuration, and how to read what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tiny
+
+REPOSITORY = Path(__file__).parents[2]
+
+REWARD = '''
+def reward(prompts, completions, **columns):
+    """Share of digits: something a model can learn, and that differs between siblings."""
+    return [sum(c.isdigit() for c in text[-1]["content"]) / 48 for text in completions]
+'''
+
+
+def write(folder: Path, *, steps: int = 4, rows: int = 400, family: str = "llama", **tables: Mapping[str, Any]) -> Path:
+    """A recipe with its model and dataset in `folder`; `tables` change or add values. Returns the recipe's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "model").exists():
+        tiny.save(folder / "model", family)
+    (folder / "reward.py").write_text(REWARD)
+    with (folder / "tasks.jsonl").open("w") as file:
+        for i in range(rows):
+            file.write(json.dumps({"prompt": f"count to {i}", "answer": str(i)}) + "\n")
+    values: dict[str, dict[str, Any]] = {
+        "run": {"name": "tiny", "dir": str(folder / "run"), "threads": 1},
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "rollout": {
+            "groups_per_step": 3,
+            "group_size": 3,
+            "max_new_tokens": 48,
+            "in_flight_groups": 8,
+            "interrupt": "when_enough",
+            "max_staleness": 2,
+        },
+        "engine": {"max_running": 8, "kv_memory_gb": 0.1},
+        "train": {"num_steps": steps, "learning_rate": 1e-3, "micro_batch_tokens": 256},
+        "rewards": {"function": f"{folder / 'reward.py'}:reward"},
+        "checkpoint": {"every_steps": 2, "keep": 2},
+        "track": {"live": "plain"},
+    }
+    for table, changes in tables.items():
+        values.setdefault(table, {}).update(changes)
+    lines = []
+    for table, fields in values.items():
+        lines.append(f"[{table}]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in fields.items() if value is not None]
+    lines += ["[[tasks.sources]]", 'kind = "dataset"', f"path = {json.dumps(str(folder / 'tasks.jsonl'))}"]
+    path = folder / "recipe.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "rollover", *map(str, words)]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def rollover(*words: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words), env=environment(), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Complete lines only: a killed writer may have left half a line."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def records(run_dir: Path, last_step: int | None = None) -> list[dict[str, Any]]:
+    """Recorded rollouts of steps up to `last_step`."""
+    out = []
+    for path in sorted((run_dir / "rollouts").glob("step-*.jsonl")):
+        if last_step is None or int(path.stem.removeprefix("step-")) <= last_step:
+            out += json_lines(path)
+    return out

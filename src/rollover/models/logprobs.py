@@ -1,7 +1,7 @@
 """Token log-probs from hidden states, without ever holding [tokens, vocabulary] whole.
 
 Shapes: N tokens, C tokens of a chunk, E hidden size, V vocabulary. Owns the definition that engine and trainer share:
-log softmax(logits / T) over the full vocabulary, logits in the compute dtype, everything after them in float32.
+log softmax(logits / T) over the full vocabulary, all of it in float32.
 """
 
 from __future__ import annotations
@@ -37,9 +37,14 @@ class Head:
         linear = getattr(linear, "base_layer", linear)
         return cls(linear.weight, linear.bias, getattr(config, "final_logit_softcapping", None), multiplier)
 
+    def in_float32(self) -> Head:
+        """A copy that computes in float32. Logits of 30 rounded to bfloat16 are off by 0.06: too much for log-probs."""
+        bias_V = None if self.bias_V is None else self.bias_V.detach().float()
+        return Head(self.weight_VE.detach().float(), bias_V, self.softcap, self.multiplier)
+
     def logits(self, hidden_CE: torch.Tensor) -> torch.Tensor:
         """Float32 logits [C, V], before the temperature."""
-        logits_CV = torch.nn.functional.linear(hidden_CE, self.weight_VE, self.bias_V).float()
+        logits_CV = torch.nn.functional.linear(hidden_CE.to(self.weight_VE.dtype), self.weight_VE, self.bias_V)
         if self.multiplier != 1.0:
             logits_CV = logits_CV * self.multiplier
         if self.softcap is not None:
@@ -62,7 +67,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         multiplier: float,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = Head(weight_VE, bias_V, softcap, multiplier)
+        head = Head(weight_VE, bias_V, softcap, multiplier).in_float32()
         num = hidden_NE.shape[0]
         logprobs_N = torch.empty(num, dtype=torch.float32, device=hidden_NE.device)
         entropy_N = torch.empty_like(logprobs_N)
@@ -93,7 +98,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_N = grads[0]
         hidden_NE, weight_VE, bias_V, targets_N, temperature_N, log_z_N = ctx.saved_tensors
-        head = Head(weight_VE, bias_V, ctx.softcap, ctx.multiplier)
+        head = Head(weight_VE, bias_V, ctx.softcap, ctx.multiplier).in_float32()
         grad_hidden_NE = torch.empty_like(hidden_NE)
         need_weight, need_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         grad_weight_VE = (
@@ -114,10 +119,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_CV *= slope_CV
             if ctx.multiplier != 1.0:
                 grad_CV *= ctx.multiplier
-            narrow_CV = grad_CV.to(hidden_NE.dtype)
-            grad_hidden_NE[part] = narrow_CV @ weight_VE
+            narrow_CV = grad_CV.to(weight_VE.dtype)
+            grad_hidden_NE[part] = (narrow_CV @ weight_VE).to(hidden_NE.dtype)
             if grad_weight_VE is not None:
-                grad_weight_VE += narrow_CV.T @ hidden_NE[part]
+                grad_weight_VE += narrow_CV.T @ hidden_NE[part].to(weight_VE.dtype)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
         return (

@@ -300,7 +300,8 @@ def test_release_forgets_kept_kv() -> None:
 
     async def go() -> None:
         task = asyncio.create_task(target.extend(request("0-0", PROMPTS[3], 30)))
-        for _ in range(6):
+        await asyncio.sleep(0)
+        while sum(map(len, target.progress(["0-0"])["0-0"])) < 3:
             await asyncio.sleep(0)
         target.interrupt(["0-0"])
         await task

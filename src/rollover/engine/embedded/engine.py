@@ -237,6 +237,7 @@ class EmbeddedEngine:
                 assert parameter is not None, f"the engine's model has no parameter {name}"
                 parameter.copy_(tensor)
                 num_bytes += parameter.numel() * parameter.element_size()
+        self._runner.on_new_weights()
         if version != self._version:
             for seq in self._batcher.active():
                 seq.cut_at_update(self._version)

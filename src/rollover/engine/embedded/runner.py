@@ -158,8 +158,12 @@ class Runner:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.head = Head.of(model)
+        self.head = Head.of(model).in_float32()
         self.device = next(model.parameters()).device
+
+    def on_new_weights(self) -> None:
+        """The model's parameters were replaced in place: take the output layer again."""
+        self.head = Head.of(self.model).in_float32()
 
     def prefill(self, chunks: list[Chunk]) -> None:
         """Compute and cache keys and values of the chunks. No logits: the last known token is decoded."""

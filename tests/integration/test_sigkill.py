@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 import runs
 import safetensors.numpy
 
@@ -52,8 +53,11 @@ def children_of(process: subprocess.Popen) -> list[psutil.Process]:
         return []
 
 
-def test_sigkill_at_random_moments(tmp_path: Path) -> None:
-    rng = random.Random(20)
+@pytest.mark.parametrize(
+    "seed", [20, pytest.param(21, marks=pytest.mark.slow), pytest.param(22, marks=pytest.mark.slow)]
+)
+def test_sigkill_at_random_moments(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
     recipe = runs.write(tmp_path, steps=10_000, checkpoint={"every_steps": 3, "save_final_model": False})
     run_dir = tmp_path / "run"
     metrics = run_dir / "metrics.jsonl"

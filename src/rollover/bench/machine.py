@@ -57,11 +57,6 @@ def matmul_gflops(dtype: torch.dtype, size: int = 2048) -> float:
     return 2 * size**3 / statistics.median(seconds(lambda: a @ b, 5)) / 1e9
 
 
-def linear_shapes(model: Any) -> list[tuple[int, int]]:
-    """(out, in) of every linear layer in order, the output head included."""
-    return [tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear)]
-
-
 @torch.no_grad()
 def linear_decode_s(model: Any, rows: int, dtype: torch.dtype, runs: int) -> float:
     """Median seconds of the model's linear layers alone, in sequence, each with its own (cold) weights."""
@@ -90,7 +85,7 @@ def linear_train_s(model: Any, rows: int, head_rows: int, dtype: torch.dtype, ru
     def once() -> None:
         for weight, x, grad in work:
             torch.nn.functional.linear(x, weight)
-            grad @ weight
-            grad.T @ x
+            torch.matmul(grad, weight)
+            torch.matmul(grad.T, x)
 
     return statistics.median(seconds(once, runs))

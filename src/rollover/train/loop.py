@@ -113,7 +113,7 @@ class Run:
             self.view.phase("checking the reward functions")
             await probe_rewards(self.config, self.parts.rewarder)
         self._listen_for_signals()
-        await self._evaluate_if(not self._evaluated_before())
+        await self._evaluate_if(not self._eval_rows())
         trainer, config = self.parts.trainer, self.config
         self.row_started = time.perf_counter()
         self.seconds.clear()  # the evaluation before the first step belongs to no row
@@ -224,12 +224,11 @@ class Run:
             result = await evaluate(
                 self.held_out, parts.engine, parts.rewarder, parts.loaded.tokenizer, config, parts.stop_token_ids
             )
+        if self.stopping:
+            return  # the interruption cut its answers short
         version = parts.trainer.policy_version
         self.evals.write({"step": version, "policy_version": version, **result})
         self.view.message(f"held-out mean reward after {version} steps: {result['mean']:.3f}")
-
-    def _evaluated_before(self) -> bool:
-        return any(row["step"] == self.parts.trainer.policy_version for row in self._eval_rows())
 
     def _eval_rows(self) -> list[dict[str, Any]]:
         path = self.dir / "eval.jsonl"

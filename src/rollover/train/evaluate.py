@@ -123,12 +123,12 @@ def print_eval(result: dict[str, Any]) -> None:
     names = [k for k in result if k.startswith("pass@") and not k.endswith("_ci")]
     table = Table("source", "tasks", "mean reward", *names)
     for source, row in [*result["sources"].items(), ("all", result)]:
-        low, high = row["ci"]
+        interval = f" [{row['ci'][0]:.3f}, {row['ci'][1]:.3f}]" if row["ci"] else ""
         cells = []
         for name in names:
             ci = row.get(f"{name}_ci")
             cells.append(f"{row[name]:.3f}" + (f" [{ci[0]:.3f}, {ci[1]:.3f}]" if ci else ""))
-        table.add_row(source, str(row["tasks"]), f"{row['mean']:.3f} [{low:.3f}, {high:.3f}]", *cells)
+        table.add_row(source, str(row["tasks"]), f"{row['mean']:.3f}{interval}", *cells)
     Console().print(table)
 
 

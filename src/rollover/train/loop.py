@@ -249,7 +249,7 @@ class Run:
         if not names:
             raise ValueError(
                 f"--resume: no checkpoint in {self.config.checkpoint.dir or self.dir / 'checkpoints'}:"
-                " start without --resume"
+                " delete the directory of the run, or give another run.dir, and start without --resume"
             )
         if wanted and wanted not in names:
             raise ValueError(f"checkpoint.resume_from = {wanted!r}: there is {', '.join(names)}")

@@ -29,7 +29,8 @@ from rollover.types import Reward, Rollout, Task
 
 def set_threads(config: Config) -> None:
     """Torch threads: run.threads, else one per core this process may use."""
-    torch.set_num_threads(config.run.threads or len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(config.run.threads or cores)
 
 
 def run_dir(config: Config) -> Path:

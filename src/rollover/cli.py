@@ -129,7 +129,7 @@ def _train(args: argparse.Namespace, overrides: Overrides) -> int:
         raise ValueError(f'checkpoint.resume_from = "{name}" has no effect without --resume: add it, or remove the key')
     from rollover.train.loop import run_training
 
-    command = [*map(str, args.files), *(word for key, value in overrides for word in (f"--{key}", value))]
+    command = [*map(str, args.files), *(f"--{key}={value}" for key, value in overrides)]
     return run_training(resolved, args.resume, command)
 
 

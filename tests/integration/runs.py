@@ -77,8 +77,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     """Complete lines only: a killed writer may have left half a line."""
     if not path.exists():
         return []
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def records(run_dir: Path, last_step: int | None = None) -> list[dict[str, Any]]:

@@ -105,11 +105,6 @@ def test_corrupted_checkpoint_is_refused_and_the_previous_one_offered(
     assert [r["step"] for r in runs.json_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_resume_without_a_checkpoint(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, error = run(capsys, "train", recipe, "--resume")
-    assert code == 2 and "no checkpoint" in error
-
-
 def test_full_disk_keeps_the_old_checkpoint(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,11 +65,8 @@ def test_sigkill_at_random_moments(tmp_path: Path, seed: int) -> None:
     committed = 0
     kept_partial = 0
     for kill in range(KILLS):
-        words = ["train", recipe, *(["--resume"] if committed else [])]
-        if not committed and metrics.exists():
-            # Killed before the first checkpoint: there is nothing to resume from.
-            for path in (metrics, run_dir / "eval.jsonl"):
-                path.unlink(missing_ok=True)
+        # Killed before the first checkpoint, a run begins again.
+        words = ["train", recipe, *(["--resume"] if kill else [])]
         process = subprocess.Popen(
             runs.command(*words), env=runs.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

@@ -109,6 +109,7 @@ def test_eval_and_sample(finished: Path) -> None:
 
 
 def test_ctrl_c_parks_and_the_printed_command_resumes(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "with space"
     recipe = runs.write(tmp_path, steps=200, checkpoint={"every_steps": 0})
     process = subprocess.Popen(
         runs.command("train", recipe),
@@ -126,10 +127,12 @@ def test_ctrl_c_parks_and_the_printed_command_resumes(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in output, output
-    printed = next(line.strip() for line in output.splitlines() if line.strip().startswith("rollover train"))
+    printed = next(line.strip() for line in output.splitlines() if line.strip().endswith("--resume"))
     reached = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
-    words = printed.split()[1:]
-    done = runs.rollover(*words, "--train.num_steps", str(reached + 2))
+    # As a user pastes it; a path with a space must survive the shell.
+    done = subprocess.run(
+        f"{printed} --train.num_steps {reached + 2}", shell=True, env=runs.environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert [r["step"] for r in runs.json_lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, reached + 3))
 

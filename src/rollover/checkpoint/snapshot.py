@@ -15,13 +15,12 @@ from typing import Any
 import safetensors.numpy
 import safetensors.torch
 
-from rollover.checkpoint.store import CheckpointStore, checkpoint_name
+from rollover.checkpoint.store import checkpoint_name
 from rollover.envs.single_turn import PromptSource
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Scheduler
-from rollover.track.recorder import RolloutRecorder
-from rollover.track.sinks import JsonlSink
+from rollover.train.directory import RunDirectory
 from rollover.train.trainer import Trainer
 
 FORMAT = 1
@@ -37,13 +36,13 @@ class Owners:
     scheduler: Scheduler
     ledger: Ledger
     prompts: PromptSource
-    metrics: JsonlSink
-    evals: JsonlSink
-    recorder: RolloutRecorder
+    directory: RunDirectory
 
 
-def write_snapshot(store: CheckpointStore, owners: Owners) -> str:
+def write_snapshot(owners: Owners) -> str:
     """Write the checkpoint of the trainer's current version; returns its name. CheckpointWriteError if it fails."""
+    owners.directory.metrics.sync()
+    owners.directory.evals.sync()
     tensors, trainer_meta = owners.trainer.save_state()
     cache_meta, arrays = owners.cache.state_dict()
     state = {
@@ -53,8 +52,6 @@ def write_snapshot(store: CheckpointStore, owners: Owners) -> str:
         "scheduler": owners.scheduler.state_dict(),
         "ledger": owners.ledger.state_dict(),
         "prompts": owners.prompts.state_dict(),
-        "metrics_position": owners.metrics.position(),
-        "evals_position": owners.evals.position(),
     }
     name = checkpoint_name(owners.trainer.policy_version)
     files: dict[str, Callable[[str], None] | bytes] = {
@@ -65,13 +62,13 @@ def write_snapshot(store: CheckpointStore, owners: Owners) -> str:
     for kind in sorted({key.partition("/")[0] for key in tensors}):
         part = {key: value.contiguous() for key, value in tensors.items() if key.startswith(f"{kind}/")}
         files[f"{_TRAINER}{kind}.safetensors"] = partial(safetensors.torch.save_file, part)
-    store.write(name, files)
+    owners.directory.store.write(name, files)
     return name
 
 
-def load_snapshot(store: CheckpointStore, name: str, owners: Owners) -> None:
-    """Restore every owner from checkpoint `name`. What a later, abandoned part of the run wrote is cut off."""
-    files = store.open(name)
+def load_snapshot(name: str, owners: Owners) -> None:
+    """Restore every owner from checkpoint `name`. What the run wrote after it stays: see RunDirectory.truncate."""
+    files = owners.directory.store.open(name)
     state: dict[str, Any] = json.loads(Path(files["state.json"]).read_text())
     if state["format"] != FORMAT:
         raise ValueError(f"checkpoint {name} has format {state['format']}, this version reads {FORMAT}")
@@ -84,8 +81,4 @@ def load_snapshot(store: CheckpointStore, name: str, owners: Owners) -> None:
     owners.scheduler.load_state_dict(state["scheduler"])
     owners.ledger.load_state_dict(state["ledger"])
     owners.prompts.load_state_dict(state["prompts"])
-    owners.metrics.truncate(state["metrics_position"])
-    owners.evals.truncate(state["evals_position"])
-    owners.recorder.truncate(owners.trainer.policy_version)
     owners.ledger.check(owners.cache)
-    store.discard_after(name)

@@ -17,5 +17,5 @@ class RewardsConfig(Table):
     )
     startup_timeout_s: float = Field(default=120.0, gt=0, description="Limit of loading the function in its worker.")
     min_valid: int = Field(
-        default=2, ge=1, description="A group with fewer valid rewards is dropped (too_few_rewards)."
+        default=2, ge=2, description="A group with fewer valid rewards is dropped (too_few_rewards)."
     )

@@ -55,7 +55,7 @@ def truncates_sampling(config: Config) -> bool:
     return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
 
 
-def _fields(table: str, *, without: str) -> tuple[str, ...]:
+def _fields(table: str, *, without: str = "") -> tuple[str, ...]:
     return tuple(name for name, _ in leaves() if name.startswith(f"{table}.") and name != f"{table}.{without}")
 
 
@@ -77,10 +77,16 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 INERT: tuple[Inert, ...] = (
     Inert(
-        tuple(f"rollout.{name}" for name in _GENERATION + _SAMPLING),
+        (
+            *(f"rollout.{name}" for name in _GENERATION + _SAMPLING),
+            *_fields("engine"),
+            *_fields("rewards"),
+            "eval.num_tasks",
+            "track.rollouts",
+        ),
         ("run.replay_rollouts",),
         lambda c: bool(c.run.replay_rollouts),
-        "with run.replay_rollouts: nothing is generated, recorded rollouts are trained as they are",
+        "with run.replay_rollouts: nothing is generated or scored, recorded rollouts are trained as they are",
     ),
     Inert(
         ("rollout.interrupt",),

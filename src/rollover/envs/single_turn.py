@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollover.config import TasksConfig
+from jinja2 import TemplateError
+
 from rollover.envs.tasks.stream import TaskStream
 from rollover.types import Task
 
@@ -23,16 +24,21 @@ def encode_prompt(task: Task, tokenizer: Any) -> tuple[int, ...]:
         raise ValueError(
             "the model's tokenizer has no chat template: set tasks.chat = false to send prompts as plain text"
         )
-    return tuple(
-        tokenizer.apply_chat_template(list(task.messages), add_generation_prompt=True, tokenize=True, return_dict=False)
-    )
+    messages = list(task.messages)
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except TemplateError as error:
+        raise ValueError(
+            f"task {task.task_id!r} of {task.source}: the model's chat template refuses its messages: {error}"
+        ) from error
+    return tuple(ids)
 
 
 class PromptSource:
     """The `next_task` of the driver: next (task, prompt ids) whose prompt is short enough, None at the end."""
 
-    def __init__(self, stream: TaskStream, tokenizer: Any, config: TasksConfig) -> None:
-        self.stream, self.tokenizer, self.config = stream, tokenizer, config
+    def __init__(self, stream: TaskStream, tokenizer: Any, max_prompt_tokens: int) -> None:
+        self.stream, self.tokenizer, self.max_prompt_tokens = stream, tokenizer, max_prompt_tokens
         self.num_skipped = 0
 
     def __call__(self) -> tuple[Task, tuple[int, ...]] | None:
@@ -41,12 +47,12 @@ class PromptSource:
             if task is None:
                 return None
             prompt_ids = encode_prompt(task, self.tokenizer)
-            if len(prompt_ids) <= self.config.max_prompt_tokens:
+            if len(prompt_ids) <= self.max_prompt_tokens:
                 return task, prompt_ids
             self.num_skipped += 1
         raise ValueError(
-            f"{_MAX_SKIPS} tasks in a row have prompts above tasks.max_prompt_tokens = {self.config.max_prompt_tokens}:"
-            " raise it"
+            f"{_MAX_SKIPS} tasks in a row have prompts above {self.max_prompt_tokens} tokens: raise"
+            " tasks.max_prompt_tokens, or lower rollout.max_new_tokens if the model's positions are the limit"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from rollover.config import ModelConfig
 from rollover.models import attention
@@ -100,7 +101,7 @@ def load_model(
             **source,
         )
         tokenizer = AutoTokenizer.from_pretrained(path, **source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ValueError(f"model.path = {cfg.path!r} cannot be loaded: {error}") from error
     model.eval()
     if device is not None:

@@ -124,6 +124,19 @@ class Driver:
         finally:
             await self._abandon()
 
+    def check_restored(self, version: int) -> None:
+        """After a restart: ValueError where this config cannot go on with the rollouts that a snapshot brought back."""
+        self.scheduler.check_held(self.cache.groups, version)
+        for rollout in (r for g in self.cache.groups.values() for r in g.rollouts):
+            for segment in rollout.segments:
+                was = segment.sampling.temperature
+                if segment.trainable and was != self._sampling.temperature:
+                    raise ValueError(
+                        f"--resume with rollout.temperature = {self._sampling.temperature:g}: rollout"
+                        f" {rollout.rollout_id} was begun at {was:g}, and a rollout has one temperature."
+                        f" Set rollout.temperature = {was:g}"
+                    )
+
     def after_publish(self, version: int) -> list[Group]:
         """Drop what can no longer be trained in bound, now that the trainer is at `version`. Returns those groups."""
         stale = self.scheduler.to_drop(self.cache.groups, version)

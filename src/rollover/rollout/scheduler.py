@@ -118,6 +118,21 @@ class Scheduler:
         assert not (stale and self.finish_first), f"finish_first let groups {stale} pass the staleness bound"
         return stale
 
+    def check_held(self, groups: Groups, version: int) -> None:
+        """ValueError if groups that another config left behind cannot be trained in bound by this one."""
+        if not self.finish_first:
+            return
+        most = (1 + self.config.max_staleness) * self.config.groups_per_step
+        if len(groups) > most or not is_feasible(
+            self._deadlines(groups).values(), version - 1, self.config.groups_per_step
+        ):
+            raise ValueError(
+                f"--resume: the {len(groups)} groups that the checkpoint holds cannot all be trained with"
+                f" rollout.max_staleness = {self.config.max_staleness} and rollout.groups_per_step ="
+                f" {self.config.groups_per_step}. Set them back to what the run had (config.resolved.json), or set"
+                ' rollout.on_stale = "drop" to lose groups that get too old'
+            )
+
     # What was done
 
     def on_admit(self, group: Group, version: int) -> None:

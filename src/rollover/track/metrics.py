@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-Kind = Literal["mean", "sum", "max", "last", "rate"]
+Kind = Literal["mean", "sum", "max", "last", "counter", "rate"]
 Row = Mapping[str, float | int | None]
 
 
@@ -24,8 +24,9 @@ Row = Mapping[str, float | int | None]
 class Metric:
     """One key of `metrics.jsonl`.
 
-    `kind` says how the rows of several steps become one: mean, sum, max, the last one (gauges and cumulative
-    counters), or, for a rate, sum of `numerator` / sum of `denominator` (both keys of METRICS).
+    `kind` says how the rows of several steps become one: mean, sum, max, the last one (gauges), the last one of a
+    counter that grows over the whole run, or, for a rate, sum of `numerator` / sum of `denominator` (both keys of
+    METRICS).
     """
 
     key: str
@@ -48,26 +49,26 @@ METRICS: list[Metric] = [
     Metric("reward/missing", "sum", "rollouts", "Trained groups' rollouts without a reward (masked, never scored 0)."),
     Metric("reward/extra/{name}", "mean", "", "Mean of one further entry of the dicts that the reward returned."),
     # Rewards workers
-    Metric("rewards/timeouts", "sum", "calls", "Reward calls that ran past rewards.timeout_s; the worker was killed."),
-    Metric("rewards/crashes", "sum", "calls", "Reward calls whose worker process died."),
-    Metric("rewards/errors", "sum", "calls", "Reward calls that raised or returned something that is not a score."),
+    Metric("rewards/timeouts", "counter", "calls", "Reward calls past rewards.timeout_s; the worker was killed."),
+    Metric("rewards/crashes", "counter", "calls", "Reward calls whose worker process died."),
+    Metric("rewards/errors", "counter", "calls", "Reward calls that raised or returned something that is not a score."),
     # Ledger
-    Metric("tokens/generated", "last", "tokens", "Sampled tokens since step 1. Equals trained + dropped + held."),
-    Metric("tokens/trained", "last", "tokens", "Sampled tokens whose rollout was consumed by a step, cumulative."),
-    Metric("tokens/dropped", "last", "tokens", "Sampled tokens whose group was dropped, cumulative, all reasons."),
+    Metric("tokens/generated", "counter", "tokens", "Sampled tokens since step 1. Equals trained + dropped + held."),
+    Metric("tokens/trained", "counter", "tokens", "Sampled tokens whose rollout was consumed by a step, cumulative."),
+    Metric("tokens/dropped", "counter", "tokens", "Sampled tokens whose group was dropped, cumulative, all reasons."),
     Metric("tokens/held", "last", "tokens", "Sampled tokens of groups now in the system, unfinished ones included."),
     Metric("tokens/step_generated", "sum", "tokens", "Tokens sampled in this step."),
     Metric("tokens/step_trained", "sum", "tokens", "Sampled tokens of the rollouts that this step trained on."),
-    Metric("dropped/{reason}/groups", "last", "groups", "Groups dropped for this reason, cumulative."),
-    Metric("dropped/{reason}/tokens", "last", "tokens", "Sampled tokens dropped for this reason, cumulative."),
-    Metric("groups/admitted", "last", "groups", "Groups admitted since step 1. Equals consumed + dropped + held."),
-    Metric("groups/consumed", "last", "groups", "Groups trained, cumulative."),
-    Metric("groups/dropped", "last", "groups", "Groups dropped, cumulative, all reasons."),
+    Metric("dropped/{reason}/groups", "counter", "groups", "Groups dropped for this reason, cumulative."),
+    Metric("dropped/{reason}/tokens", "counter", "tokens", "Sampled tokens dropped for this reason, cumulative."),
+    Metric("groups/admitted", "counter", "groups", "Groups admitted since step 1. Equals consumed + dropped + held."),
+    Metric("groups/consumed", "counter", "groups", "Groups trained, cumulative."),
+    Metric("groups/dropped", "counter", "groups", "Groups dropped, cumulative, all reasons."),
     Metric("groups/held", "last", "groups", "Groups now in the system."),
     Metric("groups/zero_variance", "mean", "share", "Share of trained groups with equal rewards: no gradient."),
-    Metric("tasks/skipped_long_prompt", "last", "tasks", "Tasks skipped by tasks.max_prompt_tokens, cumulative."),
+    Metric("tasks/skipped_long_prompt", "counter", "tasks", "Tasks skipped by tasks.max_prompt_tokens, cumulative."),
     # Rollouts
-    Metric("rollouts/resumed", "last", "rollouts", "Times that an unfinished rollout was continued."),
+    Metric("rollouts/resumed", "counter", "rollouts", "Times that an unfinished rollout was continued."),
     Metric(
         "rollouts/partial_share", "mean", "share", "Share of trained rollouts with segments of >= 2 policy versions."
     ),
@@ -129,13 +130,13 @@ METRICS: list[Metric] = [
     Metric("mismatch/logprob_abs_max", "max", "nats", "Its maximum."),
     Metric("mismatch/kl", "mean", "nats", "KL(behavior, proximal), k1 estimate: mean of behavior - proximal log-prob."),
     # Engine
-    Metric("engine/decode_steps", "last", "steps", "Decode steps, since process start."),
-    Metric("engine/prefill_tokens", "last", "tokens", "Tokens prefilled for the first time, since process start."),
-    Metric("engine/reprefill_tokens", "last", "tokens", "Tokens prefilled again (a cost), since process start."),
-    Metric("engine/preemptions", "last", "rollouts", "Rollouts preempted for KV memory, since process start."),
-    Metric("kv/stale_prefix_tokens", "last", "tokens", "Tokens served from KV of older weights, since process start."),
-    Metric("kv/kept_tokens", "last", "tokens", "Tokens of resumed rollouts with reused KV, since process start."),
-    Metric("kv/shared_prompt_tokens", "last", "tokens", "Prompt tokens shared with a sibling, since process start."),
+    Metric("engine/decode_steps", "counter", "steps", "Decode steps."),
+    Metric("engine/prefill_tokens", "counter", "tokens", "Tokens prefilled for the first time."),
+    Metric("engine/reprefill_tokens", "counter", "tokens", "Tokens prefilled again (a cost)."),
+    Metric("engine/preemptions", "counter", "rollouts", "Rollouts preempted for KV memory."),
+    Metric("kv/stale_prefix_tokens", "counter", "tokens", "Tokens served from KV of older weights."),
+    Metric("kv/kept_tokens", "counter", "tokens", "Tokens of resumed rollouts with reused KV."),
+    Metric("kv/shared_prompt_tokens", "counter", "tokens", "Prompt tokens shared with a sibling."),
     Metric("kv/bytes", "last", "bytes", "Memory of the KV cache now."),
     Metric("memory/peak_rss_bytes", "max", "bytes", "Peak resident memory of the process."),
 ]
@@ -158,6 +159,12 @@ def find(key: str) -> Metric | None:
     if key in exact:
         return exact[key]
     return next((metric for pattern, metric in wildcard if pattern.fullmatch(key)), None)
+
+
+def is_counter(key: str) -> bool:
+    """Whether `key` only grows over a run, so that a resumed run must go on from its last value."""
+    metric = find(key)
+    return metric is not None and metric.kind == "counter"
 
 
 def validate(row: Mapping[str, object]) -> None:
@@ -197,7 +204,7 @@ def _reduce(key: str, values: Mapping[str, list[float]]) -> float | None:
             return sum(values[key])
         case "max":
             return max(values[key])
-        case "last":
+        case "last" | "counter":
             return values[key][-1]
 
 
@@ -208,8 +215,8 @@ def markdown() -> str:
         "",
         "`metrics.jsonl` in the run directory has one JSON object a training step, with these keys. A value that does",
         "not exist (a mean over nothing, NaN) is `null`. `{name}` in a key stands for a name, such as a drop reason or",
-        "a task source. *Reduction* says how the values of several steps become one; a cumulative counter and a gauge",
-        "both keep the last. Cumulative counters are restored by `--resume`, except those counted since process start.",
+        "a task source. *Reduction* says how the values of several steps become one. A `counter` grows over the whole",
+        "run, also across `--resume`; of it, and of a gauge (`last`), the last value is kept.",
         "",
         "Generated by `python -m rollover.track.metrics > docs/metrics.md`; do not edit.",
         "",

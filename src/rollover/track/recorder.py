@@ -49,9 +49,9 @@ class RolloutRecorder:
         self.dir.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, groups: Sequence[RecordedGroup]) -> Path:
-        """Write the file of one step, replacing it if there is one. Returns its path."""
+        """Write the file of one step, or add to it. Returns its path."""
         path = self.dir / f"step-{step:06d}.jsonl"
-        lines = []
+        lines = [path.read_text(encoding="utf-8")] if path.exists() else []
         for recorded in groups:
             rollouts = recorded.group.rollouts
             assert len(recorded.completions) == len(recorded.advantages) == len(rollouts)

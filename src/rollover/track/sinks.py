@@ -1,7 +1,7 @@
 """Durable text files of a run: the append-only JSONL of metrics and evaluations, and atomic whole-file writes.
 
 Owns how a row becomes a line and where a resumed run goes on. It never decides what is in a row, and never rewrites
-a line: resuming cuts the file back to the position that the snapshot holds, so no step appears twice.
+a line: resuming cuts the file back to the step of the snapshot, so no step appears twice.
 """
 
 from __future__ import annotations
@@ -75,32 +75,34 @@ class JsonlSink:
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
-    def position(self) -> int:
-        """Bytes written so far, all of them on disk: what a snapshot stores and `truncate` takes back."""
+    def sync(self) -> None:
+        """Return when every row is on disk: before a checkpoint that counts on them."""
         os.fsync(self._file.fileno())
-        return os.fstat(self._file.fileno()).st_size
 
-    def truncate(self, position: int) -> None:
-        """Forget every row after `position` (from `position()`), half-written ones included.
+    def rows(self) -> list[dict[str, Any]]:
+        """The complete rows of the file; half a line, left by a killed writer, is none."""
+        # Bytes are split: a string's splitlines would also cut at U+2028 inside an answer.
+        return [self._row(line) for line in self.path.read_bytes().split(b"\n")[:-1]]
 
-        Raises ValueError if the file has no line that ends there: it is not the file that the snapshot was taken with.
-        """
-        size = os.fstat(self._file.fileno()).st_size
-        if position > size:
-            raise ValueError(
-                f"{self.path} has {size} bytes but the checkpoint was taken at {position}: rows are missing."
-                " Restore the file, or start a new run in another run.dir."
-            )
-        if position > 0:
-            with open(self.path, "rb") as file:
-                file.seek(position - 1)
-                if file.read(1) != b"\n":
-                    raise ValueError(
-                        f"{self.path}: no row ends at byte {position}, where the checkpoint was taken:"
-                        " the file was changed. Restore it, or start a new run in another run.dir."
-                    )
-        self._file.truncate(position)
+    def truncate(self, step: int) -> None:
+        """Forget the rows after `step` (their key "step"), half-written ones included."""
+        kept = 0
+        with open(self.path, "rb") as file:
+            for line in file:
+                try:
+                    if not line.endswith(b"\n") or self._row(line)["step"] > step:
+                        break
+                except ValueError:  # torn by a crash: what follows is not whole either
+                    break
+                kept += len(line)
+        self._file.truncate(kept)
         os.fsync(self._file.fileno())
+
+    def _row(self, line: bytes) -> dict[str, Any]:
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{self.path} has a line that is not JSON ({error}): restore the file") from error
 
     def close(self) -> None:
         self._file.close()

@@ -1,6 +1,6 @@
 """What is printed at the end of a run: what training did to the reward, where the tokens and the time went, the files.
 
-Owns the layout only. It is given plain data and computes nothing but shares; it never reads a run's files.
+Owns the layout, and what is read out of a run's rows. It never opens a run's files.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rollover.track.live import count, decimal, duration, percent
 
 _DROPPED_TOKENS = re.compile(r"dropped/(.+)/tokens")
 _MAX_ANSWER_CHARS = 400
+_PHASES = ("generate", "score", "train", "weights", "checkpoint", "eval", "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,34 @@ class RunSummary:
     time_s: Mapping[str, float] = field(default_factory=dict)
     paths: Mapping[str, str] = field(default_factory=dict)
     resume_command: str = ""
+
+
+def run_summary(
+    title: str, rows: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], paths: Mapping[str, str]
+) -> RunSummary:
+    """The summary of a whole run, resumptions included, from the rows of metrics.jsonl and eval.jsonl."""
+    before, after = (evals[0], evals[-1]) if len(evals) >= 2 else (None, None)
+    answers = {s["prompt"]: s for s in after["samples"]} if after is not None else {}
+    samples = [
+        SampleAnswer(s["prompt"], s["completion"], a["completion"], s["score"], a["score"])
+        for s in (before["samples"] if before is not None else ())
+        if (a := answers.get(s["prompt"])) is not None
+    ]
+    time_s = {phase: sum(row[f"time/{phase}_s"] or 0.0 for row in rows) for phase in _PHASES} if rows else {}
+    time_s["eval"] = sum(e["seconds"] for e in evals)
+    consumed = [0.0, *(row["groups/consumed"] for row in rows)]
+    partial = sum((b - a) * r["rollouts/partial_share"] for a, b, r in zip(consumed, consumed[1:], rows, strict=False))
+    return RunSummary(
+        title=title,
+        steps=rows[-1]["step"] if rows else 0,
+        eval_before=before,
+        eval_after=after,
+        samples=samples,
+        last_row=rows[-1] if rows else {},
+        partial_share=partial / consumed[-1] if consumed[-1] else None,
+        time_s={phase: seconds for phase, seconds in time_s.items() if seconds > 0},
+        paths=paths,
+    )
 
 
 def print_summary(summary: RunSummary, console: Console | None = None) -> None:

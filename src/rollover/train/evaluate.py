@@ -11,6 +11,7 @@ from rollover.config import Config
 from rollover.config.load import Resolved
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.envs.single_turn import encode_prompt
+from rollover.envs.tasks.stream import decorated
 from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.track.statistics import summarise_eval
 from rollover.types import Reward, SamplingParams, Task, rollout_seed
@@ -24,10 +25,10 @@ class EvalTasks:
     prompts: list[tuple[int, ...]]
 
 
-def encode_tasks(tasks: list[Task], tokenizer: Any, config: Config) -> EvalTasks:
-    """Leaves out tasks whose prompt is longer than tasks.max_prompt_tokens, as training does."""
+def encode_tasks(tasks: list[Task], tokenizer: Any, max_prompt_tokens: int) -> EvalTasks:
+    """Leaves out tasks whose prompt is longer than that, as training does."""
     prompts = [encode_prompt(t, tokenizer) for t in tasks]
-    kept = [i for i, p in enumerate(prompts) if len(p) <= config.tasks.max_prompt_tokens]
+    kept = [i for i, p in enumerate(prompts) if len(p) <= max_prompt_tokens]
     if not kept:
         raise ValueError("every held-out task has a prompt above tasks.max_prompt_tokens: raise it")
     return EvalTasks([tasks[i] for i in kept], [prompts[i] for i in kept])
@@ -92,7 +93,7 @@ async def evaluate(
 
 def run_eval(resolved: Resolved, model: str | None, as_json: bool) -> int:
     """`rollover eval`: exit code."""
-    from rollover.train.setup import EvalParts
+    from rollover.train.setup import EvalParts, prompt_limit
 
     config = resolved.config
     if config.eval.num_tasks == 0:
@@ -102,7 +103,7 @@ def run_eval(resolved: Resolved, model: str | None, as_json: bool) -> int:
         parts = EvalParts.build(config, model)
         try:
             assert parts.rewarder is not None
-            held_out = encode_tasks(parts.held_out_tasks(), parts.tokenizer, config)
+            held_out = encode_tasks(parts.held_out_tasks(), parts.tokenizer, prompt_limit(config, parts.engine))
             return await evaluate(held_out, parts.engine, parts.rewarder, parts.tokenizer, config, parts.stop_token_ids)
         finally:
             await parts.close()
@@ -140,15 +141,10 @@ def run_sample(resolved: Resolved, prompt: str, num: int) -> int:
 
     async def go() -> list[str]:
         parts = EvalParts.build(config, None, with_rewards=False)
-        chat = config.tasks.chat and getattr(parts.tokenizer, "chat_template", None)
-        system = [{"role": "system", "content": config.tasks.system_prompt}] if config.tasks.system_prompt else []
-        task = Task(
-            task_id="sample",
-            source="sample",
-            reward="",
-            messages=(*system, {"role": "user", "content": prompt}) if chat else None,
-            prompt=None if chat else prompt,
-        )
+        tasks = config.tasks
+        if not getattr(parts.tokenizer, "chat_template", None):
+            tasks = tasks.model_copy(update={"chat": False})
+        task = decorated(Task(task_id="sample", source="sample", reward="", prompt=prompt), tasks)
         ids = encode_prompt(task, parts.tokenizer)
         rollout = config.rollout
         sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)

@@ -6,31 +6,29 @@
                          │
               record, metrics row, checkpoint
 
-Sync and partial training are settings of the scheduler, not other loops. Owns the run directory and the clock. Between
+Sync and partial training are settings of the scheduler, not other loops. Owns the clock and the signals. Between
 two generation phases nothing runs, so a checkpoint there is a consistent cut.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rollover.checkpoint.snapshot import Owners, load_snapshot, write_snapshot
-from rollover.checkpoint.store import CheckpointStore
+from rollover.config import Config
 from rollover.config.load import Resolved
 from rollover.rollout.driver import Event, EventKind
 from rollover.rollout.staleness import staleness_bound
 from rollover.track.live import LiveView
-from rollover.track.metrics import validate
-from rollover.track.recorder import RecordedGroup, RolloutRecorder
-from rollover.track.sinks import JsonlSink, atomic_write_text
-from rollover.track.summary import RunSummary, SampleAnswer, print_summary
+from rollover.track.metrics import is_counter
+from rollover.track.recorder import RecordedGroup
+from rollover.track.summary import RunSummary, print_summary, run_summary
 from rollover.train.batch import Batch, build_batch
+from rollover.train.directory import RunDirectory
 from rollover.train.evaluate import encode_tasks, evaluate
 from rollover.train.profile import profiled
 from rollover.train.replay import ReplayedRollouts
@@ -41,7 +39,7 @@ from rollover.train.report import (
     speed_metrics,
     staleness_metrics,
 )
-from rollover.train.setup import Parts, held_out_tasks, probe_rewards, run_dir
+from rollover.train.setup import Parts, held_out_tasks, probe_rewards
 from rollover.types import DropReason, Group
 
 INTERRUPTED = 130
@@ -49,41 +47,23 @@ INTERRUPTED = 130
 
 def run_training(resolved: Resolved, resume: bool, command: list[str] | None = None) -> int:
     """`rollover train`: exit code. `command` is what the user typed after `train`, for the resume command."""
-    run = Run(resolved, resume, command or [])
+    run = Run(resolved.config, resume, command or [])
     return asyncio.run(run.main())
 
 
 class Run:
     """One run of the loop, in its directory."""
 
-    def __init__(self, resolved: Resolved, resume: bool, command: list[str]) -> None:
-        self.config = resolved.config
-        self.resume = resume
-        self.dir = run_dir(self.config)
-        self.command = command
-        self._check_directory()
-        self.dir.mkdir(parents=True, exist_ok=True)
-        self.metrics = JsonlSink(self.dir / "metrics.jsonl", check=validate)
-        self.evals = JsonlSink(self.dir / "eval.jsonl")
-        self.recorder = RolloutRecorder(self.dir / "rollouts")
-        self.store = CheckpointStore(
-            self.config.checkpoint.dir or str(self.dir / "checkpoints"), self.config.checkpoint.keep
-        )
+    def __init__(self, config: Config, resume: bool, command: list[str]) -> None:
+        self.config, self.resume, self.command = config, resume, command
+        self.directory = RunDirectory(config, resume)
         self.stopping = False
+        self.saved_version = -1
         self.seconds: dict[str, float] = {}
-        self.totals: dict[str, float] = {}
         self.counted: dict[str, float] = {}
-        self.partial_rollouts = [0, 0]
+        self.carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
         self.dropped: list[tuple[Group, DropReason]] = []
-        self.last_row: dict[str, float] = {}
         self.row_started = time.perf_counter()
-
-    def _check_directory(self) -> None:
-        existing = (self.dir / "metrics.jsonl").exists() and (self.dir / "metrics.jsonl").stat().st_size > 0
-        if existing and not self.resume:
-            raise ValueError(f"run.dir = {str(self.dir)!r} holds a run already: add --resume, or give another run.dir")
-        if self.resume and not self.config.run.dir:
-            raise ValueError("--resume needs run.dir: add --run.dir <directory of the run>")
 
     async def main(self) -> int:
         """Set up, (resume,) evaluate, train, evaluate, summarise. Returns the exit code."""
@@ -94,9 +74,8 @@ class Run:
             parts = self.parts
             parts.driver.on_event = self._on_event
             self.owners = Owners(
-                parts.trainer, parts.cache, parts.scheduler, parts.ledger, parts.prompts,
-                self.metrics, self.evals, self.recorder,
-            )  # fmt: skip
+                parts.trainer, parts.cache, parts.scheduler, parts.ledger, parts.prompts, self.directory
+            )
             try:
                 code = await self._main()
             finally:
@@ -106,15 +85,16 @@ class Run:
         return code
 
     async def _main(self) -> int:
-        atomic_write_text(self.dir / "config.resolved.json", self.config.model_dump_json(indent=2) + "\n")
-        if self.resume:
-            self._restore()
         if self.replay is None:
             self.view.phase("checking the reward functions")
             await probe_rewards(self.config, self.parts.rewarder)
+        if self.resume:
+            self._restore()
+        self.directory.write_config()
         self._listen_for_signals()
-        await self._evaluate_if(not self._eval_rows())
         trainer, config = self.parts.trainer, self.config
+        if trainer.policy_version == 0:
+            await self._evaluate()
         self.row_started = time.perf_counter()
         self.seconds.clear()  # the evaluation before the first step belongs to no row
         while trainer.policy_version < config.train.num_steps and not self.stopping:
@@ -122,15 +102,20 @@ class Run:
                 break
             step = trainer.policy_version
             if config.eval.every_steps and step % config.eval.every_steps == 0 and step < config.train.num_steps:
-                await self._evaluate_if(True)
+                await self._evaluate()
             if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
                 self._checkpoint()
+        self._checkpoint()  # before the last evaluation: nothing that happens to that may cost the run
+        if not self.stopping:
+            await self._evaluate()
         if self.stopping:
-            self._checkpoint()
-            self.view.message(f"stopped after step {trainer.policy_version}; continue with:\n  {self.resume_command()}")
+            self.view.message(
+                f"stopped after step {trainer.policy_version}; continue with:\n  {self._resume_command()}"
+            )
             return INTERRUPTED
-        await self._evaluate_if(trainer.policy_version > 0)
-        self._finish()
+        if config.checkpoint.save_final_model:
+            self.view.phase("saving the model")
+            trainer.save_model(self.directory.model)
         return 0
 
     async def _step(self) -> bool:
@@ -141,10 +126,11 @@ class Run:
         groups = self.replay.next() if self.replay is not None else await parts.driver.collect(version)
         if not groups:
             if groups is not None:
-                self.view.message(f"the tasks are used up after {version} of {self.config.train.num_steps} steps")
+                what = "tasks" if self.replay is None else "recorded rollouts"
+                self.view.message(f"the {what} are used up after {version} of {self.config.train.num_steps} steps")
             return False
         self.view.phase("training")
-        with self._timed("train"), profiled(self.config, version + 1, self.dir):
+        with self._timed("train"), profiled(self.config, version + 1, self.directory.path):
             batch = build_batch(groups, self.config.algorithm)
             trained = trainer.train_step(batch)
         num_bytes = 0
@@ -153,9 +139,8 @@ class Run:
                 num_bytes = parts.engine.load_weights(trainer.policy_version, trainer.publish()).num_bytes
             parts.driver.after_publish(trainer.policy_version)
         row = self._row(groups, batch, trained, version, num_bytes)
-        if self.config.track.rollouts and self.replay is None:
-            self._record(groups, batch)
-        self.metrics.write(row)
+        self._record(groups, batch)
+        self.directory.metrics.write(row)
         self.view.update(row)
         return True
 
@@ -186,121 +171,117 @@ class Run:
             "tokens/step_generated": self._since_last("generated", ledger["tokens/generated"]),
             "tokens/step_trained": float(batch.num_loss_tokens),
             "tasks/skipped_long_prompt": parts.prompts.num_skipped,
-            **parts.rewarder.stats(),
-            **parts.engine.stats(),
+            **self._owners_counters(),
             **times,
             "time/other_s": max(0.0, step_s - sum(times.values())),
             "time/step_s": step_s,
             "weights/bytes": num_bytes,
             "memory/peak_rss_bytes": peak_rss_bytes(),
         }
-        rollouts = [r for g in groups for r in g.rollouts]
-        self.partial_rollouts[0] += sum(len(r.versions) >= 2 for r in rollouts)
-        self.partial_rollouts[1] += len(rollouts)
-        self.last_row = row | speed_metrics(row)
-        return self.last_row
+        return row | speed_metrics(row)
 
-    def _record(self, groups: list[Group], batch: Batch) -> None:
-        advantages = {s.rollout_id: float(s.advantages[0]) for s in batch.samples}
+    def _owners_counters(self) -> dict[str, float]:
+        """Counters and gauges of engine and rewards; counters go on where the run before a resumption ended."""
+        now = {**self.parts.rewarder.stats(), **self.parts.engine.stats()}
+        return {key: value + self.carried.get(key, 0.0) for key, value in now.items()}
+
+    def _record(self, groups: list[Group], batch: Batch | None) -> None:
+        """Write the groups that were trained by the last step, and those dropped since the last record."""
+        if not self.config.track.rollouts or self.replay is not None:
+            return
+        advantages = {s.rollout_id: float(s.advantages[0]) for s in batch.samples} if batch is not None else {}
         records = [self._recorded(g, advantages, None) for g in groups]
         records += [self._recorded(group, {}, reason) for group, reason in self.dropped]
         self.dropped.clear()
-        self.recorder.write(self.parts.trainer.policy_version, records)
+        if records:
+            self.directory.rollouts.write(self.parts.trainer.policy_version, records)
 
     def _recorded(self, group: Group, advantages: dict[str, float], reason: DropReason | None) -> RecordedGroup:
         decode = self.parts.loaded.tokenizer.decode
         texts = [decode(r.token_ids(), skip_special_tokens=True) for r in group.rollouts]
         return RecordedGroup(group, texts, [advantages.get(r.rollout_id) for r in group.rollouts], reason)
 
-    async def _evaluate_if(self, wanted: bool) -> None:
-        """Evaluate on the held-out tasks and append the result to eval.jsonl."""
+    async def _evaluate(self) -> None:
+        """Evaluate on the held-out tasks and append the result to eval.jsonl, once per policy version.
+
+        A failure ends the run only before the first step: later it must not cost what was trained.
+        """
         config, parts = self.config, self.parts
-        if not wanted or self.stopping or config.eval.num_tasks == 0 or self.replay is not None:
+        version, rows = parts.trainer.policy_version, self.directory.evals.rows()
+        done = bool(rows) and rows[-1]["step"] == version
+        if done or self.stopping or config.eval.num_tasks == 0 or self.replay is not None:
             return
         self.view.phase("evaluating")
-        with self._timed("eval"):
-            if not hasattr(self, "held_out"):
-                self.held_out = encode_tasks(held_out_tasks(config), parts.loaded.tokenizer, config)
-            result = await evaluate(
-                self.held_out, parts.engine, parts.rewarder, parts.loaded.tokenizer, config, parts.stop_token_ids
-            )
+        started = time.perf_counter()
+        try:
+            with self._timed("eval"):
+                if not hasattr(self, "held_out"):
+                    self.held_out = encode_tasks(
+                        held_out_tasks(config), parts.loaded.tokenizer, parts.prompts.max_prompt_tokens
+                    )
+                result = await evaluate(
+                    self.held_out, parts.engine, parts.rewarder, parts.loaded.tokenizer, config, parts.stop_token_ids
+                )
+        except ValueError as error:
+            if version == 0 and not self.stopping:
+                raise
+            self.view.message(f"the evaluation after {version} steps failed: {error}")
+            return
         if self.stopping:
             return  # the interruption cut its answers short
-        version = parts.trainer.policy_version
-        self.evals.write({"step": version, "policy_version": version, **result})
+        seconds = time.perf_counter() - started
+        self.directory.evals.write({"step": version, "policy_version": version, "seconds": seconds, **result})
         self.view.message(f"held-out mean reward after {version} steps: {result['mean']:.3f}")
-
-    def _eval_rows(self) -> list[dict[str, Any]]:
-        path = self.dir / "eval.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     # Snapshots
 
     def _checkpoint(self) -> None:
+        version = self.parts.trainer.policy_version
+        if version == self.saved_version and not self.stopping:
+            return  # when stopping, rollouts went on since
         self.view.phase("writing a checkpoint")
+        self._record([], None)
         with self._timed("checkpoint"):
-            name = write_snapshot(self.store, self.owners)
-        if self.parts.trainer.policy_version < self.config.train.num_steps and not self.stopping:
-            self.view.message(f"checkpoint {name}; if this run ends early, continue with: {self.resume_command()}")
+            name = write_snapshot(self.owners)
+        self.saved_version = version
+        if version < self.config.train.num_steps and not self.stopping:
+            self.view.message(f"checkpoint {name}; if this run ends early, continue with: {self._resume_command()}")
 
     def _restore(self) -> None:
-        names = self.store.list()
-        wanted = self.config.checkpoint.resume_from
-        if not names:
-            raise ValueError(
-                f"--resume: no checkpoint in {self.config.checkpoint.dir or self.dir / 'checkpoints'}:"
-                " delete the directory of the run, or give another run.dir, and start without --resume"
-            )
-        if wanted and wanted not in names:
-            raise ValueError(f"checkpoint.resume_from = {wanted!r}: there is {', '.join(names)}")
-        name = wanted or names[-1]
+        name = self.directory.checkpoint_to_resume()
+        if name is None:
+            self.directory.truncate(-1)
+            self.view.message("the run ended before its first checkpoint: it begins again")
+            return
         self.view.phase(f"restoring {name}")
-        load_snapshot(self.store, name, self.owners)
-        self.parts.engine.load_weights(self.parts.trainer.policy_version, self.parts.trainer.publish())
-        self._since_last("generated", self.parts.ledger.metrics(self.parts.cache)["tokens/generated"])
-        held = sum(len(g.rollouts) for g in self.parts.cache.groups.values())
+        parts = self.parts
+        load_snapshot(name, self.owners)
+        version = self.saved_version = parts.trainer.policy_version
+        if self.replay is not None:
+            self.replay.skip(version)
+        else:
+            parts.driver.check_restored(version)
+            parts.engine.load_weights(version, parts.trainer.publish())
+            parts.driver.after_publish(version)
+        self.directory.truncate(version)
+        row = self.directory.metrics.rows()[-1] if version else {}
+        self.carried = {k: row[k] for k in self._owners_counters() if k in row and is_counter(k)}
+        self._since_last("generated", parts.ledger.metrics(parts.cache)["tokens/generated"])
+        held = sum(len(g.rollouts) for g in parts.cache.groups.values())
         self.view.message(f"resumed from {name}: {held} rollouts in the cache go on where they were")
 
-    def resume_command(self) -> str:
-        """What to type to go on with this run."""
-        words = [w for w in self.command if w != "--resume"]
-        if "--run.dir" not in words and not any(w.startswith("--run.dir=") for w in words):
-            words += ["--run.dir", str(self.dir)]
-        return " ".join(["rollover", "train", *(w if " " not in w else repr(w) for w in words), "--resume"])
-
-    # The end
-
-    def _finish(self) -> None:
-        self._checkpoint()
-        if self.config.checkpoint.save_final_model:
-            self.view.phase("saving the model")
-            self.parts.trainer.save_model(self.dir / "model")
+    def _resume_command(self) -> str:
+        return self.directory.resume_command(self.command)
 
     def _summary(self) -> RunSummary:
-        paths = {"run": str(self.dir)}
-        if self.config.checkpoint.save_final_model:
-            paths["model"] = str(self.dir / "model")
-        evals = self._eval_rows()
-        before, after = (evals[0], evals[-1]) if len(evals) >= 2 else (None, None)
-        samples = []
-        if before is not None and after is not None:
-            for b, a in zip(before["samples"], after["samples"], strict=True):
-                samples.append(SampleAnswer(b["prompt"], b["completion"], a["completion"], b["score"], a["score"]))
-        partial, trained = self.partial_rollouts
-        return RunSummary(
-            title=self.config.run.name,
-            steps=self.parts.trainer.policy_version,
-            eval_before=before,
-            eval_after=after,
-            samples=samples,
-            last_row=self.last_row,
-            partial_share=partial / trained if trained else None,
-            time_s=self.totals | {k: self.counted.get(k, 0.0) for k in ("generate", "score")},
-            paths=paths,
-        )
+        config, directory = self.config, self.directory
+        paths = {"run": str(directory.path)}
+        if config.checkpoint.save_final_model:
+            paths["model"] = str(directory.model)
+        return run_summary(config.run.name, directory.metrics.rows(), directory.evals.rows(), paths)
 
     def _on_event(self, event: Event) -> None:
-        if event.kind is EventKind.DROP and event.reason is not None:
+        if event.kind is EventKind.DROP and event.reason is not None and self.config.track.rollouts:
             self.dropped.append((event.group, event.reason))
 
     # Signals and clocks
@@ -325,9 +306,7 @@ class Run:
         try:
             yield
         finally:
-            spent = time.perf_counter() - started
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent
-            self.totals[name] = self.totals.get(name, 0.0) + spent
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _since_last(self, name: str, cumulative: float) -> float:
         """Growth of a cumulative number since the last row."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,11 +31,6 @@ def set_threads(config: Config) -> None:
     torch.set_num_threads(config.run.threads or cores)
 
 
-def run_dir(config: Config) -> Path:
-    """run.dir, else runs/<name>-<time>."""
-    return Path(config.run.dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-
-
 def dtype_of(config: Config) -> torch.dtype:
     return getattr(torch, config.model.dtype)
 
@@ -52,6 +45,17 @@ def embedded_engine(loaded: LoadedModel, config: Config) -> EmbeddedEngine:
         kv_on_resume=config.rollout.kv_on_resume,
         decode_text=lambda ids: loaded.tokenizer.decode(ids, skip_special_tokens=False),
     )
+
+
+def prompt_limit(config: Config, engine: EmbeddedEngine) -> int:
+    """The longest prompt: tasks.max_prompt_tokens, or what a rollout's budget leaves of what the engine can hold."""
+    left = engine.max_tokens - config.rollout.max_new_tokens
+    if left < 1:
+        raise ValueError(
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: the model's"
+            f" positions and engine.kv_memory_gb allow rollouts of {engine.max_tokens} tokens. Lower it"
+        )
+    return min(config.tasks.max_prompt_tokens, left)
 
 
 def held_out_tasks(config: Config) -> list[Task]:
@@ -150,7 +154,7 @@ class Parts:
         prompts = PromptSource(
             TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards),
             loaded.tokenizer,
-            config.tasks,
+            prompt_limit(config, engine),
         )
         rewarder = RewardWorker(config.rewards)
         cache, ledger = RolloutCache(config.rollout.max_new_tokens), Ledger()

@@ -236,10 +236,16 @@ class Trainer:
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(tensors, JSON-able rest) from which `load_state` continues exactly."""
         tensors, meta = self.optimizer.state()
+        tensors["random/cpu"] = torch.get_rng_state()  # LoRA's dropout draws from it
+        if self.device.type == "cuda":
+            tensors["random/cuda"] = torch.cuda.get_rng_state(self.device)
         return tensors, {"policy_version": self.policy_version, "optimizer": meta}
 
     def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
         self.optimizer.load_state(tensors, meta["optimizer"])
+        torch.set_rng_state(tensors["random/cpu"])
+        if self.device.type == "cuda" and "random/cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random/cuda"], self.device)
         self.policy_version = meta["policy_version"]
 
     def save_model(self, folder: Path) -> None:

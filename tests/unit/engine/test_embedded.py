@@ -197,9 +197,9 @@ def test_short_memory_preempts_and_changes_nothing(family: str) -> None:
 
 
 def test_a_rollout_that_can_never_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="engine.kv_memory_gb is too small"):
+    with pytest.raises(ValueError, match="engine.kv_memory_gb holds 0"):
         run(engine(kv_memory_gb=1e-6), [request("0-0", "x", 500)])
-    with pytest.raises(ValueError, match="lower rollout.max_new_tokens"):
+    with pytest.raises(ValueError, match="Lower rollout.max_new_tokens"):
         run(engine(), [request("0-0", "x", 5000)])
 
 

@@ -36,7 +36,7 @@ def test_check_is_called_before_anything_is_written(tmp_path: Path) -> None:
     with JsonlSink(tmp_path / "m.jsonl", check=validate) as sink:
         with pytest.raises(AssertionError, match="not registered"):
             sink.write({"nonsense": 1})
-        assert sink.position() == 0
+        assert sink.rows() == []
 
 
 def test_not_json_is_refused() -> None:
@@ -54,26 +54,32 @@ def test_resume_has_no_duplicate_step(
     with JsonlSink(path) as sink:
         for step in range(before):
             sink.write({"step": step})
-        position = sink.position()
+        sink.sync()
         for step in range(before, before + after):
             sink.write({"step": step, "lost": True})
     with open(path, "ab") as file:
         file.write(torn)
     with JsonlSink(path) as sink:
-        sink.truncate(position)
-        assert sink.position() == position
+        sink.truncate(before - 1)
         for step in range(before, before + after):
             sink.write({"step": step})
     assert rows(path) == [{"step": step} for step in range(before + after)]
 
 
-def test_truncate_refuses_another_file(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with JsonlSink(path) as sink:
-        sink.write({"step": 1})
-        size = sink.position()
-        with pytest.raises(ValueError, match="metrics.jsonl has .* rows are missing"):
-            sink.truncate(size + 1)
-        with pytest.raises(ValueError, match="no row ends at byte"):
-            sink.truncate(size - 1)
-        assert sink.position() == size
+def test_truncate_goes_by_the_step(tmp_path: Path) -> None:
+    with JsonlSink(tmp_path / "eval.jsonl") as sink:
+        for step in (0, 4, 8):
+            sink.write({"step": step, "text": "one\u2028line"})
+        sink.truncate(5)
+        assert [row["step"] for row in sink.rows()] == [0, 4]
+        sink.truncate(-1)
+        assert sink.rows() == []
+
+
+def test_rows_names_the_file_of_a_line_that_is_not_json(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text("{}\n{\n")
+    with (
+        JsonlSink(tmp_path / "m.jsonl") as sink,
+        pytest.raises(ValueError, match="m.jsonl has a line that is not JSON"),
+    ):
+        sink.rows()

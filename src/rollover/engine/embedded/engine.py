@@ -74,6 +74,11 @@ class EmbeddedEngine:
         )
 
     @property
+    def max_tokens(self) -> int:
+        """The longest rollout, prompt included, that the model's positions and the KV memory allow."""
+        return min(self._batcher.cache.max_tokens, self._max_positions or self._batcher.cache.max_tokens)
+
+    @property
     def policy_version(self) -> int:
         return self._version
 
@@ -81,15 +86,11 @@ class EmbeddedEngine:
         """See Engine. ValueError where a rollout cannot fit into the KV memory or the model's positions."""
         assert request.max_new_tokens >= 1 and request.prompt_ids
         total = len(request.prompt_ids) + len(request.generated_ids) + request.max_new_tokens
-        if not self._batcher.cache.fits_alone(total):
+        if total > self.max_tokens:
             raise ValueError(
-                f"engine.kv_memory_gb is too small for one rollout of {total} tokens"
-                f" ({total * self._batcher.cache.bytes_per_token / 1e9:.3f} GB): raise it or lower max_new_tokens"
-            )
-        if self._max_positions is not None and total > self._max_positions:
-            raise ValueError(
-                f"a rollout of {total} tokens (prompt and rollout.max_new_tokens) exceeds the model's"
-                f" {self._max_positions} positions: lower rollout.max_new_tokens or tasks.max_prompt_tokens"
+                f"a rollout of {total} tokens (prompt and rollout.max_new_tokens) is above the {self.max_tokens} that"
+                f" fit: the model has {self._max_positions or 'unlimited'} positions, engine.kv_memory_gb holds"
+                f" {self._batcher.cache.max_tokens}. Lower rollout.max_new_tokens or tasks.max_prompt_tokens"
             )
         if request.stop_strings and self._decode_text is None:
             raise ValueError("stop strings need the engine's decode_text")
@@ -263,6 +264,8 @@ class EmbeddedEngine:
     async def close(self) -> None:
         """Interrupt what runs and wait for the step loop to end."""
         self.interrupt()
-        if self._loop is not None and not self._loop.done():
-            await self._loop
+        if self._loop is not None:
+            await asyncio.wait([self._loop])
+            if not self._loop.cancelled():
+                self._loop.exception()  # seen: a second Ctrl-C ends the step loop with an error of its own
         self._batcher.parked.clear()

@@ -65,9 +65,13 @@ class KVCache:
     def num_bytes(self) -> int:
         return self.bytes_per_token * sum(b.capacity * b.row_tokens for b in self.buckets.values())
 
-    def fits_alone(self, num_tokens: int) -> bool:
-        """Whether one sequence of this length fits into an otherwise empty cache."""
-        return row_tokens_for(num_tokens) * self.bytes_per_token <= self.max_bytes
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that fits into an otherwise empty cache: one row of the longest possible bucket."""
+        longest, size = 0, _MIN_ROW_TOKENS
+        while size * self.bytes_per_token <= self.max_bytes:
+            longest, size = size, row_tokens_for(size + 1)
+        return longest
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Give `seq` a row of at least num_tokens, moving what it has cached. False if memory is short."""

@@ -63,6 +63,23 @@ class _Cursor:
         return len(self.source) if isinstance(self.source, DatasetSource) else MAX_CANDIDATES
 
 
+def decorated(problem: Task, tasks: TasksConfig) -> Task:
+    """Add the system prompt and the instruction, and put a plain prompt into a user message (tasks.chat)."""
+    instruction = f"\n{tasks.instruction}" if tasks.instruction else ""
+    if problem.prompt is not None and not tasks.chat:
+        return replace(problem, prompt=problem.prompt + instruction)
+    prompt = problem.prompt
+    messages = list(problem.messages or ()) if prompt is None else [{"role": "user", "content": prompt}]
+    if instruction:
+        last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
+        if last is None:
+            raise ValueError(f"task {problem.task_id!r} has no user message to put tasks.instruction into")
+        messages[last] = {"role": "user", "content": messages[last]["content"] + instruction}
+    if tasks.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": tasks.system_prompt})
+    return replace(problem, messages=tuple(messages), prompt=None)
+
+
 class TaskStream:
     """Tasks of one side of the split, in an order that depends on (tasks, seed, split) only.
 
@@ -102,7 +119,7 @@ class TaskStream:
             cursor = self._choose(active)
             for tried, problem in enumerate(cursor.candidates(), start=1):
                 if self._take_if_wanted(problem, cursor.by_file):
-                    return self._decorate(problem)
+                    return decorated(problem, self.tasks)
                 if tried >= cursor.max_candidates:
                     if self.split == "train":
                         raise ValueError(self._nothing_left(cursor, tried))
@@ -152,22 +169,6 @@ class TaskStream:
         if self.split == "eval":
             self._seen.add(key)
         return True
-
-    def _decorate(self, problem: Task) -> Task:
-        """Add the system prompt and the instruction, and put a plain prompt into a user message (tasks.chat)."""
-        instruction = f"\n{self.tasks.instruction}" if self.tasks.instruction else ""
-        if problem.prompt is not None and not self.tasks.chat:
-            return replace(problem, prompt=problem.prompt + instruction)
-        prompt = problem.prompt
-        messages = list(problem.messages or ()) if prompt is None else [{"role": "user", "content": prompt}]
-        if instruction:
-            last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
-            if last is None:
-                raise ValueError(f"task {problem.task_id!r} has no user message to put tasks.instruction into")
-            messages[last] = {"role": "user", "content": messages[last]["content"] + instruction}
-        if self.tasks.system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.tasks.system_prompt})
-        return replace(problem, messages=tuple(messages), prompt=None)
 
     # Construction
 

@@ -1,0 +1,166 @@
+"""What a run directory allows: no run is overwritten, an early end begins again, another configuration is checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import runs
+
+from rollover import cli
+
+EVAL = {"num_tasks": 4, "samples_per_task": 1}
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
+    """(exit code, everything printed)."""
+    code = cli.main([str(w) for w in words])
+    out = capsys.readouterr()
+    assert "Traceback" not in out.err, out.err
+    return code, out.out + out.err
+
+
+def steps(folder: Path, name: str = "metrics.jsonl") -> list[int]:
+    return [row["step"] for row in runs.json_lines(folder / "run" / name)]
+
+
+def test_resuming_where_there_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "train", runs.write(tmp_path), "--resume")
+    assert code == 2 and "holds no run" in text and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("where", ["file", "below a file"])
+def test_run_dir_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str) -> None:
+    (tmp_path / "file").write_text("")
+    target = tmp_path / "file" / ("run" if where == "below a file" else "")
+    code, text = run(capsys, "train", runs.write(tmp_path), "--run.dir", target)
+    assert code == 2 and "run.dir" in text
+
+
+def test_another_runs_checkpoints_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = {"dir": str(tmp_path / "shared"), "every_steps": 1}
+    recipe = runs.write(tmp_path, steps=1, checkpoint=shared)
+    assert run(capsys, "train", recipe)[0] == 0
+    code, text = run(capsys, "train", recipe, "--run.dir", tmp_path / "second")
+    assert code == 2 and "checkpoint.dir" in text and "step-000001" in text
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollover.train.loop import Run
+
+    recipe = runs.write(tmp_path, steps=3, checkpoint={"every_steps": 2}, eval=EVAL)
+    plain = Run._step
+
+    async def crash(self: Run) -> bool:
+        if self.parts.trainer.policy_version == 1:
+            raise KeyboardInterrupt
+        return await plain(self)
+
+    monkeypatch.setattr(Run, "_step", crash)
+    assert run(capsys, "train", recipe)[0] == 130
+    assert steps(tmp_path) == [1] and steps(tmp_path, "eval.jsonl") == [0]
+    monkeypatch.setattr(Run, "_step", plain)
+    code, text = run(capsys, "train", recipe, "--resume")
+    assert code == 0 and "begins again" in text
+    assert steps(tmp_path) == [1, 2, 3] and steps(tmp_path, "eval.jsonl") == [0, 3]
+    groups = [r["rollout_id"] for r in runs.records(tmp_path / "run")]
+    assert len(groups) == len(set(groups)) == 3 * 3 * 3
+
+
+def test_counters_and_summary_cover_the_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = runs.write(tmp_path, steps=6, eval=EVAL)
+    assert run(capsys, "train", recipe, "--train.num_steps", "3")[0] == 0
+    code, text = run(capsys, "train", recipe, "--resume")
+    assert code == 0 and "6 steps" in text
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    decoded = [row["engine/decode_steps"] for row in rows]
+    assert decoded == sorted(decoded) and decoded[3] > decoded[2]
+    assert steps(tmp_path, "eval.jsonl") == [0, 3, 6]
+    partial = sum(row["rollouts/partial_share"] for row in rows) / len(rows)
+    assert f"{partial:.0%}" in text
+
+
+def test_a_finished_run_is_not_evaluated_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = runs.write(tmp_path, steps=2, eval=EVAL)
+    assert run(capsys, "train", recipe)[0] == 0
+    before = (tmp_path / "run" / "eval.jsonl").read_bytes()
+    assert run(capsys, "train", recipe, "--resume")[0] == 0
+    assert (tmp_path / "run" / "eval.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rollout.temperature", "0.5"], "rollout.temperature = 1"),
+        (["--rollout.groups_per_step", "1", "--rollout.in_flight_groups", "3"], "rollout.groups_per_step = 1"),
+    ],
+)
+def test_held_rollouts_must_suit_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    recipe = runs.write(tmp_path, steps=2)
+    assert run(capsys, "train", recipe)[0] == 0
+    code, text = run(capsys, "train", recipe, "--resume", "--train.num_steps", "3", *words)
+    assert code == 2 and message in text, text
+    code, text = run(capsys, "train", recipe, "--resume", "--train.num_steps", "3")
+    assert code == 0 and steps(tmp_path) == [1, 2, 3], "the refusal changed the run"
+
+
+def test_stale_rollouts_are_dropped_after_a_restart_under_drop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = runs.write(tmp_path, steps=2, rollout={"in_flight_groups": 9})
+    assert run(capsys, "train", recipe)[0] == 0
+    words = ["--rollout.on_stale", "drop", "--rollout.max_staleness", "1"]
+    code, text = run(capsys, "train", recipe, "--resume", "--train.num_steps", "5", *words)
+    assert code == 0, text
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(row["staleness/max"] <= 1 for row in rows[2:])
+    dropped = {r["group_id"] for r in runs.records(tmp_path / "run") if r["outcome"] == "dropped:stale"}
+    assert len(dropped) == rows[-1].get("dropped/stale/groups", 0) == rows[-1]["groups/dropped"]
+
+
+def test_an_evaluation_that_fails_after_training_does_not_lose_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollover.train import loop
+
+    recipe = runs.write(tmp_path, steps=2, eval=EVAL)
+    plain, calls = loop.evaluate, 0
+
+    async def second_fails(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ValueError("every reward of the evaluation failed")
+        return await plain(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop, "evaluate", second_fails)
+    code, text = run(capsys, "train", recipe)
+    assert code == 0 and "the evaluation after 2 steps failed" in text
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").exists()
+
+
+def test_replay_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = runs.write(tmp_path, steps=4)
+    assert run(capsys, "train", recipe)[0] == 0
+    replay = ["--run.replay_rollouts", str(tmp_path / "run" / "rollouts")]
+    for name, parts in (("whole", ["9"]), ("cut", ["2", "9"])):
+        for i, last in enumerate(parts):
+            words = [
+                *replay,
+                "--run.dir",
+                str(tmp_path / name),
+                "--train.num_steps",
+                last,
+                "--train.schedule",
+                "constant",
+            ]
+            code, text = run(capsys, "train", recipe, *words, *(["--resume"] if i else []))
+            assert code == 0, text
+        assert "recorded rollouts are used up after 4 of 9" in text
+    rows = [runs.json_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
+    assert [r["loss"] for r in rows[0]] == [r["loss"] for r in rows[1]]

@@ -13,7 +13,7 @@ from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import load_model, pick_device
-from rollover.train.setup import dtype_of, set_threads
+from rollover.train.setup import dtype_of, prepare_process
 from rollover.types import SamplingParams, rollout_seed
 
 PROMPT_TOKENS = 32
@@ -60,7 +60,7 @@ def _generate(model: Any, vocab: int, num: int) -> None:
 
 def run(config: Config, runs: int) -> dict[str, Any]:
     """Engine and `generate` in turn, case by case; every sequence generates exactly NEW_TOKENS tokens."""
-    set_threads(config)
+    prepare_process(config)
     dtype, device = dtype_of(config), pick_device(config.model.device)
     loaded = load_model(config.model, dtype=dtype, device=device)
     vocab = loaded.model.config.get_text_config().vocab_size

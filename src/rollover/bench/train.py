@@ -11,7 +11,7 @@ from rollover.bench import machine
 from rollover.config import Config
 from rollover.models.load import load_model, pick_device
 from rollover.train.batch import Batch
-from rollover.train.setup import dtype_of, set_threads
+from rollover.train.setup import dtype_of, prepare_process
 from rollover.train.trainer import Trainer
 from rollover.types import Sample
 
@@ -60,7 +60,7 @@ def _padded_loss(model: Any, samples: list[Sample], rows: int) -> None:
 
 def run(config: Config, runs: int) -> dict[str, Any]:
     """Whole training steps (forward, backward, optimizer) on packed micro-batches."""
-    set_threads(config)
+    prepare_process(config)
     dtype, device = dtype_of(config), pick_device(config.model.device)
     peer = load_model(config.model, dtype=dtype, device=device).model
     peer.set_attn_implementation("sdpa")

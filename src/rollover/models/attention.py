@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 IMPLEMENTATION = "rollover"
+_POSITIONS = ("position_ids", "cache_position")
 
 
 class Attention(Protocol):
@@ -45,10 +46,14 @@ def _interface(
     sliding_window: int | None = None,
     softcap: float | None = None,
     rollover_attention: Attention | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     if rollover_attention is None:
         raise ValueError("this model was loaded by Rollover: call it through rollover.models.attention.hidden_states")
+    # Attention sinks, position biases and the like: to leave them out would be another model.
+    unknown = [k for k, v in others.items() if isinstance(v, torch.Tensor) and k not in _POSITIONS]
+    if unknown:
+        raise ValueError(f"{type(module).__name__} needs {', '.join(unknown)} in its attention, which is not supported")
     scale = module.head_dim**-0.5 if scaling is None else scaling
     # Rotary embeddings of a float32 residual stream come out in float32: back to what the cache holds.
     # Autocast would round what attention computes in float32.
@@ -198,3 +203,33 @@ def hidden_states(
             rollover_attention=attention,
         )
     return out.last_hidden_state[0]
+
+
+class _Counted(PackedAttention):
+    calls = 0
+
+    def attend(self, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls += 1
+        return super().attend(layer, *args, **kwargs)
+
+
+@torch.no_grad()
+def check_model(model: Any) -> None:
+    """ValueError unless tokens meet in attention alone, in every layer.
+
+    State-space, convolution and linear-attention layers, and models with an attention of their own, would mix the
+    sequences of a packed row without a word, and the engine would lose their state.
+    """
+    first = torch.arange(3, 10, device=model.device)
+    second = torch.cat((first[:3] + 1, first[3:]))
+    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3], device=model.device)
+    outputs = []
+    for ids in (first, second):
+        attention = _Counted([3, 4])
+        outputs.append(hidden_states(model, ids, positions, attention)[3:])
+    layers = model.config.get_text_config().num_hidden_layers
+    if attention.calls != layers or not torch.allclose(*outputs, atol=1e-3, rtol=1e-3):
+        raise ValueError(
+            f"{type(model).__name__} is not supported: not all of its {layers} layers are attention that Rollover runs,"
+            " so sequences in one batch would see each other. Use a decoder with attention in every layer"
+        )

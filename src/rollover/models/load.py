@@ -92,21 +92,47 @@ def load_model(
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         config = AutoConfig.from_pretrained(path, **source)
-        model = AutoModelForCausalLM.from_pretrained(
+        loading: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,
             use_safetensors=True,
             attn_implementation=attention.IMPLEMENTATION,
+            output_loading_info=True,
             **source,
         )
+        model, report = loading
         tokenizer = AutoTokenizer.from_pretrained(path, **source)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ValueError(f"model.path = {cfg.path!r} cannot be loaded: {error}") from error
+    lost = sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])})
+    if lost:
+        raise ValueError(
+            f"model.path = {cfg.path!r}: its files lack {len(lost)} weights of the model, or have them in another shape"
+            f" ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}); they would be random. Copy the folder again"
+        )
     model.eval()
     if device is not None:
         torch.nn.Module.to(model, device)
+    try:
+        attention.check_model(model)
+    except ValueError as error:
+        raise ValueError(f"model.path = {cfg.path!r}: {error}") from error
     return LoadedModel(model, tokenizer, path)
+
+
+def max_positions(config: Any) -> int | None:
+    """The longest sequence that the model's text config allows, None if it does not say.
+
+    Where rotary frequencies change with the length of the longest sequence in a batch (dynamic NTK, longrope), the
+    length up to which they do not: a rollout's log-probs must not depend on who shares its batch.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        original = rope.get("original_max_position_embeddings")
+        return original or getattr(config, "original_max_position_embeddings", None) or longest
+    return longest
 
 
 def cast_parameters(model: Any, dtype: torch.dtype) -> None:

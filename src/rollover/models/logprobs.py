@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from rollover.models.packed import PackedHead, PackedWeight
+
 CHUNK_BYTES = 128 * 2**20
 
 
@@ -22,6 +24,7 @@ class Head:
     bias_V: torch.Tensor | None
     softcap: float | None
     multiplier: float
+    packed: PackedHead | None = None
 
     @classmethod
     def of(cls, model: Any) -> Head:
@@ -42,9 +45,20 @@ class Head:
         bias_V = None if self.bias_V is None else self.bias_V.detach().float()
         return Head(self.weight_VE.detach().float(), bias_V, self.softcap, self.multiplier)
 
+    def for_inference(self, rows: int) -> Head:
+        """A copy without autograd for about `rows` tokens at a time: packed where it can be, else in float32."""
+        weight_VE = self.weight_VE.detach()
+        packs = weight_VE.dtype == torch.bfloat16 and PackedWeight.supported(weight_VE.device, weight_VE.dtype)
+        if self.softcap is not None or not packs:  # a capped logit has no arbitrary zero
+            return self.in_float32()
+        return Head(weight_VE, self.bias_V, None, self.multiplier, PackedHead(weight_VE, self.bias_V, rows))
+
     def logits(self, hidden_CE: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [C, V], before the temperature."""
-        logits_CV = torch.nn.functional.linear(hidden_CE.to(self.weight_VE.dtype), self.weight_VE, self.bias_V)
+        """Float32 logits [C, V], before the temperature; if packed, up to a constant a row."""
+        if self.packed is not None:
+            logits_CV = self.packed(hidden_CE)
+        else:
+            logits_CV = torch.nn.functional.linear(hidden_CE.to(self.weight_VE.dtype), self.weight_VE, self.bias_V)
         if self.multiplier != 1.0:
             logits_CV = logits_CV * self.multiplier
         if self.softcap is not None:

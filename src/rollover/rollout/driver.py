@@ -57,6 +57,9 @@ class Event:
     reason: DropReason | None = None
 
 
+# Later failures are data, but so many groups in a row that a reward service must be down.
+_MAX_FAILED_STEPS = 4
+
 NextTask = Callable[[], tuple[Task, Sequence[int]] | None]
 Scorer = Callable[[list[Rollout]], Awaitable[list[Reward]]]
 
@@ -98,6 +101,7 @@ class Driver:
         self._stop_token_ids = frozenset(stop_token_ids) | frozenset(config.stop_token_ids)
         self._stop_strings = tuple(config.stop)
         self._stop_requested = False
+        self._failed_in_a_row = 0
         self._extends: dict[asyncio.Task[list[Segment]], Rollout] = {}
         self._scorings: dict[asyncio.Task[list[Reward]], Group] = {}
 
@@ -272,21 +276,25 @@ class Driver:
         for rollout, reward in zip(group.rollouts, rewards, strict=True):
             self.cache.set_reward(rollout.rollout_id, reward)
         if sum(not reward.missing for reward in rewards) >= self.min_valid_rewards:
+            self._failed_in_a_row = 0
             self._emit(EventKind.READY, group)
             return
         self._drop(group.group_id, DropReason.TOO_FEW_REWARDS)
+        self._failed_in_a_row += 1
         self._refuse_hopeless_rewards(rewards)
 
     def _refuse_hopeless_rewards(self, rewards: list[Reward]) -> None:
-        """A reward function that never worked would be retried for ever: end the run instead."""
-        num_failed = self.ledger.dropped[DropReason.TOO_FEW_REWARDS].groups
-        succeeded = self.ledger.trained.groups > 0 or any(g.ready for g in self.cache.groups.values())
-        if num_failed >= self.config.groups_per_step and not succeeded:
-            error = next((r.error for r in rewards if r.missing), None)
-            raise ValueError(
-                f"rewards: none of the first {num_failed} groups got rewards.min_valid = {self.min_valid_rewards} valid"
-                f" rewards of {self.config.group_size}; the last error is: {error}. Fix the reward function."
-            )
+        """A reward function that never works, or works no more, would be retried for ever: end the run instead."""
+        num_failed = self._failed_in_a_row
+        started = self.ledger.trained.groups > 0 or any(g.ready for g in self.cache.groups.values())
+        if num_failed < self.config.groups_per_step * (_MAX_FAILED_STEPS if started else 1):
+            return
+        error = next((r.error for r in rewards if r.missing), None)
+        raise ValueError(
+            f"rewards: none of {'the last' if started else 'the first'} {num_failed} groups got rewards.min_valid ="
+            f" {self.min_valid_rewards} valid rewards of {self.config.group_size}; the last error is: {error}."
+            " Fix the reward function" + (", and go on with --resume" if started else "")
+        )
 
     def _park(self, rollout: Rollout) -> None:
         self.cache.park(rollout.rollout_id)

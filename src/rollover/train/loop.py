@@ -123,7 +123,7 @@ class Run:
         parts, trainer = self.parts, self.parts.trainer
         version = trainer.policy_version
         self.view.phase("generating")
-        groups = self.replay.next() if self.replay is not None else await parts.driver.collect(version)
+        groups = self.replay.next() if self.replay is not None else await self._collect(version)
         if not groups:
             if groups is not None:
                 what = "tasks" if self.replay is None else "recorded rollouts"
@@ -143,6 +143,14 @@ class Run:
         self.directory.metrics.write(row)
         self.view.update(row)
         return True
+
+    async def _collect(self, version: int) -> list[Group] | None:
+        try:
+            return await self.parts.driver.collect(version)
+        except ValueError:  # a reward service that went down, say: what was trained so far is kept
+            if version > 0:
+                self._checkpoint()
+            raise
 
     def _row(
         self, groups: list[Group], batch: Batch, trained: dict[str, float], version: int, num_bytes: int

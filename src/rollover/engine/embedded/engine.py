@@ -19,6 +19,7 @@ from rollover.engine.embedded.runner import Chunk, Runner
 from rollover.engine.embedded.sampler import sample, uniforms
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest, WeightLoad
+from rollover.models.load import max_positions
 from rollover.types import Segment, StopReason
 
 _TURNS_BETWEEN_STEPS = 16
@@ -52,14 +53,13 @@ class EmbeddedEngine:
             device=first.device,
             max_bytes=int(config.kv_memory_gb * 1e9),
         )
-        self._runner = Runner(model)
+        self._runner = Runner(model, config.max_running)
         self._batcher = Batcher(cache, config.max_running)
         self._chunk_tokens = config.prefill_chunk_tokens
-        self._max_positions = getattr(text_config, "max_position_embeddings", None)
+        self._max_positions = max_positions(text_config)
         self._kv_policy: KVPolicy = kv_on_resume
         self._decode_text = decode_text
         self._version = policy_version
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._loop: asyncio.Task[None] | None = None
         self._counts: dict[str, float] = dict.fromkeys(
             (
@@ -231,14 +231,9 @@ class EmbeddedEngine:
                 self._batcher.cache.free(seq)
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
-        started, num_bytes = time.perf_counter(), 0
+        started = time.perf_counter()
         with torch.no_grad():
-            for name, tensor in tensors:
-                parameter = self._parameters.get(name)
-                assert parameter is not None, f"the engine's model has no parameter {name}"
-                parameter.copy_(tensor)
-                num_bytes += parameter.numel() * parameter.element_size()
-        self._runner.on_new_weights()
+            num_bytes = self._runner.load_weights(tensors)
         if version != self._version:
             for seq in self._batcher.active():
                 seq.cut_at_update(self._version)

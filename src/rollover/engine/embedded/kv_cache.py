@@ -2,14 +2,17 @@
 
 Shapes: L layers, R rows, K key/value heads, T row length in tokens, D head size.
 
-A bucket is one pair of tensors [L, R, K, T, D] whose rows 0..n-1 are in use, so decode attention over a bucket is two
-batched matmuls on contiguous memory, and short sequences do not pay for long ones. A sequence that outgrows its row
-moves to a bucket of longer rows; a freed row is filled by the last one. All buckets together, old and new copies during
-a move included, never take more than `max_bytes`.
+A bucket has a pair of tensors [R, K, T, D] a layer, whose rows 0..n-1 are in use, so decode attention over a bucket is
+two batched matmuls on contiguous memory, and short sequences do not pay for long ones. A sequence that outgrows its row
+moves to a bucket of longer rows; a freed row is filled by the last one. A bucket grows and shrinks layer by layer, so
+that old and new copies exist of one layer only. All buckets together never take more than `max_bytes`, that included.
 """
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from rollover.engine.embedded.sequence import Sequence
@@ -35,12 +38,15 @@ class Bucket:
     def __init__(self, row_tokens: int) -> None:
         self.row_tokens = row_tokens
         self.owners: list[Sequence] = []
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.capacity = 0
 
-    @property
-    def capacity(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[1]
+    def copy_row(self, row: int, source: Bucket, source_row: int, num_tokens: int) -> None:
+        """The first num_tokens of another row, into `row`."""
+        for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
+            for target, tensor in zip(mine, theirs, strict=True):
+                target[row, :, :num_tokens] = tensor[source_row, :, :num_tokens]
 
 
 class KVCache:
@@ -69,7 +75,7 @@ class KVCache:
     def max_tokens(self) -> int:
         """The longest sequence that fits into an otherwise empty cache: one row of the longest possible bucket."""
         longest, size = 0, _MIN_ROW_TOKENS
-        while size * self.bytes_per_token <= self.max_bytes:
+        while size * (1 + 1 / self._shape[0]) * self.bytes_per_token <= self.max_bytes:
             longest, size = size, row_tokens_for(size + 1)
         return longest
 
@@ -83,12 +89,8 @@ class KVCache:
         if len(bucket.owners) == bucket.capacity and not self._grow(bucket):
             return False
         row = len(bucket.owners)
-        assert bucket.keys is not None and bucket.values is not None
         if old is not None:
-            assert old.keys is not None and old.values is not None
-            num = seq.kv_len
-            bucket.keys[:, row, :, :num] = old.keys[:, seq.row, :, :num]
-            bucket.values[:, row, :, :num] = old.values[:, seq.row, :, :num]
+            bucket.copy_row(row, old, seq.row, seq.kv_len)
             self._vacate(seq)
         bucket.owners.append(seq)
         seq.bucket, seq.row = bucket, row
@@ -102,34 +104,36 @@ class KVCache:
 
     def copy_prefix(self, source: Sequence, target: Sequence, num_tokens: int) -> None:
         """Copy the cached first num_tokens of `source` into `target`'s row."""
-        here, there = source.bucket, target.bucket
-        assert here is not None and there is not None and source.kv_len >= num_tokens
-        assert here.keys is not None and here.values is not None
-        assert there.keys is not None and there.values is not None
-        there.keys[:, target.row, :, :num_tokens] = here.keys[:, source.row, :, :num_tokens]
-        there.values[:, target.row, :, :num_tokens] = here.values[:, source.row, :, :num_tokens]
+        assert source.bucket is not None and target.bucket is not None and source.kv_len >= num_tokens
+        target.bucket.copy_row(target.row, source.bucket, source.row, num_tokens)
         target.kv_len = num_tokens
 
     def _vacate(self, seq: Sequence) -> None:
         bucket, row = seq.bucket, seq.row
-        assert bucket is not None and bucket.keys is not None and bucket.values is not None
+        assert bucket is not None
         last = bucket.owners.pop()
         if last is not seq:
-            num = last.kv_len
-            bucket.keys[:, row, :, :num] = bucket.keys[:, last.row, :, :num]
-            bucket.values[:, row, :, :num] = bucket.values[:, last.row, :, :num]
+            bucket.copy_row(row, bucket, last.row, last.kv_len)
             bucket.owners[row] = last
             last.row = row
         seq.bucket, seq.row = None, -1
         if not bucket.owners:
             del self.buckets[bucket.row_tokens]
         elif bucket.capacity > _MIN_ROWS and len(bucket.owners) * 4 <= bucket.capacity:
-            # Give memory back, so that other buckets can grow; a failure to shrink is no harm.
+            # Give memory back, so that other buckets can grow.
             self._resize(bucket, max(_MIN_ROWS, len(bucket.owners) * 2))
 
     def _grow(self, bucket: Bucket) -> bool:
-        wanted = max(_MIN_ROWS, bucket.capacity * 2)
-        for capacity in dict.fromkeys((wanted, bucket.capacity + _MIN_ROWS, bucket.capacity + 1)):
+        # Sequences of other buckets may come after the first one: make room for all at once, if there is memory.
+        everyone = sum(len(b.owners) for b in self.buckets.values())
+        old = bucket.capacity
+        for capacity in dict.fromkeys((max(_MIN_ROWS, everyone, old * 2), old * 2, old + _MIN_ROWS)):
+            if capacity > old and self._resize(bucket, capacity):
+                return True
+        for other in self.buckets.values():
+            if other is not bucket and other.capacity > len(other.owners):
+                self._resize(other, len(other.owners))
+        for capacity in (old + _MIN_ROWS, old + 1):
             if self._resize(bucket, capacity):
                 return True
         if not bucket.owners:
@@ -137,17 +141,31 @@ class KVCache:
         return False
 
     def _resize(self, bucket: Bucket, capacity: int) -> bool:
-        """Move the bucket to tensors of `capacity` rows; the old ones count until the copy is done."""
+        """Move the bucket to tensors of `capacity` rows, a layer after the other. False: there is no memory to grow."""
         layers, heads, size = self._shape
-        if self.num_bytes + capacity * bucket.row_tokens * self.bytes_per_token > self.max_bytes:
-            return False
-        shape = (layers, capacity, heads, bucket.row_tokens, size)
-        # Zeros, not empty: masked positions are multiplied by probability 0, and 0 * NaN would not vanish.
-        keys = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        values = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        num = len(bucket.owners)
-        if num and bucket.keys is not None and bucket.values is not None:
-            keys[:, :num] = bucket.keys[:, :num]
-            values[:, :num] = bucket.values[:, :num]
-        bucket.keys, bucket.values = keys, values
+        if capacity > bucket.capacity:
+            # What stays free lets any bucket be moved a layer at a time, so shrinking never fails.
+            sizes = [b.capacity * b.row_tokens for b in self.buckets.values() if b is not bucket]
+            sizes.append(capacity * bucket.row_tokens)
+            if (sum(sizes) + max(sizes) / layers) * self.bytes_per_token > self.max_bytes:
+                return False
+        shape = (capacity, heads, bucket.row_tokens, size)
+        num = min(len(bucket.owners), capacity)
+        for tensors in (bucket.keys, bucket.values):
+            for layer in range(layers):
+                new = self._zeros(shape)
+                if bucket.capacity:
+                    new[:num] = tensors[layer][:num]
+                    tensors[layer] = new
+                else:
+                    tensors.append(new)
+        bucket.capacity = capacity
         return True
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        # Zeros, not empty: masked positions are multiplied by probability 0, and 0 * NaN would not vanish.
+        if self._device.type != "cpu":
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        # numpy's come from the system page by page, when first written: rows that are never used cost nothing.
+        plain = np.zeros(math.prod(shape) * self._dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(plain).view(self._dtype).view(shape)

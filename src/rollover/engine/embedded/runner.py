@@ -6,6 +6,7 @@ n rows of a bucket, T its row length.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 
 from rollover.engine.embedded.kv_cache import Bucket
 from rollover.engine.embedded.sequence import Sequence
-from rollover.models.attention import PackedAttention, causal_attention, hidden_states
+from rollover.models.attention import Attention, PackedAttention, causal_attention, hidden_states
+from rollover.models.inference import InferenceDecoder
 from rollover.models.logprobs import Head
 
 
@@ -49,8 +51,8 @@ class PrefillAttention:
         outputs, offset = [], 0
         for chunk, length in zip(self.chunks, self.lengths, strict=True):
             bucket, part = chunk.seq.bucket, slice(offset, offset + length)
-            assert bucket is not None and bucket.keys is not None and bucket.values is not None
-            row_keys, row_values = bucket.keys[layer, chunk.seq.row], bucket.values[layer, chunk.seq.row]
+            assert bucket is not None
+            row_keys, row_values = bucket.keys[layer][chunk.seq.row], bucket.values[layer][chunk.seq.row]
             row_keys[:, chunk.start : chunk.end] = key_NKD[part].transpose(0, 1)
             row_values[:, chunk.start : chunk.end] = value_NKD[part].transpose(0, 1)
             if self.packed is None:
@@ -71,12 +73,15 @@ class PrefillAttention:
 
 @dataclass(frozen=True)
 class _BucketPlan:
-    """One bucket's share of a decode step: tokens [part] of the row belong to `rows_n` of its n used rows."""
+    """One bucket's share of a decode step: tokens [part] of the row belong to `rows` of its n used rows.
+
+    `places`: where their keys and values go, in a layer's [R, K, T, D] seen as [R * K * T, D].
+    """
 
     bucket: Bucket
     part: slice
     rows: torch.Tensor
-    positions: torch.Tensor
+    places: torch.Tensor
     whole: bool
     num_rows: int
     positions_of_rows: torch.Tensor
@@ -113,7 +118,10 @@ class DecodeAttention:
             of_rows = positions
             if not whole:
                 of_rows = torch.zeros(num_rows, dtype=positions.dtype, device=device).index_copy_(0, rows, positions)
-            self.plans.append(_BucketPlan(bucket, slice(start, end), rows, positions, whole, num_rows, of_rows))
+            kv_heads, length = bucket.keys[0].shape[1:3]
+            head_K = torch.arange(kv_heads, device=device)
+            places = ((rows[:, None] * kv_heads + head_K) * length + positions[:, None]).flatten()
+            self.plans.append(_BucketPlan(bucket, slice(start, end), rows, places, whole, num_rows, of_rows))
             start = end
 
     def attend(
@@ -132,23 +140,22 @@ class DecodeAttention:
         outputs = []
         for index, plan in enumerate(self.plans):
             bucket = plan.bucket
-            assert bucket.keys is not None and bucket.values is not None
             keys, values = bucket.keys[layer], bucket.values[layer]
-            keys[plan.rows, :, plan.positions] = key_NKD[plan.part]
-            values[plan.rows, :, plan.positions] = value_NKD[plan.part]
+            keys.view(-1, size).index_copy_(0, plan.places, key_NKD[plan.part].reshape(-1, size))
+            values.view(-1, size).index_copy_(0, plan.places, value_NKD[plan.part].reshape(-1, size))
             query = query_NHD[plan.part].reshape(-1, kv_heads, heads // kv_heads, size)
             if not plan.whole:
                 query = query.new_zeros(plan.num_rows, *query.shape[1:]).index_copy_(0, plan.rows, query)
-            # Whole rows, not the longest used part: a slice would be copied before the batched matmul.
-            # In float32, as causal_attention: see there.
-            scores = torch.matmul(query.float(), keys[: plan.num_rows].float().transpose(2, 3)) * scale
+            # Whole rows, not the longest used part: a slice would be copied before the batched matmul. Both matmuls in
+            # the cache's dtype: to convert the cache would cost as much again (docs/log.md).
+            scores = torch.matmul(query, keys[: plan.num_rows].transpose(2, 3)).float().mul_(scale)
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             limit = window if window is not None and window < bucket.row_tokens else None
             if (index, limit) not in self._bias:
                 self._bias[index, limit] = plan.bias(limit)
-            probs = torch.softmax(scores + self._bias[index, limit], dim=-1)
-            out = torch.matmul(probs, values[: plan.num_rows].float()).to(query.dtype)
+            probs = torch.softmax(scores.add_(self._bias[index, limit]), dim=-1)
+            out = torch.matmul(probs.to(values.dtype), values[: plan.num_rows])
             outputs.append((out if plan.whole else out[plan.rows]).reshape(-1, heads, size))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -156,35 +163,50 @@ class DecodeAttention:
 class Runner:
     """Runs the engine's own copy of the model. Owns no sequence and no memory but the weights."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, rows: int) -> None:
         self.model = model
-        self.head = Head.of(model).in_float32()
         self.device = next(model.parameters()).device
+        self.rows = rows
+        self.decoder = InferenceDecoder(model, rows) if InferenceDecoder.supported(model) else None
+        self.head = Head.of(model).for_inference(rows)
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
 
-    def on_new_weights(self) -> None:
-        """The model's parameters were replaced in place: take the output layer again."""
-        self.head = Head.of(self.model).in_float32()
+    def hidden_states(self, tokens: list[int], positions: list[int], attention: Attention) -> torch.Tensor:
+        """Last hidden states [N, E] of tokens at these positions, float32."""
+        input_ids_N = torch.tensor(tokens, device=self.device)
+        position_ids_N = torch.tensor(positions, device=self.device)
+        if self.decoder is not None:
+            return self.decoder.hidden_states(input_ids_N, position_ids_N, attention)
+        return hidden_states(self.model, input_ids_N, position_ids_N, attention)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Replace weights in place, then the copies made of them. Returns the bytes written."""
+        num_bytes = 0
+        for name, tensor in tensors:
+            parameter = self._parameters.get(name)
+            assert parameter is not None, f"the engine's model has no parameter {name}"
+            packed = None if self.decoder is None else self.decoder.load(name, tensor)
+            if packed is None:
+                parameter.copy_(tensor)
+                packed = parameter.numel() * parameter.element_size()
+            num_bytes += packed
+        if self.decoder is not None:
+            self.decoder.reload_norms()
+        self.head = Head.of(self.model).for_inference(self.rows)
+        return num_bytes
 
     def prefill(self, chunks: list[Chunk]) -> None:
         """Compute and cache keys and values of the chunks. No logits: the last known token is decoded."""
         tokens = [t for c in chunks for t in c.seq.tokens[c.start : c.end]]
         positions = [p for c in chunks for p in range(c.start, c.end)]
-        hidden_states(
-            self.model,
-            torch.tensor(tokens, device=self.device),
-            torch.tensor(positions, device=self.device),
-            PrefillAttention(chunks),
-        )
+        self.hidden_states(tokens, positions, PrefillAttention(chunks))
         for chunk in chunks:
             chunk.seq.kv_len = chunk.end
 
     def decode(self, order: list[Sequence]) -> torch.Tensor:
         """Float32 logits [N, V] for the next token of each sequence; sequences of a bucket stand together."""
-        hidden_NE = hidden_states(
-            self.model,
-            torch.tensor([s.tokens[-1] for s in order], device=self.device),
-            torch.tensor([s.kv_len for s in order], device=self.device),
-            DecodeAttention(order, self.device),
+        hidden_NE = self.hidden_states(
+            [s.tokens[-1] for s in order], [s.kv_len for s in order], DecodeAttention(order, self.device)
         )
         for seq in order:
             seq.kv_len += 1

@@ -46,7 +46,7 @@ def _draw(scaled_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tens
     """Inverse-CDF sampling from softmax(scaled), in two levels so that no cumulative sum over V is needed."""
     rows, vocab = scaled_BV.shape
     peak_B1 = scaled_BV.amax(-1, keepdim=True)
-    weights_BV = torch.exp(scaled_BV - peak_B1)
+    weights_BV = (scaled_BV - peak_B1).exp_()
     if vocab % _BLOCK:
         weights_BV = torch.nn.functional.pad(weights_BV, (0, _BLOCK - vocab % _BLOCK))
     blocks = weights_BV.view(rows, -1, _BLOCK)
@@ -60,7 +60,8 @@ def _draw(scaled_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tens
     tokens_B1 = block_B1 * _BLOCK + offset_B1
     # Rounding at a block's edge could pick a token of probability 0: take the likeliest one instead.
     possible_B1 = weights_BV.gather(1, tokens_B1) > 0
-    tokens_B1 = torch.where(possible_B1, tokens_B1, weights_BV.argmax(-1, keepdim=True))
+    if not possible_B1.all():
+        tokens_B1 = torch.where(possible_B1, tokens_B1, weights_BV.argmax(-1, keepdim=True))
     logprobs_B1 = scaled_BV.gather(1, tokens_B1) - peak_B1 - total_B1.log().float()
     return tokens_B1.squeeze(1), logprobs_B1.squeeze(1)
 

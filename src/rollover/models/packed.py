@@ -1,0 +1,61 @@
+"""Weights of linear layers in the blocked layout of the CPU's matmuls (oneDNN), for inference.
+
+Shapes: N tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_COMMON_TOKENS = 1024
+_SHIFT_COLUMNS = 32  # one would do: the others keep the inner dimension a multiple of the matmul's blocks
+
+
+class PackedWeight:
+    """A linear layer's weight [out, in] in oneDNN's blocked layout: a third less time a decode step (docs/log.md)."""
+
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, rows: int) -> None:
+        self.bias_O = bias_O
+        self.rows = rows  # what the layout is chosen for; any number of rows is computed
+        self.load(weight_OI)
+
+    @staticmethod
+    def supported(device: torch.device, dtype: torch.dtype) -> bool:
+        """oneDNN on this CPU. (bfloat16 without hardware support would be slower than what torch does by itself.)"""
+        if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            return False
+        return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+    def load(self, weight_OI: torch.Tensor) -> None:
+        """Replace the weight."""
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), self.rows)
+
+    def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x_NI, self.packed, self.bias_O, "none", [], "")
+
+
+class PackedHead:
+    """Logits of bfloat16 weights at bfloat16's speed, less a guess of each token's largest one.
+
+    A bfloat16 matmul sums in float32 and rounds the sum to 8 bits: a logit of 30 is off by up to 0.06, which log-probs
+    do not survive. So a column of ones is put beside the weight, and minus the guess beside the hidden state: the sums
+    near the largest are near 0, where bfloat16 is fine. The guess is the largest among the first tokens of the
+    vocabulary, which are the commonest; a softmax does not see it. Measured on SmolLM2 (docs/log.md): 0.5 from the
+    largest logit in the mean, log-probs as good as from float32 logits of the same hidden state, in half the time.
+    """
+
+    def __init__(self, weight_VE: torch.Tensor, bias_V: torch.Tensor | None, rows: int) -> None:
+        vocab, self.hidden_size = weight_VE.shape
+        augmented = weight_VE.new_zeros(vocab, self.hidden_size + _SHIFT_COLUMNS)
+        augmented[:, : self.hidden_size] = weight_VE
+        augmented[:, self.hidden_size] = 1
+        self.all = PackedWeight(augmented, bias_V, rows)
+        self.common = PackedWeight(weight_VE[:_COMMON_TOKENS], None, rows)
+
+    def __call__(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [N, V], each row less a number of its own."""
+        narrow_NE = hidden_NE.to(torch.bfloat16)
+        shifted = narrow_NE.new_zeros(narrow_NE.shape[0], self.hidden_size + _SHIFT_COLUMNS)
+        shifted[:, : self.hidden_size] = narrow_NE
+        shifted[:, self.hidden_size] = -self.common(narrow_NE).amax(-1)
+        return self.all(shifted).float()

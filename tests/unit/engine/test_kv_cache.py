@@ -1,0 +1,99 @@
+"""The KV cache under any sequence of events: rows keep their content, memory keeps its bound."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollover.engine.embedded.kv_cache import KVCache, row_tokens_for
+from rollover.engine.embedded.sequence import Sequence
+from rollover.engine.protocol import ExtendRequest
+from rollover.types import SamplingParams
+
+LAYERS, HEADS, SIZE = 3, 2, 4
+
+
+def cache(max_tokens: int, layers: int = LAYERS) -> KVCache:
+    out = KVCache(layers, HEADS, SIZE, torch.float32, torch.device("cpu"), 0)
+    out.max_bytes = max_tokens * out.bytes_per_token
+    return out
+
+
+def sequence(name: int) -> Sequence:
+    request = ExtendRequest(str(name), (1,), (), 1, 0, SamplingParams())
+    return Sequence(request, None, [1])
+
+
+def fill(seq: Sequence, name: int, num: int) -> None:
+    """Write tokens up to `num`: a number that names the sequence, the layer and the position."""
+    assert seq.bucket is not None
+    for layer in range(LAYERS):
+        for position in range(seq.kv_len, num):
+            seq.bucket.keys[layer][seq.row, :, position] = name * 1000 + layer * 0.25 + position
+            seq.bucket.values[layer][seq.row, :, position] = -(name * 1000 + layer * 0.25 + position)
+    seq.kv_len = num
+
+
+def check(seq: Sequence, name: int) -> None:
+    assert seq.bucket is not None and seq.bucket.owners[seq.row] is seq
+    for layer in range(LAYERS):
+        expected = name * 1000 + layer * 0.25 + torch.arange(seq.kv_len, dtype=torch.float32)
+        for head in range(HEADS):
+            assert torch.equal(seq.bucket.keys[layer][seq.row, head, : seq.kv_len, 0], expected)
+            assert torch.equal(seq.bucket.values[layer][seq.row, head, : seq.kv_len, -1], -expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    max_tokens=st.integers(100, 6000),
+    events=st.lists(st.tuples(st.integers(0, 11), st.sampled_from(["grow", "free"]), st.integers(1, 120)), max_size=60),
+)
+def test_rows_keep_their_content_within_the_bound(max_tokens: int, events: list[tuple[int, str, int]]) -> None:
+    kv = cache(max_tokens)
+    held: dict[int, Sequence] = {}
+    for name, kind, num in events:
+        if kind == "free":
+            if name in held:
+                kv.free(held.pop(name))
+        else:
+            seq = held.get(name) or sequence(name)
+            wanted = seq.kv_len + num
+            if kv.reserve(seq, wanted):
+                held[name] = seq
+                fill(seq, name, wanted)
+            elif seq.bucket is None:
+                assert len(held) or row_tokens_for(wanted) > kv.max_tokens, "an empty cache holds what fits alone"
+        assert kv.num_bytes <= kv.max_bytes
+        for other, seq in held.items():
+            check(seq, other)
+        assert sum(len(b.owners) for b in kv.buckets.values()) == len(held)
+
+
+def test_little_memory_is_used_well() -> None:
+    """64 sequences that grow together: no second copy of a whole bucket, no unused rows where memory is short."""
+    kv = cache(64 * 256, layers=24)
+    seqs = [sequence(i) for i in range(64)]
+    for num in (60, 120, 190, 250):
+        held = 0
+        for seq in seqs:
+            held += kv.reserve(seq, num)
+        assert held >= 50, f"only {held} of 64 fit at {num} tokens"
+
+
+@pytest.mark.parametrize("preempted", [True])
+def test_preempted_rollouts_give_the_same_tokens(preempted: bool) -> None:
+    """A cache too small for all: the result is that of a large one."""
+    from unit.engine.test_embedded import engine, request
+
+    requests = [request(f"0-{i}", "q:1+1\na:", 60) for i in range(8)]
+
+    async def go(target):
+        return [s.token_ids.tolist() for (s,) in await asyncio.gather(*[target.extend(r) for r in requests])]
+
+    large, small = engine(), engine(kv_memory_gb=0.00035)
+    assert asyncio.run(go(large)) == asyncio.run(go(small))
+    assert small.stats()["engine/preemptions"] > 0

@@ -1,0 +1,81 @@
+"""What may be loaded: whole weights, and attention in every layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import tiny
+from rollover.config import ModelConfig
+from rollover.models.attention import IMPLEMENTATION, check_model
+from rollover.models.load import load_model, max_positions
+
+SMALL = dict(
+    vocab_size=102, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, "mistral"])
+def test_decoders_with_attention_in_every_layer_pass(family: str) -> None:
+    check_model(tiny.model(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("bloom", {"n_head": 4, "n_layer": 2}),
+    ],
+)
+def test_models_that_mix_tokens_elsewhere_are_refused(family: str, changes: dict) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SMALL | changes)
+    model = AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation(IMPLEMENTATION)
+    with pytest.raises((ValueError, TypeError)):
+        check_model(model.eval())
+
+
+def test_attention_sinks_are_refused() -> None:
+    config = AutoConfig.for_model(
+        "gpt_oss", **SMALL | {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2}
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
+    with pytest.raises(ValueError, match="s_aux.*not supported"):
+        check_model(model.eval())
+
+
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "m", "qwen3", tie_word_embeddings=False)
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {k: v for k, v in weights.items() if ".layers.1." not in k and k != "lm_head.weight"},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(ValueError, match=r"model.path.*lack \d+ weights.*lm_head.weight"):
+        load_model(ModelConfig(path=str(folder)))
+
+
+def test_a_file_that_is_not_safetensors(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ValueError, match="model.path.*cannot be loaded"):
+        load_model(ModelConfig(path=str(folder)))
+
+
+def test_frequencies_that_depend_on_the_batch_limit_the_length() -> None:
+    plain = AutoConfig.for_model("llama", max_position_embeddings=4096)
+    assert max_positions(plain) == 4096
+    scaled = AutoConfig.for_model(
+        "llama",
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4,
+                         "original_max_position_embeddings": 1024},
+    )  # fmt: skip
+    assert max_positions(scaled) == 1024

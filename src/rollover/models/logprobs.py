@@ -1,7 +1,7 @@
 """Token log-probs from hidden states, without ever holding [tokens, vocabulary] whole.
 
 Shapes: N tokens, C tokens of a chunk, E hidden size, V vocabulary. Owns the definition that engine and trainer share:
-log softmax(logits / T) over the full vocabulary, all of it in float32.
+log softmax(logits / T) over the full vocabulary, in float32 but for the matmul of bfloat16 weights (ShiftedHead).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rollover.models.packed import PackedHead, PackedWeight
+from rollover.models.packed import ShiftedHead
 
 CHUNK_BYTES = 128 * 2**20
 
@@ -24,7 +24,7 @@ class Head:
     bias_V: torch.Tensor | None
     softcap: float | None
     multiplier: float
-    packed: PackedHead | None = None
+    shifted: ShiftedHead | None = None
 
     @classmethod
     def of(cls, model: Any) -> Head:
@@ -40,23 +40,22 @@ class Head:
         linear = getattr(linear, "base_layer", linear)
         return cls(linear.weight, linear.bias, getattr(config, "final_logit_softcapping", None), multiplier)
 
-    def in_float32(self) -> Head:
-        """A copy that computes in float32. Logits of 30 rounded to bfloat16 are off by 0.06: too much for log-probs."""
-        bias_V = None if self.bias_V is None else self.bias_V.detach().float()
-        return Head(self.weight_VE.detach().float(), bias_V, self.softcap, self.multiplier)
+    def precise(self, rows: int | None = None) -> Head:
+        """A copy without autograd whose logits are good enough for log-probs, also where the weights are bfloat16.
 
-    def for_inference(self, rows: int) -> Head:
-        """A copy without autograd for about `rows` tokens at a time: packed where it can be, else in float32."""
-        weight_VE = self.weight_VE.detach()
-        packs = weight_VE.dtype == torch.bfloat16 and PackedWeight.supported(weight_VE.device, weight_VE.dtype)
-        if self.softcap is not None or not packs:  # a capped logit has no arbitrary zero
-            return self.in_float32()
-        return Head(weight_VE, self.bias_V, None, self.multiplier, PackedHead(weight_VE, self.bias_V, rows))
+        `rows`: pack it for about so many tokens at a time. A capped logit has no arbitrary zero: those are computed in
+        float32, as are float32 weights.
+        """
+        weight_VE, bias_V = self.weight_VE.detach(), None if self.bias_V is None else self.bias_V.detach()
+        if weight_VE.dtype == torch.bfloat16 and self.softcap is None:
+            return Head(weight_VE, bias_V, None, self.multiplier, ShiftedHead(weight_VE, bias_V, rows))
+        bias_V = None if bias_V is None else bias_V.float()
+        return Head(weight_VE.float(), bias_V, self.softcap, self.multiplier)
 
     def logits(self, hidden_CE: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [C, V], before the temperature; if packed, up to a constant a row."""
-        if self.packed is not None:
-            logits_CV = self.packed(hidden_CE)
+        """Float32 logits [C, V], before the temperature; if shifted, up to a constant a row."""
+        if self.shifted is not None:
+            logits_CV = self.shifted(hidden_CE)
         else:
             logits_CV = torch.nn.functional.linear(hidden_CE.to(self.weight_VE.dtype), self.weight_VE, self.bias_V)
         if self.multiplier != 1.0:
@@ -81,7 +80,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         multiplier: float,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = Head(weight_VE, bias_V, softcap, multiplier).in_float32()
+        head = Head(weight_VE, bias_V, softcap, multiplier).precise()
         num = hidden_NE.shape[0]
         logprobs_N = torch.empty(num, dtype=torch.float32, device=hidden_NE.device)
         entropy_N = torch.empty_like(logprobs_N)
@@ -112,7 +111,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_N = grads[0]
         hidden_NE, weight_VE, bias_V, targets_N, temperature_N, log_z_N = ctx.saved_tensors
-        head = Head(weight_VE, bias_V, ctx.softcap, ctx.multiplier).in_float32()
+        head = Head(weight_VE, bias_V, ctx.softcap, ctx.multiplier).precise()
         grad_hidden_NE = torch.empty_like(hidden_NE)
         need_weight, need_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         grad_weight_VE = (

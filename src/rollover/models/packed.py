@@ -1,11 +1,14 @@
-"""Weights of linear layers in the blocked layout of the CPU's matmuls (oneDNN), for inference.
+"""Linear layers faster than as they come: the blocked layout of the CPU's matmuls (oneDNN), and the output layer.
 
 Shapes: N tokens, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 
 _COMMON_TOKENS = 1024
 _SHIFT_COLUMNS = 32  # one would do: the others keep the inner dimension a multiple of the matmul's blocks
@@ -34,28 +37,34 @@ class PackedWeight:
         return torch.ops.mkldnn._linear_pointwise(x_NI, self.packed, self.bias_O, "none", [], "")
 
 
-class PackedHead:
-    """Logits of bfloat16 weights at bfloat16's speed, less a guess of each token's largest one.
+class ShiftedHead:
+    """Logits of bfloat16 weights at bfloat16's speed, less a guess of each token's largest one. Without autograd.
 
     A bfloat16 matmul sums in float32 and rounds the sum to 8 bits: a logit of 30 is off by up to 0.06, which log-probs
     do not survive. So a column of ones is put beside the weight, and minus the guess beside the hidden state: the sums
     near the largest are near 0, where bfloat16 is fine. The guess is the largest among the first tokens of the
     vocabulary, which are the commonest; a softmax does not see it. Measured on SmolLM2 (docs/log.md): 0.5 from the
     largest logit in the mean, log-probs as good as from float32 logits of the same hidden state, in half the time.
+
+    `rows`: pack the weights for about so many tokens at a time; None leaves them plain, for weights that change soon.
     """
 
-    def __init__(self, weight_VE: torch.Tensor, bias_V: torch.Tensor | None, rows: int) -> None:
+    def __init__(self, weight_VE: torch.Tensor, bias_V: torch.Tensor | None, rows: int | None) -> None:
         vocab, self.hidden_size = weight_VE.shape
         augmented = weight_VE.new_zeros(vocab, self.hidden_size + _SHIFT_COLUMNS)
         augmented[:, : self.hidden_size] = weight_VE
         augmented[:, self.hidden_size] = 1
-        self.all = PackedWeight(augmented, bias_V, rows)
-        self.common = PackedWeight(weight_VE[:_COMMON_TOKENS], None, rows)
+        if rows is not None and PackedWeight.supported(weight_VE.device, weight_VE.dtype):
+            self._all = PackedWeight(augmented, bias_V, rows)
+            self._common = PackedWeight(weight_VE[:_COMMON_TOKENS], None, rows)
+        else:
+            self._all = partial(F.linear, weight=augmented, bias=bias_V)
+            self._common = partial(F.linear, weight=weight_VE[:_COMMON_TOKENS])
 
     def __call__(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Float32 logits [N, V], each row less a number of its own."""
         narrow_NE = hidden_NE.to(torch.bfloat16)
         shifted = narrow_NE.new_zeros(narrow_NE.shape[0], self.hidden_size + _SHIFT_COLUMNS)
         shifted[:, : self.hidden_size] = narrow_NE
-        shifted[:, self.hidden_size] = -self.common(narrow_NE).amax(-1)
-        return self.all(shifted).float()
+        shifted[:, self.hidden_size] = -self._common(narrow_NE).amax(-1)
+        return self._all(shifted).float()

@@ -12,7 +12,7 @@ from rollover.models.attention import PackedAttention, hidden_states
 from rollover.models.inference import InferenceDecoder
 from rollover.models.load import cast_parameters
 from rollover.models.logprobs import Head
-from rollover.models.packed import PackedHead, PackedWeight
+from rollover.models.packed import ShiftedHead
 
 LLAMA_SHAPED = ("llama", "qwen2", "qwen3", "mistral")
 LENGTHS = [5, 1, 17]
@@ -61,16 +61,15 @@ def test_other_shapes_are_left_to_the_modules(family: str) -> None:
 
 
 @torch.no_grad()
-def test_shifted_head_is_exact_where_probability_is() -> None:
+@pytest.mark.parametrize("rows", [8, None])
+def test_shifted_head_is_exact_where_probability_is(rows: int | None) -> None:
     """Against float32 logits of the same rounded hidden states; a plain bfloat16 matmul is far worse."""
-    if not PackedWeight.supported(torch.device("cpu"), torch.bfloat16):
-        pytest.skip("no bfloat16 matmul on this CPU")
     torch.manual_seed(0)
     weight = torch.randn(5000, 64).bfloat16()
     hidden = (0.5 * torch.randn(20, 64)).bfloat16()
     hidden += 0.3 * weight[torch.arange(20)]  # a likely token among the common ones
     exact = torch.log_softmax(hidden.float() @ weight.float().T, -1)
-    packed = torch.log_softmax(PackedHead(weight, None, 8)(hidden.float()), -1)
+    packed = torch.log_softmax(ShiftedHead(weight, None, rows)(hidden.float()), -1)
     plain = torch.log_softmax((hidden @ weight.T).float(), -1)
     likely = exact > -5
     assert likely.sum() >= 20
@@ -79,9 +78,9 @@ def test_shifted_head_is_exact_where_probability_is() -> None:
 
 
 @torch.no_grad()
-def test_head_for_inference_agrees_with_float32() -> None:
+def test_precise_head_agrees_with_float32() -> None:
     model = in_dtype(tiny.model("qwen2"), torch.bfloat16)
     hidden = torch.randn(9, 64)
-    exact = torch.log_softmax(Head.of(model).in_float32().logits(hidden), -1)
-    got = torch.log_softmax(Head.of(model).for_inference(8).logits(hidden), -1)
+    exact = torch.log_softmax(hidden @ Head.of(model).weight_VE.float().T, -1)
+    got = torch.log_softmax(Head.of(model).precise(8).logits(hidden), -1)
     torch.testing.assert_close(got, exact, atol=0.02, rtol=0)

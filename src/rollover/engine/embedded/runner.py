@@ -168,7 +168,7 @@ class Runner:
         self.device = next(model.parameters()).device
         self.rows = rows
         self.decoder = InferenceDecoder(model, rows) if InferenceDecoder.supported(model) else None
-        self.head = Head.of(model).for_inference(rows)
+        self.head = Head.of(model).precise(rows)
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
 
     def hidden_states(self, tokens: list[int], positions: list[int], attention: Attention) -> torch.Tensor:
@@ -192,7 +192,7 @@ class Runner:
             num_bytes += packed
         if self.decoder is not None:
             self.decoder.reload_norms()
-        self.head = Head.of(self.model).for_inference(self.rows)
+        self.head = Head.of(self.model).precise(self.rows)
         return num_bytes
 
     def prefill(self, chunks: list[Chunk]) -> None:

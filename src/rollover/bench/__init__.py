@@ -12,17 +12,18 @@ from rollover.config import Config
 
 
 def main(what: str, config: Config, *, as_json: bool = False, runs: int = 3) -> int:
-    """Run benchmark `what` ("engine" or "train") on the model of `config`; prints the result, returns the exit code."""
-    from rollover.bench import engine, train
+    """Run benchmark `what` on the model of `config`; prints the result, returns the exit code."""
+    from importlib import import_module
 
-    report = {"engine": engine.run, "train": train.run}[what](config, runs)
+    report = import_module(f"rollover.bench.{what}").run(config, runs)
     if as_json:
         print(json.dumps(report, indent=2))
         return 0
     print(f"{report['machine']}")
     for result in report["results"]:
         low, high = result["spread"]
-        rate = f"{result['tokens_per_s']:>9.1f} tok/s  [{low:.1f}, {high:.1f}]"
+        unit = "tokens_per_s" if "tokens_per_s" in result else "samples_per_s"
+        rate = f"{result[unit]:>9.2f} {unit.replace('_per_s', '/s')}  [{low:.2f}, {high:.2f}]"
         print(f"  {result['case']:<14} {result['system']:<22} {rate}  {result['setting']}")
     for name, value in report["ratios"].items():
         print(f"  {name} = {value:.2f}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 
+import rollover
 from rollover.bench import machine
 from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
@@ -18,7 +20,9 @@ from rollover.types import SamplingParams, rollout_seed
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 128
-CASES = (1, 32, 64)
+CASES = (1, 32, 64, 256)
+GENERATE_CASES = (1, 32)
+CONTINUOUS_CASE = 32
 
 
 def _prompt(vocab: int, seed: int) -> tuple[int, ...]:
@@ -58,52 +62,69 @@ def _generate(model: Any, vocab: int, num: int) -> None:
     )
 
 
+def _continuous(model: Any, vocab: int, num: int) -> None:
+    """transformers' own continuous batching (paged cache)."""
+    from transformers import GenerationConfig
+
+    generation = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW_TOKENS, eos_token_id=-1, pad_token_id=0
+    )
+    out = model.generate_batch([list(_prompt(vocab, i)) for i in range(num)], generation_config=generation)
+    assert sum(len(o.generated_tokens) for o in out.values()) == num * NEW_TOKENS
+
+
 def run(config: Config, runs: int) -> dict[str, Any]:
-    """Engine and `generate` in turn, case by case; every sequence generates exactly NEW_TOKENS tokens."""
+    """The systems in turn, case by case; every sequence generates exactly NEW_TOKENS tokens."""
     prepare_process(config)
     dtype, device = dtype_of(config), pick_device(config.model.device)
-    loaded = load_model(config.model, dtype=dtype, device=device)
-    vocab = loaded.model.config.get_text_config().vocab_size
-    ours = copy.deepcopy(loaded.model)
-    peer = loaded.model
+    peer = load_model(config.model, dtype=dtype, device=device).model
+    vocab = peer.config.get_text_config().vocab_size
+    engine = EmbeddedEngine(
+        copy.deepcopy(peer), EngineConfig(max_running=max(CASES), kv_memory_gb=config.engine.kv_memory_gb)
+    )
     peer.set_attn_implementation("sdpa")
-    engine = EmbeddedEngine(ours, EngineConfig(max_running=max(CASES), kv_memory_gb=config.engine.kv_memory_gb))
+    versions = machine.describe()
     results: list[dict[str, Any]] = []
     rates: dict[tuple[str, int], float] = {}
-    versions = machine.describe()
     for num in CASES:
-        shape = f"{num} sequences, {PROMPT_TOKENS} + {NEW_TOKENS} tokens, {config.model.dtype}"
-        systems = [("rollover", "0", lambda n=num: _ours(engine, vocab, n), f"embedded engine, {shape}")]
-        if num <= 32:
-            systems.append(
-                (
-                    "transformers generate",
-                    versions["transformers"],
-                    lambda n=num: _generate(peer, vocab, n),
-                    f"sdpa, {shape}",
-                )
-            )
-        for system, release, work, setting in systems:
-            median, spread = machine.rate(num * NEW_TOKENS, machine.seconds(work, runs))
-            rates[system, num] = median
-            results.append(
-                {"case": f"decode_{num}", "system": system, "version": release, "setting": setting,
-                 "tokens_per_s": median, "spread": spread}
-            )  # fmt: skip
-        bound = num / machine.linear_decode_s(ours, num, dtype, 10)
-        rates["bound", num] = bound
-        results.append(
-            {"case": f"decode_{num}", "system": "linear layers alone", "version": versions["torch"],
-             "setting": "in sequence, cold weights", "tokens_per_s": bound, "spread": [bound, bound]}
-        )  # fmt: skip
+        works = {
+            "rollover": partial(_ours, engine, vocab, num),
+            "linear layers alone": partial(machine.linear_layers(peer, num, dtype), NEW_TOKENS),
+        }
+        settings = {"rollover": "embedded engine", "linear layers alone": "in sequence, cold weights, as they are"}
+        if num in GENERATE_CASES:
+            works["generate"] = partial(_generate, peer, vocab, num)
+            settings["generate"] = "transformers generate, sdpa, dynamic cache"
+        for system, times in machine.alternate(works, runs).items():
+            results.append(_result(num, system, settings[system], times, versions, config))
+            rates[system, num] = results[-1]["tokens_per_s"]
+    num = CONTINUOUS_CASE
+    times = machine.alternate({"continuous": partial(_continuous, peer, vocab, num)}, 1)["continuous"]
+    results.append(
+        _result(num, "continuous", "transformers generate_batch, paged sdpa, one run", times, versions, config)
+    )
+    rates["continuous", num] = results[-1]["tokens_per_s"]
+    ratios = {f"engine_{n}_vs_linear_bound": rates["rollover", n] / rates["linear layers alone", n] for n in CASES}
+    ratios |= {f"engine_{n}_vs_generate": rates["rollover", n] / rates["generate", n] for n in GENERATE_CASES}
+    ratios["engine_32_vs_continuous_batching"] = rates["rollover", num] / rates["continuous", num]
     return {
         "benchmark": "engine",
         "machine": versions | {"matmul_gflops": machine.matmul_gflops(dtype)},
         "results": results,
-        "ratios": {
-            "engine_1_vs_generate": rates["rollover", 1] / rates["transformers generate", 1],
-            "engine_32_vs_generate": rates["rollover", 32] / rates["transformers generate", 32],
-            "engine_32_vs_linear_bound": rates["rollover", 32] / rates["bound", 32],
-            "engine_64_vs_linear_bound": rates["rollover", 64] / rates["bound", 64],
-        },
+        "ratios": ratios,
+    }
+
+
+def _result(
+    num: int, system: str, setting: str, times: list[float], versions: dict[str, Any], config: Config
+) -> dict[str, Any]:
+    median, spread = machine.rate(num * NEW_TOKENS, times)
+    version = {"rollover": rollover.__version__, "linear layers alone": versions["torch"]}
+    return {
+        "case": f"decode_{num}",
+        "system": system,
+        "version": version.get(system, versions["transformers"]),
+        "setting": f"{setting}; {num} sequences, {PROMPT_TOKENS} + {NEW_TOKENS} tokens, {config.model.dtype}",
+        "tokens_per_s": median,
+        "spread": spread,
     }

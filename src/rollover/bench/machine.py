@@ -32,6 +32,20 @@ def describe() -> dict[str, Any]:
     }
 
 
+def alternate(works: dict[str, Callable[[], Any]], runs: int) -> dict[str, list[float]]:
+    """Wall seconds of `runs` calls of each, in turn after a warm-up call each, so that a slow minute hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(runs + 1):
+        for name, work in works.items():
+            started = time.perf_counter()
+            work()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn:
+                times[name].append(time.perf_counter() - started)
+    return times
+
+
 def seconds(work: Callable[[], Any], runs: int) -> list[float]:
     """Wall seconds of each of `runs` calls after one warm-up call."""
     work()
@@ -57,35 +71,38 @@ def matmul_gflops(dtype: torch.dtype, size: int = 2048) -> float:
     return 2 * size**3 / statistics.median(seconds(lambda: a @ b, 5)) / 1e9
 
 
-@torch.no_grad()
-def linear_decode_s(model: Any, rows: int, dtype: torch.dtype, runs: int) -> float:
-    """Median seconds of the model's linear layers alone, in sequence, each with its own (cold) weights."""
+def linear_layers(model: Any, rows: int, dtype: torch.dtype) -> Callable[[int], None]:
+    """A function that runs the model's linear layers alone, in sequence, each with its own (cold) weights, n times."""
     layers = [m.weight.detach().to(dtype) for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    inputs = {w.shape[1]: torch.randn(rows, w.shape[1]).to(dtype) for w in layers}
+    device = layers[0].device
+    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], device=device).to(dtype) for w in layers}
 
-    def once() -> None:
-        for weight in layers:
-            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+    @torch.no_grad()
+    def run(times: int) -> None:
+        for _ in range(times):
+            for weight in layers:
+                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
 
-    return statistics.median(seconds(once, runs))
+    return run
 
 
-def linear_train_s(model: Any, rows: int, head_rows: int, dtype: torch.dtype, runs: int) -> float:
-    """Median seconds of the three matmuls (forward, input and weight gradient) of every linear layer."""
+def linear_training(model: Any, rows: int, head_rows: int, dtype: torch.dtype) -> Callable[[], None]:
+    """A function that runs the three matmuls (forward, input and weight gradient) of every linear layer."""
     head = model.get_output_embeddings()
     work = []
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             n = head_rows if module is head else rows
-            out, size = module.weight.shape
-            work.append(
-                (module.weight.detach().to(dtype), torch.randn(n, size).to(dtype), torch.randn(n, out).to(dtype))
-            )
+            weight = module.weight.detach().to(dtype)
+            out, size = weight.shape
+            x = torch.randn(n, size, device=weight.device).to(dtype)
+            work.append((weight, x, torch.randn(n, out, device=weight.device).to(dtype)))
 
-    def once() -> None:
+    @torch.no_grad()
+    def run() -> None:
         for weight, x, grad in work:
             torch.nn.functional.linear(x, weight)
             torch.matmul(grad, weight)
             torch.matmul(grad.T, x)
 
-    return statistics.median(seconds(once, runs))
+    return run

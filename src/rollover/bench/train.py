@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import rollover
 from rollover.bench import machine
 from rollover.config import Config
 from rollover.models.load import load_model, pick_device
@@ -15,21 +16,28 @@ from rollover.train.setup import dtype_of, prepare_process
 from rollover.train.trainer import Trainer
 from rollover.types import Sample
 
-NUM_SAMPLES = 48
-PROMPT_TOKENS = 48
+MICRO_BATCH_TOKENS = 4096
+PROMPT_TOKENS, SIBLINGS, GROUPS = 48, 8, 12
+SHARED_PROMPT, SHARED_ANSWER, SHARED_GROUPS = 256, 128, 2
 
 
-def _samples(vocab: int) -> list[Sample]:
-    """Log-normal answer lengths (median 32, at most 128), groups of 8 with one prompt each."""
-    rng = np.random.default_rng(0)
+def _answer_lengths(num: int) -> list[int]:
+    """Log-normal, median 32, at most 128."""
+    drawn = np.random.default_rng(0).lognormal(np.log(32), 0.8, num)
+    return np.clip(drawn, 4, 128).astype(int).tolist()
+
+
+def _samples(vocab: int, prompt_tokens: int, lengths: list[int], *, shared: bool = True) -> list[Sample]:
+    """Groups of SIBLINGS with one prompt each. `shared` False: every sample is a group of its own, with that prompt."""
+    rng = np.random.default_rng(1)
     out = []
-    for i in range(NUM_SAMPLES):
-        n = int(np.clip(rng.lognormal(np.log(32), 0.8), 4, 128))
-        prompt = np.random.default_rng(i // 8).integers(10, vocab - 10, PROMPT_TOKENS)
+    for i, n in enumerate(lengths):
+        group, sibling = divmod(i, SIBLINGS)
+        prompt = np.random.default_rng(group).integers(10, vocab - 10, prompt_tokens)
         out.append(
             Sample(
-                rollout_id=f"{i // 8}-{i % 8}",
-                group_id=i // 8,
+                rollout_id=f"{group}-{sibling}",
+                group_id=group if shared else i,
                 prompt_ids=prompt.astype(np.int32),
                 token_ids=rng.integers(10, vocab - 10, n).astype(np.int32),
                 mask=np.ones(n, dtype=bool),
@@ -59,45 +67,59 @@ def _padded_loss(model: Any, samples: list[Sample], rows: int) -> None:
 
 
 def run(config: Config, runs: int) -> dict[str, Any]:
-    """Whole training steps (forward, backward, optimizer) on packed micro-batches."""
+    """Whole training steps (forward, backward, optimizer) on packed micro-batches, beside the padded way."""
     prepare_process(config)
     dtype, device = dtype_of(config), pick_device(config.model.device)
     peer = load_model(config.model, dtype=dtype, device=device).model
     peer.set_attn_implementation("sdpa")
     loaded = load_model(config.model, device=device)
     vocab = loaded.model.config.get_text_config().vocab_size
-    samples = _samples(vocab)
-    tokens = sum(len(s.prompt_ids) + len(s.token_ids) for s in samples)
-    loss_tokens = sum(len(s.token_ids) for s in samples)
-    trainer = Trainer(loaded, config.train, config.algorithm, dtype=dtype, max_new_tokens=128)
-    ours, ours_spread = machine.rate(tokens, machine.seconds(lambda: trainer.train_step(Batch(samples)), runs))
-    theirs, theirs_spread = machine.rate(tokens, machine.seconds(lambda: _padded_loss(peer, samples, 8), runs))
-    bound = tokens / machine.linear_train_s(peer, tokens, loss_tokens, dtype, runs)
+    samples = _samples(vocab, PROMPT_TOKENS, _answer_lengths(GROUPS * SIBLINGS))
+    answers = sum(len(s.token_ids) for s in samples)
+    tokens = GROUPS * PROMPT_TOKENS + answers  # those that a pass with shared prompts computes
+    options = config.train.model_copy(update={"micro_batch_tokens": MICRO_BATCH_TOKENS})
+    trainer = Trainer(loaded, options, config.algorithm, dtype=dtype, max_new_tokens=128)
+    fixed = [SHARED_ANSWER] * (SHARED_GROUPS * SIBLINGS)
+    long = {s: _samples(vocab, SHARED_PROMPT, fixed, shared=s) for s in (True, False)}
+    linear = machine.linear_training(peer, tokens, answers, dtype)
+    times = machine.alternate(
+        {
+            "rollover": lambda: trainer.train_step(Batch(samples)),
+            "transformers": lambda: _padded_loss(peer, samples, 8),
+            "linear layers alone": linear,
+            "shared": lambda: trainer.train_step(Batch(long[True])),
+            "unshared": lambda: trainer.train_step(Batch(long[False])),
+        },
+        runs,
+    )
     versions = machine.describe()
-    setting = f"{NUM_SAMPLES} samples, {tokens} tokens, {loss_tokens} in the loss, {config.model.dtype}"
-    rows = [
-        (
-            "rollover",
-            "0",
-            f"packed, {config.train.micro_batch_tokens} tokens a micro-batch, with AdamW; {setting}",
-            ours,
-            ours_spread,
-        ),
-        (
-            "transformers",
-            versions["transformers"],
-            f"padded, 8 rows, sdpa, no optimizer; {setting}",
-            theirs,
-            theirs_spread,
-        ),
-        ("linear layers alone", versions["torch"], "forward and both gradients, one batch", bound, [bound, bound]),
-    ]
+    shape = (
+        f"{len(samples)} samples of {SIBLINGS} siblings, {tokens} tokens, {answers} in the loss, {config.model.dtype}"
+    )
+    long_shape = f"{len(fixed)} samples, prompt {SHARED_PROMPT}, answer {SHARED_ANSWER}"
+    packed = f"packed, {MICRO_BATCH_TOKENS} tokens a micro-batch, with AdamW"
+    rows = {
+        "rollover": ("step", "rollover", f"{packed}; {shape}", tokens),
+        "transformers": ("step", "transformers", f"padded, 8 rows, sdpa, no optimizer; {shape}", tokens),
+        "linear layers alone": ("step", "linear layers alone", "forward and both gradients, one batch", tokens),
+        "shared": ("shared_prompt", "rollover", f"{packed}; {long_shape}", len(fixed) * SHARED_ANSWER),
+        "unshared": ("shared_prompt", "rollover, prompt for each sample", f"{packed}; {long_shape}",
+                     len(fixed) * SHARED_ANSWER),
+    }  # fmt: skip
+    results, rates = [], {}
+    for name, (case, system, setting, count) in rows.items():
+        rates[name], spread = machine.rate(count, times[name])
+        results.append(
+            {"case": case, "system": system, "version": versions.get(system, rollover.__version__),
+             "setting": setting, "tokens_per_s": rates[name], "spread": spread}
+        )  # fmt: skip
     return {
         "benchmark": "train",
         "machine": versions | {"matmul_gflops": machine.matmul_gflops(dtype)},
-        "results": [
-            {"case": "step", "system": s, "version": v, "setting": text, "tokens_per_s": r, "spread": spread}
-            for s, v, text, r, spread in rows
-        ],
-        "ratios": {"train_vs_linear_bound": ours / bound, "train_vs_transformers_padded": ours / theirs},
+        "results": results,
+        "ratios": {
+            "train_vs_linear_bound": rates["rollover"] / rates["linear layers alone"],
+            "train_vs_transformers_padded": rates["rollover"] / rates["transformers"],
+            "train_shared_prompt_speedup": rates["shared"] / rates["unshared"],
+        },
     }

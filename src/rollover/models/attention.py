@@ -8,6 +8,7 @@ the object passed as `rollover_attention` (this file's PackedAttention, or the e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -81,16 +82,16 @@ def causal_mask(num_queries: int, num_keys: int, window: int | None, device: tor
     return mask if window is None else mask & (key > query - window)
 
 
-def causal_attention(
+def masked_attention(
     query_BHTD: torch.Tensor,
     key_BKSD: torch.Tensor,
     value_BKSD: torch.Tensor,
+    mask: torch.Tensor | None,
     *,
     scale: float,
-    window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Causal attention of the last T of S positions -> [B, H, T, D], in float32 on a CPU.
+    """Attention -> [B, H, T, D], in float32 on a CPU. `mask`: bool, broadcast to [B, H, T, S]; None: causal, T = S.
 
     On a CPU a linear layer gives a row the same bits whatever its batch: engine and trainer differ by their attention
     alone, and float32 inside it keeps their log-probs together, and is the faster one there (docs/log.md).
@@ -100,22 +101,18 @@ def causal_attention(
         query_BHTD, key_BKSD, value_BKSD = query_BHTD.float(), key_BKSD.float(), value_BKSD.float()
     heads, num_queries = query_BHTD.shape[1:3]
     kv_heads, num_keys = key_BKSD.shape[1:3]
-    if window is not None and window >= num_keys:
-        window = None
-    square = window is None and num_queries == num_keys
-    mask = None if square else causal_mask(num_queries, num_keys, window, query_BHTD.device)
     if softcap is None:
         return F.scaled_dot_product_attention(
             query_BHTD,
             key_BKSD,
             value_BKSD,
             attn_mask=mask,
-            is_causal=square,
+            is_causal=mask is None,
             scale=scale,
             enable_gqa=heads != kv_heads,
         ).to(dtype)
     if mask is None:
-        mask = causal_mask(num_queries, num_keys, window, query_BHTD.device)
+        mask = causal_mask(num_queries, num_keys, None, query_BHTD.device)
     key_BHSD = key_BKSD.repeat_interleave(heads // kv_heads, dim=1)
     value_BHSD = value_BKSD.repeat_interleave(heads // kv_heads, dim=1)
     scores = torch.matmul(query_BHTD, key_BHSD.transpose(2, 3)).float() * scale
@@ -128,11 +125,21 @@ def causal_attention(
 _MIN_FILL = 0.75
 
 
+def similar_lengths(lengths: Mapping[int, int]) -> list[list[int]]:
+    """The keys of `lengths` in batches, longest first, so that padding to a batch's longest wastes little."""
+    batches: list[list[int]] = []
+    for key in sorted(lengths, key=lambda k: -lengths[k]):
+        if not batches or lengths[key] < _MIN_FILL * lengths[batches[-1][0]]:
+            batches.append([])
+        batches[-1].append(key)
+    return batches
+
+
 class PackedAttention:
     """Block-diagonal causal attention of a row cut into blocks. `prefixes[i]` is the block that block i continues.
 
     A prompt's block is shared: the row holds it once, and each answer's block attends to it as if they stood together.
-    Padding exists only inside attention, in batches of similar length; right padding is safe without a mask, since a
+    Padding exists only inside attention, in batches of similar length; right padding needs no mask of its own, since a
     real query never looks at later positions. `lengths` are those of the blocks, each at least 1.
     """
 
@@ -141,20 +148,22 @@ class PackedAttention:
         self.lengths = lengths
         self.prefixes: list[int | None] = prefixes if prefixes is not None else [None] * len(lengths)
         assert len(self.prefixes) == len(lengths)
-        total = [n + (0 if p is None else lengths[p]) for n, p in zip(lengths, self.prefixes, strict=True)]
-        self.batches: list[list[int]] = []
-        for block in sorted(range(len(lengths)), key=lambda i: -total[i]):
-            if not self.batches or total[block] < _MIN_FILL * total[self.batches[-1][0]]:
-                self.batches.append([])
-            self.batches[-1].append(block)
+        self.batches: list[tuple[int | None, list[int]]] = []
+        for prefix in dict.fromkeys(self.prefixes):
+            members = {i: n for i, n in enumerate(lengths) if self.prefixes[i] == prefix}
+            self.batches += [(prefix, batch) for batch in similar_lengths(members)]
+        self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
-    def _sequences(self, blocks: tuple[torch.Tensor, ...], batch: list[int]) -> torch.Tensor:
-        """[b, heads, longest, D] of the batch's sequences, prefixes put before their blocks."""
-        rows = []
-        for i in batch:
-            prefix = self.prefixes[i]
-            rows.append(blocks[i] if prefix is None else torch.cat((blocks[prefix], blocks[i])))
-        return pad_sequence(rows, batch_first=True).transpose(1, 2)
+    def _mask(self, num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """Built once for all layers. None: plain causal."""
+        if window is not None and window >= num_keys:
+            window = None
+        if window is None and num_queries == num_keys:
+            return None
+        key = (num_queries, num_keys, window)
+        if key not in self._masks:
+            self._masks[key] = causal_mask(num_queries, num_keys, window, device)
+        return self._masks[key]
 
     def attend(
         self,
@@ -169,19 +178,21 @@ class PackedAttention:
     ) -> torch.Tensor:
         queries, keys, values = (x.split(self.lengths) for x in (query_NHD, key_NKD, value_NKD))
         out: list[torch.Tensor] = [query_NHD] * len(self.lengths)
-        for batch in self.batches:
-            out_BTHD = causal_attention(
-                self._sequences(queries, batch),
-                self._sequences(keys, batch),
-                self._sequences(values, batch),
+        for prefix, batch in self.batches:
+            query, key, value = (pad_sequence([x[i] for i in batch], batch_first=True) for x in (queries, keys, values))
+            if prefix is not None:
+                key = torch.cat((keys[prefix].expand(len(batch), -1, -1, -1), key), 1)
+                value = torch.cat((values[prefix].expand(len(batch), -1, -1, -1), value), 1)
+            out_BTHD = masked_attention(
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                value.transpose(1, 2),
+                self._mask(query.shape[1], key.shape[1], window, query.device),
                 scale=scale,
-                window=window,
                 softcap=softcap,
             ).transpose(1, 2)
             for i, row in zip(batch, out_BTHD, strict=True):
-                prefix = self.prefixes[i]
-                start = 0 if prefix is None else self.lengths[prefix]
-                out[i] = row[start : start + self.lengths[i]]
+                out[i] = row[: self.lengths[i]]
         return torch.cat(out)
 
 

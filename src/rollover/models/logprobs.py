@@ -13,7 +13,7 @@ import torch
 
 from rollover.models.packed import ShiftedHead
 
-CHUNK_BYTES = 128 * 2**20
+CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from rollover.checkpoint.snapshot import Owners, load_snapshot, write_snapshot
 from rollover.config import Config
 from rollover.config.load import Resolved
+from rollover.models.allocator import return_freed_memory
 from rollover.rollout.driver import Event, EventKind
 from rollover.rollout.staleness import staleness_bound
 from rollover.track.live import LiveView
@@ -129,10 +130,12 @@ class Run:
                 what = "tasks" if self.replay is None else "recorded rollouts"
                 self.view.message(f"the {what} are used up after {version} of {self.config.train.num_steps} steps")
             return False
+        return_freed_memory()
         self.view.phase("training")
         with self._timed("train"), profiled(self.config, version + 1, self.directory.path):
             batch = build_batch(groups, self.config.algorithm)
             trained = trainer.train_step(batch)
+        return_freed_memory()
         num_bytes = 0
         if self.replay is None:
             with self._timed("weights"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.envs.single_turn import PromptSource
 from rollover.envs.tasks.stream import TaskStream
+from rollover.models.allocator import keep_freed_memory
 from rollover.models.load import LoadedModel, cast_parameters, load_model, pick_device, stop_token_ids
 from rollover.rewards.client import RewardWorker
 from rollover.rewards.protocol import ScoreRequest
@@ -26,16 +25,10 @@ from rollover.rollout.scheduler import Scheduler
 from rollover.train.trainer import Trainer
 from rollover.types import Reward, Rollout, Task
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-
 
 def prepare_process(config: Config) -> None:
     """Torch threads: run.threads, else one per core this process may use. Freed memory is kept for the next tensor."""
-    # glibc gives large blocks back to the system and faults every page in again: sampling took 4 times as long.
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+    keep_freed_memory()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(config.run.threads or cores)
 

@@ -134,6 +134,22 @@ def test_a_reward_function_that_never_works_ends_the_run() -> None:
         run.steps(1)
 
 
+def test_a_reward_service_that_goes_down_ends_the_run() -> None:
+    """Later failures are data, but not four steps' worth of groups in a row: generation would never end."""
+    state = {"down": False}
+
+    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
+        if state["down"]:
+            return [Reward(None, error="connection refused") for _ in rollouts]
+        return await score_by_tokens(rollouts)
+
+    run = Run(scorer=scorer, group_size=3)
+    assert len(run.steps(2)) == 2
+    state["down"] = True
+    with pytest.raises(ValueError, match="none of the last 8 groups.*connection refused.*--resume"):
+        run.steps(1)
+
+
 def test_one_scorer_call_per_group_with_all_its_siblings() -> None:
     calls: list[list[str]] = []
 

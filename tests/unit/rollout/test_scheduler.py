@@ -231,3 +231,25 @@ def test_forgets_groups_that_left() -> None:
     bench.scheduler.on_leave(group)
     state = bench.scheduler.state_dict()
     assert not state["admitted_at"] and not state["parked_since"]
+
+
+def test_groups_that_another_config_left_behind() -> None:
+    bench = Bench(groups_per_step=2, in_flight_groups=6, max_staleness=2, interrupt="when_enough")
+    bench.admit(6)
+    for i in range(4):
+        bench.park(f"{i}-0", 1, version=0)
+    bench.scheduler.check_held(bench.cache.groups, 1)
+    narrower = Scheduler(
+        RolloutConfig.model_validate({"groups_per_step": 2, "in_flight_groups": 4, "max_staleness": 1})
+    )
+    with pytest.raises(ValueError, match="6 groups.*rollout.max_staleness = 1"):
+        narrower.check_held(bench.cache.groups, 1)
+    losing = Scheduler(
+        RolloutConfig.model_validate(
+            {"groups_per_step": 2, "in_flight_groups": 4, "max_staleness": 1, "on_stale": "drop"}
+        )
+    )
+    losing.check_held(bench.cache.groups, 1)
+    with pytest.raises(ValueError, match="cannot all be trained"):
+        # Due by version 2, two in a step: at version 2 it is too late for four.
+        bench.scheduler.check_held(bench.cache.groups, 2)

@@ -11,8 +11,8 @@ that old and new copies exist of one layer only. All buckets together never take
 from __future__ import annotations
 
 import math
+import mmap
 
-import numpy as np
 import torch
 
 from rollover.engine.embedded.sequence import Sequence
@@ -166,6 +166,8 @@ class KVCache:
         # Zeros, not empty: masked positions are multiplied by probability 0, and 0 * NaN would not vanish.
         if self._device.type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        # numpy's come from the system page by page, when first written: rows that are never used cost nothing.
-        plain = np.zeros(math.prod(shape) * self._dtype.itemsize, dtype=np.uint8)
-        return torch.from_numpy(plain).view(self._dtype).view(shape)
+        # Straight from the system, which gives pages when they are first written and takes them all back: rows that
+        # are never used cost nothing.
+        num_bytes = math.prod(shape) * self._dtype.itemsize
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=self._dtype).view(shape)

@@ -11,10 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from rollover.engine.embedded.kv_cache import Bucket
 from rollover.engine.embedded.sequence import Sequence
-from rollover.models.attention import Attention, PackedAttention, causal_attention, hidden_states
+from rollover.models.attention import (
+    Attention,
+    PackedAttention,
+    hidden_states,
+    masked_attention,
+    similar_lengths,
+)
 from rollover.models.inference import InferenceDecoder
 from rollover.models.logprobs import Head
 
@@ -29,13 +36,24 @@ class Chunk:
 
 
 class PrefillAttention:
-    """Writes each chunk's keys and values to its row; chunks attend to what is cached before them and to themselves."""
+    """Writes each chunk's keys and values to its row; chunks attend to what is cached before them and to themselves.
 
-    def __init__(self, chunks: list[Chunk]) -> None:
+    Chunks that start a sequence need nothing cached: attention over the packed row, as in training. The others, whose
+    prompt was copied from a sibling or whose first part was computed before, read their rows in batches.
+    """
+
+    def __init__(self, chunks: list[Chunk], device: torch.device) -> None:
         self.chunks = chunks
-        self.lengths = [c.end - c.start for c in chunks]
-        # Whole prompts from the start need nothing cached: attention over the packed row as in training.
-        self.packed = PackedAttention(self.lengths) if all(c.start == 0 for c in chunks) else None
+        ends = torch.tensor([c.end - c.start for c in chunks]).cumsum(0).tolist()
+        self.parts = [slice(end - (c.end - c.start), end) for c, end in zip(chunks, ends, strict=True)]
+        fresh = [i for i, c in enumerate(chunks) if c.start == 0]
+        self.packed = PackedAttention([chunks[i].end for i in fresh]) if fresh else None
+        self.fresh_tokens: torch.Tensor | None = None
+        if len(fresh) < len(chunks):
+            places = [torch.arange(self.parts[i].start, self.parts[i].stop) for i in fresh]
+            self.fresh_tokens = torch.cat(places).to(device) if places else torch.zeros(0, dtype=torch.long)
+        self.batches = similar_lengths({i: c.end for i, c in enumerate(chunks) if c.start > 0})
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def attend(
         self,
@@ -48,27 +66,51 @@ class PrefillAttention:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        outputs, offset = [], 0
-        for chunk, length in zip(self.chunks, self.lengths, strict=True):
-            bucket, part = chunk.seq.bucket, slice(offset, offset + length)
+        for chunk, part in zip(self.chunks, self.parts, strict=True):
+            bucket, row = chunk.seq.bucket, chunk.seq.row
             assert bucket is not None
-            row_keys, row_values = bucket.keys[layer][chunk.seq.row], bucket.values[layer][chunk.seq.row]
-            row_keys[:, chunk.start : chunk.end] = key_NKD[part].transpose(0, 1)
-            row_values[:, chunk.start : chunk.end] = value_NKD[part].transpose(0, 1)
-            if self.packed is None:
-                out = causal_attention(
-                    query_NHD[part].transpose(0, 1)[None],
-                    row_keys[None, :, : chunk.end],
-                    row_values[None, :, : chunk.end],
-                    scale=scale,
-                    window=window,
-                    softcap=softcap,
-                )
-                outputs.append(out[0].transpose(0, 1))
-            offset += length
-        if self.packed is None:
-            return torch.cat(outputs)
-        return self.packed.attend(layer, query_NHD, key_NKD, value_NKD, scale=scale, window=window, softcap=softcap)
+            bucket.keys[layer][row, :, chunk.start : chunk.end] = key_NKD[part].transpose(0, 1)
+            bucket.values[layer][row, :, chunk.start : chunk.end] = value_NKD[part].transpose(0, 1)
+        options: Any = {"scale": scale, "window": window, "softcap": softcap}
+        if self.packed is not None and self.fresh_tokens is None:
+            return self.packed.attend(layer, query_NHD, key_NKD, value_NKD, **options)
+        out_NHD = torch.empty_like(query_NHD)
+        if self.packed is not None:
+            row = (x[self.fresh_tokens] for x in (query_NHD, key_NKD, value_NKD))
+            out_NHD[self.fresh_tokens] = self.packed.attend(layer, *row, **options)
+        for index, batch in enumerate(self.batches):
+            query = pad_sequence([query_NHD[self.parts[i]] for i in batch], batch_first=True).transpose(1, 2)
+            keys, values = self._cached(layer, batch)
+            mask = self._mask(index, query.shape[2], keys.shape[2], window, query.device)
+            attended = masked_attention(query, keys, values, mask, scale=scale, softcap=softcap).transpose(1, 2)
+            for j, i in enumerate(batch):
+                out_NHD[self.parts[i]] = attended[j, : self.chunks[i].end - self.chunks[i].start]
+        return out_NHD
+
+    def _cached(self, layer: int, batch: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [b, K, S, D] of the batch's sequences up to the end of their chunks, padded with zeros."""
+        keys, values = [], []
+        for i in batch:
+            chunk = self.chunks[i]
+            assert chunk.seq.bucket is not None
+            for rows, tensors in ((keys, chunk.seq.bucket.keys), (values, chunk.seq.bucket.values)):
+                rows.append(tensors[layer][chunk.seq.row, :, : chunk.end].transpose(0, 1))
+        padded = (pad_sequence(rows, batch_first=True).transpose(1, 2) for rows in (keys, values))
+        return next(padded), next(padded)
+
+    def _mask(
+        self, index: int, num_queries: int, num_keys: int, window: int | None, device: torch.device
+    ) -> torch.Tensor:
+        """Bool [b, 1, queries, keys] of one batch, built once for all layers with this window."""
+        if (index, window) not in self._masks:
+            starts = torch.tensor([self.chunks[i].start for i in self.batches[index]], device=device)
+            position = starts[:, None] + torch.arange(num_queries, device=device)
+            key = torch.arange(num_keys, device=device)
+            mask = key <= position[..., None]
+            if window is not None:
+                mask &= key > position[..., None] - window
+            self._masks[index, window] = mask[:, None]
+        return self._masks[index, window]
 
 
 @dataclass(frozen=True)
@@ -199,7 +241,7 @@ class Runner:
         """Compute and cache keys and values of the chunks. No logits: the last known token is decoded."""
         tokens = [t for c in chunks for t in c.seq.tokens[c.start : c.end]]
         positions = [p for c in chunks for p in range(c.start, c.end)]
-        self.hidden_states(tokens, positions, PrefillAttention(chunks))
+        self.hidden_states(tokens, positions, PrefillAttention(chunks, self.device))
         for chunk in chunks:
             chunk.seq.kv_len = chunk.end
 

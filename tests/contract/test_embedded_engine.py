@@ -1,0 +1,41 @@
+"""The embedded engine under the contract: every KV policy, and a KV memory that is short."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import tiny
+from contract import engine_contract
+from rollover.config import EngineConfig
+from rollover.engine.embedded.engine import EmbeddedEngine
+
+PROMPTS = [(5, 6, 7, 8), (9, 10), (5, 6, 7, 8, 9, 10, 11)]
+
+
+def subject(family: str, kv_on_resume, **config: float) -> engine_contract.Subject:
+    def make_engine() -> EmbeddedEngine:
+        return EmbeddedEngine(tiny.model(family), EngineConfig.model_validate(config), kv_on_resume=kv_on_resume)
+
+    def tensors():
+        return tiny.model(family).named_parameters()
+
+    return engine_contract.Subject(
+        make_engine=make_engine, prompts=PROMPTS, tensors=tensors, stop_token_ids=frozenset({3, 4})
+    )
+
+
+SUBJECTS = {
+    "recompute": subject("llama", "recompute"),
+    "keep": subject("llama", "keep"),
+    "salt": subject("qwen3", "salt"),
+    "modules": subject("gemma3_text", "recompute"),
+    "short of memory": subject("llama", "recompute", kv_memory_gb=0.00012, prefill_chunk_tokens=4),
+}
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("check", engine_contract.CHECKS, ids=lambda check: check.__name__)
+def test_embedded_engine(check, name: str) -> None:
+    asyncio.run(check(SUBJECTS[name]))

@@ -58,6 +58,8 @@ format: venv
 bench: venv
 	@$(BIN)/python -m rollover bench engine --json
 	@$(BIN)/python -m rollover bench train --json
+	@$(BIN)/python -m rollover bench step --json
+	@$(BIN)/python -m rollover bench tail --json
 
 clean:
 	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis src/*.egg-info

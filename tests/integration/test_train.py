@@ -44,7 +44,8 @@ def test_metrics_of_a_finished_run(finished: Path) -> None:
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
         assert row["staleness/max"] <= row["staleness/bound"] == 2
         split = sum(
-            row[f"time/{k}_s"] for k in ("generate", "score", "train", "weights", "checkpoint", "eval", "other")
+            row[f"time/{k}_s"]
+            for k in ("generate", "score", "schedule", "train", "weights", "checkpoint", "eval", "other")
         )
         assert split == pytest.approx(row["time/step_s"], rel=1e-3)
     assert any(row["rollouts/partial_share"] > 0 for row in rows)

@@ -83,7 +83,7 @@ def test_train_passes_files_overrides_and_resume(monkeypatch, recipe, tmp_path):
     assert cli.main(["train", recipe, "--train.num_steps", "5", str(over), "--run.name=a b", "--resume"]) == 0
     ((resolved, resume, command),) = calls
     assert resume is True
-    assert command == [recipe, str(over), "--train.num_steps", "5", "--run.name", "a b"]
+    assert command == [recipe, str(over), "--train.num_steps=5", "--run.name=a b"]
     assert resolved.config.train.num_steps == 5
     assert resolved.config.train.learning_rate == 0.5
     assert resolved.config.run.name == "a b"

@@ -1,7 +1,8 @@
 """What `rollover bench` runs: our engine and trainer beside a peer and beside what the machine's matmuls allow.
 
 Every benchmark prints one JSON object: machine, versions, `results` (case, system, version, setting, rate, spread) and
-`ratios`. Runs alternate between systems; ratios are of medians. Run alone: a busy second process ruins them.
+`ratios` (of medians). Engine and trainer benchmarks take turns with their peers. Run alone: a busy second process
+ruins them.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import load_model, pick_device
+from rollover.models.packed import PackedWeight
 from rollover.train.setup import dtype_of, prepare_process
 from rollover.types import SamplingParams, rollout_seed
 
@@ -83,15 +84,18 @@ def run(config: Config, runs: int) -> dict[str, Any]:
         copy.deepcopy(peer), EngineConfig(max_running=max(CASES), kv_memory_gb=config.engine.kv_memory_gb)
     )
     peer.set_attn_implementation("sdpa")
-    versions = machine.describe()
+    versions = machine.describe(device)
     results: list[dict[str, Any]] = []
     rates: dict[tuple[str, int], float] = {}
     for num in CASES:
         works = {
             "rollover": partial(_ours, engine, vocab, num),
-            "linear layers alone": partial(machine.linear_layers(peer, num, dtype), NEW_TOKENS),
+            "linear layers alone": partial(machine.linear_layers(peer, num, dtype, packed=False), NEW_TOKENS),
         }
         settings = {"rollover": "embedded engine", "linear layers alone": "in sequence, cold weights, as they are"}
+        if PackedWeight.supported(device, dtype):
+            works["packed"] = partial(machine.linear_layers(peer, num, dtype, packed=True), NEW_TOKENS)
+            settings["packed"] = "linear layers alone, in oneDNN's blocked layout"
         if num in GENERATE_CASES:
             works["generate"] = partial(_generate, peer, vocab, num)
             settings["generate"] = "transformers generate, sdpa, dynamic cache"
@@ -105,11 +109,16 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     )
     rates["continuous", num] = results[-1]["tokens_per_s"]
     ratios = {f"engine_{n}_vs_linear_bound": rates["rollover", n] / rates["linear layers alone", n] for n in CASES}
+    ratios |= {
+        f"engine_{n}_vs_packed_linear_bound": rates["rollover", n] / rates["packed", n]
+        for n in CASES
+        if ("packed", n) in rates
+    }
     ratios |= {f"engine_{n}_vs_generate": rates["rollover", n] / rates["generate", n] for n in GENERATE_CASES}
     ratios["engine_32_vs_continuous_batching"] = rates["rollover", num] / rates["continuous", num]
     return {
         "benchmark": "engine",
-        "machine": versions | {"matmul_gflops": machine.matmul_gflops(dtype)},
+        "machine": versions | {"matmul_gflops": machine.matmul_gflops(dtype, device)},
         "results": results,
         "ratios": ratios,
     }
@@ -119,7 +128,9 @@ def _result(
     num: int, system: str, setting: str, times: list[float], versions: dict[str, Any], config: Config
 ) -> dict[str, Any]:
     median, spread = machine.rate(num * NEW_TOKENS, times)
-    version = {"rollover": rollover.__version__, "linear layers alone": versions["torch"]}
+    version = {
+        "rollover": rollover.__version__, "linear layers alone": versions["torch"], "packed": versions["torch"]
+    }  # fmt: skip
     return {
         "case": f"decode_{num}",
         "system": system,

@@ -9,13 +9,16 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
+from rollover.models.packed import PackedWeight
 
-def describe() -> dict[str, Any]:
+
+def describe(device: torch.device) -> dict[str, Any]:
     """Processor, threads and the versions that matter."""
     cpu = platform.processor() or platform.machine()
     try:
@@ -23,9 +26,8 @@ def describe() -> dict[str, Any]:
             cpu = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), cpu)
     except OSError:
         pass
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
     return {
-        "device": device,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
@@ -65,23 +67,27 @@ def rate(num_tokens: float, times: list[float]) -> tuple[float, list[float]]:
     return statistics.median(rates), [min(rates), max(rates)]
 
 
-def matmul_gflops(dtype: torch.dtype, size: int = 2048) -> float:
+def matmul_gflops(dtype: torch.dtype, device: torch.device, size: int = 2048) -> float:
     """GFLOP/s of a square matrix product."""
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / statistics.median(seconds(lambda: a @ b, 5)) / 1e9
 
 
-def linear_layers(model: Any, rows: int, dtype: torch.dtype) -> Callable[[int], None]:
+def linear_layers(model: Any, rows: int, dtype: torch.dtype, *, packed: bool) -> Callable[[int], None]:
     """A function that runs the model's linear layers alone, in sequence, each with its own (cold) weights, n times."""
-    layers = [m.weight.detach().to(dtype) for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    device = layers[0].device
-    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], device=device).to(dtype) for w in layers}
+    weights = [m.weight.detach().to(dtype) for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    device = weights[0].device
+    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], device=device).to(dtype) for w in weights}
+    layers: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = [
+        (w.shape[1], PackedWeight(w, None, rows) if packed else partial(torch.nn.functional.linear, weight=w))
+        for w in weights
+    ]
 
     @torch.no_grad()
     def run(times: int) -> None:
         for _ in range(times):
-            for weight in layers:
-                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+            for size, layer in layers:
+                layer(inputs[size])
 
     return run
 

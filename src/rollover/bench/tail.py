@@ -36,7 +36,7 @@ from rollover.types import Reward, Rollout, SamplingParams, Segment, Task, rollo
 GROUPS, SIZE, PROMPT_TOKENS = 16, 4, 32
 MEDIAN, P99, LONGEST = 64, 512, 1024
 SYNC_BATCH = GROUPS * SIZE
-WARM_UP_STEPS = 2  # of partial modes, generated but not trained: at the start everything in flight is young
+WARM_UP_STEPS = 2  # at the start everything in flight is young; only the last of them trains
 
 SYNC = {"in_flight_groups": GROUPS, "interrupt": "never", "max_staleness": 0}
 PARTIAL = {"in_flight_groups": 3 * GROUPS, "interrupt": "when_enough", "max_staleness": 2}
@@ -47,11 +47,10 @@ class Mode:
     name: str
     rollout: dict[str, Any]
     max_running: int
-    warm_up: int = WARM_UP_STEPS
 
 
 MODES = (
-    Mode("sync", SYNC, SYNC_BATCH, 0),
+    Mode("sync", SYNC, SYNC_BATCH),
     Mode("partial", PARTIAL | {"kv_on_resume": "keep"}, 3 * SYNC_BATCH),
     Mode("partial_recompute", PARTIAL, 3 * SYNC_BATCH),
     Mode("partial_at_sync_batch", PARTIAL | {"kv_on_resume": "keep"}, SYNC_BATCH),
@@ -82,7 +81,11 @@ class _ForcedLengths:
 
 @dataclass
 class _Outcome:
-    """Per measured step: seconds of generation, of the whole step, trained tokens."""
+    """Per measured step: seconds of generation and of the whole step, and the tokens generated in it.
+
+    Generated, not trained: over many steps they are the same, and over few the trained ones of a partial mode hold
+    tokens that were generated before the first measured step.
+    """
 
     generate_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
@@ -117,6 +120,7 @@ def _run_mode(mode: Mode, config: Config, steps: int) -> _Outcome:
     vocab = loaded.model.config.get_text_config().vocab_size
     engine = embedded_engine(loaded, run)
     trainer = Trainer(loaded, run.train, run.algorithm, dtype=dtype_of(run), max_new_tokens=LONGEST)
+    ledger = Ledger()
     forced: Any = _ForcedLengths(engine)
     cursor = iter(range(10**9))
 
@@ -125,27 +129,27 @@ def _run_mode(mode: Mode, config: Config, steps: int) -> _Outcome:
         return Task(task_id=str(i), source="bench", reward="", prompt=""), _prompt(vocab, i)
 
     driver = Driver(
-        Scheduler(rollout, mode.max_running), RolloutCache(LONGEST), Ledger(), forced, next_task,
+        Scheduler(rollout, mode.max_running), RolloutCache(LONGEST), ledger, forced, next_task,
         _score, rollout, 0,
     )  # fmt: skip
     out = _Outcome()
 
     async def go() -> None:
-        for step in range(mode.warm_up + steps):
-            started = time.perf_counter()
+        for step in range(WARM_UP_STEPS + steps):
+            started, before = time.perf_counter(), ledger.generated_tokens
             groups = await driver.collect(step)
             generated = time.perf_counter()
             assert groups is not None
-            if step >= mode.warm_up:
+            if step >= WARM_UP_STEPS - 1:
                 trainer.train_step(build_batch(groups, run.algorithm))
             trained = time.perf_counter()
             engine.load_weights(step + 1, trainer.publish())
             driver.after_publish(step + 1)
-            if step >= mode.warm_up:
+            if step >= WARM_UP_STEPS:
                 out.generate_s.append(generated - started)
                 out.train_s.append(trained - generated)
                 out.step_s.append(time.perf_counter() - started)
-                out.tokens.append(sum(r.num_tokens for g in groups for r in g.rollouts))
+                out.tokens.append(ledger.generated_tokens - before)
         driver.request_stop()
         await engine.close()
 
@@ -162,7 +166,7 @@ def _full_batch_rate(config: Config, batch: int) -> float:
 
     async def go() -> None:
         requests = [
-            ExtendRequest(str(i), _prompt(vocab, i), (), mean, rollout_seed(0, "b", 0, i), SamplingParams())
+            ExtendRequest(str(i), _prompt(vocab, i // SIZE), (), mean, rollout_seed(0, "b", 0, i), SamplingParams())
             for i in range(batch)
         ]
         await asyncio.gather(*[engine.extend(r) for r in requests])
@@ -173,7 +177,8 @@ def _full_batch_rate(config: Config, batch: int) -> float:
 def run(config: Config, runs: int) -> dict[str, Any]:
     """Every mode for `runs` measured steps; generation rates, whole steps, and the bounds on both."""
     prepare_process(config)
-    versions = machine.describe()
+    device = pick_device(config.model.device)
+    versions = machine.describe(device)
     outcomes = {mode.name: _run_mode(mode, config, runs) for mode in MODES}
     bounds = {batch: _full_batch_rate(config, batch) for batch in (SYNC_BATCH, 3 * SYNC_BATCH)}
     results = []
@@ -205,7 +210,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     step_speedup = partial.rate(partial.step_s) / sync.rate(sync.step_s)
     return {
         "benchmark": "tail",
-        "machine": versions | {"matmul_gflops": machine.matmul_gflops(dtype_of(config))},
+        "machine": versions | {"matmul_gflops": machine.matmul_gflops(dtype_of(config), device)},
         "results": results,
         "training_share_of_a_sync_step": training_share,
         "amdahl_bound_on_the_step": amdahl,

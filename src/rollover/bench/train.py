@@ -92,7 +92,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
         },
         runs,
     )
-    versions = machine.describe()
+    versions = machine.describe(device)
     shape = (
         f"{len(samples)} samples of {SIBLINGS} siblings, {tokens} tokens, {answers} in the loss, {config.model.dtype}"
     )
@@ -115,7 +115,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
         )  # fmt: skip
     return {
         "benchmark": "train",
-        "machine": versions | {"matmul_gflops": machine.matmul_gflops(dtype)},
+        "machine": versions | {"matmul_gflops": machine.matmul_gflops(dtype, device)},
         "results": results,
         "ratios": {
             "train_vs_linear_bound": rates["rollover"] / rates["linear layers alone"],

@@ -55,7 +55,7 @@ def truncates_sampling(config: Config) -> bool:
     return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
 
 
-def _fields(table: str, *, without: str = "") -> tuple[str, ...]:
+def _fields(table: str, *, without: str) -> tuple[str, ...]:
     return tuple(name for name, _ in leaves() if name.startswith(f"{table}.") and name != f"{table}.{without}")
 
 
@@ -79,8 +79,6 @@ INERT: tuple[Inert, ...] = (
     Inert(
         (
             *(f"rollout.{name}" for name in _GENERATION + _SAMPLING),
-            *_fields("engine"),
-            *_fields("rewards"),
             "eval.num_tasks",
             "track.rollouts",
         ),

@@ -13,7 +13,8 @@ def keep_freed_memory() -> None:
     long (docs/log.md). Does nothing where the C library is another."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        # Blocks above this still come and go alone: among the others they would leave holes that nothing fills.
+        libc.mallopt(_M_MMAP_THRESHOLD, 64 << 20)
         libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 

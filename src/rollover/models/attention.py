@@ -237,7 +237,10 @@ def check_model(model: Any) -> None:
     outputs = []
     for ids in (first, second):
         attention = _Counted([3, 4])
-        outputs.append(hidden_states(model, ids, positions, attention)[3:])
+        try:
+            outputs.append(hidden_states(model, ids, positions, attention)[3:])
+        except (TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+            raise ValueError(f"{type(model).__name__} cannot be run: {error}") from error
     layers = model.config.get_text_config().num_hidden_layers
     if attention.calls != layers or not torch.allclose(*outputs, atol=1e-3, rtol=1e-3):
         raise ValueError(

@@ -8,6 +8,8 @@ hidden_states computes with transformers' modules: the linear layers in the mode
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +22,48 @@ from rollover.models.packed import PackedWeight
 _SHAPED_LIKE_LLAMA = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-class PlainWeight:
-    """A linear layer as the module has it: updates of its parameter are seen at once."""
+class PlainWeights:
+    """Linear layers of one input, as the modules have them: updates of their parameters are seen at once."""
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        self.linear = linear
+    def __init__(self, linears: Sequence[torch.nn.Linear]) -> None:
+        self.linears = linears
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_NI, self.linear.weight, self.linear.bias)
+        out = [F.linear(x_NI, linear.weight, linear.bias) for linear in self.linears]
+        return out[0] if len(out) == 1 else torch.cat(out, -1)
+
+
+class PackedWeights:
+    """Linear layers of one input as one packed matmul, whose outputs stand side by side."""
+
+    def __init__(self, linears: Sequence[torch.nn.Linear], rows: int) -> None:
+        self.biases = [linear.bias for linear in linears]
+        assert len({bias is None for bias in self.biases}) == 1, "biases in all of them or in none"
+        # Weights are packed together, but an update may bring one of several alone (LoRA): a plain copy of each stays.
+        self.plain = [linear.weight.detach().clone() for linear in linears] if len(linears) > 1 else None
+        whole = linears[0].weight.detach() if self.plain is None else torch.cat(self.plain)
+        self.packed = PackedWeight(whole, None, rows)
+        self.stale = False
+        self.refresh()
+
+    def load(self, index: int, weight_OI: torch.Tensor) -> None:
+        """Replace one layer's weight, at the next `refresh` if there are several."""
+        if self.plain is None:
+            self.packed.load(weight_OI)
+        else:
+            self.plain[index].copy_(weight_OI)
+            self.stale = True
+
+    def refresh(self) -> None:
+        """Pack what was loaded, and take the modules' biases as they are now."""
+        if self.plain is not None and self.stale:
+            self.packed.load(torch.cat(self.plain))
+            self.stale = False
+        biases = [bias.detach() for bias in self.biases if bias is not None]
+        self.packed.bias_O = torch.cat(biases) if biases else None
+
+    def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
+        return self.packed(x_NI)
 
 
 class InferenceDecoder:
@@ -39,20 +75,23 @@ class InferenceDecoder:
         first = next(model.parameters())
         self.dtype = first.dtype
         self.embedding, self.rotary = backbone.embed_tokens, backbone.rotary_emb
-        self._packed: dict[str, PackedWeight] = {}
+        self._packed: dict[str, Callable[[torch.Tensor], None]] = {}
         names = {module: name for name, module in model.named_modules()}
         # In float32 the plain layout stays: it is the one in which engine and trainer are compared bit by bit.
         packs = self.dtype == torch.bfloat16 and PackedWeight.supported(first.device, self.dtype)
 
-        def weight(linear: torch.nn.Linear) -> PackedWeight | PlainWeight:
+        def weights(*linears: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
             if not packs:
-                return PlainWeight(linear)
-            packed = PackedWeight(linear.weight.detach(), linear.bias, rows)
-            linear.weight.data = linear.weight.data.new_empty(0)
-            self._packed[f"{names[linear]}.weight"] = packed
+                return PlainWeights(linears)
+            packed = PackedWeights(linears, rows)
+            for index, linear in enumerate(linears):
+                linear.weight.data = linear.weight.data.new_empty(0)
+                self._packed[f"{names[linear]}.weight"] = partial(packed.load, index)
+            self._loaded.append(packed)
             return packed
 
-        self.layers = [_Layer(layer, weight) for layer in backbone.layers]
+        self._loaded: list[PackedWeights] = []
+        self.layers = [_Layer(layer, weights) for layer in backbone.layers]
         self.norm = _Norm(backbone.norm)
 
     @staticmethod
@@ -64,8 +103,10 @@ class InferenceDecoder:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return len(model.model.rotary_emb.inv_freq) * 2 == head_size
 
-    def reload_norms(self) -> None:
-        """The module's norm weights were replaced: take them again."""
+    def refresh(self) -> None:
+        """The weights were replaced: take norms and biases again, and pack."""
+        for packed in self._loaded:
+            packed.refresh()
         for layer in self.layers:
             for norm in (layer.norm, layer.mlp_norm, layer.query_norm, layer.key_norm):
                 if norm is not None:
@@ -73,11 +114,14 @@ class InferenceDecoder:
         self.norm.reload()
 
     def load(self, name: str, tensor: torch.Tensor) -> int | None:
-        """Replace the packed weight of parameter `name`; its bytes, or None if that parameter is not packed."""
-        packed = self._packed.get(name)
-        if packed is None:
+        """Replace the packed weight of parameter `name`; its bytes, or None if that parameter is not packed.
+
+        `refresh` after the last one.
+        """
+        load = self._packed.get(name)
+        if load is None:
             return None
-        packed.load(tensor.detach().to(self.dtype))
+        load(tensor.detach().to(self.dtype))
         return tensor.numel() * self.dtype.itemsize
 
     def hidden_states(
@@ -94,18 +138,20 @@ class InferenceDecoder:
 
 
 class _Layer:
-    def __init__(self, layer: Any, weight: Any) -> None:
+    def __init__(self, layer: Any, weights: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.norm, self.mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self.query, self.key, self.value = weight(attention.q_proj), weight(attention.k_proj), weight(attention.v_proj)
-        self.out = weight(attention.o_proj)
+        self.query_key_value = weights(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = weights(attention.o_proj)
+        self.heads = attention.q_proj.out_features // attention.head_dim
+        self.kv_heads = attention.k_proj.out_features // attention.head_dim
         has_norms = hasattr(attention, "q_norm")
         self.query_norm = _Norm(attention.q_norm) if has_norms else None
         self.key_norm = _Norm(attention.k_norm) if has_norms else None
         self.head_size, self.scale = attention.head_dim, attention.scaling
         # Mistral's modules read the window from the configuration, Qwen's have one of their own (None in full layers).
         self.window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-        self.gate, self.up, self.down = weight(mlp.gate_proj), weight(mlp.up_proj), weight(mlp.down_proj)
+        self.gate, self.up, self.down = weights(mlp.gate_proj), weights(mlp.up_proj), weights(mlp.down_proj)
         self.activation = mlp.act_fn
 
     def add_attention(
@@ -120,20 +166,20 @@ class _Layer:
         """x += attention(norm(x)), in place."""
         num = x_NE.shape[0]
         normed_NE = self.norm(x_NE).to(dtype)
-        query_NHD = self.query(normed_NE).view(num, -1, self.head_size)
-        key_NKD = self.key(normed_NE).view(num, -1, self.head_size)
-        value_NKD = self.value(normed_NE).view(num, -1, self.head_size)
+        everything = self.query_key_value(normed_NE).view(num, -1, self.head_size)
+        both, value_NKD = everything.split((self.heads + self.kv_heads, self.kv_heads), 1)
         if self.query_norm is not None and self.key_norm is not None:
-            query_NHD, key_NKD = self.query_norm(query_NHD), self.key_norm(key_NKD)
-        heads = query_NHD.shape[1]
-        both = torch.cat((query_NHD, key_NKD), 1).float()
+            query_NHD, key_NKD = both.split((self.heads, self.kv_heads), 1)
+            both = torch.cat((self.query_norm(query_NHD), self.key_norm(key_NKD)), 1)
+        # A copy in any case: it is turned in place.
+        both = both.to(torch.float32, copy=True)
         first, second = both.chunk(2, -1)
         turned = torch.cat((-second, first), -1)
         both = both.mul_(cos_N1D).addcmul_(turned, sin_N1D).to(dtype)
         out_NHD = attention.attend(
             index,
-            both[:, :heads],
-            both[:, heads:],
+            both[:, : self.heads],
+            both[:, self.heads :],
             value_NKD,
             scale=self.scale,
             window=self.window,

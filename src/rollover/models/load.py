@@ -103,12 +103,12 @@ def load_model(
         )
         model, report = loading
         tokenizer = AutoTokenizer.from_pretrained(path, **source)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model.path = {cfg.path!r} cannot be loaded: {error}") from error
-    lost = sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])})
+    lost = sorted(report["missing_keys"])
     if lost:
         raise ValueError(
-            f"model.path = {cfg.path!r}: its files lack {len(lost)} weights of the model, or have them in another shape"
+            f"model.path = {cfg.path!r}: its files lack {len(lost)} weights of the model"
             f" ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}); they would be random. Copy the folder again"
         )
     model.eval()

@@ -71,8 +71,8 @@ class Driver:
     whole group, one Reward each, in order. A group with fewer than `min_valid_rewards` valid ones is dropped.
     `stop_token_ids` (EOS) add to those of the config. `on_event` is called after each event, in the event loop.
 
-    Attributes: `generation_s`, seconds in which something was generated; `scoring_s`, seconds spent waiting for scores
-    alone; both cumulative.
+    Attributes, cumulative: `generation_s`, seconds in which something was generated; `scoring_s`, seconds spent waiting
+    for scores alone; `scheduling_s`, the rest of `collect`: new tasks, decisions and bookkeeping.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class Driver:
         self.min_valid_rewards = min_valid_rewards
         self.generation_s = 0.0
         self.scoring_s = 0.0
+        self.scheduling_s = 0.0
         self.stream_ended = False
         self._sampling = SamplingParams(config.temperature, config.top_p, config.top_k, config.min_p)
         self._stop_token_ids = frozenset(stop_token_ids) | frozenset(config.stop_token_ids)
@@ -114,6 +115,7 @@ class Driver:
         propagate; what was running is parked without its lost tokens.
         """
         assert not self._extends and not self._scorings, "collect is already running"
+        started, waited = time.perf_counter(), self.generation_s + self.scoring_s
         try:
             for group in self.cache.groups.values():
                 self._score_if_complete(group)  # complete groups that a snapshot or an error left unscored
@@ -127,11 +129,24 @@ class Driver:
             return None if self._stop_requested else self._consume(version)
         finally:
             await self._abandon()
+            waited = self.generation_s + self.scoring_s - waited
+            self.scheduling_s += time.perf_counter() - started - waited
 
-    def check_restored(self, version: int) -> None:
-        """After a restart: ValueError where this config cannot go on with the rollouts that a snapshot brought back."""
+    def check_restored(self, version: int, max_tokens: int) -> None:
+        """After a restart: ValueError where this config cannot go on with the rollouts that a snapshot brought back.
+
+        `max_tokens`: the longest rollout, prompt included, that the engine takes.
+        """
         self.scheduler.check_held(self.cache.groups, version)
+        limit = self.config.max_new_tokens
         for rollout in (r for g in self.cache.groups.values() for r in g.rollouts):
+            unfinished = rollout.state in (RolloutState.WAITING, RolloutState.PARKED)
+            if unfinished and (rollout.num_tokens >= limit or len(rollout.prompt_ids) + limit > max_tokens):
+                raise ValueError(
+                    f"--resume with rollout.max_new_tokens = {limit}: the unfinished rollout {rollout.rollout_id}"
+                    f" has a prompt of {len(rollout.prompt_ids)} and {rollout.num_tokens} tokens so far, and the engine"
+                    f" takes {max_tokens} in all. Set it (and engine.kv_memory_gb) back to what the run had"
+                )
             for segment in rollout.segments:
                 was = segment.sampling.temperature
                 if segment.trainable and was != self._sampling.temperature:

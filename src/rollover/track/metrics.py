@@ -83,6 +83,7 @@ METRICS: list[Metric] = [
     Metric("time/step_s", "sum", "s", "Wall-clock time of the step; the other time/ keys add up to it."),
     Metric("time/generate_s", "sum", "s", "Time in which the loop waited for generation."),
     Metric("time/score_s", "sum", "s", "Time in which the loop waited for rewards only."),
+    Metric("time/schedule_s", "sum", "s", "New tasks, the scheduler's decisions and the bookkeeping of rollouts."),
     Metric("time/train_s", "sum", "s", "Proximal log-probs, forward, backward and optimizer."),
     Metric("time/weights_s", "sum", "s", "Handing the new weights to the engine."),
     Metric("time/checkpoint_s", "sum", "s", "Writing checkpoints."),

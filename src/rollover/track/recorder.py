@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,17 @@ class RolloutRecorder:
         atomic_write_text(path, "".join(lines).encode("utf-8", "replace").decode("utf-8"))
         return path
 
-    def truncate(self, step: int) -> None:
-        """Remove the files of steps after `step`, and half-written ones: a resumed run writes them again."""
+    def truncate(self, step: int, held: Collection[int] = ()) -> None:
+        """Remove the files of steps after `step`, and half-written ones: a resumed run writes them again.
+
+        From the file of `step` itself the records of the groups `held` go: they were dropped after the checkpoint.
+        """
+        last = self.dir / f"step-{step:06d}.jsonl"
+        if held and last.exists():
+            lines = last.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if json.loads(line)["group_id"] not in held]
+            if len(kept) < len(lines):
+                atomic_write_text(last, b"".join(kept).decode())
         for path in self.dir.iterdir():
             match = _FILE.fullmatch(path.name)
             if _TEMPORARY.fullmatch(path.name) or (match and int(match[1]) > step):

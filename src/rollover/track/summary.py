@@ -18,7 +18,7 @@ from rollover.track.live import count, decimal, duration, percent
 
 _DROPPED_TOKENS = re.compile(r"dropped/(.+)/tokens")
 _MAX_ANSWER_CHARS = 400
-_PHASES = ("generate", "score", "train", "weights", "checkpoint", "eval", "other")
+_PHASES = ("generate", "score", "schedule", "train", "weights", "checkpoint", "eval", "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ def run_summary(
         for s in (before["samples"] if before is not None else ())
         if (a := answers.get(s["prompt"])) is not None
     ]
-    time_s = {phase: sum(row[f"time/{phase}_s"] or 0.0 for row in rows) for phase in _PHASES} if rows else {}
-    time_s["eval"] = sum(e["seconds"] for e in evals)
+    time_s = {phase: sum(row.get(f"time/{phase}_s") or 0.0 for row in rows) for phase in _PHASES} if rows else {}
+    time_s["eval"] = sum(e.get("seconds", 0.0) for e in evals)
     consumed = [0.0, *(row["groups/consumed"] for row in rows)]
     partial = sum((b - a) * r["rollouts/partial_share"] for a, b, r in zip(consumed, consumed[1:], rows, strict=False))
     return RunSummary(

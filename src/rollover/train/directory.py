@@ -1,6 +1,6 @@
 """The directory of one run: its files, whether this run may use it, and the command that goes on with it.
 
-    config.resolved.json  metrics.jsonl  eval.jsonl  rollouts/  checkpoints/  model/
+    config.resolved.json  metrics.jsonl  eval.jsonl  rollouts/  checkpoints/  checkpointed  model/
 
 Owns where things lie. Never decides what is written, nor when.
 """
@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from rollover.checkpoint.store import CheckpointStore, checkpoint_name
@@ -32,6 +33,7 @@ class RunDirectory:
         name = f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.path = Path(config.run.dir or name).expanduser()
         self.model = self.path / "model"
+        self._checkpointed = self.path / "checkpointed"
         metrics = self.path / "metrics.jsonl"
         if resume and not config.run.dir:
             raise ValueError("--resume needs run.dir: add --run.dir <directory of the run>")
@@ -57,33 +59,38 @@ class RunDirectory:
 
     def checkpoint_to_resume(self) -> str | None:
         """checkpoint.resume_from or the newest one. None if the run ended before its first: it begins again."""
-        names = self.store.list()
-        wanted, every = self.config.checkpoint.resume_from, self.config.checkpoint.every_steps
+        names, wanted = self.store.list(), self.config.checkpoint.resume_from
         if wanted and wanted not in names:
             raise ValueError(f"checkpoint.resume_from = {wanted!r}: there is {', '.join(names) or 'none'}")
-        if not names and every and len(self.metrics.rows()) > every:
+        if not names and self._checkpointed.exists():
+            before = self._checkpointed.read_text().strip()
             raise ValueError(
-                f"--resume: {self.metrics.path} has steps beyond the first checkpoint, but {self.store.dir} holds none:"
-                " set checkpoint.dir to where they are, or start again in another run.dir"
+                f"--resume: this run wrote checkpoints to {before}, but {self.store.dir} holds none: set"
+                " checkpoint.dir to where they are, or start again in another run.dir"
             )
         return wanted or (names[-1] if names else None)
 
-    def truncate(self, step: int) -> None:
+    def on_checkpoint(self) -> None:
+        """A checkpoint was committed: from now on a run without one is not one that ended early."""
+        if not self._checkpointed.exists():
+            atomic_write_text(self._checkpointed, f"{self.store.dir}\n")
+
+    def truncate(self, step: int, held: Collection[int] = ()) -> None:
         """Forget what was written after `step`: a run that goes on from there writes it again.
 
-        ValueError if the metrics do not reach it: they are not those of the run that took the checkpoint.
+        `held`: groups that are in the cache again, though they may have been recorded as dropped since. ValueError,
+        and nothing is changed, if the metrics do not reach `step`: they are not those of the run of the checkpoint.
         """
-        self.metrics.truncate(step)
-        self.evals.truncate(step)
-        self.rollouts.truncate(step)
-        if step >= 0:
-            self.store.discard_after(checkpoint_name(step))
-        rows = self.metrics.rows()
-        if step > 0 and (not rows or rows[-1]["step"] != step):
+        if step > 0 and all(row["step"] != step for row in self.metrics.rows()):
             raise ValueError(
                 f"{self.metrics.path} does not reach step {step}, where the checkpoint was taken: rows are missing."
                 " Restore the file, or start a new run in another run.dir"
             )
+        self.metrics.truncate(step)
+        self.evals.truncate(step)
+        self.rollouts.truncate(step, held)
+        if step >= 0:
+            self.store.discard_after(checkpoint_name(step))
 
     def write_config(self) -> None:
         atomic_write_text(self.path / "config.resolved.json", self.config.model_dump_json(indent=2) + "\n")

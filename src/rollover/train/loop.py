@@ -94,8 +94,9 @@ class Run:
         self.directory.write_config()
         self._listen_for_signals()
         trainer, config = self.parts.trainer, self.config
-        if trainer.policy_version == 0:
-            await self._evaluate()
+        every = config.eval.every_steps
+        if trainer.policy_version == 0 or (every and trainer.policy_version % every == 0):
+            await self._evaluate()  # the second: a stop may have cut off the evaluation of the last step
         self.row_started = time.perf_counter()
         self.seconds.clear()  # the evaluation before the first step belongs to no row
         while trainer.policy_version < config.train.num_steps and not self.stopping:
@@ -124,7 +125,7 @@ class Run:
         parts, trainer = self.parts, self.parts.trainer
         version = trainer.policy_version
         self.view.phase("generating")
-        groups = self.replay.next() if self.replay is not None else await self._collect(version)
+        groups = await self._collect(version)
         if not groups:
             if groups is not None:
                 what = "tasks" if self.replay is None else "recorded rollouts"
@@ -149,7 +150,7 @@ class Run:
 
     async def _collect(self, version: int) -> list[Group] | None:
         try:
-            return await self.parts.driver.collect(version)
+            return self.replay.next() if self.replay is not None else await self.parts.driver.collect(version)
         except ValueError:  # a reward service that went down, say: what was trained so far is kept
             if version > 0:
                 self._checkpoint()
@@ -161,14 +162,12 @@ class Run:
         parts = self.parts
         ledger = parts.ledger.metrics(parts.cache)
         parts.ledger.check(parts.cache)
-        generate, score = (
-            self._since_last("generate", parts.driver.generation_s),
-            self._since_last("score", parts.driver.scoring_s),
-        )
+        driver = parts.driver
+        waits = {"generate": driver.generation_s, "score": driver.scoring_s, "schedule": driver.scheduling_s}
         now = time.perf_counter()
         step_s, self.row_started = now - self.row_started, now
         times = {f"time/{k}_s": self.seconds.pop(k, 0.0) for k in ("train", "weights", "checkpoint", "eval")}
-        times |= {"time/generate_s": generate, "time/score_s": score}
+        times |= {f"time/{phase}_s": self._since_last(phase, total) for phase, total in waits.items()}
         row: dict[str, float] = {
             "step": parts.trainer.policy_version,
             "policy_version": parts.trainer.policy_version,
@@ -230,6 +229,8 @@ class Run:
                     self.held_out = encode_tasks(
                         held_out_tasks(config), parts.loaded.tokenizer, parts.prompts.max_prompt_tokens
                     )
+                if self.stopping:
+                    return
                 result = await evaluate(
                     self.held_out, parts.engine, parts.rewarder, parts.loaded.tokenizer, config, parts.stop_token_ids
                 )
@@ -254,6 +255,7 @@ class Run:
         self._record([], None)
         with self._timed("checkpoint"):
             name = write_snapshot(self.owners)
+        self.directory.on_checkpoint()
         self.saved_version = version
         if version < self.config.train.num_steps and not self.stopping:
             self.view.message(f"checkpoint {name}; if this run ends early, continue with: {self._resume_command()}")
@@ -271,10 +273,10 @@ class Run:
         if self.replay is not None:
             self.replay.skip(version)
         else:
-            parts.driver.check_restored(version)
+            parts.driver.check_restored(version, parts.engine.max_tokens)
             parts.engine.load_weights(version, parts.trainer.publish())
             parts.driver.after_publish(version)
-        self.directory.truncate(version)
+        self.directory.truncate(version, parts.cache.groups.keys())
         row = self.directory.metrics.rows()[-1] if version else {}
         self.carried = {k: row[k] for k in self._owners_counters() if k in row and is_counter(k)}
         self._since_last("generated", parts.ledger.metrics(parts.cache)["tokens/generated"])

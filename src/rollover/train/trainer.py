@@ -243,7 +243,8 @@ class Trainer:
 
     def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
         self.optimizer.load_state(tensors, meta["optimizer"])
-        torch.set_rng_state(tensors["random/cpu"])
+        if "random/cpu" in tensors:
+            torch.set_rng_state(tensors["random/cpu"])
         if self.device.type == "cuda" and "random/cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random/cuda"], self.device)
         self.policy_version = meta["policy_version"]

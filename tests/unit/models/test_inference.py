@@ -51,7 +51,7 @@ def test_new_weights_are_seen(dtype: torch.dtype) -> None:
     for name, tensor in new.named_parameters():
         if decoder.load(name, tensor) is None:
             parameters[name].copy_(tensor)
-    decoder.reload_norms()
+    decoder.refresh()
     assert torch.equal(decoder.hidden_states(*inputs()), InferenceDecoder(new, 8).hidden_states(*inputs()))
 
 

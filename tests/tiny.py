@@ -75,3 +75,15 @@ def save(folder: Path, family: str = "llama", **changes: Any) -> Path:
     model(family, **changes).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+def compiled_kernels() -> Any:
+    """The compiled kernels; skips the test where there is no compiler."""
+    import pytest
+
+    from rollover.models import kernels
+
+    try:
+        return kernels.load()
+    except kernels.KernelsUnavailable as error:
+        pytest.skip(str(error))

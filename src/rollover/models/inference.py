@@ -3,7 +3,8 @@
 Shapes: N tokens, E hidden size, H query heads, K key/value heads, D head size.
 
 Owns a second layout of the linear weights (the module's own are freed). Computes what models/attention.py's
-hidden_states computes with transformers' modules: the linear layers in the model's dtype, the rest in float32.
+hidden_states computes with transformers' modules: the linear layers in the model's dtype, the rest in float32
+(models/operations.py, models/kernels.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from rollover.models.attention import Attention
+from rollover.models.operations import Norm, Operations
 from rollover.models.packed import PackedWeight
 
 # Their layers are: RMS norm, attention with rotary positions, RMS norm, gated MLP; nothing else is scaled or added.
@@ -39,26 +41,28 @@ class PackedWeights:
     def __init__(self, linears: Sequence[torch.nn.Linear], rows: int) -> None:
         self.biases = [linear.bias for linear in linears]
         assert len({bias is None for bias in self.biases}) == 1, "biases in all of them or in none"
-        # Weights are packed together, but an update may bring one of several alone (LoRA): a plain copy of each stays.
-        self.plain = [linear.weight.detach().clone() for linear in linears] if len(linears) > 1 else None
-        whole = linears[0].weight.detach() if self.plain is None else torch.cat(self.plain)
-        self.packed = PackedWeight(whole, None, rows)
-        self.stale = False
+        self.sizes = [linear.out_features for linear in linears]
+        self.new: dict[int, torch.Tensor] = {}
+        self.packed = PackedWeight(torch.cat([linear.weight.detach() for linear in linears]), None, rows)
         self.refresh()
 
     def load(self, index: int, weight_OI: torch.Tensor) -> None:
-        """Replace one layer's weight, at the next `refresh` if there are several."""
-        if self.plain is None:
-            self.packed.load(weight_OI)
-        else:
-            self.plain[index].copy_(weight_OI)
-            self.stale = True
+        """Replace one layer's weight: packed when all have come, else at the next `refresh`."""
+        self.new[index] = weight_OI
+        if len(self.new) == len(self.sizes):
+            self._pack()
+
+    def _pack(self) -> None:
+        if len(self.new) < len(self.sizes):  # an update may bring one of several alone (LoRA)
+            old = self.packed.plain().split(self.sizes)
+            self.new = {i: self.new.get(i, weight) for i, weight in enumerate(old)}
+        self.packed.load(torch.cat([self.new[i] for i in range(len(self.sizes))]))
+        self.new = {}
 
     def refresh(self) -> None:
         """Pack what was loaded, and take the modules' biases as they are now."""
-        if self.plain is not None and self.stale:
-            self.packed.load(torch.cat(self.plain))
-            self.stale = False
+        if self.new:
+            self._pack()
         biases = [bias.detach() for bias in self.biases if bias is not None]
         self.packed.bias_O = torch.cat(biases) if biases else None
 
@@ -69,11 +73,11 @@ class PackedWeights:
 class InferenceDecoder:
     """`hidden_states` of one model. `rows`: the usual number of tokens in a decode step."""
 
-    def __init__(self, model: Any, rows: int) -> None:
+    def __init__(self, model: Any, rows: int, operations: Operations) -> None:
         assert self.supported(model)
         backbone = model.model
         first = next(model.parameters())
-        self.dtype = first.dtype
+        self.dtype, self.operations = first.dtype, operations
         self.embedding, self.rotary = backbone.embed_tokens, backbone.rotary_emb
         self._packed: dict[str, Callable[[torch.Tensor], None]] = {}
         names = {module: name for name, module in model.named_modules()}
@@ -92,7 +96,7 @@ class InferenceDecoder:
 
         self._loaded: list[PackedWeights] = []
         self.layers = [_Layer(layer, weights) for layer in backbone.layers]
-        self.norm = _Norm(backbone.norm)
+        self.norm = Norm(backbone.norm)
 
     @staticmethod
     def supported(model: Any) -> bool:
@@ -100,6 +104,8 @@ class InferenceDecoder:
         if type(model).__name__ not in _SHAPED_LIKE_LLAMA:
             return False
         config = model.config
+        if config.hidden_act not in ("silu", "swish"):
+            return False
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return len(model.model.rotary_emb.inv_freq) * 2 == head_size
 
@@ -107,11 +113,8 @@ class InferenceDecoder:
         """The weights were replaced: take norms and biases again, and pack."""
         for packed in self._loaded:
             packed.refresh()
-        for layer in self.layers:
-            for norm in (layer.norm, layer.mlp_norm, layer.query_norm, layer.key_norm):
-                if norm is not None:
-                    norm.reload()
-        self.norm.reload()
+        for norm in (self.norm, *(norm for layer in self.layers for norm in layer.norms)):
+            norm.reload()
 
     def load(self, name: str, tensor: torch.Tensor) -> int | None:
         """Replace the packed weight of parameter `name`; its bytes, or None if that parameter is not packed.
@@ -128,80 +131,40 @@ class InferenceDecoder:
         self, input_ids_N: torch.Tensor, position_ids_N: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """Last hidden states [N, E], float32. Without autograd only."""
+        operations, dtype = self.operations, self.dtype
         x_NE = F.embedding(input_ids_N, self.embedding.weight).float()
         cos_1ND, sin_1ND = self.rotary(x_NE[None], position_ids_N[None])
-        cos_N1D, sin_N1D = cos_1ND[0, :, None], sin_1ND[0, :, None]
+        cos_ND, sin_ND = cos_1ND[0], sin_1ND[0]
+        # What a block adds to the residual stream is added where the next norm reads it.
+        added: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            layer.add_attention(index, x_NE, cos_N1D, sin_N1D, attention, self.dtype)
-            layer.add_mlp(x_NE, self.dtype)
-        return self.norm(x_NE)
+            normed_NE = operations.add_norm(x_NE, added, layer.norm, dtype)
+            rows = layer.query_key_value(normed_NE)
+            query_NHD, key_NKD = operations.rotate(
+                rows, cos_ND, sin_ND, layer.query_key_norms, layer.heads, layer.kv_heads
+            )
+            value_NKD = rows.view(len(rows), -1, layer.head_size)[:, layer.heads + layer.kv_heads :]
+            out_NHD = attention.attend(
+                index, query_NHD, key_NKD, value_NKD, scale=layer.scale, window=layer.window, softcap=None
+            )
+            attended_NE = layer.out(out_NHD.reshape(len(rows), -1))
+            normed_NE = operations.add_norm(x_NE, attended_NE, layer.mlp_norm, dtype)
+            added = layer.down(operations.silu_gate(layer.gate_up(normed_NE)))
+        return operations.add_norm(x_NE, added, self.norm, torch.float32)
 
 
 class _Layer:
     def __init__(self, layer: Any, weights: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.norm, self.mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        self.norm, self.mlp_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
         self.query_key_value = weights(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out = weights(attention.o_proj)
-        self.heads = attention.q_proj.out_features // attention.head_dim
-        self.kv_heads = attention.k_proj.out_features // attention.head_dim
-        has_norms = hasattr(attention, "q_norm")
-        self.query_norm = _Norm(attention.q_norm) if has_norms else None
-        self.key_norm = _Norm(attention.k_norm) if has_norms else None
         self.head_size, self.scale = attention.head_dim, attention.scaling
+        self.heads = attention.q_proj.out_features // self.head_size
+        self.kv_heads = attention.k_proj.out_features // self.head_size
+        has_norms = hasattr(attention, "q_norm")
+        self.query_key_norms = (Norm(attention.q_norm), Norm(attention.k_norm)) if has_norms else None
+        self.norms = (self.norm, self.mlp_norm, *(self.query_key_norms or ()))
         # Mistral's modules read the window from the configuration, Qwen's have one of their own (None in full layers).
         self.window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-        self.gate, self.up, self.down = weights(mlp.gate_proj), weights(mlp.up_proj), weights(mlp.down_proj)
-        self.activation = mlp.act_fn
-
-    def add_attention(
-        self,
-        index: int,
-        x_NE: torch.Tensor,
-        cos_N1D: torch.Tensor,
-        sin_N1D: torch.Tensor,
-        attention: Attention,
-        dtype: torch.dtype,
-    ) -> None:
-        """x += attention(norm(x)), in place."""
-        num = x_NE.shape[0]
-        normed_NE = self.norm(x_NE).to(dtype)
-        everything = self.query_key_value(normed_NE).view(num, -1, self.head_size)
-        both, value_NKD = everything.split((self.heads + self.kv_heads, self.kv_heads), 1)
-        if self.query_norm is not None and self.key_norm is not None:
-            query_NHD, key_NKD = both.split((self.heads, self.kv_heads), 1)
-            both = torch.cat((self.query_norm(query_NHD), self.key_norm(key_NKD)), 1)
-        # A copy in any case: it is turned in place.
-        both = both.to(torch.float32, copy=True)
-        first, second = both.chunk(2, -1)
-        turned = torch.cat((-second, first), -1)
-        both = both.mul_(cos_N1D).addcmul_(turned, sin_N1D).to(dtype)
-        out_NHD = attention.attend(
-            index,
-            both[:, : self.heads],
-            both[:, self.heads :],
-            value_NKD,
-            scale=self.scale,
-            window=self.window,
-            softcap=None,
-        )
-        x_NE += self.out(out_NHD.reshape(num, -1))
-
-    def add_mlp(self, x_NE: torch.Tensor, dtype: torch.dtype) -> None:
-        """x += mlp(norm(x)), in place."""
-        normed_NE = self.mlp_norm(x_NE).to(dtype)
-        x_NE += self.down(self.activation(self.gate(normed_NE)).mul_(self.up(normed_NE)))
-
-
-class _Norm:
-    """RMS norm over the last dimension, in float32 as transformers' modules compute it."""
-
-    def __init__(self, norm: Any) -> None:
-        self.norm = norm
-        self.reload()
-
-    def reload(self) -> None:
-        self.weight = self.norm.weight.detach().float()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.norm.variance_epsilon)
+        self.gate_up, self.down = weights(mlp.gate_proj, mlp.up_proj), weights(mlp.down_proj)

@@ -33,6 +33,10 @@ class PackedWeight:
         """Replace the weight."""
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), self.rows)
 
+    def plain(self) -> torch.Tensor:
+        """The weight [out, in] as it was loaded."""
+        return self.packed.to_dense()
+
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x_NI, self.packed, self.bias_O, "none", [], "")
 

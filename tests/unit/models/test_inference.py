@@ -12,6 +12,7 @@ from rollover.models.attention import PackedAttention, hidden_states
 from rollover.models.inference import InferenceDecoder
 from rollover.models.load import cast_parameters
 from rollover.models.logprobs import Head
+from rollover.models.operations import TorchOperations
 from rollover.models.packed import ShiftedHead
 
 LLAMA_SHAPED = ("llama", "qwen2", "qwen3", "mistral")
@@ -32,11 +33,13 @@ def in_dtype(model, dtype: torch.dtype):
 @torch.no_grad()
 @pytest.mark.parametrize("family", LLAMA_SHAPED)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
-def test_equals_the_modules(family: str, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_equals_the_modules(family: str, dtype: torch.dtype, tolerance: float, compiled: bool) -> None:
+    operations = tiny.compiled_kernels() if compiled else TorchOperations()
     model = in_dtype(tiny.model(family), dtype)
     expected = hidden_states(model, *inputs())
     assert InferenceDecoder.supported(model)
-    got = InferenceDecoder(model, 8).hidden_states(*inputs())
+    got = InferenceDecoder(model, 8, operations).hidden_states(*inputs())
     assert got.dtype == torch.float32
     error = (got - expected).abs().max() / expected.abs().max()
     assert error < tolerance
@@ -46,13 +49,15 @@ def test_equals_the_modules(family: str, dtype: torch.dtype, tolerance: float) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_new_weights_are_seen(dtype: torch.dtype) -> None:
     old, new = in_dtype(tiny.model("qwen3"), dtype), in_dtype(tiny.model("qwen3", seed=1), dtype)
-    decoder = InferenceDecoder(old, 8)
+    decoder = InferenceDecoder(old, 8, TorchOperations())
     parameters = dict(old.named_parameters())
     for name, tensor in new.named_parameters():
         if decoder.load(name, tensor) is None:
             parameters[name].copy_(tensor)
     decoder.refresh()
-    assert torch.equal(decoder.hidden_states(*inputs()), InferenceDecoder(new, 8).hidden_states(*inputs()))
+    assert torch.equal(
+        decoder.hidden_states(*inputs()), InferenceDecoder(new, 8, TorchOperations()).hidden_states(*inputs())
+    )
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])

@@ -6,6 +6,7 @@ n rows of a bucket, T its row length.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rollover.engine.embedded.kv_cache import Bucket
 from rollover.engine.embedded.sequence import Sequence
+from rollover.models import kernels
 from rollover.models.attention import (
     Attention,
     PackedAttention,
@@ -23,7 +25,9 @@ from rollover.models.attention import (
     similar_lengths,
 )
 from rollover.models.inference import InferenceDecoder
+from rollover.models.kernels import Kernels
 from rollover.models.logprobs import Head
+from rollover.models.operations import TorchOperations
 
 
 @dataclass(frozen=True)
@@ -204,6 +208,49 @@ class DecodeAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+class KernelDecodeAttention:
+    """DecodeAttention by the compiled kernel, which reads each row up to its last token and no further."""
+
+    def __init__(self, order: list[Sequence], kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.positions_N = torch.tensor([s.kv_len for s in order])
+        addresses, strides = [], []
+        for seq in order:
+            assert seq.bucket is not None
+            _, kv_heads, length, size = seq.bucket.keys[0].shape
+            strides.append(length * size)
+            row_bytes = kv_heads * length * size * seq.bucket.keys[0].element_size()
+            addresses.append(seq.bucket.addresses + seq.row * row_bytes)
+        self.head_strides_N = torch.tensor(strides)
+        self.rows_2LN = torch.stack(addresses, -1)
+
+    def attend(
+        self,
+        layer: int,
+        query_NHD: torch.Tensor,
+        key_NKD: torch.Tensor,
+        value_NKD: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        assert softcap is None
+        keys_N, values_N = self.rows_2LN[0, layer], self.rows_2LN[1, layer]
+        return self.kernels.decode_attention(
+            query_NHD.contiguous(), key_NKD.contiguous(), value_NKD, keys_N, values_N, self.head_strides_N,
+            self.positions_N, scale=scale, window=window,
+        )  # fmt: skip
+
+
+def _kernels() -> Kernels | None:
+    try:
+        return kernels.load()
+    except kernels.KernelsUnavailable as error:
+        warnings.warn(f"generation is slower than it could be, without compiled kernels: {error}", stacklevel=2)
+        return None
+
+
 class Runner:
     """Runs the engine's own copy of the model. Owns no sequence and no memory but the weights."""
 
@@ -211,7 +258,11 @@ class Runner:
         self.model = model
         self.device = next(model.parameters()).device
         self.rows = rows
-        self.decoder = InferenceDecoder(model, rows) if InferenceDecoder.supported(model) else None
+        self.kernels = _kernels() if self.device.type == "cpu" else None
+        operations = self.kernels or TorchOperations()
+        self.decoder = InferenceDecoder(model, rows, operations) if InferenceDecoder.supported(model) else None
+        if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+            self.kernels = None  # whose attention has none
         self.head = Head.of(model).precise(rows)
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
 
@@ -249,9 +300,11 @@ class Runner:
 
     def decode(self, order: list[Sequence]) -> torch.Tensor:
         """Float32 logits [N, V] for the next token of each sequence; sequences of a bucket stand together."""
-        hidden_NE = self.hidden_states(
-            [s.tokens[-1] for s in order], [s.kv_len for s in order], DecodeAttention(order, self.device)
-        )
+        if self.kernels is None:
+            attention: Attention = DecodeAttention(order, self.device)
+        else:
+            attention = KernelDecodeAttention(order, self.kernels)
+        hidden_NE = self.hidden_states([s.tokens[-1] for s in order], [s.kv_len for s in order], attention)
         for seq in order:
             seq.kv_len += 1
         return self.head.logits(hidden_NE)

@@ -1,0 +1,300 @@
+// What a decoder does between its matmuls, one pass over memory each, on a CPU.
+//
+// Shapes: N tokens, E hidden size, I inner size of the MLP, H query heads, K key/value heads, G = H / K, D head size.
+// T is float or bfloat16; all arithmetic is float32, summed in a fixed order for each token, whatever shares its batch.
+// Compiled and bound by kernels.py.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16); }
+
+inline void narrow(float x, float& out) { out = x; }
+inline void narrow(float x, bf16& out) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, x);  // to nearest, ties to even
+    out.bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// exp by range reduction and a polynomial of degree 6 (Cephes' expf): relative error below 2e-7, and it vectorises.
+inline float exponential(float x) {
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    const float n = __builtin_rintf(x * 1.44269504f);
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * __builtin_bit_cast(float, (static_cast<int32_t>(n) + 127) << 23);
+}
+
+template <class T>
+float inverse_rms(const T* x, int64_t size, float eps) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; i++) {
+        const float value = widen(x[i]);
+        sum += value * value;
+    }
+    return 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+}
+
+// x += y (if given); out = x / rms(x) * weight.
+template <class Y, class O>
+void add_norm(float* x_NE, const Y* y_NE, const float* weight_E, float eps, O* out_NE, int64_t N, int64_t E,
+              int threads) {
+#pragma omp parallel for num_threads(threads) if (N * E > 8192)
+    for (int64_t n = 0; n < N; n++) {
+        float* x = x_NE + n * E;
+        O* out = out_NE + n * E;
+        if (y_NE) {
+            const Y* y = y_NE + n * E;
+#pragma omp simd
+            for (int64_t e = 0; e < E; e++) x[e] += widen(y[e]);
+        }
+        const float scale = inverse_rms(x, E, eps);
+#pragma omp simd
+        for (int64_t e = 0; e < E; e++) narrow(x[e] * scale * weight_E[e], out[e]);
+    }
+}
+
+// One head: RMS norm if it has one, then rotation of its halves by the token's angles.
+template <bool NORMED, class T>
+void rotate_head(const T* in, const float* cos, const float* sin, const float* weight, float eps, T* out, int64_t D) {
+    const int64_t half = D / 2;
+    const float scale = NORMED ? inverse_rms(in, D, eps) : 1.0f;
+#pragma omp simd
+    for (int64_t d = 0; d < half; d++) {
+        const float first = widen(in[d]) * (NORMED ? scale * weight[d] : 1.0f);
+        const float second = widen(in[d + half]) * (NORMED ? scale * weight[d + half] : 1.0f);
+        narrow(first * cos[d] - second * sin[d], out[d]);
+        narrow(second * cos[d + half] + first * sin[d + half], out[d + half]);
+    }
+}
+
+// Queries and keys of rows [H + K + K heads] with rotary positions, queries first.
+template <class T>
+void rotate(const T* qkv, const float* cos_ND, const float* sin_ND, const float* query_weight, const float* key_weight,
+            float eps, T* query_NHD, T* key_NKD, int64_t N, int64_t H, int64_t K, int64_t D, int threads) {
+#pragma omp parallel for num_threads(threads) if (N * (H + K) * D > 8192)
+    for (int64_t n = 0; n < N; n++) {
+        auto rotate_query = query_weight ? rotate_head<true, T> : rotate_head<false, T>;
+        auto rotate_key = key_weight ? rotate_head<true, T> : rotate_head<false, T>;
+        const T* row = qkv + n * (H + 2 * K) * D;
+        const float *cos = cos_ND + n * D, *sin = sin_ND + n * D;
+        for (int64_t h = 0; h < H; h++)
+            rotate_query(row + h * D, cos, sin, query_weight, eps, query_NHD + (n * H + h) * D, D);
+        for (int64_t k = 0; k < K; k++)
+            rotate_key(row + (H + k) * D, cos, sin, key_weight, eps, key_NKD + (n * K + k) * D, D);
+    }
+}
+
+// out = silu(gate) * up, of rows [gate, up]. silu is rounded to T, as the modules of the trainer do.
+template <class T>
+void silu_gate(const T* gate_up, T* out_NI, int64_t N, int64_t I, int threads) {
+#pragma omp parallel for num_threads(threads) if (N * I > 8192)
+    for (int64_t n = 0; n < N; n++) {
+        const T *gate = gate_up + n * 2 * I, *up = gate + I;
+        T* out = out_NI + n * I;
+#pragma omp simd
+        for (int64_t i = 0; i < I; i++) {
+            const float x = widen(gate[i]);
+            T silu;
+            narrow(x / (1.0f + exponential(-x)), silu);
+            narrow(widen(silu) * widen(up[i]), out[i]);
+        }
+    }
+}
+
+constexpr int LANES = 16;
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+
+inline lanes load(const float* x) {
+    lanes out;
+    std::memcpy(&out, x, sizeof out);
+    return out;
+}
+inline lanes load(const bf16* x) {
+    typedef uint16_t narrow_lanes __attribute__((vector_size(2 * LANES)));
+    typedef uint32_t wide_lanes __attribute__((vector_size(4 * LANES)));
+    narrow_lanes bits;
+    std::memcpy(&bits, x, sizeof bits);
+    return __builtin_bit_cast(lanes, __builtin_convertvector(bits, wide_lanes) << 16);
+}
+
+inline float sum(lanes x) {
+    typedef float half __attribute__((vector_size(2 * LANES)));
+    typedef float quarter __attribute__((vector_size(LANES)));
+    half h[2];
+    std::memcpy(h, &x, sizeof h);
+    const half y = h[0] + h[1];
+    quarter q[2];
+    std::memcpy(q, &y, sizeof q);
+    const quarter z = q[0] + q[1];
+    return (z[0] + z[1]) + (z[2] + z[3]);
+}
+
+// scores[g * count + t] = query g . key t, of Q queries and `count` keys of C * LANES numbers. The values are
+// read next: fetched meanwhile, attention of rows that no cache holds takes a third less.
+template <class T, int C, int Q>
+void scores_of(const float* query, const T* keys, const T* values, int64_t count, float* scores) {
+    lanes wide_query[Q][C];
+    for (int g = 0; g < Q; g++)
+        for (int c = 0; c < C; c++) wide_query[g][c] = load(query + (g * C + c) * LANES);
+    for (int64_t t = 0; t < count; t++) {
+        lanes products[Q];
+        for (size_t line = 0; line < C * LANES * sizeof(T); line += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(values + t * C * LANES) + line);
+        for (int c = 0; c < C; c++) {
+            const lanes key = load(keys + (t * C + c) * LANES);
+            for (int g = 0; g < Q; g++) products[g] = c ? products[g] + wide_query[g][c] * key : wide_query[g][c] * key;
+        }
+        for (int g = 0; g < Q; g++) scores[g * count + t] = sum(products[g]);
+    }
+}
+
+// out[g] = sum over t of scores[g * count + t] * value t.
+template <class T, int C, int Q>
+void weighted_sum(const float* scores, const T* values, int64_t count, float* out) {
+    lanes sums[Q][C] = {};
+    for (int64_t t = 0; t < count; t++)
+        for (int c = 0; c < C; c++) {
+            const lanes value = load(values + (t * C + c) * LANES);
+            for (int g = 0; g < Q; g++) sums[g][c] += scores[g * count + t] * value;
+        }
+    std::memcpy(out, sums, sizeof sums);
+}
+
+// Heads of any size.
+template <class T>
+void scores_of_any(const float* query, const T* keys, int64_t count, float* scores, int64_t G, int64_t D) {
+    for (int64_t g = 0; g < G; g++)
+        for (int64_t t = 0; t < count; t++) {
+            float total = 0;
+            for (int64_t d = 0; d < D; d++) total += query[g * D + d] * widen(keys[t * D + d]);
+            scores[g * count + t] = total;
+        }
+}
+template <class T>
+void weighted_sum_any(const float* scores, const T* values, int64_t count, float* out, int64_t G, int64_t D) {
+    std::fill_n(out, G * D, 0.0f);
+    for (int64_t g = 0; g < G; g++)
+        for (int64_t t = 0; t < count; t++)
+#pragma omp simd
+            for (int64_t d = 0; d < D; d++) out[g * D + d] += scores[g * count + t] * widen(values[t * D + d]);
+}
+
+void softmax(float* row, int64_t count) {
+    float peak = row[0], total = 0;
+    for (int64_t t = 0; t < count; t++) peak = std::max(peak, row[t]);
+#pragma omp simd reduction(+ : total)
+    for (int64_t t = 0; t < count; t++) {
+        row[t] = exponential(row[t] - peak);
+        total += row[t];
+    }
+    const float share = 1.0f / total;
+#pragma omp simd
+    for (int64_t t = 0; t < count; t++) row[t] *= share;
+}
+
+// The G queries of one key/value head against `count` keys and values of D numbers each. C: D / LANES, or 0 if that is
+// not known when compiling. scores: G * count floats; work: 2 * G * D.
+template <class T, int C>
+void attend_head(const T* query_GD, const T* keys, const T* values, int64_t count, float scale, float* scores,
+                 float* work, T* out_GD, int64_t G, int64_t D) {
+    float *query = work, *sums = work + G * D;
+    for (int64_t i = 0; i < G * D; i++) query[i] = widen(query_GD[i]) * scale;
+    if constexpr (C > 0) {
+        for (int64_t g = 0; g < G;) {  // as many queries at a time as registers hold
+            const int64_t left = G - g;
+            const float* q = query + g * D;
+            float *p = scores + g * count, *s = sums + g * D;
+            auto go = [&]<int Q>() {
+                scores_of<T, C, Q>(q, keys, values, count, p);
+                for (int i = 0; i < Q; i++) softmax(p + i * count, count);
+                weighted_sum<T, C, Q>(p, values, count, s);
+                g += Q;
+            };
+            if (left >= 4)
+                go.template operator()<4>();
+            else if (left == 3)
+                go.template operator()<3>();
+            else if (left == 2)
+                go.template operator()<2>();
+            else
+                go.template operator()<1>();
+        }
+    } else {
+        scores_of_any(query, keys, count, scores, G, D);
+        for (int64_t g = 0; g < G; g++) softmax(scores + g * count, count);
+        weighted_sum_any(scores, values, count, sums, G, D);
+    }
+    for (int64_t i = 0; i < G * D; i++) narrow(sums[i], out_GD[i]);
+}
+
+// One token per sequence: its key and value go to position `positions[n]` of the sequence's cached rows
+// ([K, row length, D], heads `head_strides[n]` numbers apart), then its queries attend to all up to there, or to the
+// last `window` of them (0: all).
+template <class T>
+void decode_attention(const T* query_NHD, const T* key_NKD, const T* value, int64_t value_stride, T* const* key_rows,
+                      T* const* value_rows, const int64_t* head_strides, const int64_t* positions, int64_t window,
+                      float scale, T* out_NHD, int64_t N, int64_t H, int64_t K, int64_t D, int threads) {
+    const int64_t G = H / K;
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> scores, work(2 * G * D);
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t task = 0; task < N * K; task++) {
+            const int64_t n = task / K, k = task % K, last = positions[n];
+            T *keys = key_rows[n] + k * head_strides[n], *values = value_rows[n] + k * head_strides[n];
+            std::copy_n(key_NKD + task * D, D, keys + last * D);
+            std::copy_n(value + n * value_stride + k * D, D, values + last * D);
+            const int64_t first = window > 0 ? std::max<int64_t>(0, last - window + 1) : 0, count = last + 1 - first;
+            if (static_cast<int64_t>(scores.size()) < G * count) scores.resize(2 * G * count);
+            const T* query = query_NHD + (n * H + k * G) * D;
+            T* out = out_NHD + (n * H + k * G) * D;
+            auto head = D == 64 ? attend_head<T, 4> : D == 128 ? attend_head<T, 8> : attend_head<T, 0>;
+            head(query, keys + first * D, values + first * D, count, scale, scores.data(), work.data(), out, G, D);
+        }
+    }
+}
+
+}  // namespace
+
+#define EXPORT(T, NAME)                                                                                               \
+    extern "C" void add_norm_##NAME(float* x, const T* y, const float* w, float eps, T* out, int64_t N, int64_t E,    \
+                                    int threads) {                                                                    \
+        add_norm(x, y, w, eps, out, N, E, threads);                                                                   \
+    }                                                                                                                 \
+    extern "C" void last_norm_##NAME(float* x, const T* y, const float* w, float eps, float* out, int64_t N,          \
+                                     int64_t E, int threads) {                                                        \
+        add_norm(x, y, w, eps, out, N, E, threads);                                                                   \
+    }                                                                                                                 \
+    extern "C" void rotate_##NAME(const T* qkv, const float* cos, const float* sin, const float* qw, const float* kw, \
+                                  float eps, T* q, T* k, int64_t N, int64_t H, int64_t K, int64_t D, int threads) {   \
+        rotate(qkv, cos, sin, qw, kw, eps, q, k, N, H, K, D, threads);                                                \
+    }                                                                                                                 \
+    extern "C" void silu_gate_##NAME(const T* gate_up, T* out, int64_t N, int64_t I, int threads) {                   \
+        silu_gate(gate_up, out, N, I, threads);                                                                       \
+    }                                                                                                                 \
+    extern "C" void decode_attention_##NAME(                                                                          \
+        const T* q, const T* k, const T* v, int64_t v_stride, T* const* key_rows, T* const* value_rows,               \
+        const int64_t* head_strides, const int64_t* positions, int64_t window, float scale, T* out, int64_t N,        \
+        int64_t H, int64_t K, int64_t D, int threads) {                                                               \
+        decode_attention(q, k, v, v_stride, key_rows, value_rows, head_strides, positions, window, scale, out, N, H,  \
+                         K, D, threads);                                                                              \
+    }
+EXPORT(float, float32)
+EXPORT(bf16, bfloat16)

@@ -1,0 +1,194 @@
+"""kernels.cpp, compiled once for this machine with its C++ compiler: the decoder's small operations on a CPU.
+
+Shapes: N tokens, E hidden size, I inner size of the MLP, H query heads, K key/value heads, D head size.
+
+A decode step of a small model is about a thousand torch operations of microseconds each; these are a few per layer, and
+attention reads what is cached of each sequence and no more. Without a compiler torch does all of it, more slowly.
+The library lies in Rollover's cache folder under a name that tells source, compiler, flags and processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from rollover.models.operations import Norm
+from rollover.models.smollm2 import cache_root
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_ARGUMENTS = {
+    "add_norm": (*(c_void_p,) * 3, c_float, c_void_p, *(c_int64,) * 2, c_int),
+    "last_norm": (*(c_void_p,) * 3, c_float, c_void_p, *(c_int64,) * 2, c_int),
+    "rotate": (*(c_void_p,) * 5, c_float, *(c_void_p,) * 2, *(c_int64,) * 4, c_int),
+    "silu_gate": (*(c_void_p,) * 2, *(c_int64,) * 2, c_int),
+    "decode_attention": (
+        *(c_void_p,) * 3, c_int64, *(c_void_p,) * 4, c_int64, c_float, c_void_p, *(c_int64,) * 4, c_int,
+    ),
+}  # fmt: skip
+
+
+class KernelsUnavailable(Exception):
+    """They cannot be had here; the message says why."""
+
+
+def _openmp_library() -> str:
+    """The OpenMP library that torch has loaded: a second one would have threads of its own, in each other's way."""
+    try:
+        paths = set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)\S*\.so\S*", Path("/proc/self/maps").read_text()))
+    except OSError:
+        paths = set()
+    if len(paths) != 1:
+        raise KernelsUnavailable(f"{len(paths)} OpenMP libraries are loaded, and one is needed")
+    return paths.pop()
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = {line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))}
+    return platform.machine() + "".join(sorted(features))
+
+
+def _build() -> Path:
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        raise KernelsUnavailable("there is no C++ compiler (c++, g++ or clang++, or the one named by $CXX)")
+    openmp = _openmp_library()
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
+        identity = [_SOURCE.read_bytes(), version, " ".join(_FLAGS).encode(), openmp.encode(), _processor().encode()]
+        name = hashlib.blake2b(b"\0".join(identity), digest_size=16).hexdigest()
+        folder = cache_root() / "kernels"
+        target = folder / f"{name}.so"
+        if target.exists():
+            return target
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            compiled, linked = f"{work}/kernels.o", f"{work}/kernels.so"
+            for command in (
+                [compiler, *_FLAGS, "-c", str(_SOURCE), "-o", compiled],
+                [compiler, "-shared", compiled, openmp, "-o", linked],
+            ):
+                subprocess.run(command, capture_output=True, check=True, timeout=300)
+            os.replace(linked, target)  # several processes may build it at once
+        return target
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.decode(errors="replace").strip().splitlines()
+        raise KernelsUnavailable(f"{compiler} failed: {reason[-1] if reason else error}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelsUnavailable(str(error)) from error
+
+
+@functools.cache
+def load() -> Kernels:
+    """The compiled operations; the first call on a machine takes seconds. KernelsUnavailable where that fails."""
+    path = _build()
+    try:
+        return Kernels(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError) as error:
+        raise KernelsUnavailable(f"{path}: {error}; delete the file") from error
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    assert tensor is None or tensor.is_contiguous()
+    return None if tensor is None else tensor.data_ptr()
+
+
+class Kernels:
+    """Operations (models/operations.py) and decode attention, of contiguous float32 or bfloat16 tensors on the CPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._functions = {}
+        for function, arguments in _ARGUMENTS.items():
+            for dtype, name in _NAMES.items():
+                symbol = getattr(library, f"{function}_{name}")
+                symbol.argtypes, symbol.restype = arguments, None
+                self._functions[function, dtype] = symbol
+
+    def add_norm(self, x_NE: torch.Tensor, y_NE: torch.Tensor | None, norm: Norm, dtype: torch.dtype) -> torch.Tensor:
+        out_NE = torch.empty(x_NE.shape, dtype=dtype)
+        kind = dtype if y_NE is None else y_NE.dtype
+        function = self._functions["add_norm" if dtype == kind else "last_norm", kind]
+        assert dtype in (kind, torch.float32) and x_NE.dtype == torch.float32
+        function(
+            _pointer(x_NE), _pointer(y_NE), _pointer(norm.weight), norm.eps, _pointer(out_NE), *x_NE.shape,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out_NE
+
+    def rotate(
+        self,
+        query_key_value: torch.Tensor,
+        cos_ND: torch.Tensor,
+        sin_ND: torch.Tensor,
+        norms: tuple[Norm, Norm] | None,
+        heads: int,
+        kv_heads: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num, size = cos_ND.shape
+        assert query_key_value.shape == (num, (heads + 2 * kv_heads) * size)
+        assert cos_ND.dtype == sin_ND.dtype == torch.float32
+        query_NHD = query_key_value.new_empty(num, heads, size)
+        key_NKD = query_key_value.new_empty(num, kv_heads, size)
+        weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
+        self._functions["rotate", query_key_value.dtype](
+            _pointer(query_key_value), _pointer(cos_ND), _pointer(sin_ND), *map(_pointer, weights),
+            0.0 if norms is None else norms[0].eps, _pointer(query_NHD), _pointer(key_NKD),
+            num, heads, kv_heads, size, torch.get_num_threads(),
+        )  # fmt: skip
+        return query_NHD, key_NKD
+
+    def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        num, inner = gate_up.shape[0], gate_up.shape[1] // 2
+        out_NI = gate_up.new_empty(num, inner)
+        self._functions["silu_gate", gate_up.dtype](
+            _pointer(gate_up), _pointer(out_NI), num, inner, torch.get_num_threads()
+        )
+        return out_NI
+
+    def decode_attention(
+        self,
+        query_NHD: torch.Tensor,
+        key_NKD: torch.Tensor,
+        value_NKD: torch.Tensor,
+        key_rows_N: torch.Tensor,
+        value_rows_N: torch.Tensor,
+        head_strides_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Writes one token's key and value per sequence to the cache, then attends to it; [N, H, D].
+
+        key_rows, value_rows: addresses of each sequence's [K, row length, D]; head_strides: numbers from one head of a
+        row to the next; positions: where the token goes (all int64). `value_NKD` may be a part of a wider row.
+        """
+        num, heads, size = query_NHD.shape
+        kv_heads = key_NKD.shape[1]
+        if value_NKD.stride()[1:] != (size, 1):
+            value_NKD = value_NKD.contiguous()
+        assert query_NHD.dtype == key_NKD.dtype == value_NKD.dtype
+        out_NHD = torch.empty_like(query_NHD)
+        self._functions["decode_attention", query_NHD.dtype](
+            _pointer(query_NHD), _pointer(key_NKD), value_NKD.data_ptr(), value_NKD.stride(0),
+            _pointer(key_rows_N), _pointer(value_rows_N), _pointer(head_strides_N), _pointer(positions_N),
+            window or 0, scale, _pointer(out_NHD), num, heads, kv_heads, size, torch.get_num_threads(),
+        )  # fmt: skip
+        return out_NHD

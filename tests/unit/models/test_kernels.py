@@ -1,0 +1,116 @@
+"""The compiled kernels against plain torch, and what happens where they cannot be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from rollover.engine.embedded.kv_cache import KVCache
+from rollover.engine.embedded.runner import DecodeAttention, KernelDecodeAttention, Runner
+from rollover.engine.embedded.sequence import Sequence
+from rollover.engine.protocol import ExtendRequest
+from rollover.models import kernels
+from rollover.models.operations import Norm, TorchOperations
+from rollover.types import SamplingParams
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the largest number; bfloat16 has steps of 2^-8
+DTYPES = list(TOLERANCE)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    return bool((got.float() - expected.float()).abs().max() <= tolerance * expected.float().abs().max())
+
+
+class _Module:
+    def __init__(self, size: int) -> None:
+        self.weight = torch.rand(size) + 0.5
+        self.variance_epsilon = 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num", [1, 7, 200])
+def test_operations_equal_torch(dtype: torch.dtype, num: int) -> None:
+    torch.manual_seed(num)
+    plain, compiled, tolerance = TorchOperations(), kernels.load(), TOLERANCE[dtype]
+    x, y, norm = torch.randn(num, 576) * 30, torch.randn(num, 576).to(dtype), Norm(_Module(576))
+    ours = x.clone()
+    for added in (None, y):
+        for out_dtype in (dtype, torch.float32):
+            got = compiled.add_norm(ours, added, norm, out_dtype)
+            assert got.dtype == out_dtype
+            assert close(got, plain.add_norm(x, added, norm, out_dtype), tolerance)
+            assert torch.equal(ours, x)
+    gates = torch.randn(num, 2 * 96).to(dtype) * 20
+    assert close(compiled.silu_gate(gates), plain.silu_gate(gates.clone()), tolerance)
+    angles = torch.rand(num, 32).repeat(1, 2) * 6
+    rows = torch.randn(num, (9 + 2 * 3) * 64).to(dtype)
+    for norms in (None, (Norm(_Module(64)), Norm(_Module(64)))):
+        expected = plain.rotate(rows, angles.cos(), angles.sin(), norms, 9, 3)
+        got = compiled.rotate(rows, angles.cos(), angles.sin(), norms, 9, 3)
+        assert all(close(g, e, tolerance) for g, e in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (4, 4, 16), (14, 2, 64), (5, 1, 128), (6, 2, 80)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_decode_attention_equals_torch(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None
+) -> None:
+    """Ragged lengths in several buckets, one token and a full row among them; what is written is the same too."""
+    lengths = [1, 64, 2, 65, 100, 33, 300]  # the new token included
+    torch.manual_seed(0)
+    caches, orders = [], []
+    for _ in range(2):
+        cache = KVCache(1, kv_heads, size, dtype, torch.device("cpu"), 10**8)
+        order = []
+        for i, n in enumerate(lengths):
+            seq = Sequence.start(ExtendRequest(str(i), (3,) * n, (), 8, i, SamplingParams()), None)
+            assert cache.reserve(seq, n)
+            seq.kv_len = n - 1
+            order.append(seq)
+        order.sort(key=lambda s: (s.bucket.row_tokens if s.bucket else 0, s.row))
+        caches.append(cache)
+        orders.append(order)
+    for row_tokens, bucket in caches[0].buckets.items():
+        for mine, theirs in zip((bucket.keys[0], bucket.values[0]), ("keys", "values"), strict=True):
+            mine.copy_(torch.randn(mine.shape))
+            getattr(caches[1].buckets[row_tokens], theirs)[0].copy_(mine)
+    query = torch.randn(len(lengths), heads, size).to(dtype)
+    key, value = torch.randn(2, len(lengths), kv_heads, size).to(dtype)
+    options = {"scale": 0.3, "window": window, "softcap": None}
+    expected = DecodeAttention(orders[0], torch.device("cpu")).attend(0, query, key, value, **options)
+    got = KernelDecodeAttention(orders[1], tiny.compiled_kernels()).attend(0, query, key, value, **options)
+    # Plain torch rounds scores and probabilities to bfloat16, the kernel does not.
+    assert close(got, expected, 3 * TOLERANCE[dtype])
+    for row_tokens, bucket in caches[0].buckets.items():
+        assert torch.equal(bucket.keys[0], caches[1].buckets[row_tokens].keys[0])
+        assert torch.equal(bucket.values[0], caches[1].buckets[row_tokens].values[0])
+
+
+def test_a_result_does_not_depend_on_who_shares_the_batch() -> None:
+    rows, compiled = torch.randn(300, 2 * 96).bfloat16(), tiny.compiled_kernels()
+    alone = torch.cat([compiled.silu_gate(row[None]) for row in rows])
+    assert torch.equal(compiled.silu_gate(rows), alone)
+
+
+def test_without_a_compiler_torch_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOVER_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernels, "load", kernels.load.__wrapped__)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.warns(UserWarning, match="without compiled kernels: .*no-such-compiler"):
+        assert Runner(tiny.model(), 4).kernels is None
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\ntest $1 = --version && exit 0\necho 'error: it is Monday' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.warns(UserWarning, match="it is Monday"):
+        assert Runner(tiny.model(), 4).kernels is None
+
+
+def test_a_model_with_capped_logits_keeps_plain_attention() -> None:
+    tiny.compiled_kernels()
+    assert Runner(tiny.model("gemma2"), 4).kernels is None
+    assert Runner(tiny.model("gemma3_text"), 4).kernels is not None

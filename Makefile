@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 VLLM := .venv-vllm
 
-.PHONY: venv demo vllm test test-slow test-gpu check format bench clean
+.PHONY: venv demo vllm test test-slow test-vllm test-gpu check format bench clean
 
 venv: $(STAMP)
 
@@ -42,6 +42,9 @@ test: venv
 
 test-slow: venv
 	@$(BIN)/python -m pytest -m slow
+
+test-vllm: venv vllm
+	@$(BIN)/python -m pytest -m vllm
 
 # On a machine with CUDA, torch and transformers: the interpreter's own packages, no venv.
 test-gpu:

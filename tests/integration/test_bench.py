@@ -31,7 +31,7 @@ def report(capsys: pytest.CaptureFixture[str], what: str, folder: Path) -> dict:
 
 def test_engine(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "NEW_TOKENS", 4)
-    monkeypatch.setattr(engine.vllm, "python", lambda: None)  # tests/integration/test_vllm_peer.py
+    monkeypatch.setattr(engine.vllm_peer, "python", lambda: None)  # tests/integration/test_vllm_peer.py
     monkeypatch.setattr(engine, "_continuous", lambda model, vocab, num: None)  # needs attention kernels of its own
     ratios = report(capsys, "engine", tmp_path)["ratios"]
     assert {

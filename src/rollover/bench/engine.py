@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import rollover
-from rollover.bench import machine, vllm
-from rollover.bench.vllm import VllmPeer
+from rollover.bench import machine, vllm_peer
+from rollover.bench.vllm_peer import VllmPeer
 from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
@@ -121,7 +121,7 @@ class _Contest:
             yield _System("generate", setting, partial(_generate, self.peer, self.vocab, num))
         if self.vllm is not None and num in VLLM_CASES:
             prompts = [_prompt(self.vocab, i) for i in range(num)]
-            yield _System("vllm", vllm.SETTING, partial(self.vllm.decode, prompts, NEW_TOKENS))
+            yield _System("vllm", vllm_peer.SETTING, partial(self.vllm.decode, prompts, NEW_TOKENS))
 
 
 def run(config: Config, runs: int) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     versions = machine.describe(device)
     with ExitStack() as stack:
         peer = None
-        interpreter = vllm.python() if device.type == "cpu" else None
+        interpreter = vllm_peer.python() if device.type == "cpu" else None
         if interpreter is not None:
             path = resolve_path(config.model)
             peer = stack.enter_context(VllmPeer(interpreter, path, config.model.dtype, torch.get_num_threads()))

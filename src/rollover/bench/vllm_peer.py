@@ -29,7 +29,7 @@ class VllmPeer:
     """A running vLLM. Use as a context manager: leaving it ends the process."""
 
     def __init__(self, interpreter: Path, model: str, dtype: str, threads: int) -> None:
-        environment = os.environ | {
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -40,7 +40,7 @@ class VllmPeer:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
         self._process = subprocess.Popen(
-            [interpreter, __file__, model, dtype],
+            [interpreter, "-P", __file__, model, dtype],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -78,6 +78,7 @@ bench: venv
 	@$(BIN)/python -m rollover bench train --json
 	@$(BIN)/python -m rollover bench step --json
 	@$(BIN)/python -m rollover bench tail --json
+	@$(BIN)/python -m rollover bench scale --json
 
 clean:
 	rm -rf .venv .venv-vllm build .pytest_cache .ruff_cache .hypothesis src/*.egg-info

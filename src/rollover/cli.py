@@ -113,8 +113,8 @@ def build_parser() -> argparse.ArgumentParser:
     form.add_argument("--json", action="store_true", help="print JSON without docs")
     form.add_argument("--schema", action="store_true", help="print the JSON schema of a file; needs no FILE.toml")
 
-    bench = verb("bench", _bench, "Measure engine, trainer, whole steps or long tails on this machine.", files=None)
-    bench.add_argument("what", choices=("engine", "train", "step", "tail"), help="what to measure")
+    bench = verb("bench", _bench, "Measure engine, trainer, whole steps, long tails or growth on this machine.", files=None)
+    bench.add_argument("what", choices=("engine", "train", "step", "tail", "scale"), help="what to measure")
     bench.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

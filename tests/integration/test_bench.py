@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from rollover import bench
-from rollover.bench import engine, tail, train
+from rollover.bench import engine, scale, tail, train
 from rollover.config.load import load_config
 
 
@@ -21,7 +21,8 @@ def report(capsys: pytest.CaptureFixture[str], what: str, folder: Path) -> dict:
     out = json.loads(capsys.readouterr().out)
     assert out["machine"]["torch"] and out["machine"]["matmul_gflops"] > 0
     for result in out["results"]:
-        assert set(result) == {"case", "system", "version", "setting", "tokens_per_s", "spread"}
+        promised = {"case", "system", "version", "setting", "tokens_per_s", "spread"}
+        assert set(result) - {"peak_memory_gb"} == promised
         low, high = result["spread"]
         # A step of a partial mode may need no new token.
         assert 0 <= low <= high and result["tokens_per_s"] > 0
@@ -50,6 +51,15 @@ def test_tail(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tail, "LONGEST", 64)
     ratios = report(capsys, "tail", tmp_path)["ratios"]
     assert {"tail_rollout_partial_vs_sync", "tail_step_vs_amdahl_bound"} <= set(ratios)
+
+
+def test_scale(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "SEQUENCES", (1, 4))
+    monkeypatch.setattr(scale, "CONTEXTS", (16, 128, 4096))
+    monkeypatch.setattr(scale, "SAMPLES", (8, 16))
+    cases = {result["case"] for result in report(capsys, "scale", tmp_path)["results"]}
+    # The tiny model has 1024 positions: what does not fit is left out.
+    assert cases == {f"decode_{n}_at_{c}" for n in (1, 4) for c in (16, 128)} | {"train_8", "train_16"}
 
 
 def test_forced_lengths_have_the_stated_distribution() -> None:

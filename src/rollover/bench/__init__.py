@@ -25,7 +25,8 @@ def main(what: str, config: Config, *, as_json: bool = False, runs: int = 3) -> 
         low, high = result["spread"]
         unit = "tokens_per_s" if "tokens_per_s" in result else "samples_per_s"
         rate = f"{result[unit]:>9.2f} {unit.replace('_per_s', '/s')}  [{low:.2f}, {high:.2f}]"
-        print(f"  {result['case']:<14} {result['system']:<22} {rate}  {result['setting']}")
+        memory = f"  {result['peak_memory_gb']:.2f} GB" if result.get("peak_memory_gb") else ""
+        print(f"  {result['case']:<18} {result['system']:<22} {rate}{memory}  {result['setting']}")
     for name, value in report["ratios"].items():
         print(f"  {name} = {value:.2f}")
     return 0

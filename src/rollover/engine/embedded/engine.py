@@ -79,6 +79,10 @@ class EmbeddedEngine:
         return min(self._batcher.cache.max_tokens, self._max_positions or self._batcher.cache.max_tokens)
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        return self._batcher.cache.bytes_per_token
+
+    @property
     def policy_version(self) -> int:
         return self._version
 

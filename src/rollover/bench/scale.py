@@ -1,0 +1,132 @@
+"""`rollover bench scale`: how a decode step grows with sequences and context, a training step with samples, memory too."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import rollover
+from rollover.bench import machine
+from rollover.config import Config, EngineConfig
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.protocol import ExtendRequest
+from rollover.models.load import load_model, pick_device
+from rollover.train.batch import Batch
+from rollover.train.setup import dtype_of, prepare_process
+from rollover.train.trainer import Trainer
+from rollover.types import Sample, SamplingParams, rollout_seed
+
+SEQUENCES = (1, 4, 16, 64, 256)
+CONTEXTS = (128, 512, 1024, 2048, 4096)
+NEW_TOKENS = 16
+KV_GB = 4.0
+SAMPLES = (16, 32, 64, 128, 256)
+SIBLINGS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 48, 64
+
+
+def _peak_memory_gb(*, reset: bool = False) -> float | None:
+    """The process's peak resident memory since the last reset; None where the system does not tell."""
+    try:
+        if reset:
+            gc.collect()
+            Path("/proc/self/clear_refs").write_text("5")
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return None
+
+
+def _decode_seconds(engine: EmbeddedEngine, vocab: int, num: int, context: int, new_tokens: int) -> float:
+    """Wall seconds to continue one shared prompt of `context` tokens `num` times by `new_tokens`."""
+    prompt = tuple(torch.randint(10, vocab - 10, (context,), generator=torch.Generator().manual_seed(0)).tolist())
+
+    async def go() -> None:
+        requests = [
+            ExtendRequest(str(i), prompt, (), new_tokens, rollout_seed(0, "scale", 0, i), SamplingParams())
+            for i in range(num)
+        ]
+        await asyncio.gather(*[engine.extend(request) for request in requests])
+
+    started = time.perf_counter()
+    asyncio.run(go())
+    return time.perf_counter() - started
+
+
+def _decode(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
+    model = load_model(config.model, dtype=dtype_of(config), device=device).model
+    vocab = model.config.get_text_config().vocab_size
+    engine = EmbeddedEngine(model, EngineConfig(max_running=max(SEQUENCES), kv_memory_gb=KV_GB))
+    for context in CONTEXTS:
+        if context + NEW_TOKENS + 1 > engine.max_tokens:
+            continue
+        for num in SEQUENCES:
+            if num * (context + NEW_TOKENS + 1) * engine.kv_bytes_per_token * 1.5 > KV_GB * 1e9:
+                continue  # rows are up to a half longer than what they hold
+            _peak_memory_gb(reset=True)
+            # The prefill, its copies and the first token are in both, so the difference is decoding alone.
+            once = _decode_seconds(engine, vocab, num, context, 1)
+            seconds = max(1e-9, _decode_seconds(engine, vocab, num, context, 1 + NEW_TOKENS) - once)
+            yield {
+                "case": f"decode_{num}_at_{context}",
+                "setting": f"{num} sequences, context {context}, {seconds / NEW_TOKENS * 1e3:.1f} ms a step",
+                "tokens_per_s": num * NEW_TOKENS / seconds,
+                "peak_memory_gb": _peak_memory_gb(),
+            }
+
+
+def _samples(vocab: int, num: int) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(10, vocab - 10, PROMPT_TOKENS).astype(np.int32)
+    first = Sample(
+        rollout_id="", group_id=0, prompt_ids=prompt, token_ids=prompt, temperature=1.0,
+        mask=np.ones(ANSWER_TOKENS, dtype=bool), behavior_logprobs=np.full(ANSWER_TOKENS, -10.0, dtype=np.float32),
+        versions=np.zeros(ANSWER_TOKENS, dtype=np.int32), advantages=np.ones(ANSWER_TOKENS, dtype=np.float32),
+    )  # fmt: skip
+    return [
+        dataclasses.replace(
+            first, rollout_id=str(i), group_id=i // SIBLINGS,
+            token_ids=rng.integers(10, vocab - 10, ANSWER_TOKENS).astype(np.int32),
+        )
+        for i in range(num)
+    ]  # fmt: skip
+
+
+def _train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
+    loaded = load_model(config.model, device=device)
+    vocab = loaded.model.config.get_text_config().vocab_size
+    trainer = Trainer(loaded, config.train, config.algorithm, dtype=dtype_of(config), max_new_tokens=ANSWER_TOKENS)
+    trainer.train_step(Batch(_samples(vocab, min(SAMPLES))))
+    for num in SAMPLES:
+        _peak_memory_gb(reset=True)
+        started = time.perf_counter()
+        trainer.train_step(Batch(_samples(vocab, num)))
+        seconds = time.perf_counter() - started
+        yield {
+            "case": f"train_{num}",
+            "setting": f"{num} samples of {PROMPT_TOKENS} + {ANSWER_TOKENS} tokens, {seconds:.1f} s a step,"
+            f" micro-batches of {config.train.micro_batch_tokens} tokens",
+            "tokens_per_s": num * ANSWER_TOKENS / seconds,
+            "peak_memory_gb": _peak_memory_gb(),
+        }
+
+
+def run(config: Config, runs: int) -> dict[str, Any]:
+    """One measurement of each size: `runs` is not used, the trend over sizes is the result."""
+    prepare_process(config)
+    device = pick_device(config.model.device)
+    versions = machine.describe(device)
+    results = [
+        result | {"system": "rollover", "version": rollover.__version__, "spread": [result["tokens_per_s"]] * 2}
+        for measure in (_decode, _train)
+        for result in measure(config, device)
+    ]
+    versions["matmul_gflops"] = machine.matmul_gflops(dtype_of(config), device)
+    return {"benchmark": "scale", "machine": versions, "results": results, "ratios": {}}

@@ -113,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     form.add_argument("--json", action="store_true", help="print JSON without docs")
     form.add_argument("--schema", action="store_true", help="print the JSON schema of a file; needs no FILE.toml")
 
-    bench = verb("bench", _bench, "Measure engine, trainer, whole steps, long tails or growth on this machine.", files=None)
+    bench = verb("bench", _bench, "Measure engine, trainer, whole steps, long tails or growth.", files=None)
     bench.add_argument("what", choices=("engine", "train", "step", "tail", "scale"), help="what to measure")
     bench.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -1,4 +1,4 @@
-"""`rollover bench scale`: how a decode step grows with sequences and context, a training step with samples, memory too."""
+"""`rollover bench scale`: how decoding grows with sequences and context, training with samples, memory with both."""
 
 from __future__ import annotations
 

@@ -43,7 +43,6 @@ class DropReason(enum.Enum):
 
     STALE = "stale"
     TOO_FEW_REWARDS = "too_few_rewards"
-    ZERO_TEMPERATURE = "zero_temperature"
 
 
 @dataclass(frozen=True, slots=True)

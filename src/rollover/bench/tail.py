@@ -44,14 +44,17 @@ PARTIAL = {"in_flight_groups": 3 * GROUPS, "interrupt": "when_enough", "max_stal
 
 @dataclass(frozen=True)
 class Mode:
+    """`trains`: whole steps are measured. Where only generation is, the weights are handed over unchanged."""
+
     name: str
     rollout: dict[str, Any]
     max_running: int
+    trains: bool = False
 
 
 MODES = (
-    Mode("sync", SYNC, SYNC_BATCH),
-    Mode("partial", PARTIAL | {"kv_on_resume": "keep"}, 3 * SYNC_BATCH),
+    Mode("sync", SYNC, SYNC_BATCH, trains=True),
+    Mode("partial", PARTIAL | {"kv_on_resume": "keep"}, 3 * SYNC_BATCH, trains=True),
     Mode("partial_recompute", PARTIAL, 3 * SYNC_BATCH),
     Mode("partial_at_sync_batch", PARTIAL | {"kv_on_resume": "keep"}, SYNC_BATCH),
 )
@@ -106,7 +109,7 @@ async def _score(rollouts: list[Rollout]) -> list[Reward]:
 
 
 def _run_mode(mode: Mode, config: Config, steps: int) -> _Outcome:
-    """Warm-up steps, then `steps` whole training steps: generate, train, hand the weights over."""
+    """Warm-up steps, then `steps` training steps: generate, train (if the mode does), hand the weights over."""
     rollout = RolloutConfig.model_validate(
         {"groups_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": LONGEST, **mode.rollout}
     )
@@ -140,7 +143,7 @@ def _run_mode(mode: Mode, config: Config, steps: int) -> _Outcome:
             groups = await driver.collect(step)
             generated = time.perf_counter()
             assert groups is not None
-            if step >= WARM_UP_STEPS - 1:
+            if mode.trains and step >= WARM_UP_STEPS - 1:
                 trainer.train_step(build_batch(groups, run.algorithm))
             trained = time.perf_counter()
             engine.load_weights(step + 1, trainer.publish())
@@ -171,7 +174,7 @@ def _full_batch_rate(config: Config, batch: int) -> float:
         ]
         await asyncio.gather(*[engine.extend(r) for r in requests])
 
-    return batch * mean / min(machine.seconds(lambda: asyncio.run(go()), 2))
+    return batch * mean / min(machine.seconds(lambda: asyncio.run(go()), 1))
 
 
 def run(config: Config, runs: int) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     results = []
     for mode in MODES:
         o = outcomes[mode.name]
-        for what, seconds in (("generation", o.generate_s), ("step", o.step_s)):
+        for what, seconds in (("generation", o.generate_s), ("step", o.step_s))[: 1 + mode.trains]:
             rates = [t / s for t, s in zip(o.tokens, seconds, strict=True)]
             results.append(
                 {

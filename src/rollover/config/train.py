@@ -28,6 +28,9 @@ class TrainConfig(Table):
     micro_batch_tokens: int = Field(
         default=2048, ge=1, description="Token budget of one forward/backward (a longer sample is alone)."
     )
+    skip_zero_advantage: bool = Field(
+        default=True, description="Leave out samples whose advantages are all 0; the gradient is the same."
+    )
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass to save memory."
     )

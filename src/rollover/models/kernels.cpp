@@ -1,4 +1,4 @@
-// What a decoder does between its matmuls, one pass over memory each, on a CPU.
+// What a decoder does between its matmuls, the draw of a token, and two of training's passes over memory, on a CPU.
 //
 // Shapes: N tokens, E hidden size, I inner size of the MLP, H query heads, K key/value heads, G = H / K, D head size.
 // T is float or bfloat16; all arithmetic is float32, summed in a fixed order for each token, whatever shares its batch.
@@ -26,6 +26,7 @@ inline void narrow(float x, bf16& out) {
 }
 
 // exp by range reduction and a polynomial of degree 6 (Cephes' expf): relative error below 2e-7, and it vectorises.
+// Below -87, minus infinity included, it stays at 1.6e-38.
 inline float exponential(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);
     const float n = __builtin_rintf(x * 1.44269504f);
@@ -271,6 +272,146 @@ void decode_attention(const T* query_NHD, const T* key_NKD, const T* value, int6
     }
 }
 
+constexpr int64_t BLOCK = 256;  // numbers summed in float32 before the sum goes on in float64
+
+// Sum of exp(x * scale - peak).
+template <class T>
+float weight_of(const T* x, int64_t size, float scale, float peak) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; i++) sum += exponential(widen(x[i]) * scale - peak);
+    return sum;
+}
+
+// A token of softmax(logits * scale) for each row, where its cumulative sum passes the row's uniform number, and its
+// log-prob.
+template <class T>
+void draw(const T* logits_NV, const float* scales_N, const double* uniforms_N, int64_t* tokens_N, float* logprobs_N,
+          int64_t N, int64_t V, int threads) {
+    const int64_t blocks = (V + BLOCK - 1) / BLOCK;
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<double> cumulative(blocks);
+#pragma omp for
+        for (int64_t n = 0; n < N; n++) {
+            const T* x = logits_NV + n * V;
+            const float scale = scales_N[n];
+            float largest = widen(x[0]);
+#pragma omp simd reduction(max : largest)
+            for (int64_t v = 0; v < V; v++) largest = std::max(largest, widen(x[v]));
+            const float peak = largest * scale;
+            double total = 0;
+            for (int64_t b = 0; b < blocks; b++) {
+                const int64_t start = b * BLOCK;
+                total += weight_of(x + start, std::min(BLOCK, V - start), scale, peak);
+                cumulative[b] = total;
+            }
+            const double target = uniforms_N[n] * total;
+            const int64_t b = std::min<int64_t>(
+                std::upper_bound(cumulative.begin(), cumulative.end(), target) - cumulative.begin(), blocks - 1);
+            const int64_t end = std::min(V, (b + 1) * BLOCK);
+            double sum = b ? cumulative[b - 1] : 0;
+            int64_t token = b * BLOCK;
+            for (; token < end; token++) {
+                sum += exponential(widen(x[token]) * scale - peak);
+                if (sum > target) break;
+            }
+            // Rounding at a block's edge could pass its end, or pick a token of probability 0: the likeliest instead.
+            if (token == end || widen(x[token]) * scale - peak < -87.0f)
+                token = std::find_if(x, x + V, [&](T y) { return widen(y) == largest; }) - x;
+            tokens_N[n] = token;
+            logprobs_N[n] = widen(x[token]) * scale - peak - static_cast<float>(std::log(total));
+        }
+    }
+}
+
+// Log-prob of the target, entropy and log Z of softmax(logits * scale), for each of C rows.
+template <class T>
+void logprobs(const T* logits_CV, const int64_t* targets_C, const float* scales_C, float* logprobs_C, float* entropy_C,
+              float* log_z_C, int64_t C, int64_t V, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t c = 0; c < C; c++) {
+        const T* x = logits_CV + c * V;
+        const float scale = scales_C[c];
+        float largest = widen(x[0]);
+#pragma omp simd reduction(max : largest)
+        for (int64_t v = 0; v < V; v++) largest = std::max(largest, widen(x[v]));
+        const float peak = largest * scale;
+        double total = 0, weighted = 0;
+        for (int64_t start = 0; start < V; start += BLOCK) {
+            const int64_t end = std::min(V, start + BLOCK);
+            float sum = 0, product = 0;
+#pragma omp simd reduction(+ : sum, product)
+            for (int64_t v = start; v < end; v++) {
+                const float below = widen(x[v]) * scale - peak, weight = exponential(below);
+                sum += weight;
+                product += weight * std::max(below, -87.0f);
+            }
+            total += sum;
+            weighted += product;
+        }
+        const double log_total = std::log(total);
+        logprobs_C[c] = static_cast<float>(widen(x[targets_C[c]]) * scale - peak - log_total);
+        entropy_C[c] = static_cast<float>(log_total - weighted / total);
+        log_z_C[c] = static_cast<float>(peak + log_total);
+    }
+}
+
+// Their gradient in place: logits <- grad * scale * (onehot(target) - softmax(logits * scale)).
+template <class T>
+void logprobs_backward(T* logits_CV, const int64_t* targets_C, const float* scales_C, const float* log_z_C,
+                       const float* grads_C, int64_t C, int64_t V, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t c = 0; c < C; c++) {
+        T* x = logits_CV + c * V;
+        const float scale = scales_C[c], log_z = log_z_C[c], factor = grads_C[c] * scale;
+        const float target = exponential(widen(x[targets_C[c]]) * scale - log_z);
+#pragma omp simd
+        for (int64_t v = 0; v < V; v++) narrow(-factor * exponential(widen(x[v]) * scale - log_z), x[v]);
+        narrow(factor * (1.0f - target), x[targets_C[c]]);
+    }
+}
+
+// out = x / rms(x) * weight, and 1 / rms(x).
+template <class O>
+void norm(const float* x_NE, const float* weight_E, float eps, O* out_NE, float* scales_N, int64_t N, int64_t E,
+          int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t n = 0; n < N; n++) {
+        const float* x = x_NE + n * E;
+        O* out = out_NE + n * E;
+        const float scale = scales_N[n] = inverse_rms(x, E, eps);
+#pragma omp simd
+        for (int64_t e = 0; e < E; e++) narrow(x[e] * scale * weight_E[e], out[e]);
+    }
+}
+
+// With s = 1 / rms(x) and w the weight: dx = s w dy - x s^3 mean(w dy x), dw = sum over tokens of dy x s.
+// grad_weight: E floats for each thread, summed by the caller.
+template <class O>
+void norm_backward(const O* grad_NE, const float* x_NE, const float* weight_E, const float* scales_N,
+                   float* grad_x_NE, float* grad_weight, int64_t N, int64_t E, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t part = 0; part < threads; part++) {
+        float* dw = grad_weight + part * E;
+        for (int64_t n = N * part / threads; n < N * (part + 1) / threads; n++) {
+            const O* dy = grad_NE + n * E;
+            const float *x = x_NE + n * E, s = scales_N[n];
+            float* dx = grad_x_NE + n * E;
+            float dot = 0;
+#pragma omp simd reduction(+ : dot)
+            for (int64_t e = 0; e < E; e++) {
+                const float g = widen(dy[e]);
+                dot += g * weight_E[e] * x[e];
+                dw[e] += g * x[e] * s;
+            }
+            const float shrink = dot * s * s * s / static_cast<float>(E);
+#pragma omp simd
+            for (int64_t e = 0; e < E; e++) dx[e] = widen(dy[e]) * weight_E[e] * s - x[e] * shrink;
+        }
+    }
+}
+
 }  // namespace
 
 #define EXPORT(T, NAME)                                                                                               \
@@ -295,6 +436,27 @@ void decode_attention(const T* query_NHD, const T* key_NKD, const T* value, int6
         int64_t H, int64_t K, int64_t D, int threads) {                                                               \
         decode_attention(q, k, v, v_stride, key_rows, value_rows, head_strides, positions, window, scale, out, N, H,  \
                          K, D, threads);                                                                              \
+    }                                                                                                                 \
+    extern "C" void draw_##NAME(const T* logits, const float* scales, const double* uniforms, int64_t* tokens,        \
+                                float* logprobs, int64_t N, int64_t V, int threads) {                                 \
+        draw(logits, scales, uniforms, tokens, logprobs, N, V, threads);                                              \
+    }                                                                                                                 \
+    extern "C" void logprobs_##NAME(const T* logits, const int64_t* targets, const float* scales, float* out,         \
+                                    float* entropy, float* log_z, int64_t C, int64_t V, int threads) {                \
+        logprobs(logits, targets, scales, out, entropy, log_z, C, V, threads);                                        \
+    }                                                                                                                 \
+    extern "C" void logprobs_backward_##NAME(T* logits, const int64_t* targets, const float* scales,                  \
+                                             const float* log_z, const float* grads, int64_t C, int64_t V,            \
+                                             int threads) {                                                           \
+        logprobs_backward(logits, targets, scales, log_z, grads, C, V, threads);                                      \
+    }                                                                                                                 \
+    extern "C" void norm_##NAME(const float* x, const float* w, float eps, T* out, float* scales, int64_t N,          \
+                                int64_t E, int threads) {                                                             \
+        norm(x, w, eps, out, scales, N, E, threads);                                                                  \
+    }                                                                                                                 \
+    extern "C" void norm_backward_##NAME(const T* grad, const float* x, const float* w, const float* scales,          \
+                                         float* grad_x, float* grad_w, int64_t N, int64_t E, int threads) {           \
+        norm_backward(grad, x, w, scales, grad_x, grad_w, N, E, threads);                                             \
     }
 EXPORT(float, float32)
 EXPORT(bf16, bfloat16)

@@ -1,6 +1,6 @@
 """kernels.cpp, compiled once for this machine with its C++ compiler: the decoder's small operations on a CPU.
 
-Shapes: N tokens, E hidden size, I inner size of the MLP, H query heads, K key/value heads, D head size.
+Shapes: N tokens, E hidden size, I inner size of the MLP, H query heads, K key/value heads, D head size, V vocabulary.
 
 A decode step of a small model is about a thousand torch operations of microseconds each; these are a few per layer, and
 attention reads what is cached of each sequence and no more. Without a compiler torch does all of it, more slowly.
@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import warnings
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -37,6 +38,11 @@ _ARGUMENTS = {
     "decode_attention": (
         *(c_void_p,) * 3, c_int64, *(c_void_p,) * 4, c_int64, c_float, c_void_p, *(c_int64,) * 4, c_int,
     ),
+    "draw": (*(c_void_p,) * 5, *(c_int64,) * 2, c_int),
+    "logprobs": (*(c_void_p,) * 6, *(c_int64,) * 2, c_int),
+    "logprobs_backward": (*(c_void_p,) * 5, *(c_int64,) * 2, c_int),
+    "norm": (*(c_void_p,) * 2, c_float, *(c_void_p,) * 2, *(c_int64,) * 2, c_int),
+    "norm_backward": (*(c_void_p,) * 6, *(c_int64,) * 2, c_int),
 }  # fmt: skip
 
 
@@ -105,13 +111,25 @@ def load() -> Kernels:
         raise KernelsUnavailable(f"{path}: {error}; delete the file") from error
 
 
+@functools.cache
+def on(device_type: str) -> Kernels | None:
+    """The compiled operations if they can be had for this kind of device ("cpu"); warns once if not."""
+    if device_type != "cpu":
+        return None
+    try:
+        return load()
+    except KernelsUnavailable as error:
+        warnings.warn(f"slower than it could be, without compiled kernels: {error}", stacklevel=2)
+        return None
+
+
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     assert tensor is None or tensor.is_contiguous()
     return None if tensor is None else tensor.data_ptr()
 
 
 class Kernels:
-    """Operations (models/operations.py) and decode attention, of contiguous float32 or bfloat16 tensors on the CPU."""
+    """Operations (models/operations.py), decode attention and the draw. Float32 or bfloat16, contiguous, on the CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions = {}
@@ -192,3 +210,64 @@ class Kernels:
             window or 0, scale, _pointer(out_NHD), num, heads, kv_heads, size, torch.get_num_threads(),
         )  # fmt: skip
         return out_NHD
+
+    def draw(
+        self, logits_NV: torch.Tensor, scales_N: torch.Tensor, uniforms_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token of softmax(logits * scale) per row, by its uniform number (float64), and its log-prob."""
+        num, vocab = logits_NV.shape
+        assert scales_N.dtype == torch.float32 and uniforms_N.dtype == torch.float64
+        tokens_N, logprobs_N = torch.empty(num, dtype=torch.long), torch.empty(num)
+        self._functions["draw", logits_NV.dtype](
+            _pointer(logits_NV), _pointer(scales_N), _pointer(uniforms_N), _pointer(tokens_N), _pointer(logprobs_N),
+            num, vocab, torch.get_num_threads(),
+        )  # fmt: skip
+        return tokens_N, logprobs_N
+
+    def logprobs(
+        self, logits_CV: torch.Tensor, targets_C: torch.Tensor, scales_C: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(log-prob of the target, entropy, log Z) of softmax(logits * scale), float32 [C]."""
+        out_3C = torch.empty(3, len(logits_CV))
+        self._functions["logprobs", logits_CV.dtype](
+            _pointer(logits_CV), _pointer(targets_C), _pointer(scales_C), *map(_pointer, out_3C),
+            *logits_CV.shape, torch.get_num_threads(),
+        )  # fmt: skip
+        return out_3C[0], out_3C[1], out_3C[2]
+
+    def logprobs_backward(
+        self,
+        logits_CV: torch.Tensor,
+        targets_C: torch.Tensor,
+        scales_C: torch.Tensor,
+        log_z_C: torch.Tensor,
+        grads_C: torch.Tensor,
+    ) -> None:
+        """logits <- gradient of sum(grads * log-probs) with respect to the logits, in place."""
+        self._functions["logprobs_backward", logits_CV.dtype](
+            _pointer(logits_CV), _pointer(targets_C), _pointer(scales_C), _pointer(log_z_C), _pointer(grads_C),
+            *logits_CV.shape, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def norm(
+        self, x_NE: torch.Tensor, weight_E: torch.Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(RMS norm of float32 x in `dtype` [N, E], 1 / rms [N])."""
+        out_NE, scales_N = torch.empty(x_NE.shape, dtype=dtype), torch.empty(len(x_NE))
+        self._functions["norm", dtype](
+            _pointer(x_NE), _pointer(weight_E), eps, _pointer(out_NE), _pointer(scales_N), *x_NE.shape,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out_NE, scales_N
+
+    def norm_backward(
+        self, grad_NE: torch.Tensor, x_NE: torch.Tensor, weight_E: torch.Tensor, scales_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients with respect to x and weight, float32."""
+        threads = torch.get_num_threads()
+        grad_x_NE, partial = torch.empty_like(x_NE), torch.zeros(threads, x_NE.shape[1])
+        self._functions["norm_backward", grad_NE.dtype](
+            _pointer(grad_NE), _pointer(x_NE), _pointer(weight_E), _pointer(scales_N), _pointer(grad_x_NE),
+            _pointer(partial), *x_NE.shape, threads,
+        )  # fmt: skip
+        return grad_x_NE, partial.sum(0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rollover.models import kernels
 from rollover.models.packed import ShiftedHead
 
 CHUNK_BYTES = 64 * 2**20
@@ -54,15 +55,43 @@ class Head:
 
     def logits(self, hidden_CE: torch.Tensor) -> torch.Tensor:
         """Float32 logits [C, V], before the temperature; if shifted, up to a constant a row."""
+        return self.narrow_logits(hidden_CE).float()
+
+    def narrow_logits(self, hidden_CE: torch.Tensor) -> torch.Tensor:
+        """`logits` in the dtype in which they are computed."""
         if self.shifted is not None:
             logits_CV = self.shifted(hidden_CE)
         else:
             logits_CV = torch.nn.functional.linear(hidden_CE.to(self.weight_VE.dtype), self.weight_VE, self.bias_V)
         if self.multiplier != 1.0:
-            logits_CV = logits_CV * self.multiplier
+            logits_CV = logits_CV.float() * self.multiplier
         if self.softcap is not None:
-            logits_CV = self.softcap * torch.tanh(logits_CV / self.softcap)
+            logits_CV = self.softcap * torch.tanh(logits_CV.float() / self.softcap)
         return logits_CV
+
+
+def _logits_gradient(
+    logits_CV: torch.Tensor,
+    targets_C: torch.Tensor,
+    temperature_C: torch.Tensor,
+    log_z_C: torch.Tensor,
+    grad_C: torch.Tensor,
+    softcap: float | None,
+    multiplier: float,
+    *,
+    unit: bool,
+) -> torch.Tensor:
+    """Gradient [C, V] of sum(grad * log-probs) with respect to hidden @ weight^T. `unit`: all temperatures are 1."""
+    slope_CV = None if softcap is None else 1 - (logits_CV / softcap) ** 2
+    if not unit:
+        logits_CV /= temperature_C[:, None]
+    # d logprob / d (logits / T) = onehot(target) - softmax
+    scale_C = grad_C / temperature_C
+    grad_CV = logits_CV.sub_(log_z_C[:, None]).exp_().mul_(-scale_C[:, None])
+    grad_CV.scatter_add_(1, targets_C[:, None], scale_C[:, None])
+    if slope_CV is not None:
+        grad_CV *= slope_CV
+    return grad_CV if multiplier == 1.0 else grad_CV * multiplier
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -85,10 +114,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs_N = torch.empty(num, dtype=torch.float32, device=hidden_NE.device)
         entropy_N = torch.empty_like(logprobs_N)
         log_z_N = torch.empty_like(logprobs_N)
+        compiled = kernels.on(hidden_NE.device.type)
         # Most runs sample at temperature 1: no pass over [C, V] is spent on dividing by it.
         unit = bool((temperature_N == 1).all())
         for start in range(0, num, chunk):
             part = slice(start, start + chunk)
+            if compiled is not None:
+                narrow_CV = head.narrow_logits(hidden_NE[part])
+                found = compiled.logprobs(narrow_CV, targets_N[part], 1 / temperature_N[part])
+                logprobs_N[part], entropy_N[part], log_z_N[part] = found
+                continue
             logits_CV = head.logits(hidden_NE[part])
             if not unit:
                 logits_CV /= temperature_N[part, None]
@@ -118,26 +153,28 @@ class _ChunkedLogprobs(torch.autograd.Function):
             torch.zeros(weight_VE.shape, dtype=torch.float32, device=weight_VE.device) if need_weight else None
         )
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
+        compiled = kernels.on(hidden_NE.device.type) if ctx.softcap is None else None
         for start in range(0, hidden_NE.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits_CV = head.logits(hidden_NE[part])
-            slope_CV = None if ctx.softcap is None else 1 - (logits_CV / ctx.softcap) ** 2
-            if not ctx.unit:
-                logits_CV /= temperature_N[part, None]
-            # d logprob / d (logits / T) = onehot(target) - softmax
-            scale_C = grad_N[part] / temperature_N[part]
-            grad_CV = logits_CV.sub_(log_z_N[part, None]).exp_().mul_(-scale_C[:, None])
-            grad_CV.scatter_add_(1, targets_N[part, None], scale_C[:, None])
-            if slope_CV is not None:
-                grad_CV *= slope_CV
-            if ctx.multiplier != 1.0:
-                grad_CV *= ctx.multiplier
-            narrow_CV = grad_CV.to(weight_VE.dtype)
+            if compiled is not None:
+                narrow_CV = head.narrow_logits(hidden_NE[part])
+                scales_C = 1 / temperature_N[part]
+                compiled.logprobs_backward(
+                    narrow_CV, targets_N[part], scales_C, log_z_N[part], grad_N[part].contiguous()
+                )
+                if ctx.multiplier != 1.0:
+                    narrow_CV *= ctx.multiplier
+            else:
+                narrow_CV = _logits_gradient(
+                    head.logits(hidden_NE[part]), targets_N[part], temperature_N[part], log_z_N[part], grad_N[part],
+                    ctx.softcap, ctx.multiplier, unit=ctx.unit,
+                )  # fmt: skip
+            narrow_CV = narrow_CV.to(weight_VE.dtype)
             grad_hidden_NE[part] = (narrow_CV @ weight_VE).to(hidden_NE.dtype)
             if grad_weight_VE is not None:
                 grad_weight_VE += narrow_CV.T @ hidden_NE[part].to(weight_VE.dtype)
             if grad_bias_V is not None:
-                grad_bias_V += grad_CV.sum(0)
+                grad_bias_V += narrow_CV.float().sum(0)
         return (
             grad_hidden_NE,
             None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype),

@@ -66,9 +66,9 @@ class ShiftedHead:
             self._common = partial(F.linear, weight=weight_VE[:_COMMON_TOKENS])
 
     def __call__(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [N, V], each row less a number of its own."""
+        """Logits [N, V] in bfloat16, each row less a number of its own."""
         narrow_NE = hidden_NE.to(torch.bfloat16)
         shifted = narrow_NE.new_zeros(narrow_NE.shape[0], self.hidden_size + _SHIFT_COLUMNS)
         shifted[:, : self.hidden_size] = narrow_NE
         shifted[:, self.hidden_size] = -self._common(narrow_NE).amax(-1)
-        return self._all(shifted).float()
+        return self._all(shifted)

@@ -116,6 +116,12 @@ METRICS: list[Metric] = [
     Metric("weights/bytes", "sum", "bytes", "Bytes of weights handed to the engine."),
     # Optimization
     Metric("loss", "mean", "", "Loss of the step, as algorithm.aggregation defines it."),
+    Metric(
+        "train/zero_advantage_tokens",
+        "sum",
+        "tokens",
+        "Tokens left out of forward and backward passes, and of the metrics they give, because their advantage is 0.",
+    ),
     Metric("train/skipped_steps", "sum", "updates", "Optimizer steps skipped because the gradient was not finite."),
     Metric("grad_norm", "mean", "", "Global gradient norm before clipping."),
     Metric("learning_rate", "last", "", "Learning rate of the step's last optimizer step."),

@@ -80,6 +80,11 @@ class Optimizer:
         self._collect()
         return [m.grad for m in self.masters if m.grad is not None]
 
+    def set_zero_gradients(self) -> None:
+        """A gradient of 0, with which the momentum goes on; without any gradient `step` changes nothing."""
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+
     def _collect(self) -> None:
         if not self.separate:
             # Detached views of the parameters: hand them the module's gradients.

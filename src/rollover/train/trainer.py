@@ -19,6 +19,7 @@ from rollover.config import AlgorithmConfig, LoraConfig, TrainConfig
 from rollover.models.attention import PackedAttention, hidden_states
 from rollover.models.load import LoadedModel
 from rollover.models.logprobs import Head, chunked_logprobs
+from rollover.models.norms import compile_norms
 from rollover.train.batch import Batch
 from rollover.train.optimizer import Optimizer
 from rollover.train.packing import Packed, micro_batches, pack, split_groups
@@ -83,6 +84,7 @@ class Trainer:
         self._plain = self.model.get_base_model() if self.lora else self.model
         total = train.num_steps * train.minibatches_per_step
         self.optimizer = Optimizer(self.model, train, total, dtype)
+        compile_norms(self._plain)
         self.device = next(self.model.parameters()).device
         self._published = False
         if train.gradient_checkpointing:
@@ -182,9 +184,18 @@ class Trainer:
         return float(sum(int(s.mask.sum()) for s in samples))
 
     def train_step(self, batch: Batch) -> dict[str, float]:
-        """One training step: every minibatch once, in order. Raises policy_version by one."""
+        """One training step: every minibatch once, in order. Raises policy_version by one.
+
+        Samples whose advantages are all 0 (a group that agrees) add nothing to the gradient: they count in the
+        denominators and are not computed, unless `train.skip_zero_advantage` is off.
+        """
         assert batch.samples, "a training step needs at least one sample"
         minibatches = split_groups(batch.samples, self.config.minibatches_per_step)
+        denominators = [self._denominator(samples) for samples in minibatches]
+        loss_tokens = sum(int(s.mask.sum()) for s in batch.samples)
+        if self.config.skip_zero_advantage:
+            minibatches = [[s for s in samples if s.advantages[s.mask].any()] for samples in minibatches]
+        skipped_tokens = loss_tokens - sum(int(s.mask.sum()) for samples in minibatches for s in samples)
         # The first minibatch meets the weights of the step's start: its current log-probs are the proximal ones.
         # Those of the others are computed minibatch by minibatch, to be packed as they will be in training.
         proximal: dict[str, np.ndarray] = {}
@@ -192,14 +203,15 @@ class Trainer:
             proximal |= self.compute_logprobs(samples)
         totals: dict[str, float] = {}
         updates: list[dict[str, float]] = []
-        for index, samples in enumerate(minibatches):
-            denominator = self._denominator(samples)
+        for index, (samples, denominator) in enumerate(zip(minibatches, denominators, strict=True)):
             for micro in micro_batches(samples, self.config.micro_batch_tokens):
                 _combine(totals, self.forward_backward(micro, denominator, proximal if index else None))
+            if denominator and not samples:
+                self.optimizer.set_zero_gradients()
             updates.append(self.optim_step())
         self._train_mode(False)
         self.policy_version += 1
-        return _metrics(totals, updates, len(minibatches))
+        return _metrics(totals, updates, len(minibatches)) | {"train/zero_advantage_tokens": float(skipped_tokens)}
 
     def publish(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights for an engine, by the plain model's parameter names, tied ones once. Views: copy them at once.

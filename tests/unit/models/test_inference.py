@@ -74,7 +74,7 @@ def test_shifted_head_is_exact_where_probability_is(rows: int | None) -> None:
     hidden = (0.5 * torch.randn(20, 64)).bfloat16()
     hidden += 0.3 * weight[torch.arange(20)]  # a likely token among the common ones
     exact = torch.log_softmax(hidden.float() @ weight.float().T, -1)
-    packed = torch.log_softmax(ShiftedHead(weight, None, rows)(hidden.float()), -1)
+    packed = torch.log_softmax(ShiftedHead(weight, None, rows)(hidden.float()).float(), -1)
     plain = torch.log_softmax((hidden @ weight.T).float(), -1)
     likely = exact > -5
     assert likely.sum() >= 20

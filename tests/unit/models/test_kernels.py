@@ -10,6 +10,7 @@ import torch
 import tiny
 from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.runner import DecodeAttention, KernelDecodeAttention, Runner
+from rollover.engine.embedded.sampler import sample, uniforms
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest
 from rollover.models import kernels
@@ -90,6 +91,72 @@ def test_decode_attention_equals_torch(
         assert torch.equal(bucket.values[0], caches[1].buckets[row_tokens].values[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [100, 256, 1000, 49152])
+def test_draws_equal_the_sampler(dtype: torch.dtype, vocab: int) -> None:
+    """The same tokens for the same uniform numbers, but where one falls onto a border; log-probs of what was drawn."""
+    num = 300
+    torch.manual_seed(vocab)
+    logits = (torch.randn(num, vocab) * 4).to(dtype)
+    logits[:, 3] = float("-inf")
+    params = [SamplingParams(temperature=t) for t in (0.5, 1.0, 1.7)] * (num // 3)
+    draws = uniforms(range(num), [0] * num)
+    draws[:2] = 0.0, 1.0 - 2**-53
+    tokens, logprobs = sample(logits, params, draws, tiny.compiled_kernels())
+    expected, _ = sample(logits, params, draws)
+    assert sum(a != b for a, b in zip(tokens, expected, strict=True)) <= 3
+    scaled = logits.float() / torch.tensor([p.temperature for p in params])[:, None]
+    exact = torch.log_softmax(scaled, -1).gather(1, torch.tensor(tokens)[:, None]).flatten()
+    assert torch.allclose(torch.tensor(logprobs), exact, atol=1e-5)
+    assert 3 not in tokens
+
+
+def test_draws_have_the_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, float("-inf"), 2.0, -1.0]).expand(20_000, -1).contiguous()
+    tokens, _ = sample(
+        logits, [SamplingParams()] * 20_000, uniforms(range(20_000), [0] * 20_000), tiny.compiled_kernels()
+    )
+    shares = torch.bincount(torch.tensor(tokens), minlength=5) / 20_000
+    assert torch.allclose(shares, torch.softmax(logits[0], -1), atol=0.015)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logprobs_and_their_gradient_equal_torch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    compiled = tiny.compiled_kernels()
+    logits = (torch.randn(40, 700) * 5).to(dtype)
+    targets, temperature = torch.randint(700, (40,)), torch.rand(40) + 0.5
+    exact = logits.double().requires_grad_()
+    scaled = torch.log_softmax(exact / temperature[:, None].double(), -1)
+    expected = scaled.gather(1, targets[:, None]).flatten()
+    grads = torch.randn(40)
+    expected.backward(grads.double())
+    got, entropy, log_z = compiled.logprobs(logits, targets, 1 / temperature)
+    torch.testing.assert_close(got, expected.float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, -(scaled.exp() * scaled).sum(-1).float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(log_z, torch.logsumexp(exact / temperature[:, None], -1).float())
+    compiled.logprobs_backward(logits, targets, 1 / temperature, log_z, grads)
+    assert exact.grad is not None and close(logits, exact.grad, TOLERANCE[dtype])
+
+
+def test_norm_and_its_gradient_equal_autograd() -> None:
+    torch.manual_seed(0)
+    compiled, x, weight, grad = (
+        tiny.compiled_kernels(),
+        torch.randn(50, 576) * 20,
+        torch.rand(576),
+        torch.randn(50, 576),
+    )
+    a, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    expected = torch.nn.functional.rms_norm(a, (576,), w, 1e-5)
+    expected.backward(grad)
+    out, scales = compiled.norm(x, weight, 1e-5, torch.float32)
+    grad_x, grad_weight = compiled.norm_backward(grad, x, weight, scales)
+    for got, wanted in ((out, expected), (grad_x, a.grad), (grad_weight, w.grad)):
+        assert wanted is not None
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+
+
 def test_a_result_does_not_depend_on_who_shares_the_batch() -> None:
     rows, compiled = torch.randn(300, 2 * 96).bfloat16(), tiny.compiled_kernels()
     alone = torch.cat([compiled.silu_gate(row[None]) for row in rows])
@@ -99,6 +166,7 @@ def test_a_result_does_not_depend_on_who_shares_the_batch() -> None:
 def test_without_a_compiler_torch_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOVER_CACHE", str(tmp_path))
     monkeypatch.setattr(kernels, "load", kernels.load.__wrapped__)
+    monkeypatch.setattr(kernels, "on", kernels.on.__wrapped__)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.warns(UserWarning, match="without compiled kernels: .*no-such-compiler"):
         assert Runner(tiny.model(), 4).kernels is None

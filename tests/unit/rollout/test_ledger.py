@@ -58,8 +58,6 @@ def test_accounts_and_metrics() -> None:
         "dropped/stale/tokens": 0,
         "dropped/too_few_rewards/groups": 0,
         "dropped/too_few_rewards/tokens": 0,
-        "dropped/zero_temperature/groups": 0,
-        "dropped/zero_temperature/tokens": 0,
     }
 
 
@@ -104,7 +102,7 @@ def test_counters_survive_save_and_restore() -> None:
 def test_a_drop_reason_newer_than_the_checkpoint_starts_at_zero() -> None:
     _, ledger = books()
     state = through_json(ledger.state_dict())
-    del state["dropped"]["zero_temperature"]
-    ledger.dropped[DropReason.ZERO_TEMPERATURE].tokens = 5
+    del state["dropped"]["too_few_rewards"]
+    ledger.dropped[DropReason.TOO_FEW_REWARDS].tokens = 5
     ledger.load_state_dict(state)
-    assert ledger.dropped[DropReason.ZERO_TEMPERATURE].tokens == 0
+    assert ledger.dropped[DropReason.TOO_FEW_REWARDS].tokens == 0

@@ -254,6 +254,24 @@ def test_masked_samples_change_nothing() -> None:
     assert masked[0] == without[0] and torch.equal(masked[1], without[1])
 
 
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_skipping_zero_advantages_changes_no_update(aggregation: str) -> None:
+    """Also where a whole minibatch has none: the momentum goes on."""
+    quiet = [dataclasses.replace(s, advantages=np.zeros_like(s.advantages)) for s in SAMPLES]
+    some = [q if s.group_id == 1 or i % 2 else s for i, (s, q) in enumerate(zip(SAMPLES, quiet, strict=True))]
+    weights, skipped = [], []
+    for skip in (False, True):
+        t = trainer(
+            skip_zero_advantage=skip, minibatches_per_step=3, micro_batch_tokens=40, learning_rate=1e-3,
+            algorithm={"aggregation": aggregation},
+        )  # fmt: skip
+        skipped.append([t.train_step(Batch(batch))["train/zero_advantage_tokens"] for batch in (SAMPLES, some, quiet)])
+        weights.append(torch.cat([p.detach().flatten() for p in t.model.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], atol=2e-6, rtol=1e-5)
+    assert skipped[0] == [0, 0, 0]
+    assert skipped[1][0] == 0 < skipped[1][1] < skipped[1][2] == sum(int(s.mask.sum()) for s in SAMPLES)
+
+
 def test_a_step_without_any_loss_token_changes_no_weight() -> None:
     t = trainer(weight_decay=0.1)
     before = [p.detach().clone() for p in t.model.parameters()]

@@ -139,7 +139,7 @@ class EmbeddedEngine:
         self._counts["engine/decode_steps"] += 1
         logits_BV = self._runner.decode(order)
         draws_B = uniforms([s.request.seed for s in order], [s.next_index for s in order])
-        tokens, logprobs = sample(logits_BV, [s.request.sampling for s in order], draws_B)
+        tokens, logprobs = sample(logits_BV, [s.request.sampling for s in order], draws_B, self._runner.kernels)
         for seq, token, logprob in zip(order, tokens, logprobs, strict=True):
             seq.append(token, logprob)
             reason = self._stop_reason(seq, token)

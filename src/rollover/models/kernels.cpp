@@ -52,10 +52,10 @@ float inverse_rms(const T* x, int64_t size, float eps) {
     return 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
 }
 
-// x += y (if given); out = x / rms(x) * weight.
+// x += y (if given); out = x / rms(x) * weight; scales = 1 / rms(x) (if wanted).
 template <class Y, class O>
-void add_norm(float* x_NE, const Y* y_NE, const float* weight_E, float eps, O* out_NE, int64_t N, int64_t E,
-              int threads) {
+void add_norm(float* x_NE, const Y* y_NE, const float* weight_E, float eps, O* out_NE, float* scales_N, int64_t N,
+              int64_t E, int threads) {
 #pragma omp parallel for num_threads(threads) if (N * E > 8192)
     for (int64_t n = 0; n < N; n++) {
         float* x = x_NE + n * E;
@@ -66,6 +66,7 @@ void add_norm(float* x_NE, const Y* y_NE, const float* weight_E, float eps, O* o
             for (int64_t e = 0; e < E; e++) x[e] += widen(y[e]);
         }
         const float scale = inverse_rms(x, E, eps);
+        if (scales_N) scales_N[n] = scale;
 #pragma omp simd
         for (int64_t e = 0; e < E; e++) narrow(x[e] * scale * weight_E[e], out[e]);
     }
@@ -376,20 +377,6 @@ void logprobs_backward(T* logits_CV, const int64_t* targets_C, const float* scal
     }
 }
 
-// out = x / rms(x) * weight, and 1 / rms(x).
-template <class O>
-void norm(const float* x_NE, const float* weight_E, float eps, O* out_NE, float* scales_N, int64_t N, int64_t E,
-          int threads) {
-#pragma omp parallel for num_threads(threads)
-    for (int64_t n = 0; n < N; n++) {
-        const float* x = x_NE + n * E;
-        O* out = out_NE + n * E;
-        const float scale = scales_N[n] = inverse_rms(x, E, eps);
-#pragma omp simd
-        for (int64_t e = 0; e < E; e++) narrow(x[e] * scale * weight_E[e], out[e]);
-    }
-}
-
 // With s = 1 / rms(x) and w the weight: dx = s w dy - x s^3 mean(w dy x), dw = sum over tokens of dy x s.
 // grad_weight: E floats for each thread, summed by the caller.
 template <class O>
@@ -419,13 +406,13 @@ void norm_backward(const O* grad_NE, const float* x_NE, const float* weight_E, c
 }  // namespace
 
 #define EXPORT(T, NAME)                                                                                               \
-    extern "C" void add_norm_##NAME(float* x, const T* y, const float* w, float eps, T* out, int64_t N, int64_t E,    \
-                                    int threads) {                                                                    \
-        add_norm(x, y, w, eps, out, N, E, threads);                                                                   \
+    extern "C" void add_norm_##NAME(float* x, const T* y, const float* w, float eps, T* out, float* scales,           \
+                                    int64_t N, int64_t E, int threads) {                                              \
+        add_norm(x, y, w, eps, out, scales, N, E, threads);                                                           \
     }                                                                                                                 \
-    extern "C" void last_norm_##NAME(float* x, const T* y, const float* w, float eps, float* out, int64_t N,          \
-                                     int64_t E, int threads) {                                                        \
-        add_norm(x, y, w, eps, out, N, E, threads);                                                                   \
+    extern "C" void last_norm_##NAME(float* x, const T* y, const float* w, float eps, float* out, float* scales,      \
+                                     int64_t N, int64_t E, int threads) {                                             \
+        add_norm(x, y, w, eps, out, scales, N, E, threads);                                                           \
     }                                                                                                                 \
     extern "C" void rotate_##NAME(const T* qkv, const float* cos, const float* sin, const float* qw, const float* kw, \
                                   float eps, T* q, T* k, int64_t N, int64_t H, int64_t K, int64_t D, int threads) {   \
@@ -453,10 +440,6 @@ void norm_backward(const O* grad_NE, const float* x_NE, const float* weight_E, c
                                              const float* log_z, const float* grads, int64_t C, int64_t V,            \
                                              int threads) {                                                           \
         logprobs_backward(logits, targets, scales, log_z, grads, C, V, threads);                                      \
-    }                                                                                                                 \
-    extern "C" void norm_##NAME(const float* x, const float* w, float eps, T* out, float* scales, int64_t N,          \
-                                int64_t E, int threads) {                                                             \
-        norm(x, w, eps, out, scales, N, E, threads);                                                                  \
     }                                                                                                                 \
     extern "C" void norm_backward_##NAME(const T* grad, const float* x, const float* w, const float* scales,          \
                                          float* grad_x, float* grad_w, int64_t N, int64_t E, int threads) {           \

@@ -31,8 +31,8 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _ARGUMENTS = {
-    "add_norm": (*(c_void_p,) * 3, c_float, c_void_p, *(c_int64,) * 2, c_int),
-    "last_norm": (*(c_void_p,) * 3, c_float, c_void_p, *(c_int64,) * 2, c_int),
+    "add_norm": (*(c_void_p,) * 3, c_float, *(c_void_p,) * 2, *(c_int64,) * 2, c_int),
+    "last_norm": (*(c_void_p,) * 3, c_float, *(c_void_p,) * 2, *(c_int64,) * 2, c_int),
     "rotate": (*(c_void_p,) * 5, c_float, *(c_void_p,) * 2, *(c_int64,) * 4, c_int),
     "silu_gate": (*(c_void_p,) * 2, *(c_int64,) * 2, c_int),
     "decode_attention": (
@@ -41,7 +41,6 @@ _ARGUMENTS = {
     "draw": (*(c_void_p,) * 5, *(c_int64,) * 2, c_int),
     "logprobs": (*(c_void_p,) * 6, *(c_int64,) * 2, c_int),
     "logprobs_backward": (*(c_void_p,) * 5, *(c_int64,) * 2, c_int),
-    "norm": (*(c_void_p,) * 2, c_float, *(c_void_p,) * 2, *(c_int64,) * 2, c_int),
     "norm_backward": (*(c_void_p,) * 6, *(c_int64,) * 2, c_int),
 }  # fmt: skip
 
@@ -145,7 +144,7 @@ class Kernels:
         function = self._functions["add_norm" if dtype == kind else "last_norm", kind]
         assert dtype in (kind, torch.float32) and x_NE.dtype == torch.float32
         function(
-            _pointer(x_NE), _pointer(y_NE), _pointer(norm.weight), norm.eps, _pointer(out_NE), *x_NE.shape,
+            _pointer(x_NE), _pointer(y_NE), _pointer(norm.weight), norm.eps, _pointer(out_NE), None, *x_NE.shape,
             torch.get_num_threads(),
         )  # fmt: skip
         return out_NE
@@ -254,8 +253,8 @@ class Kernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(RMS norm of float32 x in `dtype` [N, E], 1 / rms [N])."""
         out_NE, scales_N = torch.empty(x_NE.shape, dtype=dtype), torch.empty(len(x_NE))
-        self._functions["norm", dtype](
-            _pointer(x_NE), _pointer(weight_E), eps, _pointer(out_NE), _pointer(scales_N), *x_NE.shape,
+        self._functions["add_norm", dtype](
+            _pointer(x_NE), None, _pointer(weight_E), eps, _pointer(out_NE), _pointer(scales_N), *x_NE.shape,
             torch.get_num_threads(),
         )  # fmt: skip
         return out_NE, scales_N

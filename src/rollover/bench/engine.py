@@ -5,7 +5,6 @@ Peers: transformers' generate and continuous batching, vLLM for the CPU where `m
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,15 +15,13 @@ from typing import Any
 import torch
 
 import rollover
-from rollover.bench import machine, vllm_peer
+from rollover.bench import machine, vllm_peer, workload
 from rollover.bench.vllm_peer import VllmPeer
 from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import load_model, pick_device, resolve_path
 from rollover.models.packed import PackedWeight
 from rollover.train.setup import dtype_of, prepare_process
-from rollover.types import SamplingParams, rollout_seed
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 128
@@ -36,30 +33,13 @@ LINEAR, PACKED = "linear layers alone", "packed linear layers"
 LINEAR_STEPS = 16  # of which the rate of NEW_TOKENS is extrapolated: they are all alike
 
 
-def _prompt(vocab: int, seed: int) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(10, vocab - 10, (PROMPT_TOKENS,), generator=generator).tolist())
-
-
-def _ours(engine: EmbeddedEngine, vocab: int, num: int) -> None:
-    async def go() -> None:
-        await asyncio.gather(
-            *[
-                engine.extend(
-                    ExtendRequest(
-                        f"{i}", _prompt(vocab, i), (), NEW_TOKENS, rollout_seed(0, "bench", 0, i), SamplingParams()
-                    )
-                )
-                for i in range(num)
-            ]
-        )
-
-    asyncio.run(go())
+def _prompts(vocab: int, num: int) -> list[tuple[int, ...]]:
+    return [workload.prompt(vocab, PROMPT_TOKENS, i) for i in range(num)]
 
 
 @torch.no_grad()
 def _generate(model: Any, vocab: int, num: int) -> None:
-    ids = torch.tensor([_prompt(vocab, i) for i in range(num)], device=model.device)
+    ids = torch.tensor(_prompts(vocab, num), device=model.device)
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -80,7 +60,7 @@ def _continuous(model: Any, vocab: int, num: int) -> None:
     generation = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW_TOKENS, eos_token_id=-1, pad_token_id=0
     )
-    out = model.generate_batch([list(_prompt(vocab, i)) for i in range(num)], generation_config=generation)
+    out = model.generate_batch([list(ids) for ids in _prompts(vocab, num)], generation_config=generation)
     assert sum(len(o.generated_tokens) for o in out.values()) == num * NEW_TOKENS
 
 
@@ -107,7 +87,8 @@ class _Contest:
 
     def systems(self, num: int) -> Iterator[_System]:
         """Who decodes `num` sequences."""
-        yield _System("rollover", "embedded engine", partial(_ours, self.engine, self.vocab, num))
+        prompts = _prompts(self.vocab, num)
+        yield _System("rollover", "embedded engine", partial(workload.generate, self.engine, prompts, NEW_TOKENS))
         share = LINEAR_STEPS / NEW_TOKENS
         for packed in (False, True):
             if packed and not PackedWeight.supported(self.device, self.dtype):
@@ -120,7 +101,6 @@ class _Contest:
             setting = "transformers generate, sdpa, dynamic cache"
             yield _System("generate", setting, partial(_generate, self.peer, self.vocab, num))
         if self.vllm is not None and num in VLLM_CASES:
-            prompts = [_prompt(self.vocab, i) for i in range(num)]
             yield _System("vllm", vllm_peer.SETTING, partial(self.vllm.decode, prompts, NEW_TOKENS))
 
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import rollover
-from rollover.bench import machine
+from rollover.bench import machine, workload
 from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import load_model, pick_device
 from rollover.train.batch import Batch
 from rollover.train.setup import dtype_of, prepare_process
 from rollover.train.trainer import Trainer
-from rollover.types import Sample, SamplingParams, rollout_seed
 
 SEQUENCES = (1, 4, 16, 64, 256)
 CONTEXTS = (128, 512, 1024, 2048, 4096)
@@ -46,17 +41,9 @@ def _peak_memory_gb(*, reset: bool = False) -> float | None:
 
 def _decode_seconds(engine: EmbeddedEngine, vocab: int, num: int, context: int, new_tokens: int) -> float:
     """Wall seconds to continue one shared prompt of `context` tokens `num` times by `new_tokens`."""
-    prompt = tuple(torch.randint(10, vocab - 10, (context,), generator=torch.Generator().manual_seed(0)).tolist())
-
-    async def go() -> None:
-        requests = [
-            ExtendRequest(str(i), prompt, (), new_tokens, rollout_seed(0, "scale", 0, i), SamplingParams())
-            for i in range(num)
-        ]
-        await asyncio.gather(*[engine.extend(request) for request in requests])
-
+    prompts = [workload.prompt(vocab, context, 0)] * num
     started = time.perf_counter()
-    asyncio.run(go())
+    workload.generate(engine, prompts, new_tokens)
     return time.perf_counter() - started
 
 
@@ -82,32 +69,19 @@ def _decode(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
             }
 
 
-def _samples(vocab: int, num: int) -> list[Sample]:
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(10, vocab - 10, PROMPT_TOKENS).astype(np.int32)
-    first = Sample(
-        rollout_id="", group_id=0, prompt_ids=prompt, token_ids=prompt, temperature=1.0,
-        mask=np.ones(ANSWER_TOKENS, dtype=bool), behavior_logprobs=np.full(ANSWER_TOKENS, -10.0, dtype=np.float32),
-        versions=np.zeros(ANSWER_TOKENS, dtype=np.int32), advantages=np.ones(ANSWER_TOKENS, dtype=np.float32),
-    )  # fmt: skip
-    return [
-        dataclasses.replace(
-            first, rollout_id=str(i), group_id=i // SIBLINGS,
-            token_ids=rng.integers(10, vocab - 10, ANSWER_TOKENS).astype(np.int32),
-        )
-        for i in range(num)
-    ]  # fmt: skip
+def _batch(vocab: int, num: int) -> Batch:
+    return Batch(workload.samples(vocab, PROMPT_TOKENS, [ANSWER_TOKENS] * num, SIBLINGS))
 
 
 def _train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
     loaded = load_model(config.model, device=device)
     vocab = loaded.model.config.get_text_config().vocab_size
     trainer = Trainer(loaded, config.train, config.algorithm, dtype=dtype_of(config), max_new_tokens=ANSWER_TOKENS)
-    trainer.train_step(Batch(_samples(vocab, min(SAMPLES))))
+    trainer.train_step(_batch(vocab, min(SAMPLES)))
     for num in SAMPLES:
         _peak_memory_gb(reset=True)
         started = time.perf_counter()
-        trainer.train_step(Batch(_samples(vocab, num)))
+        trainer.train_step(_batch(vocab, num))
         seconds = time.perf_counter() - started
         yield {
             "case": f"train_{num}",

@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
 
-import torch
-
 import rollover
-from rollover.bench import machine
+from rollover.bench import machine, workload
 from rollover.config import Config
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
@@ -31,7 +29,7 @@ from rollover.rollout.scheduler import Scheduler
 from rollover.train.batch import build_batch
 from rollover.train.setup import dtype_of, embedded_engine, prepare_process
 from rollover.train.trainer import Trainer
-from rollover.types import Reward, Rollout, SamplingParams, Segment, Task, rollout_seed
+from rollover.types import Reward, Rollout, Segment, Task
 
 GROUPS, SIZE, PROMPT_TOKENS = 16, 4, 32
 MEDIAN, P99, LONGEST = 64, 512, 1024
@@ -99,11 +97,6 @@ class _Outcome:
         return sum(self.tokens) / sum(seconds)
 
 
-def _prompt(vocab: int, seed: int) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(10, vocab - 10, (PROMPT_TOKENS,), generator=generator).tolist())
-
-
 async def _score(rollouts: list[Rollout]) -> list[Reward]:
     return [Reward(float(r.sibling % 2)) for r in rollouts]
 
@@ -129,7 +122,7 @@ def _run_mode(mode: Mode, config: Config, steps: int) -> _Outcome:
 
     def next_task() -> tuple[Task, tuple[int, ...]]:
         i = next(cursor)
-        return Task(task_id=str(i), source="bench", reward="", prompt=""), _prompt(vocab, i)
+        return Task(task_id=str(i), source="bench", reward="", prompt=""), workload.prompt(vocab, PROMPT_TOKENS, i)
 
     driver = Driver(
         Scheduler(rollout, mode.max_running), RolloutCache(LONGEST), ledger, forced, next_task,
@@ -167,14 +160,8 @@ def _full_batch_rate(config: Config, batch: int) -> float:
     engine = EmbeddedEngine(loaded.model, config.engine.model_copy(update={"max_running": batch, "kv_memory_gb": 6.0}))
     mean = round(MEDIAN * math.exp((math.log(P99 / MEDIAN) / NormalDist().inv_cdf(0.99)) ** 2 / 2))
 
-    async def go() -> None:
-        requests = [
-            ExtendRequest(str(i), _prompt(vocab, i // SIZE), (), mean, rollout_seed(0, "b", 0, i), SamplingParams())
-            for i in range(batch)
-        ]
-        await asyncio.gather(*[engine.extend(r) for r in requests])
-
-    return batch * mean / min(machine.seconds(lambda: asyncio.run(go()), 1))
+    prompts = [workload.prompt(vocab, PROMPT_TOKENS, i // SIZE) for i in range(batch)]
+    return batch * mean / min(machine.seconds(lambda: workload.generate(engine, prompts, mean), 1))
 
 
 def run(config: Config, runs: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import rollover
-from rollover.bench import machine
+from rollover.bench import machine, workload
 from rollover.config import Config
 from rollover.models.load import load_model, pick_device
 from rollover.train.batch import Batch
@@ -25,29 +25,6 @@ def _answer_lengths(num: int) -> list[int]:
     """Log-normal, median 32, at most 128."""
     drawn = np.random.default_rng(0).lognormal(np.log(32), 0.8, num)
     return np.clip(drawn, 4, 128).astype(int).tolist()
-
-
-def _samples(vocab: int, prompt_tokens: int, lengths: list[int], *, shared: bool = True) -> list[Sample]:
-    """Groups of SIBLINGS with one prompt each. `shared` False: every sample is a group of its own, with that prompt."""
-    rng = np.random.default_rng(1)
-    out = []
-    for i, n in enumerate(lengths):
-        group, sibling = divmod(i, SIBLINGS)
-        prompt = np.random.default_rng(group).integers(10, vocab - 10, prompt_tokens)
-        out.append(
-            Sample(
-                rollout_id=f"{group}-{sibling}",
-                group_id=group if shared else i,
-                prompt_ids=prompt.astype(np.int32),
-                token_ids=rng.integers(10, vocab - 10, n).astype(np.int32),
-                mask=np.ones(n, dtype=bool),
-                behavior_logprobs=np.full(n, -10.0, dtype=np.float32),
-                versions=np.zeros(n, dtype=np.int32),
-                advantages=np.full(n, (-1.0) ** i, dtype=np.float32),
-                temperature=1.0,
-            )
-        )
-    return out
 
 
 def _padded_loss(model: Any, samples: list[Sample], rows: int) -> None:
@@ -74,13 +51,13 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     peer.set_attn_implementation("sdpa")
     loaded = load_model(config.model, device=device)
     vocab = loaded.model.config.get_text_config().vocab_size
-    samples = _samples(vocab, PROMPT_TOKENS, _answer_lengths(GROUPS * SIBLINGS))
+    samples = workload.samples(vocab, PROMPT_TOKENS, _answer_lengths(GROUPS * SIBLINGS), SIBLINGS)
     answers = sum(len(s.token_ids) for s in samples)
     tokens = GROUPS * PROMPT_TOKENS + answers  # those that a pass with shared prompts computes
     options = config.train.model_copy(update={"micro_batch_tokens": MICRO_BATCH_TOKENS})
     trainer = Trainer(loaded, options, config.algorithm, dtype=dtype, max_new_tokens=128)
     fixed = [SHARED_ANSWER] * (SHARED_GROUPS * SIBLINGS)
-    long = {s: _samples(vocab, SHARED_PROMPT, fixed, shared=s) for s in (True, False)}
+    long = {s: workload.samples(vocab, SHARED_PROMPT, fixed, SIBLINGS, shared=s) for s in (True, False)}
     linear = machine.linear_training(peer, tokens, answers, dtype)
     times = machine.alternate(
         {

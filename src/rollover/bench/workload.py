@@ -1,0 +1,58 @@
+"""What the benchmarks work on: random prompts, generation of a fixed length, random training samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.protocol import ExtendRequest
+from rollover.types import Sample, SamplingParams, rollout_seed
+
+
+def prompt(vocab: int, num_tokens: int, seed: int) -> tuple[int, ...]:
+    """Random token ids, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(10, vocab - 10, (num_tokens,), generator=generator).tolist())
+
+
+def generate(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], new_tokens: int) -> None:
+    """Continue all prompts at once, each by exactly new_tokens."""
+
+    async def go() -> None:
+        requests = [
+            ExtendRequest(str(i), ids, (), new_tokens, rollout_seed(0, "bench", 0, i), SamplingParams())
+            for i, ids in enumerate(prompts)
+        ]
+        await asyncio.gather(*[engine.extend(request) for request in requests])
+
+    asyncio.run(go())
+
+
+def samples(vocab: int, prompt_tokens: int, lengths: list[int], siblings: int, *, shared: bool = True) -> list[Sample]:
+    """Groups of `siblings` with one prompt each; answers of these lengths.
+
+    `shared` False: every sample is a group of its own, with that prompt.
+    """
+    rng = np.random.default_rng(1)
+    out = []
+    for i, n in enumerate(lengths):
+        group, sibling = divmod(i, siblings)
+        prompt_ids = np.random.default_rng(group).integers(10, vocab - 10, prompt_tokens)
+        out.append(
+            Sample(
+                rollout_id=f"{group}-{sibling}",
+                group_id=group if shared else i,
+                prompt_ids=prompt_ids.astype(np.int32),
+                token_ids=rng.integers(10, vocab - 10, n).astype(np.int32),
+                mask=np.ones(n, dtype=bool),
+                behavior_logprobs=np.full(n, -10.0, dtype=np.float32),
+                versions=np.zeros(n, dtype=np.int32),
+                advantages=np.full(n, (-1.0) ** i, dtype=np.float32),
+                temperature=1.0,
+            )
+        )
+    return out

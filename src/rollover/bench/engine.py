@@ -120,6 +120,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
         results: list[dict[str, Any]] = []
         for num in CASES:
             systems = {s.name: s for s in contest.systems(num)}
+            machine.progress(f"{num} sequences")
             works = {name: s.work for name, s in systems.items()}
             for name, times in machine.alternate(works, runs if num < max(CASES) else 1).items():
                 times = [t / systems[name].share for t in times]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,11 @@ def describe(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }
+
+
+def progress(text: str) -> None:
+    """A line on stderr: a benchmark takes minutes, and says where it is."""
+    print(f"rollover: bench: {text}", file=sys.stderr, flush=True)
 
 
 def alternate(works: dict[str, Callable[[], Any]], runs: int) -> dict[str, list[float]]:

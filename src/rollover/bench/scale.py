@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,10 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     prepare_process(config)
     device = pick_device(config.model.device)
     versions = machine.describe(device)
-    results = [
-        result | {"system": "rollover", "version": rollover.__version__, "spread": [result["tokens_per_s"]] * 2}
-        for measure in (_decode, _train)
-        for result in measure(config, device)
-    ]
+    results = []
+    for result in chain(_decode(config, device), _train(config, device)):
+        machine.progress(f"{result['case']}: {result['tokens_per_s']:.0f} tokens/s")
+        spread = [result["tokens_per_s"]] * 2
+        results.append(result | {"system": "rollover", "version": rollover.__version__, "spread": spread})
     versions["matmul_gflops"] = machine.matmul_gflops(dtype_of(config), device)
     return {"benchmark": "scale", "machine": versions, "results": results, "ratios": {}}

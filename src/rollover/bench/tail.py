@@ -34,7 +34,7 @@ from rollover.types import Reward, Rollout, Segment, Task
 GROUPS, SIZE, PROMPT_TOKENS = 16, 4, 32
 MEDIAN, P99, LONGEST = 64, 512, 1024
 SYNC_BATCH = GROUPS * SIZE
-WARM_UP_STEPS = 2  # at the start everything in flight is young; only the last of them trains
+STEPS = 3
 
 SYNC = {"in_flight_groups": GROUPS, "interrupt": "never", "max_staleness": 0}
 PARTIAL = {"in_flight_groups": 3 * GROUPS, "interrupt": "when_enough", "max_staleness": 2}
@@ -42,19 +42,23 @@ PARTIAL = {"in_flight_groups": 3 * GROUPS, "interrupt": "when_enough", "max_stal
 
 @dataclass(frozen=True)
 class Mode:
-    """`trains`: whole steps are measured. Where only generation is, the weights are handed over unchanged."""
+    """`trains`: whole steps are measured. Where only generation is, the weights are handed over unchanged.
+
+    `warm_up`: steps before the measured ones, of which only the last trains. At the start all that rolls over is young.
+    """
 
     name: str
     rollout: dict[str, Any]
     max_running: int
+    warm_up: int
     trains: bool = False
 
 
 MODES = (
-    Mode("sync", SYNC, SYNC_BATCH, trains=True),
-    Mode("partial", PARTIAL | {"kv_on_resume": "keep"}, 3 * SYNC_BATCH, trains=True),
-    Mode("partial_recompute", PARTIAL, 3 * SYNC_BATCH),
-    Mode("partial_at_sync_batch", PARTIAL | {"kv_on_resume": "keep"}, SYNC_BATCH),
+    Mode("sync", SYNC, SYNC_BATCH, warm_up=1, trains=True),
+    Mode("partial", PARTIAL | {"kv_on_resume": "keep"}, 3 * SYNC_BATCH, warm_up=2, trains=True),
+    Mode("partial_recompute", PARTIAL, 3 * SYNC_BATCH, warm_up=2),
+    Mode("partial_at_sync_batch", PARTIAL | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=2),
 )
 
 
@@ -101,8 +105,8 @@ async def _score(rollouts: list[Rollout]) -> list[Reward]:
     return [Reward(float(r.sibling % 2)) for r in rollouts]
 
 
-def _run_mode(mode: Mode, config: Config, steps: int) -> _Outcome:
-    """Warm-up steps, then `steps` training steps: generate, train (if the mode does), hand the weights over."""
+def _run_mode(mode: Mode, config: Config) -> _Outcome:
+    """Warm-up steps, then STEPS training steps: generate, train (if the mode does), hand the weights over."""
     rollout = RolloutConfig.model_validate(
         {"groups_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": LONGEST, **mode.rollout}
     )
@@ -131,21 +135,22 @@ def _run_mode(mode: Mode, config: Config, steps: int) -> _Outcome:
     out = _Outcome()
 
     async def go() -> None:
-        for step in range(WARM_UP_STEPS + steps):
+        for step in range(mode.warm_up + STEPS):
             started, before = time.perf_counter(), ledger.generated_tokens
             groups = await driver.collect(step)
             generated = time.perf_counter()
             assert groups is not None
-            if mode.trains and step >= WARM_UP_STEPS - 1:
+            if mode.trains and step >= mode.warm_up - 1:
                 trainer.train_step(build_batch(groups, run.algorithm))
             trained = time.perf_counter()
             engine.load_weights(step + 1, trainer.publish())
             driver.after_publish(step + 1)
-            if step >= WARM_UP_STEPS:
+            if step >= mode.warm_up:
                 out.generate_s.append(generated - started)
                 out.train_s.append(trained - generated)
                 out.step_s.append(time.perf_counter() - started)
                 out.tokens.append(ledger.generated_tokens - before)
+            machine.progress(f"{mode.name}: step {step + 1} of {mode.warm_up + STEPS}")
         driver.request_stop()
         await engine.close()
 
@@ -161,15 +166,18 @@ def _full_batch_rate(config: Config, batch: int) -> float:
     mean = round(MEDIAN * math.exp((math.log(P99 / MEDIAN) / NormalDist().inv_cdf(0.99)) ** 2 / 2))
 
     prompts = [workload.prompt(vocab, PROMPT_TOKENS, i // SIZE) for i in range(batch)]
-    return batch * mean / min(machine.seconds(lambda: workload.generate(engine, prompts, mean), 1))
+    workload.generate(engine, prompts, 4)
+    started = time.perf_counter()
+    workload.generate(engine, prompts, mean)
+    return batch * mean / (time.perf_counter() - started)
 
 
 def run(config: Config, runs: int) -> dict[str, Any]:
-    """Every mode for `runs` measured steps; generation rates, whole steps, and the bounds on both."""
+    """Every mode for STEPS measured steps, not `runs`; generation rates, whole steps, and the bounds on both."""
     prepare_process(config)
     device = pick_device(config.model.device)
     versions = machine.describe(device)
-    outcomes = {mode.name: _run_mode(mode, config, runs) for mode in MODES}
+    outcomes = {mode.name: _run_mode(mode, config) for mode in MODES}
     bounds = {batch: _full_batch_rate(config, batch) for batch in (SYNC_BATCH, 3 * SYNC_BATCH)}
     results = []
     for mode in MODES:

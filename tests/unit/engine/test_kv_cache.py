@@ -17,10 +17,12 @@ from rollover.types import SamplingParams
 LAYERS, HEADS, SIZE = 3, 2, 4
 
 
-def cache(max_tokens: int, layers: int = LAYERS) -> KVCache:
-    out = KVCache(layers, HEADS, SIZE, torch.float32, torch.device("cpu"), 0)
-    out.max_bytes = max_tokens * out.bytes_per_token
-    return out
+BYTES_PER_TOKEN = 2 * HEADS * SIZE * 4  # a layer
+
+
+def cache(max_tokens: int, layers: int = LAYERS, roomy_for: int = 0) -> KVCache:
+    max_bytes = max_tokens * layers * BYTES_PER_TOKEN
+    return KVCache(layers, HEADS, SIZE, torch.float32, torch.device("cpu"), max_bytes, roomy_for=roomy_for)
 
 
 def sequence(name: int) -> Sequence:
@@ -50,10 +52,13 @@ def check(seq: Sequence, name: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     max_tokens=st.integers(100, 6000),
+    roomy_for=st.sampled_from([0, 2, 8]),
     events=st.lists(st.tuples(st.integers(0, 11), st.sampled_from(["grow", "free"]), st.integers(1, 120)), max_size=60),
 )
-def test_rows_keep_their_content_within_the_bound(max_tokens: int, events: list[tuple[int, str, int]]) -> None:
-    kv = cache(max_tokens)
+def test_rows_keep_their_content_within_the_bound(
+    max_tokens: int, roomy_for: int, events: list[tuple[int, str, int]]
+) -> None:
+    kv = cache(max_tokens, roomy_for=roomy_for)
     held: dict[int, Sequence] = {}
     for name, kind, num in events:
         if kind == "free":
@@ -82,6 +87,15 @@ def test_little_memory_is_used_well() -> None:
         for seq in seqs:
             held += kv.reserve(seq, num)
         assert held >= 50, f"only {held} of 64 fit at {num} tokens"
+
+
+def test_roomy_rows_save_the_moving() -> None:
+    """Where half the memory holds a long row for each of the sequences expected, they get it at once."""
+    kv = cache(2 * 8 * 256, roomy_for=8)
+    seqs = [sequence(i) for i in range(8)]
+    for num in (60, 120, 190, 250):
+        assert all(kv.reserve(seq, num) for seq in seqs)
+        assert {size: len(b.owners) for size, b in kv.buckets.items()} == {256: 8}
 
 
 @pytest.mark.parametrize("preempted", [True])

@@ -45,6 +45,7 @@ class EmbeddedEngine:
         text_config = model.config.get_text_config()
         heads = text_config.num_attention_heads
         first = next(model.parameters())
+        self._runner = Runner(model, config.max_running)
         cache = KVCache(
             num_layers=text_config.num_hidden_layers,
             num_kv_heads=getattr(text_config, "num_key_value_heads", None) or heads,
@@ -52,8 +53,8 @@ class EmbeddedEngine:
             dtype=first.dtype,
             device=first.device,
             max_bytes=int(config.kv_memory_gb * 1e9),
+            roomy_for=config.max_running if self._runner.kernels is not None else 0,
         )
-        self._runner = Runner(model, config.max_running)
         self._batcher = Batcher(cache, config.max_running)
         self._chunk_tokens = config.prefill_chunk_tokens
         self._max_positions = max_positions(text_config)

@@ -19,6 +19,7 @@ from rollover.engine.embedded.sequence import Sequence
 
 _MIN_ROW_TOKENS = 64
 _MIN_ROWS = 4
+_ROOMY_TOKENS = (128, 192, 256, 384, 512)
 
 
 def row_tokens_for(num_tokens: int) -> int:
@@ -61,12 +62,22 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         max_bytes: int,
+        *,
+        roomy_for: int = 0,
     ) -> None:
+        """`roomy_for`: sequences that shall have long rows from the start, within half of the memory.
+
+        For a device that commits memory when it is first written, and attention that reads a row up to its last token.
+        """
         self._shape = (num_layers, num_kv_heads, head_size)
         self._dtype, self._device = dtype, device
         self.bytes_per_token = 2 * num_layers * num_kv_heads * head_size * dtype.itemsize
         self.max_bytes = max_bytes
         self.buckets: dict[int, Bucket] = {}
+        self._roomy_rows, self._roomy_tokens = roomy_for, 0
+        for size in _ROOMY_TOKENS:
+            if roomy_for and roomy_for * size * self.bytes_per_token <= max_bytes // 2:
+                self._roomy_tokens = size
 
     @property
     def num_bytes(self) -> int:
@@ -85,9 +96,12 @@ class KVCache:
         old = seq.bucket
         if old is not None and old.row_tokens >= num_tokens:
             return True
-        size = row_tokens_for(num_tokens)
-        bucket = self.buckets.setdefault(size, Bucket(size))
-        if len(bucket.owners) == bucket.capacity and not self._grow(bucket):
+        fitting = row_tokens_for(num_tokens)
+        for size in dict.fromkeys((max(fitting, self._roomy_tokens), fitting)):
+            bucket = self.buckets.setdefault(size, Bucket(size))
+            if len(bucket.owners) < bucket.capacity or self._grow(bucket):
+                break
+        else:
             return False
         row = len(bucket.owners)
         if old is not None:
@@ -120,15 +134,19 @@ class KVCache:
         seq.bucket, seq.row = None, -1
         if not bucket.owners:
             del self.buckets[bucket.row_tokens]
-        elif bucket.capacity > _MIN_ROWS and len(bucket.owners) * 4 <= bucket.capacity:
+        elif bucket.capacity > self._first_capacity(bucket) and len(bucket.owners) * 4 <= bucket.capacity:
             # Give memory back, so that other buckets can grow.
-            self._resize(bucket, max(_MIN_ROWS, len(bucket.owners) * 2))
+            self._resize(bucket, max(self._first_capacity(bucket), len(bucket.owners) * 2))
+
+    def _first_capacity(self, bucket: Bucket) -> int:
+        return self._roomy_rows if bucket.row_tokens == self._roomy_tokens else _MIN_ROWS
 
     def _grow(self, bucket: Bucket) -> bool:
         # Sequences of other buckets may come after the first one: make room for all at once, if there is memory.
         everyone = sum(len(b.owners) for b in self.buckets.values())
         old = bucket.capacity
-        for capacity in dict.fromkeys((max(_MIN_ROWS, everyone, old * 2), old * 2, old + _MIN_ROWS)):
+        first = self._first_capacity(bucket)
+        for capacity in dict.fromkeys((max(first, everyone, old * 2), old * 2, old + _MIN_ROWS)):
             if capacity > old and self._resize(bucket, capacity):
                 return True
         for other in self.buckets.values():

@@ -43,6 +43,7 @@ class DropReason(enum.Enum):
 
     STALE = "stale"
     TOO_FEW_REWARDS = "too_few_rewards"
+    MASKED = "masked"  # tokens of trained groups that left the loss: rollout.on_stale = "mask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,11 @@ class Group:
     def min_version(self) -> int | None:
         """Smallest policy version among the sampled tokens of all siblings; None before the first token."""
         return min((v for r in self.rollouts if (v := r.min_version) is not None), default=None)
+
+    @property
+    def max_version(self) -> int | None:
+        """Largest policy version among the sampled tokens of all siblings; None before the first token."""
+        return max((v for r in self.rollouts for v in r.versions), default=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

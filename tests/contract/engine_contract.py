@@ -205,6 +205,25 @@ async def check_interrupt_stops_only_those_named(subject: Subject) -> None:
     await engine.close()
 
 
+async def check_a_token_budget_pauses(subject: Subject) -> None:
+    """`pause_after` interrupts: the pieces together are the uninterrupted rollout."""
+    engine = subject.make_engine()
+    request = subject.request(0, subject.sampling[0] if subject.resumes_exactly else SamplingParams(temperature=0.0))
+    whole = tokens_of(await engine.extend(request))
+    so_far: list[int] = []
+    for _ in range(len(whole)):
+        left = request.max_new_tokens - len(so_far)
+        part = dataclasses.replace(request, generated_ids=tuple(so_far), max_new_tokens=left, pause_after=5)
+        segments = await engine.extend(part)
+        check_segments(segments, part)
+        so_far += tokens_of(segments)
+        if segments[-1].stop_reason is not StopReason.PAUSED:
+            break
+        assert len(tokens_of(segments)) == 5
+    assert so_far == whole
+    await engine.close()
+
+
 async def check_progress_is_a_prefix(subject: Subject) -> None:
     engine = subject.make_engine()
     request = subject.request()
@@ -267,6 +286,7 @@ CHECKS = [
     check_interrupted_equals_uninterrupted,
     check_interrupt_before_the_first_token,
     check_interrupt_stops_only_those_named,
+    check_a_token_budget_pauses,
     check_progress_is_a_prefix,
     check_tokens_carry_the_version_that_sampled_them,
     check_release_and_stats,

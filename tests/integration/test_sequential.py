@@ -11,10 +11,8 @@ import tiny
 from rollover.config import AlgorithmConfig, EngineConfig, RolloutConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.rollout.cache import RolloutCache
 from rollover.rollout.driver import Driver
-from rollover.rollout.ledger import Ledger
-from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.lifecycle import Lifecycle
 from rollover.train.batch import build_batch
 from rollover.train.trainer import Trainer
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Task, rollout_seed
@@ -83,8 +81,7 @@ async def scheduled() -> tuple[Trainer, list[list[int]]]:
         return [score(r.token_ids()) for r in rollouts]
 
     config = RolloutConfig(groups_per_step=GROUPS, group_size=SIZE, max_new_tokens=TOKENS)
-    cache, ledger = RolloutCache(TOKENS), Ledger()
-    driver = Driver(Scheduler(config), cache, ledger, engine, lambda: next(stream), scorer, config, 0, STOP)
+    driver = Driver(Lifecycle(config), engine, lambda: next(stream), scorer, 0, STOP)
     for _ in range(STEPS):
         groups = await driver.collect(trainer.policy_version)
         assert groups is not None
@@ -92,7 +89,7 @@ async def scheduled() -> tuple[Trainer, list[list[int]]]:
         trainer.train_step(build_batch(groups, AlgorithmConfig()))
         engine.load_weights(trainer.policy_version, trainer.publish())
         driver.after_publish(trainer.policy_version)
-        ledger.check(cache)
+        driver.lifecycle.check()
     return trainer, seen
 
 

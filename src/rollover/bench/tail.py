@@ -22,10 +22,8 @@ from rollover.config.rollout import RolloutConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import load_model, pick_device
-from rollover.rollout.cache import RolloutCache
 from rollover.rollout.driver import Driver
-from rollover.rollout.ledger import Ledger
-from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.lifecycle import Lifecycle
 from rollover.train.batch import build_batch
 from rollover.train.setup import dtype_of, embedded_engine, prepare_process
 from rollover.train.trainer import Trainer
@@ -120,7 +118,8 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
     vocab = loaded.model.config.get_text_config().vocab_size
     engine = embedded_engine(loaded, run)
     trainer = Trainer(loaded, run.train, run.algorithm, dtype=dtype_of(run), max_new_tokens=LONGEST)
-    ledger = Ledger()
+    lifecycle = Lifecycle(rollout, mode.max_running)
+    ledger = lifecycle.ledger
     forced: Any = _ForcedLengths(engine)
     cursor = iter(range(10**9))
 
@@ -128,10 +127,7 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
         i = next(cursor)
         return Task(task_id=str(i), source="bench", reward="", prompt=""), workload.prompt(vocab, PROMPT_TOKENS, i)
 
-    driver = Driver(
-        Scheduler(rollout, mode.max_running), RolloutCache(LONGEST), ledger, forced, next_task,
-        _score, rollout, 0,
-    )  # fmt: skip
+    driver = Driver(lifecycle, forced, next_task, _score, run_seed=0)
     out = _Outcome()
 
     async def go() -> None:

@@ -17,9 +17,7 @@ import safetensors.torch
 
 from rollover.checkpoint.store import checkpoint_name
 from rollover.envs.single_turn import PromptSource
-from rollover.rollout.cache import RolloutCache
-from rollover.rollout.ledger import Ledger
-from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.lifecycle import Lifecycle
 from rollover.train.directory import RunDirectory
 from rollover.train.trainer import Trainer
 
@@ -32,9 +30,7 @@ class Owners:
     """Everyone whose state is in a checkpoint."""
 
     trainer: Trainer
-    cache: RolloutCache
-    scheduler: Scheduler
-    ledger: Ledger
+    lifecycle: Lifecycle
     prompts: PromptSource
     directory: RunDirectory
 
@@ -44,13 +40,11 @@ def write_snapshot(owners: Owners) -> str:
     owners.directory.metrics.sync()
     owners.directory.evals.sync()
     tensors, trainer_meta = owners.trainer.save_state()
-    cache_meta, arrays = owners.cache.state_dict()
+    lifecycle, arrays = owners.lifecycle.state_dict()
     state = {
         "format": FORMAT,
         "trainer": trainer_meta,
-        "cache": cache_meta,
-        "scheduler": owners.scheduler.state_dict(),
-        "ledger": owners.ledger.state_dict(),
+        **lifecycle,
         "prompts": owners.prompts.state_dict(),
     }
     name = checkpoint_name(owners.trainer.policy_version)
@@ -77,8 +71,6 @@ def load_snapshot(name: str, owners: Owners) -> None:
         if file.startswith(_TRAINER):
             tensors |= safetensors.torch.load_file(path)
     owners.trainer.load_state(tensors, state["trainer"])
-    owners.cache.load_state_dict(state["cache"], safetensors.numpy.load_file(files["rollouts.safetensors"]))
-    owners.scheduler.load_state_dict(state["scheduler"])
-    owners.ledger.load_state_dict(state["ledger"])
+    owners.lifecycle.load_state_dict(state, safetensors.numpy.load_file(files["rollouts.safetensors"]))
     owners.prompts.load_state_dict(state["prompts"])
-    owners.ledger.check(owners.cache)
+    owners.lifecycle.check()

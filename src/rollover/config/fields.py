@@ -94,11 +94,18 @@ def choices_of(annotation: Any) -> list[str]:
     return []
 
 
+def takes_text(annotation: Any) -> bool:
+    """Whether a value of this annotation is always a string."""
+    return annotation is str or get_origin(annotation) is Literal
+
+
 def expected(info: FieldInfo) -> str:
     """What a field takes, in words: `an integer, at least 1`."""
     choices = choices_of(info.annotation)
     if choices:
-        return "one of " + ", ".join(json.dumps(c) for c in choices)
+        words = "one of " + ", ".join(json.dumps(c) for c in choices)
+        # The one kind of union that there is: a number, or a word that stands for one.
+        return words if takes_text(info.annotation) else f"an integer, at least 0, or {words.removeprefix('one of ')}"
     if get_origin(info.annotation) is list:
         inner = get_args(info.annotation)[0]
         return f"a list of {_PLURALS.get(inner, 'tables')}"

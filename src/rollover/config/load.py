@@ -28,6 +28,7 @@ from rollover.config.fields import (
     names,
     row_of,
     table_of,
+    takes_text,
     value_of,
 )
 from rollover.config.presets import PRESETS
@@ -37,7 +38,6 @@ from rollover.config.rules import (
     REFUSED,
     Inert,
     Refused,
-    in_flight_groups,
     neutral_values,
     source_rules,
 )
@@ -193,7 +193,7 @@ def _override(key: str, text: str) -> Values:
     """One override as dotted values. Text for a string option needs no quotes; anything else is a TOML value."""
     info = field_at(key)
     value = _parse(text)
-    if info is not None and (info.annotation is str or choices_of(info.annotation)) and not isinstance(value, str):
+    if info is not None and takes_text(info.annotation) and not isinstance(value, str):
         value = text
     if _is_element(key):
         _check_plain(key, value, COMMAND_LINE)
@@ -372,7 +372,7 @@ def _finish(config: Config, layers: _Layers, notices: list[str]) -> Resolved:
     """Final values for the two options whose default depends on others."""
     origin = {key: layers.labels[index] for key, index in layers.index.items()}
     if config.rollout.in_flight_groups == 0:
-        config = _replace(config, "rollout.in_flight_groups", in_flight_groups(config))
+        config = _replace(config, "rollout.in_flight_groups", config.rollout.groups_per_step)
         origin["rollout.in_flight_groups"] = "derived from rollout.groups_per_step"
     if config.rollout.on_stale == "":
         config = _replace(config, "rollout.on_stale", "finish_first")

@@ -16,6 +16,11 @@ class RewardsConfig(Table):
         default=30.0, gt=0, description="Limit of one call; then the worker is killed and the reward is missing."
     )
     startup_timeout_s: float = Field(default=120.0, gt=0, description="Limit of loading the function in its worker.")
+    repetition_penalty: float = Field(
+        default=0.0,
+        ge=0,
+        description="Subtracted from the score of a rollout that rollout.stop_repetition_tokens stopped.",
+    )
     min_valid: int = Field(
         default=2, ge=2, description="A group with fewer valid rewards is dropped (too_few_rewards)."
     )

@@ -1,8 +1,12 @@
-from typing import Literal
+import math
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rollover.config.base import Table
+
+ORDERS = ("oldest_first", "longest_first", "shortest_remaining", "fifo")
+AUTO_STEPS = 4  # in_flight_groups = "auto" holds at most so many steps' worth, unless the staleness bound allows more
 
 
 class RolloutConfig(Table):
@@ -13,29 +17,67 @@ class RolloutConfig(Table):
     max_new_tokens: int = Field(
         default=256, ge=1, description="Cumulative limit of a rollout's tokens over all its segments."
     )
-    in_flight_groups: int = Field(
-        default=0, ge=0, description="Groups held at once (admitted, not yet trained or dropped); 0 = groups_per_step."
+    in_flight_groups: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default=0,
+        description="Groups held at once (admitted, not yet trained or dropped); 0 = groups_per_step. auto: chosen"
+        " before every step from the lengths seen so far, so that no slot of the engine is idle.",
     )
-    interrupt: Literal["never", "when_enough"] = Field(
+    supplement: bool = Field(
+        default=False,
+        description="A group whose rollouts are all finished gives its place to a new task at once: in_flight_groups"
+        " then counts unfinished groups, until there is enough for a step.",
+    )
+    interrupt: Literal["never", "when_enough", "token_budget"] = Field(
         default="never",
         description="never: a step waits for every rollout in flight. when_enough: generation is interrupted as soon"
-        " as groups_per_step groups are ready; the rest roll over to the next step.",
+        " as enough groups are ready. token_budget: every rollout gets token_budget tokens, then the phase ends if"
+        " enough groups are ready. What is unfinished rolls over to the next step.",
+    )
+    token_budget: int = Field(
+        default=0, ge=0, description="Tokens that a rollout gets in one generation phase (interrupt = token_budget)."
+    )
+    complete_fraction: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of groups_per_step that is enough for a step; it then trains every ready group, at most"
+        " groups_per_step.",
+    )
+    complete_by: Literal["group", "rollout"] = Field(
+        default="group",
+        description="What is counted to see whether there is enough: ready groups, or finished rollouts (with at least"
+        " one ready group). Groups are trained whole either way.",
+    )
+    max_continuations: int = Field(
+        default=0,
+        ge=0,
+        description="A rollout that was continued so often is not interrupted again: the step waits for it. 0 = no"
+        " limit.",
     )
     max_staleness: int = Field(
         default=0, ge=0, description="Bound on trainer_version - policy_version of every token in the loss."
     )
-    on_stale: Literal["", "finish_first", "drop"] = Field(
+    on_stale: Literal["", "finish_first", "drop", "mask"] = Field(
         default="",
         description="finish_first (default): no new weights while a held group would pass the bound. drop: such a"
-        " group is dropped, with a counter.",
+        " group is dropped, with a counter. mask: tokens beyond the bound leave the loss, stay as context and are"
+        " counted as dropped.",
     )
     kv_on_resume: Literal["recompute", "keep", "salt"] = Field(
         default="recompute",
         description="KV cache of interrupted rollouts after a weight update. recompute: prefilled again under the new"
         " weights. keep: everything is reused. salt: running rollouts keep theirs, new requests do not see it.",
     )
-    order: Literal["oldest_first", "longest_first", "shortest_remaining", "fifo"] = Field(
-        default="oldest_first", description="Order in which parked rollouts are resumed, before any new one starts."
+    order: str = Field(
+        default="oldest_first",
+        description="Order in which parked rollouts are resumed, before any new one starts: oldest_first,"
+        " longest_first, shortest_remaining, fifo, or your own function (module:function or path.py:function) of a"
+        " RolloutView to a tuple of integers, smallest first.",
+    )
+    stop_repetition_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="A rollout stops when its last so many tokens repeat one pattern at least four times; 0 = off.",
     )
     temperature: float = Field(
         default=1.0, ge=0, description="Sampling temperature of training rollouts (above 0 to be trained)."
@@ -49,3 +91,49 @@ class RolloutConfig(Table):
     )
     stop: list[str] = Field(default_factory=list, description="Strings that end a rollout (kept in its text).")
     stop_token_ids: list[int] = Field(default_factory=list, description="Token ids that end a rollout, besides EOS.")
+
+    @property
+    def most_in_flight(self) -> int:
+        """The largest number that in_flight_groups can stand for."""
+        if self.in_flight_groups != "auto":
+            return self.in_flight_groups or self.groups_per_step
+        steps = 1 + self.max_staleness
+        if self.on_stale in ("drop", "mask"):
+            steps = max(steps, AUTO_STEPS)
+        return max(1, steps - self.supplement) * self.groups_per_step
+
+    @property
+    def first_in_flight(self) -> int:
+        """Groups in flight before any length was seen."""
+        return (
+            min(self.most_in_flight, 2 * self.groups_per_step)
+            if self.in_flight_groups == "auto"
+            else self.most_in_flight
+        )
+
+    @property
+    def most_held(self) -> int:
+        """The largest number of groups held at once: with supplement, ready ones wait beside those in flight."""
+        return self.most_in_flight + (self.groups_per_step if self.supplement else 0)
+
+    @property
+    def num_enough(self) -> int:
+        """Groups' worth that is enough for a step, counted as complete_by says."""
+        return math.ceil(self.complete_fraction * self.groups_per_step - 1e-9)
+
+    @property
+    def nothing_rolls_over(self) -> bool:
+        """Whether every rollout is finished before the step that follows it."""
+        whole = self.complete_fraction == 1 and self.complete_by == "group"
+        return self.interrupt == "never" or (self.most_held <= self.groups_per_step and whole)
+
+    @property
+    def staleness_bound(self) -> int:
+        """The largest staleness that a token in the loss can have (docs/staleness.md).
+
+        Never above max_staleness. If nothing rolls over, a group waits at most for those admitted before it:
+        ceil(held / groups_per_step) - 1 steps.
+        """
+        if self.nothing_rolls_over:
+            return min(self.max_staleness, -(-self.most_held // self.groups_per_step) - 1)
+        return self.max_staleness

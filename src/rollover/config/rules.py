@@ -6,12 +6,14 @@ A rule reads the configuration as given: `in_flight_groups = 0` and `on_stale = 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rollover.config import Config, TaskSourceConfig
 from rollover.config.fields import default_of, leaves
+from rollover.config.rollout import ORDERS
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,6 @@ class Refused:
     message: Callable[[Config], str]
 
 
-def in_flight_groups(config: Config) -> int:
-    return config.rollout.in_flight_groups or config.rollout.groups_per_step
-
-
 def neutral_values(config: Config, key: str) -> tuple[Any, ...]:
     """Values of `key` that mean the same as leaving it out: setting one of them is never an option without effect."""
     if key == "rollout.in_flight_groups":
@@ -59,6 +57,11 @@ def _fields(table: str, *, without: str) -> tuple[str, ...]:
     return tuple(name for name, _ in leaves() if name.startswith(f"{table}.") and name != f"{table}.{without}")
 
 
+def _near(name: str, candidates: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, candidates, n=1)
+    return f'. Did you mean "{near[0]}"?' if near else ""
+
+
 def _has_dataset(config: Config) -> bool:
     return any(source.kind == "dataset" for source in config.tasks.sources)
 
@@ -67,12 +70,28 @@ def _all_sources_set(config: Config, field: str) -> bool:
     return bool(config.tasks.sources) and all(getattr(source, field) for source in config.tasks.sources)
 
 
-def _nothing_rolls_over(config: Config) -> bool:
+def _one_step_in_flight(config: Config) -> bool:
+    """When there is enough for a step nothing else is in flight, so there is nothing to interrupt."""
+    rollout = config.rollout
+    whole = rollout.complete_fraction == 1 and rollout.complete_by == "group"
+    return whole and rollout.most_held == rollout.groups_per_step
+
+
+def _nothing_gets_stale(config: Config) -> bool:
     """Every step trains all that is in flight, so no token is older than the step that trains it."""
-    return config.rollout.interrupt == "never" and in_flight_groups(config) == config.rollout.groups_per_step
+    return config.rollout.nothing_rolls_over and config.rollout.most_held == config.rollout.groups_per_step
 
 
-_GENERATION = ("in_flight_groups", "interrupt", "max_staleness", "on_stale", "kv_on_resume", "order")
+def _unknown_order(config: Config) -> bool:
+    return config.rollout.order not in ORDERS and ":" not in config.rollout.order
+
+
+_OF_INTERRUPTION = (
+    "supplement", "token_budget", "complete_fraction", "complete_by", "max_continuations", "order", "kv_on_resume",
+)  # fmt: skip
+_GENERATION = (
+    "in_flight_groups", "interrupt", "max_staleness", "on_stale", "stop_repetition_tokens", *_OF_INTERRUPTION,
+)  # fmt: skip
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 INERT: tuple[Inert, ...] = (
@@ -89,7 +108,7 @@ INERT: tuple[Inert, ...] = (
     Inert(
         ("rollout.interrupt",),
         ("rollout.in_flight_groups", "rollout.groups_per_step"),
-        lambda c: in_flight_groups(c) == c.rollout.groups_per_step,
+        _one_step_in_flight,
         "with as many groups in flight as a step trains (rollout.in_flight_groups = rollout.groups_per_step): when"
         " enough groups are ready, none is left to interrupt",
         "Raise rollout.in_flight_groups",
@@ -97,16 +116,30 @@ INERT: tuple[Inert, ...] = (
     Inert(
         ("rollout.max_staleness", "rollout.on_stale"),
         ("rollout.interrupt", "rollout.in_flight_groups", "rollout.groups_per_step"),
-        _nothing_rolls_over,
+        _nothing_gets_stale,
         'with rollout.interrupt = "never" and rollout.in_flight_groups = rollout.groups_per_step: nothing gets stale',
         "Raise rollout.in_flight_groups",
     ),
     Inert(
-        ("rollout.order", "rollout.kv_on_resume"),
+        tuple(f"rollout.{name}" for name in _OF_INTERRUPTION),
         ("rollout.interrupt",),
         lambda c: c.rollout.interrupt == "never",
-        'with rollout.interrupt = "never": no rollout is parked and resumed',
+        'with rollout.interrupt = "never": a step waits for all that is in flight, no rollout is parked and resumed',
         'Set rollout.interrupt = "when_enough"',
+    ),
+    Inert(
+        ("rollout.token_budget",),
+        ("rollout.interrupt",),
+        lambda c: c.rollout.interrupt == "when_enough",
+        'with rollout.interrupt = "when_enough": rollouts run until there is enough for a step',
+        'Set rollout.interrupt = "token_budget"',
+    ),
+    Inert(
+        ("rewards.repetition_penalty",),
+        ("rollout.stop_repetition_tokens",),
+        lambda c: c.rollout.stop_repetition_tokens == 0,
+        "with rollout.stop_repetition_tokens = 0: no rollout is stopped for repeating itself",
+        "Set rollout.stop_repetition_tokens",
     ),
     Inert(
         ("algorithm.clip_low", "algorithm.clip_high"),
@@ -242,10 +275,35 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         ("rollout.interrupt", "rollout.max_staleness"),
-        lambda c: c.rollout.interrupt == "when_enough" and c.rollout.max_staleness == 0,
+        lambda c: not c.rollout.nothing_rolls_over and c.rollout.max_staleness == 0 and c.rollout.on_stale != "mask",
         lambda c: (
-            'rollout.interrupt = "when_enough" with rollout.max_staleness = 0: an interrupted rollout is always'
-            ' stale when it is trained. Set rollout.max_staleness to 1 or more, or rollout.interrupt = "never"'
+            f'rollout.interrupt = "{c.rollout.interrupt}" with rollout.max_staleness = 0: an interrupted rollout is'
+            ' always stale when it is trained. Set rollout.max_staleness to 1 or more, rollout.on_stale = "mask" (its'
+            ' earlier tokens leave the loss), or rollout.interrupt = "never"'
+        ),
+    ),
+    Refused(
+        ("rollout.interrupt", "rollout.token_budget"),
+        lambda c: c.rollout.interrupt == "token_budget" and not 0 < c.rollout.token_budget < c.rollout.max_new_tokens,
+        lambda c: (
+            f'rollout.token_budget = {c.rollout.token_budget} with rollout.interrupt = "token_budget": it must be'
+            f" above 0 and below rollout.max_new_tokens = {c.rollout.max_new_tokens}. Set it"
+        ),
+    ),
+    Refused(
+        ("rollout.order",),
+        _unknown_order,
+        lambda c: (
+            f'rollout.order = "{c.rollout.order}" is none of {", ".join(ORDERS)}, and no function (module:function or'
+            f" path.py:function){_near(c.rollout.order, ORDERS)}"
+        ),
+    ),
+    Refused(
+        ("rollout.stop_repetition_tokens",),
+        lambda c: 0 < c.rollout.stop_repetition_tokens < 16,
+        lambda c: (
+            f"rollout.stop_repetition_tokens = {c.rollout.stop_repetition_tokens}: so few tokens repeat themselves in"
+            " sound answers too. Set it to 16 or more (64, say), or to 0 (off)"
         ),
     ),
     Refused(
@@ -268,7 +326,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         ("rollout.in_flight_groups", "rollout.groups_per_step"),
-        lambda c: in_flight_groups(c) < c.rollout.groups_per_step,
+        lambda c: c.rollout.most_in_flight < c.rollout.groups_per_step,
         lambda c: (
             f"rollout.in_flight_groups = {c.rollout.in_flight_groups} is below rollout.groups_per_step ="
             f" {c.rollout.groups_per_step}: a step would never have enough groups. Raise it, or set it to 0 (equal)"
@@ -277,11 +335,17 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         ("rollout.in_flight_groups", "rollout.max_staleness", "rollout.groups_per_step", "rollout.on_stale"),
         lambda c: (
-            in_flight_groups(c) > (1 + c.rollout.max_staleness) * c.rollout.groups_per_step
-            and c.rollout.on_stale != "drop"
+            c.rollout.most_held > (1 + c.rollout.max_staleness) * c.rollout.groups_per_step
+            and c.rollout.on_stale not in ("drop", "mask")
         ),
         lambda c: (
-            f"rollout.in_flight_groups = {c.rollout.in_flight_groups} is above (1 + rollout.max_staleness) *"
+            f"rollout.in_flight_groups = {c.rollout.in_flight_groups}"
+            + (
+                " and as many ready ones beside them as a step trains (rollout.supplement),"
+                if c.rollout.supplement
+                else ""
+            )
+            + " is above (1 + rollout.max_staleness) *"
             f" rollout.groups_per_step = {(1 + c.rollout.max_staleness) * c.rollout.groups_per_step}: with"
             ' rollout.on_stale = "finish_first" the bound could not be held. Lower it, raise rollout.max_staleness, or'
             ' set rollout.on_stale = "drop" to lose groups that get too old'

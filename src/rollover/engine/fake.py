@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollover.engine.protocol import ExtendRequest, WeightLoad
+from rollover.engine.repetition import repeats_itself
 from rollover.types import Segment, StopReason
 
 if TYPE_CHECKING:
@@ -159,7 +160,12 @@ class FakeEngine:
         sequence.tokens.append((token_id, logprob, self._policy_version))
         if ends:
             return StopReason.EOS
-        return StopReason.LENGTH if len(sequence.tokens) >= request.max_new_tokens else None
+        if len(sequence.tokens) >= request.max_new_tokens:
+            return StopReason.LENGTH
+        generated = [*request.generated_ids, *(token for token, _, _ in sequence.tokens)]
+        if repeats_itself(generated, request.stop_repetition_tokens):
+            return StopReason.REPETITION
+        return StopReason.PAUSED if len(sequence.tokens) == request.pause_after else None
 
 
 def _hash(*parts: int) -> int:

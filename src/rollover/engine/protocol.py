@@ -20,7 +20,9 @@ class ExtendRequest:
     """Continue one rollout: `prompt_ids` + `generated_ids` (all segments so far), by token ids.
 
     `max_new_tokens` is the remaining budget (>= 1). `seed` is `types.rollout_seed(...)`; the draw of a token depends on
-    `seed` and its absolute index in the generated part only.
+    `seed` and its absolute index in the generated part only. After `pause_after` new tokens (0: never) the rollout is
+    interrupted, its KV kept as for any interruption. It stops with REPETITION as engine/repetition.py says
+    (`stop_repetition_tokens` 0: never).
     """
 
     rollout_id: str
@@ -31,6 +33,8 @@ class ExtendRequest:
     sampling: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
+    pause_after: int = 0
+    stop_repetition_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,8 @@ class Engine(Protocol):
     """Contract (run tests/contract/ on your own engine).
 
     `extend` returns one Segment per policy version met on the way, at least one; every Segment but the last ends with
-    PAUSED; the last one with PAUSED iff the rollout was interrupted. The engine stamps versions, not the caller.
+    PAUSED; the last one with PAUSED iff the rollout was interrupted (or got its `pause_after` tokens). The engine
+    stamps versions, not the caller.
     An interrupted rollout that got no new token returns one empty PAUSED segment.
     """
 

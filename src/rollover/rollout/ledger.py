@@ -50,8 +50,14 @@ class Ledger:
         """A parked rollout was started again."""
         self.resumed_rollouts += 1
 
-    def on_consume(self, group: Group) -> None:
+    def on_consume(self, group: Group, oldest_in_loss: int = 0) -> None:
+        """Tokens of policy versions below `oldest_in_loss` are not trained: they are dropped as masked."""
         self.trained.add(group)
+        if oldest_in_loss:
+            segments = [s for r in group.rollouts for s in r.segments if s.trainable]
+            masked = sum(len(s) for s in segments if s.policy_version < oldest_in_loss)
+            self.trained.tokens -= masked
+            self.dropped[DropReason.MASKED].tokens += masked
 
     def on_drop(self, group: Group, reason: DropReason) -> None:
         self.dropped[reason].add(group)

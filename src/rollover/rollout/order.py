@@ -1,13 +1,15 @@
 """Order of resumption: plain functions over a read-only view, smallest key first. Never touches a rollout.
 
-To add one, write a function `RolloutView -> key` and name it in ORDERS. Every key ends with the admission order, so
-that the order is total.
+To add one, write a function `RolloutView -> key` and name it in ORDERS, or name your own in the config. Every key ends
+with the admission order, so that the order is total (`load_order` sees to that for yours).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from rollover.functions import load_function
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +58,18 @@ ORDERS: dict[str, Callable[[RolloutView], OrderKey]] = {
     "shortest_remaining": shortest_remaining,
     "fifo": fifo,
 }
+
+
+def load_order(name: str) -> Callable[[RolloutView], OrderKey]:
+    """The order of that name, or the user's function behind `module:function`. ValueError if there is none."""
+    if name in ORDERS:
+        return ORDERS[name]
+    function = load_function(name, ".")
+
+    def key(view: RolloutView) -> OrderKey:
+        own = function(view)
+        if not isinstance(own, tuple) or not all(isinstance(part, int) for part in own):
+            raise ValueError(f'rollout.order = "{name}" returned {own!r}; it must return a tuple of integers')
+        return (*own, view.group_id, view.sibling)
+
+    return key

@@ -1,27 +1,53 @@
 """The scheduler: what is admitted, started, interrupted, consumed and dropped. A pure state machine.
 
-Owns slots, ages and the order of parking and resumption. Never changes a rollout (RolloutCache does), never waits,
-never reads a clock: it answers questions about the held groups and is told what was done (`on_*`).
+Owns slots, ages and the order of parking and resumption. It is told of every transition (`on_*`, by Lifecycle) and
+answers questions. Never changes a rollout (RolloutCache does), never waits, never reads a clock. What it keeps grows
+with the groups held; the cost of an answer does not.
 
-Invariants: at most `in_flight_groups` groups are held; a step takes exactly `groups_per_step` groups, except the last
-of a finite task stream; no trained token is staler than `max_staleness` (proof in staleness.py).
+Invariants: at most `config.most_held` groups are held; a step takes at most `groups_per_step` groups, and exactly so
+many unless complete_fraction, complete_by or the end of the task stream allow fewer; no token in the loss is staler
+than `max_staleness` (proof in docs/staleness.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.order import ORDERS, OrderKey, RolloutView
-from rollover.rollout.staleness import group_deadline, in_flight_groups, is_feasible, is_stale, urgencies
+from rollover.rollout.order import OrderKey, RolloutView, load_order
+from rollover.rollout.oversubscription import LengthEstimate
+from rollover.rollout.staleness import expiry, group_deadline, is_feasible, urgencies
 from rollover.types import Group, Rollout, RolloutState
 
-Groups = Mapping[int, Group]
+_UNFINISHED = (RolloutState.WAITING, RolloutState.RUNNING, RolloutState.PARKED)
+_MUST_FINISH = -1  # a deadline before all others: the queue of rollouts that may not be interrupted again
+_NO_DEADLINE = math.inf
+
+_Entry = tuple[bool, OrderKey, str]  # is waiting, the order's key, rollout id
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What the scheduler knows of a held group. `deadline`: see staleness.group_deadline; inf before the first token.
+
+    `place`: its entry in the sorted list of READY groups.
+    """
+
+    group: Group
+    admitted_at: int
+    unfinished: int
+    deadline: float = _NO_DEADLINE
+    place: tuple[float, int] | None = None
 
 
 class Scheduler:
-    """Decides over the held groups (`RolloutCache.groups`).
+    """Decides over the held groups.
 
     `max_running`: at most so many rollouts run at once, the others wait for a slot; None means no limit.
     Raises ValueError for a config under which a step could become impossible.
@@ -29,105 +55,129 @@ class Scheduler:
 
     def __init__(self, config: RolloutConfig, max_running: int | None = None) -> None:
         self.config = config
-        self.in_flight_groups = in_flight_groups(config)
         self.max_running = max_running
-        self.finish_first = config.on_stale != "drop"
-        self._order = ORDERS[config.order]
-        self._admitted_at: dict[int, int] = {}
+        self.finish_first = config.on_stale in ("", "finish_first")
+        self.lengths = LengthEstimate()
+        self.in_flight_groups = config.first_in_flight
+        self._order = load_order(config.order)
+        self._held: dict[int, _Held] = {}
+        self._ready: list[tuple[float, int]] = []  # (expiry, group id), sorted: the order of consumption
+        self._due: Counter[float] = Counter()  # deadline -> held groups
+        self._running: dict[str, Rollout] = {}
+        self._finished = 0  # rollouts of held groups whose generation stopped
+        self._scoring = 0  # groups that are complete, but not READY yet
+        self._must_finish: set[str] = set()  # running rollouts that may not be interrupted again
+        # Deadline -> heap of what may start. An entry is void unless it is the one that `_queued` has of the rollout.
+        self._queues: dict[float, list[_Entry]] = {}
+        self._queued: dict[str, tuple[float, _Entry]] = {}
+        self._spent: dict[str, Rollout] = {}  # had their token budget of this phase
         self._parked_since: dict[str, int] = {}
         self._next_parking = 0
-        most = (1 + config.max_staleness) * config.groups_per_step
+        self._refuse_impossible()
+
+    def _refuse_impossible(self) -> None:
+        config, most = self.config, (1 + self.config.max_staleness) * self.config.groups_per_step
         if self.in_flight_groups < config.groups_per_step:
             raise ValueError(
                 f"rollout.in_flight_groups = {self.in_flight_groups} is below rollout.groups_per_step ="
                 f" {config.groups_per_step}: a step would never have enough groups. Raise it, or set it to 0."
             )
-        if self.finish_first and self.in_flight_groups > most:
+        if self.finish_first and config.most_held > most:
             raise ValueError(
-                f"rollout.in_flight_groups = {self.in_flight_groups} is above (1 + rollout.max_staleness) *"
-                f' rollout.groups_per_step = {most}: on_stale = "finish_first" cannot keep the bound. Lower it, raise'
+                f"rollout.in_flight_groups = {self.in_flight_groups}: {config.most_held} groups held at once are above"
+                f" (1 + rollout.max_staleness) * rollout.groups_per_step = {most}:"
+                ' on_stale = "finish_first" cannot keep the bound. Lower it, raise'
                 ' rollout.max_staleness, or set rollout.on_stale = "drop".'
             )
-        if max_running is not None and max_running < 1:
-            raise ValueError(f"max_running = {max_running} must be at least 1")
+        if self.max_running is not None and self.max_running < 1:
+            raise ValueError(f"max_running = {self.max_running} must be at least 1")
 
     # Questions
 
-    def num_to_admit(self, groups: Groups) -> int:
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def num_to_admit(self) -> int:
         """How many new tasks may be admitted now."""
-        return max(0, self.in_flight_groups - len(groups))
+        places = self.in_flight_groups - len(self._held)
+        if self.config.supplement and not self._enough(stream_ended=False):
+            places = min(places + len(self._ready) + self._scoring, self.config.most_held - len(self._held))
+        return max(0, places)
 
-    def to_start(self, groups: Groups, version: int) -> list[str]:
-        """Ids of the rollouts that start or resume now, in order, as many as there are free slots.
+    def start(self, version: int) -> list[str]:
+        """Give the free slots away: ids of the rollouts that start or resume now, in order.
 
-        Parked ones by the order function, then waiting ones by group id. Under finish_first, rollouts of groups that
-        the step at `version` cannot do without precede all others.
+        Parked ones by the order function, then waiting ones by group id. Rollouts that may not be interrupted again
+        precede all others; under finish_first, next are those of groups that the step at `version` cannot do without.
         """
-        rollouts = [r for g in groups.values() for r in g.rollouts]
-        candidates = [r for r in rollouts if r.state in (RolloutState.PARKED, RolloutState.WAITING)]
-        if not candidates:
+        if self._spent and not (self._running or self._queued or self._scoring):
+            self._next_round()
+        if not self._queued:
             return []
-        deadlines = self._deadlines(groups) if self.finish_first else {}
-        urgency = urgencies(deadlines.values(), version, self.config.groups_per_step)
-        not_urgent = self.config.max_staleness + 1
+        free = len(self._queued) if self.max_running is None else self.max_running - len(self._running)
+        urgency = urgencies(self._due, version, self.config.groups_per_step) if self.finish_first and free > 0 else {}
+        started: list[str] = []
+        for _ in range(free):
+            entry = self._pop(urgency)
+            if entry is None:
+                break
+            rollout = self._rollout(entry[2])
+            self._running[rollout.rollout_id] = rollout
+            if self._was_continued_enough(rollout):
+                self._must_finish.add(rollout.rollout_id)
+            started.append(rollout.rollout_id)
+        return started
 
-        def key(rollout: Rollout) -> tuple[int, bool, OrderKey]:
-            deadline = deadlines.get(rollout.group_id)
-            rank = not_urgent if deadline is None else urgency.get(deadline, not_urgent)
-            if rollout.state is RolloutState.WAITING:
-                return rank, True, (rollout.group_id, rollout.sibling)
-            return rank, False, self._order(self._view(rollout))
-
-        candidates.sort(key=key)
-        if self.max_running is not None:
-            num_running = sum(r.state is RolloutState.RUNNING for r in rollouts)
-            candidates = candidates[: max(0, self.max_running - num_running)]
-        return [r.rollout_id for r in candidates]
-
-    def to_consume(self, groups: Groups, version: int, stream_ended: bool = False) -> list[int] | None:
+    def to_consume(self, version: int, stream_ended: bool = False) -> list[int] | None:
         """Ids of the groups that the step at trainer version `version` takes, oldest first; None: not enough yet.
 
-        With `interrupt = "never"` a step waits for every rollout in flight. Once enough, it stays enough while running
-        rollouts wind down, though older groups may then take precedence: ask again before consuming.
+        With `interrupt = "never"` a step waits for every rollout in flight, with "token_budget" for everyone's budget.
+        Once enough, it stays enough while running rollouts wind down, though older groups may then take precedence:
+        ask again before consuming.
         At the end of the task stream a last, smaller step takes what is left ([] if nothing is).
         """
-        num_wanted = self.config.groups_per_step
-        ready = [g for g in groups.values() if g.ready]
-        if len(groups) < num_wanted:
-            # Everything left must be finished: there is no later group to wait with it.
-            return self._oldest(ready) if stream_ended and len(ready) == len(groups) else None
-        if len(ready) < num_wanted or (self.config.interrupt == "never" and len(ready) < len(groups)):
+        config = self.config
+        if not self._enough(stream_ended):
             return None
-        chosen = self._oldest(ready)[:num_wanted]
+        all_ready = len(self._ready) == len(self._held)
+        if not all_ready and (config.interrupt == "never" or self._must_finish):
+            return None
+        if config.interrupt == "token_budget" and (self._running or self._queued or self._scoring):
+            return None
+        chosen = self._ready[: config.groups_per_step]
         if self.finish_first:
-            taken = set(chosen)
-            left = [deadline for i, deadline in self._deadlines(groups).items() if i not in taken]
-            if not is_feasible(left, version, num_wanted):
+            # Whatever has no token yet may get its first one under `version` while generation winds down.
+            num_left = len(self._held) - len(chosen)
+            taken = Counter(self._held[i].deadline for _, i in chosen)
+            left_in_time = is_feasible(self._due - taken, version, config.groups_per_step)
+            if not left_in_time or num_left > config.max_staleness * config.groups_per_step:
                 return None
-        return chosen
+        return [i for _, i in chosen]
 
-    def to_interrupt(self, groups: Groups, version: int, stream_ended: bool = False) -> list[str]:
-        """Ids of the running rollouts to interrupt now: all of them, once there is enough for a step."""
-        if self.config.interrupt == "never" or self.to_consume(groups, version, stream_ended) is None:
+    def to_interrupt(self, version: int, stream_ended: bool = False) -> list[str]:
+        """Ids of the running rollouts to interrupt now, in group order: all of them, once there is enough."""
+        if not self._running or self.to_consume(version, stream_ended) is None:
             return []
-        return [r.rollout_id for g in groups.values() for r in g.rollouts if r.state is RolloutState.RUNNING]
+        return [r.rollout_id for r in sorted(self._running.values(), key=lambda r: (r.group_id, r.sibling))]
 
-    def to_drop(self, groups: Groups, version: int) -> list[int]:
+    def to_drop(self, version: int) -> list[int]:
         """Ids of the groups that can no longer be trained in bound, right after `version` was published."""
-        stale = [i for i, g in groups.items() if is_stale(g, version, self.config.max_staleness)]
+        if self.config.on_stale == "mask":
+            # An unfinished group still gets tokens that are in bound.
+            return sorted(i for expires, i in self._ready if expires < version)
+        stale = [i for i, held in self._held.items() if held.deadline < version]
         assert not (stale and self.finish_first), f"finish_first let groups {stale} pass the staleness bound"
         return stale
 
-    def check_held(self, groups: Groups, version: int) -> None:
+    def check_held(self, version: int) -> None:
         """ValueError if groups that another config left behind cannot be trained in bound by this one."""
         if not self.finish_first:
             return
         most = (1 + self.config.max_staleness) * self.config.groups_per_step
-        if len(groups) > most or not is_feasible(
-            self._deadlines(groups).values(), version - 1, self.config.groups_per_step
-        ):
+        if len(self._held) > most or not is_feasible(self._due, version - 1, self.config.groups_per_step):
             raise ValueError(
-                f"--resume: the {len(groups)} groups that the checkpoint holds cannot all be trained with"
+                f"--resume: the {len(self._held)} groups that the checkpoint holds cannot all be trained with"
                 f" rollout.max_staleness = {self.config.max_staleness} and rollout.groups_per_step ="
                 f" {self.config.groups_per_step}. Set them back to what the run had (config.resolved.json), or set"
                 ' rollout.on_stale = "drop" to lose groups that get too old'
@@ -136,30 +186,173 @@ class Scheduler:
     # What was done
 
     def on_admit(self, group: Group, version: int) -> None:
-        self._admitted_at[group.group_id] = version
+        self._held[group.group_id] = _Held(group, version, len(group.rollouts))
+        for rollout in group.rollouts:
+            self._enqueue(rollout)
+
+    def on_append(self, rollout: Rollout) -> None:
+        """The running rollout got segments."""
+        held = self._held[rollout.group_id]
+        oldest = rollout.min_version
+        if oldest is None or oldest + self.config.max_staleness >= held.deadline:
+            return
+        self._count_due(held, -1)
+        held.deadline = oldest + self.config.max_staleness
+        self._count_due(held, 1)
+        for sibling in held.group.rollouts:
+            if sibling.rollout_id in self._queued:
+                self._enqueue(sibling)
 
     def on_park(self, rollout: Rollout) -> None:
+        """A running rollout was parked (it is WAITING again if it has no token)."""
+        del self._running[rollout.rollout_id]
         self._parked_since[rollout.rollout_id] = self._next_parking
         self._next_parking += 1
+        self._must_finish.discard(rollout.rollout_id)
+        if self.config.interrupt == "token_budget":
+            self._spent[rollout.rollout_id] = rollout
+        else:
+            self._enqueue(rollout)
+
+    def on_finish(self, rollout: Rollout) -> None:
+        """The generation of a running rollout stopped."""
+        del self._running[rollout.rollout_id]
+        self._finished += 1
+        held = self._held[rollout.group_id]
+        held.unfinished -= 1
+        if not held.unfinished:
+            self._scoring += 1
+        self._must_finish.discard(rollout.rollout_id)
+
+    def on_ready(self, group: Group) -> None:
+        """All rollouts of the group have their rewards."""
+        held = self._held[group.group_id]
+        self._scoring -= 1
+        held.place = (expiry(group, self.config), group.group_id)
+        insort(self._ready, held.place)
+        self.lengths.observe([r.num_tokens for r in group.rollouts])
 
     def on_leave(self, group: Group) -> None:
-        """The group was consumed or dropped."""
-        del self._admitted_at[group.group_id]
+        """The group was consumed or dropped. None of its rollouts runs."""
+        held = self._held.pop(group.group_id)
+        if held.place is not None:
+            del self._ready[bisect_left(self._ready, held.place)]
+        elif not held.unfinished:
+            self._scoring -= 1
+        self._count_due(held, -1)
+        self._finished -= len(group.rollouts) - held.unfinished
         for rollout in group.rollouts:
+            self._queued.pop(rollout.rollout_id, None)
+            self._spent.pop(rollout.rollout_id, None)
             self._parked_since.pop(rollout.rollout_id, None)
 
+    def on_publish(self) -> None:
+        """New weights are live: choose the number of groups in flight, if it is ours to choose; a new phase begins."""
+        self._next_round()
+        if self.config.in_flight_groups == "auto":
+            self.in_flight_groups = self.lengths.in_flight_groups(self.config, self.max_running)
+
+    # Snapshots
+
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: ages and the order of parking."""
+        """JSON-able: ages, the order of parking, observed lengths."""
         return {
-            "admitted_at": {str(i): version for i, version in self._admitted_at.items()},
+            "admitted_at": {str(i): held.admitted_at for i, held in self._held.items()},
             "parked_since": dict(self._parked_since),
             "next_parking": self._next_parking,
+            "in_flight_groups": self.in_flight_groups,
+            "lengths": self.lengths.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._admitted_at = {int(i): version for i, version in state["admitted_at"].items()}
-        self._parked_since = dict(state["parked_since"])
+    def load_state_dict(self, state: dict[str, Any], groups: Iterable[Group]) -> None:
+        """`groups`: the held ones, as RolloutCache restored them. Nothing runs."""
+        fresh = Scheduler(self.config, self.max_running)
+        self.__dict__.update(fresh.__dict__)
         self._next_parking = state["next_parking"]
+        if self.config.in_flight_groups == "auto":
+            self.in_flight_groups = state.get("in_flight_groups", self.in_flight_groups)
+        parked_since = state["parked_since"]
+        for group in groups:
+            held = self._held[group.group_id] = _Held(group, state["admitted_at"][str(group.group_id)], 0)
+            deadline = group_deadline(group, self.config.max_staleness)
+            held.deadline = _NO_DEADLINE if deadline is None else deadline
+            self._count_due(held, 1)
+            for rollout in group.rollouts:
+                if rollout.rollout_id in parked_since:
+                    self._parked_since[rollout.rollout_id] = parked_since[rollout.rollout_id]
+                if rollout.state in _UNFINISHED:
+                    held.unfinished += 1
+                    self._enqueue(rollout)
+                else:
+                    self._finished += 1
+            if not held.unfinished:
+                self._scoring += 1
+                if group.ready:
+                    self.on_ready(group)
+        self.lengths.load_state_dict(state.get("lengths", {}))
+
+    # Inside
+
+    def _enough(self, stream_ended: bool) -> bool:
+        """Whether a step has enough to train on, the staleness bound aside."""
+        num_ready = len(self._ready)
+        if stream_ended and num_ready == len(self._held):
+            return True
+        if self.config.complete_by == "group":
+            return num_ready >= self.config.num_enough
+        return num_ready > 0 and self._finished >= self.config.num_enough * self.config.group_size
+
+    def _enqueue(self, rollout: Rollout) -> None:
+        waiting = rollout.state is RolloutState.WAITING
+        key = (rollout.group_id, rollout.sibling) if waiting else self._order(self._view(rollout))
+        deadline = self._held[rollout.group_id].deadline if self.finish_first else _NO_DEADLINE
+        if self._was_continued_enough(rollout):
+            deadline = _MUST_FINISH
+        entry = (waiting, key, rollout.rollout_id)
+        self._queued[rollout.rollout_id] = (deadline, entry)
+        heapq.heappush(self._queues.setdefault(deadline, []), entry)
+
+    def _pop(self, urgency: dict[float, int]) -> _Entry | None:
+        """Take the first of the queues: by urgency, then parked before waiting, then by the order's key."""
+        best: tuple[int, _Entry] | None = None
+        best_queue = _NO_DEADLINE
+        for deadline in list(self._queues):
+            queue = self._queues[deadline]
+            while queue and self._queued.get(queue[0][2]) != (deadline, queue[0]):
+                heapq.heappop(queue)
+            if not queue:
+                del self._queues[deadline]
+                continue
+            rank = -1 if deadline == _MUST_FINISH else urgency.get(deadline, self.config.max_staleness + 1)
+            if best is None or (rank, queue[0]) < best:
+                best, best_queue = (rank, queue[0]), deadline
+        if best is None:
+            return None
+        heapq.heappop(self._queues[best_queue])
+        del self._queued[best[1][2]]
+        return best[1]
+
+    def _next_round(self) -> None:
+        """Everyone has a token budget again."""
+        spent, self._spent = self._spent, {}
+        for rollout in spent.values():
+            self._enqueue(rollout)
+
+    def _was_continued_enough(self, rollout: Rollout) -> bool:
+        """Whether the next run of an unfinished rollout is the last that max_continuations allows."""
+        limit = self.config.max_continuations
+        return limit > 0 and sum(s.trainable for s in rollout.segments) >= limit
+
+    def _rollout(self, rollout_id: str) -> Rollout:
+        group_id, sibling = rollout_id.split("-")
+        return self._held[int(group_id)].group.rollouts[int(sibling)]
+
+    def _count_due(self, held: _Held, by: int) -> None:
+        if held.deadline == _NO_DEADLINE:
+            return
+        self._due[held.deadline] += by
+        if not self._due[held.deadline]:
+            del self._due[held.deadline]
 
     def _view(self, rollout: Rollout) -> RolloutView:
         num_tokens = rollout.num_tokens
@@ -169,22 +362,7 @@ class Scheduler:
             sibling=rollout.sibling,
             num_tokens=num_tokens,
             remaining=self.config.max_new_tokens - num_tokens,
-            admitted_at=self._admitted_at[rollout.group_id],
+            admitted_at=self._held[rollout.group_id].admitted_at,
             # A rollout that ran when the snapshot was taken was never parked: it comes last.
             parked_since=self._parked_since.get(rollout.rollout_id, self._next_parking),
         )
-
-    def _deadlines(self, groups: Groups) -> dict[int, int]:
-        """Group id -> deadline, of the groups that have one."""
-        deadlines = {i: group_deadline(g, self.config.max_staleness) for i, g in groups.items()}
-        return {i: deadline for i, deadline in deadlines.items() if deadline is not None}
-
-    @staticmethod
-    def _oldest(ready: list[Group]) -> list[int]:
-        """By smallest policy version (the earliest deadline), then by id. A group without tokens is the newest."""
-
-        def key(group: Group) -> tuple[bool, int, int]:
-            version = group.min_version
-            return version is None, version or 0, group.group_id
-
-        return [g.group_id for g in sorted(ready, key=key)]

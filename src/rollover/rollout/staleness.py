@@ -15,12 +15,14 @@ A step is taken only if what it leaves behind satisfies n(k) <= k * B for every 
    groups if fewer are held; of those counted in n(k) it leaves at most max(0, n(k) - B) <= k * B. Generation of a
    rollout is finite, so all held groups do become READY if nothing shorter suffices: no deadlock.
 3. A READY choice stays good while generation winds down. More READY groups only make the earliest-deadline choice
-   earlier; a first token under v gives the deadline v + S, and n(S) <= N - B <= S * B after the step.
+   earlier; a first token under v gives the deadline v + S, and a step is taken only if it leaves at most S * B groups,
+   so n(S) <= S * B after it. (A whole step of B groups always does: N - B <= S * B.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -54,50 +56,50 @@ def is_stale(group: Group, trainer_version: int, max_staleness: int) -> bool:
     return deadline is not None and deadline < trainer_version
 
 
-def is_feasible(deadlines: Iterable[int], trainer_version: int, groups_per_step: int) -> bool:
-    """Can groups with these deadlines all be trained in bound by the steps after the one at `trainer_version`?
+def is_feasible(due: Mapping[float, int], trainer_version: int, groups_per_step: int) -> bool:
+    """Can these groups all be trained in bound by the steps after the one at `trainer_version`?
 
-    The earliest-deadline-first condition: for every k >= 0 at most k * groups_per_step deadlines are at most
-    trainer_version + k.
+    `due`: deadline -> number of groups. The earliest-deadline-first condition: for every k >= 0 at most
+    k * groups_per_step deadlines are at most trainer_version + k.
     """
-    return not _tight_slacks(deadlines, trainer_version, groups_per_step)
+    return not _tight_slacks(due, trainer_version, groups_per_step)
 
 
-def urgencies(deadlines: Iterable[int], trainer_version: int, groups_per_step: int) -> dict[int, int]:
+def urgencies(due: Mapping[float, int], trainer_version: int, groups_per_step: int) -> dict[float, int]:
     """Deadline -> urgency, for those deadlines of which some groups must be in the step at `trainer_version`.
 
     Smaller is more urgent: the smallest k, at or above the group's own slack, at which more than
     k * groups_per_step groups are due by trainer_version + k. Deadlines that are absent are not urgent.
     """
-    deadlines = list(deadlines)
-    tight = _tight_slacks(deadlines, trainer_version, groups_per_step)
-    urgency: dict[int, int] = {}
-    for deadline in set(deadlines):
-        due = [k for k in tight if k >= deadline - trainer_version]
-        if due:
-            urgency[deadline] = min(due)
+    tight = _tight_slacks(due, trainer_version, groups_per_step)
+    urgency: dict[float, int] = {}
+    for deadline in due:
+        reached = [k for k in tight if k >= deadline - trainer_version]
+        if reached:
+            urgency[deadline] = min(reached)
     return urgency
 
 
-def in_flight_groups(config: RolloutConfig) -> int:
-    """Groups held at once; the config's 0 stands for groups_per_step."""
-    return config.in_flight_groups or config.groups_per_step
+def expiry(group: Group, config: RolloutConfig) -> float:
+    """The last trainer version whose step may train any of the group's tokens; inf if it has none.
 
-
-def staleness_bound(config: RolloutConfig) -> int:
-    """The largest staleness that a trained token can have under this config (docs/staleness.md).
-
-    Never above max_staleness. If every rollout is finished before each step (`interrupt = "never"`, or no more
-    groups in flight than one step takes), a group waits at most for those admitted before it:
-    ceil(in_flight / groups_per_step) - 1 steps.
+    The order of consumption. With on_stale = "mask" older tokens leave the loss, so the newest one counts.
     """
-    num_steps_held = -(-in_flight_groups(config) // config.groups_per_step)
-    if config.interrupt == "never" or num_steps_held == 1:
-        return min(config.max_staleness, num_steps_held - 1)
-    return config.max_staleness
+    version = group.max_version if config.on_stale == "mask" else group.min_version
+    return math.inf if version is None else version + config.max_staleness
 
 
-def _tight_slacks(deadlines: Iterable[int], trainer_version: int, groups_per_step: int) -> list[int]:
+def oldest_in_loss(config: RolloutConfig, trainer_version: int) -> int:
+    """Tokens of policy versions below this one are masked by the step at `trainer_version`: only with "mask"."""
+    return max(0, trainer_version - config.max_staleness) if config.on_stale == "mask" else 0
+
+
+def _tight_slacks(due: Mapping[float, int], trainer_version: int, groups_per_step: int) -> list[int]:
     """Every k at which more than k * groups_per_step deadlines are <= trainer_version + k (only k that occur)."""
-    slacks = sorted(max(deadline - trainer_version, 0) for deadline in deadlines)
-    return sorted({k for i, k in enumerate(slacks) if i + 1 > k * groups_per_step})
+    tight, num = [], 0
+    for deadline in sorted(due):
+        k = max(int(deadline) - trainer_version, 0)
+        num += due[deadline]
+        if num > k * groups_per_step and k not in tight:
+            tight.append(k)
+    return tight

@@ -59,12 +59,20 @@ METRICS: list[Metric] = [
     Metric("tokens/held", "last", "tokens", "Sampled tokens of groups now in the system, unfinished ones included."),
     Metric("tokens/step_generated", "sum", "tokens", "Tokens sampled in this step."),
     Metric("tokens/step_trained", "sum", "tokens", "Sampled tokens of the rollouts that this step trained on."),
-    Metric("dropped/{reason}/groups", "counter", "groups", "Groups dropped for this reason, cumulative."),
+    Metric(
+        "dropped/{reason}/groups",
+        "counter",
+        "groups",
+        "Groups dropped for this reason (masked: 0, its tokens are of trained groups), cumulative.",
+    ),
     Metric("dropped/{reason}/tokens", "counter", "tokens", "Sampled tokens dropped for this reason, cumulative."),
     Metric("groups/admitted", "counter", "groups", "Groups admitted since step 1. Equals consumed + dropped + held."),
     Metric("groups/consumed", "counter", "groups", "Groups trained, cumulative."),
     Metric("groups/dropped", "counter", "groups", "Groups dropped, cumulative, all reasons."),
     Metric("groups/held", "last", "groups", "Groups now in the system."),
+    Metric(
+        "groups/in_flight_limit", "last", "groups", "Groups held at once; rollout.in_flight_groups = auto moves it."
+    ),
     Metric("groups/zero_variance", "mean", "share", "Share of trained groups with equal rewards: no gradient."),
     Metric("tasks/skipped_long_prompt", "counter", "tasks", "Tasks skipped by tasks.max_prompt_tokens, cumulative."),
     # Rollouts
@@ -75,6 +83,12 @@ METRICS: list[Metric] = [
     Metric("rollouts/versions_max", "max", "versions", "Most policy versions in one trained rollout."),
     Metric("length/mean", "mean", "tokens", "Mean length of the trained rollouts, without prompt."),
     Metric("length/max", "max", "tokens", "Longest trained rollout, without prompt."),
+    Metric(
+        "length/longest_of_group", "last", "tokens", "Longest rollout of a group, running mean over finished groups."
+    ),
+    Metric(
+        "length/repetition", "mean", "share", "Share of trained rollouts stopped by rollout.stop_repetition_tokens."
+    ),
     Metric("length/truncated", "mean", "share", "Share of trained rollouts that stopped at rollout.max_new_tokens."),
     Metric("staleness/max", "max", "versions", "Largest trainer_version - policy_version of a token in the loss."),
     Metric("staleness/mean", "mean", "versions", "Mean staleness over the tokens in the loss."),

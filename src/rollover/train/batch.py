@@ -32,10 +32,10 @@ class Batch:
         return sum(int(s.mask.sum()) for s in self.samples)
 
 
-def _sample(rollout: Rollout, value: float) -> Sample:
+def _sample(rollout: Rollout, value: float, oldest_version: int) -> Sample:
     segments = rollout.segments
     lengths = [len(s) for s in segments]
-    trainable = np.repeat([s.trainable and s.sampling.temperature > 0 for s in segments], lengths)
+    in_loss = [s.trainable and s.sampling.temperature > 0 and s.policy_version >= oldest_version for s in segments]
     valid = rollout.reward is not None and not rollout.reward.missing
     # All sampled segments of a run share one temperature; greedy ones (0) are masked, any divisor will do for them.
     temperature = max((s.sampling.temperature for s in segments if s.trainable), default=1.0) or 1.0
@@ -44,7 +44,7 @@ def _sample(rollout: Rollout, value: float) -> Sample:
         group_id=rollout.group_id,
         prompt_ids=np.asarray(rollout.prompt_ids, dtype=np.int32),
         token_ids=np.concatenate([s.token_ids for s in segments]).astype(np.int32),
-        mask=trainable.astype(bool) & valid,
+        mask=np.repeat(in_loss, lengths).astype(bool) & valid,
         behavior_logprobs=np.concatenate([s.logprobs for s in segments]).astype(np.float32),
         versions=np.repeat([s.policy_version for s in segments], lengths).astype(np.int32),
         advantages=np.full(sum(lengths), value if valid else 0.0, dtype=np.float32),
@@ -52,11 +52,16 @@ def _sample(rollout: Rollout, value: float) -> Sample:
     )
 
 
-def build_batch(groups: list[Group], algorithm: AlgorithmConfig) -> Batch:
-    """One Sample per rollout, in group-id and sibling order; the baseline of a group is over all its valid siblings."""
+def build_batch(groups: list[Group], algorithm: AlgorithmConfig, oldest_version: int = 0) -> Batch:
+    """One Sample per rollout, in group-id and sibling order; the baseline of a group is over all its valid siblings.
+
+    Tokens sampled before policy version `oldest_version` are context only (staleness.oldest_in_loss).
+    """
     rollouts = [r for g in sorted(groups, key=lambda g: g.group_id) for r in g.rollouts]
     scores = [r.reward.score if r.reward is not None and not r.reward.missing else float("nan") for r in rollouts]
     advantages_N = ADVANTAGES[algorithm.advantage](
         torch.tensor(scores, dtype=torch.float32), torch.tensor([r.group_id for r in rollouts]), algorithm
     )
-    return Batch([_sample(r, float(a)) for r, a in zip(rollouts, advantages_N, strict=True) if r.num_tokens])
+    return Batch(
+        [_sample(r, float(a), oldest_version) for r, a in zip(rollouts, advantages_N, strict=True) if r.num_tokens]
+    )

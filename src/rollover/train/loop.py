@@ -22,8 +22,8 @@ from rollover.checkpoint.snapshot import Owners, load_snapshot, write_snapshot
 from rollover.config import Config
 from rollover.config.load import Resolved
 from rollover.models.allocator import return_freed_memory
-from rollover.rollout.driver import Event, EventKind
-from rollover.rollout.staleness import staleness_bound
+from rollover.rollout.lifecycle import Event, EventKind
+from rollover.rollout.staleness import oldest_in_loss
 from rollover.track.live import LiveView
 from rollover.track.metrics import is_counter
 from rollover.track.recorder import RecordedGroup
@@ -73,10 +73,8 @@ class Run:
             self.parts = Parts.build(self.config)
             self.replay = ReplayedRollouts.of(self.config)
             parts = self.parts
-            parts.driver.on_event = self._on_event
-            self.owners = Owners(
-                parts.trainer, parts.cache, parts.scheduler, parts.ledger, parts.prompts, self.directory
-            )
+            parts.lifecycle.on_event = self._on_event
+            self.owners = Owners(parts.trainer, parts.lifecycle, parts.prompts, self.directory)
             try:
                 code = await self._main()
             finally:
@@ -134,7 +132,7 @@ class Run:
         return_freed_memory()
         self.view.phase("training")
         with self._timed("train"), profiled(self.config, version + 1, self.directory.path):
-            batch = build_batch(groups, self.config.algorithm)
+            batch = build_batch(groups, self.config.algorithm, oldest_in_loss(self.config.rollout, version))
             trained = trainer.train_step(batch)
         return_freed_memory()
         num_bytes = 0
@@ -159,10 +157,11 @@ class Run:
     def _row(
         self, groups: list[Group], batch: Batch, trained: dict[str, float], version: int, num_bytes: int
     ) -> dict[str, float]:
-        parts = self.parts
-        ledger = parts.ledger.metrics(parts.cache)
-        parts.ledger.check(parts.cache)
-        driver = parts.driver
+        parts, driver = self.parts, self.parts.driver
+        ledger = parts.lifecycle.metrics()
+        parts.lifecycle.check()
+        ages, bound = staleness_metrics(batch, version), self.config.rollout.staleness_bound
+        assert self.replay is not None or ages["staleness/max"] <= bound, f"staleness {ages} is above {bound}"
         waits = {"generate": driver.generation_s, "score": driver.scoring_s, "schedule": driver.scheduling_s}
         now = time.perf_counter()
         step_s, self.row_started = now - self.row_started, now
@@ -174,8 +173,8 @@ class Run:
             "time": time.time(),
             **reward_metrics(groups),
             **rollout_metrics(groups),
-            **staleness_metrics(batch, version),
-            "staleness/bound": staleness_bound(self.config.rollout),
+            **ages,
+            "staleness/bound": bound,
             **trained,
             **ledger,
             "tokens/step_generated": self._since_last("generated", ledger["tokens/generated"]),
@@ -276,11 +275,11 @@ class Run:
             parts.driver.check_restored(version, parts.engine.max_tokens)
             parts.engine.load_weights(version, parts.trainer.publish())
             parts.driver.after_publish(version)
-        self.directory.truncate(version, parts.cache.groups.keys())
+        self.directory.truncate(version, parts.lifecycle.cache.groups.keys())
         row = self.directory.metrics.rows()[-1] if version else {}
         self.carried = {k: row[k] for k in self._owners_counters() if k in row and is_counter(k)}
-        self._since_last("generated", parts.ledger.metrics(parts.cache)["tokens/generated"])
-        held = sum(len(g.rollouts) for g in parts.cache.groups.values())
+        self._since_last("generated", parts.lifecycle.ledger.generated_tokens)
+        held = sum(len(g.rollouts) for g in parts.lifecycle.cache.groups.values())
         self.view.message(f"resumed from {name}: {held} rollouts in the cache go on where they were")
 
     def _resume_command(self) -> str:

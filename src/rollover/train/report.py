@@ -54,6 +54,7 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "rollouts/versions_max": float(max(versions)),
         "length/mean": _mean([float(n) for n in lengths]),
         "length/max": float(max(lengths)),
+        "length/repetition": _mean([float(r.stop_reason is StopReason.REPETITION) for r in rollouts]),
         "length/truncated": _mean([float(r.stop_reason is StopReason.LENGTH) for r in rollouts]),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,10 @@ from rollover.models.allocator import keep_freed_memory
 from rollover.models.load import LoadedModel, cast_parameters, load_model, pick_device, stop_token_ids
 from rollover.rewards.client import RewardWorker
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rollout.cache import RolloutCache
 from rollover.rollout.driver import Driver
-from rollover.rollout.ledger import Ledger
-from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.lifecycle import Lifecycle
 from rollover.train.trainer import Trainer
-from rollover.types import Reward, Rollout, Task
+from rollover.types import Reward, Rollout, StopReason, Task
 
 
 def prepare_process(config: Config) -> None:
@@ -80,8 +78,13 @@ async def probe_rewards(config: Config, rewarder: RewardWorker) -> None:
             await rewarder.probe(task)
 
 
-def make_scorer(rewarder: RewardWorker, tokenizer: Any) -> Callable[[list[Rollout]], Any]:
-    """The driver's scorer: decodes a group's completions and asks the reward worker."""
+def make_scorer(
+    rewarder: RewardWorker, tokenizer: Any, repetition_penalty: float = 0.0
+) -> Callable[[list[Rollout]], Any]:
+    """The driver's scorer: decodes a group's completions and asks the reward worker.
+
+    `repetition_penalty` is subtracted from the score of a rollout that was stopped for repeating itself.
+    """
 
     async def score(rollouts: list[Rollout]) -> list[Reward]:
         requests = [
@@ -89,7 +92,13 @@ def make_scorer(rewarder: RewardWorker, tokenizer: Any) -> Callable[[list[Rollou
             for r in rollouts
             for ids in [r.token_ids()]
         ]
-        return await rewarder.score(requests)
+        rewards = await rewarder.score(requests)
+        return [
+            replace(reward, score=reward.score - repetition_penalty)
+            if reward.score is not None and rollout.stop_reason is StopReason.REPETITION
+            else reward
+            for rollout, reward in zip(rollouts, rewards, strict=True)
+        ]
 
     return score
 
@@ -132,9 +141,7 @@ class Parts:
 
     loaded: LoadedModel
     trainer: Trainer
-    cache: RolloutCache
-    scheduler: Scheduler
-    ledger: Ledger
+    lifecycle: Lifecycle
     prompts: PromptSource
     engine: EmbeddedEngine
     rewarder: RewardWorker
@@ -164,21 +171,10 @@ class Parts:
             prompt_limit(config, engine),
         )
         rewarder = RewardWorker(config.rewards)
-        cache, ledger = RolloutCache(config.rollout.max_new_tokens), Ledger()
-        scheduler = Scheduler(config.rollout)
-        driver = Driver(
-            scheduler,
-            cache,
-            ledger,
-            engine,
-            prompts,
-            make_scorer(rewarder, loaded.tokenizer),
-            config.rollout,
-            config.run.seed,
-            stops,
-            config.rewards.min_valid,
-        )
-        return cls(loaded, trainer, cache, scheduler, ledger, prompts, engine, rewarder, driver, stops)
+        lifecycle = Lifecycle(config.rollout, config.engine.max_running, config.rewards.min_valid)
+        scorer = make_scorer(rewarder, loaded.tokenizer, config.rewards.repetition_penalty)
+        driver = Driver(lifecycle, engine, prompts, scorer, config.run.seed, stops)
+        return cls(loaded, trainer, lifecycle, prompts, engine, rewarder, driver, stops)
 
     async def close(self) -> None:
         await self.engine.close()

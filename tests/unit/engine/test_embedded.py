@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import tiny
 from rollover.config import EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.repetition import repeats_itself
 from rollover.models.attention import PackedAttention, hidden_states
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.types import SamplingParams, Segment, StopReason, rollout_seed
@@ -311,3 +313,39 @@ def test_release_forgets_kept_kv() -> None:
         await target.close()
 
     asyncio.run(go())
+
+
+def test_a_token_budget_keeps_the_kv() -> None:
+    target = engine(kv_on_resume="keep")
+
+    async def go() -> None:
+        first = request("0-0", PROMPTS[1], 30)
+        (segment,) = await target.extend(dataclasses.replace(first, pause_after=4))
+        assert segment.stop_reason is StopReason.PAUSED and len(segment) == 4
+        before = target.stats()
+        rest = request("0-0", PROMPTS[1], 26, tuple(segment.token_ids.tolist()))
+        await target.extend(rest)
+        after = target.stats()
+        assert after["engine/prefill_tokens"] == before["engine/prefill_tokens"]
+        assert after["engine/reprefill_tokens"] == 0 and after["kv/kept_tokens"] > 0
+        await target.close()
+
+    asyncio.run(go())
+
+
+def test_greedy_circles_are_stopped() -> None:
+    """A tiny model's greedy answers go round in circles."""
+    target = engine()
+
+    async def go(window: int) -> list[Segment]:
+        requests = [request(f"{i}-0", text, 200, temperature=0.0) for i, text in enumerate(PROMPTS)]
+        requests = [dataclasses.replace(r, stop_repetition_tokens=window) for r in requests]
+        return [(await target.extend(r))[-1] for r in requests]
+
+    endless, stopped = asyncio.run(go(0)), asyncio.run(go(32))
+    assert any(s.stop_reason is StopReason.REPETITION for s in stopped)
+    for a, b in zip(endless, stopped, strict=True):
+        assert a.token_ids[: len(b)].tolist() == b.token_ids.tolist()
+        if b.stop_reason is StopReason.REPETITION:
+            assert len(b) % 16 == 0 and repeats_itself(b.token_ids.tolist(), 32)
+            assert not any(repeats_itself(b.token_ids[:n].tolist(), 32) for n in range(len(b)))

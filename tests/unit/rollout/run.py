@@ -9,11 +9,9 @@ from collections.abc import Callable
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.rollout.cache import RolloutCache
-from rollover.rollout.driver import Driver, Event, EventKind
-from rollover.rollout.ledger import Ledger
-from rollover.rollout.scheduler import Scheduler
-from rollover.rollout.staleness import group_staleness, staleness_bound
+from rollover.rollout.driver import Driver
+from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
+from rollover.rollout.staleness import group_staleness
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, rollout_seed
 from unit.rollout.world import make_task, same_rollout, through_json
 
@@ -43,26 +41,16 @@ class Run:
     ) -> None:
         defaults = {"groups_per_step": 2, "group_size": 2, "max_new_tokens": 40}
         self.config = RolloutConfig.model_validate(defaults | config)
-        self.scheduler, self.cache, self.ledger = (
-            Scheduler(self.config, max_running),
-            RolloutCache(self.config.max_new_tokens),
-            Ledger(),
-        )
         self.engine = engine or FakeEngine(lengths)
         self.events: list[Event] = []
-        self.num_tasks, self.cursor, self.version = num_tasks, 0, 0
-        self.driver = Driver(
-            self.scheduler,
-            self.cache,
-            self.ledger,
-            self.engine,
-            self.next_task,
-            scorer,
-            self.config,
-            run_seed=3,
-            stop_token_ids=[EOS],
-            on_event=self.events.append,
+        self.lifecycle = Lifecycle(self.config, max_running, on_event=self.events.append)
+        self.scheduler, self.cache, self.ledger = (
+            self.lifecycle.scheduler,
+            self.lifecycle.cache,
+            self.lifecycle.ledger,
         )
+        self.num_tasks, self.cursor, self.version = num_tasks, 0, 0
+        self.driver = Driver(self.lifecycle, self.engine, self.next_task, scorer, run_seed=3, stop_token_ids=[EOS])
 
     def next_task(self):
         if self.cursor == self.num_tasks:
@@ -75,7 +63,8 @@ class Run:
         groups = await self.driver.collect(self.version)
         self.check()
         if groups:
-            assert all((group_staleness(g, self.version) or 0) <= staleness_bound(self.config) for g in groups)
+            if self.config.on_stale != "mask":
+                assert all((group_staleness(g, self.version) or 0) <= self.config.staleness_bound for g in groups)
             assert [g.group_id for g in groups] == sorted(g.group_id for g in groups)
             self.publish()
         return groups
@@ -103,15 +92,12 @@ class Run:
             assert not all(r.state is RolloutState.SCORING for r in group.rollouts), "a complete group was not scored"
 
     def save(self):
-        meta, arrays = self.cache.state_dict()
-        states = through_json([meta, self.scheduler.state_dict(), self.ledger.state_dict()])
-        return copy.deepcopy((states, arrays, self.cursor, self.version))
+        state, arrays = self.lifecycle.state_dict()
+        return copy.deepcopy((through_json(state), arrays, self.cursor, self.version))
 
     def load(self, saved) -> None:
-        (cache, scheduler, ledger), arrays, self.cursor, self.version = copy.deepcopy(saved)
-        self.cache.load_state_dict(cache, arrays)
-        self.scheduler.load_state_dict(scheduler)
-        self.ledger.load_state_dict(ledger)
+        state, arrays, self.cursor, self.version = copy.deepcopy(saved)
+        self.lifecycle.load_state_dict(state, arrays)
         self.engine.load_weights(self.version, ())
 
     def count(self, kind: EventKind) -> int:

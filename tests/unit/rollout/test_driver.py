@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.engine.fake import FakeEngine
-from rollover.rollout.driver import EventKind
+from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.staleness import group_staleness
 from rollover.types import DropReason, Reward, Rollout, RolloutState, StopReason, rollout_seed
 from unit.rollout.run import (

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rollover.engine.fake import FakeEngine
-from rollover.rollout.driver import EventKind
+from rollover.rollout.lifecycle import EventKind
 from rollover.types import Group, Reward, Rollout, RolloutState, StopReason
 from unit.rollout.run import (
     PARTIAL,
@@ -68,7 +68,7 @@ def test_request_stop_during_generation(mode: dict, delay: int) -> None:
 
 def test_stop_requested_before_the_extensions_have_begun() -> None:
     run = Run(lengths=lambda seed: 2000, max_new_tokens=1000)
-    run.driver.on_event = lambda event: run.driver.request_stop() if event.kind is EventKind.START else None
+    run.lifecycle.on_event = lambda event: run.driver.request_stop() if event.kind is EventKind.START else None
     assert asyncio.run(run.driver.collect(0)) is None
     run.check()
     assert run.ledger.generated_tokens < 100, "the extensions were not interrupted"

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.cache import RolloutCache
+from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.scheduler import Scheduler
-from rollover.types import Group, Reward, StopReason
+from rollover.types import DropReason, Group, Reward, RolloutState, StopReason
 from unit.rollout.world import make_segment, make_task, through_json
 
 
@@ -14,46 +14,57 @@ class Bench:
 
     def __init__(self, max_running: int | None = None, **config: object) -> None:
         self.config = RolloutConfig.model_validate({"group_size": 1, "max_new_tokens": 20, **config})
-        self.scheduler = Scheduler(self.config, max_running)
-        self.cache = RolloutCache(self.config.max_new_tokens)
+        self.lifecycle = Lifecycle(self.config, max_running, min_valid_rewards=1)
+        self.scheduler, self.cache = self.lifecycle.scheduler, self.lifecycle.cache
 
     def admit(self, num: int, version: int = 0) -> list[Group]:
-        groups = [self.cache.admit(make_task(i), (1,), self.config.group_size) for i in range(num)]
-        for group in groups:
-            self.scheduler.on_admit(group, version)
-        return groups
+        return [self.lifecycle.admit(make_task(i), (1,), version) for i in range(num)]
 
-    def run(self, rollout_id: str, num_tokens: int, version: int = 0) -> None:
+    def put(self, rollout_id: str, num_tokens: int, version: int, stop: StopReason) -> None:
+        """The rollout ran, whatever the order: these tests choose states, not ways."""
+        rollout = self.cache.rollout(rollout_id)
+        if rollout.state is not RolloutState.RUNNING:
+            self.run(rollout_id)
+        complete = self.lifecycle.append(rollout, [make_segment(num_tokens, version, stop)])
+        if complete is not None:
+            self.lifecycle.set_rewards(complete, [Reward(1.0) for _ in complete.rollouts])
+
+    def run(self, rollout_id: str) -> None:
+        self.scheduler._queued.pop(rollout_id)
+        self.scheduler._spent.pop(rollout_id, None)
         self.cache.start(rollout_id)
-        self.cache.append(rollout_id, [make_segment(num_tokens, version)])
+        self.scheduler._running[rollout_id] = self.cache.rollout(rollout_id)
 
     def park(self, rollout_id: str, num_tokens: int, version: int = 0) -> None:
-        self.run(rollout_id, num_tokens, version)
-        self.cache.park(rollout_id)
-        self.scheduler.on_park(self.cache.rollout(rollout_id))
+        self.put(rollout_id, num_tokens, version, StopReason.PAUSED)
 
     def ready(self, rollout_id: str, version: int = 0, num_tokens: int = 1) -> None:
-        self.run(rollout_id, num_tokens, version)
-        self.cache.finish(rollout_id, StopReason.EOS)
-        self.cache.set_reward(rollout_id, Reward(1.0))
+        self.put(rollout_id, num_tokens, version, StopReason.EOS)
 
-    def to_start(self, version: int = 0) -> list[str]:
-        return self.scheduler.to_start(self.cache.groups, version)
+    def restored(self) -> Lifecycle:
+        """Another one, from a snapshot of this one."""
+        state, arrays = self.lifecycle.state_dict()
+        other = Lifecycle(self.config, self.scheduler.max_running, min_valid_rewards=1)
+        other.load_state_dict(through_json(state), arrays)
+        return other
+
+    def start(self, version: int = 0) -> list[str]:
+        return [r.rollout_id for r in self.lifecycle.start(version)]
 
     def to_consume(self, version: int = 0, stream_ended: bool = False) -> list[int] | None:
-        return self.scheduler.to_consume(self.cache.groups, version, stream_ended)
+        return self.scheduler.to_consume(version, stream_ended)
 
 
 def test_admits_up_to_in_flight_and_counts_ready_groups() -> None:
     bench = Bench(groups_per_step=2, in_flight_groups=5, max_staleness=2)
-    assert bench.scheduler.num_to_admit(bench.cache.groups) == 5
+    assert bench.scheduler.num_to_admit() == 5
     bench.admit(4)
     bench.ready("0-0")
-    assert bench.scheduler.num_to_admit(bench.cache.groups) == 1
+    assert bench.scheduler.num_to_admit() == 1
 
 
 def test_in_flight_of_zero_is_groups_per_step() -> None:
-    assert Bench(groups_per_step=3).scheduler.num_to_admit({}) == 3
+    assert Bench(groups_per_step=3).scheduler.num_to_admit() == 3
 
 
 @pytest.mark.parametrize(
@@ -74,7 +85,7 @@ def test_refuses_no_slots() -> None:
 
 
 def test_drop_allows_any_number_in_flight() -> None:
-    assert Bench(groups_per_step=4, in_flight_groups=99, on_stale="drop").scheduler.num_to_admit({}) == 99
+    assert Bench(groups_per_step=4, in_flight_groups=99, on_stale="drop").scheduler.num_to_admit() == 99
 
 
 def test_parked_resume_before_waiting_start_in_group_order() -> None:
@@ -82,7 +93,7 @@ def test_parked_resume_before_waiting_start_in_group_order() -> None:
     bench.admit(4)
     bench.park("2-1", 3)
     bench.park("1-0", 3)
-    assert bench.to_start() == ["1-0", "2-1", "0-0", "0-1", "1-1", "2-0", "3-0", "3-1"]
+    assert bench.start() == ["1-0", "2-1", "0-0", "0-1", "1-1", "2-0", "3-0", "3-1"]
 
 
 @pytest.mark.parametrize(
@@ -100,19 +111,16 @@ def test_order_of_resumption(order: str, expected: list[str]) -> None:
     bench.park("2-0", 4)
     bench.park("0-0", 2)
     bench.park("1-0", 9)
-    assert bench.to_start() == expected
+    assert bench.start() == expected
 
 
 def test_slots_are_refilled_one_by_one() -> None:
     bench = Bench(max_running=2, groups_per_step=4)
     bench.admit(4)
-    assert bench.to_start() == ["0-0", "1-0"]
-    bench.cache.start("0-0")
-    assert bench.to_start() == ["1-0"]
-    bench.cache.start("1-0")
-    assert bench.to_start() == []
-    bench.cache.finish("1-0", StopReason.EOS)
-    assert bench.to_start() == ["2-0"]
+    assert bench.start() == ["0-0", "1-0"]
+    assert bench.start() == []
+    bench.ready("1-0")
+    assert bench.start() == ["2-0"]
 
 
 def test_urgent_groups_resume_first_even_their_waiting_siblings() -> None:
@@ -127,9 +135,10 @@ def test_urgent_groups_resume_first_even_their_waiting_siblings() -> None:
     bench.admit(3)
     bench.park("1-1", 1, version=0)  # deadline 2
     bench.park("0-0", 9, version=2)  # deadline 4
-    assert bench.to_start(version=2) == ["1-1", "1-0", "0-0", "0-1", "2-0", "2-1"]
+    restored = bench.restored()
+    assert bench.start(version=2) == ["1-1", "1-0", "0-0", "0-1", "2-0", "2-1"]
     # With time to spare the order function alone decides.
-    assert bench.to_start(version=0)[:2] == ["0-0", "1-1"]
+    assert [r.rollout_id for r in restored.start(0)][:2] == ["0-0", "1-1"]
 
 
 def test_never_waits_for_all_when_enough_does_not() -> None:
@@ -139,9 +148,9 @@ def test_never_waits_for_all_when_enough_does_not() -> None:
         bench.ready("2-0")
         assert bench.to_consume() is None
         bench.ready("1-0")
-        bench.run("0-0", 2)
+        bench.run("0-0")
         assert bench.to_consume() == expected
-        running = bench.scheduler.to_interrupt(bench.cache.groups, 0)
+        running = bench.scheduler.to_interrupt(0)
         assert running == ([] if expected is None else ["0-0"])
 
 
@@ -169,7 +178,7 @@ def test_finish_first_waits_for_a_group_that_would_pass_the_bound() -> None:
     bench.ready("1-0", version=2)
     assert bench.to_consume(version=1) == [1]
     assert bench.to_consume(version=2) is None
-    assert bench.scheduler.to_interrupt(bench.cache.groups, 2) == []
+    assert bench.scheduler.to_interrupt(2) == []
     bench.ready("0-0", version=2)
     assert bench.to_consume(version=2) == [0]
 
@@ -192,8 +201,8 @@ def test_drop_takes_what_is_ready_and_drops_the_stale() -> None:
     bench.ready("1-0", version=1)
     bench.ready("2-0", version=0)
     assert bench.to_consume(version=1) == [2]
-    assert bench.scheduler.to_drop(bench.cache.groups, 1) == []
-    assert bench.scheduler.to_drop(bench.cache.groups, 2) == [0, 2]
+    assert bench.scheduler.to_drop(1) == []
+    assert bench.scheduler.to_drop(2) == [0, 2]
 
 
 def test_end_of_stream_takes_what_is_left_once_it_is_finished() -> None:
@@ -212,23 +221,21 @@ def test_state_round_trip_keeps_ages_and_the_order_of_parking() -> None:
     bench.admit(3, version=4)
     for name in ("2-0", "0-0", "1-0"):
         bench.park(name, 2)
-    restored = Scheduler(bench.config)
-    restored.load_state_dict(through_json(bench.scheduler.state_dict()))
-    assert restored.to_start(bench.cache.groups, 4) == ["2-0", "0-0", "1-0"]
+    restored = bench.restored()
+    assert restored.scheduler.state_dict()["admitted_at"] == {"0": 4, "1": 4, "2": 4}
+    started = restored.start(4)
+    assert [r.rollout_id for r in started] == ["2-0", "0-0", "1-0"]
     # What was parked before the restart stays ahead of what is parked after it.
-    bench.cache.start("2-0")
-    bench.cache.append("2-0", [make_segment(1, 4)])
-    bench.cache.park("2-0")
-    restored.on_park(bench.cache.rollout("2-0"))
-    assert restored.to_start(bench.cache.groups, 4) == ["0-0", "1-0", "2-0"]
-    assert restored.state_dict()["admitted_at"] == {"0": 4, "1": 4, "2": 4}
+    for rollout in started[:1]:
+        restored.append(rollout, [make_segment(1, 4)])
+    assert restored.scheduler.state_dict()["parked_since"] == {"0-0": 1, "1-0": 2, "2-0": 3}
 
 
 def test_forgets_groups_that_left() -> None:
     bench = Bench(groups_per_step=1)
-    (group,) = bench.admit(1)
+    bench.admit(1)
     bench.park("0-0", 2)
-    bench.scheduler.on_leave(group)
+    bench.lifecycle.drop(0, DropReason.STALE)
     state = bench.scheduler.state_dict()
     assert not state["admitted_at"] and not state["parked_since"]
 
@@ -238,18 +245,17 @@ def test_groups_that_another_config_left_behind() -> None:
     bench.admit(6)
     for i in range(4):
         bench.park(f"{i}-0", 1, version=0)
-    bench.scheduler.check_held(bench.cache.groups, 1)
-    narrower = Scheduler(
-        RolloutConfig.model_validate({"groups_per_step": 2, "in_flight_groups": 4, "max_staleness": 1})
-    )
+    bench.scheduler.check_held(1)
+
+    def under(**changes: object) -> Scheduler:
+        state, arrays = bench.lifecycle.state_dict()
+        other = Lifecycle(bench.config.model_copy(update={"in_flight_groups": 4, "max_staleness": 1, **changes}))
+        other.load_state_dict(through_json(state), arrays)
+        return other.scheduler
+
     with pytest.raises(ValueError, match="6 groups.*rollout.max_staleness = 1"):
-        narrower.check_held(bench.cache.groups, 1)
-    losing = Scheduler(
-        RolloutConfig.model_validate(
-            {"groups_per_step": 2, "in_flight_groups": 4, "max_staleness": 1, "on_stale": "drop"}
-        )
-    )
-    losing.check_held(bench.cache.groups, 1)
+        under().check_held(1)
+    under(on_stale="drop").check_held(1)
     with pytest.raises(ValueError, match="cannot all be trained"):
         # Due by version 2, two in a step: at version 2 it is too late for four.
-        bench.scheduler.check_held(bench.cache.groups, 2)
+        bench.scheduler.check_held(2)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def feasible_by_search(deadlines: list[int], version: int, groups_per_step: int)
 
 @given(st.lists(st.integers(0, 6), max_size=5), st.integers(0, 3), st.integers(1, 3))
 def test_feasibility_is_exact(deadlines: list[int], version: int, groups_per_step: int) -> None:
-    assert staleness.is_feasible(deadlines, version, groups_per_step) == feasible_by_search(
+    assert staleness.is_feasible(Counter(deadlines), version, groups_per_step) == feasible_by_search(
         deadlines, version, groups_per_step
     )
 
@@ -70,13 +71,13 @@ def test_feasibility_is_exact(deadlines: list[int], version: int, groups_per_ste
 @given(st.lists(st.integers(0, 6), max_size=8), st.integers(0, 6), st.integers(1, 3))
 def test_urgencies_are_exactly_the_deadlines_that_make_waiting_infeasible(deadlines, version, groups_per_step) -> None:
     deadlines = [max(d, version) for d in deadlines]
-    urgent = staleness.urgencies(deadlines, version, groups_per_step)
-    assert bool(urgent) == (not staleness.is_feasible(deadlines, version, groups_per_step))
+    urgent = staleness.urgencies(Counter(deadlines), version, groups_per_step)
+    assert bool(urgent) == (not staleness.is_feasible(Counter(deadlines), version, groups_per_step))
     # Earlier deadlines are never less urgent than later ones, and due ones are the most urgent.
     assert [urgent[d] for d in sorted(urgent)] == sorted(urgent.values())
     assert all(urgent[d] == 0 for d in urgent if d == version)
     # What is not urgent could all be left behind.
-    assert staleness.is_feasible([d for d in deadlines if d not in urgent], version, groups_per_step)
+    assert staleness.is_feasible(Counter(d for d in deadlines if d not in urgent), version, groups_per_step)
 
 
 @pytest.mark.parametrize(
@@ -100,4 +101,4 @@ def test_staleness_bound(interrupt, in_flight, max_staleness, on_stale, bound) -
         max_staleness=max_staleness,
         on_stale=on_stale,
     )
-    assert staleness.staleness_bound(config) == bound
+    assert config.staleness_bound == bound

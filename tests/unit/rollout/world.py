@@ -15,8 +15,8 @@ import numpy as np
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.scheduler import Scheduler
-from rollover.rollout.staleness import group_staleness, staleness_bound
+from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.staleness import group_staleness, oldest_in_loss
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 MIN_VALID = 1
@@ -78,7 +78,7 @@ class World:
         self.config, self.rng, self.adversary, self.max_running = config, rng, adversary, max_running
         self.failure_rate, self.restart_rate, self.num_tasks = failure_rate, restart_rate, num_tasks
         self.min_pause_tokens = min_pause_tokens
-        self.scheduler, self.cache, self.ledger = self._fresh()
+        self.lifecycle = Lifecycle(config, max_running, MIN_VALID)
         self.version = 0
         self.next_task = 0
         self.stream_ended = False
@@ -88,46 +88,60 @@ class World:
         self.seen: dict[str, list[tuple[int, float, int]]] = {}  # every token ever appended
         self.generated = 0
 
-    def _fresh(self) -> tuple[Scheduler, RolloutCache, Ledger]:
-        return Scheduler(self.config, self.max_running), RolloutCache(self.config.max_new_tokens), Ledger()
+    @property
+    def cache(self) -> RolloutCache:
+        return self.lifecycle.cache
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.lifecycle.ledger
 
     def step(self) -> list[Group]:
         """One generation phase, the step, the publication. Returns the consumed groups."""
+        scheduler = self.lifecycle.scheduler
         while True:
             self._admit()
-            if self.scheduler.to_consume(self.cache.groups, self.version, self.stream_ended) is not None:
+            if scheduler.to_consume(self.version, self.stream_ended) is not None:
                 break
-            for rollout_id in self.scheduler.to_start(self.cache.groups, self.version):
-                self.cache.start(rollout_id)
+            self.lifecycle.start(self.version)
             self._random_event()
             self.check()
             if self.rng.random() < self.restart_rate:
                 self.restart()
+                scheduler = self.lifecycle.scheduler
         self._wind_down()
-        chosen = self.scheduler.to_consume(self.cache.groups, self.version, self.stream_ended)
-        assert chosen is not None, "enough before winding down, but not after"
-        consumed = [self.cache.consume(i) for i in chosen]
+        consumed = self.lifecycle.consume(self.version, self.stream_ended)
         for group in consumed:
-            stale = group_staleness(group, self.version)
-            assert stale is not None and 0 <= stale <= staleness_bound(self.config) <= self.config.max_staleness
             assert {r.state for r in group.rollouts} == {RolloutState.CONSUMED}
-            self.ledger.on_consume(group)
-            self._leave(group, "consumed")
+            self._check_staleness(group)
+            self._left(group, "consumed")
         self.check()
         if self.rng.random() < self.restart_rate:
             self.restart()
         self.version += 1
-        for group_id in self.scheduler.to_drop(self.cache.groups, self.version):
-            self._drop(group_id, DropReason.STALE)
+        for group in self.lifecycle.publish(self.version):
+            self._dropped(group, DropReason.STALE)
         self.check()
         return consumed
+
+    def _check_staleness(self, group: Group) -> None:
+        bound = self.config.staleness_bound
+        assert bound <= self.config.max_staleness
+        stale = group_staleness(group, self.version)
+        if self.config.on_stale != "mask":
+            assert stale is not None and 0 <= stale <= bound
+            return
+        oldest = oldest_in_loss(self.config, self.version)
+        versions = [s.policy_version for r in group.rollouts for s in r.segments if s.policy_version >= oldest]
+        assert versions, "a group without a token in the loss was trained"
+        assert all(0 <= self.version - v <= bound for v in versions)
 
     def check(self) -> None:
         """Conservation, and that no token that was ever appended has changed."""
         self.ledger.check(self.cache)
         assert self.ledger.generated_tokens == self.generated
         assert sorted([*self.left, *self.cache.groups]) == list(range(self.cache.num_admitted))
-        assert len(self.cache.groups) <= self.scheduler.in_flight_groups
+        assert len(self.cache.groups) <= self.config.most_held
         running = 0
         for group in self.cache.groups.values():
             assert len(group.rollouts) == self.config.group_size
@@ -139,24 +153,20 @@ class World:
 
     def restart(self) -> None:
         """The process is killed and restarted from a snapshot of this moment."""
-        meta, arrays = self.cache.state_dict()
-        states = through_json([meta, self.scheduler.state_dict(), self.ledger.state_dict()])
-        self.scheduler, self.cache, self.ledger = self._fresh()
-        self.cache.load_state_dict(states[0], {name: array.copy() for name, array in arrays.items()})
-        self.scheduler.load_state_dict(states[1])
-        self.ledger.load_state_dict(states[2])
+        state, arrays = self.lifecycle.state_dict()
+        self.lifecycle = Lifecycle(self.config, self.max_running, MIN_VALID)
+        self.lifecycle.load_state_dict(through_json(state), {name: array.copy() for name, array in arrays.items()})
         self.check()
-        self._score_complete()
+        for group in self.lifecycle.unscored():
+            self._score(group)
 
     def _admit(self) -> None:
-        for _ in range(self.scheduler.num_to_admit(self.cache.groups)):
+        for _ in range(self.lifecycle.scheduler.num_to_admit()):
             if self.next_task == self.num_tasks:
                 self.stream_ended = True
                 return
-            group = self.cache.admit(make_task(self.next_task), (1, 2, 3), self.config.group_size)
+            group = self.lifecycle.admit(make_task(self.next_task), (1, 2, 3), self.version)
             self.next_task += 1
-            self.scheduler.on_admit(group, self.version)
-            self.ledger.on_admit(group)
             self.admitted_version[group.group_id] = self.version
             for rollout in group.rollouts:
                 self.lengths[rollout.rollout_id] = self._length()
@@ -168,8 +178,8 @@ class World:
         return self.rng.randint(1, most + 1)
 
     def _random_event(self) -> None:
-        """A running rollout stops, or is paused by the engine with some tokens."""
-        running = self._running()
+        """A running rollout stops, or is paused with some tokens (its token budget, where there is one)."""
+        running = self.lifecycle.running()
         assert running, "nothing runs and there is not enough for a step"
         if self.adversary == "newest":
             rollout = running[-1]
@@ -177,8 +187,10 @@ class World:
             rollout = min(running, key=lambda r: self.lengths[r.rollout_id])
         else:
             rollout = self.rng.choice(running)
-        self._extend(rollout, None if self.rng.random() < 0.8 else self.rng.randint(self.min_pause_tokens, 3))
-        self._score_complete()
+        if self.config.interrupt == "token_budget":
+            self._extend(rollout, self.config.token_budget)
+        else:
+            self._extend(rollout, None if self.rng.random() < 0.8 else self.rng.randint(self.min_pause_tokens, 3))
 
     def _extend(self, rollout: Rollout, num_tokens: int | None) -> None:
         """Give it `num_tokens` (None: all that are missing), then finish or park it."""
@@ -186,56 +198,42 @@ class World:
         stop_at = min(self.lengths[name], self.config.max_new_tokens)
         missing = stop_at - rollout.num_tokens
         num_new = missing if num_tokens is None else min(num_tokens, missing)
-        segments = [make_segment(num_new, self.version, first=rollout.num_tokens)]
-        self.cache.append(name, segments)
-        self.ledger.on_append(segments)
+        reason = StopReason.PAUSED
+        if num_new == missing:
+            reason = StopReason.EOS if self.lengths[name] <= self.config.max_new_tokens else StopReason.LENGTH
+        segment = make_segment(num_new, self.version, reason, first=rollout.num_tokens)
         self.generated += num_new
         self.seen.setdefault(name, []).extend(
-            (int(t), float(p), self.version) for t, p in zip(segments[0].token_ids, segments[0].logprobs, strict=True)
+            (int(t), float(p), self.version) for t, p in zip(segment.token_ids, segment.logprobs, strict=True)
         )
-        if num_new == missing:
-            eos = self.lengths[name] <= self.config.max_new_tokens
-            self.cache.finish(name, StopReason.EOS if eos else StopReason.LENGTH)
-        else:
-            self.cache.park(name)
-            self.scheduler.on_park(rollout)
+        complete = self.lifecycle.append(rollout, [segment])
+        if complete is not None:
+            self._score(complete)
 
     def _wind_down(self) -> None:
-        to_interrupt = self.scheduler.to_interrupt(self.cache.groups, self.version, self.stream_ended)
-        running = self._running()
+        to_interrupt = self.lifecycle.scheduler.to_interrupt(self.version, self.stream_ended)
+        running = self.lifecycle.running()
         assert to_interrupt == [r.rollout_id for r in running]
         self.rng.shuffle(running)
         for rollout in running:
             self._extend(rollout, self.rng.randint(self.min_pause_tokens, 4))
-        self._score_complete()
 
-    def _score_complete(self) -> None:
-        for group in list(self.cache.groups.values()):
-            if all(r.state is RolloutState.SCORING for r in group.rollouts):
-                rewards = [self._reward() for _ in group.rollouts]
-                for rollout, reward in zip(group.rollouts, rewards, strict=True):
-                    self.cache.set_reward(rollout.rollout_id, reward)
-                if sum(not r.missing for r in rewards) < MIN_VALID:
-                    self._drop(group.group_id, DropReason.TOO_FEW_REWARDS)
+    def _score(self, group: Group) -> None:
+        if not self.lifecycle.set_rewards(group, [self._reward() for _ in group.rollouts]):
+            self._dropped(group, DropReason.TOO_FEW_REWARDS)
 
     def _reward(self) -> Reward:
         return Reward(None, error="boom") if self.rng.random() < self.failure_rate else Reward(self.rng.random())
 
-    def _drop(self, group_id: int, reason: DropReason) -> None:
-        group = self.cache.drop(group_id, reason)
+    def _dropped(self, group: Group, reason: DropReason) -> None:
         assert {r.state for r in group.rollouts} == {RolloutState.DROPPED}
-        self.ledger.on_drop(group, reason)
-        self._leave(group, reason.value)
+        self._left(group, reason.value)
 
-    def _leave(self, group: Group, how: str) -> None:
+    def _left(self, group: Group, how: str) -> None:
         assert group.group_id not in self.left
         self.left[group.group_id] = how
-        self.scheduler.on_leave(group)
         for rollout in group.rollouts:
             assert self._tokens(rollout) == self.seen.get(rollout.rollout_id, [])
-
-    def _running(self) -> list[Rollout]:
-        return [r for g in self.cache.groups.values() for r in g.rollouts if r.state is RolloutState.RUNNING]
 
     @staticmethod
     def _tokens(rollout: Rollout) -> list[tuple[int, float, int]]:

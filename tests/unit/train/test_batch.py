@@ -72,3 +72,13 @@ def test_every_configured_estimator_exists_and_is_used() -> None:
     population = AlgorithmConfig(advantage="grpo", advantage_std="population")
     got = float(build_batch([group(0, rollouts)], population).samples[0].advantages[0])
     assert got == pytest.approx(2 / (2**0.5 + 1e-4), rel=1e-5)
+
+
+def test_tokens_older_than_the_bound_are_context_only() -> None:
+    """on_stale = "mask": they leave the loss, their rollout stays in the baseline."""
+    old = rollout(0, 0, 1.0, [segment([10, 11], version=1)])
+    mixed = rollout(0, 1, 0.0, [segment([12], version=1), segment([13, 14], version=4)])
+    first, second = build_batch([group(0, [old, mixed])], AlgorithmConfig(advantage="dr_grpo"), 3).samples
+    assert not first.mask.any() and second.mask.tolist() == [False, True, True]
+    assert second.advantages[second.mask].tolist() == [-0.5, -0.5]
+    assert second.token_ids.tolist() == [12, 13, 14]

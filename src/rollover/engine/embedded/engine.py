@@ -19,6 +19,7 @@ from rollover.engine.embedded.runner import Chunk, Runner
 from rollover.engine.embedded.sampler import sample, uniforms
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest, WeightLoad
+from rollover.engine.repetition import CHECK_EVERY, repeats_itself
 from rollover.models.load import max_positions
 from rollover.types import Segment, StopReason
 
@@ -145,7 +146,7 @@ class EmbeddedEngine:
             seq.append(token, logprob)
             reason = self._stop_reason(seq, token)
             if reason is not None:
-                self._batcher.retire(seq, keep_kv=False)
+                self._batcher.retire(seq, keep_kv=reason is StopReason.PAUSED)
                 self._resolve(seq, reason)
 
     def _discard_cancelled(self) -> None:
@@ -206,7 +207,12 @@ class EmbeddedEngine:
             text = self._decode_text(seq.tokens[max(seq.num_prompt, len(seq.tokens) - tail) :])
             if any(stop in text for stop in request.stop_strings):
                 return StopReason.STOP_STRING
-        return StopReason.LENGTH if seq.num_new >= request.max_new_tokens else None
+        if seq.num_new >= request.max_new_tokens:
+            return StopReason.LENGTH
+        if request.stop_repetition_tokens and seq.next_index % CHECK_EVERY == 0:
+            if repeats_itself(seq.tokens[seq.num_prompt :], request.stop_repetition_tokens):
+                return StopReason.REPETITION
+        return StopReason.PAUSED if seq.num_new == request.pause_after else None
 
     def _resolve(self, seq: Sequence, reason: StopReason) -> None:
         seq.cut(self._version, reason)

@@ -1,0 +1,191 @@
+"""Every transition that a held rollout makes, as one state machine: cache, scheduler and ledger told together.
+
+    admit -> start -> append (parks or finishes) -> set_rewards (READY, or dropped) -> consume | drop
+
+The driver carries this out on an engine, the planner under a virtual clock, the tests at random: the same rules for
+all. Pure: no clock, no event loop, no torch. Owns nothing but its three owners and the calls of `on_event`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollover.config.rollout import RolloutConfig
+from rollover.rollout.cache import RolloutCache
+from rollover.rollout.ledger import Ledger
+from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.staleness import oldest_in_loss
+from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
+
+
+class EventKind(enum.Enum):
+    ADMIT = "admit"
+    START = "start"
+    RESUME = "resume"
+    PARK = "park"
+    FINISH = "finish"
+    READY = "ready"
+    CONSUME = "consume"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that just happened: `rollout` for START, RESUME, PARK, FINISH; `reason` for DROP."""
+
+    kind: EventKind
+    group: Group
+    rollout: Rollout | None = None
+    reason: DropReason | None = None
+
+
+class Lifecycle:
+    """The held groups and what becomes of them.
+
+    `max_running`: rollouts that may run at once; None means no limit. A group with fewer than `min_valid_rewards` is
+    dropped. `on_event` is called after each event.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        max_running: int | None = None,
+        min_valid_rewards: int = 2,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.min_valid_rewards = min_valid_rewards
+        self.on_event = on_event
+        self.cache = RolloutCache(config.max_new_tokens)
+        self.scheduler = Scheduler(config, max_running)
+        self.ledger = Ledger()
+
+    def admit(self, task: Task, prompt_ids: Sequence[int], version: int) -> Group:
+        """A new task becomes a group of WAITING rollouts."""
+        group = self.cache.admit(task, prompt_ids, self.config.group_size)
+        self.scheduler.on_admit(group, version)
+        self.ledger.on_admit(group)
+        self._emit(EventKind.ADMIT, group)
+        return group
+
+    def start(self, version: int) -> list[Rollout]:
+        """Give the free slots away. Returns the rollouts that must be extended now, in order."""
+        started = []
+        for rollout_id in self.scheduler.start(version):
+            rollout = self.cache.rollout(rollout_id)
+            resumed = rollout.state is RolloutState.PARKED
+            self.cache.start(rollout_id)
+            if resumed:
+                self.ledger.on_resume()
+            self._emit(EventKind.RESUME if resumed else EventKind.START, self.cache.groups[rollout.group_id], rollout)
+            started.append(rollout)
+        return started
+
+    def append(self, rollout: Rollout, segments: Sequence[Segment]) -> Group | None:
+        """What a running rollout's extension returned: it is parked, or its generation is finished.
+
+        Returns its group if that is complete now, and must be scored.
+        """
+        assert segments, f"extend of {rollout.rollout_id} returned no segment"
+        self.cache.append(rollout.rollout_id, segments)
+        self.ledger.on_append(segments)
+        self.scheduler.on_append(rollout)
+        stop_reason = segments[-1].stop_reason
+        if stop_reason is StopReason.PAUSED:
+            self.park(rollout)
+            return None
+        self.cache.finish(rollout.rollout_id, stop_reason)
+        self.scheduler.on_finish(rollout)
+        group = self.cache.groups[rollout.group_id]
+        self._emit(EventKind.FINISH, group, rollout)
+        return group if is_complete(group) else None
+
+    def park(self, rollout: Rollout) -> None:
+        """A running rollout leaves its slot with what it has."""
+        self.cache.park(rollout.rollout_id)
+        self.scheduler.on_park(rollout)
+        self._emit(EventKind.PARK, self.cache.groups[rollout.group_id], rollout)
+
+    def set_rewards(self, group: Group, rewards: Sequence[Reward]) -> bool:
+        """The group is READY; or dropped, and the answer False, where too few rewards are valid."""
+        assert len(rewards) == len(group.rollouts), f"{len(rewards)} rewards for {len(group.rollouts)} rollouts"
+        for rollout, reward in zip(group.rollouts, rewards, strict=True):
+            self.cache.set_reward(rollout.rollout_id, reward)
+        self.scheduler.on_ready(group)
+        if sum(not reward.missing for reward in rewards) >= self.min_valid_rewards:
+            self._emit(EventKind.READY, group)
+            return True
+        self.drop(group.group_id, DropReason.TOO_FEW_REWARDS)
+        return False
+
+    def consume(self, version: int, stream_ended: bool = False) -> list[Group]:
+        """The groups of the step at trainer `version` leave for training, in group-id order."""
+        group_ids = self.scheduler.to_consume(version, stream_ended)
+        assert group_ids is not None, "there is not enough for a step"
+        groups = [self.cache.consume(group_id) for group_id in sorted(group_ids)]
+        for group in groups:
+            self.ledger.on_consume(group, oldest_in_loss(self.config, version))
+            self.scheduler.on_leave(group)
+            self._emit(EventKind.CONSUME, group)
+        return groups
+
+    def drop(self, group_id: int, reason: DropReason) -> Group:
+        """The whole group leaves untrained."""
+        group = self.cache.drop(group_id, reason)
+        self.ledger.on_drop(group, reason)
+        self.scheduler.on_leave(group)
+        self._emit(EventKind.DROP, group, reason=reason)
+        return group
+
+    def publish(self, version: int) -> list[Group]:
+        """The trainer is at `version`, its weights are live: drops what can no longer be trained in bound."""
+        dropped = [self.drop(group_id, DropReason.STALE) for group_id in self.scheduler.to_drop(version)]
+        self.scheduler.on_publish()
+        return dropped
+
+    def unscored(self) -> list[Group]:
+        """Complete groups without rewards: a snapshot or an error left them so."""
+        return [g for g in self.cache.groups.values() if is_complete(g)]
+
+    def running(self) -> list[Rollout]:
+        """In group order."""
+        return [r for g in self.cache.groups.values() for r in g.rollouts if r.state is RolloutState.RUNNING]
+
+    def check(self) -> None:
+        """AssertionError unless every task and token is in exactly one account."""
+        self.ledger.check(self.cache)
+
+    def metrics(self) -> dict[str, float]:
+        """The ledger's accounts, and how many groups the scheduler holds at once."""
+        return {
+            **self.ledger.metrics(self.cache),
+            "groups/in_flight_limit": self.scheduler.in_flight_groups,
+            "length/longest_of_group": self.scheduler.lengths.longest,
+        }
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """(JSON-able meta, arrays) of all three owners."""
+        meta, arrays = self.cache.state_dict()
+        return {"cache": meta, "scheduler": self.scheduler.state_dict(), "ledger": self.ledger.state_dict()}, arrays
+
+    def load_state_dict(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace the contents by a saved state. ValueError as RolloutCache.load_state_dict."""
+        self.cache.load_state_dict(state["cache"], arrays)
+        self.scheduler.load_state_dict(state["scheduler"], self.cache.groups.values())
+        self.ledger.load_state_dict(state["ledger"])
+
+    def _emit(
+        self, kind: EventKind, group: Group, rollout: Rollout | None = None, reason: DropReason | None = None
+    ) -> None:
+        if self.on_event is not None:
+            self.on_event(Event(kind, group, rollout, reason))
+
+
+def is_complete(group: Group) -> bool:
+    """Whether every rollout of the group is finished and waits for its reward."""
+    return all(r.state is RolloutState.SCORING for r in group.rollouts)

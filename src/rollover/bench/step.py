@@ -10,6 +10,7 @@ import json
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,33 +45,43 @@ live = "off"
 PARTIAL = [("rollout.in_flight_groups", "24"), ("rollout.interrupt", "when_enough"), ("rollout.max_staleness", "2")]
 
 
-def _ours(config: Config, overrides: list[tuple[str, str]], steps: int) -> list[float]:
-    """Seconds of each step but the first three, which fill what a partial mode has in flight."""
+@dataclass(frozen=True)
+class Step:
+    """What one training step took, and the mean score of the samples it trained."""
+
+    seconds: float
+    reward: float
+
+
+def run_ours(config: Config, overrides: list[tuple[str, str]], steps: int) -> list[Step]:
+    """Train on RECIPE with Rollover."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "step.toml"
         recipe.write_text(RECIPE)
-        values = [("run.dir", f"{folder}/run"), ("train.num_steps", str(steps + 3)), ("model.path", config.model.path),
+        values = [("run.dir", f"{folder}/run"), ("train.num_steps", str(steps)), ("model.path", config.model.path),
                   ("model.dtype", config.model.dtype), ("run.threads", str(config.run.threads)),
                   ("checkpoint.every_steps", "0"), ("checkpoint.save_final_model", "false"), *overrides]  # fmt: skip
         run = Run(load_config([recipe], values).config, False, [])
         asyncio.run(run.main())
         rows = [json.loads(line) for line in (run.directory.path / "metrics.jsonl").read_bytes().splitlines()]
-    return [row["time/step_s"] for row in rows[3:]]
+    return [Step(row["time/step_s"], row["reward/mean"]) for row in rows]
 
 
-def _trl(config: Config, steps: int) -> list[float]:
-    """Seconds of each step but the first."""
+def run_trl(
+    config: Config, steps: int, *, seed: int = 0, learning_rate: float = 1e-5, autocast: bool = False
+) -> list[Step]:
+    """Train on RECIPE with TRL's GRPOTrainer; with `autocast` over float32 weights, else in bfloat16 weights."""
     import datasets
     import torch
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports, reportPrivateImportUsage]
 
     tasks = load_config([_written(RECIPE)], []).config
-    stream = TaskStream(tasks.tasks, seed=0, split="train", rewards=tasks.rewards)
+    stream = TaskStream(tasks.tasks, seed=seed, split="train", rewards=tasks.rewards)
     scorer = load_reward("reasoning_gym/last_number", ".")
     rows = [
         {"prompt": [dict(m) for m in task.messages or ()], "columns": json.dumps(task.columns)}
-        for task in stream.take(GROUPS * (steps + 2))
+        for task in stream.take(GROUPS * (steps + 1))
     ]
 
     def reward(completions: list[Any], columns: list[str], **_: Any) -> list[float]:
@@ -80,25 +91,32 @@ def _trl(config: Config, steps: int) -> list[float]:
         ]
         return [scorer.score_one(item)["score"] for item in items]
 
-    ends: list[float] = []
+    starts: list[float] = []
+    done: list[Step] = []
 
     class Clock(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.perf_counter())
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            starts.append(time.perf_counter())
 
-    loaded = load_model(config.model, dtype=torch.bfloat16)
+        def on_log(self, *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+            if "reward" in logs:
+                done.append(Step(time.perf_counter() - starts[-1], float(logs["reward"])))
+                machine.progress(f"TRL: step {len(done)} of {steps}, reward {done[-1].reward:.3f}")
+
+    loaded = load_model(config.model, dtype=torch.float32 if autocast else torch.bfloat16)
     loaded.model.set_attn_implementation("sdpa")
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
             output_dir=folder,
             use_cpu=not torch.cuda.is_available(),
-            bf16=False,
+            bf16=autocast,
+            seed=seed,
             per_device_train_batch_size=16,
             gradient_accumulation_steps=GROUPS * SIZE // 16,
             num_generations=SIZE,
             max_completion_length=NEW_TOKENS,
-            max_steps=steps + 1,
-            learning_rate=1e-5,
+            max_steps=steps,
+            learning_rate=learning_rate,
             temperature=1.0,
             beta=0.0,
             gradient_checkpointing=False,
@@ -116,7 +134,7 @@ def _trl(config: Config, steps: int) -> list[float]:
             callbacks=[Clock()],
         )
         trainer.train()
-    return [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    return done
 
 
 def _written(text: str) -> Path:
@@ -130,9 +148,10 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     prepare_process(config)
     device = pick_device(config.model.device)
     versions = machine.describe(device)
+    fill = 3  # steps that fill what a partial mode has in flight
     times = {
-        ("rollover", "synchronous"): _ours(config, [], runs),
-        ("rollover", "partial, 24 groups in flight"): _ours(config, PARTIAL, runs),
+        ("rollover", "synchronous"): run_ours(config, [], fill + runs)[fill:],
+        ("rollover", "partial, 24 groups in flight"): run_ours(config, PARTIAL, fill + runs)[fill:],
     }
     trl_version = None
     try:
@@ -141,7 +160,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
         trl_version = version("trl")
         # With float32 weights under bfloat16 autocast, which ours correspond to, it took a fifth longer (docs/log.md).
         setting = "GRPOTrainer, sdpa, generate, 16 a micro-batch, bfloat16 weights"
-        times["trl", setting] = _trl(config, 1)
+        times["trl", setting] = run_trl(config, 2)[1:]
     except ImportError:
         pass  # the extra is not installed: ours alone
     results = [
@@ -150,7 +169,8 @@ def run(config: Config, runs: int) -> dict[str, Any]:
             "setting": setting, "samples_per_s": GROUPS * SIZE / statistics.median(seconds),
             "spread": [GROUPS * SIZE / max(seconds), GROUPS * SIZE / min(seconds)],
         }
-        for (system, setting), seconds in times.items()
+        for (system, setting), steps in times.items()
+        for seconds in [[step.seconds for step in steps]]
     ]  # fmt: skip
     sync, partial, *trl = (r["samples_per_s"] for r in results)
     ratios = {"step_vs_trl": partial / trl[0], "step_sync_vs_trl": sync / trl[0]} if trl else {}

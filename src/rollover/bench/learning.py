@@ -1,0 +1,46 @@
+"""`python -m rollover.bench.learning`: does a sample teach as much as with TRL? Mean reward by step, two seeds.
+
+The tasks, scorer, group size, lengths and learning rate of `rollover bench step`. Not one of its verbs: TRL takes half
+an hour a seed on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+
+from rollover.bench.step import PARTIAL, run_ours, run_trl
+from rollover.config import Config
+from rollover.train.setup import prepare_process
+
+LAST = 5  # steps at the end whose mean reward is compared
+
+
+def main() -> None:
+    """Print one JSON object: system -> seed -> mean reward of each step, and the means over the last ones."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--systems", nargs="+", default=["synchronous", "partial", "trl"])
+    args = parser.parse_args()
+    config = Config()
+    prepare_process(config)
+    curves: dict[str, dict[int, list[float]]] = {system: {} for system in args.systems}
+    for seed in args.seeds:
+        common = [("run.seed", str(seed)), ("train.learning_rate", str(args.learning_rate))]
+        for system in args.systems:
+            if system == "trl":
+                # In bfloat16 weights such small updates would be rounded away.
+                steps = run_trl(config, args.steps, seed=seed, learning_rate=args.learning_rate, autocast=True)
+            else:
+                steps = run_ours(config, [*common, *(PARTIAL if system == "partial" else [])], args.steps)
+            curves[system][seed] = [step.reward for step in steps]
+            print(json.dumps({"system": system, "seed": seed, "rewards": curves[system][seed]}), flush=True)
+    ends = {s: [statistics.mean(c[-LAST:]) for c in of.values()] for s, of in curves.items()}
+    print(json.dumps({"mean_reward_of_the_last_steps": ends}))
+
+
+if __name__ == "__main__":
+    main()

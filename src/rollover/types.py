@@ -25,6 +25,8 @@ class RolloutState(enum.Enum):
     CONSUMED = "consumed"
     DROPPED = "dropped"
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is Python code, and states change often
+
 
 class StopReason(enum.Enum):
     """Why a Segment ended. PAUSED belongs to a Segment, never to a stopped Rollout."""
@@ -129,7 +131,12 @@ class Reward:
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """One attempt at a Task. Owned and changed by RolloutCache only; everyone else reads."""
+    """One attempt at a Task. Owned and changed by RolloutCache only; everyone else reads.
+
+    Segments are appended by `add`, which keeps the counts: num_tokens, after the prompt, over all segments;
+    num_sampled_tokens, the trainable ones, which the ledger counts; versions, the distinct policy versions of the
+    sampled tokens, in order of appearance.
+    """
 
     group_id: int
     sibling: int
@@ -139,25 +146,26 @@ class Rollout:
     state: RolloutState = RolloutState.WAITING
     stop_reason: StopReason | None = None
     reward: Reward | None = None
+    rollout_id: str = field(init=False)
+    num_tokens: int = field(init=False, default=0)
+    num_sampled_tokens: int = field(init=False, default=0)
+    versions: list[int] = field(init=False, default_factory=list)
 
-    @property
-    def rollout_id(self) -> str:
-        return f"{self.group_id}-{self.sibling}"
+    def __post_init__(self) -> None:
+        self.rollout_id = f"{self.group_id}-{self.sibling}"
+        segments, self.segments = self.segments, []
+        for segment in segments:
+            self.add(segment)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens after the prompt, over all segments."""
-        return sum(len(s) for s in self.segments)
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        """Sampled (trainable) tokens: the ones that the ledger counts."""
-        return sum(len(s) for s in self.segments if s.trainable)
-
-    @property
-    def versions(self) -> list[int]:
-        """Distinct policy versions of the sampled tokens, in order of appearance."""
-        return list(dict.fromkeys(s.policy_version for s in self.segments if s.trainable and len(s)))
+    def add(self, segment: Segment) -> None:
+        """Append a segment."""
+        self.segments.append(segment)
+        num = len(segment)
+        self.num_tokens += num
+        if segment.trainable and num:
+            self.num_sampled_tokens += num
+            if segment.policy_version not in self.versions:
+                self.versions.append(segment.policy_version)
 
     @property
     def min_version(self) -> int | None:

@@ -67,6 +67,8 @@ class FakeEngine:
 
     `lengths` gives it: by rollout id, or as a function of the request's seed. A rollout whose length is within its
     budget ends with EOS (the smallest of its stop token ids, if any, is its last token), a longer one with LENGTH.
+    Between two steps others get `turns_between_steps` turns of the event loop; with 16, as the embedded engine gives,
+    whatever a step's end leads to has happened before the next step.
     """
 
     def __init__(
@@ -74,10 +76,12 @@ class FakeEngine:
         lengths: Mapping[str, int] | Callable[[int], int],
         policy_version: int = 0,
         vocab_size: int = 1000,
+        turns_between_steps: int = 1,
     ) -> None:
         self._lengths = lengths
         self._policy_version = policy_version
         self._vocab_size = vocab_size
+        self._turns = turns_between_steps
         self._running: dict[str, _Sequence] = {}
         self._loop_task: asyncio.Task[None] | None = None
         self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0)
@@ -133,7 +137,8 @@ class FakeEngine:
 
     async def _run(self) -> None:
         while self._running:
-            await asyncio.sleep(0)
+            for _ in range(self._turns):
+                await asyncio.sleep(0)
             self._step()
 
     def _step(self) -> None:

@@ -85,11 +85,13 @@ class RolloutCache:
         """Add what `extend` returned to a RUNNING rollout, but for empty segments. Earlier ones are never touched."""
         rollout = self._rollouts[rollout_id]
         assert rollout.state is RolloutState.RUNNING, f"rollout {rollout_id} is {rollout.state.value}, not running"
-        num_new = sum(len(s) for s in segments)
+        num_new = sum(map(len, segments))
         assert num_new <= self.remaining(rollout_id), (
             f"rollout {rollout_id}: {num_new} new tokens exceed the remaining budget of {self.remaining(rollout_id)}"
         )
-        rollout.segments.extend(s for s in segments if len(s))
+        for segment in segments:
+            if len(segment):
+                rollout.add(segment)
 
     def park(self, rollout_id: str) -> None:
         """RUNNING -> PARKED; -> WAITING if it has no token yet, since there is nothing to resume."""
@@ -172,9 +174,7 @@ class RolloutCache:
                 rollout = Rollout(group.group_id, sibling, task, prompt)
                 for fields in entry["segments"]:
                     cut = slice(segment_offsets[segment_index], segment_offsets[segment_index + 1])
-                    rollout.segments.append(
-                        _segment_from_json(fields, arrays["token_ids"][cut], arrays["logprobs"][cut])
-                    )
+                    rollout.add(_segment_from_json(fields, arrays["token_ids"][cut], arrays["logprobs"][cut]))
                     segment_index += 1
                 rollout.state = RolloutState(entry["state"])
                 rollout.stop_reason = None if entry["stop_reason"] is None else StopReason(entry["stop_reason"])

@@ -44,7 +44,9 @@ class Ledger:
         self.admitted_rollouts += len(group.rollouts)
 
     def on_append(self, segments: Iterable[Segment]) -> None:
-        self.generated_tokens += sum(len(s) for s in segments if s.trainable)
+        for segment in segments:
+            if segment.trainable:
+                self.generated_tokens += len(segment)
 
     def on_resume(self) -> None:
         """A parked rollout was started again."""

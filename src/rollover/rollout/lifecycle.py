@@ -188,4 +188,7 @@ class Lifecycle:
 
 def is_complete(group: Group) -> bool:
     """Whether every rollout of the group is finished and waits for its reward."""
-    return all(r.state is RolloutState.SCORING for r in group.rollouts)
+    for rollout in group.rollouts:  # no generator: this is asked after every rollout's end
+        if rollout.state is not RolloutState.SCORING:
+            return False
+    return True

@@ -145,15 +145,9 @@ class Scheduler:
             return None
         if config.interrupt == "token_budget" and (self._running or self._queued or self._scoring):
             return None
-        chosen = self._ready[: config.groups_per_step]
-        if self.finish_first:
-            # Whatever has no token yet may get its first one under `version` while generation winds down.
-            num_left = len(self._held) - len(chosen)
-            taken = Counter(self._held[i].deadline for _, i in chosen)
-            left_in_time = is_feasible(self._due - taken, version, config.groups_per_step)
-            if not left_in_time or num_left > config.max_staleness * config.groups_per_step:
-                return None
-        return [i for _, i in chosen]
+        if self.finish_first and not self._leaves_a_feasible_rest(version):
+            return None
+        return [i for _, i in self._ready[: config.groups_per_step]]
 
     def to_interrupt(self, version: int, stream_ended: bool = False) -> list[str]:
         """Ids of the running rollouts to interrupt now, in group order: all of them, once there is enough."""
@@ -301,6 +295,19 @@ class Scheduler:
         if self.config.complete_by == "group":
             return num_ready >= self.config.num_enough
         return num_ready > 0 and self._finished >= self.config.num_enough * self.config.group_size
+
+    def _leaves_a_feasible_rest(self, version: int) -> bool:
+        """Whether all groups that the step at `version` would leave behind can still be trained in bound."""
+        num = self.config.groups_per_step
+        # Whatever has no token yet may get its first one under `version` while generation winds down.
+        if len(self._held) - min(num, len(self._ready)) > self.config.max_staleness * num:
+            return False
+        left, taken_before = {}, 0
+        for deadline in sorted(self._due):
+            taken = min(num, bisect_left(self._ready, (deadline, math.inf)))  # with this deadline or an earlier one
+            left[deadline] = self._due[deadline] - (taken - taken_before)
+            taken_before = taken
+        return is_feasible(left, version, num)
 
     def _enqueue(self, rollout: Rollout) -> None:
         waiting = rollout.state is RolloutState.WAITING

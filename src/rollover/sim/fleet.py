@@ -1,0 +1,181 @@
+"""Engines under a virtual clock: who decodes where, how fast, and when the next rollout stops. Pure.
+
+An engine makes decode steps; each gives every rollout that runs on it one token and takes as long as its batch size
+says. A rollout joins at a step boundary, after its prefill, during which the engine's others wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollover.config.plan import PlanConfig
+from rollover.types import Rollout
+
+_TINY = 1e-9
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A rollout on an engine: it began after `start` of the engine's steps."""
+
+    rollout: Rollout
+    start: int
+    engine: int
+
+
+@dataclass(slots=True, eq=False)
+class _Engine:
+    """`boundary`: the virtual time of its last step boundary, which may lie ahead of now; `steps` were made by then.
+
+    `queue`: a heap of (step at which it stops, group, sibling, rollout).
+    """
+
+    boundary: float = 0.0
+    steps: int = 0
+    queue: list[tuple[int, int, int, _Running]] = field(default_factory=list)
+    num_running: int = 0
+    stamp: int = 0
+
+
+class Fleet:
+    """Engines of equal speed with `slots` each. Counts busy time: `slot_s` (slots x seconds) and `prefill_tokens`."""
+
+    def __init__(self, plan: PlanConfig, slots: int) -> None:
+        if len(plan.decode_batches) != len(plan.decode_step_s) or not plan.decode_batches:
+            raise ValueError("plan.decode_batches and plan.decode_step_s must have the same number of entries, not 0")
+        if sorted(set(plan.decode_batches)) != plan.decode_batches or min(plan.decode_step_s) <= 0:
+            raise ValueError("plan.decode_batches must be increasing, and plan.decode_step_s above 0")
+        self.slots = slots
+        self.step_s: list[float] = step_seconds(plan, slots).tolist()
+        self._prefill_s = 1 / plan.prefill_tokens_per_s
+        self._engines = [_Engine() for _ in range(plan.engines)]
+        self._events: list[tuple[float, int, int]] = []  # (time, engine, stamp): the next stop of an engine
+        self._dirty: set[int] = set()  # engines whose next stop has changed
+        # Engines by load; an entry is void if the engine's load is another by now.
+        self._loads: list[list[int]] = [[] for _ in range(slots + 1)]
+        self._loads[0] = list(range(plan.engines))[::-1]
+        self._least = 0
+        self._where: dict[str, _Running] = {}
+        self.slot_s = 0.0
+        self.prefill_tokens = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._where)
+
+    def place(self, preferred: int | None) -> int:
+        """The engine for one more rollout: the preferred one if it has a free slot, else one with the fewest."""
+        if preferred is not None and self._engines[preferred].num_running < self.slots:
+            return preferred
+        while True:
+            engines = self._loads[self._least]
+            while engines:
+                if self._engines[engines[-1]].num_running == self._least:
+                    return engines[-1]
+                engines.pop()
+            self._least += 1
+
+    def start(self, rollout: Rollout, engine: int, num_tokens: int, prefill_tokens: int, now: float) -> None:
+        """Give `rollout` num_tokens more, after the prefill."""
+        e = self._engines[engine]
+        assert e.num_running < self.slots and num_tokens >= 1
+        if e.num_running:
+            duration = self.step_s[e.num_running]
+            if e.boundary < now:
+                self._step(e, math.ceil((now - e.boundary) / duration - _TINY))
+        elif e.boundary < now:
+            e.boundary = now
+        if prefill_tokens:
+            e.boundary += prefill_tokens * self._prefill_s
+            self.prefill_tokens += prefill_tokens
+        running = _Running(rollout, e.steps, engine)
+        heapq.heappush(e.queue, (e.steps + num_tokens, rollout.group_id, rollout.sibling, running))
+        self._where[rollout.rollout_id] = running
+        e.num_running += 1
+        self._changed(engine)
+
+    def next_time(self) -> float:
+        """When the next rollout stops; inf if none runs."""
+        for index in self._dirty:
+            e = self._engines[index]
+            if e.queue:
+                time = e.boundary + (e.queue[0][0] - e.steps) * self.step_s[e.num_running]
+                heapq.heappush(self._events, (time, index, e.stamp))
+        self._dirty.clear()
+        while self._events:
+            time, index, stamp = self._events[0]
+            if self._engines[index].stamp == stamp:
+                return time
+            heapq.heappop(self._events)
+        return math.inf
+
+    def stopped(self, now: float) -> list[tuple[Rollout, int]]:
+        """Rollouts that have all their tokens by `now`, in group order, with how many these are."""
+        out: list[tuple[Rollout, int]] = []
+        while self.next_time() <= now + _TINY:
+            _, index, _ = heapq.heappop(self._events)
+            e = self._engines[index]
+            queue = e.queue
+            self._step(e, queue[0][0] - e.steps)
+            while queue and queue[0][0] == e.steps:
+                end, _, _, running = heapq.heappop(queue)
+                del self._where[running.rollout.rollout_id]
+                e.num_running -= 1
+                out.append((running.rollout, end - running.start))
+            self._changed(index)
+        if len(out) > 1:
+            out.sort(key=lambda item: (item[0].group_id, item[0].sibling))
+        return out
+
+    def interrupt(self, rollout_ids: list[str], now: float) -> list[tuple[Rollout, int]]:
+        """Stop these after the steps they have made by `now`. Rollouts and their tokens, in the order given."""
+        for e in self._engines:
+            if e.num_running:
+                self._step(e, max(0, math.floor((now - e.boundary) / self.step_s[e.num_running] + _TINY)))
+        out = []
+        touched = set()
+        for rollout_id in rollout_ids:
+            running = self._where.pop(rollout_id)
+            e = self._engines[running.engine]
+            e.num_running -= 1
+            touched.add(running.engine)
+            out.append((running.rollout, e.steps - running.start))
+        for index in touched:
+            e = self._engines[index]
+            e.queue = [entry for entry in e.queue if entry[3].rollout.rollout_id in self._where]
+            heapq.heapify(e.queue)
+            self._changed(index)
+        return out
+
+    def engine_of(self, rollout_id: str) -> int:
+        return self._where[rollout_id].engine
+
+    def _step(self, e: _Engine, times: int) -> None:
+        if times:
+            seconds = times * self.step_s[e.num_running]
+            e.steps += times
+            e.boundary += seconds
+            self.slot_s += e.num_running * seconds
+
+    def _changed(self, index: int) -> None:
+        e = self._engines[index]
+        e.stamp += 1
+        self._dirty.add(index)
+        self._loads[e.num_running].append(index)
+        if e.num_running < self._least:
+            self._least = e.num_running
+
+
+def step_seconds(plan: PlanConfig, most: int) -> np.ndarray:
+    """Seconds of a decode step at batch sizes 0..most: linear between the given points and beyond the last one."""
+    batches, seconds = np.asarray(plan.decode_batches, float), np.asarray(plan.decode_step_s, float)
+    at = np.arange(most + 1, dtype=float)
+    out = np.interp(at, batches, seconds)
+    if len(batches) > 1:
+        slope = max(0.0, (seconds[-1] - seconds[-2]) / (batches[-1] - batches[-2]))
+        out += np.maximum(0, at - batches[-1]) * slope
+    return out

@@ -1,0 +1,238 @@
+"""A run under a virtual clock: the real scheduler, cache and ledger on simulated engines, without a model.
+
+    phase (admit, start, stop, score; what the driver does) -> train -> publish -> ...
+
+Owns the virtual clock. Every decision is the Lifecycle's, every duration the Fleet's or the plan's. Pure: no asyncio,
+no wall clock; the same input gives the same outcome. Tokens have lengths and versions, but no ids.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollover.config.plan import PlanConfig
+from rollover.config.rollout import RolloutConfig
+from rollover.rollout.lifecycle import Event, Lifecycle
+from rollover.rollout.staleness import oldest_in_loss, staleness
+from rollover.sim.fleet import Fleet
+from rollover.sim.workload import Workload
+from rollover.types import Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
+
+_TASK = Task(task_id="", source="plan", reward="", prompt="")
+_SAMPLING = SamplingParams()
+_REWARD = Reward(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step, in virtual seconds and tokens. `prompts_tokens`: prompts trained, siblings sharing one."""
+
+    version: int
+    generate_s: float
+    score_s: float
+    train_s: float
+    sync_s: float
+    num_groups: int
+    generated_tokens: int
+    trained_tokens: int
+    staleness: Counter[int]
+
+    @property
+    def seconds(self) -> float:
+        return self.generate_s + self.score_s + self.train_s + self.sync_s
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A whole simulated run. `slot_s`: slots x seconds in which a rollout decoded; `slots`: of all engines."""
+
+    slots: int
+    steps: list[Step] = field(default_factory=list)
+    slot_s: float = 0.0
+    prefill_tokens: int = 0
+    reprefilled_tokens: int = 0
+    ledger: dict[str, float] = field(default_factory=dict)
+    partial_rollouts: int = 0
+    trained_rollouts: int = 0
+
+
+class Simulation:
+    """`on_event(event, now)` sees every event of the lifecycle, with its virtual time."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        plan: PlanConfig,
+        slots_per_engine: int,
+        workload: Workload,
+        on_event: Callable[[Event, float], None] | None = None,
+        num_tasks: int | None = None,
+    ) -> None:
+        self.config, self.plan, self.workload = config, plan, workload
+        self.now = 0.0
+        self.fleet = Fleet(plan, slots_per_engine)
+        self.outcome = Outcome(slots=plan.engines * slots_per_engine)
+        self._num_tasks, self._stream_ended = num_tasks, False
+        emit = None if on_event is None else lambda event: on_event(event, self.now)
+        self.lifecycle = Lifecycle(config, plan.engines * slots_per_engine, min_valid_rewards=1, on_event=emit)
+        self._prompt = (0,) * plan.prompt_tokens
+        self._ids, self._logprobs = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
+        self._lengths: dict[int, list[int]] = {}
+        self._kv: dict[str, tuple[int, int]] = {}  # rollout id -> engine and version of its keys and values
+        self._prompts: set[tuple[int, int]] = set()  # (engine, group) whose prompt is cached there
+        self._scoring: list[tuple[float, int]] = []
+
+    def run(self) -> Outcome:
+        """Simulate plan.steps steps, fewer if the tasks end before."""
+        collecting = gc.isenabled()
+        gc.disable()  # nothing here is cyclic, and looking for cycles among so many rollouts takes a third of the time
+        try:
+            for version in range(self.plan.steps):
+                if not self._train_step(version):
+                    break
+        finally:
+            if collecting:
+                gc.enable()
+        self.lifecycle.check()
+        self.outcome.slot_s = self.fleet.slot_s
+        self.outcome.prefill_tokens = self.fleet.prefill_tokens
+        self.outcome.ledger = self.lifecycle.metrics()
+        return self.outcome
+
+    def _train_step(self, version: int) -> bool:
+        started, before = self.now, self.lifecycle.ledger.generated_tokens
+        self._generate(version)
+        generated = self.now
+        while self._scoring:
+            self._handle_scores()
+        scored = self.now
+        groups = self.lifecycle.consume(version, self._stream_ended)
+        if not groups:
+            return False
+        ages, tokens = self._trained(groups, version)
+        devices = self.plan.trainers or self.plan.engines
+        train_s = tokens / (self.plan.train_tokens_per_s * devices)
+        self.now += train_s + self.plan.weight_sync_s
+        for group in self.lifecycle.publish(version + 1):
+            self._forget(group)
+        for group in groups:
+            self._forget(group)
+        step = Step(
+            version=version,
+            generate_s=generated - started,
+            score_s=scored - generated,
+            train_s=train_s,
+            sync_s=self.plan.weight_sync_s,
+            num_groups=len(groups),
+            generated_tokens=self.lifecycle.ledger.generated_tokens - before,
+            trained_tokens=sum(ages.values()),
+            staleness=ages,
+        )
+        self.outcome.steps.append(step)
+        return True
+
+    def _generate(self, version: int) -> None:
+        """One generation phase, as Driver.collect, but for the last scores."""
+        scheduler = self.lifecycle.scheduler
+        while True:
+            self._admit(version)
+            if scheduler.to_consume(version, self._stream_ended) is not None:
+                break
+            for rollout in self.lifecycle.start(version):
+                self._dispatch(rollout, version)
+            self._wait(version)
+        interrupted = scheduler.to_interrupt(version, self._stream_ended)
+        for rollout, num_tokens in self.fleet.interrupt(interrupted, self.now):
+            self._append(rollout, num_tokens, version, StopReason.PAUSED)
+
+    def _admit(self, version: int) -> None:
+        for _ in range(self.lifecycle.scheduler.num_to_admit()):
+            task = self.lifecycle.cache.num_admitted
+            if task == self._num_tasks:
+                self._stream_ended = True
+                return
+            group = self.lifecycle.admit(_TASK, self._prompt, version)
+            self._lengths[group.group_id] = self.workload.lengths(task)
+
+    def _dispatch(self, rollout: Rollout, version: int) -> None:
+        kv = self._kv.get(rollout.rollout_id)
+        engine = self.fleet.place(kv[0] if kv else None)
+        so_far = rollout.num_tokens
+        wanted = self._lengths[rollout.group_id][rollout.sibling]
+        left = min(wanted, self.config.max_new_tokens) - so_far
+        if self.config.interrupt == "token_budget":
+            left = min(left, self.config.token_budget)
+        fresh = kv is not None and kv[0] == engine and (kv[1] == version or self.config.kv_on_resume != "recompute")
+        prefill = 0 if fresh else so_far
+        if not fresh and (engine, rollout.group_id) not in self._prompts:
+            prefill += len(self._prompt)
+            self._prompts.add((engine, rollout.group_id))
+        if so_far:
+            self.outcome.reprefilled_tokens += prefill
+        self.fleet.start(rollout, engine, left, prefill, self.now)
+        self._kv[rollout.rollout_id] = (engine, version)
+
+    def _wait(self, version: int) -> None:
+        """To the next moment at which something stops or is scored, and handle all that does."""
+        score_at = self._scoring[0][0] if self._scoring else float("inf")
+        self.now = max(self.now, min(self.fleet.next_time(), score_at))
+        assert self.now < float("inf"), "nothing runs and there is not enough for a step"
+        for rollout, num_tokens in self.fleet.stopped(self.now):
+            so_far = rollout.num_tokens + num_tokens
+            reason = StopReason.PAUSED
+            if so_far == self._lengths[rollout.group_id][rollout.sibling]:
+                reason = StopReason.EOS
+            elif so_far == self.config.max_new_tokens:
+                reason = StopReason.LENGTH
+            self._append(rollout, num_tokens, version, reason)
+        if score_at <= self.now:
+            self._handle_scores()
+
+    def _append(self, rollout: Rollout, num_tokens: int, version: int, reason: StopReason) -> None:
+        if num_tokens > len(self._ids):
+            self._ids = np.zeros(2 * num_tokens, dtype=np.int32)
+            self._logprobs = np.zeros(2 * num_tokens, dtype=np.float32)
+        segment = Segment(
+            self._ids[:num_tokens], self._logprobs[:num_tokens], version, _SAMPLING, reason
+        )  # views of one array: lengths are all that counts here
+        complete = self.lifecycle.append(rollout, [segment])
+        if complete is not None:
+            heapq.heappush(self._scoring, (self.now + self.plan.reward_s, complete.group_id))
+
+    def _handle_scores(self) -> None:
+        """The next scores arrive, and all that arrive with them."""
+        self.now = max(self.now, self._scoring[0][0])
+        arrived = []
+        while self._scoring and self._scoring[0][0] <= self.now:
+            arrived.append(heapq.heappop(self._scoring)[1])
+        for group_id in sorted(arrived):
+            group = self.lifecycle.cache.groups[group_id]
+            self.lifecycle.set_rewards(group, [_REWARD] * len(group.rollouts))
+
+    def _trained(self, groups: list[Group], version: int) -> tuple[Counter[int], int]:
+        """Tokens in the loss by staleness, and tokens that pass through the trainer, prompts (one a group) included."""
+        ages: Counter[int] = Counter()
+        oldest, num_tokens = oldest_in_loss(self.config, version), 0
+        for group in groups:
+            num_tokens += len(self._prompt)
+            for rollout in group.rollouts:
+                self.outcome.trained_rollouts += 1
+                self.outcome.partial_rollouts += len(rollout.segments) > 1
+                for segment in rollout.segments:
+                    num_tokens += len(segment)
+                    if segment.policy_version >= oldest:
+                        ages[staleness(segment.policy_version, version)] += len(segment)
+        return ages, num_tokens
+
+    def _forget(self, group: Group) -> None:
+        del self._lengths[group.group_id]
+        for rollout in group.rollouts:
+            kv = self._kv.pop(rollout.rollout_id, None)
+            if kv is not None:
+                self._prompts.discard((kv[0], group.group_id))

@@ -1,0 +1,150 @@
+"""The simulator against the real driver, and against closed forms."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollover.config.plan import PlanConfig
+from rollover.config.rollout import RolloutConfig
+from rollover.engine.fake import FakeEngine
+from rollover.rollout.driver import Driver
+from rollover.rollout.lifecycle import Event, Lifecycle
+from rollover.sim.fleet import step_seconds
+from rollover.sim.simulate import Outcome, Simulation
+from rollover.sim.workload import Workload
+from rollover.types import Reward, Rollout
+from unit.rollout.test_properties import configs
+from unit.rollout.world import make_task
+
+STEPS = 8
+
+
+def described(event: Event) -> tuple:
+    rollout = event.rollout
+    tokens = None if rollout is None else (rollout.sibling, rollout.num_tokens, tuple(rollout.versions))
+    return event.kind, event.group.group_id, tokens, event.reason
+
+
+class Fixed(Workload):
+    """Lengths drawn by task, in the open: the fake engine looks them up."""
+
+    def __init__(self, seed: int, group_size: int, longest: int) -> None:
+        self.seed, self.group_size, self.longest = seed, group_size, longest
+
+    def lengths(self, task: int) -> list[int]:
+        rng = random.Random(f"{self.seed}/{task}")
+        return [rng.randint(1, self.longest) for _ in range(self.group_size)]
+
+
+def simulated(config: RolloutConfig, max_running: int, seed: int, num_tasks: int | None) -> list[tuple]:
+    events: list[tuple] = []
+    plan = PlanConfig(steps=STEPS, decode_batches=[1], decode_step_s=[1.0], prefill_tokens_per_s=1e12)
+    workload = Fixed(seed, config.group_size, config.max_new_tokens + 2)
+    Simulation(config, plan, max_running, workload, lambda e, _: events.append(described(e)), num_tasks).run()
+    return events
+
+
+def driven(config: RolloutConfig, max_running: int, seed: int, num_tasks: int | None) -> list[tuple]:
+    events: list[tuple] = []
+    workload = Fixed(seed, config.group_size, config.max_new_tokens + 2)
+
+    class Lengths(dict):
+        def __missing__(self, rollout_id: str) -> int:
+            group_id, sibling = map(int, rollout_id.split("-"))
+            return workload.lengths(group_id)[sibling]
+
+    async def score(rollouts: list[Rollout]) -> list[Reward]:
+        return [Reward(1.0) for _ in rollouts]
+
+    tasks = iter(range(10**9 if num_tasks is None else num_tasks))
+
+    def next_task():
+        i = next(tasks, None)
+        return None if i is None else (make_task(i), [1, 2, 3])
+
+    lifecycle = Lifecycle(config, max_running, 1, lambda e: events.append(described(e)))
+    engine = FakeEngine(Lengths(), turns_between_steps=16)
+    driver = Driver(lifecycle, engine, next_task, score, run_seed=0)
+
+    async def run() -> None:
+        for version in range(STEPS):
+            if not await driver.collect(version):
+                return
+            engine.load_weights(version + 1, ())
+            driver.after_publish(version + 1)
+
+    asyncio.run(run())
+    return events
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(configs(), st.integers(1, 8), st.integers(0, 1000), st.none() | st.integers(0, 20))
+def test_the_same_trace_as_the_real_driver_on_the_fake_engine(config, max_running, seed, num_tasks) -> None:
+    """DESIGN.md, test 8: every event, in the same order, with the same tokens and versions."""
+    assert simulated(config, max_running, seed, num_tasks) == driven(config, max_running, seed, num_tasks)
+
+
+# Closed forms
+
+
+def outcome(config: dict, plan: dict, slots: int = 10**6) -> tuple[Outcome, Workload]:
+    rollout = RolloutConfig.model_validate({"groups_per_step": 16, "group_size": 4, "max_new_tokens": 2000, **config})
+    settings_ = PlanConfig.model_validate({"prefill_tokens_per_s": 1e12, "steps": 20, **plan})
+    workload = Workload(settings_, rollout.group_size, rollout.max_new_tokens)
+    return Simulation(rollout, settings_, slots, workload).run(), workload
+
+
+def test_a_synchronous_phase_lasts_as_long_as_the_longest_answer() -> None:
+    constant = {"decode_batches": [1], "decode_step_s": [0.5]}
+    out, workload = outcome({}, constant)
+    for i, step in enumerate(out.steps):
+        longest = max(max(workload.lengths(task)) for task in range(16 * i, 16 * (i + 1)))
+        assert step.generate_s == pytest.approx(0.5 * longest)
+        assert step.trained_tokens == sum(sum(workload.lengths(task)) for task in range(16 * i, 16 * (i + 1)))
+        assert set(step.staleness) == {0}
+
+
+def test_with_every_slot_busy_the_rate_is_that_of_full_batches() -> None:
+    """The work-conserving bound: so much in flight, and no bound on staleness, that no slot ever waits."""
+    linear = {"decode_batches": [1, 65], "decode_step_s": [0.02, 0.1], "steps": 40}
+    partial = {"interrupt": "when_enough", "in_flight_groups": 200, "max_staleness": 60, "kv_on_resume": "keep"}
+    out, _ = outcome(partial, linear, slots=32)
+    generated = sum(s.generated_tokens for s in out.steps[10:])
+    seconds = sum(s.generate_s for s in out.steps[10:])
+    full = 32 / (0.02 + 31 * 0.08 / 64)
+    assert generated / seconds == pytest.approx(full, rel=1e-3)
+    assert out.slot_s / (32 * sum(s.generate_s for s in out.steps)) == pytest.approx(1, rel=1e-3)
+
+
+def test_training_prefill_scores_and_sync_take_what_the_plan_says() -> None:
+    plan = {"decode_batches": [1], "decode_step_s": [0.1], "prefill_tokens_per_s": 100, "prompt_tokens": 50,
+            "train_tokens_per_s": 10, "trainers": 4, "weight_sync_s": 3, "reward_s": 7}  # fmt: skip
+    out, workload = outcome({"groups_per_step": 1, "group_size": 2}, plan)
+    for i, step in enumerate(out.steps):
+        lengths = workload.lengths(i)
+        assert step.generate_s + step.score_s == pytest.approx(0.1 * max(lengths) + 0.5 + 7)
+        assert step.train_s == pytest.approx((sum(lengths) + 50) / 40) and step.sync_s == 3
+
+
+def test_kv_kept_costs_no_prefill_and_recomputed_costs_all_that_was_there() -> None:
+    partial = {"interrupt": "when_enough", "in_flight_groups": 48, "max_staleness": 2}
+    kept, _ = outcome({**partial, "kv_on_resume": "keep"}, {})
+    again, _ = outcome(partial, {})
+    assert kept.reprefilled_tokens == 0 and again.reprefilled_tokens > 0
+
+
+def test_more_engines_share_the_work() -> None:
+    one, _ = outcome({}, {"engines": 1}, slots=64)
+    eight, _ = outcome({}, {"engines": 8}, slots=8)
+    assert sum(s.generate_s for s in eight.steps) < sum(s.generate_s for s in one.steps)
+    assert eight.ledger["tokens/trained"] == one.ledger["tokens/trained"]
+
+
+def test_step_seconds_between_and_beyond_the_points() -> None:
+    plan = PlanConfig(decode_batches=[1, 3, 5], decode_step_s=[1.0, 2.0, 4.0])
+    assert step_seconds(plan, 7).tolist() == [1, 1, 1.5, 2, 3, 4, 5, 6]

@@ -2,28 +2,30 @@
 
 One workload for every mode: groups of siblings whose lengths are forced, log-normal with a median of 64 and a 99th
 percentile of 512 tokens. Modes differ by what is in flight and by what happens to the KV cache at a weight update.
+Beside each mode stands what the planner (sim/) predicts for it from this machine's decode speeds, measured first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
-import math
 import time
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import Any
 
 import rollover
 from rollover.bench import machine, workload
 from rollover.config import Config
+from rollover.config.plan import PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import load_model, pick_device
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.staleness import group_staleness
+from rollover.sim.simulate import Simulation
+from rollover.sim.workload import Workload
 from rollover.train.batch import build_batch
 from rollover.train.setup import dtype_of, embedded_engine, prepare_process
 from rollover.train.trainer import Trainer
@@ -33,9 +35,12 @@ GROUPS, SIZE, PROMPT_TOKENS = 16, 4, 32
 MEDIAN, P99, LONGEST = 64, 512, 1024
 SYNC_BATCH = GROUPS * SIZE
 STEPS = 3
+DECODE_BATCHES = [1, 16, 32, SYNC_BATCH, 2 * SYNC_BATCH]
 
 SYNC = {"in_flight_groups": GROUPS, "interrupt": "never", "max_staleness": 0}
-PARTIAL = {"in_flight_groups": 3 * GROUPS, "interrupt": "when_enough", "max_staleness": 2}
+# Chosen with `rollover plan`: with a staleness of 2 the bound itself leaves slots idle (docs/performance.md).
+PARTIAL = {"in_flight_groups": "auto", "interrupt": "when_enough", "max_staleness": 8}
+TIGHT = {"in_flight_groups": 3 * GROUPS, "interrupt": "when_enough", "max_staleness": 2}
 
 
 @dataclass(frozen=True)
@@ -51,21 +56,21 @@ class Mode:
     warm_up: int
     trains: bool = False
 
+    @property
+    def config(self) -> RolloutConfig:
+        sizes = {"groups_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": LONGEST}
+        return RolloutConfig.model_validate({**sizes, **self.rollout})
+
 
 MODES = (
     Mode("sync", SYNC, SYNC_BATCH, warm_up=1, trains=True),
-    Mode("partial", PARTIAL | {"kv_on_resume": "keep"}, 3 * SYNC_BATCH, warm_up=2, trains=True),
-    Mode("partial_recompute", PARTIAL, 3 * SYNC_BATCH, warm_up=2),
-    Mode("partial_at_sync_batch", PARTIAL | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=2),
+    Mode("partial", PARTIAL | {"kv_on_resume": "keep"}, 2 * SYNC_BATCH, warm_up=5, trains=True),
+    Mode("partial_at_sync_batch", PARTIAL | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=4),
+    Mode("partial_recompute", PARTIAL, SYNC_BATCH, warm_up=4),
+    Mode("partial_staleness_2", TIGHT | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=4),
 )
-
-
-def forced_length(rollout_id: str) -> int:
-    """Tokens of a rollout, by its id alone: the same in every mode."""
-    digest = hashlib.blake2b(rollout_id.encode(), digest_size=8).digest()
-    u = (int.from_bytes(digest, "little") + 0.5) / 2**64
-    sigma = math.log(P99 / MEDIAN) / NormalDist().inv_cdf(0.99)
-    return max(1, min(LONGEST, round(MEDIAN * math.exp(sigma * NormalDist().inv_cdf(u)))))
+PLAN = PlanConfig(median_tokens=MEDIAN, p99_tokens=P99, prompt_tokens=PROMPT_TOKENS)
+WORKLOAD = Workload(PLAN, SIZE, LONGEST)
 
 
 class _ForcedLengths:
@@ -78,7 +83,8 @@ class _ForcedLengths:
         return getattr(self._engine, name)
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
-        left = forced_length(request.rollout_id) - len(request.generated_ids)
+        group, sibling = map(int, request.rollout_id.split("-"))
+        left = WORKLOAD.lengths(group)[sibling] - len(request.generated_ids)
         return await self._engine.extend(dataclasses.replace(request, max_new_tokens=left))
 
 
@@ -87,13 +93,14 @@ class _Outcome:
     """Per measured step: seconds of generation and of the whole step, and the tokens generated in it.
 
     Generated, not trained: over many steps they are the same, and over few the trained ones of a partial mode hold
-    tokens that were generated before the first measured step.
+    tokens that were generated before the first measured step. `staleness`: of each trained group's oldest token.
     """
 
     generate_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     train_s: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
 
     def rate(self, seconds: list[float]) -> float:
         return sum(self.tokens) / sum(seconds)
@@ -105,9 +112,7 @@ async def _score(rollouts: list[Rollout]) -> list[Reward]:
 
 def _run_mode(mode: Mode, config: Config) -> _Outcome:
     """Warm-up steps, then STEPS training steps: generate, train (if the mode does), hand the weights over."""
-    rollout = RolloutConfig.model_validate(
-        {"groups_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": LONGEST, **mode.rollout}
-    )
+    rollout = mode.config
     run = config.model_copy(
         update={
             "rollout": rollout,
@@ -146,6 +151,7 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
                 out.train_s.append(trained - generated)
                 out.step_s.append(time.perf_counter() - started)
                 out.tokens.append(ledger.generated_tokens - before)
+                out.staleness += [group_staleness(g, step) or 0 for g in groups]
             machine.progress(f"{mode.name}: step {step + 1} of {mode.warm_up + STEPS}")
         driver.request_stop()
         await engine.close()
@@ -154,27 +160,53 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
     return out
 
 
-def _full_batch_rate(config: Config, batch: int) -> float:
-    """Tokens per second with every slot busy all the time: what no schedule of this batch can pass."""
+def _speeds(config: Config) -> PlanConfig:
+    """What the planner needs to know of this machine: decode steps by batch size, at these lengths; prefill."""
     loaded = load_model(config.model, dtype=dtype_of(config), device=pick_device(config.model.device))
     vocab = loaded.model.config.get_text_config().vocab_size
-    engine = EmbeddedEngine(loaded.model, config.engine.model_copy(update={"max_running": batch, "kv_memory_gb": 6.0}))
-    mean = round(MEDIAN * math.exp((math.log(P99 / MEDIAN) / NormalDist().inv_cdf(0.99)) ** 2 / 2))
+    options = config.engine.model_copy(update={"max_running": max(DECODE_BATCHES), "kv_memory_gb": 6.0})
+    engine = EmbeddedEngine(loaded.model, options)
+    new_tokens = round(WORKLOAD.mean)
 
-    prompts = [workload.prompt(vocab, PROMPT_TOKENS, i // SIZE) for i in range(batch)]
-    workload.generate(engine, prompts, 4)
-    started = time.perf_counter()
-    workload.generate(engine, prompts, mean)
-    return batch * mean / (time.perf_counter() - started)
+    def seconds(num: int, tokens: int) -> float:
+        prompts = [workload.prompt(vocab, PROMPT_TOKENS, i // SIZE) for i in range(num)]
+        started = time.perf_counter()
+        workload.generate(engine, prompts, tokens)
+        return time.perf_counter() - started
+
+    seconds(max(DECODE_BATCHES), 2)
+    step_s, first_s = [], 0.0
+    for num in DECODE_BATCHES:
+        first_s = seconds(num, 1)
+        step_s.append((seconds(num, 1 + new_tokens) - first_s) / new_tokens)
+        machine.progress(f"{num} sequences: {step_s[-1] * 1e3:.0f} ms a decode step")
+    prefill = max(DECODE_BATCHES) // SIZE * PROMPT_TOKENS / max(1e-6, first_s - step_s[-1])
+    return PLAN.model_copy(
+        update={"decode_batches": DECODE_BATCHES, "decode_step_s": step_s, "prefill_tokens_per_s": prefill}
+    )
+
+
+def _predicted_rate(mode: Mode, plan: PlanConfig) -> float:
+    """Tokens per second of generation in the same steps, by the planner."""
+    plan = plan.model_copy(update={"steps": mode.warm_up + STEPS})
+    steps = Simulation(mode.config, plan, mode.max_running, WORKLOAD).run().steps[mode.warm_up :]
+    return sum(s.generated_tokens for s in steps) / sum(s.generate_s for s in steps)
+
+
+def _all_slots_busy(plan: PlanConfig, slots: int) -> float:
+    """Tokens per second with every slot busy all the time: what no schedule of this batch can pass (closed form)."""
+    step_s = plan.decode_step_s[plan.decode_batches.index(slots)]
+    prompts = PROMPT_TOKENS / SIZE / WORKLOAD.mean / plan.prefill_tokens_per_s
+    return 1 / (step_s / slots + prompts)
 
 
 def run(config: Config, runs: int) -> dict[str, Any]:
-    """Every mode for STEPS measured steps, not `runs`; generation rates, whole steps, and the bounds on both."""
+    """Every mode for STEPS measured steps, not `runs`; generation rates, whole steps, bounds and predictions."""
     prepare_process(config)
     device = pick_device(config.model.device)
     versions = machine.describe(device)
+    plan = _speeds(config)
     outcomes = {mode.name: _run_mode(mode, config) for mode in MODES}
-    bounds = {batch: _full_batch_rate(config, batch) for batch in (SYNC_BATCH, 3 * SYNC_BATCH)}
     results = []
     for mode in MODES:
         o = outcomes[mode.name]
@@ -188,32 +220,50 @@ def run(config: Config, runs: int) -> dict[str, Any]:
                     "setting": f"{mode.rollout}, {mode.max_running} at once",
                     "tokens_per_s": o.rate(seconds),
                     "spread": [min(rates), max(rates)],
+                    "group_staleness_mean": sum(o.staleness) / len(o.staleness),
+                    "group_staleness_max": max(o.staleness),
                 }
             )
-    for batch, rate in bounds.items():
+        results[-1 - mode.trains]["predicted_tokens_per_s"] = _predicted_rate(mode, plan)
+    for slots in (SYNC_BATCH, 2 * SYNC_BATCH):
+        rate = _all_slots_busy(plan, slots)
         results.append(
             {
                 "case": "tail_bound", "system": "rollover, all slots busy", "version": rollover.__version__,
-                "setting": f"{batch} at once", "tokens_per_s": rate, "spread": [rate, rate],
+                "setting": f"{slots} at once", "tokens_per_s": rate, "spread": [rate, rate],
             }
         )  # fmt: skip
-    sync, partial, same = outcomes["sync"], outcomes["partial"], outcomes["partial_at_sync_batch"]
-    speedup = partial.rate(partial.generate_s) / sync.rate(sync.generate_s)
-    training_share = sum(sync.train_s) / sum(sync.step_s)
-    amdahl = 1 / (training_share + (1 - training_share) / speedup)
-    step_speedup = partial.rate(partial.step_s) / sync.rate(sync.step_s)
     return {
         "benchmark": "tail",
         "machine": versions | {"matmul_gflops": machine.matmul_gflops(dtype_of(config), device)},
+        "decode_step_s": dict(zip(plan.decode_batches, plan.decode_step_s, strict=True)),
         "results": results,
-        "training_share_of_a_sync_step": training_share,
-        "amdahl_bound_on_the_step": amdahl,
-        "ratios": {
-            "tail_rollout_partial_vs_sync": speedup,
-            "tail_rollout_partial_at_sync_batch_vs_sync": same.rate(same.generate_s) / sync.rate(sync.generate_s),
-            "tail_partial_vs_work_conserving_bound": partial.rate(partial.generate_s) / bounds[3 * SYNC_BATCH],
-            "tail_partial_at_sync_batch_vs_work_conserving_bound": same.rate(same.generate_s) / bounds[SYNC_BATCH],
-            "tail_step_partial_vs_sync": step_speedup,
-            "tail_step_vs_amdahl_bound": step_speedup / amdahl,
-        },
+        "training_share_of_a_sync_step": sum(outcomes["sync"].train_s) / sum(outcomes["sync"].step_s),
+        "ratios": _ratios(outcomes, plan),
     }
+
+
+def _ratios(outcomes: dict[str, _Outcome], plan: PlanConfig) -> dict[str, float]:
+    rates = {name: o.rate(o.generate_s) for name, o in outcomes.items()}
+    predicted = {mode.name: _predicted_rate(mode, plan) for mode in MODES}
+    sync, partial = outcomes["sync"], outcomes["partial"]
+    speedup = rates["partial"] / rates["sync"]
+    training_share = sum(sync.train_s) / sum(sync.step_s)
+    amdahl = 1 / (training_share + (1 - training_share) / speedup)
+    step_speedup = partial.rate(partial.step_s) / sync.rate(sync.step_s)
+    out = {
+        "tail_rollout_partial_vs_sync": speedup,
+        "tail_partial_vs_work_conserving_bound": rates["partial"] / _all_slots_busy(plan, 2 * SYNC_BATCH),
+        "tail_partial_at_sync_batch_vs_work_conserving_bound": (
+            rates["partial_at_sync_batch"] / _all_slots_busy(plan, SYNC_BATCH)
+        ),
+        "tail_step_partial_vs_sync": step_speedup,
+        "tail_amdahl_bound_on_the_step": amdahl,
+        "tail_step_vs_amdahl_bound": step_speedup / amdahl,
+    }
+    for name in ("partial_at_sync_batch", "partial_recompute", "partial_staleness_2"):
+        out[f"tail_rollout_{name}_vs_sync"] = rates[name] / rates["sync"]
+    for name in rates.keys() - {"sync"}:
+        # The planner's speedup over sync by the measured one.
+        out[f"tail_planned_vs_measured_{name}"] = predicted[name] / predicted["sync"] / (rates[name] / rates["sync"])
+    return out

@@ -113,6 +113,17 @@ def build_parser() -> argparse.ArgumentParser:
     form.add_argument("--json", action="store_true", help="print JSON without docs")
     form.add_argument("--schema", action="store_true", help="print the JSON schema of a file; needs no FILE.toml")
 
+    plan = verb("plan", _plan, "Predict speed, idleness, staleness and waste of a configuration, without running it.")
+    plan.add_argument("--from-run", metavar="DIR", type=Path, help="take lengths and speeds from this run's directory")
+    plan.add_argument("--devices", metavar="N", type=_positive, help="engines and trainers together")
+    plan.add_argument("--engines", metavar="N", type=_positive, help="in place of plan.engines")
+    plan.add_argument("--trainers", metavar="N", type=_positive, help="in place of plan.trainers")
+    plan.add_argument("--steps", metavar="N", type=_positive, help="in place of plan.steps")
+    plan.add_argument(
+        "--rollouts-per-engine", metavar="N", type=_positive, help="rollouts that a step trains, for each engine"
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON")
+
     bench = verb("bench", _bench, "Measure engine, trainer, whole steps, long tails or growth.", files=None)
     bench.add_argument("what", choices=("engine", "train", "step", "tail", "scale"), help="what to measure")
     bench.add_argument("--json", action="store_true", help="print JSON")
@@ -158,6 +169,13 @@ def _config(args: argparse.Namespace, overrides: Overrides) -> int:
     resolved = _load(args.files, overrides, require_sources=False)
     print(describe.as_json(resolved) if args.json else describe.as_toml(resolved), end="")
     return 0
+
+
+def _plan(args: argparse.Namespace, overrides: Overrides) -> int:
+    resolved = _load(args.files, overrides, require_sources=False)
+    from rollover.sim.main import run_plan
+
+    return run_plan(resolved, args)
 
 
 def _bench(args: argparse.Namespace, overrides: Overrides) -> int:

@@ -39,6 +39,8 @@ class StopReason(enum.Enum):
     ENV_DONE = "env_done"
     ERROR = "error"
 
+    __hash__ = object.__hash__  # as above
+
 
 class DropReason(enum.Enum):
     """Why a group left the system without being trained. Every drop has one, and a counter."""

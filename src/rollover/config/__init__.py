@@ -8,6 +8,7 @@ from rollover.config.checkpoint import CheckpointConfig
 from rollover.config.engine import EngineConfig
 from rollover.config.evaluation import EvalConfig
 from rollover.config.model import LoraConfig, ModelConfig
+from rollover.config.plan import PlanConfig
 from rollover.config.rewards import RewardsConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.config.run import RunConfig
@@ -30,6 +31,7 @@ class Config(Table):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     track: TrackConfig = Field(default_factory=TrackConfig)
+    plan: PlanConfig = Field(default_factory=PlanConfig)
 
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "EvalConfig",
     "LoraConfig",
     "ModelConfig",
+    "PlanConfig",
     "RewardsConfig",
     "RolloutConfig",
     "RunConfig",

@@ -135,6 +135,12 @@ INERT: tuple[Inert, ...] = (
         'Set rollout.interrupt = "token_budget"',
     ),
     Inert(
+        ("plan.long_share",),
+        ("plan.lengths",),
+        lambda c: c.plan.lengths != "bimodal",
+        'unless plan.lengths = "bimodal"',
+    ),
+    Inert(
         ("rewards.repetition_penalty",),
         ("rollout.stop_repetition_tokens",),
         lambda c: c.rollout.stop_repetition_tokens == 0,

@@ -40,19 +40,18 @@ _LEGAL = {
 
 
 class RolloutCache:
-    """Held groups by id. `max_new_tokens` is the cumulative budget of a rollout over all its segments."""
+    """Held groups by id. `max_new_tokens` is the cumulative budget of a rollout over all its segments.
+
+    `groups`: the held groups by id, in order of admission; read-only.
+    """
 
     def __init__(self, max_new_tokens: int) -> None:
         assert max_new_tokens >= 1
         self.max_new_tokens = max_new_tokens
         self._groups: dict[int, Group] = {}
+        self.groups: Mapping[int, Group] = MappingProxyType(self._groups)
         self._rollouts: dict[str, Rollout] = {}
         self._next_group_id = 0
-
-    @property
-    def groups(self) -> Mapping[int, Group]:
-        """Held groups by id, in order of admission. Read-only."""
-        return MappingProxyType(self._groups)
 
     @property
     def num_admitted(self) -> int:
@@ -162,7 +161,8 @@ class RolloutCache:
             raise ValueError(
                 f"the checkpoint's rollouts have format {meta['format']}; this version reads {STATE_FORMAT}"
             )
-        self._groups, self._rollouts = {}, {}
+        self._groups.clear()
+        self._rollouts.clear()
         self._next_group_id = meta["next_group_id"]
         prompt_offsets, segment_offsets = arrays["prompt_offsets"], arrays["segment_offsets"]
         segment_index = 0

@@ -75,15 +75,13 @@ class Lifecycle:
 
     def start(self, version: int) -> list[Rollout]:
         """Give the free slots away. Returns the rollouts that must be extended now, in order."""
-        started = []
-        for rollout_id in self.scheduler.start(version):
-            rollout = self.cache.rollout(rollout_id)
+        started = self.scheduler.start(version)
+        for rollout in started:
             resumed = rollout.state is RolloutState.PARKED
-            self.cache.start(rollout_id)
+            self.cache.start(rollout.rollout_id)
             if resumed:
                 self.ledger.on_resume()
             self._emit(EventKind.RESUME if resumed else EventKind.START, self.cache.groups[rollout.group_id], rollout)
-            started.append(rollout)
         return started
 
     def append(self, rollout: Rollout, segments: Sequence[Segment]) -> Group | None:

@@ -59,6 +59,7 @@ class Scheduler:
         self.finish_first = config.on_stale in ("", "finish_first")
         self.lengths = LengthEstimate()
         self.in_flight_groups = config.first_in_flight
+        self._num_enough = config.num_enough
         self._order = load_order(config.order)
         self._held: dict[int, _Held] = {}
         self._ready: list[tuple[float, int]] = []  # (expiry, group id), sorted: the order of consumption
@@ -69,7 +70,7 @@ class Scheduler:
         self._must_finish: set[str] = set()  # running rollouts that may not be interrupted again
         # Deadline -> heap of what may start. An entry is void unless it is the one that `_queued` has of the rollout.
         self._queues: dict[float, list[_Entry]] = {}
-        self._queued: dict[str, tuple[float, _Entry]] = {}
+        self._queued: dict[str, tuple[float, _Entry, Rollout]] = {}
         self._spent: dict[str, Rollout] = {}  # had their token budget of this phase
         self._parked_since: dict[str, int] = {}
         self._next_parking = 0
@@ -105,8 +106,8 @@ class Scheduler:
             places = min(places + len(self._ready) + self._scoring, self.config.most_held - len(self._held))
         return max(0, places)
 
-    def start(self, version: int) -> list[str]:
-        """Give the free slots away: ids of the rollouts that start or resume now, in order.
+    def start(self, version: int) -> list[Rollout]:
+        """Give the free slots away: the rollouts that start or resume now, in order.
 
         Parked ones by the order function, then waiting ones by group id. Rollouts that may not be interrupted again
         precede all others; under finish_first, next are those of groups that the step at `version` cannot do without.
@@ -117,16 +118,15 @@ class Scheduler:
             return []
         free = len(self._queued) if self.max_running is None else self.max_running - len(self._running)
         urgency = urgencies(self._due, version, self.config.groups_per_step) if self.finish_first and free > 0 else {}
-        started: list[str] = []
+        started: list[Rollout] = []
         for _ in range(free):
-            entry = self._pop(urgency)
-            if entry is None:
+            rollout = self._pop(urgency)
+            if rollout is None:
                 break
-            rollout = self._rollout(entry[2])
             self._running[rollout.rollout_id] = rollout
             if self._was_continued_enough(rollout):
                 self._must_finish.add(rollout.rollout_id)
-            started.append(rollout.rollout_id)
+            started.append(rollout)
         return started
 
     def to_consume(self, version: int, stream_ended: bool = False) -> list[int] | None:
@@ -293,8 +293,8 @@ class Scheduler:
         if stream_ended and num_ready == len(self._held):
             return True
         if self.config.complete_by == "group":
-            return num_ready >= self.config.num_enough
-        return num_ready > 0 and self._finished >= self.config.num_enough * self.config.group_size
+            return num_ready >= self._num_enough
+        return num_ready > 0 and self._finished >= self._num_enough * self.config.group_size
 
     def _leaves_a_feasible_rest(self, version: int) -> bool:
         """Whether all groups that the step at `version` would leave behind can still be trained in bound."""
@@ -316,16 +316,16 @@ class Scheduler:
         if self._was_continued_enough(rollout):
             deadline = _MUST_FINISH
         entry = (waiting, key, rollout.rollout_id)
-        self._queued[rollout.rollout_id] = (deadline, entry)
+        self._queued[rollout.rollout_id] = (deadline, entry, rollout)
         heapq.heappush(self._queues.setdefault(deadline, []), entry)
 
-    def _pop(self, urgency: dict[float, int]) -> _Entry | None:
+    def _pop(self, urgency: dict[float, int]) -> Rollout | None:
         """Take the first of the queues: by urgency, then parked before waiting, then by the order's key."""
         best: tuple[int, _Entry] | None = None
         best_queue = _NO_DEADLINE
         for deadline in list(self._queues):
             queue = self._queues[deadline]
-            while queue and self._queued.get(queue[0][2]) != (deadline, queue[0]):
+            while queue and self._is_void(queue[0]):
                 heapq.heappop(queue)
             if not queue:
                 del self._queues[deadline]
@@ -336,8 +336,12 @@ class Scheduler:
         if best is None:
             return None
         heapq.heappop(self._queues[best_queue])
-        del self._queued[best[1][2]]
-        return best[1]
+        return self._queued.pop(best[1][2])[2]
+
+    def _is_void(self, entry: _Entry) -> bool:
+        """Whether the rollout of this entry left the queue, or stands elsewhere by now."""
+        current = self._queued.get(entry[2])
+        return current is None or current[1] is not entry
 
     def _next_round(self) -> None:
         """Everyone has a token budget again."""
@@ -349,10 +353,6 @@ class Scheduler:
         """Whether the next run of an unfinished rollout is the last that max_continuations allows."""
         limit = self.config.max_continuations
         return limit > 0 and sum(s.trainable for s in rollout.segments) >= limit
-
-    def _rollout(self, rollout_id: str) -> Rollout:
-        group_id, sibling = rollout_id.split("-")
-        return self._held[int(group_id)].group.rollouts[int(sibling)]
 
     def _count_due(self, held: _Held, by: int) -> None:
         if held.deadline == _NO_DEADLINE:

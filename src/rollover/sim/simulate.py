@@ -63,7 +63,11 @@ class Outcome:
 
 
 class Simulation:
-    """`on_event(event, now)` sees every event of the lifecycle, with its virtual time."""
+    """`on_event(event, now)` sees every event of the lifecycle, with its virtual time.
+
+    Many engines stop something every few milliseconds. What stops within a quarter of the shortest decode step of the
+    first is handled with it, which is then late by so much; with one engine nothing is.
+    """
 
     def __init__(
         self,
@@ -81,8 +85,10 @@ class Simulation:
         self._num_tasks, self._stream_ended = num_tasks, False
         emit = None if on_event is None else lambda event: on_event(event, self.now)
         self.lifecycle = Lifecycle(config, plan.engines * slots_per_engine, min_valid_rewards=1, on_event=emit)
+        self._resolution_s = self.fleet.step_s[1] / 4 if plan.engines > 1 else 0.0
         self._prompt = (0,) * plan.prompt_tokens
         self._ids, self._logprobs = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
+        self._segments: dict[tuple[int, int, StopReason], Segment] = {}
         self._lengths: dict[int, list[int]] = {}
         self._kv: dict[str, tuple[int, int]] = {}  # rollout id -> engine and version of its keys and values
         self._prompts: set[tuple[int, int]] = set()  # (engine, group) whose prompt is cached there
@@ -107,6 +113,7 @@ class Simulation:
 
     def _train_step(self, version: int) -> bool:
         started, before = self.now, self.lifecycle.ledger.generated_tokens
+        self._segments.clear()
         self._generate(version)
         generated = self.now
         while self._scoring:
@@ -149,7 +156,7 @@ class Simulation:
             self._wait(version)
         interrupted = scheduler.to_interrupt(version, self._stream_ended)
         for rollout, num_tokens in self.fleet.interrupt(interrupted, self.now):
-            self._append(rollout, num_tokens, version, StopReason.PAUSED)
+            self._append(rollout, num_tokens, version)  # some may have come to their end in their last step
 
     def _admit(self, version: int) -> None:
         for _ in range(self.lifecycle.scheduler.num_to_admit()):
@@ -181,26 +188,28 @@ class Simulation:
     def _wait(self, version: int) -> None:
         """To the next moment at which something stops or is scored, and handle all that does."""
         score_at = self._scoring[0][0] if self._scoring else float("inf")
-        self.now = max(self.now, min(self.fleet.next_time(), score_at))
+        self.now = max(self.now, min(self.fleet.next_time() + self._resolution_s, score_at))
         assert self.now < float("inf"), "nothing runs and there is not enough for a step"
         for rollout, num_tokens in self.fleet.stopped(self.now):
-            so_far = rollout.num_tokens + num_tokens
-            reason = StopReason.PAUSED
-            if so_far == self._lengths[rollout.group_id][rollout.sibling]:
-                reason = StopReason.EOS
-            elif so_far == self.config.max_new_tokens:
-                reason = StopReason.LENGTH
-            self._append(rollout, num_tokens, version, reason)
+            self._append(rollout, num_tokens, version)
         if score_at <= self.now:
             self._handle_scores()
 
-    def _append(self, rollout: Rollout, num_tokens: int, version: int, reason: StopReason) -> None:
+    def _append(self, rollout: Rollout, num_tokens: int, version: int) -> None:
+        so_far = rollout.num_tokens + num_tokens
+        reason = StopReason.PAUSED
+        if so_far == self._lengths[rollout.group_id][rollout.sibling]:
+            reason = StopReason.EOS
+        elif so_far == self.config.max_new_tokens:
+            reason = StopReason.LENGTH
         if num_tokens > len(self._ids):
             self._ids = np.zeros(2 * num_tokens, dtype=np.int32)
             self._logprobs = np.zeros(2 * num_tokens, dtype=np.float32)
-        segment = Segment(
-            self._ids[:num_tokens], self._logprobs[:num_tokens], version, _SAMPLING, reason
-        )  # views of one array: lengths are all that counts here
+        key = (num_tokens, version, reason)
+        segment = self._segments.get(key)
+        if segment is None:  # only the length counts, so all of one length are one object, on views of one array
+            ids, logprobs = self._ids[:num_tokens], self._logprobs[:num_tokens]
+            segment = self._segments[key] = Segment(ids, logprobs, version, _SAMPLING, reason)
         complete = self.lifecycle.append(rollout, [segment])
         if complete is not None:
             heapq.heappush(self._scoring, (self.now + self.plan.reward_s, complete.group_id))

@@ -1,0 +1,79 @@
+"""The verb `rollover plan`: arguments and an earlier run's files in, text or JSON out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rollover.config import Config
+from rollover.config.load import Resolved
+from rollover.sim.plan import make_plan, speeds_of_run
+from rollover.sim.report import as_text
+from rollover.track.recorder import read_rollouts
+
+_OBSERVED_GROUPS = 20_000
+
+
+def run_plan(resolved: Resolved, args: argparse.Namespace) -> int:
+    """Exit code. ValueError where the arguments or the run's files cannot be planned with."""
+    config = _with_arguments(resolved.config, args)
+    sources = {k.removeprefix("plan."): v for k, v in resolved.origin.items() if k.startswith("plan.")}
+    observed = None
+    if args.from_run is not None:
+        observed, measured = _read_run(args.from_run)
+        config = config.model_copy(update={"plan": config.plan.model_copy(update=measured)})
+        sources |= {key: "run" for key in (*measured, "lengths")}
+    plan = make_plan(config, observed, progress=lambda text: print(f"rollover: plan: {text}", file=sys.stderr))
+    if args.json:
+        print(json.dumps({**plan.as_json(), "sources": sources}, indent=2))
+    else:
+        print(as_text(plan, sources), end="")
+    return 0
+
+
+def _with_arguments(config: Config, args: argparse.Namespace) -> Config:
+    """The configuration with the verb's own options; a step of another size keeps its proportions."""
+    given: dict[str, Any] = {}
+    if args.devices is not None:
+        trainers = args.trainers or 0
+        if args.engines is not None or trainers >= args.devices:
+            raise ValueError(
+                f"--devices {args.devices} are engines and trainers together: give --trainers (fewer) with it, or"
+                " --engines and --trainers instead"
+            )
+        given["engines"] = args.devices - trainers
+    names = ("engines", "trainers", "steps")
+    given |= {name: value for name in names if (value := getattr(args, name)) is not None}
+    if given.get("steps", 2) < 2:
+        raise ValueError("--steps 1: a plan needs at least 2 steps")
+    plan = config.plan.model_copy(update=given)
+    rollout = config.rollout
+    if args.rollouts_per_engine is not None:
+        groups = max(1, round(plan.engines * args.rollouts_per_engine / rollout.group_size))
+        in_flight = rollout.in_flight_groups
+        if in_flight != "auto":
+            in_flight = round(in_flight / rollout.groups_per_step * groups)
+        rollout = rollout.model_copy(update={"groups_per_step": groups, "in_flight_groups": in_flight})
+    return config.model_copy(update={"plan": plan, "rollout": rollout})
+
+
+def _read_run(directory: Path) -> tuple[list[list[int]], dict[str, Any]]:
+    """(Lengths of its groups, what its metrics say about speeds)."""
+    metrics = directory / "metrics.jsonl"
+    if not metrics.is_file():
+        raise ValueError(f"--from-run {directory}: there is no metrics.jsonl. Give the directory of a run")
+    observed: list[list[int]] = []
+    prompts: list[int] = []
+    for groups in read_rollouts(directory / "rollouts", include_dropped=True):
+        observed += [[max(1, r.num_tokens) for r in g.rollouts] for g in groups]
+        prompts += [len(g.rollouts[0].prompt_ids) for g in groups]
+        if len(observed) >= _OBSERVED_GROUPS:
+            break
+    if not observed:
+        raise ValueError(f"--from-run {directory}: no group was recorded (track.rollouts was off, or no step was made)")
+    prompt_tokens = sum(prompts) / len(prompts)
+    rows = [json.loads(line) for line in metrics.read_bytes().splitlines()]
+    return observed, {"prompt_tokens": max(1, round(prompt_tokens)), **speeds_of_run(rows, prompt_tokens)}

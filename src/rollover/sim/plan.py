@@ -1,0 +1,240 @@
+"""`rollover plan`: what a configuration will do, before it runs: speed, idleness, staleness, waste, and what-ifs.
+
+Simulates the configuration and its synchronous twin, then variants of it on a fleet of the same proportions but at most
+a few engines, and ranks them. Owns the figures of a plan (`Figures`) and the choice of variants; prints nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollover.config import Config, PlanConfig
+from rollover.config.rollout import RolloutConfig
+from rollover.rollout.lifecycle import Event
+from rollover.sim.simulate import Outcome, Simulation
+from rollover.sim.workload import Workload
+
+JSON_FORMAT = 1
+_WARM_UP = 0.2  # share of the steps, at the start, whose pipeline is still filling
+_TWIN_ROLLOUTS = 80_000  # the synchronous twin's steps are all alike: fewer are enough where they are large
+_VARIANT_ENGINES, _VARIANT_STEPS = 8, 40
+_STALENESSES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a simulated run comes to, after its warm-up. Shares are of 1, times in seconds, rates per second.
+
+    `slots_idle`: share of slots without a rollout while generating. `engines_idle` and `trainers_idle`: share of the
+    whole time in which these devices do not work for the run. `dropped_share`: of generated tokens. `reprefill_share`:
+    prefill of what had been computed before, by all tokens processed. `staleness`: share of trained tokens by age.
+    """
+
+    step_s: float
+    step_s_p95: float
+    generate_s: float
+    train_s: float
+    trained_tokens_per_s: float
+    generated_tokens_per_s: float
+    slots_idle: float
+    engines_idle: float
+    trainers_idle: float
+    staleness: dict[int, float]
+    staleness_mean: float
+    staleness_max: int
+    partial_share: float
+    dropped_share: float
+    reprefill_share: float
+
+    @classmethod
+    def of(cls, outcome: Outcome, plan: PlanConfig) -> Figures:
+        steps = outcome.steps[math.floor(len(outcome.steps) * _WARM_UP) :]
+        total = sum(s.seconds for s in steps)
+        generating = sum(s.generate_s for s in steps)
+        training = sum(s.train_s for s in steps)
+        ages = sum((s.staleness for s in steps), start=Counter[int]())
+        trained = sum(ages.values())
+        generated = outcome.ledger["tokens/generated"]
+        times = sorted(s.seconds for s in steps)
+        working = generating + (0 if plan.trainers else training)
+        return cls(
+            step_s=total / len(steps),
+            step_s_p95=times[math.ceil(0.95 * len(times)) - 1],
+            generate_s=generating / len(steps),
+            train_s=training / len(steps),
+            trained_tokens_per_s=trained / total,
+            generated_tokens_per_s=sum(s.generated_tokens for s in steps) / generating if generating else 0.0,
+            slots_idle=1 - outcome.slot_s / (outcome.slots * sum(s.generate_s for s in outcome.steps)),
+            engines_idle=1 - working / total,
+            trainers_idle=1 - (training if plan.trainers else working) / total,
+            staleness={age: ages[age] / trained for age in sorted(ages)},
+            staleness_mean=sum(age * n for age, n in ages.items()) / trained,
+            staleness_max=max(ages, default=0),
+            partial_share=outcome.partial_rollouts / outcome.trained_rollouts,
+            dropped_share=outcome.ledger["tokens/dropped"] / generated,
+            reprefill_share=outcome.reprefilled_tokens / (generated + outcome.prefill_tokens),
+        )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A setting tried, and what came of it. `speedup`: trained tokens per second by those of the synchronous twin."""
+
+    in_flight_groups: int | str
+    max_staleness: int
+    engines: int
+    trainers: int
+    figures: Figures
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole answer. `best`: the fastest variant within the staleness that the configuration allows."""
+
+    config: RolloutConfig
+    assumed: PlanConfig
+    slots_per_engine: int
+    figures: Figures
+    synchronous: Figures
+    variants: list[Variant]
+    best: Variant
+
+    @property
+    def speedup(self) -> float:
+        return self.figures.trained_tokens_per_s / self.synchronous.trained_tokens_per_s
+
+    def as_json(self) -> dict[str, Any]:
+        """See docs/planning.md."""
+        return {
+            "format": JSON_FORMAT,
+            "rollout": self.config.model_dump(mode="json"),
+            "assumed": self.assumed.model_dump(mode="json"),
+            "slots_per_engine": self.slots_per_engine,
+            "figures": asdict(self.figures),
+            "synchronous": asdict(self.synchronous),
+            "speedup": self.speedup,
+            "variants": [asdict(v) for v in self.variants],
+            "best": asdict(self.best),
+        }
+
+
+def make_plan(
+    config: Config,
+    observed: list[list[int]] | None = None,
+    on_event: Callable[[Event, float], None] | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Simulate `config`. `observed`: group lengths of an earlier run, in place of the assumed distribution."""
+    rollout, plan, slots = config.rollout, config.plan, config.engine.max_running
+    workload = Workload(plan, rollout.group_size, rollout.max_new_tokens, observed or ())
+    size = rollout.groups_per_step * rollout.group_size
+    progress(f"simulating {plan.steps} steps of {size:,} rollouts on {plan.engines:,} engines")
+    figures = Figures.of(Simulation(rollout, plan, slots, workload, on_event).run(), plan)
+    progress("simulating synchronous training")
+    twin_steps = min(plan.steps, max(5, _TWIN_ROLLOUTS // size))
+    twin = _simulate(synchronous(rollout), plan.model_copy(update={"steps": twin_steps}), slots, workload)
+    progress("simulating variants")
+    variants = _variants(config, workload)
+    allowed = [v for v in variants if v.max_staleness <= rollout.max_staleness] or variants
+    best = max(allowed, key=lambda v: v.speedup)
+    return Plan(rollout, plan, slots, figures, twin, variants, best)
+
+
+def synchronous(rollout: RolloutConfig) -> RolloutConfig:
+    """The same step without anything that rolls over."""
+    return RolloutConfig(
+        groups_per_step=rollout.groups_per_step,
+        group_size=rollout.group_size,
+        max_new_tokens=rollout.max_new_tokens,
+    )
+
+
+def _variants(config: Config, workload: Workload) -> list[Variant]:
+    """In-flight groups x staleness x engines and trainers, fastest first."""
+    plan = config.plan
+    shrink = max(1.0, plan.engines / _VARIANT_ENGINES)
+    groups = max(2, round(config.rollout.groups_per_step / shrink))
+    out = []
+    base: Figures | None = None
+    for engines, trainers in _splits(plan):
+        small = plan.model_copy(
+            update={
+                "engines": max(1, round(engines / shrink)),
+                "trainers": min(1, trainers),
+                # One trainer stands for all: the same tokens per second, by the same proportion.
+                "train_tokens_per_s": plan.train_tokens_per_s * (trainers / shrink if trainers else 1),
+                "steps": _VARIANT_STEPS,
+            }
+        )
+        for rollout in _settings(config.rollout.model_copy(update={"groups_per_step": groups})):
+            figures = _simulate(rollout, small, config.engine.max_running, workload)
+            base = base or figures  # the first one is synchronous, on the devices as they are given
+            n = rollout.in_flight_groups
+            given = n if isinstance(n, str) else round(n / groups * config.rollout.groups_per_step)
+            speedup = figures.trained_tokens_per_s / base.trained_tokens_per_s
+            out.append(Variant(given, rollout.max_staleness, engines, trainers, figures, speedup))
+    return sorted(out, key=lambda v: -v.speedup)
+
+
+def _settings(rollout: RolloutConfig) -> Iterator[RolloutConfig]:
+    """The synchronous one, then what may be in flight under each staleness."""
+    yield synchronous(rollout)
+    groups = rollout.groups_per_step
+    interrupt = "when_enough" if rollout.interrupt == "never" else rollout.interrupt
+    for staleness in sorted({*_STALENESSES, rollout.max_staleness} - {0}):
+        for in_flight in dict.fromkeys((2 * groups, (1 + staleness) * groups, "auto")):
+            changes = {"in_flight_groups": in_flight, "max_staleness": staleness, "interrupt": interrupt}
+            yield rollout.model_copy(update={**changes, "on_stale": "finish_first", "supplement": False})
+
+
+def _splits(plan: PlanConfig) -> Iterator[tuple[int, int]]:
+    """(engines, trainers): as given, then other shares of the same devices."""
+    yield plan.engines, plan.trainers
+    devices = plan.engines + plan.trainers
+    if plan.trainers:
+        yield devices, 0
+    shares = dict.fromkeys(max(1, round(devices * share)) for share in (0.25, 0.5, 0.75))
+    for trainers in shares if devices > 1 else ():
+        if (devices - trainers, trainers) != (plan.engines, plan.trainers) and trainers < devices:
+            yield devices - trainers, trainers
+
+
+def _simulate(rollout: RolloutConfig, plan: PlanConfig, slots: int, workload: Workload) -> Figures:
+    return Figures.of(Simulation(rollout, plan, slots, workload).run(), plan)
+
+
+def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str, Any]:
+    """PlanConfig values that the metrics of a run tell: decode steps by batch size, training, weight hand-over.
+
+    The time of a decode step is fitted as a line over the steps' mean batch sizes. ValueError if there are too few.
+    """
+    points, before = [], 0.0
+    for row in rows:
+        steps = row["engine/decode_steps"] - before
+        before = row["engine/decode_steps"]
+        if steps > 0 and row["tokens/step_generated"] > 0:
+            points.append((row["tokens/step_generated"] / steps, row["time/generate_s"] / steps))
+    if len(points) < 2:
+        raise ValueError("--from-run: the run's metrics.jsonl has fewer than two steps that generated something")
+    batches, seconds = zip(*points, strict=True)
+    slope, base = 0.0, statistics.mean(seconds)
+    if max(batches) > 1.2 * min(batches):
+        slope, base = statistics.linear_regression(batches, seconds)
+        if base <= 0 or slope < 0:  # noise: in proportion to the batch, or constant
+            slope, base = (sum(seconds) / sum(batches), 1e-4) if slope >= 0 else (0.0, statistics.mean(seconds))
+    most = max(2, round(max(batches)))
+    tokens = sum(row["tokens/step_trained"] for row in rows)
+    prompts = rows[-1]["groups/consumed"] * prompt_tokens  # of all steps: metrics.jsonl begins with the first
+    train_s = sum(row["time/train_s"] for row in rows)
+    return {
+        "decode_batches": [1, most],
+        "decode_step_s": [base + slope, base + slope * most],
+        "train_tokens_per_s": (tokens + prompts) / train_s,
+        "weight_sync_s": statistics.mean(row["time/weights_s"] for row in rows),
+    }

@@ -1,0 +1,128 @@
+"""The verb `rollover plan`: its figures, its options, its JSON, and that it needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollover import cli
+from rollover.config.load import load_config
+from rollover.sim.plan import make_plan, speeds_of_run
+
+ROOT = Path(__file__).parents[3]
+QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
+LONG_TAIL = [("rollout.max_new_tokens", "1024"), ("rollout.kv_on_resume", "keep"), ("plan.steps", "20")]
+
+
+def plan_of(*overrides: tuple[str, str]):
+    return make_plan(load_config([Path(QUICKSTART)], [*LONG_TAIL, *overrides]).config)
+
+
+def test_partial_is_faster_where_generation_has_a_long_tail() -> None:
+    plan = plan_of(("plan.train_tokens_per_s", "5000"), ("rollout.max_staleness", "4"))
+    assert plan.speedup > 1.2
+    assert plan.figures.slots_idle < plan.synchronous.slots_idle
+    assert plan.synchronous.staleness == {0: 1.0} and plan.synchronous.partial_share == 0
+    assert 0 < plan.figures.staleness_mean < plan.figures.staleness_max <= 4
+    assert sum(plan.figures.staleness.values()) == pytest.approx(1)
+
+
+def test_nothing_is_gained_where_training_takes_all_the_time() -> None:
+    plan = plan_of(("plan.train_tokens_per_s", "20"))
+    assert plan.speedup == pytest.approx(1, abs=0.05)
+    assert plan.figures.train_s > 10 * plan.figures.generate_s
+
+
+def test_variants_are_ranked_and_the_best_one_keeps_the_staleness_allowed() -> None:
+    plan = plan_of(("plan.train_tokens_per_s", "5000"))
+    speedups = [v.speedup for v in plan.variants]
+    assert speedups == sorted(speedups, reverse=True) and len(speedups) >= 9
+    assert plan.best.max_staleness <= 2
+    allowed = [v.speedup for v in plan.variants if v.max_staleness <= 2]
+    assert plan.best.speedup == max(allowed)
+    (sync,) = [v for v in plan.variants if v.max_staleness == 0]
+    assert sync.speedup == 1
+
+
+def test_separate_trainers_leave_devices_idle_in_turns_and_splits_are_tried() -> None:
+    plan = plan_of(("plan.engines", "6"), ("plan.trainers", "2"))
+    f = plan.figures
+    assert f.engines_idle == pytest.approx((f.train_s + 0.2) / f.step_s, rel=0.02)
+    assert f.trainers_idle == pytest.approx(1 - f.train_s / f.step_s, rel=0.02)
+    splits = {(v.engines, v.trainers) for v in plan.variants}
+    assert (6, 2) in splits and (8, 0) in splits and (4, 4) in splits
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["plan", QUICKSTART, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_options_override_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    out = json.loads(
+        run(capsys, "--json", "--engines", "4", "--trainers", "2", "--steps", "10", "--rollouts-per-engine", "32")
+    )
+    assert (out["assumed"]["engines"], out["assumed"]["trainers"], out["assumed"]["steps"]) == (4, 2, 10)
+    assert out["rollout"]["groups_per_step"] == 16 and out["rollout"]["in_flight_groups"] == 48
+
+
+def test_devices_are_split(capsys: pytest.CaptureFixture[str]) -> None:
+    out = json.loads(run(capsys, "--json", "--devices", "4", "--trainers", "1", "--steps", "5"))
+    assert (out["assumed"]["engines"], out["assumed"]["trainers"]) == (3, 1)
+    assert cli.main(["plan", QUICKSTART, "--devices", "4", "--engines", "2"]) == 2
+
+
+def test_text_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "--steps", "10", "--plan.median_tokens", "80")
+    assert "median 80" in text and "(default)" in text and "speedup" in text and "Staleness of trained tokens" in text
+
+
+def test_the_json_is_what_the_document_says(capsys: pytest.CaptureFixture[str]) -> None:
+    out = json.loads(run(capsys, "--json", "--steps", "5"))
+    document = (ROOT / "docs" / "planning.md").read_text()
+    for key in [*out, *out["figures"], *out["variants"][0]]:
+        assert f"`{key}`" in document, f"docs/planning.md does not explain {key}"
+    assert out["format"] == 1
+
+
+def test_lengths_and_speeds_of_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from unit.sim.earlier_run import write_run
+
+    write_run(tmp_path, lengths=[[10, 20], [30, 40]], step_s=lambda batch: 0.02 + 0.001 * batch, train_rate=123.0)
+    out = json.loads(run(capsys, "--json", "--steps", "5", "--from-run", str(tmp_path)))
+    assumed = out["assumed"]
+    one, most = assumed["decode_step_s"]
+    assert one == pytest.approx(0.021) and most == pytest.approx(0.02 + 0.001 * assumed["decode_batches"][1])
+    assert assumed["train_tokens_per_s"] == pytest.approx(123, rel=0.01)
+    assert out["sources"]["lengths"] == "run" and assumed["prompt_tokens"] == 3
+    mean = out["figures"]["trained_tokens_per_s"] * out["figures"]["step_s"] / 64
+    assert 10 <= mean <= 40
+
+
+@pytest.mark.parametrize(("files", "message"), [({}, "no metrics.jsonl"), ({"metrics.jsonl": ""}, "has no step-")])
+def test_a_run_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], files, message) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert cli.main(["plan", QUICKSTART, "--from-run", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_speeds_need_two_steps() -> None:
+    with pytest.raises(ValueError, match="fewer than two steps"):
+        speeds_of_run([], 1)
+
+
+def test_plans_without_torch(tmp_path: Path) -> None:
+    """A machine that only plans has numpy and pydantic, nothing heavier."""
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    (tmp_path / "transformers.py").write_text("raise ImportError('no transformers here')\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
+    command = [sys.executable, "-m", "rollover", "plan", QUICKSTART, "--steps", "5", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["figures"]["step_s"] > 0

@@ -156,7 +156,7 @@ class Driver:
                 sampling=self._sampling,
                 stop_token_ids=self._stop_token_ids,
                 stop_strings=self._stop_strings,
-                pause_after=self.config.token_budget if self.config.interrupt == "token_budget" else 0,
+                pause_after=self.lifecycle.scheduler.token_budget(rollout),
                 stop_repetition_tokens=self.config.stop_repetition_tokens,
             )
             self._extends[asyncio.ensure_future(self.engine.extend(request))] = rollout

@@ -129,6 +129,15 @@ class Scheduler:
             started.append(rollout)
         return started
 
+    def token_budget(self, rollout: Rollout) -> int:
+        """Tokens after which a rollout that starts now is interrupted; 0: it is not.
+
+        One that may not be interrupted again has no budget.
+        """
+        if self.config.interrupt != "token_budget" or self._was_continued_enough(rollout):
+            return 0
+        return self.config.token_budget
+
     def to_consume(self, version: int, stream_ended: bool = False) -> list[int] | None:
         """Ids of the groups that the step at trainer version `version` takes, oldest first; None: not enough yet.
 

@@ -173,8 +173,8 @@ class Simulation:
         so_far = rollout.num_tokens
         wanted = self._lengths[rollout.group_id][rollout.sibling]
         left = min(wanted, self.config.max_new_tokens) - so_far
-        if self.config.interrupt == "token_budget":
-            left = min(left, self.config.token_budget)
+        if budget := self.lifecycle.scheduler.token_budget(rollout):
+            left = min(left, budget)
         fresh = kv is not None and kv[0] == engine and (kv[1] == version or self.config.kv_on_resume != "recompute")
         prefill = 0 if fresh else so_far
         if not fresh and (engine, rollout.group_id) not in self._prompts:

@@ -125,6 +125,14 @@ def test_a_rollout_is_not_interrupted_more_often_than_allowed() -> None:
     assert max(len(r.segments) for r in rollouts_of(limited.steps(12))) == 2
 
 
+def test_a_rollout_that_may_not_be_interrupted_again_has_no_token_budget() -> None:
+    """The step waits for it, as in the other modes: else the limit would hold for nobody."""
+    run = Run(interrupt="token_budget", token_budget=6, in_flight_groups=8, max_staleness=3, max_continuations=1)
+    rollouts = rollouts_of(run.steps(12))
+    assert max(len(r.segments) for r in rollouts) == 2
+    assert all(len(r.segments[0]) == 6 for r in rollouts if len(r.segments) == 2)
+
+
 # on_stale = "mask"
 
 

@@ -106,6 +106,13 @@ INERT: tuple[Inert, ...] = (
         "with run.replay_rollouts: nothing is generated or scored, recorded rollouts are trained as they are",
     ),
     Inert(
+        ("rollout.in_flight_groups",),
+        ("rollout.max_staleness", "rollout.on_stale", "rollout.supplement"),
+        lambda c: c.rollout.in_flight_groups == "auto" and c.rollout.most_in_flight <= c.rollout.groups_per_step,
+        "as there is nothing to choose: rollout.max_staleness allows no more than rollout.groups_per_step groups",
+        "Raise rollout.max_staleness",
+    ),
+    Inert(
         ("rollout.interrupt",),
         ("rollout.in_flight_groups", "rollout.groups_per_step"),
         _one_step_in_flight,

@@ -44,6 +44,11 @@ CASES = [
     ("[rollout]\nmax_staleness = 2", "rollout.max_staleness"),
     ('[rollout]\non_stale = "drop"', "rollout.on_stale"),
     ('[rollout]\ninterrupt = "when_enough"\nmax_staleness = 1', "rollout.interrupt"),
+    ('[rollout]\nin_flight_groups = "auto"', "rollout.in_flight_groups"),
+    (
+        '[rollout]\ninterrupt = "when_enough"\nin_flight_groups = "auto"\nsupplement = true\nmax_staleness = 1',
+        "rollout.in_flight_groups",
+    ),
     ('[algorithm]\nloss = "reinforce"\nclip_low = 0.1', "algorithm.clip_low"),
     ('[algorithm]\nloss = "reinforce"\nclip_high = 0.1', "algorithm.clip_high"),
     ('[algorithm]\nadvantage = "rloo"\nadvantage_std = "batch"', "algorithm.advantage_std"),

@@ -1,0 +1,23 @@
+"""Every mode and recipe through the real loop, as scripts/modes_table.py runs them for docs/modes.md, but shorter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import modes_table
+import pytest
+from modes_table import MODES, Mode
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return modes_table.prepare(tmp_path_factory.mktemp("modes"), steps=4)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
+def test_a_short_run(mode: Mode, mine: Path) -> None:
+    row = modes_table.run_mode(mode, mine, mode.name)
+    assert row["steps"] == 4 and row["ledger"] == "balanced"
+    assert row["staleness max"] <= row["bound"]
+    if mode.name not in ("sync", "prefetch"):
+        assert row["resumed"] != "0%", "nothing rolled over"

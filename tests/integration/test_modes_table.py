@@ -14,7 +14,10 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return modes_table.prepare(tmp_path_factory.mktemp("modes"), steps=4)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
+ALL = [*MODES, Mode("quickstart", recipe="quickstart.toml")]
+
+
+@pytest.mark.parametrize("mode", ALL, ids=[mode.name for mode in ALL])
 def test_a_short_run(mode: Mode, mine: Path) -> None:
     row = modes_table.run_mode(mode, mine, mode.name)
     assert row["steps"] == 4 and row["ledger"] == "balanced"

@@ -137,8 +137,9 @@ def _read(path: Path) -> Values:
 
 def _near_files(path: Path, *folders: Path) -> str:
     found = [f for folder in dict.fromkeys(folders) if folder.is_dir() for f in sorted(folder.glob("*.toml"))]
-    near = difflib.get_close_matches(path.name, [f.name for f in found], n=3, cutoff=0.5)
-    hits = [str(f) for f in found if f.name in near] or [str(f) for f in found[:5]]
+    # By stem: ".toml" alone makes short names half alike.
+    near = difflib.get_close_matches(path.stem, [f.stem for f in found], n=3, cutoff=0.5)
+    hits = [str(f) for f in found if f.stem in near] or [str(f) for f in found[:5]]
     return f". Did you mean {' or '.join(hits)}?" if hits else ". Check the path"
 
 

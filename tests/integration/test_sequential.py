@@ -62,7 +62,9 @@ async def sequential() -> tuple[Trainer, list[list[int]]]:
             ]
         )  # fmt: skip
         for rollout, segments in zip(rollouts, answers, strict=True):
-            rollout.segments, rollout.state = segments, RolloutState.READY
+            for segment in segments:
+                rollout.add(segment)
+            rollout.state = RolloutState.READY
             rollout.reward = score(rollout.token_ids())
             seen.append(rollout.token_ids())
         trainer.train_step(build_batch(groups, AlgorithmConfig()))

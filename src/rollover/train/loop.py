@@ -272,7 +272,7 @@ class Run:
         if self.replay is not None:
             self.replay.skip(version)
         else:
-            parts.driver.check_restored(version, parts.engine.max_tokens)
+            parts.lifecycle.check_restored(version, parts.engine.max_tokens)
             parts.engine.load_weights(version, parts.trainer.publish())
             parts.driver.after_publish(version)
         self.directory.truncate(version, parts.lifecycle.cache.groups.keys())

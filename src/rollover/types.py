@@ -47,6 +47,7 @@ class DropReason(enum.Enum):
 
     STALE = "stale"
     TOO_FEW_REWARDS = "too_few_rewards"
+    STALLED = "stalled"  # by the watchdog: a rollout that got no token in time, though it was tried again
     MASKED = "masked"  # tokens of trained groups that left the loss: rollout.on_stale = "mask"
 
 

@@ -239,6 +239,18 @@ async def check_progress_is_a_prefix(subject: Subject) -> None:
     await engine.close()
 
 
+async def check_queued_are_among_those_asked_for(subject: Subject) -> None:
+    engine = subject.make_engine()
+    requests = [subject.request(i) for i in range(4)]
+    extends = asyncio.ensure_future(_extend_all(engine, requests))
+    while not extends.done():
+        queued = engine.queued(["1-0", "no such rollout"])
+        assert queued <= {"1-0"}
+        await asyncio.sleep(0)
+    assert engine.queued([r.rollout_id for r in requests]) == set(), "nothing waits once all is done"
+    await engine.close()
+
+
 async def check_tokens_carry_the_version_that_sampled_them(subject: Subject) -> None:
     """Weights are replaced between two extensions, and under a running one."""
     engine = subject.make_engine()
@@ -288,6 +300,7 @@ CHECKS = [
     check_interrupt_stops_only_those_named,
     check_a_token_budget_pauses,
     check_progress_is_a_prefix,
+    check_queued_are_among_those_asked_for,
     check_tokens_carry_the_version_that_sampled_them,
     check_release_and_stats,
 ]

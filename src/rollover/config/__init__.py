@@ -15,6 +15,7 @@ from rollover.config.run import RunConfig
 from rollover.config.tasks import TasksConfig, TaskSourceConfig
 from rollover.config.track import TrackConfig
 from rollover.config.train import TrainConfig
+from rollover.config.watchdog import WatchdogConfig
 
 
 class Config(Table):
@@ -31,6 +32,7 @@ class Config(Table):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     track: TrackConfig = Field(default_factory=TrackConfig)
+    watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
 
 
@@ -51,4 +53,5 @@ __all__ = [
     "TasksConfig",
     "TrackConfig",
     "TrainConfig",
+    "WatchdogConfig",
 ]

@@ -24,3 +24,7 @@ class RewardsConfig(Table):
     min_valid: int = Field(
         default=2, ge=2, description="A group with fewer valid rewards is dropped (too_few_rewards)."
     )
+
+    def allowed_s(self, num_rollouts: int) -> float:
+        """The longest that scoring so many rollouts may take by these limits, if the function loads at once."""
+        return self.startup_timeout_s + num_rollouts * self.timeout_s

@@ -100,6 +100,7 @@ INERT: tuple[Inert, ...] = (
             *(f"rollout.{name}" for name in _GENERATION + _SAMPLING),
             "eval.num_tasks",
             "track.rollouts",
+            *(name for name, _ in leaves() if name.startswith("watchdog.")),
         ),
         ("run.replay_rollouts",),
         lambda c: bool(c.run.replay_rollouts),
@@ -153,6 +154,13 @@ INERT: tuple[Inert, ...] = (
         lambda c: c.rollout.stop_repetition_tokens == 0,
         "with rollout.stop_repetition_tokens = 0: no rollout is stopped for repeating itself",
         "Set rollout.stop_repetition_tokens",
+    ),
+    Inert(
+        ("watchdog.max_stalls", "watchdog.grace_s"),
+        ("watchdog.rollout_timeout_s",),
+        lambda c: c.watchdog.rollout_timeout_s == 0,
+        "with watchdog.rollout_timeout_s = 0: no rollout is watched",
+        "Set watchdog.rollout_timeout_s",
     ),
     Inert(
         ("algorithm.clip_low", "algorithm.clip_high"),

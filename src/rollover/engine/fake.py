@@ -118,6 +118,10 @@ class FakeEngine:
         running = [i for i in rollout_ids if i in self._running]
         return {i: self._running[i].segments(StopReason.PAUSED, self._policy_version) for i in running}
 
+    def queued(self, rollout_ids: Iterable[str]) -> set[str]:
+        """There is room for everyone."""
+        return set()
+
     def release(self, rollout_ids: Iterable[str]) -> None:
         """Nothing is kept for a rollout that does not run."""
 

@@ -67,6 +67,10 @@ class Engine(Protocol):
         """The running ones' segments of their current `extend` so far, for snapshots and the watchdog."""
         ...
 
+    def queued(self, rollout_ids: Iterable[str]) -> set[str]:
+        """Those whose `extend` waits for room or for its prefill: without a token, but no stall while others go on."""
+        ...
+
     def release(self, rollout_ids: Iterable[str]) -> None:
         """These rollouts will not be extended again: forget what is kept for them (KV). Unknown ids are ignored."""
         ...

@@ -7,29 +7,24 @@ Owns the asyncio tasks in flight and the time spent waiting. Never decides an or
 WAITING, PARKED, SCORING (siblings still unfinished) or READY.
 
 What arrives together is handled in order of (group id, sibling), so results do not depend on the order of arrival.
+
+A wait has no end of its own: beside it the watchdog looks, at times of its own, and does not change the order of what
+does not stall. It may end an extension or a scoring, or take it out of the wait for good (`_stray`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.rollout.lifecycle import Lifecycle
-from rollover.types import (
-    Group,
-    Reward,
-    Rollout,
-    RolloutState,
-    SamplingParams,
-    Segment,
-    Task,
-    rollout_seed,
-)
-
-# Later failures are data, but so many groups in a row that a reward service must be down.
-_MAX_FAILED_STEPS = 4
+from rollover.rollout.patience import Patience
+from rollover.rollout.watchdog import Action, Stall, Watchdog, salvaged
+from rollover.types import DropReason, Group, Reward, Rollout, SamplingParams, Segment, Task, rollout_seed
 
 NextTask = Callable[[], tuple[Task, Sequence[int]] | None]
 Scorer = Callable[[list[Rollout]], Awaitable[list[Reward]]]
@@ -39,7 +34,8 @@ class Driver:
     """Runs generation phases on one engine.
 
     `next_task` returns the next (task, prompt ids), None at the end of the stream. `scorer` scores the rollouts of one
-    whole group, one Reward each, in order. `stop_token_ids` (EOS) add to those of the config.
+    whole group, one Reward each, in order. `stop_token_ids` (EOS) add to those of the config. Without a `watchdog`
+    whatever hangs is waited for. `say` prints one of its lines.
 
     Attributes, cumulative: `generation_s`, seconds in which something was generated; `scoring_s`, seconds spent waiting
     for scores alone; `scheduling_s`, the rest of `collect`: new tasks, decisions and bookkeeping.
@@ -53,12 +49,15 @@ class Driver:
         scorer: Scorer,
         run_seed: int,
         stop_token_ids: Iterable[int] = (),
+        watchdog: Watchdog | None = None,
     ) -> None:
         config = lifecycle.config
         self.lifecycle, self.engine = lifecycle, engine
         self.next_task, self.scorer = next_task, scorer
         self.config = config
         self.run_seed = run_seed
+        self.watchdog = watchdog or Watchdog()
+        self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
         self.generation_s = 0.0
         self.scoring_s = 0.0
         self.scheduling_s = 0.0
@@ -67,9 +66,13 @@ class Driver:
         self._stop_token_ids = frozenset(stop_token_ids) | frozenset(config.stop_token_ids)
         self._stop_strings = tuple(config.stop)
         self._stop_requested = False
-        self._failed_in_a_row = 0
-        self._extends: dict[asyncio.Task[list[Segment]], Rollout] = {}
-        self._scorings: dict[asyncio.Task[list[Reward]], Group] = {}
+        self._patience = Patience(lifecycle)
+        self._extends: dict[asyncio.Future[list[Segment]], Rollout] = {}
+        self._scorings: dict[asyncio.Future[list[Reward]], Group] = {}
+        self._watcher: asyncio.Task[None] | None = None
+        self._salvaged: dict[asyncio.Future[list[Segment]], list[Segment]] = {}  # of extensions that were cancelled
+        self._dropping: set[int] = set()  # groups that are dropped as soon as none of their rollouts runs
+        self._strays: set[asyncio.Future] = set()  # nobody waits for these
 
     async def collect(self, version: int) -> list[Group] | None:
         """Generate until there is enough for the step at trainer `version`; return its groups, in group-id order.
@@ -84,42 +87,19 @@ class Driver:
         try:
             for group in self.lifecycle.unscored():
                 self._score(group)
-            while not self._stop_requested:
-                self._admit(version)
-                if self.lifecycle.scheduler.to_consume(version, self.stream_ended) is not None:
-                    break
-                self._start(version)
-                await self._wait_for_some()
-            await self._wind_down(version)
-            return None if self._stop_requested else self._consume(version)
+            self._watch()
+            while True:
+                await self._generate(version)
+                await self._wind_down(version)
+                if self._stop_requested:
+                    return None
+                # A group that was dropped while winding down may be missed: complete_by = "rollout" counted it.
+                if self._is_enough(version):
+                    return self._consume(version)
         finally:
             await self._abandon()
             waited = self.generation_s + self.scoring_s - waited
             self.scheduling_s += time.perf_counter() - started - waited
-
-    def check_restored(self, version: int, max_tokens: int) -> None:
-        """After a restart: ValueError where this config cannot go on with the rollouts that a snapshot brought back.
-
-        `max_tokens`: the longest rollout, prompt included, that the engine takes.
-        """
-        self.lifecycle.scheduler.check_held(version)
-        limit = self.config.max_new_tokens
-        for rollout in (r for g in self.lifecycle.cache.groups.values() for r in g.rollouts):
-            unfinished = rollout.state in (RolloutState.WAITING, RolloutState.PARKED)
-            if unfinished and (rollout.num_tokens >= limit or len(rollout.prompt_ids) + limit > max_tokens):
-                raise ValueError(
-                    f"--resume with rollout.max_new_tokens = {limit}: the unfinished rollout {rollout.rollout_id}"
-                    f" has a prompt of {len(rollout.prompt_ids)} and {rollout.num_tokens} tokens so far, and the engine"
-                    f" takes {max_tokens} in all. Set it (and engine.kv_memory_gb) back to what the run had"
-                )
-            for segment in rollout.segments:
-                was = segment.sampling.temperature
-                if segment.trainable and was != self._sampling.temperature:
-                    raise ValueError(
-                        f"--resume with rollout.temperature = {self._sampling.temperature:g}: rollout"
-                        f" {rollout.rollout_id} was begun at {was:g}, and a rollout has one temperature."
-                        f" Set rollout.temperature = {was:g}"
-                    )
 
     def after_publish(self, version: int) -> list[Group]:
         """Drop what can no longer be trained in bound, now that the trainer is at `version`. Returns those groups."""
@@ -134,8 +114,23 @@ class Driver:
         """
         self._stop_requested = True
         self.engine.interrupt()
+        if self._watcher is not None:
+            self._watcher.cancel()  # ends a wait for what hangs
 
     # Carrying out decisions
+
+    def _is_enough(self, version: int) -> bool:
+        return self.lifecycle.scheduler.to_consume(version, self.stream_ended) is not None
+
+    async def _generate(self, version: int) -> None:
+        """Until there is enough for a step, or the driver is told to stop."""
+        while not self._stop_requested:
+            if not self._dropping:  # a parked sibling must not start again
+                self._admit(version)
+                if self._is_enough(version):
+                    return
+                self._start(version)
+            await self._wait_for_some()
 
     def _admit(self, version: int) -> None:
         while not self.stream_ended and self.lifecycle.scheduler.num_to_admit() > 0:
@@ -160,6 +155,7 @@ class Driver:
                 stop_repetition_tokens=self.config.stop_repetition_tokens,
             )
             self._extends[asyncio.ensure_future(self.engine.extend(request))] = rollout
+            self.watchdog.on_start(rollout.rollout_id, rollout.group_id, rollout.num_tokens, _now())
 
     async def _wait_for_some(self) -> None:
         """Wait until an extension or a scoring is done, and handle all that are."""
@@ -169,24 +165,37 @@ class Driver:
         pending = [*self._extends, *self._scorings]
         assert pending, "nothing runs and there is not enough for a step: the scheduler's proof is broken"
         started, generating = time.perf_counter(), bool(self._extends)
-        await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        await self._wait(pending)
         self._count_time(started, generating)
         self._handle_done()
 
     async def _wind_down(self, version: int) -> None:
         """Interrupt what runs, wait for it, then for the scores of every complete group."""
-        if self._stop_requested:
-            self.engine.interrupt()
-        else:
-            self.engine.interrupt(self.lifecycle.scheduler.to_interrupt(version, self.stream_ended))
+        stop = self._stop_requested
+        self.engine.interrupt(None if stop else self.lifecycle.scheduler.to_interrupt(version, self.stream_ended))
+        self.watchdog.on_interrupt([r.rollout_id for r in self._extends.values()], _now())
+        self._watch()  # anew: for the end of an interruption it looks earlier than for a stall
         for tasks in (self._extends, self._scorings):
             # All of them before any is handled, so that the order of parking is not the order of arrival.
-            if tasks:
-                started, generating = time.perf_counter(), tasks is self._extends
-                await asyncio.wait(list(tasks))
-                self._count_time(started, generating)
-                self._handle_done()
+            started, generating = time.perf_counter(), tasks is self._extends
+            while waiting := [task for task in tasks if not task.done()]:
+                everyone = asyncio.ensure_future(asyncio.wait(waiting))
+                await self._wait([everyone])
+                everyone.cancel()
+            self._count_time(started, generating)
+            self._handle_done()
         assert not self._extends and not self._scorings
+
+    async def _wait(self, tasks: Sequence[asyncio.Future]) -> None:
+        """Until one of them is done, or the watchdog did something about what stalls."""
+        if self._watcher is None:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return
+        await asyncio.wait([*tasks, self._watcher], return_when=asyncio.FIRST_COMPLETED)
+        if self._watcher.done():
+            if not self._watcher.cancelled():
+                self._watcher.result()
+            self._watch()
 
     def _consume(self, version: int) -> list[Group]:
         groups = self.lifecycle.consume(version, self.stream_ended)
@@ -195,55 +204,130 @@ class Driver:
 
     def _release(self, groups: list[Group]) -> None:
         for group in groups:
-            self.engine.release([r.rollout_id for r in group.rollouts])
+            rollout_ids = [r.rollout_id for r in group.rollouts]
+            self.engine.release(rollout_ids)
+            self.watchdog.on_leave(rollout_ids)
 
     # Handling what arrives
 
     def _handle_done(self) -> None:
         extends = [(r, t) for t, r in self._extends.items() if t.done()]
         for rollout, task in sorted(extends, key=lambda item: (item[0].group_id, item[0].sibling)):
-            segments = task.result()
-            del self._extends[task]
-            complete = self.lifecycle.append(rollout, segments)
-            if complete is not None:
-                self._score(complete)
+            salvage = self._salvaged.pop(task, None)
+            segments = task.result() if salvage is None or not task.cancelled() else salvage
+            self._end_extend(task, rollout, segments)
         scorings = [(g, t) for t, g in self._scorings.items() if t.done()]
         for group, task in sorted(scorings, key=lambda item: item[0].group_id):
             rewards = task.result()
             del self._scorings[task]
+            self.watchdog.on_scored(group.group_id, _now())
             if self.lifecycle.set_rewards(group, rewards):
-                self._failed_in_a_row = 0
+                self._patience.on_ready()
             else:
                 self._release([group])
-                self._failed_in_a_row += 1
-                self._refuse_hopeless_rewards(rewards)
+                self._patience.on_failed(rewards)
+        if self._dropping:
+            self._drop_stalled()
+
+    def _end_extend(self, task: asyncio.Future, rollout: Rollout, segments: list[Segment]) -> None:
+        del self._extends[task]
+        complete = self.lifecycle.append(rollout, segments)
+        self.watchdog.on_end(rollout.rollout_id, rollout.num_tokens, _now())
+        if complete is not None:
+            self._patience.on_complete()
+            self._dropping.discard(complete.group_id)  # it came round at the last moment
+            self._score(complete)
 
     def _score(self, group: Group) -> None:
         self._scorings[asyncio.ensure_future(self.scorer(list(group.rollouts)))] = group
+        self.watchdog.on_score(group.group_id, _now())
 
-    def _refuse_hopeless_rewards(self, rewards: list[Reward]) -> None:
-        """A reward function that never works, or works no more, would be retried for ever: end the run instead."""
-        num_failed = self._failed_in_a_row
-        held = self.lifecycle.cache.groups.values()
-        started = self.lifecycle.ledger.trained.groups > 0 or any(g.ready for g in held)
-        if num_failed < self.config.groups_per_step * (_MAX_FAILED_STEPS if started else 1):
+    # What the watchdog finds
+
+    def _watch(self) -> None:
+        """Look from now on, if there is anything to look for."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._watcher = asyncio.ensure_future(self._look_until_it_stalls()) if self.watchdog.is_on else None
+
+    async def _look_until_it_stalls(self) -> None:
+        while True:
+            await asyncio.sleep(self.watchdog.pause(_now()))
+            running = {r.rollout_id: task for task, r in self._extends.items() if not task.done()}
+            scoring = {g.group_id: task for task, g in self._scorings.items() if not task.done()}
+            progress = {i: [] for i in running} | self.engine.progress(running)
+            stalls = self.watchdog.look(_now(), progress, self.engine.queued(running), scoring)
+            for stall in stalls:
+                self.say(str(stall))
+                if stall.rollout_id is None:
+                    self._end_scoring(stall, scoring[stall.group_id])
+                else:
+                    self._act(stall.action, running[stall.rollout_id], progress[stall.rollout_id])
+            if stalls:
+                return
+
+    def _act(self, action: Action, task: asyncio.Future, segments: list[Segment]) -> None:
+        """Do something about a rollout that stalls. `segments`: what its extension is known to have."""
+        rollout = self._extends[task]
+        match action:
+            case Action.CONTINUE:
+                self.engine.interrupt([rollout.rollout_id])
+            case Action.CANCEL | Action.CANCEL_DROPPED:
+                remaining = self.lifecycle.cache.remaining(rollout.rollout_id)
+                self._salvaged[task] = salvaged(segments, remaining, self.engine.policy_version, self._sampling)
+                task.cancel()
+            case Action.DROP:
+                self._drop_soon(rollout.group_id)
+            case Action.ABANDON:
+                self._end_extend(task, rollout, self._salvaged.pop(task))
+                self._stray(task)
+                self._drop_soon(rollout.group_id)
+
+    def _drop_soon(self, group_id: int) -> None:
+        """Interrupt the group's rollouts: it leaves once none of them runs."""
+        self._dropping.add(group_id)
+        rollout_ids = [r.rollout_id for r in self._extends.values() if r.group_id == group_id]
+        self.engine.interrupt(rollout_ids)
+        self.watchdog.on_interrupt(rollout_ids, _now())
+
+    def _drop_stalled(self) -> None:
+        running = {r.group_id for r in self._extends.values()}
+        for group_id in sorted(self._dropping - running):
+            self._dropping.remove(group_id)
+            self._release([self.lifecycle.drop(group_id, DropReason.STALLED)])
+            self._patience.on_stalled()
+
+    def _end_scoring(self, stall: Stall, task: asyncio.Future) -> None:
+        group = self._scorings.pop(task)
+        self._stray(task)
+        if stall.action is Action.RESCORE:
+            self._score(group)
             return
-        error = next((r.error for r in rewards if r.missing), None)
-        min_valid = self.lifecycle.min_valid_rewards
-        raise ValueError(
-            f"rewards: none of {'the last' if started else 'the first'} {num_failed} groups got rewards.min_valid ="
-            f" {min_valid} valid rewards of {self.config.group_size}; the last error is: {error}."
-            " Fix the reward function" + (", and go on with --resume" if started else "")
-        )
+        given_up: asyncio.Future[list[Reward]] = asyncio.get_running_loop().create_future()
+        given_up.set_result([Reward(None, error=f"stalled: {stall.what}")] * len(group.rollouts))
+        self._scorings[given_up] = group
+
+    def _stray(self, task: asyncio.Future) -> None:
+        """Cancel it and wait for it no more."""
+        task.cancel()
+        self._strays.add(task)
+        task.add_done_callback(self._end_stray)
+
+    def _end_stray(self, task: asyncio.Future) -> None:
+        self._strays.discard(task)
+        _ = task.cancelled() or task.exception()  # seen: asyncio need not complain about it
 
     async def _abandon(self) -> None:
         """After an error or a cancellation: end what is in flight, so that the cache is consistent. Else nothing."""
+        if self._watcher is not None:
+            self._watcher.cancel()
         tasks = [*self._extends, *self._scorings]
-        self._extends.clear()
-        self._scorings.clear()
+        for left in (self._extends, self._scorings, self._salvaged, self._dropping, self.watchdog):
+            left.clear()
         for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            self._stray(task)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.watchdog.config.grace_s if self.watchdog.is_on else None)
         for rollout in self.lifecycle.running():
             self.lifecycle.park(rollout)
 
@@ -253,3 +337,8 @@ class Driver:
             self.generation_s += seconds
         else:
             self.scoring_s += seconds
+
+
+def _now() -> float:
+    """The watchdog's clock."""
+    return asyncio.get_running_loop().time()

@@ -177,6 +177,30 @@ class Lifecycle:
         self.scheduler.load_state_dict(state["scheduler"], self.cache.groups.values())
         self.ledger.load_state_dict(state["ledger"])
 
+    def check_restored(self, version: int, max_tokens: int) -> None:
+        """After a restart: ValueError where this config cannot go on with the rollouts that a snapshot brought back.
+
+        `max_tokens`: the longest rollout, prompt included, that the engine takes.
+        """
+        self.scheduler.check_held(version)
+        limit = self.config.max_new_tokens
+        for rollout in (r for g in self.cache.groups.values() for r in g.rollouts):
+            unfinished = rollout.state in (RolloutState.WAITING, RolloutState.PARKED)
+            if unfinished and (rollout.num_tokens >= limit or len(rollout.prompt_ids) + limit > max_tokens):
+                raise ValueError(
+                    f"--resume with rollout.max_new_tokens = {limit}: the unfinished rollout {rollout.rollout_id}"
+                    f" has a prompt of {len(rollout.prompt_ids)} and {rollout.num_tokens} tokens so far, and the engine"
+                    f" takes {max_tokens} in all. Set it (and engine.kv_memory_gb) back to what the run had"
+                )
+            for segment in rollout.segments:
+                was = segment.sampling.temperature
+                if segment.trainable and was != self.config.temperature:
+                    raise ValueError(
+                        f"--resume with rollout.temperature = {self.config.temperature:g}: rollout"
+                        f" {rollout.rollout_id} was begun at {was:g}, and a rollout has one temperature."
+                        f" Set rollout.temperature = {was:g}"
+                    )
+
     def _emit(
         self, kind: EventKind, group: Group, rollout: Rollout | None = None, reason: DropReason | None = None
     ) -> None:

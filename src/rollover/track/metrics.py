@@ -66,6 +66,16 @@ METRICS: list[Metric] = [
         "Groups dropped for this reason (masked: 0, its tokens are of trained groups), cumulative.",
     ),
     Metric("dropped/{reason}/tokens", "counter", "tokens", "Sampled tokens dropped for this reason, cumulative."),
+    Metric(
+        "watchdog/stalled_rollouts", "counter", "rollouts", "Times that a rollout stalled (watchdog.rollout_timeout_s)."
+    ),
+    Metric("watchdog/stalled_rewards", "counter", "groups", "Scorings that stalled (watchdog.reward_timeout_s)."),
+    Metric(
+        "watchdog/redispatched",
+        "counter",
+        "",
+        "Of these, rollouts that were continued and scorings that were repeated.",
+    ),
     Metric("groups/admitted", "counter", "groups", "Groups admitted since step 1. Equals consumed + dropped + held."),
     Metric("groups/consumed", "counter", "groups", "Groups trained, cumulative."),
     Metric("groups/dropped", "counter", "groups", "Groups dropped, cumulative, all reasons."),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rollover.config import Config
 from rollover.config.load import Resolved
@@ -13,8 +14,11 @@ from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.envs.single_turn import encode_prompt
 from rollover.envs.tasks.stream import decorated
 from rollover.rewards.protocol import Rewarder, ScoreRequest
+from rollover.rollout.watchdog import Watchdog
 from rollover.track.statistics import summarise_eval
 from rollover.types import Reward, SamplingParams, Task, rollout_seed
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -45,17 +49,22 @@ async def evaluate(
     """{"mean", "ci", "pass@1", ..., "sources", "missing", "samples"}; a missing reward leaves the statistics.
 
     `samples` holds the first answers of the first tasks, for the summary.
+    ValueError if every reward failed, or if a rollout or a task's scoring stalls ([watchdog]).
     """
     cfg = config.eval
+    watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(cfg.samples_per_task))
+    clock = asyncio.get_running_loop().time
     sampling = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
 
     async def one_task(index: int) -> tuple[list[str], list[Reward]]:
         task, prompt = held_out.tasks[index], held_out.prompts[index]
 
         async def one(sibling: int) -> tuple[int, ...]:
+            rollout_id = f"eval-{index}-{sibling}"
+            watchdog.on_start(rollout_id, index, 0, clock())
             segments = await engine.extend(
                 ExtendRequest(
-                    rollout_id=f"eval-{index}-{sibling}",
+                    rollout_id=rollout_id,
                     prompt_ids=prompt,
                     generated_ids=(),
                     max_new_tokens=config.rollout.max_new_tokens,
@@ -65,14 +74,20 @@ async def evaluate(
                     stop_strings=tuple(config.rollout.stop),
                 )
             )
+            watchdog.on_end(rollout_id, sum(map(len, segments)), clock())
             return tuple(int(t) for s in segments for t in s.token_ids)
 
         ids = await asyncio.gather(*[one(s) for s in range(cfg.samples_per_task)])
         texts = [tokenizer.decode(i, skip_special_tokens=True) for i in ids]
+        watchdog.on_score(index, clock())
         rewards = await rewarder.score([ScoreRequest(task, text, i) for text, i in zip(texts, ids, strict=True)])
+        watchdog.on_scored(index, clock())
         return texts, rewards
 
-    results = await asyncio.gather(*[one_task(i) for i in range(len(held_out.tasks))])
+    async def all_tasks() -> list[tuple[list[str], list[Reward]]]:
+        return await asyncio.gather(*[one_task(i) for i in range(len(held_out.tasks))])
+
+    results = await _unless_it_stalls(all_tasks(), engine, watchdog)
     scored = [
         (task.source, task.task_id, valid)
         for task, (_, rewards) in zip(held_out.tasks, results, strict=True)
@@ -89,6 +104,27 @@ async def evaluate(
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < cfg.samples_per_task] + [cfg.samples_per_task]
     summary = summarise_eval(scored, cfg.pass_threshold, ks)
     return {**summary, "missing": missing, "samples": samples}
+
+
+async def _unless_it_stalls(evaluation: Coroutine[Any, Any, _Result], engine: Engine, watchdog: Watchdog) -> _Result:
+    """Its result. An evaluation is not worth a second try: the first stall ends it with a ValueError."""
+    if not watchdog.is_on:
+        return await evaluation
+    work = asyncio.ensure_future(evaluation)
+    clock = asyncio.get_running_loop().time
+    try:
+        while not work.done():
+            await asyncio.wait([work], timeout=watchdog.pause(clock()))
+            rollout_ids = watchdog.extending
+            progress = {i: [] for i in rollout_ids} | engine.progress(rollout_ids)
+            stalls = watchdog.look(clock(), progress, engine.queued(rollout_ids), watchdog.scoring)
+            if stalls and not work.done():
+                work.cancel()
+                await asyncio.wait([work], timeout=watchdog.config.grace_s)
+                raise ValueError(f"watchdog: {'; '.join(stall.what for stall in stalls)}: the evaluation is given up")
+    finally:
+        work.cancel()
+    return work.result()
 
 
 def run_eval(resolved: Resolved, model: str | None, as_json: bool) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rollover.checkpoint.snapshot import Owners, load_snapshot, write_snapshot
@@ -28,6 +28,7 @@ from rollover.track.live import LiveView
 from rollover.track.metrics import is_counter
 from rollover.track.recorder import RecordedGroup
 from rollover.track.summary import RunSummary, print_summary, run_summary
+from rollover.train.alarm import Alarm
 from rollover.train.batch import Batch, build_batch
 from rollover.train.directory import RunDirectory
 from rollover.train.evaluate import encode_tasks, evaluate
@@ -74,6 +75,8 @@ class Run:
             self.replay = ReplayedRollouts.of(self.config)
             parts = self.parts
             parts.lifecycle.on_event = self._on_event
+            parts.driver.say = self.view.message
+            self.alarm = Alarm(self.view.message)
             self.owners = Owners(parts.trainer, parts.lifecycle, parts.prompts, self.directory)
             try:
                 code = await self._main()
@@ -138,7 +141,7 @@ class Run:
         num_bytes = 0
         if self.replay is None:
             with self._timed("weights"):
-                num_bytes = parts.engine.load_weights(trainer.policy_version, trainer.publish()).num_bytes
+                num_bytes = self._publish()
             parts.driver.after_publish(trainer.policy_version)
         row = self._row(groups, batch, trained, version, num_bytes)
         self._record(groups, batch)
@@ -147,12 +150,29 @@ class Run:
         return True
 
     async def _collect(self, version: int) -> list[Group] | None:
+        if self.replay is not None:
+            return self.replay.next()
+        driver = self.parts.driver
         try:
-            return self.replay.next() if self.replay is not None else await self.parts.driver.collect(version)
+            with self._loop_watched(lambda: f"generating: {driver.watchdog.describe(time.monotonic())}"):
+                return await driver.collect(version)
         except ValueError:  # a reward service that went down, say: what was trained so far is kept
             if version > 0:
                 self._checkpoint()
             raise
+
+    def _publish(self) -> int:
+        """Hand the trainer's weights to the engine; returns their bytes."""
+        version = self.parts.trainer.policy_version
+
+        def text(seconds: float) -> str:
+            return (
+                f"the weights of policy version {version} (being handed to the engine, begun {seconds:.3g} s ago):"
+                " it cannot be ended from here, so the run waits"
+            )
+
+        with self.alarm.over(text, self.config.watchdog.weights_timeout_s):
+            return self.parts.engine.load_weights(version, self.parts.trainer.publish()).num_bytes
 
     def _row(
         self, groups: list[Group], batch: Batch, trained: dict[str, float], version: int, num_bytes: int
@@ -190,8 +210,8 @@ class Run:
         return row | speed_metrics(row)
 
     def _owners_counters(self) -> dict[str, float]:
-        """Counters and gauges of engine and rewards; counters go on where the run before a resumption ended."""
-        now = {**self.parts.rewarder.stats(), **self.parts.engine.stats()}
+        """Counters and gauges of engine, rewards and watchdog; counters go on where a resumed run had ended."""
+        now = {**self.parts.rewarder.stats(), **self.parts.engine.stats(), **self.parts.driver.watchdog.stats()}
         return {key: value + self.carried.get(key, 0.0) for key, value in now.items()}
 
     def _record(self, groups: list[Group], batch: Batch | None) -> None:
@@ -223,7 +243,7 @@ class Run:
         self.view.phase("evaluating")
         started = time.perf_counter()
         try:
-            with self._timed("eval"):
+            with self._timed("eval"), self._loop_watched(lambda: "evaluating"):
                 if not hasattr(self, "held_out"):
                     self.held_out = encode_tasks(
                         held_out_tasks(config), parts.loaded.tokenizer, parts.prompts.max_prompt_tokens
@@ -272,8 +292,8 @@ class Run:
         if self.replay is not None:
             self.replay.skip(version)
         else:
-            parts.driver.check_restored(version, parts.engine.max_tokens)
-            parts.engine.load_weights(version, parts.trainer.publish())
+            parts.lifecycle.check_restored(version, parts.engine.max_tokens)
+            self._publish()
             parts.driver.after_publish(version)
         self.directory.truncate(version, parts.lifecycle.cache.groups.keys())
         row = self.directory.metrics.rows()[-1] if version else {}
@@ -311,6 +331,20 @@ class Run:
 
         signal.signal(signal.SIGINT, handle)
         signal.signal(signal.SIGTERM, handle)
+
+    @contextmanager
+    def _loop_watched(self, doing: Callable[[], str]) -> Iterator[None]:
+        """Warn when a step of the engine holds up the event loop, so that no other watchdog can look."""
+
+        def text(seconds: float) -> str:
+            return (
+                f"the event loop has stood still for {seconds:.3g} s while {doing()}:"
+                " nothing can be ended from here, so the run waits"
+            )
+
+        loop, limit_s = asyncio.get_running_loop(), self.config.watchdog.rollout_timeout_s
+        with self.alarm.over_loop(text, limit_s, loop.call_later):
+            yield
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -20,6 +20,7 @@ from rollover.rewards.client import RewardWorker
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.watchdog import Watchdog
 from rollover.train.trainer import Trainer
 from rollover.types import Reward, Rollout, StopReason, Task
 
@@ -173,7 +174,8 @@ class Parts:
         rewarder = RewardWorker(config.rewards)
         lifecycle = Lifecycle(config.rollout, config.engine.max_running, config.rewards.min_valid)
         scorer = make_scorer(rewarder, loaded.tokenizer, config.rewards.repetition_penalty)
-        driver = Driver(lifecycle, engine, prompts, scorer, config.run.seed, stops)
+        watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.group_size))
+        driver = Driver(lifecycle, engine, prompts, scorer, config.run.seed, stops, watchdog)
         return cls(loaded, trainer, lifecycle, prompts, engine, rewarder, driver, stops)
 
     async def close(self) -> None:

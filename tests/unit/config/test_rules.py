@@ -69,6 +69,9 @@ CASES = [
     ("[tasks]\nshuffle = false", "tasks.shuffle"),
     ('[run]\nreplay_rollouts = "x"\n[rollout]\ntemperature = 0.5', "rollout.temperature"),
     ('[run]\nreplay_rollouts = "x"\n[rollout]\nin_flight_groups = 9', "rollout.in_flight_groups"),
+    ('[run]\nreplay_rollouts = "x"\n[watchdog]\nweights_timeout_s = 9', "watchdog.weights_timeout_s"),
+    ("[watchdog]\nrollout_timeout_s = 0\nmax_stalls = 3", "watchdog.max_stalls"),
+    ("[watchdog]\nrollout_timeout_s = 0\ngrace_s = 3", "watchdog.grace_s"),
 ]
 
 

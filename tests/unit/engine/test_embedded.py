@@ -198,6 +198,26 @@ def test_short_memory_preempts_and_changes_nothing(family: str) -> None:
     assert 0 < peak <= token_bytes * 1000
 
 
+def test_who_waits_for_a_slot_or_for_its_prefill_is_queued() -> None:
+    target = engine(max_running=2, prefill_chunk_tokens=16)
+    long, names = PROMPTS[3], ["0-0", "1-0", "2-0"]
+
+    async def go() -> list[tuple[set[str], set[str]]]:
+        extends = asyncio.gather(
+            *[target.extend(request(i, text, 12)) for i, text in zip(names, ["x", long, "x"], strict=True)]
+        )
+        seen = []
+        while not extends.done():
+            progress = target.progress(names)
+            seen.append((target.queued(names), {i for i, s in progress.items() if sum(map(len, s))}))
+            await asyncio.sleep(0)
+        return seen
+
+    seen = asyncio.run(go())
+    assert all(not queued & moving for queued, moving in seen)
+    assert ({"1-0", "2-0"}, {"0-0"}) in seen and ({"2-0"}, {"0-0", "1-0"}) in seen and seen[-1][0] == set()
+
+
 def test_a_rollout_that_can_never_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="engine.kv_memory_gb holds 0"):
         run(engine(kv_memory_gb=1e-6), [request("0-0", "x", 500)])

@@ -12,6 +12,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
 from rollover.rollout.staleness import group_staleness
+from rollover.rollout.watchdog import Watchdog
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, rollout_seed
 from unit.rollout.world import make_task, same_rollout, through_json
 
@@ -37,6 +38,7 @@ class Run:
         num_tasks: int | None = None,
         max_running: int | None = None,
         engine: FakeEngine | None = None,
+        watchdog: Watchdog | None = None,
         **config: object,
     ) -> None:
         defaults = {"groups_per_step": 2, "group_size": 2, "max_new_tokens": 40}
@@ -50,7 +52,9 @@ class Run:
             self.lifecycle.ledger,
         )
         self.num_tasks, self.cursor, self.version = num_tasks, 0, 0
-        self.driver = Driver(self.lifecycle, self.engine, self.next_task, scorer, run_seed=3, stop_token_ids=[EOS])
+        self.driver = Driver(self.lifecycle, self.engine, self.next_task, scorer, 3, [EOS], watchdog)
+        self.said: list[str] = []
+        self.driver.say = self.said.append
 
     def next_task(self):
         if self.cursor == self.num_tasks:

@@ -58,6 +58,8 @@ def test_accounts_and_metrics() -> None:
         "dropped/masked/tokens": 0,
         "dropped/stale/groups": 1,
         "dropped/stale/tokens": 0,
+        "dropped/stalled/groups": 0,
+        "dropped/stalled/tokens": 0,
         "dropped/too_few_rewards/groups": 0,
         "dropped/too_few_rewards/tokens": 0,
     }

@@ -235,6 +235,10 @@ class EmbeddedEngine:
             if s.request.rollout_id in wanted
         }
 
+    def queued(self, rollout_ids: Iterable[str]) -> set[str]:
+        idle = [*self._batcher.waiting, *(s for s in self._batcher.running if not s.prefilled)]
+        return {s.request.rollout_id for s in idle}.intersection(rollout_ids)
+
     def release(self, rollout_ids: Iterable[str]) -> None:
         for rollout_id in rollout_ids:
             seq = self._batcher.unpark(rollout_id)

@@ -1,0 +1,309 @@
+"""The watchdog: notices rollouts and scorings that make no progress, names them, and says what to do about each.
+
+    rollout   no token for rollout_timeout_s ─▶ CONTINUE: interrupt it; the scheduler goes on from the tokens it has
+              the max_stalls-th time without a token in between ─▶ DROP: its group, siblings are interrupted
+              interrupted, and not back within grace_s ─▶ CANCEL: go on from the tokens that `progress` shows
+              cancelled, and not back within grace_s ─▶ ABANDON: nobody waits for it any more, its group is dropped
+    scoring   past its limit ─▶ RESCORE: cancel it, score again;  once more ─▶ GIVE_UP: its rewards are missing
+
+A pure state machine: it is told what begins, is interrupted and ends, and what time it is (`now`: seconds of any clock
+that does not go back). Never waits, never touches a rollout or a task: the driver does what it says.
+
+What it must not mistake for a stall: a rollout that waits in the engine's queue while others get tokens; a group that
+waits while an older one is scored (only the oldest scoring can stall, and the next one's time begins when it has gone);
+time in which the event loop stood still, so that nobody could look (train/alarm.py speaks up for that).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollover.config.watchdog import WatchdogConfig
+from rollover.types import SamplingParams, Segment, StopReason
+
+OFF = WatchdogConfig(rollout_timeout_s=0, reward_timeout_s=0, weights_timeout_s=0)
+_LOOKS_PER_LIMIT = 4
+_SHORTEST_PAUSE_S = 1e-3
+
+
+class Action(enum.Enum):
+    """What is done about a stall; the value completes its message."""
+
+    CONTINUE = "it is interrupted and continued from there"
+    CANCEL = "it does not come back, so it is cancelled and continued from there"
+    CANCEL_DROPPED = "it does not come back, so it is cancelled; its group is being dropped"
+    DROP = "it stalls once too often, so its group is dropped (stalled)"
+    ABANDON = "not even its cancellation ends it, so nobody waits for it and its group is dropped (stalled)"
+    RESCORE = "it is cancelled and scored again"
+    GIVE_UP = "it is cancelled and its rewards are missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A rollout, or the scoring of a group (`rollout_id` None), that makes no progress. Prints as one line.
+
+    `state`: running, interrupted, cancelled or scoring. `age_s`: since its `extend`, or its scoring, began.
+    `num_tokens`: all that it is known to have; the last of them is `token_age_s` old, by the last looks.
+    """
+
+    action: Action
+    group_id: int
+    rollout_id: str | None
+    state: str
+    age_s: float
+    num_tokens: int = 0
+    token_age_s: float = 0.0
+
+    @property
+    def what(self) -> str:
+        """Who stalls, its state, age and last token."""
+        age = f"{self.state}, begun {_seconds(self.age_s)} ago"
+        if self.rollout_id is None:
+            return f"the rewards of group {self.group_id} ({age})"
+        return f"rollout {self.rollout_id} ({age}, {self.num_tokens} tokens, none for {_seconds(self.token_age_s)})"
+
+    def __str__(self) -> str:
+        return f"watchdog: {self.what}: {self.action.value}"
+
+
+@dataclass(slots=True)
+class _Extend:
+    """A rollout in the engine. `began_with` and `num_tokens` count all its tokens, those of earlier segments too."""
+
+    group_id: int
+    started: float
+    began_with: int
+    num_tokens: int
+    last_token: float  # when a look first saw the last token; `started` before the first
+    stalled: bool = False
+    interrupted: float = math.inf
+    cancelled: float = math.inf
+
+    @property
+    def state(self) -> str:
+        if self.cancelled < math.inf:
+            return "cancelled"
+        return "interrupted" if self.interrupted < math.inf else "running"
+
+
+class Watchdog:
+    """Watches the rollouts and scorings in flight. `scoring_s`: how long a group's scoring may take by its own limits.
+
+    Counters, cumulative: see `stats`.
+    """
+
+    def __init__(self, config: WatchdogConfig = OFF, scoring_s: float = 0.0) -> None:
+        self.config = config
+        self._reward_limit = config.reward_timeout_s + scoring_s
+        self._extends: dict[str, _Extend] = {}
+        self._stalls: dict[str, int] = {}  # by rollout id: in a row, without a token in between
+        self._scorings: dict[int, float] = {}  # group id -> when it began; the oldest first
+        self._oldest_since = 0.0  # when the last one that was the oldest ended
+        self._rescored: set[int] = set()
+        self._dropping: set[int] = set()  # groups that are dropped as soon as none of their rollouts runs
+        self._any_token = 0.0  # when a token of any rollout was last seen
+        self._due = math.inf
+        self._stood_still = 0.0  # seconds in which nobody could look: they count for nobody
+        self._counts = dict.fromkeys(("stalled_rollouts", "stalled_rewards", "redispatched"), 0)
+
+    @property
+    def is_on(self) -> bool:
+        return self.config.rollout_timeout_s > 0 or self.config.reward_timeout_s > 0
+
+    @property
+    def _interval(self) -> float:
+        """Seconds between two looks; so much later than its limit a stall is noticed at worst."""
+        limits = [self.config.rollout_timeout_s] if self.config.rollout_timeout_s else []
+        limits += [self._reward_limit] if self.config.reward_timeout_s else []
+        return min(limits) / _LOOKS_PER_LIMIT
+
+    @property
+    def extending(self) -> list[str]:
+        """Ids of the rollouts in the engine."""
+        return list(self._extends)
+
+    @property
+    def scoring(self) -> list[int]:
+        """Ids of the groups being scored, the oldest scoring first."""
+        return list(self._scorings)
+
+    # What was done
+
+    def on_start(self, rollout_id: str, group_id: int, num_tokens: int, now: float) -> None:
+        """Its `extend` begins; it has `num_tokens` already."""
+        now -= self._stood_still
+        self._extends[rollout_id] = _Extend(group_id, now, num_tokens, num_tokens, now)
+
+    def on_interrupt(self, rollout_ids: Iterable[str], now: float) -> None:
+        """They were told to return, whoever decided it."""
+        for extend in filter(None, map(self._extends.get, rollout_ids)):
+            extend.interrupted = min(extend.interrupted, now - self._stood_still)
+
+    def on_end(self, rollout_id: str, num_tokens: int, now: float) -> None:
+        """Its `extend` returned, or nobody waits for it any more; it has `num_tokens` now."""
+        self._see(rollout_id, self._extends.pop(rollout_id), num_tokens, now - self._stood_still)
+
+    def on_score(self, group_id: int, now: float) -> None:
+        """Its scoring begins, or begins again: then it is the newest."""
+        self._end_scoring(group_id, now)
+        self._scorings[group_id] = now - self._stood_still
+
+    def on_scored(self, group_id: int, now: float) -> None:
+        self._end_scoring(group_id, now)
+        self._rescored.discard(group_id)
+
+    def on_leave(self, rollout_ids: Iterable[str]) -> None:
+        """They left the system."""
+        for rollout_id in rollout_ids:
+            self._stalls.pop(rollout_id, None)
+
+    def clear(self) -> None:
+        """Nothing is in flight any more, and nobody looks until the next `pause`."""
+        self._due = math.inf
+        for in_flight in (self._extends, self._scorings, self._rescored, self._dropping):
+            in_flight.clear()
+
+    # Questions
+
+    def pause(self, now: float) -> float:
+        """Seconds until the next look."""
+        now = self._forgive(now)
+        self._due = now + self._interval
+        for extend in self._extends.values():
+            last = extend.cancelled if extend.cancelled < math.inf else extend.interrupted
+            if last + self.config.grace_s < self._due and self.config.rollout_timeout_s:
+                self._due = max(last + self.config.grace_s, now + _SHORTEST_PAUSE_S)
+        return self._due - now
+
+    def look(
+        self,
+        now: float,
+        progress: Mapping[str, Sequence[Segment]],
+        queued: Collection[str] = (),
+        scoring: Collection[int] = (),
+    ) -> list[Stall]:
+        """What stalls, and what to do about it: that counts as done.
+
+        `progress`: of every `extend` still under way, its segments so far; `queued`: those of them that wait for room.
+        `scoring`: the groups whose scoring is still under way.
+        """
+        now = self._forgive(now)
+        for rollout_id, segments in progress.items():
+            extend = self._extends[rollout_id]
+            self._see(rollout_id, extend, extend.began_with + sum(map(len, segments)), now)
+        stalls = [s for i in progress if (s := self._look_at(i, i in queued, now)) is not None]
+        # A sibling of what is dropped is interrupted with it: there is nothing else to say about it.
+        stalls = [s for s in stalls if s.group_id not in self._dropping or s.action is not Action.CONTINUE]
+        stalls += self._look_at_rewards(scoring, now)
+        self._counts["stalled_rewards"] += sum(s.rollout_id is None for s in stalls)
+        self._counts["redispatched"] += sum(s.action in (Action.CONTINUE, Action.RESCORE) for s in stalls)
+        return stalls
+
+    def describe(self, now: float, most: int = 3) -> str:
+        """What the engine holds, the longest without a token first. For any thread."""
+        extends = sorted(list(self._extends.items()), key=lambda item: item[1].last_token)
+        shown = [self._stall(Action.CONTINUE, i, e, now - self._stood_still).what for i, e in extends[:most]]
+        if len(extends) > most:
+            shown.append(f"{len(extends) - most} more")
+        return "; ".join(shown) or "no rollout"
+
+    def stats(self) -> dict[str, float]:
+        """Cumulative counters."""
+        return {f"watchdog/{name}": count for name, count in self._counts.items()}
+
+    # Inside
+
+    def _forgive(self, now: float) -> float:
+        """`now` less the time in which nobody could look."""
+        late = now - self._stood_still - self._due
+        if self._due < math.inf and late > self._interval:
+            self._stood_still += late
+        return now - self._stood_still
+
+    def _see(self, rollout_id: str, extend: _Extend, num_tokens: int, now: float) -> None:
+        if num_tokens > extend.num_tokens:
+            extend.num_tokens, extend.last_token = num_tokens, now
+            self._any_token = now
+            self._stalls.pop(rollout_id, None)
+
+    def _look_at(self, rollout_id: str, queued: bool, now: float) -> Stall | None:
+        """The next step down for this rollout, if its time is up."""
+        config, extend = self.config, self._extends[rollout_id]
+        last = max(extend.last_token, self._any_token) if queued else extend.last_token
+        since, limit = {
+            "running": (last, config.rollout_timeout_s),
+            "interrupted": (extend.interrupted, config.grace_s),
+            "cancelled": (extend.cancelled, config.grace_s),
+        }[extend.state]
+        if config.rollout_timeout_s == 0 or now - since < limit:
+            return None
+        first = not extend.stalled
+        if first:
+            extend.stalled = True
+            self._counts["stalled_rollouts"] += 1
+            self._stalls[rollout_id] = self._stalls.get(rollout_id, 0) + 1
+        action = self._next_action(rollout_id, extend)
+        self._counts["redispatched"] += first and action is Action.CANCEL
+        if action in (Action.DROP, Action.ABANDON):
+            self._dropping.add(extend.group_id)
+        stall = self._stall(action, rollout_id, extend, now)
+        if extend.state == "running":
+            extend.interrupted = now
+        else:
+            extend.cancelled = now
+        return stall
+
+    def _next_action(self, rollout_id: str, extend: _Extend) -> Action:
+        if extend.state == "running":
+            return Action.DROP if self._stalls[rollout_id] >= self.config.max_stalls else Action.CONTINUE
+        if extend.state == "cancelled":
+            return Action.ABANDON
+        return Action.CANCEL_DROPPED if extend.group_id in self._dropping else Action.CANCEL
+
+    def _look_at_rewards(self, scoring: Collection[int], now: float) -> list[Stall]:
+        oldest = next(iter(self._scorings), None)
+        if oldest is None or oldest not in scoring or self.config.reward_timeout_s == 0:
+            return []
+        started = self._scorings[oldest]
+        if now - max(started, self._oldest_since) < self._reward_limit:
+            return []
+        action = Action.GIVE_UP if oldest in self._rescored else Action.RESCORE
+        self._rescored.add(oldest)
+        return [Stall(action, oldest, None, "scoring", now - started)]
+
+    def _end_scoring(self, group_id: int, now: float) -> None:
+        was_oldest = next(iter(self._scorings), None) == group_id
+        self._scorings.pop(group_id, None)
+        if was_oldest:
+            self._oldest_since = now - self._stood_still
+
+    @staticmethod
+    def _stall(action: Action, rollout_id: str, extend: _Extend, now: float) -> Stall:
+        age, token_age = now - extend.started, now - extend.last_token
+        return Stall(action, extend.group_id, rollout_id, extend.state, age, extend.num_tokens, token_age)
+
+
+def salvaged(
+    segments: Sequence[Segment], remaining: int, policy_version: int, sampling: SamplingParams
+) -> list[Segment]:
+    """What a cancelled `extend` is taken to have returned, when `progress` had shown `segments`.
+
+    These, if the rollout can go on from them within its `remaining` tokens; else one empty PAUSED segment of the
+    engine's `policy_version`, as of a rollout that got nothing.
+    """
+    kept = [s for s in segments if len(s)]
+    versions = [s.policy_version for s in kept]
+    fits = 0 < sum(map(len, kept)) < remaining and versions == sorted(versions)
+    if fits and all(s.stop_reason is StopReason.PAUSED for s in kept):
+        return kept
+    empty = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+    return [Segment(*empty, policy_version, sampling, StopReason.PAUSED)]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

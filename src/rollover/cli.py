@@ -89,8 +89,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rollover {rollover.__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
-    def verb(name: str, run, about: str, *, files: str | None = "+") -> argparse.ArgumentParser:
-        sub = verbs.add_parser(name, help=about, description=about, epilog=_OVERRIDES, allow_abbrev=False)
+    def verb(
+        name: str, run, about: str, *, files: str | None = "+", epilog: str | None = _OVERRIDES
+    ) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=about, description=about, epilog=epilog, allow_abbrev=False)
         sub.set_defaults(verb=run)
         if files:
             text = "configuration; later files override earlier ones"
@@ -123,6 +125,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--rollouts-per-engine", metavar="N", type=_positive, help="rollouts that a step trains, for each engine"
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
+
+    trace = verb("trace", _trace, "Show what happened in a run, and when.", files=None, epilog=None)
+    trace.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", type=Path, help="a run's directory; the SVG takes two")
+    trace.add_argument("--perfetto", metavar="OUT.json", type=Path, help="write one run for ui.perfetto.dev")
+    trace.add_argument("--svg", metavar="OUT.svg", type=Path, help="draw the runs, one above the other")
 
     bench = verb("bench", _bench, "Measure engine, trainer, whole steps, long tails or growth.", files=None)
     bench.add_argument("what", choices=("engine", "train", "step", "tail", "scale"), help="what to measure")
@@ -176,6 +183,14 @@ def _plan(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.sim.main import run_plan
 
     return run_plan(resolved, args)
+
+
+def _trace(args: argparse.Namespace, overrides: Overrides) -> int:
+    if overrides:
+        raise ValueError(f"rollover trace reads no configuration: leave out --{overrides[0][0]}")
+    from rollover.track.show import show_traces
+
+    return show_traces(args.run_dirs, args.perfetto, args.svg)
 
 
 def _bench(args: argparse.Namespace, overrides: Overrides) -> int:

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tiny
+from rollover.track.trace import TRACE, TraceEvent, read_trace
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -78,6 +80,26 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def trace(run_dir: Path) -> list[TraceEvent]:
+    """The run's trace, after a check that every event is there once, in order, and that none is told twice."""
+    events = read_trace(run_dir / TRACE)
+    assert [e.seconds for e in events] == sorted(e.seconds for e in events)
+    once = Counter((e.kind, e.group, e.sibling) for e in events if e.kind in ("admit", "ready", "finish", "consume"))
+    once.update(("published", e.version, None) for e in events if e.kind == "publish")
+    assert all(n == 1 for n in once.values()), [key for key, n in once.items() if n > 1]
+    assert not set(once) & {("consume", e.group, None) for e in events if e.kind == "drop"}
+    running: set[tuple[int | None, int | None]] = set()
+    for e in events:
+        rollout = (e.group, e.sibling)
+        if e.kind in ("start", "resume"):
+            assert rollout not in running
+            running.add(rollout)
+        elif e.kind in ("park", "finish"):
+            running.remove(rollout)
+    assert not running, "nothing runs between two steps"
+    return events
 
 
 def records(run_dir: Path, last_step: int | None = None) -> list[dict[str, Any]]:

@@ -105,6 +105,11 @@ def test_sigkill_at_random_moments(tmp_path: Path, seed: int) -> None:
     assert [row["step"] for row in runs.json_lines(metrics)] == list(range(1, committed + 5))
     rows = runs.json_lines(metrics)
     assert all(r["tokens/generated"] == r["tokens/trained"] + r["tokens/dropped"] + r["tokens/held"] for r in rows)
+    told = runs.trace(run_dir)
+    assert sum(e.tokens for e in told if e.kind in ("park", "finish")) == rows[-1]["tokens/generated"]
+    assert sum(e.kind == "consume" for e in told) == rows[-1]["groups/consumed"]
+    assert sum(e.kind == "admit" for e in told) == rows[-1]["groups/admitted"]
+    assert all(0 < r["bias/trained_vs_dispatched_length"] < 2 for r in rows)
     final = {r["rollout_id"]: r["token_ids"] for r in runs.records(run_dir)}
     assert len(final) == len(runs.records(run_dir)), "a rollout was trained twice"
     resumed = [i for i in partial if i in final]

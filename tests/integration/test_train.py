@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
 from rollover.track.metrics import validate
+from rollover.track.trace import spans
 
 REQUIRED = (
     "step", "policy_version", "reward/mean", "tokens/generated", "tokens/trained", "tokens/dropped", "tokens/held",
@@ -63,6 +65,65 @@ def test_recorded_rollouts_match_the_metrics(finished: Path) -> None:
         versions = [s["policy_version"] for s in record["segments"]]
         assert versions == sorted(versions) and record["step"] - 1 - versions[0] <= 2
     assert any(len({s["policy_version"] for s in r["segments"]}) >= 2 for r in trained)
+
+
+def test_the_trace_is_the_runs_ledger(finished: Path) -> None:
+    rows, events = runs.json_lines(finished / "run" / "metrics.jsonl"), runs.trace(finished / "run")
+    ends = [i for i, e in enumerate(events) if e.kind == "publish"]
+    for row, end in zip(rows, ends, strict=True):
+        told = events[: end + 1]
+        generated = sum(e.tokens for e in told if e.kind in ("park", "finish"))
+        assert generated == row["tokens/generated"]
+        kinds = Counter(e.kind for e in told)
+        assert kinds["admit"] == row["groups/admitted"] and kinds["consume"] == row["groups/consumed"]
+        assert kinds["resume"] == row["rollouts/resumed"] and told[-1].version == row["step"]
+    segments: dict[str, list[tuple[int, int]]] = {}
+    for e in events:
+        segments.setdefault(f"{e.group}-{e.sibling}", []).extend(e.segments)
+    for record in runs.records(finished / "run"):
+        recorded = [(s["policy_version"], s["num_tokens"]) for s in record["segments"]]
+        assert segments[record["rollout_id"]] == recorded
+    assert {s.name for s in spans(events)} == {"generate", "train", "weights", "checkpoint", "eval"}
+    trained = sum(s.end - s.start for s in spans(events) if s.name == "train")
+    assert trained == pytest.approx(sum(r["time/train_s"] for r in rows), rel=0.02, abs=2e-3)
+
+
+def test_lifecycle_metrics_of_a_finished_run(finished: Path) -> None:
+    rows, events = runs.json_lines(finished / "run" / "metrics.jsonl"), runs.trace(finished / "run")
+    at = {(e.kind, e.group): e for e in events if e.kind in ("admit", "ready", "consume")}
+    for row in rows:
+        in_flight, in_queue = row["staleness/in_flight_mean"], row["staleness/in_queue_mean"]
+        assert in_flight + in_queue == pytest.approx(row["staleness/mean"]) and min(in_flight, in_queue) >= 0
+        assert row["staleness/mean"] <= row["staleness/rollout_mean"] <= row["staleness/max"]
+        groups = [g for kind, g in at if kind == "consume" and at[kind, g].version == row["step"] - 1]
+        life = [at["consume", g].seconds - at["admit", g].seconds for g in groups]
+        states = {k.removeprefix("state/").removesuffix("_s"): v for k, v in row.items() if k.startswith("state/")}
+        assert states.keys() == {"waiting", "running", "parked", "scoring", "ready"}
+        assert sum(states.values()) == pytest.approx(sum(life) / len(life), abs=1e-3)
+        waits = [at["consume", g].version - at["admit", g].version for g in groups]
+        quarters = [row[f"bias/wait_steps_q{i}"] for i in (1, 2, 3, 4)]
+        assert min(waits) <= min(quarters) and max(quarters) <= max(waits)
+        assert row["waste/dropped_share"] == 0 and row["tokens/step_processed"] > row["tokens/step_generated"]
+    again = sum(row["waste/reprefilled_tokens"] for row in rows)
+    assert 0 < again == rows[-1]["engine/reprefill_tokens"]
+    # What evaluations prefill is the engine's, not a step's.
+    first = sum(r["tokens/step_processed"] - r["tokens/step_generated"] for r in rows) - again
+    assert 0 < first < rows[-1]["engine/prefill_tokens"]
+    assert 0 < sum(row["waste/reprefilled_s"] for row in rows) < rows[-1]["engine/prefill_s"]
+    assert sum(row["waste/reprefilled_s"] for row in rows) < sum(row["time/generate_s"] for row in rows)
+
+
+def test_trace_verb(finished: Path, tmp_path: Path) -> None:
+    svg, perfetto = tmp_path / "run.svg", tmp_path / "run.json"
+    done = runs.rollover("trace", finished / "run", "--svg", svg, "--perfetto", perfetto)
+    assert done.returncode == 0, done.stderr
+    num_segments = sum(len(e.segments) for e in runs.trace(finished / "run"))
+    assert svg.read_text().count('class="bar ') >= num_segments
+    assert len(json.loads(perfetto.read_text())["traceEvents"]) > num_segments
+    done = runs.rollover("trace", finished / "run")
+    assert done.returncode == 0 and "6 steps" in done.stdout, done.stderr
+    refused = runs.rollover("trace", finished)
+    assert refused.returncode == 2 and "trace.jsonl" in refused.stderr and "Traceback" not in refused.stderr
 
 
 def test_final_model_is_the_trained_one(finished: Path) -> None:
@@ -135,7 +196,13 @@ def test_ctrl_c_parks_and_the_printed_command_resumes(tmp_path: Path) -> None:
         f"{printed} --train.num_steps {reached + 2}", shell=True, env=runs.environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert [r["step"] for r in runs.json_lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, reached + 3))
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in rows] == list(range(1, reached + 3))
+    # What happened between the last step and the checkpoint is in both, so the trace keeps it.
+    told = runs.trace(tmp_path / "run")
+    assert sum(e.tokens for e in told if e.kind in ("park", "finish")) == rows[-1]["tokens/generated"]
+    kinds = Counter(e.kind for e in told)
+    assert kinds["admit"] == rows[-1]["groups/admitted"] and kinds["resume"] == rows[-1]["rollouts/resumed"]
 
 
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -167,11 +234,21 @@ def test_lora_run_with_bf16(tmp_path: Path) -> None:
     assert np.isfinite([r["loss"] for r in rows]).all()
 
 
+def test_without_a_trace(tmp_path: Path) -> None:
+    recipe = runs.write(tmp_path, steps=2, track={"trace": False})
+    done = runs.rollover("train", recipe)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run" / "trace.jsonl").exists()
+    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["state/running_s"] > 0 and row["bias/trained_vs_dispatched_length"] > 0
+
+
 def test_a_finite_stream_ends_the_run(tmp_path: Path) -> None:
     recipe = runs.write(tmp_path, steps=50, rows=14, tasks={"epochs": 1}, checkpoint={"every_steps": 0})
     done = runs.rollover("train", recipe)
     assert done.returncode == 0, done.stderr
     rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert rows[-1]["bias/trained_vs_dispatched_length"] == pytest.approx(1.0), "everything was trained"
     assert rows[-1]["tokens/held"] == 0 and rows[-1]["groups/consumed"] == rows[-1]["groups/admitted"] <= 14
     assert "used up" in done.stdout
 

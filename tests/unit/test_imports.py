@@ -34,6 +34,7 @@ NO_TORCH = (
     "cluster/plan.py",
     "engine/protocol.py",
     "engine/fake.py",
+    "track/",
     "cli.py",
 )
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

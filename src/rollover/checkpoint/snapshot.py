@@ -18,6 +18,7 @@ import safetensors.torch
 from rollover.checkpoint.store import checkpoint_name
 from rollover.envs.single_turn import PromptSource
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.track.chronicle import Chronicle
 from rollover.train.directory import RunDirectory
 from rollover.train.trainer import Trainer
 
@@ -33,6 +34,7 @@ class Owners:
     lifecycle: Lifecycle
     prompts: PromptSource
     directory: RunDirectory
+    chronicle: Chronicle
 
 
 def write_snapshot(owners: Owners) -> str:
@@ -46,6 +48,7 @@ def write_snapshot(owners: Owners) -> str:
         "trainer": trainer_meta,
         **lifecycle,
         "prompts": owners.prompts.state_dict(),
+        "chronicle": owners.chronicle.state_dict(),
     }
     name = checkpoint_name(owners.trainer.policy_version)
     files: dict[str, Callable[[str], None] | bytes] = {
@@ -73,4 +76,6 @@ def load_snapshot(name: str, owners: Owners) -> None:
     owners.trainer.load_state(tensors, state["trainer"])
     owners.lifecycle.load_state_dict(state, safetensors.numpy.load_file(files["rollouts.safetensors"]))
     owners.prompts.load_state_dict(state["prompts"])
+    groups = owners.lifecycle.cache.groups.values()
+    owners.chronicle.load_state_dict(state.get("chronicle", {}), groups, owners.trainer.policy_version)
     owners.lifecycle.check()

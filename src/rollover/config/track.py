@@ -12,4 +12,7 @@ class TrackConfig(Table):
         default="auto", description="Terminal view: rich on a TTY, plain lines elsewhere (auto)."
     )
     rollouts: bool = Field(default=True, description="Record every trained or dropped rollout under rollouts/ (JSONL).")
+    trace: bool = Field(
+        default=True, description="Write what happened to every rollout, and when, to trace.jsonl (docs/trace.md)."
+    )
     show_samples: int = Field(default=3, ge=0, description="Answers before and after training shown in the summary.")

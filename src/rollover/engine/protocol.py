@@ -81,7 +81,8 @@ class Engine(Protocol):
 
     def stats(self) -> dict[str, float]:
         """Cumulative counters since start: engine/decode_steps, engine/prefill_tokens, engine/reprefill_tokens,
-        engine/preemptions, kv/stale_prefix_tokens, kv/kept_tokens, kv/shared_prompt_tokens; gauge kv/bytes."""
+        engine/preemptions, kv/stale_prefix_tokens, kv/kept_tokens, kv/shared_prompt_tokens; gauge kv/bytes.
+        Where it can be told: engine/prefill_s, seconds in prefill."""
         ...
 
     async def close(self) -> None: ...

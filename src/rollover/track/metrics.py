@@ -58,6 +58,12 @@ METRICS: list[Metric] = [
     Metric("tokens/dropped", "counter", "tokens", "Sampled tokens whose group was dropped, cumulative, all reasons."),
     Metric("tokens/held", "last", "tokens", "Sampled tokens of groups now in the system, unfinished ones included."),
     Metric("tokens/step_generated", "sum", "tokens", "Tokens sampled in this step."),
+    Metric(
+        "tokens/step_processed",
+        "sum",
+        "tokens",
+        "Tokens that the engine computed while this step was generated: prefilled, prefilled again and sampled.",
+    ),
     Metric("tokens/step_trained", "sum", "tokens", "Sampled tokens of the rollouts that this step trained on."),
     Metric(
         "dropped/{reason}/groups",
@@ -90,6 +96,7 @@ METRICS: list[Metric] = [
     Metric(
         "rollouts/partial_share", "mean", "share", "Share of trained rollouts with segments of >= 2 policy versions."
     ),
+    Metric("rollouts/versions_mean", "mean", "versions", "Mean number of policy versions in a trained rollout."),
     Metric("rollouts/versions_max", "max", "versions", "Most policy versions in one trained rollout."),
     Metric("length/mean", "mean", "tokens", "Mean length of the trained rollouts, without prompt."),
     Metric("length/max", "max", "tokens", "Longest trained rollout, without prompt."),
@@ -102,7 +109,74 @@ METRICS: list[Metric] = [
     Metric("length/truncated", "mean", "share", "Share of trained rollouts that stopped at rollout.max_new_tokens."),
     Metric("staleness/max", "max", "versions", "Largest trainer_version - policy_version of a token in the loss."),
     Metric("staleness/mean", "mean", "versions", "Mean staleness over the tokens in the loss."),
+    Metric(
+        "staleness/p{percent}", "mean", "versions", "Its 50th, 95th and 99th percentile over the tokens in the loss."
+    ),
+    Metric(
+        "staleness/rollout_mean", "mean", "versions", "Mean over trained rollouts of their oldest token in the loss."
+    ),
+    Metric("staleness/rollout_p95", "mean", "versions", "Its 95th percentile over trained rollouts."),
+    Metric(
+        "staleness/in_flight_mean",
+        "mean",
+        "versions",
+        "Part of staleness/mean: policy versions between the sampling of the token and its group's being READY.",
+    ),
+    Metric(
+        "staleness/in_queue_mean",
+        "mean",
+        "versions",
+        "The rest of it: policy versions between the group's being READY and its step.",
+    ),
     Metric("staleness/bound", "last", "versions", "The bound that holds for staleness/max: rollout.max_staleness."),
+    Metric(
+        "state/{state}_s",
+        "mean",
+        "s",
+        "Mean time that a trained rollout spent waiting (for its first slot), running, parked, scoring (its siblings'"
+        " generation and the reward) and ready (for its step). They add up to its life from admission.",
+    ),
+    # Waste
+    Metric("waste/reprefilled_tokens", "sum", "tokens", "Tokens prefilled again while this step was generated."),
+    Metric(
+        "waste/reprefilled_share",
+        "rate",
+        "share",
+        "Share of the tokens that the engine computed which were prefilled again.",
+        "waste/reprefilled_tokens",
+        "tokens/step_processed",
+    ),
+    Metric(
+        "waste/reprefilled_s",
+        "sum",
+        "s",
+        "Estimate: measured prefill time of this step (engine/prefill_s) by the share of prefilled tokens that were"
+        " prefilled again. Only where the engine measures it.",
+    ),
+    Metric("waste/dropped_tokens", "sum", "tokens", "Sampled tokens dropped in this step, masked ones included."),
+    Metric("waste/dropped_share", "last", "share", "tokens/dropped by tokens/generated: of the whole run so far."),
+    Metric(
+        "waste/dropped_s",
+        "sum",
+        "s",
+        "Estimate: waste/dropped_tokens by speed/generated_tokens_per_s, what they cost at this step's speed.",
+    ),
+    # Length bias
+    Metric(
+        "bias/trained_vs_dispatched_length",
+        "last",
+        "",
+        "Mean length of all rollouts trained so far by that of all dispatched (that got a token) so far. 1: no bias;"
+        " below 1: short ones are trained first, or long ones dropped. Of a rollout that is unfinished, or was dropped"
+        " so, only a lower bound of its length is known: the second mean is Kaplan and Meier's, which allows for that.",
+    ),
+    Metric(
+        "bias/wait_steps_q{quarter}",
+        "mean",
+        "versions",
+        "Mean policy versions between admission and step of the trained rollouts, by quarter of their lengths: 1 the"
+        " shortest, 4 the longest.",
+    ),
     # Time
     Metric("time/step_s", "sum", "s", "Wall-clock time of the step; the other time/ keys add up to it."),
     Metric("time/generate_s", "sum", "s", "Time in which the loop waited for generation."),
@@ -164,6 +238,7 @@ METRICS: list[Metric] = [
     Metric("engine/decode_steps", "counter", "steps", "Decode steps."),
     Metric("engine/prefill_tokens", "counter", "tokens", "Tokens prefilled for the first time."),
     Metric("engine/reprefill_tokens", "counter", "tokens", "Tokens prefilled again (a cost)."),
+    Metric("engine/prefill_s", "counter", "s", "Time in prefill. Not on a GPU, where it is not known without waiting."),
     Metric("engine/preemptions", "counter", "rollouts", "Rollouts preempted for KV memory."),
     Metric("kv/stale_prefix_tokens", "counter", "tokens", "Tokens served from KV of older weights."),
     Metric("kv/kept_tokens", "counter", "tokens", "Tokens of resumed rollouts with reused KV."),

@@ -1,13 +1,14 @@
-"""Statistics of an evaluation: means with confidence intervals and pass@k. Pure functions on plain numbers.
+"""Statistics: means with confidence intervals and pass@k of an evaluation, lengths of which some are not known yet.
 
-Owns the estimators and their sources. Never samples, scores or writes. The task is the unit of resampling: several
-rollouts of one task are not independent, so every interval comes from the spread of per-task values.
+Owns the estimators and their sources: pure functions on plain numbers. Never samples, scores or writes. Of an
+evaluation the task is the unit of resampling: several rollouts of one task are not independent, so every interval comes
+from the spread of per-task values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
@@ -51,6 +52,25 @@ def wilson_interval(num_passed: float, num_trials: float) -> tuple[float, float]
     centre = (rate + spread / 2) / (1 + spread)
     half = Z_95 * math.sqrt(rate * (1 - rate) / num_trials + spread / (4 * num_trials)) / (1 + spread)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def censored_mean(known: Mapping[int, int], at_least: Mapping[int, int]) -> float:
+    """Mean of positive numbers of which some are only known to be larger than what was seen of them so far.
+
+    known, at_least: number -> how often. Kaplan and Meier 1958, "Nonparametric Estimation from Incomplete
+    Observations": the area under the survival curve up to the largest number in either. The plain mean if `at_least`
+    is empty. Unbiased where what cut a number short does not depend on how much was still to come. NaN without numbers.
+    """
+    left = sum(known.values()) + sum(at_least.values())
+    if not left:
+        return math.nan
+    mean, surviving, before = 0.0, 1.0, 0
+    for number in sorted({*known, *at_least}):
+        mean += surviving * (number - before)
+        surviving *= 1 - known.get(number, 0) / left
+        left -= known.get(number, 0) + at_least.get(number, 0)
+        before = number
+    return mean
 
 
 def summarise_eval(

@@ -1,6 +1,6 @@
 """The directory of one run: its files, whether this run may use it, and the command that goes on with it.
 
-    config.resolved.json  metrics.jsonl  eval.jsonl  rollouts/  checkpoints/  checkpointed  model/
+    config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  checkpointed  model/
 
 Owns where things lie. Never decides what is written, nor when.
 """
@@ -19,6 +19,7 @@ from rollover.config import Config
 from rollover.track.metrics import validate
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import JsonlSink, atomic_write_text
+from rollover.track.trace import TRACE, TraceFile
 
 
 class RunDirectory:
@@ -51,6 +52,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self.metrics = JsonlSink(metrics, check=validate)
             self.evals = JsonlSink(self.path / "eval.jsonl")
+            self.trace = TraceFile(self.path / TRACE, config.track.trace)
             self.rollouts = RolloutRecorder(self.path / "rollouts")
         except (FileExistsError, NotADirectoryError, PermissionError) as error:
             raise ValueError(f"run.dir = {str(self.path)!r} cannot be used: {error}") from error
@@ -75,11 +77,12 @@ class RunDirectory:
         if not self._checkpointed.exists():
             atomic_write_text(self._checkpointed, f"{self.store.dir}\n")
 
-    def truncate(self, step: int, held: Collection[int] = ()) -> None:
+    def truncate(self, step: int, held: Collection[int] = (), trace_bytes: int = 0) -> None:
         """Forget what was written after `step`: a run that goes on from there writes it again.
 
-        `held`: groups that are in the cache again, though they may have been recorded as dropped since. ValueError,
-        and nothing is changed, if the metrics do not reach `step`: they are not those of the run of the checkpoint.
+        `held`: groups that are in the cache again, though they may have been recorded as dropped since. `trace_bytes`:
+        size of the trace in the checkpoint, which may have been taken in the middle of a step. ValueError, and nothing
+        is changed, if the metrics do not reach `step`: they are not those of the run of the checkpoint.
         """
         if step > 0 and all(row["step"] != step for row in self.metrics.rows()):
             raise ValueError(
@@ -88,6 +91,7 @@ class RunDirectory:
             )
         self.metrics.truncate(step)
         self.evals.truncate(step)
+        self.trace.truncate(trace_bytes)
         self.rollouts.truncate(step, held)
         if step >= 0:
             self.store.discard_after(checkpoint_name(step))

@@ -24,6 +24,7 @@ from rollover.config.load import Resolved
 from rollover.models.allocator import return_freed_memory
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.rollout.staleness import oldest_in_loss
+from rollover.track.chronicle import Chronicle
 from rollover.track.live import LiveView
 from rollover.track.metrics import is_counter
 from rollover.track.recorder import RecordedGroup
@@ -40,6 +41,7 @@ from rollover.train.report import (
     rollout_metrics,
     speed_metrics,
     staleness_metrics,
+    waste_metrics,
 )
 from rollover.train.setup import Parts, held_out_tasks, probe_rewards
 from rollover.types import DropReason, Group
@@ -77,9 +79,11 @@ class Run:
             parts.lifecycle.on_event = self._on_event
             parts.driver.say = self.view.message
             self.alarm = Alarm(self.view.message)
-            self.owners = Owners(parts.trainer, parts.lifecycle, parts.prompts, self.directory)
+            self.chronicle = Chronicle(self.directory.trace)
+            self.owners = Owners(parts.trainer, parts.lifecycle, parts.prompts, self.directory, self.chronicle)
             try:
                 code = await self._main()
+                self.chronicle.flush()
             finally:
                 await parts.close()
         if code == 0:
@@ -125,8 +129,10 @@ class Run:
         """One training step. False when there is nothing (more) to train on."""
         parts, trainer = self.parts, self.parts.trainer
         version = trainer.policy_version
+        self._engine_growth()  # what an evaluation did is not this step's
         self.view.phase("generating")
-        groups = await self._collect(version)
+        with self.chronicle.span("generate"):
+            groups = await self._collect(version)
         if not groups:
             if groups is not None:
                 what = "tasks" if self.replay is None else "recorded rollouts"
@@ -142,10 +148,12 @@ class Run:
         if self.replay is None:
             with self._timed("weights"):
                 num_bytes = self._publish()
-            parts.driver.after_publish(trainer.policy_version)
+        self.chronicle.publish(trainer.policy_version)
+        parts.driver.after_publish(trainer.policy_version)
         row = self._row(groups, batch, trained, version, num_bytes)
         self._record(groups, batch)
         self.directory.metrics.write(row)
+        self.chronicle.flush()
         self.view.update(row)
         return True
 
@@ -180,7 +188,8 @@ class Run:
         parts, driver = self.parts, self.parts.driver
         ledger = parts.lifecycle.metrics()
         parts.lifecycle.check()
-        ages, bound = staleness_metrics(batch, version), self.config.rollout.staleness_bound
+        ages = staleness_metrics(batch, version, self.chronicle.lifetimes.ready_versions)
+        bound = self.config.rollout.staleness_bound
         assert self.replay is not None or ages["staleness/max"] <= bound, f"staleness {ages} is above {bound}"
         waits = {"generate": driver.generation_s, "score": driver.scoring_s, "schedule": driver.scheduling_s}
         now = time.perf_counter()
@@ -193,12 +202,14 @@ class Run:
             "time": time.time(),
             **reward_metrics(groups),
             **rollout_metrics(groups),
+            **self.chronicle.lifetimes.step_metrics(),
             **ages,
             "staleness/bound": bound,
             **trained,
             **ledger,
             "tokens/step_generated": self._since_last("generated", ledger["tokens/generated"]),
             "tokens/step_trained": float(batch.num_loss_tokens),
+            "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),
             "tasks/skipped_long_prompt": parts.prompts.num_skipped,
             **self._owners_counters(),
             **times,
@@ -207,7 +218,11 @@ class Run:
             "weights/bytes": num_bytes,
             "memory/peak_rss_bytes": peak_rss_bytes(),
         }
-        return row | speed_metrics(row)
+        return row | speed_metrics(row) | waste_metrics(self._engine_growth(), row)
+
+    def _engine_growth(self) -> dict[str, float]:
+        """Growth of the engine's counters since the last call."""
+        return {key: self._since_last(key, value) for key, value in self.parts.engine.stats().items()}
 
     def _owners_counters(self) -> dict[str, float]:
         """Counters and gauges of engine, rewards and watchdog; counters go on where a resumed run had ended."""
@@ -295,10 +310,11 @@ class Run:
             parts.lifecycle.check_restored(version, parts.engine.max_tokens)
             self._publish()
             parts.driver.after_publish(version)
-        self.directory.truncate(version, parts.lifecycle.cache.groups.keys())
+        self.directory.truncate(version, parts.lifecycle.cache.groups.keys(), self.chronicle.trace_bytes)
         row = self.directory.metrics.rows()[-1] if version else {}
         self.carried = {k: row[k] for k in self._owners_counters() if k in row and is_counter(k)}
         self._since_last("generated", parts.lifecycle.ledger.generated_tokens)
+        self._since_last("dropped", row.get("tokens/dropped", 0))
         held = sum(len(g.rollouts) for g in parts.lifecycle.cache.groups.values())
         self.view.message(f"resumed from {name}: {held} rollouts in the cache go on where they were")
 
@@ -313,6 +329,7 @@ class Run:
         return run_summary(config.run.name, directory.metrics.rows(), directory.evals.rows(), paths)
 
     def _on_event(self, event: Event) -> None:
+        self.chronicle.on_event(event)
         if event.kind is EventKind.DROP and event.reason is not None and self.config.track.rollouts:
             self.dropped.append((event.group, event.reason))
 
@@ -350,7 +367,8 @@ class Run:
     def _timed(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            yield
+            with self.chronicle.span(name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 

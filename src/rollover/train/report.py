@@ -51,6 +51,7 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     lengths = [r.num_tokens for r in rollouts]
     return {
         "rollouts/partial_share": _mean([float(v >= 2) for v in versions]),
+        "rollouts/versions_mean": _mean([float(v) for v in versions]),
         "rollouts/versions_max": float(max(versions)),
         "length/mean": _mean([float(n) for n in lengths]),
         "length/max": float(max(lengths)),
@@ -59,11 +60,54 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def staleness_metrics(batch: Batch, trainer_version: int) -> dict[str, float]:
-    """Over the tokens in the loss; `trainer_version` is that before the step."""
-    streams = [s.versions[s.mask] for s in batch.samples if s.mask.any()]
-    ages = staleness(np.concatenate(streams), trainer_version) if streams else np.zeros(1)
-    return {"staleness/max": float(np.max(ages)), "staleness/mean": float(np.mean(ages))}
+def staleness_metrics(batch: Batch, trainer_version: int, ready_versions: Mapping[int, int]) -> dict[str, float]:
+    """Over the tokens in the loss, and over the rollouts that have any; `trainer_version` is that before the step.
+
+    `ready_versions`: group id -> trainer version when the group became READY. It splits the age of a token into
+    in-flight and in-queue; without an entry for every group (recorded rollouts) there is no such split.
+    """
+    samples = [s for s in batch.samples if s.mask.any()]
+    rollouts = [staleness(s.versions[s.mask], trainer_version) for s in samples] or [np.zeros(1, dtype=np.int32)]
+    ages, oldest = np.concatenate(rollouts), [float(r.max()) for r in rollouts]
+    metrics = {
+        "staleness/max": float(np.max(ages)),
+        "staleness/mean": float(np.mean(ages)),
+        **{f"staleness/p{q}": _percentile(ages, q) for q in (50, 95, 99)},
+        "staleness/rollout_mean": _mean(oldest),
+        "staleness/rollout_p95": _percentile(oldest, 95),
+    }
+    if samples and all(s.group_id in ready_versions for s in samples):
+        in_flight = np.concatenate([staleness(s.versions[s.mask], ready_versions[s.group_id]) for s in samples])
+        ready = np.repeat([ready_versions[s.group_id] for s in samples], [s.mask.sum() for s in samples])
+        metrics["staleness/in_flight_mean"] = float(np.mean(in_flight))
+        metrics["staleness/in_queue_mean"] = float(np.mean(staleness(ready, trainer_version)))
+    return metrics
+
+
+def _percentile(values: np.ndarray | list[float], q: float) -> float:
+    """The smallest value that at least `q` percent do not exceed: one that occurs."""
+    return float(np.percentile(values, q, method="inverted_cdf"))
+
+
+def waste_metrics(engine: Mapping[str, float], row: Mapping[str, float]) -> dict[str, float]:
+    """What was processed for nothing. `engine`: growth of its counters over the generation of this step.
+
+    Seconds are estimates from speeds measured in this step: dropped tokens at the mean time of a generated one,
+    prefilled again at the mean time of a prefilled one. Without such a speed there is no estimate.
+    """
+    again, first = engine["engine/reprefill_tokens"], engine["engine/prefill_tokens"]
+    generated, dropped = row["tokens/step_generated"], row["waste/dropped_tokens"]
+    processed = first + again + generated
+    metrics = {"waste/reprefilled_tokens": again, "tokens/step_processed": processed}
+    if processed:
+        metrics["waste/reprefilled_share"] = again / processed
+    if row["tokens/generated"]:
+        metrics["waste/dropped_share"] = row["tokens/dropped"] / row["tokens/generated"]
+    if generated:
+        metrics["waste/dropped_s"] = dropped * row["time/generate_s"] / generated
+    if "engine/prefill_s" in engine and first + again:
+        metrics["waste/reprefilled_s"] = engine["engine/prefill_s"] * again / (first + again)
+    return metrics
 
 
 def speed_metrics(row: Mapping[str, float]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.track.statistics import mean_interval, pass_at_k, summarise_eval, wilson_interval
+from rollover.track.statistics import censored_mean, mean_interval, pass_at_k, summarise_eval, wilson_interval
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -45,6 +45,15 @@ def test_wilson_interval_against_published_values():
 def test_wilson_interval_holds_the_rate(case):
     low, high = wilson_interval(*case)
     assert 0 <= low <= case[0] / case[1] + 1e-12 and case[0] / case[1] - 1e-12 <= high <= 1
+
+
+def test_mean_of_numbers_that_are_all_known_or_cut_short():
+    assert censored_mean({3: 2, 9: 1}, {}) == 5
+    assert math.isnan(censored_mean({}, {}))
+    # Kaplan and Meier by hand: 3 of 3 pass 0, 2/3 pass 1, the one cut at 2 leaves one of one to end at 3.
+    assert censored_mean({1: 1, 3: 1}, {2: 1}) == pytest.approx(1 + 2 / 3 * 2)
+    assert censored_mean({1: 1}, {5: 1}) == pytest.approx(1 + 1 / 2 * 4), "nothing is added past the largest number"
+    assert censored_mean({2: 1}, {2: 1}) == 2, "one cut at 2 was at risk of ending there"
 
 
 def test_summary_by_source():

@@ -63,6 +63,8 @@ class EmbeddedEngine:
         self._decode_text = decode_text
         self._version = policy_version
         self._loop: asyncio.Task[None] | None = None
+        # Only where a forward pass returns when it is done: elsewhere its time is not known without waiting for it.
+        self._times_prefill = first.device.type == "cpu"
         self._counts: dict[str, float] = dict.fromkeys(
             (
                 "engine/decode_steps",
@@ -71,6 +73,7 @@ class EmbeddedEngine:
                 "kv/stale_prefix_tokens",
                 "kv/kept_tokens",
                 "kv/shared_prompt_tokens",
+                *(("engine/prefill_s",) if self._times_prefill else ()),
             ),
             0,
         )
@@ -180,7 +183,10 @@ class EmbeddedEngine:
             budget -= end - seq.kv_len
         if not chunks:
             return
+        started = time.perf_counter()
         self._runner.prefill(chunks)
+        if self._times_prefill:
+            self._counts["engine/prefill_s"] += time.perf_counter() - started
         for chunk in chunks:
             kind = "engine/reprefill_tokens" if chunk.seq.recomputing else "engine/prefill_tokens"
             self._counts[kind] += chunk.end - chunk.start

@@ -1,0 +1,69 @@
+"""The chronicle of a run: one clock and one trainer version for its trace and its lifetimes, over all its processes.
+
+Owns the run's clock, which stands still while no process runs and goes back with a checkpoint that is resumed, so that
+no second is counted twice. Never decides what is told to it, nor when it is written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from rollover.rollout.lifecycle import Event
+from rollover.track.lifetimes import Lifetimes
+from rollover.track.trace import Trace, TraceFile
+from rollover.types import Group
+
+
+class Chronicle:
+    """What happened in a run, and when. `clock` gives seconds; without a `file` the trace stays in memory."""
+
+    def __init__(self, file: TraceFile | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._file, self._clock, self._origin = file, clock, clock()
+        self.trace = Trace(self.seconds)
+        self.lifetimes = Lifetimes()
+        self.trace_bytes = 0  # of trace.jsonl, in the checkpoint that was restored
+
+    def seconds(self) -> float:
+        """Since the start of the run."""
+        return self._clock() - self._origin
+
+    def on_event(self, event: Event) -> None:
+        """For Lifecycle.on_event."""
+        self.lifetimes.on_event(event, self.trace.version, self.seconds())
+        self.trace.on_event(event)
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """See Trace.span."""
+        return self.trace.span(name)
+
+    def publish(self, version: int) -> None:
+        """The trainer is at `version`, and its weights are live: before anything is dropped for it."""
+        self.trace.publish(version)
+
+    def flush(self) -> None:
+        """Write the trace's new events, once a step."""
+        if self._file is not None:
+            self._file.write(self.trace.drain())
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able. trace.jsonl has what happened so far, durably: a run that resumes cuts it here."""
+        self.flush()
+        if self._file is not None:
+            self._file.sync()
+        return {
+            "seconds": self.seconds(),
+            "trace_bytes": self._file.num_bytes if self._file is not None else 0,
+            "lifetimes": self.lifetimes.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], groups: Iterable[Group], version: int) -> None:
+        """`groups`: the held ones; `version`: the trainer's. A checkpoint older than this record has the state {}."""
+        now = state.get("seconds", 0.0)
+        self._origin = self._clock() - now
+        self.trace.version = version
+        self.trace.drain()
+        self.trace_bytes = state.get("trace_bytes", 0)
+        self.lifetimes.load_state_dict(state.get("lifetimes", {}), groups, version, now)

@@ -1,0 +1,179 @@
+"""How long rollouts are where, and whether short ones are trained first: the metrics that only their history gives.
+
+Owns the history of every held rollout (seconds in each state, trainer versions of admission and READY) and the lengths
+of all that left. Both are in the checkpoint. Fed from Lifecycle.on_event; the clock and the version are passed in.
+Never changes a rollout. Pure: no torch, no event loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollover.rollout.lifecycle import Event, EventKind
+from rollover.track.statistics import censored_mean
+from rollover.types import Group, Rollout, RolloutState
+
+STATES = tuple(s for s in RolloutState if s not in (RolloutState.CONSUMED, RolloutState.DROPPED))
+
+
+@dataclass(slots=True)
+class _Life:
+    """Of one rollout: where it is, since when, and the seconds that it spent in states it has left."""
+
+    state: RolloutState
+    since: float
+    seconds: dict[str, float]
+
+    def move(self, state: RolloutState, now: float) -> None:
+        self.seconds[self.state.value] = self.seconds.get(self.state.value, 0.0) + now - self.since
+        self.state, self.since = state, now
+
+
+@dataclass(slots=True)
+class _GroupLife:
+    """Of a held or consumed group: the trainer versions at which it was admitted, READY (None: not yet), consumed."""
+
+    group: Group
+    admitted_at: int
+    lives: list[_Life]
+    ready_at: int | None = None
+    consumed_at: int | None = None
+
+    @property
+    def waited(self) -> int:
+        """Policy versions between admission and the step that trained it."""
+        assert self.consumed_at is not None
+        return self.consumed_at - self.admitted_at
+
+
+class LengthBias:
+    """Lengths of all rollouts that were trained, and of all that were dispatched (got a token), since step 1."""
+
+    def __init__(self) -> None:
+        self.trained_rollouts = 0
+        self.trained_tokens = 0
+        self.finished: Counter[int] = Counter()  # length -> rollouts whose generation stopped
+        self.cut: Counter[int] = Counter()  # length -> rollouts that were dropped unfinished
+
+    def ratio(self, unfinished: Iterable[int]) -> float:
+        """Mean length of the trained rollouts / mean length of the dispatched ones; NaN before the first was trained.
+
+        `unfinished`: the lengths so far of those that are held, 0 where there is none. Of those, and of the dropped
+        ones, only a lower bound of the length is known, so the denominator is Kaplan and Meier's mean. 1 means that
+        training sees lengths as they are dispatched, below 1 that it sees short ones first.
+        """
+        if not self.trained_tokens:
+            return float("nan")
+        censored = self.cut + Counter(length for length in unfinished if length)
+        return self.trained_tokens / self.trained_rollouts / censored_mean(self.finished, censored)
+
+
+class Lifetimes:
+    """The history of the held groups, and of those consumed since the last `step_metrics`."""
+
+    def __init__(self) -> None:
+        self.bias = LengthBias()
+        self._held: dict[int, _GroupLife] = {}
+        self._consumed: list[_GroupLife] = []
+
+    def on_event(self, event: Event, version: int, now: float) -> None:
+        """For Lifecycle.on_event. `version`: the trainer's; `now`: seconds, on a clock that goes on after a restart."""
+        group, kind = event.group, event.kind
+        if kind is EventKind.ADMIT:
+            self._hold(group, version, now)
+            return
+        held = self._held[group.group_id]
+        for rollout in group.rollouts if event.rollout is None else (event.rollout,):
+            held.lives[rollout.sibling].move(rollout.state, now)
+        if kind is EventKind.FINISH and event.rollout is not None:
+            self.bias.finished[event.rollout.num_tokens] += 1
+        elif kind is EventKind.READY:
+            held.ready_at = version
+        elif kind is EventKind.CONSUME:
+            held.consumed_at = version
+            self._consumed.append(self._held.pop(group.group_id))
+            self.bias.trained_rollouts += len(group.rollouts)
+            self.bias.trained_tokens += sum(r.num_tokens for r in group.rollouts)
+        elif kind is EventKind.DROP:
+            del self._held[group.group_id]
+            self.bias.cut.update(r.num_tokens for r in group.rollouts if _is_unfinished(r) and r.num_tokens)
+
+    @property
+    def ready_versions(self) -> dict[int, int]:
+        """Group id -> trainer version when it became READY, of the groups consumed since the last `step_metrics`."""
+        return {g.group.group_id: g.ready_at for g in self._consumed if g.ready_at is not None}
+
+    def step_metrics(self) -> dict[str, float]:
+        """state/, bias/: of the groups consumed since the last call. {} if there are none."""
+        consumed, self._consumed = self._consumed, []
+        if not consumed:
+            return {}
+        lives = [life for g in consumed for life in g.lives]
+        rollouts = [(r.num_tokens, g.waited) for g in consumed for r in g.group.rollouts]
+        held = [r.num_tokens for g in self._held.values() for r in g.group.rollouts if _is_unfinished(r)]
+        return {
+            **{f"state/{s.value}_s": float(np.mean([i.seconds.get(s.value, 0.0) for i in lives])) for s in STATES},
+            "bias/trained_vs_dispatched_length": self.bias.ratio(held),
+            **wait_by_quarter(*map(list, zip(*rollouts, strict=True))),
+        }
+
+    # Snapshots
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: the held groups and the lengths of all that left. Consumed groups must have been reported."""
+        return {
+            "groups": {
+                str(group_id): {
+                    "admitted_at": held.admitted_at,
+                    "ready_at": held.ready_at,
+                    "lives": [[life.state.value, life.since, life.seconds] for life in held.lives],
+                }
+                for group_id, held in self._held.items()
+            },
+            "trained": [self.bias.trained_rollouts, self.bias.trained_tokens],
+            "finished": list(self.bias.finished.items()),
+            "cut": list(self.bias.cut.items()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], groups: Iterable[Group], version: int, now: float) -> None:
+        """`groups`: the held ones, as RolloutCache restored them.
+
+        A group that the state does not know, of a checkpoint older than this record, begins now, at trainer `version`.
+        """
+        self.bias, self._held, self._consumed = LengthBias(), {}, []
+        for group in groups:
+            held = self._hold(group, version, now)
+            saved = state.get("groups", {}).get(str(group.group_id))
+            if saved is None:
+                held.ready_at = version if group.ready else None
+                self.bias.finished.update(r.num_tokens for r in group.rollouts if not _is_unfinished(r))
+                continue
+            held.admitted_at, held.ready_at = saved["admitted_at"], saved["ready_at"]
+            for i, (state_then, since, seconds) in enumerate(saved["lives"]):
+                held.lives[i] = _Life(RolloutState(state_then), since, dict(seconds))
+                if held.lives[i].state is not group.rollouts[i].state:  # what ran then is parked now
+                    held.lives[i].move(group.rollouts[i].state, now)
+        self.bias.trained_rollouts, self.bias.trained_tokens = state.get("trained", (0, 0))
+        self.bias.finished.update(dict(state.get("finished", ())))
+        self.bias.cut.update(dict(state.get("cut", ())))
+
+    def _hold(self, group: Group, version: int, now: float) -> _GroupLife:
+        held = _GroupLife(group, version, [_Life(r.state, now, {}) for r in group.rollouts])
+        self._held[group.group_id] = held
+        return held
+
+
+def wait_by_quarter(lengths: list[int], waits: list[int]) -> dict[str, float]:
+    """bias/wait_steps_q1 (the shortest quarter of the rollouts) to q4: the mean of `waits`; NaN for an empty one."""
+    by_length = np.asarray(waits, dtype=float)[np.argsort(lengths, kind="stable")]
+    quarters = enumerate(np.array_split(by_length, 4), start=1)
+    return {f"bias/wait_steps_q{i}": float(q.mean()) if len(q) else float("nan") for i, q in quarters}
+
+
+def _is_unfinished(rollout: Rollout) -> bool:
+    return rollout.stop_reason is None

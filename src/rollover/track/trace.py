@@ -1,0 +1,269 @@
+"""The trace of a run: what happened to every rollout and when. docs/trace.md describes trace.jsonl line by line.
+
+    Lifecycle.on_event ──▶ Trace.on_event ──TraceEvent──▶ TraceFile        (trace.jsonl)
+    the loop ──▶ Trace.span, Trace.publish ──┘      └──▶ stays, spans      (picture, Perfetto, summary)
+
+Owns the events, their lines, and how they are paired up again. The clock is passed in: a run's, or a planner's virtual
+one. Never decides anything, and nothing is decided by it. No torch, no event loop.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from rollover.rollout.lifecycle import Event, EventKind
+
+TRACE = "trace.jsonl"  # in the run directory
+PUBLISH = "publish"
+_START, _END = "_start", "_end"
+_BEGINS_STAY = (EventKind.START.value, EventKind.RESUME.value)
+_ENDS_STAY = (EventKind.PARK.value, EventKind.FINISH.value)
+
+
+class TraceEvent(NamedTuple):
+    """One line of trace.jsonl.
+
+    `kind`: an EventKind's value, `<span>_start`, `<span>_end` or "publish". `seconds`: since the start of the run.
+    `version`: the trainer's. `group` is None for events of the loop, `sibling` for those of a whole group. `engine`: 0
+    is the embedded one. `tokens`, sampled ones: start and resume: so far; park and finish: since the start or resume
+    before; ready, consume, drop: the whole group's. `segments`: (policy version, tokens) of what park and finish add.
+    `reason`: of a drop.
+    """
+
+    kind: str
+    seconds: float
+    version: int
+    group: int | None = None
+    sibling: int | None = None
+    engine: int = 0
+    tokens: int = 0
+    segments: tuple[tuple[int, int], ...] = ()
+    reason: str = ""
+
+    def to_line(self) -> str:
+        """Compact JSON array, without line end. Microseconds are kept."""
+        values: list[object] = [self.kind, round(self.seconds, 6), self.version]
+        if self.group is not None:
+            values += [self.group, self.sibling, self.engine, self.tokens]
+        if self.segments or self.reason:
+            values.append(self.segments or self.reason)
+        return json.dumps(values, separators=(",", ":"))
+
+    @classmethod
+    def from_line(cls, line: str | bytes) -> TraceEvent:
+        """The inverse of `to_line`. Raises ValueError for anything else."""
+        values = json.loads(line)
+        if not isinstance(values, list) or len(values) not in (3, 7, 8):
+            raise ValueError("not an array of 3, 7 or 8 values")
+        event, last = cls(*values[:7]), values[7] if len(values) == 8 else ""
+        if isinstance(last, str):
+            return event._replace(reason=last)
+        return event._replace(segments=tuple((version, tokens) for version, tokens in last))
+
+
+class Trace:
+    """Collects events in memory, in the order of their happening.
+
+    `clock` gives seconds since the start of the run. `version` is the trainer's; `publish` sets it.
+    """
+
+    def __init__(self, clock: Callable[[], float], version: int = 0) -> None:
+        self.clock, self.version = clock, version
+        self.events: list[TraceEvent] = []
+        self._segments_before: dict[str, int] = {}  # of what runs
+
+    def on_event(self, event: Event) -> None:
+        """For Lifecycle.on_event."""
+        kind, group, rollout = event.kind.value, event.group, event.rollout
+        segments: tuple[tuple[int, int], ...] = ()
+        if rollout is None:
+            tokens = sum(r.num_sampled_tokens for r in group.rollouts)
+        elif kind in _BEGINS_STAY:
+            self._segments_before[rollout.rollout_id] = len(rollout.segments)
+            tokens = rollout.num_sampled_tokens
+        else:
+            new = rollout.segments[self._segments_before.pop(rollout.rollout_id) :]
+            segments = tuple((s.policy_version, len(s)) for s in new if s.trainable)
+            tokens = sum(n for _, n in segments)
+        sibling = None if rollout is None else rollout.sibling
+        reason = "" if event.reason is None else event.reason.value
+        now = self.clock()
+        self.events.append(TraceEvent(kind, now, self.version, group.group_id, sibling, 0, tokens, segments, reason))
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """The loop does something for a while: "generate", "train". Spans of one name do not overlap."""
+        self.events.append(TraceEvent(name + _START, self.clock(), self.version))
+        try:
+            yield
+        finally:
+            self.events.append(TraceEvent(name + _END, self.clock(), self.version))
+
+    def publish(self, version: int) -> None:
+        """The trainer is at `version`, and its weights are live."""
+        self.version = version
+        self.events.append(TraceEvent(PUBLISH, self.clock(), version))
+
+    def drain(self) -> list[TraceEvent]:
+        """The events since the last call."""
+        events, self.events = self.events, []
+        return events
+
+
+class TraceFile:
+    """trace.jsonl: append-only, cut back to a checkpoint's size when a run resumes from it.
+
+    `enabled` False: nothing is added, but what an earlier process of the run wrote stays and is cut like the rest.
+    """
+
+    def __init__(self, path: str | Path, enabled: bool = True) -> None:
+        self.path, self.enabled = Path(path), enabled
+
+    @property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def write(self, events: Iterable[TraceEvent]) -> None:
+        """Append; readers see all of them at once."""
+        lines = "".join(event.to_line() + "\n" for event in events) if self.enabled else ""
+        if lines:
+            with open(self.path, "ab") as file:
+                file.write(lines.encode())
+
+    def sync(self) -> None:
+        """Return when every line is on disk: before a checkpoint that counts on them."""
+        self._change(None)
+
+    def truncate(self, num_bytes: int) -> None:
+        """Forget what was written beyond the first `num_bytes`."""
+        self._change(num_bytes)
+
+    def _change(self, num_bytes: int | None) -> None:
+        if self.path.exists():
+            with open(self.path, "ab") as file:
+                if num_bytes is not None and num_bytes < self.num_bytes:
+                    file.truncate(num_bytes)
+                os.fsync(file.fileno())
+
+
+def read_trace(path: str | Path) -> list[TraceEvent]:
+    """The events of a trace.jsonl; half a line, left by a killed writer, is none. ValueError names a wrong line."""
+    events = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            events.append(TraceEvent.from_line(line))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: not a trace event ({error}): restore the file") from error
+    return events
+
+
+# What the events say together
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """What one rollout did on an engine from one start or resume to the park or finish after it.
+
+    `slot`: the engine's smallest one that was free then. `resumed`: it had been interrupted before. `parked`: it was
+    interrupted and rolls over. `dropped`: its group was dropped later. Times in seconds.
+    """
+
+    group: int
+    sibling: int
+    engine: int
+    slot: int
+    start: float
+    end: float
+    trainer_version: int
+    segments: tuple[tuple[int, int], ...]
+    resumed: bool
+    parked: bool
+    dropped: bool
+
+    def bars(self) -> list[tuple[int, int, float, float]]:
+        """(policy version, tokens, start, end) of each segment; one of 0 tokens if there is none.
+
+        The trace knows when a stay began and ended, not when weights changed in the middle of it: there the time is
+        split in proportion to the tokens.
+        """
+        segments = self.segments or ((self.trainer_version, 0),)
+        total, seen, cuts = sum(n for _, n in segments), 0, [self.start]
+        for _, tokens in segments[:-1]:
+            seen += tokens
+            cuts.append(self.start + (self.end - self.start) * seen / total)
+        return [(v, n, a, b) for (v, n), a, b in zip(segments, cuts, [*cuts[1:], self.end], strict=True)]
+
+
+class Span(NamedTuple):
+    """The loop was doing `name` at trainer version `version`. Times in seconds."""
+
+    name: str
+    version: int
+    start: float
+    end: float
+
+
+def stays(events: Sequence[TraceEvent]) -> list[Stay]:
+    """In order of their ends. What ran when the trace began or broke off is left out."""
+    dropped = {e.group for e in events if e.kind == EventKind.DROP.value}
+    running: dict[tuple[int | None, int | None], tuple[TraceEvent, int]] = {}
+    free: dict[int, list[int]] = {}
+    num_slots: dict[int, int] = {}
+    out = []
+    for event in events:
+        rollout = (event.group, event.sibling)
+        if event.kind in _BEGINS_STAY:
+            slots = free.setdefault(event.engine, [])
+            slot = heapq.heappop(slots) if slots else num_slots.get(event.engine, 0)
+            num_slots[event.engine] = max(slot + 1, num_slots.get(event.engine, 0))
+            running[rollout] = event, slot
+        elif event.kind in _ENDS_STAY and rollout in running:
+            begin, slot = running.pop(rollout)
+            heapq.heappush(free[begin.engine], slot)
+            assert event.group is not None and event.sibling is not None
+            out.append(
+                Stay(
+                    event.group,
+                    event.sibling,
+                    begin.engine,
+                    slot,
+                    begin.seconds,
+                    event.seconds,
+                    begin.version,
+                    event.segments,
+                    resumed=begin.kind == EventKind.RESUME.value,
+                    parked=event.kind == EventKind.PARK.value,
+                    dropped=event.group in dropped,
+                )
+            )
+    return out
+
+
+def spans(events: Sequence[TraceEvent]) -> list[Span]:
+    """In order of their ends. One that was cut off by the end of a process is left out."""
+    begun: dict[str, TraceEvent] = {}
+    out = []
+    for event in events:
+        if event.kind.endswith(_START):
+            begun[event.kind.removesuffix(_START)] = event
+        elif event.kind.endswith(_END) and (begin := begun.pop(event.kind.removesuffix(_END), None)):
+            out.append(Span(event.kind.removesuffix(_END), begin.version, begin.seconds, event.seconds))
+    return out
+
+
+def busy_share(events: Sequence[TraceEvent]) -> float:
+    """Share of the slots' time that a rollout ran in, while the loop generated; NaN if it never did.
+
+    Slots: as many per engine as ever ran at once.
+    """
+    of_stays = stays(events)
+    num_slots = len({(s.engine, s.slot) for s in of_stays})
+    available = num_slots * sum(s.end - s.start for s in spans(events) if s.name == "generate")
+    return sum(s.end - s.start for s in of_stays) / available if available else float("nan")

@@ -1,0 +1,181 @@
+"""The trace: what it says equals what happened, it survives a file and a restart, and its parts pair up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rollover.rollout.lifecycle import EventKind
+from rollover.track.trace import Stay, Trace, TraceEvent, TraceFile, busy_share, read_trace, spans, stays
+from rollover.types import DropReason
+from unit.track.traced import MODES, TracedRun, stopped_in_the_middle, traced
+
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+@every_mode
+def test_the_trace_is_the_ledger(mode: str) -> None:
+    run = traced(mode, 12)
+    kinds = Counter(e.kind for e in run.trace)
+    metrics = run.lifecycle.metrics()
+    assert sum(e.tokens for e in run.trace if e.kind in ("park", "finish")) == metrics["tokens/generated"]
+    assert kinds["admit"] == metrics["groups/admitted"] and kinds["consume"] == metrics["groups/consumed"] == 24
+    assert kinds["drop"] == metrics["groups/dropped"] and kinds["resume"] == metrics["rollouts/resumed"]
+    assert {e.reason for e in run.trace if e.kind == "drop"} <= {r.value for r in DropReason}
+    consumed = sum(e.tokens for e in run.trace if e.kind == "consume")
+    assert consumed == metrics["tokens/trained"] + metrics["dropped/masked/tokens"]
+
+
+@every_mode
+def test_segments_are_those_of_the_rollouts(mode: str) -> None:
+    run = traced(mode, 8)
+    traced_segments: dict[str, list[tuple[int, int]]] = {}
+    for stay in stays(run.trace):
+        traced_segments.setdefault(f"{stay.group}-{stay.sibling}", []).extend(stay.segments)
+    checked = 0
+    for event in run.events:
+        if event.kind in (EventKind.CONSUME, EventKind.DROP):
+            for rollout in event.group.rollouts:
+                expected = [(s.policy_version, len(s)) for s in rollout.segments]
+                assert traced_segments.get(rollout.rollout_id, []) == expected
+                checked += len(expected)
+    assert checked >= 32
+
+
+@every_mode
+def test_no_slot_holds_two_rollouts_at_once(mode: str) -> None:
+    found = stays(traced(mode, 8).trace)
+    by_slot: dict[int, list[Stay]] = {}
+    for stay in found:
+        assert stay.start < stay.end
+        by_slot.setdefault(stay.slot, []).append(stay)
+    for of_slot in by_slot.values():
+        of_slot.sort(key=lambda s: s.start)
+        assert all(a.end <= b.start for a, b in zip(of_slot, of_slot[1:], strict=False))
+    running = most = 0
+    for event in traced(mode, 8).trace:
+        running += (event.kind in ("start", "resume")) - (event.kind in ("park", "finish"))
+        most = max(most, running)
+    assert sorted(by_slot) == list(range(most)), "greedy: as many slots as ever ran at once"
+    assert most == MODES[mode].get("max_running", most)
+
+
+def test_versions_steps_and_publications() -> None:
+    trace = traced("partial", 5).trace
+    assert [e.seconds for e in trace] == sorted(e.seconds for e in trace)
+    versions = [e.version for e in trace]
+    assert versions == sorted(versions) and versions[-1] == 5
+    assert [e.version for e in trace if e.kind == "publish"] == [1, 2, 3, 4, 5]
+    found = [(s.name, s.version) for s in spans(trace)]
+    assert found == [(name, v) for v in range(5) for name in ("generate", "train")]
+    assert all(s.start <= s.end for s in spans(trace))
+
+
+def test_round_trip_through_the_file(tmp_path: Path) -> None:
+    events = traced("drop", 10).trace
+    assert any(e.reason for e in events) and any(e.segments for e in events)
+    file = TraceFile(tmp_path / "trace.jsonl")
+    file.write(events[:40])
+    file.write(events[40:])
+    assert read_trace(file.path) == events
+    assert file.num_bytes / len(events) < 45, "compact"
+
+
+def test_half_a_line_is_no_event_and_a_wrong_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('["publish",1.5,3]\n["park",2.0,3,0,1,0,5,[[3,')
+    assert read_trace(path) == [TraceEvent("publish", 1.5, 3)]
+    for wrong in ('{"kind":"park"}', '["park",2.0]', "[", '["park",2.0,3,0,1,0,5,[3]]'):
+        path.write_text(f'["publish",1.5,3]\n{wrong}\n')
+        with pytest.raises(ValueError, match="trace.jsonl:2: not a trace event"):
+            read_trace(path)
+
+
+def test_a_file_is_cut_back_and_one_that_is_off_grows_no_more(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "trace.jsonl")
+    file.truncate(0)
+    assert not file.path.exists() and file.num_bytes == 0
+    first, second = TraceEvent("publish", 1.0, 1), TraceEvent("publish", 2.0, 2)
+    file.write([first])
+    kept = file.num_bytes
+    file.write([second])
+    off = TraceFile(file.path, enabled=False)
+    off.write([second])
+    assert read_trace(file.path) == [first, second]
+    off.truncate(kept)
+    assert read_trace(file.path) == [first]
+    off.truncate(kept + 1000)
+    assert file.num_bytes == kept, "a shorter file is not filled with zeros"
+
+
+@pytest.mark.parametrize("mode", ["partial", "slots", "drop", "ahead"])
+@pytest.mark.parametrize("lost_steps", [0, 2])
+def test_a_resumed_run_writes_the_trace_of_an_uninterrupted_one(tmp_path: Path, mode: str, lost_steps: int) -> None:
+    straight = traced(mode, 9)
+    file = TraceFile(tmp_path / "trace.jsonl")
+    first = TracedRun(file, **MODES[mode])
+    first.steps(4)
+    saved = first.save()
+    first.steps(lost_steps)  # after the checkpoint, and killed
+    first.chronicle.flush()
+    second = TracedRun(file, **MODES[mode])
+    second.load(saved)
+    file.truncate(second.chronicle.trace_bytes)
+    second.steps(5)
+    second.chronicle.flush()
+    assert read_trace(file.path) == straight.trace
+
+
+@pytest.mark.parametrize("after_events", [3, 17, 40])
+def test_a_checkpoint_in_the_middle_of_a_step(tmp_path: Path, after_events: int) -> None:
+    """Ctrl-C: what happened since the last step is in the checkpoint, so it stays in the trace, once."""
+    file = TraceFile(tmp_path / "trace.jsonl")
+    first = TracedRun(file, **MODES["partial"])
+    first.steps(2)
+    stopped_in_the_middle(first, after_events)
+    saved = first.save()
+    second = TracedRun(file, **MODES["partial"])
+    second.load(saved)
+    file.truncate(second.chronicle.trace_bytes)
+    second.steps(4)
+    second.chronicle.flush()
+    events = read_trace(file.path)
+    assert [e.seconds for e in events] == sorted(e.seconds for e in events), "the clock goes on"
+    assert sum(e.tokens for e in events if e.kind in ("park", "finish")) == second.ledger.generated_tokens
+    finished = Counter((e.group, e.sibling) for e in events if e.kind == "finish")
+    assert max(finished.values()) == 1
+    assert Counter(e.kind for e in events)["admit"] == second.ledger.admitted_groups
+
+
+def test_a_stay_under_several_versions_is_cut_by_tokens() -> None:
+    def stay(*segments: tuple[int, int]) -> Stay:
+        return Stay(0, 0, 0, 0, 10.0, 20.0, 7, segments, resumed=False, parked=False, dropped=False)
+
+    assert stay((3, 5)).bars() == [(3, 5, 10.0, 20.0)]
+    assert stay((3, 5), (4, 3), (5, 2)).bars() == [(3, 5, 10.0, 15.0), (4, 3, 15.0, 18.0), (5, 2, 18.0, 20.0)]
+    assert stay().bars() == [(7, 0, 10.0, 20.0)]
+
+
+def test_what_is_cut_off_is_left_out() -> None:
+    trace = traced("partial", 3).trace
+    last = max(i for i, e in enumerate(trace) if e.kind in ("start", "resume"))
+    assert len(stays(trace[: last + 1])) < len(stays(trace))
+    first_end = next(i for i, e in enumerate(trace) if e.kind == "finish")
+    assert stays(trace[first_end:]) and spans(trace[1:])[0].name == "train"
+
+
+def test_busy_share() -> None:
+    now = [0.0]
+    trace = Trace(lambda: now[0])
+    with trace.span("generate"):
+        trace.events.append(TraceEvent("start", 0.0, 0, 0, 0))
+        trace.events.append(TraceEvent("start", 0.0, 0, 0, 1))
+        trace.events.append(TraceEvent("finish", 5.0, 0, 0, 0, tokens=5, segments=((0, 5),)))
+        trace.events.append(TraceEvent("finish", 10.0, 0, 0, 1, tokens=9, segments=((0, 9),)))
+        now[0] = 10.0
+    with trace.span("train"):
+        now[0] = 99.0
+    assert busy_share(trace.events) == pytest.approx(0.75)
+    assert busy_share([]) != busy_share([])

@@ -60,7 +60,9 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def staleness_metrics(batch: Batch, trainer_version: int, ready_versions: Mapping[int, int]) -> dict[str, float]:
+def staleness_metrics(
+    batch: Batch, trainer_version: int, ready_versions: Mapping[int, int] | None = None
+) -> dict[str, float]:
     """Over the tokens in the loss, and over the rollouts that have any; `trainer_version` is that before the step.
 
     `ready_versions`: group id -> trainer version when the group became READY. It splits the age of a token into
@@ -76,7 +78,7 @@ def staleness_metrics(batch: Batch, trainer_version: int, ready_versions: Mappin
         "staleness/rollout_mean": _mean(oldest),
         "staleness/rollout_p95": _percentile(oldest, 95),
     }
-    if samples and all(s.group_id in ready_versions for s in samples):
+    if samples and ready_versions and all(s.group_id in ready_versions for s in samples):
         in_flight = np.concatenate([staleness(s.versions[s.mask], ready_versions[s.group_id]) for s in samples])
         ready = np.repeat([ready_versions[s.group_id] for s in samples], [s.mask.sum() for s in samples])
         metrics["staleness/in_flight_mean"] = float(np.mean(in_flight))

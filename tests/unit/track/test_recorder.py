@@ -30,7 +30,8 @@ def segment(ids: list[int], logprobs: list[float], version: int = 0, **fields) -
 TRUNCATED = SamplingParams(0.7, 0.9, 5, 0.1)
 
 
-def group(group_id: int, rewards: list[Reward | None], **task_fields) -> Group:
+def group(group_id: int, rewards: list[Reward | None], first: list[Segment] | None = None, **task_fields) -> Group:
+    """`first`: the segments of the first rollout, in place of those that all have."""
     fields = {"messages": ({"role": "user", "content": "1 + 1?"},), "columns": {"answer": "2"}} | task_fields
     task = Task(f"task-{group_id}", "chain_sum", "own", **fields)
     rollouts = []
@@ -39,6 +40,8 @@ def group(group_id: int, rewards: list[Reward | None], **task_fields) -> Group:
             segment([1, 2], [-0.1, -2.5e-7], version=group_id),
             segment([3], [-1 / 3], version=group_id + 1, stop_reason=StopReason.EOS, sampling=TRUNCATED),
         ]
+        if sibling == 0 and first is not None:
+            segments = first
         rollouts.append(
             Rollout(group_id, sibling, task, (7, 8), segments, RolloutState.CONSUMED, StopReason.EOS, reward)
         )
@@ -80,8 +83,7 @@ def test_round_trip(tmp_path: Path) -> None:
     plain = group(
         1, [Reward(0.25), None], messages=None, prompt="Say x.", columns={"n": [1, {"deep": None}]}, attempt=3
     )
-    stale = group(2, [None])
-    stale.rollouts[0].segments = []
+    stale = group(2, [None], first=[])
     stale.rollouts[0].stop_reason = None
     recorder.write(3, [recorded(chat), recorded(plain)])
     recorder.write(4, [recorded(stale, DropReason.STALE)])
@@ -131,8 +133,7 @@ def test_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, data: st.
 
 
 def test_non_finite_numbers_are_null_and_come_back_nan(tmp_path: Path) -> None:
-    original = group(0, [Reward(1.0, {"x": float("inf")})])
-    original.rollouts[0].segments = [segment([1], [float("nan")])]
+    original = group(0, [Reward(1.0, {"x": float("inf")})], first=[segment([1], [float("nan")])])
     path = RolloutRecorder(tmp_path).write(1, [RecordedGroup(original, ["\ud800"], [float("nan")])])
     record = json.loads(path.read_text(encoding="utf-8"))
     assert (record["advantage"], record["logprobs"], record["extras"]) == (None, [None], {"x": None})
@@ -170,8 +171,7 @@ def test_truncate_removes_later_steps_and_half_written_files(tmp_path: Path) -> 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
     """Records that differ as much as records may: chat and plain, no extras, no tokens, columns of other types."""
-    empty = group(1, [None], messages=None, prompt="x", columns={"answer": 2})
-    empty.rollouts[0].segments = []
+    empty = group(1, [None], first=[], messages=None, prompt="x", columns={"answer": 2})
     groups = [recorded(empty, DropReason.STALE), recorded(group(0, [Reward(1, {"acc": 1}), Reward(None, error="e")]))]
     return RolloutRecorder(tmp_path / "rollouts").write(1, groups)
 

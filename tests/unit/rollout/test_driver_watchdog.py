@@ -174,6 +174,25 @@ def test_a_stalled_rollout_is_interrupted_and_continued(after: int) -> None:
     assert run.ledger.metrics(run.cache)["groups/dropped"] == 0
 
 
+@pytest.mark.parametrize("max_continuations", [0, 1])
+def test_a_stall_under_a_token_budget_costs_the_rest_of_the_budget(max_continuations: int) -> None:
+    engine = Hanging("1-0", lengths=lambda seed: 30)
+    run = Run(
+        engine=engine,
+        watchdog=watchdog(),
+        interrupt="token_budget",
+        token_budget=10,
+        max_continuations=max_continuations,
+        in_flight_groups=3,
+        max_staleness=2,
+    )
+    rollouts = [r for b in steps(run, 4) for g in b for r in g.rollouts]
+    assert_said(run, said("1-0", "running", 3, CONTINUED))
+    assert "1-0" in [r.rollout_id for r in rollouts]
+    for rollout in rollouts:
+        assert rollout.token_ids() == uninterrupted_tokens(rollout, 40, lambda seed: 30)
+
+
 def test_one_that_does_not_return_is_cancelled_and_goes_on_from_what_it_had_shown() -> None:
     assert_waits_for_ever(Run(engine=Hanging("0-1", deaf=True)))
     engine = Hanging("0-1", deaf=True)
@@ -356,7 +375,8 @@ def test_ctrl_c_does_not_wait_for_what_hangs(deaf: bool) -> None:
 
     async def stop() -> None:
         collecting = asyncio.ensure_future(run.driver.collect(0))
-        await asyncio.sleep(0.02)
+        while not all(run.engine._is_stuck(s) for s in run.engine._running.values()) or not run.engine._running:
+            await asyncio.sleep(0)
         run.driver.request_stop()
         async with asyncio.timeout(5):
             assert await collecting is None

@@ -124,6 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--rollouts-per-engine", metavar="N", type=_positive, help="rollouts that a step trains, for each engine"
     )
+    plan.add_argument("--svg", metavar="OUT.svg", type=Path, help="draw the first steps, synchronous training above")
     plan.add_argument("--json", action="store_true", help="print JSON")
 
     trace = verb("trace", _trace, "Show what happened in a run, and when.", files=None, epilog=None)

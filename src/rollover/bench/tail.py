@@ -36,6 +36,7 @@ MEDIAN, P99, LONGEST = 64, 512, 1024
 SYNC_BATCH = GROUPS * SIZE
 STEPS = 3
 DECODE_BATCHES = [1, 16, 32, SYNC_BATCH, 2 * SYNC_BATCH]
+SPEED_TOKENS = 24  # decode steps of one measurement
 
 SYNC = {"in_flight_groups": GROUPS, "interrupt": "never", "max_staleness": 0}
 # Chosen with `rollover plan`: with a staleness of 2 the bound itself leaves slots idle (docs/performance.md).
@@ -66,8 +67,8 @@ MODES = (
     Mode("sync", SYNC, SYNC_BATCH, warm_up=1, trains=True),
     Mode("partial", PARTIAL | {"kv_on_resume": "keep"}, 2 * SYNC_BATCH, warm_up=5, trains=True),
     Mode("partial_at_sync_batch", PARTIAL | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=4),
-    Mode("partial_recompute", PARTIAL, SYNC_BATCH, warm_up=4),
-    Mode("partial_staleness_2", TIGHT | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=4),
+    Mode("partial_recompute", PARTIAL, SYNC_BATCH, warm_up=3),
+    Mode("partial_staleness_2", TIGHT | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=3),
 )
 PLAN = PlanConfig(median_tokens=MEDIAN, p99_tokens=P99, prompt_tokens=PROMPT_TOKENS)
 WORKLOAD = Workload(PLAN, SIZE, LONGEST)
@@ -160,30 +161,52 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
     return out
 
 
-def _speeds(config: Config) -> PlanConfig:
-    """What the planner needs to know of this machine: decode steps by batch size, at these lengths; prefill."""
-    loaded = load_model(config.model, dtype=dtype_of(config), device=pick_device(config.model.device))
-    vocab = loaded.model.config.get_text_config().vocab_size
-    options = config.engine.model_copy(update={"max_running": max(DECODE_BATCHES), "kv_memory_gb": 6.0})
-    engine = EmbeddedEngine(loaded.model, options)
-    new_tokens = round(WORKLOAD.mean)
+class _Speeds:
+    """What the planner needs to know of this machine: decode steps by batch size, and prefill.
 
-    def seconds(num: int, tokens: int) -> float:
-        prompts = [workload.prompt(vocab, PROMPT_TOKENS, i // SIZE) for i in range(num)]
+    Measured before and after the modes, as the machine drifts. Contexts are as long as those of what runs in a partial
+    mode: long answers run longer, so they are met more often.
+    """
+
+    def __init__(self, config: Config) -> None:
+        loaded = load_model(config.model, dtype=dtype_of(config), device=pick_device(config.model.device))
+        self._vocab = loaded.model.config.get_text_config().vocab_size
+        options = config.engine.model_copy(update={"max_running": max(DECODE_BATCHES), "kv_memory_gb": 6.0})
+        self._engine = EmbeddedEngine(loaded.model, options)
+        lengths = [n for task in range(512) for n in WORKLOAD.lengths(task)]
+        self._context = PROMPT_TOKENS + round(sum(n * n for n in lengths) / sum(lengths) / 2)
+        self._measured: list[tuple[list[float], float, float]] = []
+
+    def measure(self) -> None:
+        self._seconds(max(DECODE_BATCHES), 2, PROMPT_TOKENS)
+        step_s = []
+        for num in DECODE_BATCHES:
+            once = self._seconds(num, 1, self._context)
+            step_s.append((self._seconds(num, 1 + SPEED_TOKENS, self._context) - once) / SPEED_TOKENS)
+            machine.progress(f"{num} sequences: {step_s[-1] * 1e3:.0f} ms a decode step")
+        one = self._seconds(1, 1, PROMPT_TOKENS) - step_s[0]
+        many = self._seconds(max(DECODE_BATCHES), 1, PROMPT_TOKENS) - step_s[-1]
+        self._measured.append((step_s, max(1e-6, one), max(1e-6, many)))
+
+    def plan(self) -> PlanConfig:
+        """The means of what was measured."""
+        steps, ones, manys = zip(*self._measured, strict=True)
+        prefilled = max(DECODE_BATCHES) // SIZE * PROMPT_TOKENS
+        return PLAN.model_copy(
+            update={
+                "decode_batches": DECODE_BATCHES,
+                "decode_step_s": [sum(of) / len(of) for of in zip(*steps, strict=True)],
+                "prefill_min_s": sum(ones) / len(ones),
+                "prefill_tokens_per_s": prefilled * len(manys) / sum(manys),
+            }
+        )
+
+    def _seconds(self, num: int, tokens: int, prompt_tokens: int) -> float:
+        """To continue `num` sequences, SIZE to a prompt, by so many tokens."""
+        prompts = [workload.prompt(self._vocab, prompt_tokens, i // SIZE) for i in range(num)]
         started = time.perf_counter()
-        workload.generate(engine, prompts, tokens)
+        workload.generate(self._engine, prompts, tokens)
         return time.perf_counter() - started
-
-    seconds(max(DECODE_BATCHES), 2)
-    step_s, first_s = [], 0.0
-    for num in DECODE_BATCHES:
-        first_s = seconds(num, 1)
-        step_s.append((seconds(num, 1 + new_tokens) - first_s) / new_tokens)
-        machine.progress(f"{num} sequences: {step_s[-1] * 1e3:.0f} ms a decode step")
-    prefill = max(DECODE_BATCHES) // SIZE * PROMPT_TOKENS / max(1e-6, first_s - step_s[-1])
-    return PLAN.model_copy(
-        update={"decode_batches": DECODE_BATCHES, "decode_step_s": step_s, "prefill_tokens_per_s": prefill}
-    )
 
 
 def _predicted_rate(mode: Mode, plan: PlanConfig) -> float:
@@ -205,8 +228,11 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     prepare_process(config)
     device = pick_device(config.model.device)
     versions = machine.describe(device)
-    plan = _speeds(config)
+    speeds = _Speeds(config)
+    speeds.measure()
     outcomes = {mode.name: _run_mode(mode, config) for mode in MODES}
+    speeds.measure()
+    plan = speeds.plan()
     results = []
     for mode in MODES:
         o = outcomes[mode.name]

@@ -33,6 +33,9 @@ class PlanConfig(Table):
         default=[0.017, 0.05, 0.08, 0.29], description="Seconds of one decode step at these batch sizes."
     )
     prefill_tokens_per_s: float = Field(default=1500, gt=0, description="Prompt tokens an engine computes per second.")
+    prefill_min_s: float = Field(
+        default=0.05, ge=0, description="Seconds of the shortest prefill; what joins together is prefilled together."
+    )
     train_tokens_per_s: float = Field(
         default=250, gt=0, description="Tokens, prompts included, that one trainer device trains per second."
     )

@@ -31,7 +31,8 @@ class _Running:
 class _Engine:
     """`boundary`: the virtual time of its last step boundary, which may lie ahead of now; `steps` were made by then.
 
-    `queue`: a heap of (step at which it stops, group, sibling, rollout).
+    `queue`: a heap of (step at which it stops, group, sibling, rollout). `prefilling`: tokens whose prefill began at
+    the moment `prefilling_at`, together.
     """
 
     boundary: float = 0.0
@@ -39,6 +40,8 @@ class _Engine:
     queue: list[tuple[int, int, int, _Running]] = field(default_factory=list)
     num_running: int = 0
     stamp: int = 0
+    prefilling: int = 0
+    prefilling_at: float = -1.0
 
 
 class Fleet:
@@ -51,7 +54,7 @@ class Fleet:
             raise ValueError("plan.decode_batches must be increasing, and plan.decode_step_s above 0")
         self.slots = slots
         self.step_s: list[float] = step_seconds(plan, slots).tolist()
-        self._prefill_s = 1 / plan.prefill_tokens_per_s
+        self._prefill_s, self._prefill_min_s = 1 / plan.prefill_tokens_per_s, plan.prefill_min_s
         self._engines = [_Engine() for _ in range(plan.engines)]
         self._events: list[tuple[float, int, int]] = []  # (time, engine, stamp): the next stop of an engine
         self._dirty: set[int] = set()  # engines whose next stop has changed
@@ -90,8 +93,10 @@ class Fleet:
         elif e.boundary < now:
             e.boundary = now
         if prefill_tokens:
-            e.boundary += prefill_tokens * self._prefill_s
             self.prefill_tokens += prefill_tokens
+            together = e.prefilling if e.prefilling_at == now else 0
+            e.boundary += self._prefill_seconds(together + prefill_tokens) - self._prefill_seconds(together)
+            e.prefilling, e.prefilling_at = together + prefill_tokens, now
         running = _Running(rollout, e.steps, engine)
         heapq.heappush(e.queue, (e.steps + num_tokens, rollout.group_id, rollout.sibling, running))
         self._where[rollout.rollout_id] = running
@@ -153,6 +158,9 @@ class Fleet:
 
     def engine_of(self, rollout_id: str) -> int:
         return self._where[rollout_id].engine
+
+    def _prefill_seconds(self, num_tokens: int) -> float:
+        return max(self._prefill_min_s, num_tokens * self._prefill_s) if num_tokens else 0.0
 
     def _step(self, e: _Engine, times: int) -> None:
         if times:

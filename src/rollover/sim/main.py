@@ -1,4 +1,4 @@
-"""The verb `rollover plan`: arguments and an earlier run's files in, text or JSON out."""
+"""The verb `rollover plan`: arguments and an earlier run's files in, text, JSON or a picture out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from rollover.config import Config
 from rollover.config.load import Resolved
 from rollover.sim.plan import make_plan, speeds_of_run
 from rollover.sim.report import as_text
+from rollover.sim.timeline import timeline
 from rollover.track.recorder import read_rollouts
+from rollover.track.sinks import atomic_write_text
 
 _OBSERVED_GROUPS = 20_000
 
@@ -27,6 +29,8 @@ def run_plan(resolved: Resolved, args: argparse.Namespace) -> int:
         config = config.model_copy(update={"plan": config.plan.model_copy(update=measured)})
         sources |= {key: "run" for key in (*measured, "lengths")}
     plan = make_plan(config, observed, progress=lambda text: print(f"rollover: plan: {text}", file=sys.stderr))
+    if args.svg is not None:
+        atomic_write_text(args.svg, timeline(config, observed))
     if args.json:
         print(json.dumps({**plan.as_json(), "sources": sources}, indent=2))
     else:

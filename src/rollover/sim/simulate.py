@@ -31,7 +31,7 @@ _REWARD = Reward(1.0)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One training step, in virtual seconds and tokens. `prompts_tokens`: prompts trained, siblings sharing one."""
+    """One training step, in virtual seconds and tokens. `staleness`: tokens in the loss by their age in versions."""
 
     version: int
     generate_s: float
@@ -80,6 +80,7 @@ class Simulation:
     ) -> None:
         self.config, self.plan, self.workload = config, plan, workload
         self.now = 0.0
+        self.version = 0
         self.fleet = Fleet(plan, slots_per_engine)
         self.outcome = Outcome(slots=plan.engines * slots_per_engine)
         self._num_tasks, self._stream_ended = num_tasks, False
@@ -112,6 +113,7 @@ class Simulation:
         return self.outcome
 
     def _train_step(self, version: int) -> bool:
+        self.version = version
         started, before = self.now, self.lifecycle.ledger.generated_tokens
         self._segments.clear()
         self._generate(version)

@@ -7,12 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from rollover import cli
 from rollover.config.load import load_config
 from rollover.sim.plan import make_plan, speeds_of_run
+from rollover.sim.simulate import Simulation
+from rollover.sim.timeline import planned_trace
+from rollover.sim.workload import Workload
+from rollover.track.trace import spans, stays
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -126,3 +131,24 @@ def test_plans_without_torch(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["figures"]["step_s"] > 0
+
+
+def test_the_picture_shows_both_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.svg"
+    run(capsys, "--steps", "3", "--svg", str(path))
+    texts = [e.text for e in ElementTree.parse(path).iter() if e.tag.endswith("text")]
+    assert any(t and t.startswith("synchronous (planned): 3 steps") for t in texts)
+    assert any(t and t.startswith("this configuration (planned): 3 steps") for t in texts)
+    assert cli.main(["plan", QUICKSTART, "--steps", "3", "--engines", "100", "--svg", str(path)]) == 2
+
+
+def test_a_planned_trace_has_the_tokens_of_the_plan() -> None:
+    config = load_config([Path(QUICKSTART)], LONG_TAIL).config
+    plan = config.plan.model_copy(update={"steps": 4})
+    workload = Workload(plan, 8, 1024)
+    events = planned_trace(config.rollout, plan, 64, workload)
+    outcome = Simulation(config.rollout, plan, 64, workload).run()
+    assert sum(n for s in stays(events) for _, n in s.segments) == outcome.ledger["tokens/generated"]
+    trained = [s for s in spans(events) if s.name == "train"]
+    assert sum(s.end - s.start for s in trained) == pytest.approx(sum(s.train_s for s in outcome.steps))
+    assert {v for s in stays(events) for v, _ in s.segments} == {0, 1, 2, 3}

@@ -43,7 +43,7 @@ class Fixed(Workload):
 
 def simulated(config: RolloutConfig, max_running: int, seed: int, num_tasks: int | None) -> list[tuple]:
     events: list[tuple] = []
-    plan = PlanConfig(steps=STEPS, decode_batches=[1], decode_step_s=[1.0], prefill_tokens_per_s=1e12)
+    plan = PlanConfig(steps=STEPS, decode_batches=[1], decode_step_s=[1.0], prefill_tokens_per_s=1e12, prefill_min_s=0)
     workload = Fixed(seed, config.group_size, config.max_new_tokens + 2)
     Simulation(config, plan, max_running, workload, lambda e, _: events.append(described(e)), num_tasks).run()
     return events
@@ -94,7 +94,7 @@ def test_the_same_trace_as_the_real_driver_on_the_fake_engine(config, max_runnin
 
 def outcome(config: dict, plan: dict, slots: int = 10**6) -> tuple[Outcome, Workload]:
     rollout = RolloutConfig.model_validate({"groups_per_step": 16, "group_size": 4, "max_new_tokens": 2000, **config})
-    settings_ = PlanConfig.model_validate({"prefill_tokens_per_s": 1e12, "steps": 20, **plan})
+    settings_ = PlanConfig.model_validate({"prefill_tokens_per_s": 1e12, "prefill_min_s": 0, "steps": 20, **plan})
     workload = Workload(settings_, rollout.group_size, rollout.max_new_tokens)
     return Simulation(rollout, settings_, slots, workload).run(), workload
 
@@ -136,6 +136,16 @@ def test_kv_kept_costs_no_prefill_and_recomputed_costs_all_that_was_there() -> N
     kept, _ = outcome({**partial, "kv_on_resume": "keep"}, {})
     again, _ = outcome(partial, {})
     assert kept.reprefilled_tokens == 0 and again.reprefilled_tokens > 0
+
+
+def test_what_joins_together_is_prefilled_together() -> None:
+    """16 prompts of 50 tokens at 1,000 a second take 0.8 s; one of them takes the shortest prefill, 0.2 s."""
+    plan = {"decode_batches": [1], "decode_step_s": [0.1], "prefill_tokens_per_s": 1000, "prefill_min_s": 0.2,
+            "prompt_tokens": 50, "steps": 2}  # fmt: skip
+    for groups, prefill_s in ((16, 0.8), (1, 0.2)):
+        out, workload = outcome({"groups_per_step": groups}, plan)
+        longest = max(max(workload.lengths(task)) for task in range(groups))
+        assert out.steps[0].generate_s == pytest.approx(0.1 * longest + prefill_s)
 
 
 def test_more_engines_share_the_work() -> None:

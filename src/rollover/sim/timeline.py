@@ -1,0 +1,59 @@
+"""The timeline of a planned run: what `rollover plan --svg` draws, synchronous above, the configuration below."""
+
+from __future__ import annotations
+
+from rollover.config import Config, PlanConfig
+from rollover.config.rollout import RolloutConfig
+from rollover.rollout.lifecycle import Event
+from rollover.sim.plan import synchronous
+from rollover.sim.simulate import Simulation
+from rollover.sim.workload import Workload
+from rollover.track.picture import draw
+from rollover.track.trace import PUBLISH, Trace, TraceEvent
+
+MOST_STEPS = 8
+MOST_SLOTS = 512
+
+
+def timeline(config: Config, observed: list[list[int]] | None = None) -> str:
+    """SVG of the first steps. ValueError where there are too many slots to see any."""
+    rollout, plan, slots = config.rollout, config.plan, config.engine.max_running
+    if plan.engines * slots > MOST_SLOTS:
+        raise ValueError(
+            f"--svg draws every slot: {plan.engines} engines x {slots} are more than {MOST_SLOTS}. Give fewer --engines"
+        )
+    plan = plan.model_copy(update={"steps": min(plan.steps, MOST_STEPS)})
+    workload = Workload(plan, rollout.group_size, rollout.max_new_tokens, observed or ())
+    return draw(
+        [
+            ("synchronous (planned)", planned_trace(synchronous(rollout), plan, slots, workload)),
+            ("this configuration (planned)", planned_trace(rollout, plan, slots, workload)),
+        ]
+    )
+
+
+def planned_trace(rollout: RolloutConfig, plan: PlanConfig, slots: int, workload: Workload) -> list[TraceEvent]:
+    """The trace that such a run would leave, in virtual seconds."""
+    now = 0.0
+    trace = Trace(lambda: now)
+
+    def on_event(event: Event, seconds: float) -> None:
+        nonlocal now
+        now, trace.version = seconds, simulation.version
+        trace.on_event(event)
+
+    simulation = Simulation(rollout, plan, slots, workload, on_event)
+    outcome = simulation.run()
+    events, begun = trace.drain(), 0.0
+    for step in outcome.steps:
+        generated = begun + step.generate_s + step.score_s
+        trained = generated + step.train_s
+        events += [
+            TraceEvent("generate_start", begun, step.version),
+            TraceEvent("generate_end", generated, step.version),
+            TraceEvent("train_start", generated, step.version),
+            TraceEvent("train_end", trained, step.version),
+            TraceEvent(PUBLISH, trained + step.sync_s, step.version + 1),
+        ]
+        begun = trained + step.sync_s
+    return sorted(events, key=lambda event: event.seconds)

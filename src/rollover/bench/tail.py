@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 import rollover
 from rollover.bench import machine, workload
 from rollover.config import Config
@@ -65,8 +67,8 @@ class Mode:
 
 MODES = (
     Mode("sync", SYNC, SYNC_BATCH, warm_up=1, trains=True),
-    Mode("partial", PARTIAL | {"kv_on_resume": "keep"}, 2 * SYNC_BATCH, warm_up=5, trains=True),
-    Mode("partial_at_sync_batch", PARTIAL | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=4),
+    Mode("partial", PARTIAL | {"kv_on_resume": "keep"}, 2 * SYNC_BATCH, warm_up=4, trains=True),
+    Mode("partial_at_sync_batch", PARTIAL | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=3),
     Mode("partial_recompute", PARTIAL, SYNC_BATCH, warm_up=3),
     Mode("partial_staleness_2", TIGHT | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=3),
 )
@@ -102,6 +104,7 @@ class _Outcome:
     train_s: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
+    when: float = 0.0  # in the middle of the measured steps
 
     def rate(self, seconds: list[float]) -> float:
         return sum(self.tokens) / sum(seconds)
@@ -154,6 +157,7 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
                 out.tokens.append(ledger.generated_tokens - before)
                 out.staleness += [group_staleness(g, step) or 0 for g in groups]
             machine.progress(f"{mode.name}: step {step + 1} of {mode.warm_up + STEPS}")
+        out.when = time.perf_counter() - sum(out.step_s) / 2
         driver.request_stop()
         await engine.close()
 
@@ -164,8 +168,8 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
 class _Speeds:
     """What the planner needs to know of this machine: decode steps by batch size, and prefill.
 
-    Measured before and after the modes, as the machine drifts. Contexts are as long as those of what runs in a partial
-    mode: long answers run longer, so they are met more often.
+    Measured before and after the modes, as the machine drifts; for each mode interpolated to the time it ran. Contexts
+    are as long as those of what runs in a partial mode: long answers run longer, so they are met more often.
     """
 
     def __init__(self, config: Config) -> None:
@@ -175,7 +179,7 @@ class _Speeds:
         self._engine = EmbeddedEngine(loaded.model, options)
         lengths = [n for task in range(512) for n in WORKLOAD.lengths(task)]
         self._context = PROMPT_TOKENS + round(sum(n * n for n in lengths) / sum(lengths) / 2)
-        self._measured: list[tuple[list[float], float, float]] = []
+        self._measured: list[tuple[float, dict[str, Any]]] = []  # (when, values of PlanConfig)
 
     def measure(self) -> None:
         self._seconds(max(DECODE_BATCHES), 2, PROMPT_TOKENS)
@@ -185,21 +189,21 @@ class _Speeds:
             step_s.append((self._seconds(num, 1 + SPEED_TOKENS, self._context) - once) / SPEED_TOKENS)
             machine.progress(f"{num} sequences: {step_s[-1] * 1e3:.0f} ms a decode step")
         one = self._seconds(1, 1, PROMPT_TOKENS) - step_s[0]
-        many = self._seconds(max(DECODE_BATCHES), 1, PROMPT_TOKENS) - step_s[-1]
-        self._measured.append((step_s, max(1e-6, one), max(1e-6, many)))
-
-    def plan(self) -> PlanConfig:
-        """The means of what was measured."""
-        steps, ones, manys = zip(*self._measured, strict=True)
+        many = max(1e-6, self._seconds(max(DECODE_BATCHES), 1, PROMPT_TOKENS) - step_s[-1])
         prefilled = max(DECODE_BATCHES) // SIZE * PROMPT_TOKENS
-        return PLAN.model_copy(
-            update={
-                "decode_batches": DECODE_BATCHES,
-                "decode_step_s": [sum(of) / len(of) for of in zip(*steps, strict=True)],
-                "prefill_min_s": sum(ones) / len(ones),
-                "prefill_tokens_per_s": prefilled * len(manys) / sum(manys),
-            }
-        )
+        values = {"decode_step_s": step_s, "prefill_min_s": max(1e-6, one), "prefill_tokens_per_s": prefilled / many}
+        self._measured.append((time.perf_counter(), values))
+
+    def plan(self, when: float) -> PlanConfig:
+        """What it was at that time."""
+        (begin, first), (end, last) = self._measured
+        weight = (when - begin) / (end - begin)
+
+        def between(name: str) -> Any:
+            a, b = np.asarray(first[name]), np.asarray(last[name])
+            return (a + weight * (b - a)).tolist()
+
+        return PLAN.model_copy(update={"decode_batches": DECODE_BATCHES, **{name: between(name) for name in first}})
 
     def _seconds(self, num: int, tokens: int, prompt_tokens: int) -> float:
         """To continue `num` sequences, SIZE to a prompt, by so many tokens."""
@@ -232,7 +236,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     speeds.measure()
     outcomes = {mode.name: _run_mode(mode, config) for mode in MODES}
     speeds.measure()
-    plan = speeds.plan()
+    plans = {name: speeds.plan(o.when) for name, o in outcomes.items()}
     results = []
     for mode in MODES:
         o = outcomes[mode.name]
@@ -250,9 +254,9 @@ def run(config: Config, runs: int) -> dict[str, Any]:
                     "group_staleness_max": max(o.staleness),
                 }
             )
-        results[-1 - mode.trains]["predicted_tokens_per_s"] = _predicted_rate(mode, plan)
-    for slots in (SYNC_BATCH, 2 * SYNC_BATCH):
-        rate = _all_slots_busy(plan, slots)
+        results[-1 - mode.trains]["predicted_tokens_per_s"] = _predicted_rate(mode, plans[mode.name])
+    for name, slots in (("partial_at_sync_batch", SYNC_BATCH), ("partial", 2 * SYNC_BATCH)):
+        rate = _all_slots_busy(plans[name], slots)
         results.append(
             {
                 "case": "tail_bound", "system": "rollover, all slots busy", "version": rollover.__version__,
@@ -262,16 +266,16 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     return {
         "benchmark": "tail",
         "machine": versions | {"matmul_gflops": machine.matmul_gflops(dtype_of(config), device)},
-        "decode_step_s": dict(zip(plan.decode_batches, plan.decode_step_s, strict=True)),
+        "decode_step_s": {name: dict(zip(DECODE_BATCHES, p.decode_step_s, strict=True)) for name, p in plans.items()},
         "results": results,
         "training_share_of_a_sync_step": sum(outcomes["sync"].train_s) / sum(outcomes["sync"].step_s),
-        "ratios": _ratios(outcomes, plan),
+        "ratios": _ratios(outcomes, plans),
     }
 
 
-def _ratios(outcomes: dict[str, _Outcome], plan: PlanConfig) -> dict[str, float]:
+def _ratios(outcomes: dict[str, _Outcome], plans: dict[str, PlanConfig]) -> dict[str, float]:
     rates = {name: o.rate(o.generate_s) for name, o in outcomes.items()}
-    predicted = {mode.name: _predicted_rate(mode, plan) for mode in MODES}
+    predicted = {mode.name: _predicted_rate(mode, plans[mode.name]) for mode in MODES}
     sync, partial = outcomes["sync"], outcomes["partial"]
     speedup = rates["partial"] / rates["sync"]
     training_share = sum(sync.train_s) / sum(sync.step_s)
@@ -279,9 +283,9 @@ def _ratios(outcomes: dict[str, _Outcome], plan: PlanConfig) -> dict[str, float]
     step_speedup = partial.rate(partial.step_s) / sync.rate(sync.step_s)
     out = {
         "tail_rollout_partial_vs_sync": speedup,
-        "tail_partial_vs_work_conserving_bound": rates["partial"] / _all_slots_busy(plan, 2 * SYNC_BATCH),
+        "tail_partial_vs_work_conserving_bound": rates["partial"] / _all_slots_busy(plans["partial"], 2 * SYNC_BATCH),
         "tail_partial_at_sync_batch_vs_work_conserving_bound": (
-            rates["partial_at_sync_batch"] / _all_slots_busy(plan, SYNC_BATCH)
+            rates["partial_at_sync_batch"] / _all_slots_busy(plans["partial_at_sync_batch"], SYNC_BATCH)
         ),
         "tail_step_partial_vs_sync": step_speedup,
         "tail_amdahl_bound_on_the_step": amdahl,

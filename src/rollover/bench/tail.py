@@ -68,8 +68,8 @@ class Mode:
 MODES = (
     Mode("sync", SYNC, SYNC_BATCH, warm_up=1, trains=True),
     Mode("partial", PARTIAL | {"kv_on_resume": "keep"}, 2 * SYNC_BATCH, warm_up=4, trains=True),
-    Mode("partial_at_sync_batch", PARTIAL | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=3),
-    Mode("partial_recompute", PARTIAL, SYNC_BATCH, warm_up=3),
+    Mode("partial_at_sync_batch", PARTIAL | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=2),
+    Mode("partial_recompute", PARTIAL, SYNC_BATCH, warm_up=2),
     Mode("partial_staleness_2", TIGHT | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=3),
 )
 PLAN = PlanConfig(median_tokens=MEDIAN, p99_tokens=P99, prompt_tokens=PROMPT_TOKENS)

@@ -98,18 +98,12 @@ class World:
 
     def step(self) -> list[Group]:
         """One generation phase, the step, the publication. Returns the consumed groups."""
-        scheduler = self.lifecycle.scheduler
         while True:
-            self._admit()
-            if scheduler.to_consume(self.version, self.stream_ended) is not None:
+            self._generate()
+            self._wind_down()
+            # A group that was dropped while winding down may be missed: complete_by = "rollout" counted it.
+            if self._is_enough():
                 break
-            self.lifecycle.start(self.version)
-            self._random_event()
-            self.check()
-            if self.rng.random() < self.restart_rate:
-                self.restart()
-                scheduler = self.lifecycle.scheduler
-        self._wind_down()
         consumed = self.lifecycle.consume(self.version, self.stream_ended)
         for group in consumed:
             assert {r.state for r in group.rollouts} == {RolloutState.CONSUMED}
@@ -123,6 +117,20 @@ class World:
             self._dropped(group, DropReason.STALE)
         self.check()
         return consumed
+
+    def _is_enough(self) -> bool:
+        return self.lifecycle.scheduler.to_consume(self.version, self.stream_ended) is not None
+
+    def _generate(self) -> None:
+        while True:
+            self._admit()
+            if self._is_enough():
+                return
+            self.lifecycle.start(self.version)
+            self._random_event()
+            self.check()
+            if self.rng.random() < self.restart_rate:
+                self.restart()
 
     def _check_staleness(self, group: Group) -> None:
         bound = self.config.staleness_bound

@@ -24,9 +24,14 @@ def load_function(spec: str, base_dir: str) -> Callable[..., Any]:
             raise ValueError(f"{place} has no function {attribute!r}{_near(part, names)}")
         function = getattr(function, part)
     if not callable(function):
-        text = repr(function)
-        raise ValueError(f"{spec} is {text if len(text) <= 80 else text[:77] + '...'}, not a function")
+        raise ValueError(f"{spec} is {shortened(function)}, not a function")
     return function
+
+
+def shortened(value: Any) -> str:
+    """What a message shows of a value that the user's code gave."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _resolve(path: str, base_dir: str) -> Path:

@@ -2,7 +2,7 @@
 
 One workload for every mode: groups of siblings whose lengths are forced, log-normal with a median of 64 and a 99th
 percentile of 512 tokens. Modes differ by what is in flight and by what happens to the KV cache at a weight update.
-Beside each mode stands what the planner (sim/) predicts for it from this machine's decode speeds, measured first.
+Beside each mode stands what the planner (sim/) predicts for it from this machine's decode speeds in the same run.
 """
 
 from __future__ import annotations
@@ -237,6 +237,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     outcomes = {mode.name: _run_mode(mode, config) for mode in MODES}
     speeds.measure()
     plans = {name: speeds.plan(o.when) for name, o in outcomes.items()}
+    predicted = {mode.name: _predicted_rate(mode, plans[mode.name]) for mode in MODES}
     results = []
     for mode in MODES:
         o = outcomes[mode.name]
@@ -254,7 +255,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
                     "group_staleness_max": max(o.staleness),
                 }
             )
-        results[-1 - mode.trains]["predicted_tokens_per_s"] = _predicted_rate(mode, plans[mode.name])
+        results[-1 - mode.trains]["predicted_tokens_per_s"] = predicted[mode.name]
     for name, slots in (("partial_at_sync_batch", SYNC_BATCH), ("partial", 2 * SYNC_BATCH)):
         rate = _all_slots_busy(plans[name], slots)
         results.append(
@@ -269,13 +270,14 @@ def run(config: Config, runs: int) -> dict[str, Any]:
         "decode_step_s": {name: dict(zip(DECODE_BATCHES, p.decode_step_s, strict=True)) for name, p in plans.items()},
         "results": results,
         "training_share_of_a_sync_step": sum(outcomes["sync"].train_s) / sum(outcomes["sync"].step_s),
-        "ratios": _ratios(outcomes, plans),
+        "ratios": _ratios(outcomes, plans, predicted),
     }
 
 
-def _ratios(outcomes: dict[str, _Outcome], plans: dict[str, PlanConfig]) -> dict[str, float]:
+def _ratios(
+    outcomes: dict[str, _Outcome], plans: dict[str, PlanConfig], predicted: dict[str, float]
+) -> dict[str, float]:
     rates = {name: o.rate(o.generate_s) for name, o in outcomes.items()}
-    predicted = {mode.name: _predicted_rate(mode, plans[mode.name]) for mode in MODES}
     sync, partial = outcomes["sync"], outcomes["partial"]
     speedup = rates["partial"] / rates["sync"]
     training_share = sum(sync.train_s) / sum(sync.step_s)

@@ -5,10 +5,11 @@ Owns the mapping between `rollout.group_size` and the pydantic field behind it. 
 
 from __future__ import annotations
 
+import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -92,6 +93,12 @@ def choices_of(annotation: Any) -> list[str]:
     if get_origin(annotation) in (typing.Union, types.UnionType):
         return [choice for part in get_args(annotation) for choice in choices_of(part)]
     return []
+
+
+def did_you_mean(name: str, candidates: Sequence[str]) -> str:
+    """The end of a message: the candidate that `name` resembles, if one does."""
+    near = difflib.get_close_matches(name, candidates, n=1)
+    return f". Did you mean {json.dumps(near[0])}?" if near else ""
 
 
 def takes_text(annotation: Any) -> bool:

@@ -22,6 +22,7 @@ from rollover.config import Config, Table
 from rollover.config.fields import (
     choices_of,
     default_of,
+    did_you_mean,
     expected,
     field_at,
     leaves,
@@ -270,8 +271,7 @@ def _wrong_value(key: str, value: Any, label: str) -> str:
     info = field_at(key)
     assert info is not None, key
     message = f"{label}: {key} = {_show(value)}: expected {expected(info)}"
-    near = difflib.get_close_matches(str(value), choices_of(info.annotation), n=1)
-    return f"{message}. Did you mean {json.dumps(near[0])}?" if near else message
+    return message + did_you_mean(str(value), choices_of(info.annotation))
 
 
 def _validate(layers: _Layers) -> Config:

@@ -93,12 +93,22 @@ class RolloutConfig(Table):
     stop_token_ids: list[int] = Field(default_factory=list, description="Token ids that end a rollout, besides EOS.")
 
     @property
+    def finish_first(self) -> bool:
+        """Whether a step waits so that no held group passes the bound; "" is not resolved yet."""
+        return self.on_stale in ("", "finish_first")
+
+    @property
+    def most_in_bound(self) -> int:
+        """Groups that can be held so that each can be trained in bound (docs/staleness.md)."""
+        return (1 + self.max_staleness) * self.groups_per_step
+
+    @property
     def most_in_flight(self) -> int:
         """The largest number that in_flight_groups can stand for."""
         if self.in_flight_groups != "auto":
             return self.in_flight_groups or self.groups_per_step
         steps = 1 + self.max_staleness
-        if self.on_stale in ("drop", "mask"):
+        if not self.finish_first:
             steps = max(steps, AUTO_STEPS)
         return max(1, steps - self.supplement) * self.groups_per_step
 
@@ -122,10 +132,15 @@ class RolloutConfig(Table):
         return math.ceil(self.complete_fraction * self.groups_per_step - 1e-9)
 
     @property
+    def one_step_in_flight(self) -> bool:
+        """Whether nothing else is in flight when there is enough for a step, so that nothing is left to interrupt."""
+        whole = self.complete_fraction == 1 and self.complete_by == "group"
+        return whole and self.most_held <= self.groups_per_step
+
+    @property
     def nothing_rolls_over(self) -> bool:
         """Whether every rollout is finished before the step that follows it."""
-        whole = self.complete_fraction == 1 and self.complete_by == "group"
-        return self.interrupt == "never" or (self.most_held <= self.groups_per_step and whole)
+        return self.interrupt == "never" or self.one_step_in_flight
 
     @property
     def staleness_bound(self) -> int:

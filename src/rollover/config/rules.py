@@ -6,13 +6,12 @@ A rule reads the configuration as given: `in_flight_groups = 0` and `on_stale = 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rollover.config import Config, TaskSourceConfig
-from rollover.config.fields import default_of, leaves
+from rollover.config.fields import default_of, did_you_mean, leaves
 from rollover.config.rollout import ORDERS
 
 
@@ -57,24 +56,12 @@ def _fields(table: str, *, without: str) -> tuple[str, ...]:
     return tuple(name for name, _ in leaves() if name.startswith(f"{table}.") and name != f"{table}.{without}")
 
 
-def _near(name: str, candidates: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, candidates, n=1)
-    return f'. Did you mean "{near[0]}"?' if near else ""
-
-
 def _has_dataset(config: Config) -> bool:
     return any(source.kind == "dataset" for source in config.tasks.sources)
 
 
 def _all_sources_set(config: Config, field: str) -> bool:
     return bool(config.tasks.sources) and all(getattr(source, field) for source in config.tasks.sources)
-
-
-def _one_step_in_flight(config: Config) -> bool:
-    """When there is enough for a step nothing else is in flight, so there is nothing to interrupt."""
-    rollout = config.rollout
-    whole = rollout.complete_fraction == 1 and rollout.complete_by == "group"
-    return whole and rollout.most_held == rollout.groups_per_step
 
 
 def _nothing_gets_stale(config: Config) -> bool:
@@ -116,7 +103,7 @@ INERT: tuple[Inert, ...] = (
     Inert(
         ("rollout.interrupt",),
         ("rollout.in_flight_groups", "rollout.groups_per_step"),
-        _one_step_in_flight,
+        lambda c: c.rollout.one_step_in_flight,
         "with as many groups in flight as a step trains (rollout.in_flight_groups = rollout.groups_per_step): when"
         " enough groups are ready, none is left to interrupt",
         "Raise rollout.in_flight_groups",
@@ -316,7 +303,7 @@ REFUSED: tuple[Refused, ...] = (
         _unknown_order,
         lambda c: (
             f'rollout.order = "{c.rollout.order}" is none of {", ".join(ORDERS)}, and no function (module:function or'
-            f" path.py:function){_near(c.rollout.order, ORDERS)}"
+            f" path.py:function){did_you_mean(c.rollout.order, ORDERS)}"
         ),
     ),
     Refused(
@@ -355,10 +342,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         ("rollout.in_flight_groups", "rollout.max_staleness", "rollout.groups_per_step", "rollout.on_stale"),
-        lambda c: (
-            c.rollout.most_held > (1 + c.rollout.max_staleness) * c.rollout.groups_per_step
-            and c.rollout.on_stale not in ("drop", "mask")
-        ),
+        lambda c: c.rollout.finish_first and c.rollout.most_held > c.rollout.most_in_bound,
         lambda c: (
             f"rollout.in_flight_groups = {c.rollout.in_flight_groups}"
             + (
@@ -367,7 +351,7 @@ REFUSED: tuple[Refused, ...] = (
                 else ""
             )
             + " is above (1 + rollout.max_staleness) *"
-            f" rollout.groups_per_step = {(1 + c.rollout.max_staleness) * c.rollout.groups_per_step}: with"
+            f" rollout.groups_per_step = {c.rollout.most_in_bound}: with"
             ' rollout.on_stale = "finish_first" the bound could not be held. Lower it, raise rollout.max_staleness, or'
             ' set rollout.on_stale = "drop" to lose groups that get too old'
         ),

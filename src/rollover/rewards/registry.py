@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollover.functions import load_function
+from rollover.functions import load_function, shortened
 from rollover.rewards.answers import RULES, extract_answer, reference_answer, same_answer
 
 if TYPE_CHECKING:
@@ -153,8 +153,7 @@ def _number(value: Any) -> float | None:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+    return f"{type(value).__name__} {shortened(value)}"
 
 
 def answer_of(columns: dict[str, Any]) -> Any:

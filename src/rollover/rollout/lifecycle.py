@@ -126,8 +126,9 @@ class Lifecycle:
         group_ids = self.scheduler.to_consume(version, stream_ended)
         assert group_ids is not None, "there is not enough for a step"
         groups = [self.cache.consume(group_id) for group_id in sorted(group_ids)]
+        oldest = oldest_in_loss(self.config, version)
         for group in groups:
-            self.ledger.on_consume(group, oldest_in_loss(self.config, version))
+            self.ledger.on_consume(group, oldest)
             self.scheduler.on_leave(group)
             self._emit(EventKind.CONSUME, group)
         return groups

@@ -56,7 +56,7 @@ class Scheduler:
     def __init__(self, config: RolloutConfig, max_running: int | None = None) -> None:
         self.config = config
         self.max_running = max_running
-        self.finish_first = config.on_stale in ("", "finish_first")
+        self.finish_first = config.finish_first
         self.lengths = LengthEstimate()
         self.in_flight_groups = config.first_in_flight
         self._num_enough = config.num_enough
@@ -77,16 +77,16 @@ class Scheduler:
         self._refuse_impossible()
 
     def _refuse_impossible(self) -> None:
-        config, most = self.config, (1 + self.config.max_staleness) * self.config.groups_per_step
+        config = self.config
         if self.in_flight_groups < config.groups_per_step:
             raise ValueError(
                 f"rollout.in_flight_groups = {self.in_flight_groups} is below rollout.groups_per_step ="
                 f" {config.groups_per_step}: a step would never have enough groups. Raise it, or set it to 0."
             )
-        if self.finish_first and config.most_held > most:
+        if self.finish_first and config.most_held > config.most_in_bound:
             raise ValueError(
                 f"rollout.in_flight_groups = {self.in_flight_groups}: {config.most_held} groups held at once are above"
-                f" (1 + rollout.max_staleness) * rollout.groups_per_step = {most}:"
+                f" (1 + rollout.max_staleness) * rollout.groups_per_step = {config.most_in_bound}:"
                 ' on_stale = "finish_first" cannot keep the bound. Lower it, raise'
                 ' rollout.max_staleness, or set rollout.on_stale = "drop".'
             )
@@ -94,10 +94,6 @@ class Scheduler:
             raise ValueError(f"max_running = {self.max_running} must be at least 1")
 
     # Questions
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
 
     def num_to_admit(self) -> int:
         """How many new tasks may be admitted now."""
@@ -177,8 +173,8 @@ class Scheduler:
         """ValueError if groups that another config left behind cannot be trained in bound by this one."""
         if not self.finish_first:
             return
-        most = (1 + self.config.max_staleness) * self.config.groups_per_step
-        if len(self._held) > most or not is_feasible(self._due, version - 1, self.config.groups_per_step):
+        in_time = is_feasible(self._due, version - 1, self.config.groups_per_step)
+        if len(self._held) > self.config.most_in_bound or not in_time:
             raise ValueError(
                 f"--resume: the {len(self._held)} groups that the checkpoint holds cannot all be trained with"
                 f" rollout.max_staleness = {self.config.max_staleness} and rollout.groups_per_step ="
@@ -268,9 +264,8 @@ class Scheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any], groups: Iterable[Group]) -> None:
-        """`groups`: the held ones, as RolloutCache restored them. Nothing runs."""
-        fresh = Scheduler(self.config, self.max_running)
-        self.__dict__.update(fresh.__dict__)
+        """`groups`: the held ones, as RolloutCache restored them. Nothing runs; this scheduler holds nothing yet."""
+        assert not self._held, "a state is loaded into a new scheduler"
         self._next_parking = state["next_parking"]
         if self.config.in_flight_groups == "auto":
             self.in_flight_groups = state.get("in_flight_groups", self.in_flight_groups)

@@ -66,10 +66,6 @@ class Fleet:
         self.slot_s = 0.0
         self.prefill_tokens = 0
 
-    @property
-    def num_running(self) -> int:
-        return len(self._where)
-
     def place(self, preferred: int | None) -> int:
         """The engine for one more rollout: the preferred one if it has a free slot, else one with the fewest."""
         if preferred is not None and self._engines[preferred].num_running < self.slots:
@@ -155,9 +151,6 @@ class Fleet:
             heapq.heapify(e.queue)
             self._changed(index)
         return out
-
-    def engine_of(self, rollout_id: str) -> int:
-        return self._where[rollout_id].engine
 
     def _prefill_seconds(self, num_tokens: int) -> float:
         return max(self._prefill_min_s, num_tokens * self._prefill_s) if num_tokens else 0.0

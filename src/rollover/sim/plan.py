@@ -15,7 +15,6 @@ from typing import Any
 
 from rollover.config import Config, PlanConfig
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.lifecycle import Event
 from rollover.sim.simulate import Outcome, Simulation
 from rollover.sim.workload import Workload
 
@@ -127,7 +126,6 @@ class Plan:
 def make_plan(
     config: Config,
     observed: list[list[int]] | None = None,
-    on_event: Callable[[Event, float], None] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Simulate `config`. `observed`: group lengths of an earlier run, in place of the assumed distribution."""
@@ -135,7 +133,7 @@ def make_plan(
     workload = Workload(plan, rollout.group_size, rollout.max_new_tokens, observed or ())
     size = rollout.groups_per_step * rollout.group_size
     progress(f"simulating {plan.steps} steps of {size:,} rollouts on {plan.engines:,} engines")
-    figures = Figures.of(Simulation(rollout, plan, slots, workload, on_event).run(), plan)
+    figures = _simulate(rollout, plan, slots, workload)
     progress("simulating synchronous training")
     twin_steps = min(plan.steps, max(5, _TWIN_ROLLOUTS // size))
     twin = _simulate(synchronous(rollout), plan.model_copy(update={"steps": twin_steps}), slots, workload)

@@ -38,7 +38,6 @@ class Step:
     score_s: float
     train_s: float
     sync_s: float
-    num_groups: int
     generated_tokens: int
     trained_tokens: int
     staleness: Counter[int]
@@ -138,7 +137,6 @@ class Simulation:
             score_s=scored - generated,
             train_s=train_s,
             sync_s=self.plan.weight_sync_s,
-            num_groups=len(groups),
             generated_tokens=self.lifecycle.ledger.generated_tokens - before,
             trained_tokens=sum(ages.values()),
             staleness=ages,

@@ -9,7 +9,7 @@ from rollover.sim.plan import synchronous
 from rollover.sim.simulate import Simulation
 from rollover.sim.workload import Workload
 from rollover.track.picture import draw
-from rollover.track.trace import PUBLISH, Trace, TraceEvent
+from rollover.track.trace import PUBLISH, SPAN_END, SPAN_START, Trace, TraceEvent
 
 MOST_STEPS = 8
 MOST_SLOTS = 512
@@ -49,10 +49,10 @@ def planned_trace(rollout: RolloutConfig, plan: PlanConfig, slots: int, workload
         generated = begun + step.generate_s + step.score_s
         trained = generated + step.train_s
         events += [
-            TraceEvent("generate_start", begun, step.version),
-            TraceEvent("generate_end", generated, step.version),
-            TraceEvent("train_start", generated, step.version),
-            TraceEvent("train_end", trained, step.version),
+            TraceEvent("generate" + SPAN_START, begun, step.version),
+            TraceEvent("generate" + SPAN_END, generated, step.version),
+            TraceEvent("train" + SPAN_START, generated, step.version),
+            TraceEvent("train" + SPAN_END, trained, step.version),
             TraceEvent(PUBLISH, trained + step.sync_s, step.version + 1),
         ]
         begun = trained + step.sync_s

@@ -22,7 +22,7 @@ from rollover.rollout.lifecycle import Event, EventKind
 
 TRACE = "trace.jsonl"  # in the run directory
 PUBLISH = "publish"
-_START, _END = "_start", "_end"
+SPAN_START, SPAN_END = "_start", "_end"
 _BEGINS_STAY = (EventKind.START.value, EventKind.RESUME.value)
 _ENDS_STAY = (EventKind.PARK.value, EventKind.FINISH.value)
 
@@ -100,11 +100,11 @@ class Trace:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """The loop does something for a while: "generate", "train". Spans of one name do not overlap."""
-        self.events.append(TraceEvent(name + _START, self.clock(), self.version))
+        self.events.append(TraceEvent(name + SPAN_START, self.clock(), self.version))
         try:
             yield
         finally:
-            self.events.append(TraceEvent(name + _END, self.clock(), self.version))
+            self.events.append(TraceEvent(name + SPAN_END, self.clock(), self.version))
 
     def publish(self, version: int) -> None:
         """The trainer is at `version`, and its weights are live."""
@@ -251,10 +251,10 @@ def spans(events: Sequence[TraceEvent]) -> list[Span]:
     begun: dict[str, TraceEvent] = {}
     out = []
     for event in events:
-        if event.kind.endswith(_START):
-            begun[event.kind.removesuffix(_START)] = event
-        elif event.kind.endswith(_END) and (begin := begun.pop(event.kind.removesuffix(_END), None)):
-            out.append(Span(event.kind.removesuffix(_END), begin.version, begin.seconds, event.seconds))
+        if event.kind.endswith(SPAN_START):
+            begun[event.kind.removesuffix(SPAN_START)] = event
+        elif event.kind.endswith(SPAN_END) and (begin := begun.pop(event.kind.removesuffix(SPAN_END), None)):
+            out.append(Span(event.kind.removesuffix(SPAN_END), begin.version, begin.seconds, event.seconds))
     return out
 
 

@@ -278,19 +278,21 @@ def test_a_group_that_is_finished_at_the_last_moment_is_kept() -> None:
     assert run.ledger.dropped[DropReason.STALLED].groups == 0
 
 
+async def step_and_let_go(run: Run, engine: Hanging) -> list[Group] | None:
+    """One step; then what ignored its cancellation is ended, so that the event loop can close."""
+    async with asyncio.timeout(5):
+        groups = await run.step()
+    for future in engine.let_go:
+        future.cancel()
+    await asyncio.sleep(0.01)
+    return groups
+
+
 def test_one_that_ignores_its_cancellation_is_left_alone() -> None:
     engine = Hanging("0-0", times=9, deaf=True, stubborn=True)
     run = Run(engine=engine, watchdog=watchdog())
 
-    async def go() -> list[Group] | None:
-        async with asyncio.timeout(5):
-            groups = await run.step()
-        for future in engine.let_go:
-            future.cancel()
-        await asyncio.sleep(0.01)
-        return groups
-
-    groups = asyncio.run(go())
+    groups = asyncio.run(step_and_let_go(run, engine))
     assert groups is not None and ids([groups]) == [[1, 2]]
     assert_said(
         run,
@@ -355,15 +357,7 @@ def test_a_group_dropped_while_winding_down_may_leave_too_few_to_train() -> None
         max_staleness=2,
     )
 
-    async def go() -> list[Group] | None:
-        async with asyncio.timeout(5):
-            groups = await run.step()
-        for future in engine.let_go:
-            future.cancel()
-        await asyncio.sleep(0.01)
-        return groups
-
-    groups = asyncio.run(go())
+    groups = asyncio.run(step_and_let_go(run, engine))
     assert groups is not None and 1 not in [g.group_id for g in groups]
     assert_said(run, said("1-0", "interrupted", 1, CANCELLED), said("1-0", "cancelled", 1, ABANDONED))
     assert len(engine.extensions["2-1"]) == 2, "it was interrupted, and went on when its group was needed after all"

@@ -48,6 +48,7 @@ class DropReason(enum.Enum):
     STALE = "stale"
     TOO_FEW_REWARDS = "too_few_rewards"
     STALLED = "stalled"  # by the watchdog: a rollout that got no token in time, though it was tried again
+    BASELINE = "baseline"  # tokens of greedy rollouts of trained groups: compared with, never trained
     MASKED = "masked"  # tokens of trained groups that left the loss: rollout.on_stale = "mask"
 
 
@@ -173,6 +174,11 @@ class Rollout:
     @property
     def min_version(self) -> int | None:
         return min(self.versions, default=None)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether it is a baseline, sampled at temperature 0, which is never trained."""
+        return any(s.sampling.temperature == 0 for s in self.segments if s.trainable)
 
     def token_ids(self) -> list[int]:
         """Token ids after the prompt, over all segments."""

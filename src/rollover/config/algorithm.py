@@ -1,34 +1,142 @@
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rollover.config.base import Table
 
+# Names of rollover.algorithms, which config may not import (it needs torch); a test compares them.
+ADVANTAGES = (
+    "grpo", "dr_grpo", "rloo", "gdpo", "sum_then_normalize", "remax", "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline", "opo", "grpo_passk", "max_rl", "gae",
+)  # fmt: skip
+LOSSES = (
+    "clip", "reinforce", "gspo", "gmpo", "cispo", "sapo", "luspo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
+    "decoupled",
+)  # fmt: skip
+CLIPPED = ("clip", "decoupled", "gspo", "gmpo", "cispo", "luspo", "clip_cov", "dppo_tv", "dppo_kl")
+WITHOUT_SIBLINGS = ("remax", "reinforce_plus_plus", "gae")  # advantages that need no second rollout of a task
+
+Presets = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rloo", "reinforce++", "gdpo", "ppo", "remax", "max_rl",
+    "async_decoupled",
+]  # fmt: skip
+Correction = Literal[
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask", "icepop",
+    "segment_truncate", "segment_mask",
+]  # fmt: skip
+Rejection = Literal[
+    "none", "token_k1", "token_k2", "token_k3", "sequence_sum_k1", "sequence_sum_k2", "sequence_sum_k3",
+    "sequence_mean_k1", "sequence_mean_k2", "sequence_mean_k3", "sequence_max_k1", "sequence_max_k2",
+    "sequence_max_k3",
+]  # fmt: skip
+
 
 class AlgorithmConfig(Table):
     """[algorithm]: advantages, loss and off-policy correction. A preset sets them below every file."""
 
-    preset: Literal["grpo", "dapo", "dr_grpo"] = Field(default="grpo", description="Named set of the values below.")
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(default="grpo", description="Advantage estimator.")
-    advantage_std: Literal["sample", "population", "batch", "none"] = Field(
-        default="sample", description="grpo: standard deviation that advantages are divided by."
+    preset: Presets = Field(default="grpo", description="Named set of the values below.")
+
+    advantage: str = Field(
+        default="grpo",
+        description=f"Advantage estimator: {', '.join(ADVANTAGES)}, or your own function (module:function or"
+        " path.py:function) of rewards [N] and group ids [N] to advantages [N].",
     )
-    loss: Literal["clip", "reinforce"] = Field(default="clip", description="Policy loss.")
+    advantage_std: Literal["sample", "population", "batch", "none"] = Field(
+        default="sample", description="grpo, sum_then_normalize: standard deviation that advantages are divided by."
+    )
+    passk: int = Field(default=1, ge=1, description="grpo_passk: k of the pass@k that is optimised.")
+    reward_weights: dict[str, Any] = Field(
+        default_factory=dict,
+        description="gdpo, sum_then_normalize: weight of each reward, by name: score, or another entry of what the"
+        " reward function returned. Empty: score alone.",
+    )
+    gamma: float = Field(default=1.0, gt=0, le=1, description="gae: discount of a token.")
+    gae_lambda: float = Field(default=1.0, ge=0, le=1, description="gae: decay of the temporal differences.")
+    critic_learning_rate: float = Field(default=1e-3, gt=0, description="gae: learning rate of the value head.")
+    value_clip: float = Field(default=0.2, gt=0, description="gae: clip of the change of a value in one step.")
+
+    loss: str = Field(
+        default="clip",
+        description=f"Policy loss: {', '.join(LOSSES)}, or your own function (module:function or path.py:function),"
+        " called as those of algorithms/loss.py are.",
+    )
     clip_low: float = Field(
-        default=0.2, gt=0, description="clip: lower clip of the current/proximal ratio, 1 - clip_low."
+        default=0.2, ge=0, description="Lower clip of the current/proximal ratio: 1 - clip_low (of some losses, else)."
     )
     clip_high: float = Field(
-        default=0.2, gt=0, description="clip: upper clip of the current/proximal ratio, 1 + clip_high."
+        default=0.2, gt=0, description="Upper clip of the current/proximal ratio: 1 + clip_high (of some losses, else)."
+    )
+    dual_clip: float = Field(
+        default=0.0, ge=0, description="clip: bound of the ratio where the advantage is negative (3, say); 0 = off."
+    )
+    loss_options: dict[str, Any] = Field(
+        default_factory=dict, description="Further options of the loss, by name (docs/algorithms.md)."
     )
     aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+        "prompt-mean",
     ] = Field(default="token-mean", description="How per-token losses become one number.")
-    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus; 0 = off.")
+
+    proximal: Literal["step_start", "behavior", "interpolated", "snapshot"] = Field(
+        default="step_start",
+        description="Proximal log-probs, which the current ones are clipped against. step_start: under the weights at"
+        " the start of the step. behavior: those the engine sampled with. interpolated: between behavior and"
+        " current, by staleness, without a forward pass. snapshot: under the kept weights of the version that sampled"
+        " the token.",
+    )
+    correction: Correction = Field(
         default="token_truncate",
         description="Importance weight proximal/behavior on every token: truncated at, or masked above,"
-        " correction_cap.",
+        " correction_cap; of the token, the sequence, or a sequence's part of one policy version.",
     )
     correction_cap: float = Field(default=2.0, gt=1, description="Cap of the importance weight.")
+    correction_floor: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Floor of the importance weight; 0 = none."
+    )
     allow_uncorrected: bool = Field(
         default=False, description="Permit stale or truncated sampling with correction = none."
     )
+    rejection: Rejection = Field(
+        default="none",
+        description="Leave tokens or sequences out of the loss by an estimate (k1, k2, k3) of the divergence of"
+        " proximal and behavior policy.",
+    )
+    rejection_high: float = Field(default=0.1, gt=0, description="rejection: the largest divergence that is kept.")
+    off_policy_mask_threshold: float = Field(
+        default=0.0,
+        ge=0,
+        description="Leave out sequences with a negative advantage whose mean log behavior/current is above it; 0 ="
+        " off.",
+    )
+    ess_step_scaling: bool = Field(
+        default=False, description="Scale the learning rate by the effective sample size of the importance weights."
+    )
+
+    kl_coef: float = Field(
+        default=0.0, ge=0, description="Weight of the KL to the initial weights, in the loss; 0 = off."
+    )
+    kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = Field(
+        default="k3", description="Estimator of that KL; with +: its value, and the gradient of k2."
+    )
+    kl_bias_correction: bool = Field(
+        default=False, description="Multiply that KL by the current/proximal ratio, which makes its gradient unbiased."
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the initial weights are kept, for the KL to them."""
+        return self.kl_coef > 0
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether tokens with advantage 0 change the gradient, too."""
+        return bool(self.kl_coef or self.entropy_coef or self.needs_critic) or self.loss in ("clip_cov", "kl_cov")

@@ -370,11 +370,14 @@ def _replace(config: Config, key: str, value: Any) -> Config:
 
 
 def _finish(config: Config, layers: _Layers, notices: list[str]) -> Resolved:
-    """Final values for the two options whose default depends on others."""
+    """Final values for the options whose default depends on others."""
     origin = {key: layers.labels[index] for key, index in layers.index.items()}
     if config.rollout.in_flight_groups == 0:
         config = _replace(config, "rollout.in_flight_groups", config.rollout.groups_per_step)
         origin["rollout.in_flight_groups"] = "derived from rollout.groups_per_step"
     if config.rollout.on_stale == "":
         config = _replace(config, "rollout.on_stale", "finish_first")
+    if config.algorithm.advantage == "remax" and not config.rollout.greedy_baseline:
+        config = _replace(config, "rollout.greedy_baseline", True)
+        origin["rollout.greedy_baseline"] = "derived from algorithm.advantage"
     return Resolved(config, notices, origin)

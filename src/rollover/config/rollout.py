@@ -14,6 +14,11 @@ class RolloutConfig(Table):
 
     groups_per_step: int = Field(default=8, ge=1, description="Groups (tasks) trained in one step.")
     group_size: int = Field(default=8, ge=1, description="Sibling rollouts of one task.")
+    greedy_baseline: bool = Field(
+        default=False,
+        description="One more rollout of every task, greedy and not trained: the baseline of algorithm.advantage ="
+        " remax, which sets this.",
+    )
     max_new_tokens: int = Field(
         default=256, ge=1, description="Cumulative limit of a rollout's tokens over all its segments."
     )
@@ -91,6 +96,11 @@ class RolloutConfig(Table):
     )
     stop: list[str] = Field(default_factory=list, description="Strings that end a rollout (kept in its text).")
     stop_token_ids: list[int] = Field(default_factory=list, description="Token ids that end a rollout, besides EOS.")
+
+    @property
+    def rollouts_per_group(self) -> int:
+        """Trained siblings and the greedy baseline."""
+        return self.group_size + self.greedy_baseline
 
     @property
     def finish_first(self) -> bool:

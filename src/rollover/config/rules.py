@@ -6,36 +6,12 @@ A rule reads the configuration as given: `in_flight_groups = 0` and `on_stale = 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from rollover.config import Config, TaskSourceConfig
+from rollover.config import Config, TaskSourceConfig, algorithm_rules
 from rollover.config.fields import default_of, did_you_mean, leaves
 from rollover.config.rollout import ORDERS
-
-
-@dataclass(frozen=True)
-class Inert:
-    """`options` have no effect when `when(config)` holds; `because` names the settings that switch them off.
-
-    `why` completes "<option> has no effect ..."; `fix` says how to give it one.
-    """
-
-    options: tuple[str, ...]
-    because: tuple[str, ...]
-    when: Callable[[Config], bool]
-    why: str
-    fix: str = ""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A combination of `keys` that is an error when `when(config)` holds. `message` says why, and what to change."""
-
-    keys: tuple[str, ...]
-    when: Callable[[Config], bool]
-    message: Callable[[Config], str]
+from rollover.config.rule import Inert, Refused
 
 
 def neutral_values(config: Config, key: str) -> tuple[Any, ...]:
@@ -45,11 +21,6 @@ def neutral_values(config: Config, key: str) -> tuple[Any, ...]:
     if key == "rollout.on_stale":
         return ("", "finish_first")
     return (default_of(key),)
-
-
-def truncates_sampling(config: Config) -> bool:
-    rollout = config.rollout
-    return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
 
 
 def _fields(table: str, *, without: str) -> tuple[str, ...]:
@@ -82,6 +53,7 @@ _GENERATION = (
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 INERT: tuple[Inert, ...] = (
+    *algorithm_rules.INERT,
     Inert(
         (
             *(f"rollout.{name}" for name in _GENERATION + _SAMPLING),
@@ -148,36 +120,6 @@ INERT: tuple[Inert, ...] = (
         lambda c: c.watchdog.rollout_timeout_s == 0,
         "with watchdog.rollout_timeout_s = 0: no rollout is watched",
         "Set watchdog.rollout_timeout_s",
-    ),
-    Inert(
-        ("algorithm.clip_low", "algorithm.clip_high"),
-        ("algorithm.loss",),
-        lambda c: c.algorithm.loss != "clip",
-        'unless algorithm.loss = "clip"',
-    ),
-    Inert(
-        ("algorithm.advantage_std",),
-        ("algorithm.advantage",),
-        lambda c: c.algorithm.advantage != "grpo",
-        'unless algorithm.advantage = "grpo": the others do not divide by a standard deviation',
-    ),
-    Inert(
-        ("algorithm.correction_cap",),
-        ("algorithm.correction",),
-        lambda c: c.algorithm.correction == "none",
-        'with algorithm.correction = "none"',
-    ),
-    Inert(
-        ("algorithm.allow_uncorrected",),
-        ("algorithm.correction",),
-        lambda c: c.algorithm.correction != "none",
-        'unless algorithm.correction = "none"',
-    ),
-    Inert(
-        ("algorithm.allow_uncorrected",),
-        ("rollout.max_staleness", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
-        lambda c: not (c.rollout.max_staleness or truncates_sampling(c) or c.run.replay_rollouts),
-        "with rollout.max_staleness = 0 and untruncated sampling: there is nothing to correct",
     ),
     Inert(
         ("train.min_lr_ratio",),
@@ -254,10 +196,6 @@ def source_rules(sources: list[TaskSourceConfig]) -> list[Inert]:
     return rules
 
 
-def _uncorrected(config: Config) -> bool:
-    return config.algorithm.correction == "none" and not config.algorithm.allow_uncorrected
-
-
 def _unnamed_source(config: Config) -> str | None:
     for i, source in enumerate(config.tasks.sources):
         needed = "name" if source.kind == "reasoning_gym" else "path"
@@ -276,6 +214,7 @@ NO_SOURCES = Refused(
 )
 
 REFUSED: tuple[Refused, ...] = (
+    *algorithm_rules.REFUSED,
     Refused(
         ("tasks.sources",),
         lambda c: _unnamed_source(c) is not None,
@@ -315,24 +254,6 @@ REFUSED: tuple[Refused, ...] = (
         ),
     ),
     Refused(
-        ("rollout.max_staleness", "algorithm.correction"),
-        lambda c: c.rollout.max_staleness > 0 and _uncorrected(c),
-        lambda c: (
-            f'rollout.max_staleness = {c.rollout.max_staleness} with algorithm.correction = "none": tokens of older'
-            ' policy versions would be trained as if they were fresh. Set algorithm.correction = "token_truncate", or'
-            " rollout.max_staleness = 0, or (if you mean it) algorithm.allow_uncorrected = true"
-        ),
-    ),
-    Refused(
-        ("rollout.top_p", "rollout.top_k", "rollout.min_p", "algorithm.correction"),
-        lambda c: truncates_sampling(c) and _uncorrected(c),
-        lambda c: (
-            'truncated sampling (rollout.top_p, top_k or min_p) with algorithm.correction = "none": log-probs of the'
-            ' truncated distribution are not those of the policy. Set algorithm.correction = "token_truncate", sample'
-            " untruncated, or (if you mean it) set algorithm.allow_uncorrected = true"
-        ),
-    ),
-    Refused(
         ("rollout.in_flight_groups", "rollout.groups_per_step"),
         lambda c: c.rollout.most_in_flight < c.rollout.groups_per_step,
         lambda c: (
@@ -362,22 +283,6 @@ REFUSED: tuple[Refused, ...] = (
         lambda c: (
             "rollout.temperature = 0: greedy rollouts of a task are all the same and are never trained. Set it above 0"
             " (eval.temperature = 0 makes the evaluation greedy)"
-        ),
-    ),
-    Refused(
-        ("rollout.group_size", "algorithm.advantage"),
-        lambda c: c.rollout.group_size < 2,
-        lambda c: (
-            f'rollout.group_size = {c.rollout.group_size} with algorithm.advantage = "{c.algorithm.advantage}": a'
-            " baseline needs at least 2 sibling rollouts. Set rollout.group_size to 2 or more"
-        ),
-    ),
-    Refused(
-        ("rewards.min_valid", "rollout.group_size"),
-        lambda c: c.rewards.min_valid > c.rollout.group_size >= 2,
-        lambda c: (
-            f"rewards.min_valid = {c.rewards.min_valid} is above rollout.group_size = {c.rollout.group_size}: every"
-            " group would be dropped. Lower it"
         ),
     ),
     Refused(

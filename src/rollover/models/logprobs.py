@@ -76,18 +76,29 @@ def _logits_gradient(
     temperature_C: torch.Tensor,
     log_z_C: torch.Tensor,
     grad_C: torch.Tensor,
+    entropy_C: torch.Tensor,
+    grad_entropy_C: torch.Tensor | None,
     softcap: float | None,
     multiplier: float,
     *,
     unit: bool,
 ) -> torch.Tensor:
-    """Gradient [C, V] of sum(grad * log-probs) with respect to hidden @ weight^T. `unit`: all temperatures are 1."""
+    """Gradient [C, V] of sum(grad * log-probs + grad_entropy * entropies) with respect to hidden @ weight^T.
+
+    `unit`: all temperatures are 1.
+    """
     slope_CV = None if softcap is None else 1 - (logits_CV / softcap) ** 2
     if not unit:
         logits_CV /= temperature_C[:, None]
     # d logprob / d (logits / T) = onehot(target) - softmax
     scale_C = grad_C / temperature_C
-    grad_CV = logits_CV.sub_(log_z_C[:, None]).exp_().mul_(-scale_C[:, None])
+    logits_CV.sub_(log_z_C[:, None])
+    if grad_entropy_C is None:
+        grad_CV = logits_CV.exp_().mul_(-scale_C[:, None])
+    else:
+        # d entropy / d (logits / T) = -p (log p + entropy)
+        factor_CV = scale_C[:, None] + (grad_entropy_C / temperature_C)[:, None] * (logits_CV + entropy_C[:, None])
+        grad_CV = logits_CV.exp_().mul_(-factor_CV)
     grad_CV.scatter_add_(1, targets_C[:, None], scale_C[:, None])
     if slope_CV is not None:
         grad_CV *= slope_CV
@@ -137,15 +148,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
             # H = log Z - E[logit]; rows of a batched dot product, without a third [C, V] tensor.
             expected_C = torch.bmm(weights_CV[:, None, :], logits_CV[:, :, None]).flatten() / total_C
             entropy_N[part] = total_C.log() - expected_C
-        ctx.save_for_backward(hidden_NE, weight_VE, bias_V, targets_N, temperature_N, log_z_N)
+        ctx.save_for_backward(hidden_NE, weight_VE, bias_V, targets_N, temperature_N, log_z_N, entropy_N)
         ctx.softcap, ctx.multiplier, ctx.chunk, ctx.unit = softcap, multiplier, chunk, unit
-        ctx.mark_non_differentiable(entropy_N)
+        ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_N = grads[0]
-        hidden_NE, weight_VE, bias_V, targets_N, temperature_N, log_z_N = ctx.saved_tensors
+        hidden_NE, weight_VE, bias_V, targets_N, temperature_N, log_z_N, entropy_N = ctx.saved_tensors
+        grad_N, grad_entropy_N = torch.zeros_like(log_z_N) if grads[0] is None else grads[0], grads[1]
         head = Head(weight_VE, bias_V, ctx.softcap, ctx.multiplier).precise()
         grad_hidden_NE = torch.empty_like(hidden_NE)
         need_weight, need_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
@@ -153,7 +164,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             torch.zeros(weight_VE.shape, dtype=torch.float32, device=weight_VE.device) if need_weight else None
         )
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
-        compiled = kernels.on(hidden_NE.device.type) if ctx.softcap is None else None
+        plain = ctx.softcap is None and grad_entropy_N is None
+        compiled = kernels.on(hidden_NE.device.type) if plain else None
         for start in range(0, hidden_NE.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             if compiled is not None:
@@ -167,7 +179,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             else:
                 narrow_CV = _logits_gradient(
                     head.logits(hidden_NE[part]), targets_N[part], temperature_N[part], log_z_N[part], grad_N[part],
-                    ctx.softcap, ctx.multiplier, unit=ctx.unit,
+                    entropy_N[part], None if grad_entropy_N is None else grad_entropy_N[part], ctx.softcap, ctx.multiplier, unit=ctx.unit,
                 )  # fmt: skip
             narrow_CV = narrow_CV.to(weight_VE.dtype)
             grad_hidden_NE[part] = (narrow_CV @ weight_VE).to(hidden_NE.dtype)
@@ -195,7 +207,7 @@ def chunked_logprobs(
     *,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target and entropy of its distribution (nats, float32 [N], entropy without gradient).
+    """Log-prob of each target and entropy of its distribution (nats, float32 [N]).
 
     At most `chunk_bytes` of float32 logits exist at once. Differentiable in hidden_NE and the head's weight and bias.
     """

@@ -29,6 +29,8 @@ from rollover.types import DropReason, Group, Reward, Rollout, SamplingParams, S
 NextTask = Callable[[], tuple[Task, Sequence[int]] | None]
 Scorer = Callable[[list[Rollout]], Awaitable[list[Reward]]]
 
+_GREEDY = SamplingParams(temperature=0.0)  # of rollout.greedy_baseline, the sibling after the trained ones
+
 
 class Driver:
     """Runs generation phases on one engine.
@@ -148,7 +150,7 @@ class Driver:
                 generated_ids=tuple(rollout.token_ids()),
                 max_new_tokens=self.lifecycle.cache.remaining(rollout.rollout_id),
                 seed=rollout_seed(self.run_seed, rollout.task.task_id, rollout.task.attempt, rollout.sibling),
-                sampling=self._sampling,
+                sampling=self._sampling_of(rollout),
                 stop_token_ids=self._stop_token_ids,
                 stop_strings=self._stop_strings,
                 pause_after=self.lifecycle.scheduler.token_budget(rollout),
@@ -156,6 +158,9 @@ class Driver:
             )
             self._extends[asyncio.ensure_future(self.engine.extend(request))] = rollout
             self.watchdog.on_start(rollout.rollout_id, rollout.group_id, rollout.num_tokens, _now())
+
+    def _sampling_of(self, rollout: Rollout) -> SamplingParams:
+        return _GREEDY if rollout.sibling == self.config.group_size else self._sampling
 
     async def _wait_for_some(self) -> None:
         """Wait until an extension or a scoring is done, and handle all that are."""
@@ -274,7 +279,7 @@ class Driver:
                 self.engine.interrupt([rollout.rollout_id])
             case Action.CANCEL | Action.CANCEL_DROPPED:
                 remaining = self.lifecycle.cache.remaining(rollout.rollout_id)
-                self._salvaged[task] = salvaged(segments, remaining, self.engine.policy_version, self._sampling)
+                self._salvaged[task] = salvaged(segments, remaining, self.engine.policy_version, self._sampling_of(rollout))
                 task.cancel()
             case Action.DROP:
                 self._drop_soon(rollout.group_id)

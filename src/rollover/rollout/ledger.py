@@ -53,13 +53,19 @@ class Ledger:
         self.resumed_rollouts += 1
 
     def on_consume(self, group: Group, oldest_in_loss: int = 0) -> None:
-        """Tokens of policy versions below `oldest_in_loss` are not trained: they are dropped as masked."""
+        """Not trained: a greedy baseline's tokens, and, as masked, those of versions below `oldest_in_loss`."""
         self.trained.add(group)
+        baseline = sum(r.num_sampled_tokens for r in group.rollouts if r.greedy)
+        self._not_trained(DropReason.BASELINE, baseline)
         if oldest_in_loss:
-            segments = [s for r in group.rollouts for s in r.segments if s.trainable]
-            masked = sum(len(s) for s in segments if s.policy_version < oldest_in_loss)
-            self.trained.tokens -= masked
-            self.dropped[DropReason.MASKED].tokens += masked
+            segments = [s for r in group.rollouts if not r.greedy for s in r.segments if s.trainable]
+            self._not_trained(
+                DropReason.MASKED, sum(len(s) for s in segments if s.policy_version < oldest_in_loss)
+            )
+
+    def _not_trained(self, reason: DropReason, num_tokens: int) -> None:
+        self.trained.tokens -= num_tokens
+        self.dropped[reason].tokens += num_tokens
 
     def on_drop(self, group: Group, reason: DropReason) -> None:
         self.dropped[reason].add(group)

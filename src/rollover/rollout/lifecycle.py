@@ -67,7 +67,7 @@ class Lifecycle:
 
     def admit(self, task: Task, prompt_ids: Sequence[int], version: int) -> Group:
         """A new task becomes a group of WAITING rollouts."""
-        group = self.cache.admit(task, prompt_ids, self.config.group_size)
+        group = self.cache.admit(task, prompt_ids, self.config.rollouts_per_group)
         self.scheduler.on_admit(group, version)
         self.ledger.on_admit(group)
         self._emit(EventKind.ADMIT, group)
@@ -195,7 +195,7 @@ class Lifecycle:
                 )
             for segment in rollout.segments:
                 was = segment.sampling.temperature
-                if segment.trainable and was != self.config.temperature:
+                if segment.trainable and was not in (0.0, self.config.temperature):
                     raise ValueError(
                         f"--resume with rollout.temperature = {self.config.temperature:g}: rollout"
                         f" {rollout.rollout_id} was begun at {was:g}, and a rollout has one temperature."

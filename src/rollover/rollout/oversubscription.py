@@ -39,8 +39,8 @@ class LengthEstimate:
     def in_flight_groups(self, config: RolloutConfig, slots: int | None) -> int:
         """Groups to hold from now on. `slots`: rollouts that can run at once (None: as many as a step trains)."""
         if slots is None:
-            slots = config.groups_per_step * config.group_size
-        in_progress = math.ceil(slots / config.group_size * self.spread)
+            slots = config.groups_per_step * config.rollouts_per_group
+        in_progress = math.ceil(slots / config.rollouts_per_group * self.spread)
         ready = 0 if config.supplement else config.groups_per_step
         return max(config.groups_per_step, min(in_progress + ready, config.most_in_flight))
 

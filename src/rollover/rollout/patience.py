@@ -39,7 +39,7 @@ class Patience:
         error = next((r.error for r in rewards if r.missing), None)
         raise ValueError(
             f"rewards: none of {'the last' if started else 'the first'} {num_failed} groups got rewards.min_valid ="
-            f" {lifecycle.min_valid_rewards} valid rewards of {config.group_size}; the last error is: {error}."
+            f" {lifecycle.min_valid_rewards} valid rewards of {config.rollouts_per_group}; the last error is: {error}."
             " Fix the reward function" + (", and go on with --resume" if started else "")
         )
 

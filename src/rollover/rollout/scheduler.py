@@ -298,7 +298,7 @@ class Scheduler:
             return True
         if self.config.complete_by == "group":
             return num_ready >= self._num_enough
-        return num_ready > 0 and self._finished >= self._num_enough * self.config.group_size
+        return num_ready > 0 and self._finished >= self._num_enough * self.config.rollouts_per_group
 
     def _leaves_a_feasible_rest(self, version: int) -> bool:
         """Whether all groups that the step at `version` would leave behind can still be trained in bound."""

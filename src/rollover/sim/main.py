@@ -56,7 +56,7 @@ def _with_arguments(config: Config, args: argparse.Namespace) -> Config:
     plan = config.plan.model_copy(update=given)
     rollout = config.rollout
     if args.rollouts_per_engine is not None:
-        groups = max(1, round(plan.engines * args.rollouts_per_engine / rollout.group_size))
+        groups = max(1, round(plan.engines * args.rollouts_per_engine / rollout.rollouts_per_group))
         in_flight = rollout.in_flight_groups
         if in_flight != "auto":
             in_flight = round(in_flight / rollout.groups_per_step * groups)

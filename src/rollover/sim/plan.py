@@ -130,8 +130,8 @@ def make_plan(
 ) -> Plan:
     """Simulate `config`. `observed`: group lengths of an earlier run, in place of the assumed distribution."""
     rollout, plan, slots = config.rollout, config.plan, config.engine.max_running
-    workload = Workload(plan, rollout.group_size, rollout.max_new_tokens, observed or ())
-    size = rollout.groups_per_step * rollout.group_size
+    workload = Workload(plan, rollout.rollouts_per_group, rollout.max_new_tokens, observed or ())
+    size = rollout.groups_per_step * rollout.rollouts_per_group
     progress(f"simulating {plan.steps} steps of {size:,} rollouts on {plan.engines:,} engines")
     figures = _simulate(rollout, plan, slots, workload)
     progress("simulating synchronous training")

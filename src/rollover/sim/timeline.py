@@ -23,7 +23,7 @@ def timeline(config: Config, observed: list[list[int]] | None = None) -> str:
             f"--svg draws every slot: {plan.engines} engines x {slots} are more than {MOST_SLOTS}. Give fewer --engines"
         )
     plan = plan.model_copy(update={"steps": min(plan.steps, MOST_STEPS)})
-    workload = Workload(plan, rollout.group_size, rollout.max_new_tokens, observed or ())
+    workload = Workload(plan, rollout.rollouts_per_group, rollout.max_new_tokens, observed or ())
     return draw(
         [
             ("synchronous (planned)", planned_trace(synchronous(rollout), plan, slots, workload)),

@@ -5,19 +5,49 @@ Numpy arrays of a Sample are [n] over the tokens after the prompt. Never touches
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from rollover.algorithms import advantage
 from rollover.config import AlgorithmConfig
+from rollover.functions import load_function
 from rollover.types import Group, Rollout, Sample
 
-ADVANTAGES = {
-    "grpo": lambda rewards, groups, cfg: advantage.grpo(rewards, groups, std=cfg.advantage_std),
-    "dr_grpo": lambda rewards, groups, cfg: advantage.dr_grpo(rewards, groups),
-    "rloo": lambda rewards, groups, cfg: advantage.rloo(rewards, groups),
+@dataclass(frozen=True)
+class Scored:
+    """The rollouts of a batch as an advantage estimator sees them; NaN: missing reward. Greedy baselines are apart.
+
+    rewards_N: scores. components_NR: the rewards that algorithm.reward_weights names, weighted by weights_R.
+    greedy_N: the score of the group's greedy rollout, NaN without one. lengths_N: sampled tokens.
+    """
+
+    rewards_N: torch.Tensor
+    group_N: torch.Tensor
+    lengths_N: torch.Tensor
+    components_NR: torch.Tensor
+    weights_R: torch.Tensor
+    greedy_N: torch.Tensor
+
+
+# One advantage a rollout. Of "gae": the reward; the critic makes advantages per token of it.
+ADVANTAGES: dict[str, Callable[[Scored, AlgorithmConfig], torch.Tensor]] = {
+    "grpo": lambda s, c: advantage.grpo(s.rewards_N, s.group_N, std=c.advantage_std),
+    "dr_grpo": lambda s, c: advantage.dr_grpo(s.rewards_N, s.group_N),
+    "rloo": lambda s, c: advantage.rloo(s.rewards_N, s.group_N),
+    "gdpo": lambda s, c: advantage.gdpo(s.components_NR, s.group_N, s.weights_R),
+    "sum_then_normalize": lambda s, c: advantage.sum_then_normalize(
+        s.components_NR, s.group_N, s.weights_R, std=c.advantage_std
+    ),
+    "remax": lambda s, c: advantage.remax(s.rewards_N, s.greedy_N),
+    "reinforce_plus_plus": lambda s, c: advantage.reinforce_plus_plus(s.rewards_N),
+    "reinforce_plus_plus_baseline": lambda s, c: advantage.reinforce_plus_plus_baseline(s.rewards_N, s.group_N),
+    "opo": lambda s, c: advantage.opo(s.rewards_N, s.lengths_N, s.group_N),
+    "grpo_passk": lambda s, c: advantage.grpo_passk(s.rewards_N, s.group_N, k=c.passk),
+    "max_rl": lambda s, c: advantage.max_rl(s.rewards_N, s.group_N),
+    "gae": lambda s, c: torch.nan_to_num(s.rewards_N),
 }
 
 
@@ -52,16 +82,72 @@ def _sample(rollout: Rollout, value: float, oldest_version: int) -> Sample:
     )
 
 
+def _scored(rollouts: list[Rollout], greedy: dict[int, float], weights: dict[str, float]) -> Scored:
+    weights = weights or {"score": 1.0}
+    return Scored(
+        rewards_N=torch.tensor([_score(r) for r in rollouts], dtype=torch.float32),
+        group_N=torch.tensor([r.group_id for r in rollouts]),
+        lengths_N=torch.tensor([r.num_sampled_tokens for r in rollouts]),
+        components_NR=torch.tensor([[_component(r, name) for name in weights] for r in rollouts], dtype=torch.float32),
+        weights_R=torch.tensor(list(weights.values()), dtype=torch.float32),
+        greedy_N=torch.tensor([greedy.get(r.group_id, float("nan")) for r in rollouts], dtype=torch.float32),
+    )
+
+
+def _score(rollout: Rollout) -> float:
+    return float("nan") if rollout.reward is None or rollout.reward.score is None else rollout.reward.score
+
+
+def _component(rollout: Rollout, name: str) -> float:
+    """The score, or another entry of what the reward function returned."""
+    if name == "score" or rollout.reward is None or rollout.reward.missing:
+        return _score(rollout)
+    if name not in rollout.reward.extras:
+        have = ", ".join(["score", *rollout.reward.extras])
+        raise ValueError(
+            f"algorithm.reward_weights names {name!r}, which the reward {rollout.task.reward!r} does not return:"
+            f" it has {have}"
+        )
+    return rollout.reward.extras[name]
+
+
+def _estimator(config: AlgorithmConfig) -> Callable[[Scored, AlgorithmConfig], torch.Tensor]:
+    """The named estimator, or the user's own function of rewards and groups."""
+    if config.advantage in ADVANTAGES:
+        return ADVANTAGES[config.advantage]
+    function = load_function(config.advantage, ".")
+
+    def own(scored: Scored, _: AlgorithmConfig) -> torch.Tensor:
+        advantages_N = torch.as_tensor(function(scored.rewards_N, scored.group_N), dtype=torch.float32)
+        if advantages_N.shape != scored.rewards_N.shape:
+            raise ValueError(
+                f"algorithm.advantage = {config.advantage!r} returned the shape {tuple(advantages_N.shape)} for"
+                f" {len(scored.rewards_N)} rollouts; it must return one advantage each"
+            )
+        return torch.where(torch.isnan(scored.rewards_N), 0.0, advantages_N)
+
+    return own
+
+
 def build_batch(groups: list[Group], algorithm: AlgorithmConfig, oldest_version: int = 0) -> Batch:
     """One Sample per rollout, in group-id and sibling order; the baseline of a group is over all its valid siblings.
 
     Tokens sampled before policy version `oldest_version` are context only (staleness.oldest_in_loss).
     """
     rollouts = [r for g in sorted(groups, key=lambda g: g.group_id) for r in g.rollouts]
-    scores = [r.reward.score if r.reward is not None and not r.reward.missing else float("nan") for r in rollouts]
-    advantages_N = ADVANTAGES[algorithm.advantage](
-        torch.tensor(scores, dtype=torch.float32), torch.tensor([r.group_id for r in rollouts]), algorithm
-    )
-    return Batch(
-        [_sample(r, float(a), oldest_version) for r, a in zip(rollouts, advantages_N, strict=True) if r.num_tokens]
-    )
+    sampled = [r for r in rollouts if not r.greedy]
+    greedy = {r.group_id: _score(r) for r in rollouts if r.greedy}
+    advantages_N = _estimator(algorithm)(_scored(sampled, greedy, algorithm.reward_weights), algorithm)
+    samples = [_sample(r, float(a), oldest_version) for r, a in zip(sampled, advantages_N, strict=True) if r.num_tokens]
+    if algorithm.needs_critic:
+        samples = [replace(s, advantages=_at_last(s.advantages, s.mask)) for s in samples]
+    return Batch(samples)
+
+
+def _at_last(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """The reward of a rollout, at its last loss token."""
+    out = np.zeros_like(values)
+    places = np.flatnonzero(mask)
+    if len(places):
+        out[places[-1]] = values[places[-1]]
+    return out

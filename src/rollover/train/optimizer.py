@@ -92,10 +92,10 @@ class Optimizer:
                 if parameter.grad is not None:
                     master.grad = parameter.grad
 
-    def step(self) -> dict[str, float]:
-        """Clip, step, copy masters to the compute weights. A non-finite gradient skips the update, and says so."""
+    def step(self, rate_scale: float = 1.0) -> dict[str, float]:
+        """Clip, step at `rate_scale` times the scheduled rate, copy masters to the compute weights. A non-finite gradient skips the update, and says so."""
         gradients = self.gradients()
-        rate = learning_rate(self.config, self.step_count, self.total_steps)
+        rate = rate_scale * learning_rate(self.config, self.step_count, self.total_steps)
         norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
         skipped = not math.isfinite(norm)
         if not skipped and gradients:

@@ -49,7 +49,7 @@ class Packed:
     lengths: of the blocks. prefixes: the prompt's block of each answer's block, None for a prompt (PackedAttention).
     input_ids_N, position_ids_N: the row. loss_positions_M: row positions whose next token is in the loss.
     targets_M, temperature_M: those tokens. rows_M, columns_M: their place in [B, T]. The *_BT streams are padded
-    with 0.
+    with 0. group_B: group ids.
     """
 
     lengths: list[int]
@@ -64,6 +64,8 @@ class Packed:
     mask_BT: torch.Tensor
     behavior_logprobs_BT: torch.Tensor
     advantages_BT: torch.Tensor
+    versions_BT: torch.Tensor
+    group_B: torch.Tensor
 
     def unpack(self, values_M: torch.Tensor) -> torch.Tensor:
         """[M] -> [B, T], 0 outside the loss. Differentiable."""
@@ -126,4 +128,6 @@ def pack(samples: list[Sample], device: torch.device) -> Packed:
         mask_BT=padded(masks, np.bool_),
         behavior_logprobs_BT=padded([s.behavior_logprobs * s.mask for s in samples], np.float32),
         advantages_BT=padded([s.advantages for s in samples], np.float32),
+        versions_BT=padded([s.versions for s in samples], np.int64),
+        group_B=flat([np.array([s.group_id]) for s in samples]),
     )

@@ -19,8 +19,8 @@ def _mean(values: list[float]) -> float:
 
 
 def reward_metrics(groups: list[Group]) -> dict[str, float]:
-    """Means over valid rewards; missing ones are counted."""
-    rewards = [(r.task.source, r.reward) for g in groups for r in g.rollouts if r.reward is not None]
+    """Means over valid rewards; missing ones are counted. Greedy baselines are left out."""
+    rewards = [(r.task.source, r.reward) for g in groups for r in g.rollouts if r.reward is not None and not r.greedy]
     scores: dict[str, list[float]] = defaultdict(list)
     extras: dict[str, list[float]] = defaultdict(list)
     for source, reward in rewards:
@@ -32,7 +32,7 @@ def reward_metrics(groups: list[Group]) -> dict[str, float]:
     spreads = [
         np.ptp(valid) == 0
         for g in groups
-        if (valid := [r.reward.score for r in g.rollouts if r.reward is not None and r.reward.score is not None])
+        if (valid := _valid_scores(g))
     ]
     return {
         "reward/mean": _mean(everything),
@@ -44,9 +44,14 @@ def reward_metrics(groups: list[Group]) -> dict[str, float]:
     }
 
 
+def _valid_scores(group: Group) -> list[float]:
+    rewards = [r.reward for r in group.rollouts if r.reward is not None and not r.greedy]
+    return [reward.score for reward in rewards if reward.score is not None]
+
+
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     """Lengths, and how many rollouts have segments of two or more policy versions."""
-    rollouts = [r for g in groups for r in g.rollouts]
+    rollouts = [r for g in groups for r in g.rollouts if not r.greedy]
     versions = [len(r.versions) for r in rollouts]
     lengths = [r.num_tokens for r in rollouts]
     return {

@@ -164,6 +164,7 @@ class Parts:
             config.algorithm,
             dtype=dtype_of(config),
             max_new_tokens=config.rollout.max_new_tokens,
+            max_staleness=config.rollout.staleness_bound,
             lora=config.model.lora,
         )
         prompts = PromptSource(
@@ -174,7 +175,7 @@ class Parts:
         rewarder = RewardWorker(config.rewards)
         lifecycle = Lifecycle(config.rollout, config.engine.max_running, config.rewards.min_valid)
         scorer = make_scorer(rewarder, loaded.tokenizer, config.rewards.repetition_penalty)
-        watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.group_size))
+        watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
         driver = Driver(lifecycle, engine, prompts, scorer, config.run.seed, stops, watchdog)
         return cls(loaded, trainer, lifecycle, prompts, engine, rewarder, driver, stops)
 

@@ -5,64 +5,35 @@ Shapes: N row tokens, M loss positions, B samples, T longest response. Owns weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rollover.algorithms.aggregate import aggregate
-from rollover.algorithms.correction import importance_weights, mismatch_metrics
-from rollover.algorithms.loss import policy_loss
 from rollover.config import AlgorithmConfig, LoraConfig, TrainConfig
 from rollover.models.attention import PackedAttention, hidden_states
 from rollover.models.load import LoadedModel
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.models.norms import compile_norms
+from rollover.rollout.staleness import staleness
 from rollover.train.batch import Batch
+from rollover.train.critic import Critic, Stream
+from rollover.train.lora import add_lora, merged_weights
+from rollover.train.objective import Counts, Objective, Streams, Sums, combine, step_metrics
 from rollover.train.optimizer import Optimizer
 from rollover.train.packing import Packed, micro_batches, pack, split_groups
+from rollover.train.snapshots import REFERENCE, Snapshots, of_version
 from rollover.types import Sample
-
-Sums = dict[str, torch.Tensor]
-
-
-def add_lora(model: Any, lora: LoraConfig) -> Any:
-    """Freeze the model and give the named linear layers adapters (peft). ValueError where a name matches none.
-
-    The embeddings are refused: log-probs are computed from the plain head, which may be tied to the input embedding.
-    """
-    try:
-        from peft import LoraConfig as PeftConfig
-        from peft import get_peft_model
-    except ImportError as error:
-        raise ValueError("model.lora.rank > 0 needs the package peft: pip install peft") from error
-    # Names as peft matches them: the whole path of a module, or its end.
-    for target in lora.target_modules:
-        matches = [m for n, m in model.named_modules() if n == target or n.endswith(f".{target}")]
-        if not matches:
-            raise ValueError(f"model.lora.target_modules: the model has no layer {target!r}; remove it or correct it")
-        if any(m is model.get_output_embeddings() or m is model.get_input_embeddings() for m in matches):
-            raise ValueError(f"model.lora.target_modules: {target!r} is an embedding, which cannot have an adapter")
-    config = PeftConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (peft divides by the rank: a float will do)
-        lora_dropout=lora.dropout,
-        target_modules=list(lora.target_modules),
-        task_type="CAUSAL_LM",
-    )
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        raise ValueError(f"model.lora.target_modules = {lora.target_modules}: {error}") from error
 
 
 class Trainer:
     """Verbs: compute_logprobs, forward_backward, optim_step, publish, save_state; `train_step` strings them together.
 
     `loaded` holds the model in float32; its parameters are cast to `dtype` here, after the masters are taken.
-    `max_new_tokens` is the norm of seq-mean-token-sum-norm.
+    `max_staleness`: how old the weights may be that proximal = "snapshot" asks for.
     """
 
     def __init__(
@@ -73,11 +44,13 @@ class Trainer:
         *,
         dtype: torch.dtype,
         max_new_tokens: int,
+        max_staleness: int = 0,
         lora: LoraConfig | None = None,
     ) -> None:
         self.config, self.algorithm = train, algorithm
         self.tokenizer = loaded.tokenizer
-        self.max_new_tokens = max_new_tokens
+        self.max_staleness = max_staleness
+        self.objective = Objective(algorithm, max_new_tokens)
         self.policy_version = 0
         self.lora = lora is not None and lora.rank > 0
         self.model = add_lora(loaded.model, lora) if self.lora and lora is not None else loaded.model
@@ -87,6 +60,10 @@ class Trainer:
         compile_norms(self._plain)
         self.device = next(self.model.parameters()).device
         self._published = False
+        self.snapshots = Snapshots({n: p for n, p in self.model.named_parameters() if p.requires_grad})
+        self._keep_snapshots()
+        width = self._plain.config.get_text_config().hidden_size
+        self.critic = Critic(width, algorithm, self.device) if algorithm.needs_critic else None
         if train.gradient_checkpointing:
             self._plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         # transformers checkpoints in training mode only.
@@ -99,119 +76,154 @@ class Trainer:
             if isinstance(module, torch.nn.Dropout) and "lora_dropout" not in name:
                 module.eval()
 
-    def _logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs, entropies) [M] of the loss tokens under the current weights."""
+    def _forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens under the current weights."""
         hidden_NE = hidden_states(
             self._plain, packed.input_ids_N, packed.position_ids_N, PackedAttention(packed.lengths, packed.prefixes)
         )
-        return chunked_logprobs(
-            hidden_NE.index_select(0, packed.loss_positions_M),
-            Head.of(self._plain),
-            packed.targets_M,
-            packed.temperature_M,
+        hidden_ME = hidden_NE.index_select(0, packed.loss_positions_M)
+        logprobs_M, entropy_M = chunked_logprobs(
+            hidden_ME, Head.of(self._plain), packed.targets_M, packed.temperature_M
         )
+        return logprobs_M, entropy_M, hidden_ME
 
     @torch.no_grad()
-    def compute_logprobs(self, samples: list[Sample]) -> dict[str, np.ndarray]:
-        """rollout_id -> log-probs [loss tokens] under the current weights, without dropout.
+    def _evaluate(self, samples: list[Sample], what: Callable[[Packed], torch.Tensor]) -> Stream:
+        """rollout_id -> `what` [loss tokens] under the current weights, without dropout.
 
         Packed as `train_step` packs a minibatch of these samples: at equal weights the values are the same bits.
         """
         self._train_mode(False)
-        out: dict[str, np.ndarray] = {}
+        out: Stream = {}
         for micro in micro_batches(samples, self.config.micro_batch_tokens):
-            logprobs_M, _ = self._logprobs(pack(micro, self.device))
+            values_M = what(pack(micro, self.device))
             counts = [int(s.mask.sum()) for s in micro]
-            for s, part in zip(micro, logprobs_M.split(counts), strict=True):
+            for s, part in zip(micro, values_M.split(counts), strict=True):
                 out[s.rollout_id] = part.cpu().numpy()
         return out
 
-    def forward_backward(self, micro: list[Sample], denominator: float, proximal: dict[str, np.ndarray] | None) -> Sums:
-        """Loss and gradient of one micro-batch. `proximal` None: the current log-probs are the proximal ones.
+    def compute_logprobs(self, samples: list[Sample]) -> Stream:
+        """rollout_id -> log-probs [loss tokens] under the current weights, without dropout."""
+        return self._evaluate(samples, lambda packed: self._forward(packed)[0])
 
-        The current/proximal ratio is then exactly 1, and no extra forward pass is spent.
+    def forward_backward(self, micro: list[Sample], counts: Counts, known: Mapping[str, Stream] | None = None) -> Sums:
+        """Loss and gradient of one micro-batch of a minibatch with `counts`.
+
+        `known`: streams computed before the step. Without "proximal" the current log-probs are the proximal ones: the
+        current/proximal ratio is then exactly 1, and no extra forward pass is spent.
         """
-        cfg = self.algorithm
+        known = known or {}
         self._train_mode(True)
         packed = pack(micro, self.device)
-        logprobs_M, entropy_M = self._logprobs(packed)
-        logprobs_BT = packed.unpack(logprobs_M)
-        if proximal is None:
-            proximal_BT = logprobs_BT.detach()
-        else:
-            known = np.concatenate([proximal[s.rollout_id] for s in micro])
-            proximal_BT = packed.unpack(torch.from_numpy(known).to(self.device))
-        loss_BT, sums = policy_loss(
-            logprobs_BT,
-            proximal_BT,
-            packed.advantages_BT,
-            packed.mask_BT,
-            kind=cfg.loss,
-            clip_low=cfg.clip_low,
-            clip_high=cfg.clip_high,
+        logprobs_M, entropy_M, hidden_ME = self._forward(packed)
+
+        def flat(stream: Stream) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate([stream[s.rollout_id] for s in micro])).to(self.device)
+
+        streams = Streams(
+            logprobs_BT=packed.unpack(logprobs_M),
+            entropy_BT=packed.unpack(entropy_M if self.algorithm.entropy_coef else entropy_M.detach()),
+            proximal_BT=packed.unpack(flat(known["proximal"])) if "proximal" in known else None,
+            behavior_BT=packed.behavior_logprobs_BT,
+            reference_BT=packed.unpack(flat(known["reference"])) if "reference" in known else None,
+            advantages_BT=packed.advantages_BT,
+            mask_BT=packed.mask_BT,
+            versions_BT=packed.versions_BT,
+            staleness_BT=staleness(packed.versions_BT, self.policy_version),
+            group_B=packed.group_B,
         )
-        if cfg.correction == "none":
-            weights_BT = packed.mask_BT.float()
-        else:
-            weights_BT = importance_weights(
-                proximal_BT,
-                packed.behavior_logprobs_BT,
-                packed.mask_BT,
-                mode=cfg.correction,
-                cap=cfg.correction_cap,
-            )
-        loss = aggregate(
-            loss_BT * weights_BT,
-            packed.mask_BT,
-            cfg.aggregation,
-            denominator=denominator,
-            norm=float(self.max_new_tokens),
-        )
+        loss, sums = self.objective(streams, counts)
         loss.backward()
-        sums |= mismatch_metrics(
-            proximal_BT, packed.behavior_logprobs_BT, packed.mask_BT, mode=cfg.correction, cap=cfg.correction_cap
-        )
-        return sums | {"sum/loss": loss.detach(), "sum/entropy": entropy_M.detach().sum()}
+        if self.critic is not None:
+            values_M, returns_M = flat(known["values"]), flat(known["returns"])
+            sums |= self.critic.forward_backward(hidden_ME, values_M, returns_M, counts.tokens)
+        return sums
 
-    def optim_step(self) -> dict[str, float]:
-        """One optimizer step on the accumulated gradient."""
-        return self.optimizer.step()
+    def _known(self, minibatches: list[list[Sample]]) -> dict[str, Stream]:
+        """The streams of the whole step that are taken at the weights of its start, or at kept ones.
 
-    def _denominator(self, samples: list[Sample]) -> float:
-        """Global count of what the aggregation divides by, over the whole minibatch."""
-        if self.algorithm.aggregation.startswith("seq-"):
-            return float(sum(bool(s.mask.any()) for s in samples))
-        return float(sum(int(s.mask.sum()) for s in samples))
+        Computed minibatch by minibatch, to be packed as they will be in training.
+        """
+        known: dict[str, Stream] = {}
+        if self.algorithm.proximal == "snapshot":
+            known["proximal"] = self._sampling_logprobs(minibatches)
+        elif self.algorithm.proximal == "step_start" and len(minibatches) > 1:
+            # The first minibatch meets the weights of the step's start: its current log-probs are the proximal ones.
+            known["proximal"] = {k: v for part in minibatches[1:] for k, v in self.compute_logprobs(part).items()}
+        if self.algorithm.needs_reference:
+            with self.snapshots.under(REFERENCE):
+                known["reference"] = {k: v for part in minibatches for k, v in self.compute_logprobs(part).items()}
+        return known
+
+    def _sampling_logprobs(self, minibatches: list[list[Sample]]) -> Stream:
+        """Log-probs of every loss token under the trainer's weights of the version that sampled it."""
+        out = {s.rollout_id: np.zeros(int(s.mask.sum()), np.float32) for part in minibatches for s in part}
+        for part in minibatches:
+            versions = {int(v) for s in part for v in np.unique(s.versions[s.mask])}
+            for version in sorted(versions):
+                current = version == self.policy_version
+                with nullcontext() if current else self.snapshots.under(of_version(version)):
+                    found = self.compute_logprobs(part)
+                for s in part:
+                    if s.mask.any():
+                        own = s.versions[s.mask] == version
+                        out[s.rollout_id][own] = found[s.rollout_id][own]
+        return out
+
+    def _estimate(self, samples: list[Sample]) -> tuple[list[Sample], dict[str, Stream]]:
+        """With a critic: the samples with its advantages, its values and the returns. Else the samples as they are."""
+        critic = self.critic
+        if critic is None:
+            return samples, {}
+        values = self._evaluate(samples, lambda packed: critic.values(self._forward(packed)[2]))
+        samples, returns = critic.estimate(samples, values)
+        return samples, {"values": values, "returns": returns}
+
+    def optim_step(self, rate_scale: float = 1.0) -> dict[str, float]:
+        """One optimizer step on the accumulated gradient, at `rate_scale` times the learning rate."""
+        if self.critic is not None:
+            self.critic.step()
+        return self.optimizer.step(rate_scale)
 
     def train_step(self, batch: Batch) -> dict[str, float]:
         """One training step: every minibatch once, in order. Raises policy_version by one.
 
         Samples whose advantages are all 0 (a group that agrees) add nothing to the gradient: they count in the
-        denominators and are not computed, unless `train.skip_zero_advantage` is off.
+        denominators and are not computed, unless `train.skip_zero_advantage` is off or the algorithm needs them.
         """
         assert batch.samples, "a training step needs at least one sample"
-        minibatches = split_groups(batch.samples, self.config.minibatches_per_step)
-        denominators = [self._denominator(samples) for samples in minibatches]
-        loss_tokens = sum(int(s.mask.sum()) for s in batch.samples)
-        if self.config.skip_zero_advantage:
-            minibatches = [[s for s in samples if s.advantages[s.mask].any()] for samples in minibatches]
-        skipped_tokens = loss_tokens - sum(int(s.mask.sum()) for samples in minibatches for s in samples)
-        # The first minibatch meets the weights of the step's start: its current log-probs are the proximal ones.
-        # Those of the others are computed minibatch by minibatch, to be packed as they will be in training.
-        proximal: dict[str, np.ndarray] = {}
-        for samples in minibatches[1:]:
-            proximal |= self.compute_logprobs(samples)
+        samples, known = self._estimate(batch.samples)
+        minibatches = split_groups(samples, self.config.minibatches_per_step)
+        counts = [Counts.of(part) for part in minibatches]
+        if self.config.skip_zero_advantage and not self.algorithm.needs_every_token:
+            minibatches = [[s for s in part if s.advantages[s.mask].any()] for part in minibatches]
+        skipped_tokens = sum(c.tokens for c in counts) - sum(Counts.of(part).tokens for part in minibatches)
+        known |= self._known(minibatches)
         totals: dict[str, float] = {}
         updates: list[dict[str, float]] = []
-        for index, (samples, denominator) in enumerate(zip(minibatches, denominators, strict=True)):
-            for micro in micro_batches(samples, self.config.micro_batch_tokens):
-                _combine(totals, self.forward_backward(micro, denominator, proximal if index else None))
-            if denominator and not samples:
+        for index, (part, count) in enumerate(zip(minibatches, counts, strict=True)):
+            first = index == 0 and self.algorithm.proximal == "step_start"
+            streams = {name: stream for name, stream in known.items() if not (first and name == "proximal")}
+            sums: dict[str, float] = {}
+            for micro in micro_batches(part, self.config.micro_batch_tokens):
+                combine(sums, self.forward_backward(micro, count, streams))
+            if count.tokens and not part:
                 self.optimizer.set_zero_gradients()
-            updates.append(self.optim_step())
+            updates.append(self.optim_step(self.objective.rate_scale(sums)))
+            combine(totals, sums)
         self._train_mode(False)
         self.policy_version += 1
-        return _metrics(totals, updates, len(minibatches)) | {"train/zero_advantage_tokens": float(skipped_tokens)}
+        self._keep_snapshots()
+        return step_metrics(totals, updates) | {"train/zero_advantage_tokens": float(skipped_tokens)}
+
+    def _keep_snapshots(self) -> None:
+        """The reference from version 0 on; for proximal = "snapshot" every version that a batch may still hold."""
+        if self.algorithm.needs_reference and self.policy_version == 0:
+            self.snapshots.keep(REFERENCE)
+        if self.algorithm.proximal == "snapshot":
+            self.snapshots.keep(of_version(self.policy_version))
+            oldest = self.policy_version - self.max_staleness
+            self.snapshots.keep_only({REFERENCE, *map(of_version, range(oldest, self.policy_version + 1))})
 
     def publish(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights for an engine, by the plain model's parameter names, tied ones once. Views: copy them at once.
@@ -221,29 +233,12 @@ class Trainer:
         yield from self._weights(adapted_only=self._published)
         self._published = self.lora
 
-    @torch.no_grad()
     def _weights(self, *, adapted_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Named weights of the plain model, adapters merged: W + scale * B A, rounded once from the unchanged W."""
-        if not self.lora:
+        """Named weights of the plain model, adapters merged."""
+        if self.lora:
+            yield from merged_weights(self._plain, adapted_only=adapted_only)
+        else:
             yield from ((n, p.detach()) for n, p in self._plain.named_parameters())
-            return
-        from peft.tuners.lora import LoraLayer
-
-        merged = set()
-        for name, layer in self._plain.named_modules():
-            if isinstance(layer, LoraLayer):
-                base = layer.get_base_layer()
-                assert isinstance(base, torch.nn.Module)
-                weight = base.weight
-                assert isinstance(weight, torch.Tensor)
-                merged.add(f"{name}.base_layer.weight")
-                delta: Any = layer.get_delta_weight  # pyright: ignore[reportAttributeAccessIssue]
-                yield f"{name}.weight", (weight.float() + delta("default").float()).to(weight.dtype)
-        if adapted_only:
-            return
-        for name, parameter in self._plain.named_parameters():
-            if name not in merged and ".lora_" not in name:
-                yield name.replace(".base_layer.", "."), parameter.detach()
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(tensors, JSON-able rest) from which `load_state` continues exactly."""
@@ -251,15 +246,34 @@ class Trainer:
         tensors["random/cpu"] = torch.get_rng_state()  # LoRA's dropout draws from it
         if self.device.type == "cuda":
             tensors["random/cuda"] = torch.cuda.get_rng_state(self.device)
-        return tensors, {"policy_version": self.policy_version, "optimizer": meta}
+        rest = {"policy_version": self.policy_version, "optimizer": meta}
+        if self.critic is not None:
+            of_critic, rest["critic"] = self.critic.state()
+            tensors |= of_critic
+        return tensors | self.snapshots.state(), rest
 
     def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
         self.optimizer.load_state(tensors, meta["optimizer"])
+        self.snapshots.load_state(tensors)
+        self.policy_version = meta["policy_version"]
+        self._check_kept()
+        if self.critic is not None:
+            if "critic" not in meta:
+                raise ValueError('the checkpoint has no critic: algorithm.advantage was not "gae". Set it back')
+            self.critic.load_state(tensors, meta["critic"])
         if "random/cpu" in tensors:
             torch.set_rng_state(tensors["random/cpu"])
         if self.device.type == "cuda" and "random/cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random/cuda"], self.device)
-        self.policy_version = meta["policy_version"]
+
+    def _check_kept(self) -> None:
+        """After a restart: ValueError where the checkpoint was written without weights that this config needs."""
+        needed = {"algorithm.kl_coef > 0": REFERENCE} if self.algorithm.needs_reference else {}
+        if self.algorithm.proximal == "snapshot":
+            needed['algorithm.proximal = "snapshot"'] = of_version(self.policy_version)
+        for setting, name in needed.items():
+            if name not in self.snapshots:
+                raise ValueError(f"--resume with {setting}: the checkpoint holds no such weights; start with it instead")
 
     def save_model(self, folder: Path) -> None:
         """A folder that transformers' from_pretrained loads: compute dtype, adapters merged, tokenizer included."""
@@ -267,37 +281,3 @@ class Trainer:
         tensors = dict(self._weights(adapted_only=False)) if self.lora else model.state_dict()
         model.save_pretrained(folder, state_dict=tensors)
         self.tokenizer.save_pretrained(folder)
-
-
-def _combine(totals: dict[str, float], sums: Sums) -> None:
-    for key, value in sums.items():
-        old = totals.get(key)
-        number = float(value)
-        totals[key] = number if old is None else max(old, number) if key.startswith("max/") else old + number
-
-
-def _metrics(totals: dict[str, float], updates: list[dict[str, float]], minibatches: int) -> dict[str, float]:
-    """Metrics of the step under their names in docs/metrics.md."""
-    tokens = max(1.0, totals.get("count/tokens", 0.0))
-    means = {
-        "entropy": "sum/entropy",
-        "clip_fraction": "sum/clipped",
-        "ratio/mean": "sum/ratio",
-        "importance/mean": "sum/importance",
-        "importance/capped_share": "sum/capped",
-        "mismatch/logprob_abs_mean": "sum/logprob_abs",
-        "mismatch/kl": "sum/kl",
-    }
-    maxima = {
-        "ratio/max": "max/ratio",
-        "importance/max": "max/importance",
-        "mismatch/logprob_abs_max": "max/logprob_abs",
-    }
-    return {
-        "loss": totals.get("sum/loss", 0.0) / minibatches,
-        **{key: totals.get(source, 0.0) / tokens for key, source in means.items()},
-        **{key: totals.get(source, 0.0) for key, source in maxima.items()},
-        "grad_norm": max(u["grad_norm"] for u in updates),
-        "learning_rate": updates[-1]["learning_rate"],
-        "train/skipped_steps": sum(u["train/skipped_steps"] for u in updates),
-    }

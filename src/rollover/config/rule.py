@@ -1,0 +1,31 @@
+"""What a rule over more than one option is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollover.config import Config
+
+
+@dataclass(frozen=True)
+class Inert:
+    """`options` have no effect when `when(config)` holds; `because` names the settings that switch them off.
+
+    `why` completes "<option> has no effect ..."; `fix` says how to give it one.
+    """
+
+    options: tuple[str, ...]
+    because: tuple[str, ...]
+    when: Callable[[Config], bool]
+    why: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A combination of `keys` that is an error when `when(config)` holds. `message` says why, and what to change."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Config], bool]
+    message: Callable[[Config], str]

@@ -1,0 +1,252 @@
+"""The loss of a micro-batch, composed from `rollover.algorithms` as [algorithm] says. Never touches a model.
+
+    policy loss x importance weight x masks + KL to the reference - entropy bonus, aggregated to one number
+
+Shapes: B samples, T longest response.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rollover.algorithms.aggregate import aggregate
+from rollover.algorithms.correction import (
+    ess_step_scale,
+    importance_weights,
+    interpolated_proximal,
+    mismatch_metrics,
+    mismatch_summary,
+    off_policy_sequence_mask,
+    rejection_mask,
+)
+from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
+from rollover.algorithms.loss import options_of, policy_loss
+from rollover.config import AlgorithmConfig
+from rollover.functions import load_function
+from rollover.types import Sample
+
+Sums = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a minibatch holds over all its micro-batches: loss tokens, sequences and groups with such."""
+
+    tokens: int
+    sequences: int
+    group_tokens: dict[int, int]
+
+    @classmethod
+    def of(cls, samples: list[Sample]) -> Counts:
+        group_tokens = Counter[int]()
+        for s in samples:
+            group_tokens[s.group_id] += int(s.mask.sum())
+        return cls(
+            tokens=group_tokens.total(),
+            sequences=sum(bool(s.mask.any()) for s in samples),
+            group_tokens={group: num for group, num in group_tokens.items() if num},
+        )
+
+    def divisor(self, aggregation: str) -> float:
+        """The global count of what `aggregation` divides by."""
+        if aggregation.startswith("seq-"):
+            return float(self.sequences)
+        return float(len(self.group_tokens) if aggregation == "prompt-mean" else self.tokens)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Per-token streams of a micro-batch, 0 outside the mask. `staleness_BT`: trainer version - policy version.
+
+    Differentiable: logprobs_BT and entropy_BT. `proximal_BT` None: the current ones, detached. `group_B`: group ids.
+    """
+
+    logprobs_BT: torch.Tensor
+    entropy_BT: torch.Tensor
+    proximal_BT: torch.Tensor | None
+    behavior_BT: torch.Tensor
+    reference_BT: torch.Tensor | None
+    advantages_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    versions_BT: torch.Tensor
+    staleness_BT: torch.Tensor
+    group_B: torch.Tensor
+
+
+class Objective:
+    """`max_new_tokens` is the norm of seq-mean-token-sum-norm."""
+
+    def __init__(self, config: AlgorithmConfig, max_new_tokens: int) -> None:
+        self.config = config
+        self.norm = float(max_new_tokens)
+        self.kind = load_function(config.loss, ".") if ":" in config.loss else config.loss
+        if self.kind == "decoupled":
+            self._options = {"weight_cap": config.correction_cap, **config.loss_options}
+        else:
+            self._options = dict(config.loss_options)
+        if config.dual_clip:
+            self._options["dual_clip"] = config.dual_clip
+        self._wants_behavior = "behavior_logprobs_BT" in options_of(self.kind)
+
+    def __call__(self, streams: Streams, counts: Counts) -> tuple[torch.Tensor, Sums]:
+        """(scalar loss, metrics as sums and counts over the micro-batch)."""
+        cfg, mask_BT = self.config, streams.mask_BT
+        proximal_BT = self._proximal(streams)
+        behavior = {"behavior_logprobs_BT": streams.behavior_BT} if self._wants_behavior else {}
+        loss_BT, sums = policy_loss(
+            streams.logprobs_BT,
+            proximal_BT,
+            streams.advantages_BT,
+            mask_BT,
+            kind=self.kind,
+            clip_low=cfg.clip_low,
+            clip_high=cfg.clip_high,
+            **self._options,
+            **behavior,
+        )
+        weights_BT = self._weights(streams, proximal_BT, sums)
+        loss_BT = loss_BT * weights_BT
+        if streams.reference_BT is not None:
+            kl_BT = self._reference_kl(streams, streams.reference_BT, proximal_BT)
+            loss_BT = loss_BT + cfg.kl_coef * kl_BT
+            sums["sum/reference_kl"] = kl_BT.detach().sum()
+        if cfg.entropy_coef:
+            loss_BT = loss_BT - cfg.entropy_coef * streams.entropy_BT
+        loss = aggregate(
+            loss_BT,
+            mask_BT,
+            cfg.aggregation,
+            denominator=counts.divisor(cfg.aggregation),
+            group_B=streams.group_B,
+            group_tokens_B=torch.tensor([counts.group_tokens[int(g)] for g in streams.group_B], device=loss_BT.device),
+            norm=self.norm,
+        )
+        sums |= mismatch_metrics(
+            proximal_BT,
+            streams.behavior_BT,
+            mask_BT,
+            mode=cfg.correction,
+            cap=cfg.correction_cap,
+            floor=cfg.correction_floor or None,
+            versions_BT=streams.versions_BT,
+        )
+        return loss, sums | {"sum/loss": loss.detach(), "sum/entropy": streams.entropy_BT.detach().sum()}
+
+    def rate_scale(self, sums: dict[str, float]) -> float:
+        """Factor of the learning rate for the minibatch with these sums (algorithm.ess_step_scaling)."""
+        if not self.config.ess_step_scaling or not sums:
+            return 1.0
+        return float(ess_step_scale(mismatch_summary(sums)["sequence_ess"]))
+
+    def _proximal(self, streams: Streams) -> torch.Tensor:
+        if self.config.proximal == "behavior":
+            return streams.behavior_BT
+        if self.config.proximal == "interpolated":
+            return interpolated_proximal(
+                streams.behavior_BT, streams.logprobs_BT, streams.staleness_BT, mask_BT=streams.mask_BT
+            )
+        return streams.logprobs_BT.detach() if streams.proximal_BT is None else streams.proximal_BT
+
+    def _weights(self, streams: Streams, proximal_BT: torch.Tensor, sums: Sums) -> torch.Tensor:
+        """Importance weight of each token, 0 where it is left out [B, T]. Denominators count what is left out, too."""
+        cfg, mask_BT, behavior_BT = self.config, streams.mask_BT, streams.behavior_BT
+        weights_BT = mask_BT.float()
+        if cfg.correction != "none":
+            weights_BT = importance_weights(
+                proximal_BT,
+                behavior_BT,
+                mask_BT,
+                mode=cfg.correction,
+                cap=cfg.correction_cap,
+                floor=cfg.correction_floor or None,
+                versions_BT=streams.versions_BT,
+            )
+        if cfg.rejection != "none":
+            level, _, kind = cfg.rejection.rpartition("_")
+            kept_BT = rejection_mask(
+                proximal_BT,
+                behavior_BT,
+                mask_BT,
+                kind=kind,  # pyright: ignore[reportArgumentType]
+                level=level,  # pyright: ignore[reportArgumentType]
+                high=cfg.rejection_high,
+            )
+            weights_BT = weights_BT * kept_BT
+            sums["sum/rejected"] = (mask_BT & ~kept_BT).sum().float()
+        if cfg.off_policy_mask_threshold:
+            kept_BT = off_policy_sequence_mask(
+                streams.advantages_BT,
+                streams.logprobs_BT.detach(),
+                behavior_BT,
+                mask_BT,
+                threshold=cfg.off_policy_mask_threshold,
+            )
+            weights_BT = weights_BT * kept_BT
+            sums["sum/off_policy"] = (mask_BT & ~kept_BT).sum().float()
+        return weights_BT
+
+    def _reference_kl(
+        self, streams: Streams, reference_BT: torch.Tensor, proximal_BT: torch.Tensor
+    ) -> torch.Tensor:
+        cfg = self.config
+        if cfg.kl_bias_correction:
+            kl_BT = bias_corrected_kl(
+                streams.logprobs_BT, reference_BT, proximal_BT, cfg.kl_kind, mask_BT=streams.mask_BT
+            )
+        else:
+            kl_BT = kl_penalty(streams.logprobs_BT, reference_BT, cfg.kl_kind, mask_BT=streams.mask_BT)
+        return torch.where(streams.mask_BT, kl_BT, 0.0)
+
+
+def combine(totals: dict[str, float], sums: Mapping[str, torch.Tensor | float]) -> None:
+    """Add `sums` to `totals`; what is named max/... by maximum."""
+    for key, value in sums.items():
+        old = totals.get(key)
+        number = float(value)
+        totals[key] = number if old is None else max(old, number) if key.startswith("max/") else old + number
+
+
+# metric of docs/metrics.md -> the sum behind it
+_TOKEN_MEANS = {
+    "entropy": "sum/entropy",
+    "clip_fraction": "sum/clipped",
+    "ratio/mean": "sum/ratio",
+    "importance/mean": "sum/importance",
+    "importance/capped_share": "sum/capped",
+    "mismatch/logprob_abs_mean": "sum/logprob_abs",
+    "mismatch/kl": "sum/kl",
+}
+_TOKEN_MEANS_IF_ANY = {
+    "kl/reference": "sum/reference_kl",
+    "off_policy/rejected_share": "sum/rejected",
+    "off_policy/masked_share": "sum/off_policy",
+    "critic/loss": "sum/critic_loss",
+}
+_MAXIMA = {
+    "ratio/max": "max/ratio",
+    "importance/max": "max/importance",
+    "mismatch/logprob_abs_max": "max/logprob_abs",
+}
+
+
+def step_metrics(totals: dict[str, float], updates: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of a training step under their names in docs/metrics.md. `updates`: what its optimizer steps returned."""
+    tokens = max(1.0, totals.get("count/tokens", 0.0))
+    metrics = {
+        "loss": totals.get("sum/loss", 0.0) / len(updates),
+        **{key: totals.get(source, 0.0) / tokens for key, source in _TOKEN_MEANS.items()},
+        **{key: totals[source] / tokens for key, source in _TOKEN_MEANS_IF_ANY.items() if source in totals},
+        **{key: totals.get(source, 0.0) for key, source in _MAXIMA.items()},
+        "grad_norm": max(u["grad_norm"] for u in updates),
+        "learning_rate": updates[-1]["learning_rate"],
+        "train/skipped_steps": sum(u["train/skipped_steps"] for u in updates),
+    }
+    if "sum/returns" in totals:
+        mean = totals["sum/returns"] / tokens
+        variance = totals["sum/returns_squared"] / tokens - mean**2
+        metrics["critic/explained_variance"] = 1 - totals["sum/critic_error"] / tokens / max(variance, 1e-8)
+    return metrics

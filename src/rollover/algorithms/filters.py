@@ -1,0 +1,238 @@
+"""Which finished groups are trained on, and which rollouts are in the loss; reports what is left out, and why.
+
+A filter has a name, its `reason`, and a function that says why a group (or rollout) is left out, or None to keep it.
+Between collecting groups and building the batch: `filter_groups`, then `mask_rollouts`. Plain values, no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollover.types import Group, Rollout, StopReason
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """`why` says in words what is the matter with a group, or None to keep it. `reason` names the filter in counts."""
+
+    reason: str
+    why: Callable[[Group], str | None]
+
+
+@dataclass(frozen=True)
+class DroppedGroup:
+    group: Group
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """Every group is in `kept` or in `dropped`; both are in the order in which the groups came."""
+
+    kept: list[Group] = field(default_factory=list)
+    dropped: list[DroppedGroup] = field(default_factory=list)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Groups dropped per reason."""
+        return dict(Counter(d.reason for d in self.dropped))
+
+
+def filter_groups(groups: Iterable[Group], filters: Sequence[GroupFilter]) -> Filtered:
+    """Drop the groups that a filter matches. The first filter that does gives the reason; later ones are not asked."""
+    result = Filtered()
+    for group in groups:
+        matches = ((f.reason, detail) for f in filters if (detail := f.why(group)) is not None)
+        match = next(matches, None)
+        if match is None:
+            result.kept.append(group)
+        else:
+            result.dropped.append(DroppedGroup(group, *match))
+    return result
+
+
+def zero_variance(metric: str = "score") -> GroupFilter:
+    """Drop a group whose valid siblings all have the same reward, or that has fewer than two: nothing to learn from.
+
+    Values are compared in float32, as advantages are computed, so that the groups dropped are those whose GRPO
+    advantages are all 0. `metric`: "score", or a name in the rewards' extras (verl's filter_groups.metric), for scores
+    with a part that always differs, such as a penalty on length.
+    """
+
+    def why(group: Group) -> str | None:
+        values = _values(group, metric)
+        if len(values) < 2:
+            return f"{len(values)} of {len(group.rollouts)} rollouts have a {metric}"
+        low, high = np.float32(min(values)), np.float32(max(values))
+        return f"all {len(values)} rollouts have {metric} {low:g}" if low == high else None
+
+    return GroupFilter("zero_variance", why)
+
+
+def pass_rate(
+    low: float | None = 0.0, high: float | None = 1.0, *, threshold: float = 1.0, metric: str = "score"
+) -> GroupFilter:
+    """Keep a group if low < pass rate < high; a rollout passes with `metric` >= threshold. None: no bound on that side.
+
+    The pass rate is over the valid siblings; a group without one is dropped. 0 and 1 are the dynamic sampling of DAPO
+    (arXiv 2503.14476, section 3.2).
+    """
+    bounds = [b for b in (low, high) if b is not None]
+    if any(not 0 <= b <= 1 for b in bounds) or bounds != sorted(set(bounds)):
+        raise ValueError(f"low = {low} and high = {high}: pass rates between them need 0 <= low < high <= 1")
+
+    def why(group: Group) -> str | None:
+        values = _values(group, metric)
+        if not values:
+            return f"no rollout has a {metric}"
+        rate = sum(v >= threshold for v in values) / len(values)
+        if low is not None and rate <= low:
+            return f"pass rate {rate:g} is not above {low:g}"
+        if high is not None and rate >= high:
+            return f"pass rate {rate:g} is not below {high:g}"
+        return None
+
+    return GroupFilter("pass_rate", why)
+
+
+def truncated(max_share: float) -> GroupFilter:
+    """Drop a group if more than `max_share` of its siblings ended at the length limit. 0: if any did."""
+    return _share("truncated", "ended at the length limit", _is_truncated, max_share)
+
+
+def overlong(max_tokens: int, max_share: float = 0.0) -> GroupFilter:
+    """Drop a group if more than `max_share` of its siblings have more than `max_tokens` tokens after the prompt.
+
+    The environment's tokens count. Unlike `truncated` it can be set below the limit of generation.
+    """
+    what = f"have more than {max_tokens} tokens"
+    return _share("overlong", what, lambda rollout: rollout.num_tokens > max_tokens, max_share)
+
+
+def error(max_share: float) -> GroupFilter:
+    """Drop a group if more than `max_share` of its siblings ended with an error or have no reward. 0: if any."""
+    return _share("error", "ended with an error or have no reward", _is_failed, max_share)
+
+
+def custom(function: Callable[[Group], str | None], reason: str | None = None) -> GroupFilter:
+    """A filter of the user's own: `function(group)` returns why to drop the group, or None to keep it.
+
+    `reason` defaults to the function's name.
+    """
+    name = reason or getattr(function, "__name__", "custom")
+
+    def why(group: Group) -> str | None:
+        answer = function(group)
+        if answer is not None and not isinstance(answer, str):
+            # A bare True or False reads the same as "keep" and as "drop".
+            raise ValueError(f"the filter {name} returned {answer!r}: return why to drop the group, or None to keep it")
+        return answer
+
+    return GroupFilter(name, why)
+
+
+@dataclass(frozen=True)
+class RolloutFilter:
+    """Takes rollouts out of the loss. `in_baseline`: their rewards still count in their group's statistics."""
+
+    reason: str
+    why: Callable[[Rollout], str | None]
+    in_baseline: bool = True
+
+
+@dataclass(frozen=True)
+class MaskedRollout:
+    rollout: Rollout
+    reason: str
+    detail: str
+    in_baseline: bool
+
+
+@dataclass(frozen=True)
+class Masked:
+    """The rollouts taken out of the loss. The groups stay as they are."""
+
+    rollouts: list[MaskedRollout] = field(default_factory=list)
+
+    @property
+    def out_of_loss(self) -> set[str]:
+        """Ids of the rollouts whose tokens are context only."""
+        return {m.rollout.rollout_id for m in self.rollouts}
+
+    @property
+    def out_of_baseline(self) -> set[str]:
+        """Ids of those whose rewards count as missing."""
+        return {m.rollout.rollout_id for m in self.rollouts if not m.in_baseline}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rollouts masked per reason."""
+        return dict(Counter(m.reason for m in self.rollouts))
+
+
+def mask_rollouts(groups: Iterable[Group], filters: Sequence[RolloutFilter]) -> Masked:
+    """Rollouts that a filter matches. The first gives the reason; out of the baseline if any match says so."""
+    result = Masked()
+    for rollout in (r for g in groups for r in g.rollouts):
+        matches = [(f, detail) for f in filters if (detail := f.why(rollout)) is not None]
+        if matches:
+            in_baseline = all(f.in_baseline for f, _ in matches)
+            result.rollouts.append(MaskedRollout(rollout, matches[0][0].reason, matches[0][1], in_baseline))
+    return result
+
+
+def mask_truncated(*, in_baseline: bool = True) -> RolloutFilter:
+    """Mask rollouts that ended at the length limit: overlong filtering of DAPO (arXiv 2503.14476, section 3.4).
+
+    TRL's and Axolotl's mask_truncated_completions. There the reward stays in the baseline, which is the default.
+    `in_baseline=False` is for rewards that say nothing about an answer that was cut off.
+    """
+    what = "ended at the length limit"
+    return RolloutFilter("truncated", lambda rollout: what if _is_truncated(rollout) else None, in_baseline)
+
+
+def mask_overlong(max_tokens: int, *, in_baseline: bool = True) -> RolloutFilter:
+    """Mask rollouts of more than `max_tokens` tokens after the prompt, the environment's included."""
+
+    def why(rollout: Rollout) -> str | None:
+        return f"{rollout.num_tokens} tokens, more than {max_tokens}" if rollout.num_tokens > max_tokens else None
+
+    return RolloutFilter("overlong", why, in_baseline)
+
+
+def _values(group: Group, metric: str) -> list[float]:
+    """`metric` of the siblings whose reward is not missing; NaN is missing."""
+    values = []
+    for rollout in group.rollouts:
+        reward = rollout.reward
+        if reward is None or reward.score is None:
+            continue
+        if metric != "score" and metric not in reward.extras:
+            raise ValueError(f'metric = {metric!r} is in no reward: use "score" or one of {sorted(reward.extras)}')
+        values.append(reward.score if metric == "score" else reward.extras[metric])
+    return [v for v in values if not np.isnan(v)]
+
+
+def _is_truncated(rollout: Rollout) -> bool:
+    return rollout.stop_reason is StopReason.LENGTH
+
+
+def _is_failed(rollout: Rollout) -> bool:
+    return rollout.stop_reason is StopReason.ERROR or rollout.reward is None or rollout.reward.missing
+
+
+def _share(reason: str, what: str, matches: Callable[[Rollout], bool], max_share: float) -> GroupFilter:
+    if not 0 <= max_share < 1:
+        raise ValueError(f"max_share = {max_share}: give a share from 0 to below 1; at 1 no group would be dropped")
+
+    def why(group: Group) -> str | None:
+        count = sum(matches(r) for r in group.rollouts)
+        above = count / max(1, len(group.rollouts)) > max_share
+        return f"{count} of {len(group.rollouts)} rollouts {what}" if above else None
+
+    return GroupFilter(reason, why)

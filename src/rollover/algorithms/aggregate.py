@@ -6,7 +6,7 @@ sum over any micro-batches and ranks is the loss of the whole.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -27,16 +27,22 @@ def aggregate(
 ) -> torch.Tensor:
     """Scalar loss. Without `denominator` this batch is all there is. A row without a loss token is no sequence.
 
-    - token-mean: sum of tokens / tokens (DAPO, arXiv 2503.14476, eq. 8). denominator: tokens.
+    - token-mean: sum of tokens / tokens (DAPO, arXiv 2503.14476, eq. 8, taken over the batch instead of each prompt's
+      group, as in verl and TRL's dapo). denominator: tokens.
     - token-sum: sum of tokens; no denominator.
     - seq-mean-token-sum: mean over sequences of their token sums. denominator: sequences.
     - seq-mean-token-mean: mean over sequences of their token means (GRPO, arXiv 2402.03300, eq. 3).
       denominator: sequences.
-    - seq-mean-token-sum-norm: like token-sum, each sequence divided by the constant `norm` (Dr. GRPO, arXiv 2503.20783:
-      the token limit; default T). denominator: sequences.
-    - prompt-mean: mean over groups of their token means. `group_B`: group of each row; `group_tokens_B`: loss tokens of
-      the row's whole group (needed where a group is split). denominator: groups.
+    - seq-mean-token-sum-norm: seq-mean-token-sum divided by the constant `norm` (Dr. GRPO, arXiv 2503.20783: no
+      division by the sequence's own length; norm is the token limit). denominator: sequences. The default norm, T as
+      in verl, changes with padding: give it. TRL's dr_grpo divides by rows * max_completion_length, the same but for
+      rows without loss tokens, which TRL counts (as its grpo does in the mean).
+    - prompt-mean: mean over groups of their token means: eq. 8 of DAPO to the letter, the expectation over prompts.
+      `group_B`: group of each row; `group_tokens_B`: loss tokens of the row's whole group (needed where a group is
+      split). denominator: groups.
     """
+    if mask_BT.shape != loss_BT.shape:
+        raise ValueError(f"mask_BT is {list(mask_BT.shape)}: give it the shape of loss_BT, {list(loss_BT.shape)}")
     mask_BT = mask_BT.bool()
     loss_BT = torch.where(mask_BT, loss_BT.float(), 0.0)
     tokens_B = mask_BT.sum(-1)
@@ -47,7 +53,7 @@ def aggregate(
         return loss_BT.sum() / max(1.0, float(tokens_B.sum()) if denominator is None else denominator)
     if mode == "prompt-mean":
         if group_B is None:
-            raise ValueError("prompt-mean needs group_B")
+            raise ValueError("prompt-mean needs group_B: the group id of each row")
         ids, index_B = torch.unique(group_B, return_inverse=True)
         if group_tokens_B is None:
             sums = torch.zeros(len(ids), device=loss_BT.device).index_add_(0, index_B, tokens_B.float())
@@ -62,5 +68,5 @@ def aggregate(
     elif mode == "seq-mean-token-sum-norm":
         per_row_B = loss_BT.sum(-1) / (loss_BT.shape[1] if norm is None else norm)
     else:
-        raise ValueError(f"mode = {mode!r} is not an aggregation")
+        raise ValueError(f"mode = {mode!r} is not an aggregation: use one of {', '.join(get_args(Aggregation))}")
     return per_row_B.sum() / max(1.0, rows if denominator is None else denominator)

@@ -1,18 +1,298 @@
-"""Policy losses: current and old (proximal) log-probs, advantages -> loss per token.
+"""Policy losses: current and old (proximal) log-probs, advantages -> loss per token. And entropy and value terms.
 
-Shapes: B rows, T tokens. Differentiable in `logprobs_BT` alone; float32; pure functions. Masked positions are 0.
+Shapes: B rows, T tokens. Differentiable in the current policy's values alone; float32; pure functions. Masked positions
+are 0, whatever the inputs hold there. A new policy loss is one function over `Tokens` and one entry of `LOSSES`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-LossKind = Literal["clip", "reinforce"]
-
 # A log-ratio beyond this is numerically meaningless: exp(20) = 5e8.
 MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a policy loss reads, all [B, T] and 0 at masked positions; only `logprobs_BT` carries a gradient."""
+
+    logprobs_BT: torch.Tensor
+    old_logprobs_BT: torch.Tensor
+    advantages_BT: torch.Tensor
+    mask_BT: torch.Tensor
+
+    @property
+    def log_ratio_BT(self) -> torch.Tensor:
+        return self.logprobs_BT - self.old_logprobs_BT
+
+    @property
+    def ratio_BT(self) -> torch.Tensor:
+        return _bounded_exp(self.log_ratio_BT)
+
+
+# (loss per token, tokens whose gradient the kind's clip or mask changed or removed)
+LossAndClipped = tuple[torch.Tensor, torch.Tensor]
+
+
+def _bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def _masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Mean over each row's tokens [B, 1]; values are 0 where masked. A row without tokens: 0."""
+    return values_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _outside(ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Where PPO's clip binds: only on the side on which it makes the objective smaller."""
+    return ((ratio_BT < low) & (advantages_BT < 0)) | ((ratio_BT > high) & (advantages_BT > 0))
+
+
+def _ppo(
+    ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> LossAndClipped:
+    clipped_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+    loss_BT = -torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+    if dual_clip is not None:
+        if dual_clip <= 1:
+            raise ValueError(f"dual_clip = {dual_clip} would bound on-policy tokens too: use a value above 1, e.g. 3")
+        bounded_BT = torch.minimum(loss_BT, -dual_clip * advantages_BT)
+        loss_BT = torch.where(advantages_BT < 0, bounded_BT, loss_BT)
+    return loss_BT, _outside(ratio_BT, advantages_BT, 1 - clip_low, 1 + clip_high)
+
+
+def clip(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> LossAndClipped:
+    """PPO's clip, as GRPO and DAPO use it: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = current / old.
+
+    Schulman et al. 2017 (arXiv 1707.06347), eq. 7; separate bounds as in DAPO (arXiv 2503.14476), eq. 10. `dual_clip` c
+    bounds the loss of a negative advantage by -c A (Ye et al. 2020, arXiv 1912.09729, eq. 5); verl has it always on
+    with c = 3; TRL's `delta` is the same for delta > 1 + clip_high.
+    """
+    return _ppo(t.ratio_BT, t.advantages_BT, clip_low, clip_high, dual_clip)
+
+
+def reinforce(t: Tokens) -> LossAndClipped:
+    """-logprob * A (Williams 1992). verl: gpg."""
+    return -t.logprobs_BT * t.advantages_BT, torch.zeros_like(t.mask_BT)
+
+
+def gspo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
+    """PPO's clip of the sequence ratio s = exp(mean over the row's tokens of log r). Aggregate: seq-mean-token-mean.
+
+    Zheng et al. 2025 (arXiv 2507.18071). This is the paper's GSPO-token (as in verl): each token holds the value of s
+    and passes the gradient of its own log-prob. With one advantage per row it is GSPO, value and gradient; TRL lets s
+    itself pass the gradient, which differs only where advantages differ within a row. The paper's bounds are far
+    smaller than the defaults: clip_low = 3e-4, clip_high = 4e-4.
+    """
+    sequence_B1 = _masked_mean(t.log_ratio_BT, t.mask_BT).detach()
+    ratio_BT = _bounded_exp(t.logprobs_BT - t.logprobs_BT.detach() + sequence_B1)
+    return _ppo(ratio_BT, t.advantages_BT, clip_low, clip_high, None)
+
+
+def luspo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
+    """GSPO's loss of a sequence times its length (arXiv 2602.05261). Aggregate: seq-mean-token-sum.
+
+    The length comes from that aggregation, which adds up the sequence's loss once per token; the loss per token is
+    GSPO's. (With seq-mean-token-mean it would be GSPO again.)
+    """
+    return gspo(t, clip_low=clip_low, clip_high=clip_high)
+
+
+def gmpo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
+    """-A times the geometric mean over the row of the clipped ratios. Aggregate: seq-mean-token-mean.
+
+    Zhao et al. 2025 (arXiv 2507.20673). The clip acts on log r, one-sided as PPO's: log r is bounded above by clip_high
+    where A > 0 and below by -clip_low where A < 0; the paper's bounds are 0.4. Every token of a row holds the loss of
+    the row; with advantages per token the row's A is their mean, as in verl (geo_mean). Both peers average over all
+    rows; our aggregation leaves out rows without loss tokens.
+    """
+    positive_BT = t.advantages_BT > 0
+    upper_BT = torch.where(positive_BT, clip_high, math.inf)
+    lower_BT = torch.where(t.advantages_BT < 0, -clip_low, -math.inf)
+    clipped_BT = t.log_ratio_BT.clamp(lower_BT, upper_BT)
+    ratio_B1 = _bounded_exp(_masked_mean(clipped_BT, t.mask_BT))
+    loss_BT = (-ratio_B1 * _masked_mean(t.advantages_BT, t.mask_BT)).expand_as(t.logprobs_BT)
+    return loss_BT, (t.log_ratio_BT < lower_BT) | (t.log_ratio_BT > upper_BT)
+
+
+def cispo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
+    """-sg[clip(r, 1 - clip_low, 1 + clip_high)] * A * logprob: the weight is clipped, no token loses its gradient.
+
+    MiniMax-M1 (arXiv 2506.13585), section 3.1, which sets no lower bound (clip_low = 1). As verl. TRL has no lower
+    bound either, and its epsilon_high is the bound itself: clip_high = epsilon_high - 1.
+    """
+    ratio_BT = t.ratio_BT.detach()
+    weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+    return -weight_BT * t.advantages_BT * t.logprobs_BT, weight_BT != ratio_BT
+
+
+def sapo(t: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossAndClipped:
+    """-A * 4 / tau * sigmoid(tau (r - 1)): a smooth gate instead of a clip. Aggregate: seq-mean-token-mean.
+
+    Gao et al. 2025 (arXiv 2511.20347). tau is tau_positive where A > 0, else tau_negative. At r = 1 the gradient is
+    REINFORCE's. Nothing counts as clipped.
+    """
+    if min(tau_positive, tau_negative) <= 0:
+        raise ValueError("tau_positive and tau_negative must be above 0 (the paper: 1.0 and 1.05)")
+    tau_BT = torch.where(t.advantages_BT > 0, tau_positive, tau_negative)
+    gate_BT = torch.sigmoid(tau_BT * (t.ratio_BT - 1)) * 4 / tau_BT
+    return -gate_BT * t.advantages_BT, torch.zeros_like(t.mask_BT)
+
+
+def _covariance(t: Tokens) -> torch.Tensor:
+    """(A - mean A)(logprob - mean logprob) [B, T], means over all tokens of the call."""
+    count = t.mask_BT.sum().clamp(min=1)
+    logprobs_BT = t.logprobs_BT.detach()
+    return (t.advantages_BT - t.advantages_BT.sum() / count) * (logprobs_BT - logprobs_BT.sum() / count)
+
+
+def _check_share(share: float) -> None:
+    if not 0 < share <= 1:
+        raise ValueError(f"share = {share} is not a share of the tokens: use a value above 0 and up to 1")
+
+
+def clip_cov(
+    t: Tokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    share: float = 0.0002,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+    generator: torch.Generator | None = None,
+) -> LossAndClipped:
+    """`clip`, and a random `share` of all tokens, drawn from those of high covariance, adds neither loss nor gradient.
+
+    Cui et al. 2025 (arXiv 2505.22617), Clip-Cov. Candidates: cov_low < covariance < cov_high and not already clipped;
+    at least one is dropped if there is any. `generator` (on the CPU) makes the draw repeatable. Not split-invariant:
+    means, counts and the draw are over the tokens of this call.
+    """
+    _check_share(share)
+    loss_BT, clipped_BT = _ppo(t.ratio_BT, t.advantages_BT, clip_low, clip_high, None)
+    cov_BT = _covariance(t)
+    candidates_K2 = ((cov_BT > cov_low) & (cov_BT < cov_high) & t.mask_BT & ~clipped_BT).nonzero()
+    count = max(1, int(share * float(t.mask_BT.sum())))
+    chosen_K2 = candidates_K2[torch.randperm(len(candidates_K2), generator=generator)[:count].to(cov_BT.device)]
+    dropped_BT = torch.zeros_like(t.mask_BT)
+    dropped_BT[chosen_K2[:, 0], chosen_K2[:, 1]] = True
+    return torch.where(dropped_BT, 0.0, loss_BT), clipped_BT | dropped_BT
+
+
+def kl_cov(t: Tokens, *, share: float = 0.0002, kl_coef: float = 1.0) -> LossAndClipped:
+    """-r A, and the `share` of tokens of highest covariance pays kl_coef * |log r| on top. No clip.
+
+    Cui et al. 2025 (arXiv 2505.22617), KL-Cov; |log r| as in the authors' code and verl (whose config sets kl_coef 0.1,
+    its function 1). At least one token pays. It counts as clipped. Not split-invariant: means and ranks are over the
+    tokens of this call.
+    """
+    _check_share(share)
+    cov_K = _covariance(t)[t.mask_BT]
+    count = min(len(cov_K), max(1, int(share * len(cov_K))))
+    paying_K2 = t.mask_BT.nonzero()[cov_K.topk(count).indices]
+    paying_BT = torch.zeros_like(t.mask_BT)
+    paying_BT[paying_K2[:, 0], paying_K2[:, 1]] = True
+    loss_BT = -t.ratio_BT * t.advantages_BT
+    return loss_BT + torch.where(paying_BT, kl_coef * t.log_ratio_BT.abs(), 0.0), paying_BT
+
+
+def _dppo(t: Tokens, blocked_BT: torch.Tensor, ratio_cap: float) -> LossAndClipped:
+    weight_BT = t.ratio_BT.detach().clamp(max=ratio_cap).masked_fill(blocked_BT, 0.0)
+    return -weight_BT * t.advantages_BT * t.logprobs_BT, blocked_BT
+
+
+def dppo_tv(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_cap: float = 20.0) -> LossAndClipped:
+    """-sg[min(r, ratio_cap)] * A * logprob, but 0 where the token's probability p moved too far in A's direction.
+
+    Qi et al. 2026 (arXiv 2602.04879), DPPO-Binary-TV: blocked where A > 0 and p - p_old > clip_high, else where
+    p_old - p > clip_low. The bounds are on probabilities, not ratios. verl reads ratio_cap from its dual clip's
+    setting, 3 by default.
+    """
+    moved_BT = t.logprobs_BT.detach().exp() - t.old_logprobs_BT.exp()
+    return _dppo(t, torch.where(t.advantages_BT > 0, moved_BT > clip_high, moved_BT < -clip_low), ratio_cap)
+
+
+def dppo_kl(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_cap: float = 20.0) -> LossAndClipped:
+    """As `dppo_tv`, bounded by the KL between the two coins (this token or any other) of old and current policy.
+
+    KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)); blocked where it exceeds clip_high (A > 0) or
+    clip_low (else) and p moved in A's direction. Qi et al. 2026 (arXiv 2602.04879), DPPO-Binary-KL.
+    """
+    eps = 1e-8  # p = 1 in float32 is common; verl's value
+    logprobs_BT = t.logprobs_BT.detach()
+    p_BT, old_BT = logprobs_BT.exp(), t.old_logprobs_BT.exp()
+    rest_BT = (1 - old_BT) * torch.log((1 - old_BT + eps) / (1 - p_BT + eps))
+    kl_BT = old_BT * (t.old_logprobs_BT - logprobs_BT) + rest_BT
+    up_BT = (kl_BT > clip_high) & (p_BT > old_BT)
+    down_BT = (kl_BT > clip_low) & (p_BT < old_BT)
+    return _dppo(t, torch.where(t.advantages_BT > 0, up_BT, down_BT), ratio_cap)
+
+
+def decoupled(
+    t: Tokens,
+    *,
+    behavior_logprobs_BT: torch.Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    weight_cap: float | None = None,
+) -> LossAndClipped:
+    """`clip` of current / old times the constant weight min(old / behavior, weight_cap); old is the proximal policy.
+
+    Hilton et al. 2022 (arXiv 2110.00641); AReaL (arXiv 2505.24298). With old = behavior it is `clip`; with old =
+    current its gradient is that of REINFORCE with truncated importance weights. The same as `clip` times
+    `correction.importance_weights(mode="token_truncate")`.
+    """
+    loss_BT, clipped_BT = _ppo(t.ratio_BT, t.advantages_BT, clip_low, clip_high, dual_clip)
+    if behavior_logprobs_BT.shape != t.mask_BT.shape:
+        raise ValueError(
+            f"behavior_logprobs_BT must be {list(t.mask_BT.shape)}, not {list(behavior_logprobs_BT.shape)}"
+        )
+    behavior_BT = torch.where(t.mask_BT, behavior_logprobs_BT.detach().float(), 0.0)
+    weight_BT = _bounded_exp(t.old_logprobs_BT - behavior_BT)
+    if weight_cap is not None:
+        weight_BT = weight_BT.clamp(max=weight_cap)
+    return weight_BT * loss_BT, clipped_BT
+
+
+LOSSES: dict[str, Callable[..., LossAndClipped]] = {
+    "clip": clip,
+    "reinforce": reinforce,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "luspo": luspo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "decoupled": decoupled,
+}
+# Kinds whose loss of a token depends on which rows are in the call: another split into micro-batches, another loss.
+NOT_SPLIT_INVARIANT = frozenset({"clip_cov", "kl_cov"})
+
+
+def _options(kind: str, clip_low: float, clip_high: float, given: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of the kind's function. Clip bounds always have a value; a kind without a clip gets none."""
+    if kind not in LOSSES:
+        raise ValueError(f"kind = {kind!r} is not a policy loss: use one of {', '.join(LOSSES)}")
+    parameters = [p for p in inspect.signature(LOSSES[kind]).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    names = [p.name for p in parameters]
+    valid = ", ".join(names) or "none"
+    for name in given:
+        if name not in names:
+            raise ValueError(f"{name} is not an option of the policy loss {kind!r}: its options are {valid}")
+    for p in parameters:
+        if p.default is p.empty and p.name not in given:
+            raise ValueError(f"the policy loss {kind!r} needs the option {p.name}")
+    bounds = {"clip_low": clip_low, "clip_high": clip_high}
+    return {name: bound for name, bound in bounds.items() if name in names} | given
 
 
 def policy_loss(
@@ -21,46 +301,92 @@ def policy_loss(
     advantages_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     *,
-    kind: LossKind,
+    kind: str,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
+    **kind_options: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss per token [B, T] and metrics as sums and counts, which add up over micro-batches ("max/..." by maximum).
 
-    "clip": -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprob - old). Schulman et al. 2017
-    (arXiv 1707.06347), eq. 7; separate bounds as in DAPO (arXiv 2503.14476), eq. 10; `dual_clip` c bounds the loss of a
-    negative advantage by -c A (Ye et al. 2020, arXiv 1912.09729, eq. 5).
-    "reinforce": -logprob * A (Williams 1992). `advantages_BT` may be [B] or [B, T].
+    `kind`: a key of `LOSSES`; each function there gives formula, source and the aggregation that makes it the paper's.
+    `kind_options` are that function's keyword arguments. `advantages_BT` may be [B] or [B, T]. Ratios in the metrics
+    are of tokens, current / old, for every kind; log-ratios are bounded to +-20 before exp.
     """
-    logprobs_BT = logprobs_BT.float()
+    if dual_clip is not None:
+        kind_options["dual_clip"] = dual_clip
+    options = _options(kind, clip_low, clip_high, kind_options)
     mask_BT = mask_BT.bool()
     if advantages_BT.ndim == 1:
         advantages_BT = advantages_BT[:, None].expand_as(logprobs_BT)
-    advantages_BT = advantages_BT.float()
-    log_ratio_BT = (logprobs_BT - old_logprobs_BT.detach().float()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio_BT = torch.exp(torch.where(mask_BT, log_ratio_BT, 0.0))
+    inputs = {"old_logprobs_BT": old_logprobs_BT, "advantages_BT": advantages_BT, "mask_BT": mask_BT}
+    for name, values in inputs.items():
+        if values.shape != logprobs_BT.shape:
+            raise ValueError(
+                f"{name} is {list(values.shape)}: give it the shape of logprobs_BT, {list(logprobs_BT.shape)}"
+            )
+    t = Tokens(
+        torch.where(mask_BT, logprobs_BT.float(), 0.0),
+        torch.where(mask_BT, old_logprobs_BT.detach().float(), 0.0),
+        torch.where(mask_BT, advantages_BT.detach().float(), 0.0),
+        mask_BT,
+    )
+    loss_BT, clipped_BT = LOSSES[kind](t, **options)
     with torch.no_grad():
-        zero = torch.zeros((), device=logprobs_BT.device)
+        ratio_M = t.ratio_BT[mask_BT]
         metrics = {
             "count/tokens": mask_BT.sum().float(),
-            "sum/ratio": torch.where(mask_BT, ratio_BT, 0.0).sum(),
-            "max/ratio": ratio_BT[mask_BT].max() if mask_BT.any() else zero,
-            "sum/clipped": zero,
+            "sum/ratio": ratio_M.sum(),
+            "max/ratio": ratio_M.max() if len(ratio_M) else ratio_M.sum(),
+            "sum/clipped": (clipped_BT & mask_BT).sum().float(),
         }
-    if kind == "reinforce":
-        loss_BT = -logprobs_BT * advantages_BT
-    elif kind == "clip":
-        clipped_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
-        loss_BT = -torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-        if dual_clip is not None:
-            bounded_BT = torch.minimum(loss_BT, -dual_clip * advantages_BT)
-            loss_BT = torch.where(advantages_BT < 0, bounded_BT, loss_BT)
-        with torch.no_grad():
-            outside_BT = ((ratio_BT < 1 - clip_low) & (advantages_BT < 0)) | (
-                (ratio_BT > 1 + clip_high) & (advantages_BT > 0)
-            )
-            metrics["sum/clipped"] = (outside_BT & mask_BT).sum().float()
-    else:
-        raise ValueError(f'kind = {kind!r} is not a policy loss: use "clip" or "reinforce"')
     return torch.where(mask_BT, loss_BT, 0.0), metrics
+
+
+def entropy_bonus(entropy_BT: torch.Tensor, mask_BT: torch.Tensor, *, coef: float) -> torch.Tensor:
+    """-coef * entropy per token [B, T], to be added to a policy loss. Differentiable in `entropy_BT`.
+
+    Mnih et al. 2016 (arXiv 1602.01783), section 4. Added per token it is averaged as the policy loss is (verl); TRL
+    takes the token mean of each micro-batch whatever the loss type.
+    """
+    return torch.where(mask_BT.bool(), -coef * entropy_BT.float(), 0.0)
+
+
+@torch.no_grad()
+def high_entropy_mask(entropy_BT: torch.Tensor, mask_BT: torch.Tensor, *, share: float = 0.2) -> torch.Tensor:
+    """The `share` of tokens of highest entropy, as a mask bool [B, T] for the policy loss. Tokens at the bound stay in.
+
+    Wang et al. 2025 (arXiv 2506.01939), the 80/20 rule. The bound is the (1 - share) quantile over the tokens of this
+    call, as in TRL (top_entropy_quantile = share): call it before splitting into micro-batches.
+    """
+    _check_share(share)
+    mask_BT = mask_BT.bool()
+    sorted_M = entropy_BT.float()[mask_BT].sort().values
+    if not len(sorted_M):
+        return mask_BT
+    # The smallest value at or above the quantile; the slack absorbs the rounding of 1 - share.
+    bound = sorted_M[math.ceil((len(sorted_M) - 1) * (1 - share) - 1e-6)]
+    return mask_BT & (entropy_BT.float() >= bound)
+
+
+def value_loss(
+    values_BT: torch.Tensor,
+    old_values_BT: torch.Tensor,
+    returns_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    clip: float | None = 0.2,
+) -> torch.Tensor:
+    """0.5 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) per token [B, T]. Differentiable in `values_BT`.
+
+    The clipped value loss of PPO's code, see Engstrom et al. 2020 (arXiv 2005.12729), section 3; as TRL and verl.
+    `clip` None: the plain squared error.
+    """
+    mask_BT = mask_BT.bool()
+    values_BT = torch.where(mask_BT, values_BT.float(), 0.0)
+    old_BT, returns_BT = (torch.where(mask_BT, x.detach().float(), 0.0) for x in (old_values_BT, returns_BT))
+    loss_BT = (values_BT - returns_BT) ** 2
+    if clip is not None:
+        clipped_BT = values_BT.clamp(old_BT - clip, old_BT + clip)
+        loss_BT = torch.maximum(loss_BT, (clipped_BT - returns_BT) ** 2)
+    return 0.5 * loss_BT

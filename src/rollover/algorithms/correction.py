@@ -1,27 +1,104 @@
-"""Off-policy correction: importance weights between the policy that sampled a token and the proximal one.
+"""Off-policy correction: importance weights and masks between the policy that sampled a token and the proximal one.
 
-Shapes: B rows, T tokens. Weights are constants (detached); masked positions and masked-out entries are exactly 0.
+Shapes: B rows, T tokens. Log-probs [B, T], mask [B, T] (bool or 0/1). A row with a loss token is a sequence. Weights
+and masks come back as [B, T], are constants (detached) and exactly 0 at masked positions, whatever those hold.
+d = log proximal - log behavior of a token; every exponent is bounded to +-20. A NaN at a loss position lies outside
+every bound: a mask drops it, a truncated weight stays NaN (TRL takes it as no evidence and gives weight 1).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 
 from rollover.algorithms.loss import MAX_LOG_RATIO
 
-CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+CorrectionMode = Literal[
+    "token_truncate",
+    "token_mask",
+    "icepop",
+    "segment_truncate",
+    "segment_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_mask",
+]
+RejectionKind = Literal["k1", "k2", "k3"]
+RejectionLevel = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
+
+# Mode: what a ratio is taken over, and what happens to a ratio outside the bounds.
+_MODES = {
+    "token_truncate": ("token", "truncate"),
+    "token_mask": ("token", "mask"),
+    "icepop": ("token", "mask"),
+    "segment_truncate": ("segment", "truncate"),
+    "segment_mask": ("segment", "mask"),
+    "sequence_truncate": ("sequence", "truncate"),
+    "sequence_mask": ("sequence", "mask"),
+    "geometric_mask": ("geometric", "keep"),
+}
+_TWO_SIDED = ("icepop", "geometric_mask")
 
 
-def _ratios(
-    proximal_logprobs_BT: torch.Tensor, behavior_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, level: str
+def _bounded_exp(exponent: torch.Tensor) -> torch.Tensor:
+    return torch.exp(exponent.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def _masked(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask_BT, values_BT.float(), 0.0)
+
+
+def _row_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Mean over the loss tokens of each row [B]; 0 for a row without one."""
+    return _masked(values_BT, mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1)
+
+
+def _segment_sums(values_BT: torch.Tensor, versions_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Each loss token gets the sum over the loss tokens of its row that have its version [B, T]."""
+    if not mask_BT.any():
+        return torch.zeros_like(values_BT)
+    keys_2M = torch.stack([mask_BT.nonzero(as_tuple=True)[0], versions_BT[mask_BT].long()])
+    segments_2S, index_M = torch.unique(keys_2M, dim=1, return_inverse=True)
+    sums_S = torch.zeros(segments_2S.shape[1], device=values_BT.device).index_add_(0, index_M, values_BT[mask_BT])
+    return torch.zeros_like(values_BT).masked_scatter_(mask_BT, sums_S[index_M])
+
+
+def _log_ratios(
+    proximal_logprobs_BT: torch.Tensor,
+    behavior_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    level: str,
+    versions_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """proximal / behavior [B, T] before any cap, per token or per sequence (the same value on all its positions)."""
-    log_ratio_BT = torch.where(mask_BT, proximal_logprobs_BT.float() - behavior_logprobs_BT.float(), 0.0)
-    if level == "sequence":
-        log_ratio_BT = log_ratio_BT.sum(-1, keepdim=True).expand_as(log_ratio_BT)
-    return torch.exp(log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    """log of the ratio that `level` weighs a token by [B, T], before any bound."""
+    d_BT = _masked(proximal_logprobs_BT.float() - behavior_logprobs_BT.float(), mask_BT)
+    if level == "token":
+        return d_BT
+    if level == "segment":
+        if versions_BT is None:
+            raise ValueError("versions_BT is missing: a segment mode needs the policy version of every token, [B, T]")
+        if versions_BT.shape != mask_BT.shape:
+            raise ValueError(f"versions_BT has shape {tuple(versions_BT.shape)}: give it the mask's, [B, T]")
+        return _segment_sums(d_BT, versions_BT, mask_BT)
+    sum_B1 = d_BT.sum(-1, keepdim=True)
+    if level == "geometric":
+        sum_B1 = sum_B1 / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    return sum_B1.expand_as(d_BT)
+
+
+def _bounds(mode: str, cap: float, floor: float | None) -> float | None:
+    """The floor that `mode` applies (None: none), after the check of mode, cap and floor."""
+    if mode not in _MODES:
+        raise ValueError(f"mode = {mode!r} is not a correction: use one of {', '.join(_MODES)}")
+    if not cap > 0:
+        raise ValueError(f"cap = {cap}: the largest weight must be positive")
+    if floor is None and mode in _TWO_SIDED:
+        floor = 1 / cap
+    if floor is not None and not 0 <= floor <= cap:
+        raise ValueError(f"floor = {floor} must lie between 0 and cap = {cap} (the default of {mode} may be 1 / cap)")
+    return floor
 
 
 @torch.no_grad()
@@ -33,28 +110,174 @@ def importance_weights(
     mode: CorrectionMode,
     cap: float,
     floor: float | None = None,
+    versions_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """w = proximal / behavior per token, or per sequence (product over its tokens), bounded by `cap` -> [B, T].
+    """w = exp(sum of d over the token, its segment or its sequence), bounded by `cap` and `floor` -> [B, T].
 
-    "truncate" clamps w to at most cap (and at least floor): truncated importance sampling (Ionides 2008; decoupled PPO,
-    Hilton et al. 2022, arXiv 2110.00641). "mask" sets w above cap (or below floor) to exactly 0. Log-ratios are bounded
-    to +-20 before exp.
+    - token_truncate, token_mask: w of the token alone. Decoupled PPO (Hilton et al. 2022, arXiv 2110.00641);
+      truncation: Ionides 2008, "Truncated Importance Sampling".
+    - icepop: token_mask whose floor is 1 / cap where none is given (Ring-1T, arXiv 2510.18855: outside [alpha, beta]
+      the token gives no gradient). verl writes it as rollout_is_threshold = "floor_cap".
+    - segment_truncate, segment_mask: product over the loss tokens that the row has of the token's policy version
+      (`versions_BT` [B, T], integers). One version: as sequence; a version per token: as token. No peer has it.
+    - sequence_truncate, sequence_mask: product over the sequence, the same weight at all its tokens.
+    - geometric_mask: weight 1 where the geometric mean exp(mean d) lies in [floor, cap], else 0; floor 1 / cap where
+      none is given. It is a trust region per token, not a ratio of two distributions, so it selects and does not weigh
+      (verl's Geo-RS; Liu, Li et al. 2025, "When Speed Kills Stability", part 3). Multiply by another mode's weights to
+      have both.
+
+    "truncate" clamps w into [floor, cap], without `floor` only from above (as verl and TRL do; Axolotl's floor is always
+    1 / cap). "mask" sets w outside [floor, cap] to exactly 0 (Axolotl's floor turns such a 0 into 1 / cap).
     """
     mask_BT = mask_BT.bool()
-    level, _, action = mode.partition("_")
-    if level not in ("token", "sequence"):
-        raise ValueError(f"mode = {mode!r} is not a correction")
-    weights_BT = _ratios(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level)
+    floor = _bounds(mode, cap, floor)
+    level, action = _MODES[mode]
+    weights_BT = _bounded_exp(_log_ratios(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level, versions_BT))
     if action == "truncate":
-        weights_BT = weights_BT.clamp(min=floor, max=cap)
-    elif action == "mask":
-        outside_BT = weights_BT > cap
-        if floor is not None:
-            outside_BT |= weights_BT < floor
-        weights_BT = weights_BT.masked_fill(outside_BT, 0.0)
+        return _masked(weights_BT.clamp(min=floor, max=cap), mask_BT)
+    inside_BT = (weights_BT >= (floor or 0.0)) & (weights_BT <= cap)
+    if action == "keep":
+        return (inside_BT & mask_BT).float()
+    return _masked(weights_BT, inside_BT & mask_BT)
+
+
+@torch.no_grad()
+def rejection_mask(
+    proximal_logprobs_BT: torch.Tensor,
+    behavior_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    kind: RejectionKind,
+    level: RejectionLevel,
+    high: float,
+    low: float | None = None,
+) -> torch.Tensor:
+    """Loss tokens to keep, bool [B, T]: those whose estimate of KL(behavior || proximal) is at most `high` nats.
+
+    Per token k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d (Schulman 2020, "Approximating KL Divergence"), d bounded to
+    +-20. level "token": each token alone; "sequence_sum", "sequence_mean": the whole sequence, by the sum or mean over
+    its loss tokens; "sequence_max": the whole sequence if each of its tokens passes (trust region masking, Li et al.
+    2025, arXiv 2512.23075).
+
+    k1 may be negative: it has to lie in [low, high], low = -high where none is given. verl gives bounds of k1 as ratios
+    behavior / proximal, "exp(low)_exp(high)", and has no sequence_max of k1. k2 and k3 are never negative: no `low`.
+    """
+    mask_BT = mask_BT.bool()
+    d_BT = _log_ratios(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, "token")
+    d_BT = d_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if kind == "k1":
+        estimate_BT = -d_BT
+        low = -high if low is None else low
+    elif kind in ("k2", "k3"):
+        if low is not None:
+            raise ValueError(f"low = {low} with kind = {kind!r}: the estimate is never negative, leave low out")
+        estimate_BT = d_BT**2 / 2 if kind == "k2" else torch.expm1(d_BT) - d_BT
+        # Rounding may give -1e-8.
+        low = -float("inf")
     else:
-        raise ValueError(f"mode = {mode!r} is not a correction")
-    return torch.where(mask_BT, weights_BT, 0.0)
+        raise ValueError(f'kind = {kind!r} is not an estimate: use "k1", "k2" or "k3"')
+    if not low <= high:
+        raise ValueError(f"high = {high} is below low = {low}: nothing would be kept")
+    if level == "sequence_sum":
+        estimate_BT = estimate_BT.sum(-1, keepdim=True)
+    elif level == "sequence_mean":
+        estimate_BT = _row_mean(estimate_BT, mask_BT)[:, None]
+    elif level not in ("token", "sequence_max"):
+        raise ValueError(f'level = {level!r}: use "token", "sequence_sum", "sequence_mean" or "sequence_max"')
+    keep_BT = (estimate_BT >= low) & (estimate_BT <= high)
+    if level == "sequence_max":
+        keep_BT = (keep_BT | ~mask_BT).all(-1, keepdim=True)
+    return keep_BT & mask_BT
+
+
+@torch.no_grad()
+def off_policy_sequence_mask(
+    advantages: torch.Tensor,
+    logprobs_BT: torch.Tensor,
+    behavior_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    threshold: float,
+) -> torch.Tensor:
+    """Loss tokens to keep, bool [B, T]: A >= 0, or mean over the sequence of (behavior - current) <= `threshold`.
+
+    DeepSeek-V3.2 (arXiv 2512.02556), eq. 9: a sequence far from the current policy is dropped where it would be pushed
+    down. `advantages` [B], or [B, T], then decided per token as the equation writes it. TRL's off_policy_mask_threshold
+    gives [B, 1]. No gradient flows through it: `logprobs_BT` may be detached.
+    """
+    mask_BT = mask_BT.bool()
+    distance_B = _row_mean(behavior_logprobs_BT.float() - logprobs_BT.float(), mask_BT)
+    advantages_BX = advantages[:, None] if advantages.ndim == 1 else advantages
+    return ((advantages_BX >= 0) | (distance_B <= threshold)[:, None]) & mask_BT
+
+
+@torch.no_grad()
+def effective_sample_size(
+    weights_BT: torch.Tensor, mask_BT: torch.Tensor, *, level: Literal["token", "sequence"]
+) -> torch.Tensor:
+    """(sum w)^2 / (n * sum w^2), a share in [0, 1] (Kish 1965) -> scalar. 1: all count alike; 1/n: one has it all.
+
+    level "token": the n loss tokens. "sequence": the n sequences, each by the mean weight of its loss tokens (which is
+    its weight in a sequence mode). The same as verl's 1 / mean((w / mean w)^2). No weight above 0 (verl: inf): 0.
+    """
+    mask_BT = mask_BT.bool()
+    if level == "token":
+        weights, count = _masked(weights_BT, mask_BT), mask_BT.sum()
+    elif level == "sequence":
+        weights, count = _row_mean(weights_BT, mask_BT), mask_BT.any(-1).sum()
+    else:
+        raise ValueError(f'level = {level!r}: use "token" or "sequence"')
+    squares = weights.square().sum() * count
+    return torch.where(squares == 0, 0.0, weights.sum().square() / squares)
+
+
+def ess_step_scale(
+    ess: torch.Tensor | float, *, reference: float = 1.0, rule: Literal["sqrt", "linear"] = "sqrt"
+) -> torch.Tensor:
+    """Factor of the learning rate for one step, in [0, 1]: min(1, ess / reference)^p, p = 1/2 ("sqrt") or 1 ("linear").
+
+    VCPO (Huang et al. 2026, arXiv 2602.17616): the rate goes with the square root of the effective sample size share
+    under AdamW. `ess`: that of the step's sequence ratios before any cap. `reference`: the share at which the rate was
+    tuned, 1 on policy. The bound at 1, `reference` and "linear" are those of the authors' code.
+    """
+    if not reference > 0:
+        raise ValueError(f"reference = {reference}: the share at full rate must be positive")
+    if rule not in ("sqrt", "linear"):
+        raise ValueError(f'rule = {rule!r}: use "sqrt" or "linear"')
+    share = (torch.as_tensor(ess).detach().float() / reference).clamp(max=1.0)
+    return share.sqrt() if rule == "sqrt" else share
+
+
+@torch.no_grad()
+def interpolated_proximal(
+    behavior_logprobs_BT: torch.Tensor,
+    current_logprobs_BT: torch.Tensor,
+    staleness_BT: torch.Tensor | None = None,
+    *,
+    mask_BT: torch.Tensor,
+    alpha_BT: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Proximal log-probs without a forward pass: alpha * behavior + (1 - alpha) * current [B, T], detached.
+
+    A-3PO (arXiv 2512.06547): alpha = 1 / staleness, staleness = current version - version of the token; the proximal
+    policy is one step behind the current one. At staleness 1 that is the behavior policy; at 0 it is taken too, as in
+    the authors' code (AReaL, "loglinear", whose alpha is our 1 - alpha). Or give `alpha_BT` in [0, 1] instead. The
+    interpolation is of log-probs of the sampled token: it is not normalised over the vocabulary.
+    """
+    if (staleness_BT is None) == (alpha_BT is None):
+        raise ValueError("staleness_BT or alpha_BT: give exactly one of them")
+    mask_BT = mask_BT.bool()
+    if staleness_BT is not None:
+        staleness_BT = _masked(staleness_BT, mask_BT)
+        if (staleness_BT < 0).any():
+            raise ValueError("staleness_BT is negative: a token cannot be newer than the current version")
+        share_BT = 1 / staleness_BT.clamp(min=1)
+    else:
+        assert alpha_BT is not None
+        share_BT = _masked(alpha_BT, mask_BT)
+        if not ((share_BT >= 0) & (share_BT <= 1)).all():
+            raise ValueError("alpha_BT is the share of the behavior policy: it must lie in [0, 1]")
+    return torch.lerp(_masked(current_logprobs_BT, mask_BT), _masked(behavior_logprobs_BT, mask_BT), share_BT)
 
 
 @torch.no_grad()
@@ -65,24 +288,104 @@ def mismatch_metrics(
     *,
     mode: CorrectionMode | Literal["none"],
     cap: float,
+    floor: float | None = None,
+    versions_BT: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """How far the sampling policy was from the proximal one: sums and counts ("max/..." combine by maximum).
 
-    sum/kl is the k1 estimate of KL(behavior || proximal): log behavior - log proximal, summed over tokens.
-    */importance are of the weights before the cap (of a sequence mode: the sequence's; with "none" the token's ratio,
-    which is then not applied). sum/capped counts the tokens whose weight passes the cap: none without a correction.
+    sum/kl and sum/k3: the k1 and k3 estimates of KL(behavior || proximal), summed over tokens. */importance: the mode's
+    ratio before its bounds (with "none" the token's, which is then not applied). sum/capped, sum/below: tokens whose
+    ratio passes the cap, or is below the floor (1 / cap where the mode has none); 0 with "none". sum/bounded: tokens
+    whose log-ratio was bounded to +-20. sum/weight(_squared): the weights as applied. sum/token_ratio(_squared) is over
+    tokens, sum/sequence_ratio(_squared) and */..ppl.. are over sequences. `mismatch_summary` makes means of them.
     """
     mask_BT = mask_BT.bool()
     if not mask_BT.any():
         return {}
-    difference = (proximal_logprobs_BT.float() - behavior_logprobs_BT.float())[mask_BT]
-    level = mode.partition("_")[0]
-    ratios = _ratios(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level)[mask_BT]
+    level = "token" if mode == "none" else _MODES.get(mode, ("token", ""))[0]
+    # A mode that does not exist is an error here as it is in importance_weights.
+    floor = _bounds("token_mask" if mode == "none" else mode, cap, floor)
+    args = (proximal_logprobs_BT, behavior_logprobs_BT, mask_BT)
+    log_ratio_M = _log_ratios(*args, level, versions_BT)[mask_BT]
+    ratio_M = _bounded_exp(log_ratio_M)
+    if mode == "none":
+        weights_M = torch.ones_like(ratio_M)
+    else:
+        weights_M = importance_weights(*args, mode=mode, cap=cap, floor=floor, versions_BT=versions_BT)[mask_BT]
+    d_M = _log_ratios(*args, "token")[mask_BT]
+    bounded_M = d_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    token_ratio_M = bounded_M.exp()
+    corrected = float(mode != "none")
     return {
-        "sum/logprob_abs": difference.abs().sum(),
-        "max/logprob_abs": difference.abs().max(),
-        "sum/kl": -difference.sum(),
-        "sum/importance": ratios.sum(),
-        "max/importance": ratios.max(),
-        "sum/capped": (ratios > (float("inf") if mode == "none" else cap)).sum().float(),
+        "count/tokens": mask_BT.sum().float(),
+        "sum/logprob_abs": d_M.abs().sum(),
+        "max/logprob_abs": d_M.abs().max(),
+        "sum/kl": -d_M.sum(),
+        "sum/k3": (torch.expm1(bounded_M) - bounded_M).sum(),
+        "sum/importance": ratio_M.sum(),
+        "max/importance": ratio_M.max(),
+        "sum/capped": (ratio_M > cap).sum() * corrected,
+        "sum/below": (ratio_M < (1 / cap if floor is None else floor)).sum() * corrected,
+        "sum/bounded": (log_ratio_M.abs() > MAX_LOG_RATIO).sum().float(),
+        "sum/weight": weights_M.sum(),
+        "sum/weight_squared": weights_M.square().sum(),
+        "sum/token_ratio": token_ratio_M.sum(),
+        "sum/token_ratio_squared": token_ratio_M.square().sum(),
+    } | _sequence_metrics(*args)
+
+
+def _sequence_metrics(
+    proximal_logprobs_BT: torch.Tensor, behavior_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The part of mismatch_metrics that is over the S sequences. log ppl = -mean log-prob of the loss tokens."""
+    some_B = mask_BT.any(-1)
+    proximal_S = -_row_mean(proximal_logprobs_BT, mask_BT)[some_B]
+    behavior_S = -_row_mean(behavior_logprobs_BT, mask_BT)[some_B]
+    difference_S = proximal_S - behavior_S
+    d_BT = _log_ratios(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, "sequence")
+    ratio_S = _bounded_exp(d_BT[some_B, 0])
+    return {
+        "count/sequences": some_B.sum().float(),
+        "sum/sequence_ratio": ratio_S.sum(),
+        "sum/sequence_ratio_squared": ratio_S.square().sum(),
+        "sum/proximal_log_ppl": proximal_S.sum(),
+        "sum/behavior_log_ppl": behavior_S.sum(),
+        "sum/proximal_ppl": _bounded_exp(proximal_S).sum(),
+        "sum/behavior_ppl": _bounded_exp(behavior_S).sum(),
+        "sum/ppl_ratio": _bounded_exp(difference_S).sum(),
+        "sum/log_ppl_abs_difference": difference_S.abs().sum(),
+        "max/log_ppl_difference": difference_S.max(),
+        "max/log_ppl_difference_negative": (-difference_S).max(),
+    }
+
+
+def mismatch_summary(totals: Mapping[str, float]) -> dict[str, float]:
+    """Diagnostics from the added-up `mismatch_metrics` of any number of micro-batches; {} without a token.
+
+    Means over tokens or sequences; chi2 = mean(ratio^2) - 1, the chi-square divergence of proximal from behavior;
+    effective sample sizes as in `effective_sample_size`: of the weights as applied, and of the ratios before bounds.
+    """
+    if not totals:
+        return {}
+    tokens, sequences = float(totals["count/tokens"]), float(totals["count/sequences"])
+
+    def ess(name: str, count: float) -> float:
+        squares = float(totals[f"sum/{name}_squared"]) * count
+        return float(totals[f"sum/{name}"]) ** 2 / squares if squares else 0.0
+
+    over_tokens = ("logprob_abs", "kl", "k3", "importance", "capped", "below", "bounded", "weight")
+    over_sequences = (
+        "proximal_log_ppl", "behavior_log_ppl", "proximal_ppl", "behavior_ppl", "ppl_ratio", "log_ppl_abs_difference"
+    )  # fmt: skip
+    means = {name: float(totals[f"sum/{name}"]) / tokens for name in over_tokens}
+    means |= {name: float(totals[f"sum/{name}"]) / sequences for name in over_sequences}
+    return means | {
+        "chi2_token": float(totals["sum/token_ratio_squared"]) / tokens - 1,
+        "chi2_sequence": float(totals["sum/sequence_ratio_squared"]) / sequences - 1,
+        "log_ppl_difference": means["proximal_log_ppl"] - means["behavior_log_ppl"],
+        "log_ppl_difference_max": float(totals["max/log_ppl_difference"]),
+        "log_ppl_difference_min": -float(totals["max/log_ppl_difference_negative"]),
+        "ess_weight": ess("weight", tokens),
+        "ess_token_ratio": ess("token_ratio", tokens),
+        "ess_sequence_ratio": ess("sequence_ratio", sequences),
     }

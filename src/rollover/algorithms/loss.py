@@ -278,21 +278,32 @@ LOSSES: dict[str, Callable[..., LossAndClipped]] = {
 NOT_SPLIT_INVARIANT = frozenset({"clip_cov", "kl_cov"})
 
 
-def _options(kind: str, clip_low: float, clip_high: float, given: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of the kind's function. Clip bounds always have a value; a kind without a clip gets none."""
+def loss_function(kind: str | Callable[..., LossAndClipped]) -> Callable[..., LossAndClipped]:
+    """The function of that name in `LOSSES`; a function of one's own is returned as it is."""
+    if callable(kind):
+        return kind
     if kind not in LOSSES:
         raise ValueError(f"kind = {kind!r} is not a policy loss: use one of {', '.join(LOSSES)}")
-    parameters = [p for p in inspect.signature(LOSSES[kind]).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return LOSSES[kind]
+
+
+def _options(
+    function: Callable[..., LossAndClipped], clip_low: float, clip_high: float, given: dict[str, Any]
+) -> dict[str, Any]:
+    """The keyword arguments of a loss. Clip bounds always have a value; a loss without a clip gets none."""
+    kind = function.__name__
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     names = [p.name for p in parameters]
     valid = ", ".join(names) or "none"
     for name in given:
         if name not in names:
             raise ValueError(f"{name} is not an option of the policy loss {kind!r}: its options are {valid}")
-    for p in parameters:
-        if p.default is p.empty and p.name not in given:
-            raise ValueError(f"the policy loss {kind!r} needs the option {p.name}")
     bounds = {"clip_low": clip_low, "clip_high": clip_high}
-    return {name: bound for name, bound in bounds.items() if name in names} | given
+    options = {name: bound for name, bound in bounds.items() if name in names} | given
+    for p in parameters:
+        if p.default is p.empty and p.name not in options:
+            raise ValueError(f"the policy loss {kind!r} needs the option {p.name}")
+    return options
 
 
 def policy_loss(
@@ -301,7 +312,7 @@ def policy_loss(
     advantages_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     *,
-    kind: str,
+    kind: str | Callable[..., LossAndClipped],
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
@@ -309,13 +320,15 @@ def policy_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss per token [B, T] and metrics as sums and counts, which add up over micro-batches ("max/..." by maximum).
 
-    `kind`: a key of `LOSSES`; each function there gives formula, source and the aggregation that makes it the paper's.
+    `kind`: a key of `LOSSES`, or a function like those; each gives formula, source and the aggregation that makes it the
+    paper's.
     `kind_options` are that function's keyword arguments. `advantages_BT` may be [B] or [B, T]. Ratios in the metrics
     are of tokens, current / old, for every kind; log-ratios are bounded to +-20 before exp.
     """
     if dual_clip is not None:
         kind_options["dual_clip"] = dual_clip
-    options = _options(kind, clip_low, clip_high, kind_options)
+    function = loss_function(kind)
+    options = _options(function, clip_low, clip_high, kind_options)
     mask_BT = mask_BT.bool()
     if advantages_BT.ndim == 1:
         advantages_BT = advantages_BT[:, None].expand_as(logprobs_BT)
@@ -331,7 +344,7 @@ def policy_loss(
         torch.where(mask_BT, advantages_BT.detach().float(), 0.0),
         mask_BT,
     )
-    loss_BT, clipped_BT = LOSSES[kind](t, **options)
+    loss_BT, clipped_BT = function(t, **options)
     with torch.no_grad():
         ratio_M = t.ratio_BT[mask_BT]
         metrics = {

@@ -17,7 +17,7 @@ CLIPPED = ("clip", "decoupled", "gspo", "gmpo", "cispo", "luspo", "clip_cov", "d
 WITHOUT_SIBLINGS = ("remax", "reinforce_plus_plus", "gae")  # advantages that need no second rollout of a task
 
 Presets = Literal[
-    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rloo", "reinforce++", "gdpo", "ppo", "remax", "max_rl",
+    "grpo", "dapo", "dr_grpo", "gspo", "cispo", "gmpo", "rloo", "reinforce++", "gdpo", "ppo", "remax", "max_rl",
     "async_decoupled",
 ]  # fmt: skip
 Correction = Literal[
@@ -44,7 +44,7 @@ class AlgorithmConfig(Table):
     advantage_std: Literal["sample", "population", "batch", "none"] = Field(
         default="sample", description="grpo, sum_then_normalize: standard deviation that advantages are divided by."
     )
-    passk: int = Field(default=1, ge=1, description="grpo_passk: k of the pass@k that is optimised.")
+    passk: int = Field(default=2, ge=2, description="grpo_passk: k of the pass@k that is optimised.")
     reward_weights: dict[str, Any] = Field(
         default_factory=dict,
         description="gdpo, sum_then_normalize: weight of each reward, by name: score, or another entry of what the"

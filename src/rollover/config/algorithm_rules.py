@@ -60,7 +60,7 @@ INERT: tuple[Inert, ...] = (
         ("rollout.greedy_baseline",),
         ("algorithm.advantage",),
         lambda c: c.algorithm.advantage != "remax",
-        "unless algorithm.advantage = \"remax\": no other estimator compares with a greedy rollout",
+        'unless algorithm.advantage = "remax": no other estimator compares with a greedy rollout',
     ),
     Inert(
         ("algorithm.correction_cap", "algorithm.correction_floor"),
@@ -102,7 +102,7 @@ INERT: tuple[Inert, ...] = (
     Inert(
         ("algorithm.ess_step_scaling",),
         ("algorithm.correction",),
-        lambda c: c.algorithm.correction == "none",
+        lambda c: c.algorithm.correction == "none" and c.algorithm.loss != "decoupled",
         'with algorithm.correction = "none": all weights are 1',
     ),
     Inert(
@@ -195,11 +195,27 @@ REFUSED: tuple[Refused, ...] = (
         ),
     ),
     Refused(
-        ("algorithm.passk", "rollout.group_size"),
-        lambda c: c.algorithm.advantage == "grpo_passk" and c.algorithm.passk >= c.rollout.group_size,
+        ("algorithm.proximal", "run.replay_rollouts"),
+        lambda c: c.algorithm.proximal == "snapshot" and bool(c.run.replay_rollouts),
         lambda c: (
-            f"algorithm.passk = {c.algorithm.passk} is not below rollout.group_size = {c.rollout.group_size}: there is"
-            " no other subset to compare with. Lower it"
+            'algorithm.proximal = "snapshot" with run.replay_rollouts: the weights that sampled recorded rollouts are'
+            ' not kept. Set algorithm.proximal = "step_start"'
+        ),
+    ),
+    Refused(
+        ("algorithm.kl_bias_correction", "algorithm.kl_kind"),
+        lambda c: c.algorithm.kl_bias_correction and c.algorithm.kl_kind not in ("k1", "k3"),
+        lambda c: (
+            f'algorithm.kl_bias_correction with algorithm.kl_kind = "{c.algorithm.kl_kind}": only k1 and k3 have a'
+            ' bias-corrected form. Set algorithm.kl_kind = "k3"'
+        ),
+    ),
+    Refused(
+        ("algorithm.passk", "rollout.group_size"),
+        lambda c: c.algorithm.advantage == "grpo_passk" and c.algorithm.passk > c.rollout.group_size,
+        lambda c: (
+            f"algorithm.passk = {c.algorithm.passk} is above rollout.group_size = {c.rollout.group_size}: there are"
+            " not so many siblings. Lower it"
         ),
     ),
 )

@@ -377,6 +377,10 @@ def _finish(config: Config, layers: _Layers, notices: list[str]) -> Resolved:
         origin["rollout.in_flight_groups"] = "derived from rollout.groups_per_step"
     if config.rollout.on_stale == "":
         config = _replace(config, "rollout.on_stale", "finish_first")
+    for setting, value in (("loss", "decoupled"), ("proximal", "behavior")):
+        if getattr(config.algorithm, setting) == value:
+            config = _replace(config, "algorithm.correction", "none")
+            origin["algorithm.correction"] = f"derived from algorithm.{setting}"
     if config.algorithm.advantage == "remax" and not config.rollout.greedy_baseline:
         config = _replace(config, "rollout.greedy_baseline", True)
         origin["rollout.greedy_baseline"] = "derived from algorithm.advantage"

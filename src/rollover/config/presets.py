@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 _OFF_POLICY = {
-    # Not in any of the three papers, which train on their own fresh samples: rollouts that roll over to a later step
-    # hold tokens of older versions, so each token is weighted by proximal/behavior, truncated (Decoupled PPO,
-    # arXiv 2505.24298; TIS).
+    # Not in these papers, which train on fresh samples: rollouts that roll over to a later step hold tokens of older
+    # versions, so each token is weighted by proximal/behavior, truncated (Decoupled PPO, arXiv 2505.24298; TIS).
     "correction": "token_truncate",
     "correction_cap": 2.0,
 }
@@ -50,5 +49,102 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 0.2,
         "aggregation": "seq-mean-token-sum-norm",
         **_OFF_POLICY,
+    },
+    # Zheng et al. 2025, GSPO, arXiv 2507.18071: clip of the sequence's mean ratio, with bounds of that size.
+    "gspo": {
+        "advantage": "grpo",
+        "advantage_std": "sample",
+        "loss": "gspo",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "seq-mean-token-mean",
+        **_OFF_POLICY,
+    },
+    # MiniMax-M1 2025, CISPO, arXiv 2506.13585: the ratio is a clipped constant weight, without a lower bound. The upper
+    # one is not in the paper: ratios up to 5, as ScaleRL (arXiv 2510.13786) found to be good.
+    "cispo": {
+        "advantage": "grpo",
+        "advantage_std": "sample",
+        "loss": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "aggregation": "token-mean",
+        **_OFF_POLICY,
+    },
+    # Zhao et al. 2025, GMPO, arXiv 2507.20673: geometric mean of the ratios, clipped at exp(-0.4) and exp(0.4).
+    "gmpo": {
+        "advantage": "grpo",
+        "advantage_std": "sample",
+        "loss": "gmpo",
+        "clip_low": 0.4,
+        "clip_high": 0.4,
+        "aggregation": "seq-mean-token-mean",
+        **_OFF_POLICY,
+    },
+    # Ahmadian et al. 2024, RLOO, arXiv 2402.14740: REINFORCE of whole answers, the others of the group as baseline. The
+    # paper's KL in the reward is left out.
+    "rloo": {
+        "advantage": "rloo",
+        "loss": "reinforce",
+        "aggregation": "seq-mean-token-sum",
+        **_OFF_POLICY,
+    },
+    # Hu 2025, REINFORCE++, arXiv 2501.03262: normalised over the batch, clip as in PPO. Without the paper's KL.
+    "reinforce++": {
+        "advantage": "reinforce_plus_plus",
+        "loss": "clip",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "token-mean",
+        **_OFF_POLICY,
+    },
+    # GDPO: every reward normalised in its group on its own, then the weighted sum over the batch. Name the rewards in
+    # algorithm.reward_weights.
+    "gdpo": {
+        "advantage": "gdpo",
+        "loss": "clip",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "token-mean",
+        **_OFF_POLICY,
+    },
+    # Schulman et al. 2017, PPO, arXiv 1707.06347, with the values of InstructGPT (arXiv 2203.02155): gamma 1, lambda
+    # 0.95. The critic is a linear head on the policy's hidden states; the KL in the reward is left out.
+    "ppo": {
+        "advantage": "gae",
+        "gamma": 1.0,
+        "gae_lambda": 0.95,
+        "value_clip": 0.2,
+        "loss": "clip",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "token-mean",
+        **_OFF_POLICY,
+    },
+    # Li et al. 2023, ReMax, arXiv 2310.10505: REINFORCE of whole answers, a greedy answer as baseline. Without the
+    # paper's KL.
+    "remax": {
+        "advantage": "remax",
+        "loss": "reinforce",
+        "aggregation": "seq-mean-token-sum",
+        **_OFF_POLICY,
+    },
+    # MaxRL: (r - mean) / mean, REINFORCE of whole answers: hard tasks weigh more, as in maximum likelihood.
+    "max_rl": {
+        "advantage": "max_rl",
+        "loss": "reinforce",
+        "aggregation": "seq-mean-token-sum",
+        **_OFF_POLICY,
+    },
+    # Fu et al. 2025, AReaL, arXiv 2505.24298: the decoupled objective, weights proximal/behavior up to 5 as in its code
+    # (which masks those above; here they are truncated).
+    "async_decoupled": {
+        "advantage": "grpo",
+        "advantage_std": "sample",
+        "loss": "decoupled",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "correction_cap": 5.0,
+        "aggregation": "token-mean",
     },
 }

@@ -18,6 +18,8 @@ def neutral_values(config: Config, key: str) -> tuple[Any, ...]:
     """Values of `key` that mean the same as leaving it out: setting one of them is never an option without effect."""
     if key == "rollout.in_flight_groups":
         return (0, config.rollout.groups_per_step)
+    if key == "algorithm.correction":
+        return ("none", "token_truncate")
     if key == "rollout.on_stale":
         return ("", "finish_first")
     return (default_of(key),)

@@ -179,7 +179,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             else:
                 narrow_CV = _logits_gradient(
                     head.logits(hidden_NE[part]), targets_N[part], temperature_N[part], log_z_N[part], grad_N[part],
-                    entropy_N[part], None if grad_entropy_N is None else grad_entropy_N[part], ctx.softcap, ctx.multiplier, unit=ctx.unit,
+                    entropy_N[part], None if grad_entropy_N is None else grad_entropy_N[part],
+                    ctx.softcap, ctx.multiplier, unit=ctx.unit,
                 )  # fmt: skip
             narrow_CV = narrow_CV.to(weight_VE.dtype)
             grad_hidden_NE[part] = (narrow_CV @ weight_VE).to(hidden_NE.dtype)

@@ -279,7 +279,9 @@ class Driver:
                 self.engine.interrupt([rollout.rollout_id])
             case Action.CANCEL | Action.CANCEL_DROPPED:
                 remaining = self.lifecycle.cache.remaining(rollout.rollout_id)
-                self._salvaged[task] = salvaged(segments, remaining, self.engine.policy_version, self._sampling_of(rollout))
+                self._salvaged[task] = salvaged(
+                    segments, remaining, self.engine.policy_version, self._sampling_of(rollout)
+                )
                 task.cancel()
             case Action.DROP:
                 self._drop_soon(rollout.group_id)

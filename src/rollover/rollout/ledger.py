@@ -59,9 +59,7 @@ class Ledger:
         self._not_trained(DropReason.BASELINE, baseline)
         if oldest_in_loss:
             segments = [s for r in group.rollouts if not r.greedy for s in r.segments if s.trainable]
-            self._not_trained(
-                DropReason.MASKED, sum(len(s) for s in segments if s.policy_version < oldest_in_loss)
-            )
+            self._not_trained(DropReason.MASKED, sum(len(s) for s in segments if s.policy_version < oldest_in_loss))
 
     def _not_trained(self, reason: DropReason, num_tokens: int) -> None:
         self.trained.tokens -= num_tokens

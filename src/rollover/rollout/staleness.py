@@ -23,18 +23,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from rollover.config.rollout import RolloutConfig
 from rollover.types import Group
 
-Versions = TypeVar("Versions", int, np.ndarray)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Versions = TypeVar("Versions", int, np.ndarray, "Tensor")
 
 
 def staleness(policy_version: Versions, trainer_version: int) -> Versions:
-    """Trainer version minus policy version, of one token or of an integer array of tokens (any shape)."""
+    """Trainer version minus policy version, of one token or of an integer array or tensor of tokens (any shape)."""
     return trainer_version - policy_version
 
 

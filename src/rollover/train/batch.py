@@ -16,6 +16,7 @@ from rollover.config import AlgorithmConfig
 from rollover.functions import load_function
 from rollover.types import Group, Rollout, Sample
 
+
 @dataclass(frozen=True)
 class Scored:
     """The rollouts of a batch as an advantage estimator sees them; NaN: missing reward. Greedy baselines are apart.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollover.algorithms.advantage import gae
+from rollover.algorithms.advantage import gae, whiten
 from rollover.algorithms.loss import value_loss
 from rollover.config import AlgorithmConfig
 from rollover.types import Sample
@@ -54,8 +54,7 @@ class Critic:
             gamma=self.config.gamma,
             lam=self.config.gae_lambda,
         )
-        kept = advantages_BT[torch.from_numpy(mask_BT)]
-        advantages_BT = (advantages_BT - kept.mean()) / (kept.std() + 1e-8) * torch.from_numpy(mask_BT)
+        advantages_BT = whiten(advantages_BT, torch.from_numpy(mask_BT))
         out, returns = [], {}
         for row, s in enumerate(samples):
             out.append(replace(s, advantages=advantages_BT[row, : len(s.mask)].numpy()))

@@ -7,9 +7,11 @@ Shapes: B samples, T longest response.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,7 +26,7 @@ from rollover.algorithms.correction import (
     rejection_mask,
 )
 from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
-from rollover.algorithms.loss import options_of, policy_loss
+from rollover.algorithms.loss import entropy_bonus, loss_function, policy_loss
 from rollover.config import AlgorithmConfig
 from rollover.functions import load_function
 from rollover.types import Sample
@@ -84,29 +86,20 @@ class Objective:
         self.config = config
         self.norm = float(max_new_tokens)
         self.kind = load_function(config.loss, ".") if ":" in config.loss else config.loss
+        self._options: dict[str, Any] = dict(config.loss_options)
         if self.kind == "decoupled":
-            self._options = {"weight_cap": config.correction_cap, **config.loss_options}
-        else:
-            self._options = dict(config.loss_options)
+            self._options["weight_cap"] = config.correction_cap
         if config.dual_clip:
             self._options["dual_clip"] = config.dual_clip
-        self._wants_behavior = "behavior_logprobs_BT" in options_of(self.kind)
+        self._wants_behavior = "behavior_logprobs_BT" in inspect.signature(loss_function(self.kind)).parameters
+        self._check_options()
 
     def __call__(self, streams: Streams, counts: Counts) -> tuple[torch.Tensor, Sums]:
         """(scalar loss, metrics as sums and counts over the micro-batch)."""
         cfg, mask_BT = self.config, streams.mask_BT
         proximal_BT = self._proximal(streams)
-        behavior = {"behavior_logprobs_BT": streams.behavior_BT} if self._wants_behavior else {}
-        loss_BT, sums = policy_loss(
-            streams.logprobs_BT,
-            proximal_BT,
-            streams.advantages_BT,
-            mask_BT,
-            kind=self.kind,
-            clip_low=cfg.clip_low,
-            clip_high=cfg.clip_high,
-            **self._options,
-            **behavior,
+        loss_BT, sums = self._policy_loss(
+            streams.logprobs_BT, proximal_BT, streams.advantages_BT, mask_BT, streams.behavior_BT
         )
         weights_BT = self._weights(streams, proximal_BT, sums)
         loss_BT = loss_BT * weights_BT
@@ -115,7 +108,7 @@ class Objective:
             loss_BT = loss_BT + cfg.kl_coef * kl_BT
             sums["sum/reference_kl"] = kl_BT.detach().sum()
         if cfg.entropy_coef:
-            loss_BT = loss_BT - cfg.entropy_coef * streams.entropy_BT
+            loss_BT = loss_BT + entropy_bonus(streams.entropy_BT, mask_BT, coef=cfg.entropy_coef)
         loss = aggregate(
             loss_BT,
             mask_BT,
@@ -129,18 +122,49 @@ class Objective:
             proximal_BT,
             streams.behavior_BT,
             mask_BT,
-            mode=cfg.correction,
+            mode="token_truncate" if self.kind == "decoupled" else cfg.correction,
             cap=cfg.correction_cap,
             floor=cfg.correction_floor or None,
             versions_BT=streams.versions_BT,
         )
         return loss, sums | {"sum/loss": loss.detach(), "sum/entropy": streams.entropy_BT.detach().sum()}
 
+    def _policy_loss(
+        self,
+        logprobs_BT: torch.Tensor,
+        proximal_BT: torch.Tensor,
+        advantages_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        behavior_BT: torch.Tensor,
+    ) -> tuple[torch.Tensor, Sums]:
+        cfg, options = self.config, self._options
+        if self._wants_behavior:
+            options = {**options, "behavior_logprobs_BT": behavior_BT}
+        return policy_loss(
+            logprobs_BT,
+            proximal_BT,
+            advantages_BT,
+            mask_BT,
+            kind=self.kind,
+            clip_low=cfg.clip_low,
+            clip_high=cfg.clip_high,
+            **options,
+        )
+
+    def _check_options(self) -> None:
+        """ValueError where the loss takes no such options, or is none: before anything is generated."""
+        one = torch.zeros(1, 1)
+        try:
+            self._policy_loss(one, one, one, one, one)
+        except (TypeError, ValueError) as error:
+            options = self.config.loss_options
+            raise ValueError(f"algorithm.loss = {self.config.loss!r}, loss_options = {options}: {error}") from error
+
     def rate_scale(self, sums: dict[str, float]) -> float:
         """Factor of the learning rate for the minibatch with these sums (algorithm.ess_step_scaling)."""
         if not self.config.ess_step_scaling or not sums:
             return 1.0
-        return float(ess_step_scale(mismatch_summary(sums)["sequence_ess"]))
+        return float(ess_step_scale(mismatch_summary(sums)["ess_sequence_ratio"]))
 
     def _proximal(self, streams: Streams) -> torch.Tensor:
         if self.config.proximal == "behavior":
@@ -189,9 +213,7 @@ class Objective:
             sums["sum/off_policy"] = (mask_BT & ~kept_BT).sum().float()
         return weights_BT
 
-    def _reference_kl(
-        self, streams: Streams, reference_BT: torch.Tensor, proximal_BT: torch.Tensor
-    ) -> torch.Tensor:
+    def _reference_kl(self, streams: Streams, reference_BT: torch.Tensor, proximal_BT: torch.Tensor) -> torch.Tensor:
         cfg = self.config
         if cfg.kl_bias_correction:
             kl_BT = bias_corrected_kl(
@@ -210,21 +232,38 @@ def combine(totals: dict[str, float], sums: Mapping[str, torch.Tensor | float]) 
         totals[key] = number if old is None else max(old, number) if key.startswith("max/") else old + number
 
 
-# metric of docs/metrics.md -> the sum behind it
+# metric of docs/metrics.md -> the sum behind it, as a mean over tokens
 _TOKEN_MEANS = {
     "entropy": "sum/entropy",
     "clip_fraction": "sum/clipped",
     "ratio/mean": "sum/ratio",
-    "importance/mean": "sum/importance",
-    "importance/capped_share": "sum/capped",
-    "mismatch/logprob_abs_mean": "sum/logprob_abs",
-    "mismatch/kl": "sum/kl",
-}
-_TOKEN_MEANS_IF_ANY = {
     "kl/reference": "sum/reference_kl",
     "off_policy/rejected_share": "sum/rejected",
     "off_policy/masked_share": "sum/off_policy",
     "critic/loss": "sum/critic_loss",
+}
+# metric -> diagnostic of correction.mismatch_summary
+_MISMATCH = {
+    "importance/mean": "importance",
+    "importance/weight_mean": "weight",
+    "importance/capped_share": "capped",
+    "importance/below_share": "below",
+    "importance/ess": "ess_weight",
+    "importance/ess_token_ratio": "ess_token_ratio",
+    "importance/ess_sequence_ratio": "ess_sequence_ratio",
+    "mismatch/logprob_abs_mean": "logprob_abs",
+    "mismatch/bounded_share": "bounded",
+    "mismatch/kl": "kl",
+    "mismatch/k3": "k3",
+    "mismatch/chi2_token": "chi2_token",
+    "mismatch/chi2_sequence": "chi2_sequence",
+    "mismatch/proximal_ppl": "proximal_ppl",
+    "mismatch/behavior_ppl": "behavior_ppl",
+    "mismatch/ppl_ratio": "ppl_ratio",
+    "mismatch/log_ppl_difference": "log_ppl_difference",
+    "mismatch/log_ppl_abs_difference": "log_ppl_abs_difference",
+    "mismatch/log_ppl_difference_max": "log_ppl_difference_max",
+    "mismatch/log_ppl_difference_min": "log_ppl_difference_min",
 }
 _MAXIMA = {
     "ratio/max": "max/ratio",
@@ -236,11 +275,12 @@ _MAXIMA = {
 def step_metrics(totals: dict[str, float], updates: list[dict[str, float]]) -> dict[str, float]:
     """Metrics of a training step under their names in docs/metrics.md. `updates`: what its optimizer steps returned."""
     tokens = max(1.0, totals.get("count/tokens", 0.0))
+    mismatch = mismatch_summary(totals)
     metrics = {
         "loss": totals.get("sum/loss", 0.0) / len(updates),
-        **{key: totals.get(source, 0.0) / tokens for key, source in _TOKEN_MEANS.items()},
-        **{key: totals[source] / tokens for key, source in _TOKEN_MEANS_IF_ANY.items() if source in totals},
-        **{key: totals.get(source, 0.0) for key, source in _MAXIMA.items()},
+        **{key: totals[source] / tokens for key, source in _TOKEN_MEANS.items() if source in totals},
+        **{key: mismatch[source] for key, source in _MISMATCH.items() if source in mismatch},
+        **{key: totals[source] for key, source in _MAXIMA.items() if source in totals},
         "grad_norm": max(u["grad_norm"] for u in updates),
         "learning_rate": updates[-1]["learning_rate"],
         "train/skipped_steps": sum(u["train/skipped_steps"] for u in updates),

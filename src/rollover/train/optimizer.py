@@ -93,7 +93,10 @@ class Optimizer:
                     master.grad = parameter.grad
 
     def step(self, rate_scale: float = 1.0) -> dict[str, float]:
-        """Clip, step at `rate_scale` times the scheduled rate, copy masters to the compute weights. A non-finite gradient skips the update, and says so."""
+        """Clip, step at `rate_scale` times the scheduled rate, copy masters to the compute weights.
+
+        A non-finite gradient skips the update, and says so.
+        """
         gradients = self.gradients()
         rate = rate_scale * learning_rate(self.config, self.step_count, self.total_steps)
         norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0

@@ -29,11 +29,7 @@ def reward_metrics(groups: list[Group]) -> dict[str, float]:
             for name, value in reward.extras.items():
                 extras[name].append(value)
     everything = [s for values in scores.values() for s in values]
-    spreads = [
-        np.ptp(valid) == 0
-        for g in groups
-        if (valid := _valid_scores(g))
-    ]
+    spreads = [np.ptp(valid) == 0 for g in groups if (valid := _valid_scores(g))]
     return {
         "reward/mean": _mean(everything),
         "reward/std": float(np.std(everything)) if everything else float("nan"),

@@ -273,7 +273,9 @@ class Trainer:
             needed['algorithm.proximal = "snapshot"'] = of_version(self.policy_version)
         for setting, name in needed.items():
             if name not in self.snapshots:
-                raise ValueError(f"--resume with {setting}: the checkpoint holds no such weights; start with it instead")
+                raise ValueError(
+                    f"--resume with {setting}: the checkpoint holds no such weights; start with it instead"
+                )
 
     def save_model(self, folder: Path) -> None:
         """A folder that transformers' from_pretrained loads: compute dtype, adapters merged, tokenizer included."""

@@ -92,12 +92,9 @@ def test_unknown_field_of_an_array_element(write):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_loads_and_lies_below_files(write, name):
-    resolved = load_config([write("[algorithm]\nclip_high = 0.9")], [("algorithm.preset", name)])
+    resolved = load_config([write('[algorithm]\naggregation = "token-sum"')], [("algorithm.preset", name)])
     algorithm = resolved.config.algorithm
-    assert algorithm.clip_high == 0.9
-    assert {k: getattr(algorithm, k) for k in PRESETS[name] if k != "clip_high"} == {
-        k: v for k, v in PRESETS[name].items() if k != "clip_high"
-    }
+    assert {k: getattr(algorithm, k) for k in PRESETS[name]} == PRESETS[name] | {"aggregation": "token-sum"}
     assert resolved.origin["algorithm.loss"] == f"preset {name}"
 
 
@@ -117,7 +114,7 @@ def test_the_topmost_layer_names_the_preset(write):
 
 def test_unknown_preset(write):
     text = message([write('[algorithm]\npreset = "dappo"')])
-    assert 'expected one of "grpo", "dapo", "dr_grpo"' in text
+    assert 'expected one of "grpo", "dapo", "dr_grpo", "gspo"' in text
     assert 'Did you mean "dapo"?' in text
 
 

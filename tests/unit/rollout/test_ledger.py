@@ -54,6 +54,8 @@ def test_accounts_and_metrics() -> None:
         "groups/dropped": 1,
         "groups/held": 1,
         "rollouts/resumed": 1,
+        "dropped/baseline/groups": 0,
+        "dropped/baseline/tokens": 0,
         "dropped/masked/groups": 0,
         "dropped/masked/tokens": 0,
         "dropped/stale/groups": 1,

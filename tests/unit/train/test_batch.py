@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 from samples import group, rollout, segment
 
+from rollover.algorithms.loss import LOSSES
 from rollover.config import AlgorithmConfig
+from rollover.config.algorithm import ADVANTAGES as ADVANTAGE_NAMES
+from rollover.config.algorithm import LOSSES as LOSS_NAMES
 from rollover.train.batch import ADVANTAGES, build_batch
+from rollover.types import Reward
 
 
 def test_streams_of_a_rollout_with_several_origins() -> None:
@@ -47,12 +51,49 @@ def test_missing_rewards_are_masked_and_leave_the_baseline_alone() -> None:
     assert [float(s.advantages[0]) for s in batch.samples] == [0.5, 0.0, -0.5, 0.0]
 
 
-def test_greedy_tokens_are_never_trained_but_count_in_the_baseline() -> None:
-    rollouts = [rollout(0, i, 1.0 - i, [segment([8], temperature=t)]) for i, t in enumerate((0.0, 0.7))]
-    greedy, sampled = build_batch([group(0, rollouts)], AlgorithmConfig(advantage="dr_grpo")).samples
-    assert not greedy.mask.any() and greedy.temperature > 0
-    assert sampled.mask.all() and sampled.temperature == pytest.approx(0.7)
-    assert sampled.advantages.tolist() == [-0.5]
+def test_greedy_rollouts_are_never_trained_and_are_the_baseline_of_remax_alone() -> None:
+    temperatures = (0.7, 0.7, 0.0)
+    rollouts = [rollout(0, i, [3.0, 1.0, 0.5][i], [segment([8], temperature=t)]) for i, t in enumerate(temperatures)]
+    for name, expected in {"dr_grpo": [1.0, -1.0], "remax": [2.5, 0.5]}.items():
+        samples = build_batch([group(0, rollouts)], AlgorithmConfig(advantage=name)).samples
+        assert [s.rollout_id for s in samples] == ["0-0", "0-1"] and all(s.mask.all() for s in samples)
+        assert [float(s.advantages[0]) for s in samples] == expected
+
+
+def test_rewards_are_weighted_by_name() -> None:
+    def scored(sibling: int, score: float, style: float):
+        out = rollout(0, sibling, score, [segment([8])])
+        out.reward = Reward(score, {"style": style})
+        return out
+
+    rollouts = [scored(0, 1.0, 0.0), scored(1, 0.0, 4.0)]
+    weights = {"score": 1.0, "style": 0.5}
+    for name in ("sum_then_normalize", "gdpo"):
+        config = AlgorithmConfig(advantage=name, reward_weights=weights, advantage_std="none")
+        first, second = (float(s.advantages[0]) for s in build_batch([group(0, rollouts)], config).samples)
+        # The sum (1 against 2) says the second is better; each on its own scale (1 - 0.5 against -1 + 0.5), the first.
+        assert (first > 0 > second) == (name == "gdpo")
+    with pytest.raises(ValueError, match="names 'length', which the reward .* it has score, style"):
+        config = AlgorithmConfig(advantage="gdpo", reward_weights={"length": 1.0})
+        build_batch([group(0, rollouts)], config)
+
+
+def test_gae_puts_the_reward_at_the_last_loss_token() -> None:
+    segments = [segment([8, 9]), segment([10], trainable=False), segment([11, 12]), segment([13], trainable=False)]
+    (only,) = build_batch([group(0, [rollout(0, 0, 2.0, segments)])], AlgorithmConfig(advantage="gae")).samples
+    assert only.advantages.tolist() == [0, 0, 0, 0, 2.0, 0]
+
+
+def test_an_estimator_of_ones_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def double(rewards_N, group_N): return 2 * rewards_N\ndef one(r, g): return r[:1]"
+    )
+    rollouts = [rollout(0, i, s, [segment([8])]) for i, s in enumerate((3.0, None))]
+    samples = build_batch([group(0, rollouts)], AlgorithmConfig(advantage="mine.py:double")).samples
+    assert [s.advantages.tolist() for s in samples] == [[6.0], [0.0]]
+    with pytest.raises(ValueError, match="must return one advantage each"):
+        build_batch([group(0, rollouts)], AlgorithmConfig(advantage="mine.py:one"))
 
 
 def test_a_rollout_without_tokens_counts_in_the_baseline_only() -> None:
@@ -63,12 +104,17 @@ def test_a_rollout_without_tokens_counts_in_the_baseline_only() -> None:
 
 def test_every_configured_estimator_exists_and_is_used() -> None:
     rollouts = [rollout(0, i, s, [segment([8])]) for i, s in enumerate((3.0, 0.0, 0.0))]
-    expected = {"grpo": 2 / (3**0.5 + 1e-4), "dr_grpo": 2.0, "rloo": 3.0}
-    assert expected.keys() == ADVANTAGES.keys()
+    normalised = 2 / (3**0.5 + 1e-4)
+    expected = {
+        "grpo": normalised, "dr_grpo": 2.0, "rloo": 3.0, "gdpo": normalised, "sum_then_normalize": normalised,
+        "remax": 0.0, "reinforce_plus_plus": normalised, "reinforce_plus_plus_baseline": normalised, "opo": 2.0,
+        "grpo_passk": 3.0, "max_rl": 2.0, "gae": 3.0,
+    }  # fmt: skip
+    assert tuple(expected) == tuple(ADVANTAGES) == ADVANTAGE_NAMES and tuple(LOSSES) == LOSS_NAMES
     for name, value in expected.items():
         config = AlgorithmConfig.model_validate({"advantage": name})
         first = build_batch([group(0, rollouts)], config).samples[0]
-        assert float(first.advantages[0]) == pytest.approx(value, rel=1e-5)
+        assert float(first.advantages[0]) == pytest.approx(value, rel=1e-3)
     population = AlgorithmConfig(advantage="grpo", advantage_std="population")
     got = float(build_batch([group(0, rollouts)], population).samples[0].advantages[0])
     assert got == pytest.approx(2 / (2**0.5 + 1e-4), rel=1e-5)

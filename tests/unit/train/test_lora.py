@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 import tiny
 from rollover.config import AlgorithmConfig, LoraConfig, TrainConfig
 from rollover.train.batch import Batch
-from rollover.train.trainer import Trainer, add_lora
+from rollover.train.lora import add_lora
+from rollover.train.objective import Counts
+from rollover.train.trainer import Trainer
 
 SAMPLES = random_samples(1)
 TARGETS = ["q_proj", "down_proj"]
@@ -90,9 +92,12 @@ def test_dropout_acts_in_training_only() -> None:
         t.train_step(Batch(SAMPLES))  # adapters start at zero, where dropout has no effect
     assert all(np.array_equal(a, b) for a, b in zip(*(t.compute_logprobs(SAMPLES).values() for _ in "ab"), strict=True))
     clean = t.compute_logprobs(SAMPLES)
-    t.forward_backward(SAMPLES, 10.0, None)
+    t.forward_backward(SAMPLES, Counts.of(SAMPLES))
     assert all(np.array_equal(v, clean[k]) for k, v in t.compute_logprobs(SAMPLES).items()), "after a training pass too"
-    losses = [float(t.forward_backward(SAMPLES, 10.0, t.compute_logprobs(SAMPLES))["max/ratio"]) for _ in range(2)]
+    losses = [
+        float(t.forward_backward(SAMPLES, Counts.of(SAMPLES), {"proximal": t.compute_logprobs(SAMPLES)})["max/ratio"])
+        for _ in range(2)
+    ]
     assert losses[0] != losses[1] and losses[0] > 1.0
 
 

@@ -17,11 +17,19 @@ import tiny
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models.load import LoadedModel
 from rollover.train.batch import Batch
+from rollover.train.objective import Counts
 from rollover.train.packing import micro_batches
 from rollover.train.trainer import Trainer
 from rollover.types import Sample
 
-AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AGGREGATIONS = [
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+]
 SAMPLES = random_samples(1)
 
 
@@ -40,10 +48,8 @@ def trainer(
 def gradients(samples: list[Sample], *, micro_batch_tokens: int, dtype: torch.dtype = torch.float32, **algorithm: Any):
     """(loss, gradient by parameter) of one minibatch, before any optimizer step."""
     t = trainer(dtype=dtype, algorithm=algorithm, micro_batch_tokens=micro_batch_tokens)
-    denominator = t._denominator(samples)
-    loss = sum(
-        float(t.forward_backward(m, denominator, None)["sum/loss"]) for m in micro_batches(samples, micro_batch_tokens)
-    )
+    counts = Counts.of(samples)
+    loss = sum(float(t.forward_backward(m, counts)["sum/loss"]) for m in micro_batches(samples, micro_batch_tokens))
     return loss, torch.cat([g.flatten() for g in t.optimizer.gradients()])
 
 
@@ -78,7 +84,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batch_split(aggregation: s
 
 
 def test_aggregations_differ_where_they_should() -> None:
-    """Or the test above would compare one thing five times."""
+    """Or the test above would compare one thing six times."""
     found = {a: gradients(SAMPLES, micro_batch_tokens=10_000, aggregation=a)[0] for a in AGGREGATIONS}
     assert len({round(x, 6) for x in found.values()}) == len(found)
     assert found["seq-mean-token-sum-norm"] == pytest.approx(found["seq-mean-token-sum"] / 16, rel=1e-5)
@@ -127,10 +133,10 @@ def test_first_micro_batches_have_ratio_exactly_one(dtype: torch.dtype, checkpoi
     """The proximal pass, when there is one, gives the bits of the current log-probs at equal weights."""
     t = trainer(dtype=dtype, micro_batch_tokens=40, gradient_checkpointing=checkpointing)
     proximal = t.compute_logprobs(SAMPLES)
-    denominator = t._denominator(SAMPLES)
+    counts = Counts.of(SAMPLES)
     for known in (None, proximal):
         for micro in micro_batches(SAMPLES, 40):
-            sums = t.forward_backward(micro, denominator, known)
+            sums = t.forward_backward(micro, counts, {"proximal": known} if known else {})
             assert float(sums["max/ratio"]) == 1.0
             assert float(sums["sum/ratio"]) == float(sums["count/tokens"])
             assert float(sums["sum/clipped"]) == 0.0
@@ -143,9 +149,9 @@ def test_later_minibatches_are_proximal_to_the_start_of_the_step() -> None:
     seen: list[dict[str, np.ndarray] | None] = []
     original = t.forward_backward
 
-    def spy(micro, denominator, proximal):
-        seen.append(None if proximal is None else {s.rollout_id: proximal[s.rollout_id] for s in micro})
-        return original(micro, denominator, proximal)
+    def spy(micro, counts, known):
+        seen.append({s.rollout_id: known["proximal"][s.rollout_id] for s in micro} if "proximal" in known else None)
+        return original(micro, counts, known)
 
     t.forward_backward = spy  # type: ignore[method-assign]
     metrics = t.train_step(Batch(SAMPLES))
@@ -161,13 +167,13 @@ def test_the_proximal_pass_packs_rows_as_training_does() -> None:
     """Other rows together round differently; at learning rate 0 the ratio is exactly 1 in every minibatch."""
     t = trainer(dtype=torch.bfloat16, micro_batch_tokens=60, minibatches_per_step=3, learning_rate=0.0)
     rows: dict[bool, list[list[int]]] = {False: [], True: []}
-    original = t._logprobs
+    original = t._forward
 
     def spy(packed):
         rows[torch.is_grad_enabled()].append(packed.input_ids_N.tolist())
         return original(packed)
 
-    t._logprobs = spy  # type: ignore[method-assign]
+    t._forward = spy  # type: ignore[method-assign]
     samples = random_samples(5, 6, 6)  # 2 groups a minibatch, which the budget does not divide
     metrics = t.train_step(Batch(samples))
     first = len(list(micro_batches(samples[:12], 60)))
@@ -241,7 +247,7 @@ def test_checkpointing_gives_the_same_gradient() -> None:
     flat = []
     for checkpointing in (False, True):
         t = trainer(gradient_checkpointing=checkpointing)
-        t.forward_backward(SAMPLES, 10.0, None)
+        t.forward_backward(SAMPLES, Counts.of(SAMPLES))
         assert any(m.gradient_checkpointing and m.training for m in t.model.model.layers) == checkpointing
         flat.append(torch.cat([g.flatten() for g in t.optimizer.gradients()]))
     torch.testing.assert_close(flat[0], flat[1], atol=1e-7, rtol=1e-5)

@@ -1,0 +1,264 @@
+"""The loss of a micro-batch against its parts, and what a training step keeps for it: proximal, reference, critic."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from samples import random_samples
+
+import tiny
+from rollover.algorithms import correction
+from rollover.config import AlgorithmConfig, TrainConfig
+from rollover.models.logprobs import Head, chunked_logprobs
+from rollover.train.batch import Batch
+from rollover.train.objective import Counts, Objective, Streams
+from rollover.train.trainer import Trainer
+from rollover.types import Sample
+
+SAMPLES = random_samples(1)
+
+
+def trainer(
+    algorithm: dict[str, Any], *, dtype: torch.dtype = torch.float32, staleness: int = 0, **train: Any
+) -> Trainer:
+    return Trainer(
+        tiny.loaded(),
+        TrainConfig.model_validate({"learning_rate": 1e-2, "num_steps": 10, "micro_batch_tokens": 40, **train}),
+        AlgorithmConfig.model_validate(algorithm),
+        dtype=dtype,
+        max_new_tokens=16,
+        max_staleness=staleness,
+    )
+
+
+def streams(seed: int = 0, **changes: Any) -> Streams:
+    """Random streams of two rows: current, proximal and behavior policy apart."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(2, 5, generator=generator)
+
+    proximal = noise(1.0) - 3
+    values = {
+        "logprobs_BT": proximal + noise(0.2),
+        "entropy_BT": noise(1.0).abs(),
+        "proximal_BT": proximal,
+        "behavior_BT": proximal + noise(0.4),
+        "reference_BT": None,
+        "advantages_BT": torch.tensor([1.5, -0.5])[:, None].expand(2, 5),
+        "mask_BT": torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]).bool(),
+        "versions_BT": torch.tensor([[3, 3, 4, 4, 0], [0, 2, 2, 5, 5]]),
+        "staleness_BT": 5 - torch.tensor([[3, 3, 4, 4, 0], [0, 2, 2, 5, 5]]),
+        "group_B": torch.tensor([0, 1]),
+    }
+    return Streams(**values | changes)
+
+
+COUNTS = Counts(tokens=8, sequences=2, group_tokens={0: 4, 1: 4})
+
+
+def loss_of(given: Streams, **algorithm: Any) -> tuple[float, dict[str, float]]:
+    loss, sums = Objective(AlgorithmConfig.model_validate(algorithm), 16)(given, COUNTS)
+    return float(loss), {k: float(v) for k, v in sums.items()}
+
+
+def test_decoupled_is_clip_times_truncated_weights() -> None:
+    given = streams()
+    clip, _ = loss_of(given, loss="clip", correction="token_truncate", correction_cap=1.2, dual_clip=3.0)
+    apart, _ = loss_of(given, loss="decoupled", correction="none", correction_cap=1.2, dual_clip=3.0)
+    plain, _ = loss_of(given, loss="clip", correction="none", dual_clip=3.0)
+    assert apart == pytest.approx(clip, rel=1e-6) and abs(plain - clip) > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "icepop", "sequence_mask", "geometric_mask", "segment_truncate"])
+def test_the_weight_of_every_mode_multiplies_the_loss(mode: str) -> None:
+    given = streams()
+    got, sums = loss_of(given, loss="reinforce", correction=mode, correction_cap=1.3, correction_floor=0.5)
+    weights = correction.importance_weights(
+        given.proximal_BT, given.behavior_BT, given.mask_BT, mode=mode, cap=1.3, floor=0.5,
+        versions_BT=given.versions_BT,
+    )  # fmt: skip
+    expected = -(weights * given.logprobs_BT * given.advantages_BT)[given.mask_BT].sum() / 8
+    assert got == pytest.approx(float(expected), rel=1e-5)
+    assert sums["sum/weight"] == pytest.approx(float(weights.sum()), rel=1e-5)
+
+
+def test_masks_take_tokens_out_and_are_counted() -> None:
+    given = streams()
+    off, sums = loss_of(given, loss="reinforce", correction="none", off_policy_mask_threshold=1e-6)
+    kept = correction.off_policy_sequence_mask(
+        given.advantages_BT, given.logprobs_BT, given.behavior_BT, given.mask_BT, threshold=1e-6
+    )
+    terms = -(given.logprobs_BT * given.advantages_BT)
+    assert off == pytest.approx(float(terms[kept].sum() / 8), rel=1e-5)
+    assert sums["sum/off_policy"] == int((given.mask_BT & ~kept).sum()) in (0, 4)
+    rejected, sums = loss_of(given, loss="reinforce", correction="none", rejection="token_k2", rejection_high=0.05)
+    kept = correction.rejection_mask(
+        given.proximal_BT, given.behavior_BT, given.mask_BT, kind="k2", level="token", high=0.05
+    )
+    assert rejected == pytest.approx(float(terms[kept].sum() / 8), rel=1e-5)
+    assert 0 < sums["sum/rejected"] == int((given.mask_BT & ~kept).sum()) < 8
+
+
+def test_off_policy_mask_drops_a_negative_sequence_only() -> None:
+    behavior = streams().logprobs_BT + 1.0  # both rows are far from the policy that sampled them
+    given = streams(behavior_BT=behavior)
+    _, sums = loss_of(given, correction="none", off_policy_mask_threshold=0.5)
+    assert sums["sum/off_policy"] == 4  # the row with the negative advantage
+
+
+def test_kl_to_the_reference_and_the_entropy_bonus_are_added() -> None:
+    given = streams(reference_BT=streams(1).proximal_BT)
+    plain, _ = loss_of(given, correction="none")
+    d = given.logprobs_BT - given.reference_BT
+    k3 = (torch.exp(-d) + d - 1)[given.mask_BT].sum() / 8
+    with_kl, sums = loss_of(given, correction="none", kl_coef=0.1, kl_kind="k3")
+    assert with_kl - plain == pytest.approx(0.1 * float(k3), rel=1e-4)
+    assert sums["sum/reference_kl"] == pytest.approx(8 * float(k3), rel=1e-5)
+    ratio = torch.exp(given.logprobs_BT - given.proximal_BT)
+    corrected, _ = loss_of(given, correction="none", kl_coef=0.1, kl_bias_correction=True)
+    expected = (ratio * (torch.exp(-d) + d - 1))[given.mask_BT].sum() / 8
+    assert corrected - plain == pytest.approx(0.1 * float(expected), rel=1e-4)
+    bonus, _ = loss_of(given, correction="none", entropy_coef=0.2)
+    assert bonus - plain == pytest.approx(-0.2 * float(given.entropy_BT[given.mask_BT].sum()) / 8, rel=1e-4)
+
+
+def test_proximal_choices() -> None:
+    given = streams()
+    naive, _ = loss_of(given, proximal="behavior", correction="none")
+    assert naive == loss_of(dataclasses.replace(given, proximal_BT=given.behavior_BT), correction="none")[0]
+    between = correction.interpolated_proximal(
+        given.behavior_BT, given.logprobs_BT, given.staleness_BT, mask_BT=given.mask_BT
+    )
+    got, _ = loss_of(given, proximal="interpolated")
+    assert got == loss_of(dataclasses.replace(given, proximal_BT=between))[0] != loss_of(given)[0]
+
+
+def test_options_of_the_loss_are_checked_before_the_run(tmp_path, monkeypatch) -> None:
+    assert loss_of(streams(), loss="sapo", loss_options={"tau_positive": 2.0})[0] != loss_of(streams(), loss="sapo")[0]
+    with pytest.raises(ValueError, match="algorithm.loss = 'sapo'.*tau is not an option.*tau_positive"):
+        loss_of(streams(), loss="sapo", loss_options={"tau": 2.0})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def double(t, *, clip_high): return -clip_high * t.logprobs_BT * t.advantages_BT, t.mask_BT & False"
+    )
+    own, _ = loss_of(streams(), loss="mine.py:double", clip_high=2.0)
+    assert own == pytest.approx(2 * loss_of(streams(), loss="reinforce")[0])
+
+
+def test_effective_sample_size_scales_the_rate() -> None:
+    objective = Objective(AlgorithmConfig(ess_step_scaling=True), 16)
+    _, sums = objective(streams(), COUNTS)
+    given = streams()
+    ratio_B = torch.exp(((given.proximal_BT - given.behavior_BT) * given.mask_BT).sum(-1))
+    share = float(ratio_B.sum() ** 2 / (2 * (ratio_B**2).sum()))
+    assert objective.rate_scale({k: float(v) for k, v in sums.items()}) == pytest.approx(share**0.5, rel=1e-5)
+    assert Objective(AlgorithmConfig(), 16).rate_scale({k: float(v) for k, v in sums.items()}) == 1.0
+    scaled, plain = trainer({"ess_step_scaling": True}), trainer({})
+    rates = [t.train_step(Batch(SAMPLES))["learning_rate"] for t in (scaled, plain)]
+    assert 0 < rates[0] < rates[1] == 1e-2
+
+
+# What a step keeps
+
+
+def at_versions(samples: list[Sample], *versions: int) -> list[Sample]:
+    """The tokens of each sample, in equal parts under these versions."""
+    return [
+        dataclasses.replace(s, versions=np.sort(np.resize(np.array(versions, np.int32), len(s.versions))))
+        for s in samples
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_snapshot_proximal_is_of_the_weights_that_sampled_each_token(dtype: torch.dtype) -> None:
+    t = trainer({"proximal": "snapshot"}, dtype=dtype, staleness=2)
+    under = {}
+    for version in range(3):
+        under[version] = t.compute_logprobs(SAMPLES)
+        if version < 2:
+            t.train_step(Batch(at_versions(SAMPLES, version)))
+    mixed = at_versions(SAMPLES, 0, 1, 2)
+    got = t._sampling_logprobs([mixed])
+    for s in mixed:
+        versions = s.versions[s.mask]
+        expected = np.array([under[v][s.rollout_id][i] for i, v in enumerate(versions)])
+        np.testing.assert_array_equal(got[s.rollout_id], expected)
+    assert not np.allclose(under[0][SAMPLES[0].rollout_id], under[2][SAMPLES[0].rollout_id])
+    np.testing.assert_array_equal(t.compute_logprobs(SAMPLES)[SAMPLES[0].rollout_id], under[2][SAMPLES[0].rollout_id])
+    assert t.train_step(Batch(mixed))["ratio/max"] > 1.001  # current/proximal, though it is the first minibatch
+    assert {k for k in t.snapshots.state() if k.endswith("norm.weight") and "layers" not in k} == {
+        f"kept/version-{v}/model.norm.weight" for v in (1, 2, 3)
+    }
+
+
+def test_on_policy_snapshots_change_nothing() -> None:
+    for algorithm in ({"proximal": "snapshot"}, {"proximal": "step_start"}):
+        assert trainer(algorithm).train_step(Batch(SAMPLES))["ratio/max"] == 1.0
+
+
+def test_reference_is_the_initial_policy() -> None:
+    t = trainer({"kl_coef": 0.5})
+    first, second = (t.train_step(Batch(SAMPLES))["kl/reference"] for _ in range(2))
+    assert first == 0.0 and second > 1e-4
+    free = trainer({"kl_coef": 1e-9})
+    assert second < [free.train_step(Batch(SAMPLES))["kl/reference"] for _ in range(2)][1] * 1.01
+
+
+def test_zero_advantages_still_count_where_other_terms_need_them() -> None:
+    flat = [dataclasses.replace(s, advantages=np.zeros_like(s.advantages)) for s in SAMPLES]
+    assert trainer({}).train_step(Batch(flat))["grad_norm"] == 0.0
+    metrics = trainer({"entropy_coef": 0.1}).train_step(Batch(flat))
+    assert metrics["grad_norm"] > 0 and metrics["train/zero_advantage_tokens"] == 0
+
+
+def test_the_critic_learns_the_return_and_its_state_is_kept() -> None:
+    algorithm = {"advantage": "gae", "critic_learning_rate": 0.2}
+    rewarded = []
+    for s in SAMPLES:
+        rewards = np.zeros_like(s.advantages)
+        rewards[np.flatnonzero(s.mask)[-1]] = 3.0
+        rewarded.append(dataclasses.replace(s, advantages=rewards))
+    t = trainer(algorithm, learning_rate=0.0, minibatches_per_step=3)
+    losses = [t.train_step(Batch(rewarded))["critic/loss"] for _ in range(8)]
+    assert losses[0] == pytest.approx(4.5, rel=0.2)  # half the squared return at value 0; later minibatches have moved
+    assert losses[-1] < 0.1 * losses[0]
+    tensors, meta = t.save_state()
+    again = trainer(algorithm, learning_rate=0.0, minibatches_per_step=3)
+    again.load_state({k: v.clone() for k, v in tensors.items()}, meta)
+    assert again.train_step(Batch(rewarded)) == t.train_step(Batch(rewarded))
+    with pytest.raises(ValueError, match="holds no such weights"):
+        trainer({"kl_coef": 0.1}).load_state({k: v.clone() for k, v in tensors.items()}, meta)
+    with pytest.raises(ValueError, match="has no critic"):
+        trainer(algorithm).load_state(*trainer({}).save_state())
+
+
+def test_kept_weights_survive_a_restart() -> None:
+    algorithm = {"proximal": "snapshot", "kl_coef": 0.1}
+    t = trainer(algorithm, staleness=1)
+    t.train_step(Batch(SAMPLES))
+    tensors, meta = t.save_state()
+    again = trainer(algorithm, staleness=1)
+    again.load_state({k: v.clone() for k, v in tensors.items()}, meta)
+    mixed = at_versions(SAMPLES, 0, 1)
+    assert again.train_step(Batch(mixed)) == t.train_step(Batch(mixed))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropy_has_its_gradient(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 6, generator=generator, requires_grad=True)
+    weight = torch.randn(11, 6, generator=generator, requires_grad=True)
+    targets, scale = torch.arange(7), torch.full((7,), temperature)
+    factors = torch.randn(2, 7, generator=generator)
+    logprobs, entropy = chunked_logprobs(hidden, Head(weight, None, None, 1.0), targets, scale, chunk_bytes=3 * 4 * 11)
+    got = torch.autograd.grad((factors[0] * logprobs + factors[1] * entropy).sum(), (hidden, weight))
+    plain = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    picked = plain.gather(1, targets[:, None])[:, 0]
+    loss = (factors[0] * picked - factors[1] * (plain.exp() * plain).sum(-1)).sum()
+    for ours, expected in zip(got, torch.autograd.grad(loss, (hidden, weight)), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)

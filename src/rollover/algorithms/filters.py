@@ -213,7 +213,9 @@ def _values(group: Group, metric: str) -> list[float]:
         if reward is None or reward.score is None:
             continue
         if metric != "score" and metric not in reward.extras:
-            raise ValueError(f'metric = {metric!r} is in no reward: use "score" or one of {sorted(reward.extras)}')
+            raise ValueError(
+                f'metric = {metric!r}: a reward has no such extra; use "score" or one of {sorted(reward.extras)}'
+            )
         values.append(reward.score if metric == "score" else reward.extras[metric])
     return [v for v in values if not np.isnan(v)]
 

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.algorithms.advantage import dr_grpo, grpo, rloo
+from rollover.algorithms.advantage import (
+    dr_grpo,
+    gae,
+    gdpo,
+    grpo,
+    grpo_passk,
+    max_rl,
+    opo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    reinforce_plus_plus_tokens,
+    remax,
+    rloo,
+    sum_then_normalize,
+    whiten,
+)
 
 NAN = float("nan")
 
@@ -18,26 +35,130 @@ def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values)
 
 
+def lengths_of(rewards_N: torch.Tensor) -> torch.Tensor:
+    """Lengths that differ, and go with the rollout wherever a test moves it."""
+    return (1 + (rewards_N.nan_to_num(0.0) * 7).abs().floor()).long() % 9 + 1
+
+
+Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+BY_GROUP: dict[str, Estimator] = {
+    **{f"grpo_{std}": lambda r, g, s=std: grpo(r, g, std=s) for std in ("sample", "population", "batch", "none")},
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": lambda r, g: opo(r, lengths_of(r), g),
+    "max_rl": max_rl,
+    "passk_2": lambda r, g: grpo_passk(r, g, k=2),
+    "passk_3_std": lambda r, g: grpo_passk(r, g, k=3, std="sample"),
+    "sum_then_normalize": lambda r, g: sum_then_normalize(torch.stack([r, 2 * r], -1), g, tensor(0.5, 2.0)),
+    "gdpo": lambda r, g: gdpo(torch.stack([r, r * r], -1), g, tensor(1.0, 0.5)),
+    "gdpo_lengths": lambda r, g: gdpo(r[:, None], g, lengths_N=lengths_of(r)),
+    "rpp_baseline": reinforce_plus_plus_baseline,
+    "rpp_baseline_lengths": lambda r, g: reinforce_plus_plus_baseline(r, g, lengths_N=lengths_of(r)),
+}
+BY_BATCH: dict[str, Estimator] = {
+    "rpp": lambda r, g: reinforce_plus_plus(r),
+    "rpp_lengths": lambda r, g: reinforce_plus_plus(r, lengths_N=lengths_of(r)),
+}
+ALL = {**BY_GROUP, **BY_BATCH}
+of_all = pytest.mark.parametrize("name", ALL)
+of_groups = pytest.mark.parametrize("name", BY_GROUP)
+
+REWARDS = tensor(1.0, NAN, 4.0, 0.5, 2.0, NAN, 3.0, 0.0, 1.0, 1.0)
+GROUPS = torch.tensor([8, 8, 8, -1, -1, 3, 8, -1, 5, 5])
+
+
+# What every estimator keeps to
+
+
+@of_all
+def test_a_missing_reward_changes_no_statistic(name: str) -> None:
+    valid = ~REWARDS.isnan()
+    got = ALL[name](REWARDS, GROUPS)
+    torch.testing.assert_close(got[valid], ALL[name](REWARDS[valid], GROUPS[valid]))
+    assert got[~valid].tolist() == [0.0, 0.0]
+    assert got[valid].abs().max() > 0.3
+
+
+@of_groups
+def test_one_valid_rollout_has_no_baseline(name: str) -> None:
+    rewards, groups = tensor(5.0, NAN, 3.0, 1.0, 2.0), torch.tensor([0, 0, 1, 2, 2])
+    got = BY_GROUP[name](rewards, groups)
+    assert got[:3].tolist() == [0.0, 0.0, 0.0] and got[3:].abs().max() > 0
+    # Nor does it enter any statistic that needs a baseline; grpo's "batch" is over the raw rewards.
+    if name != "grpo_batch":
+        torch.testing.assert_close(got[3:], BY_GROUP[name](rewards[3:], groups[3:]))
+
+
+@of_all
+@settings(max_examples=20)
+@given(st.floats(0, 100, width=32), st.integers(1, 16))
+def test_equal_rewards_give_exactly_zero(name: str, reward: float, size: int) -> None:
+    """Rounding of the mean must not become a gradient (0.1 * 8 / 8 is not 0.1 in float32)."""
+    rewards = torch.full((size,), reward)
+    assert torch.equal(ALL[name](rewards, torch.zeros(size, dtype=torch.long)), torch.zeros(size))
+
+
+@of_all
+@settings(max_examples=20)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=24), st.randoms())
+def test_order_and_names_of_groups_do_not_matter(name: str, rows: list[tuple[int, int]], random) -> None:
+    groups, rewards = torch.tensor([g for g, _ in rows]), torch.tensor([r / 4 for _, r in rows])
+    order = torch.tensor(random.sample(range(len(rows)), len(rows)))
+    advantages = ALL[name](rewards, groups)
+    got = ALL[name](rewards[order], 1000 - 7 * groups[order])
+    torch.testing.assert_close(got, advantages[order], atol=1e-4, rtol=1e-4)
+
+
+@of_all
+def test_float32_out_whatever_goes_in_and_no_gradient(name: str) -> None:
+    whole, groups = tensor(3.0, 0.0, 1.0, 1.0), torch.tensor([0, 0, 1, 1])
+    expected = ALL[name](whole, groups)
+    for rewards in (whole.double(), whole.long(), whole.clone().requires_grad_(True)):
+        got = ALL[name](rewards, groups.int())
+        assert got.dtype == torch.float32 and not got.requires_grad
+        torch.testing.assert_close(got, expected)
+
+
+@of_all
+def test_no_rollouts_and_no_rewards(name: str) -> None:
+    assert ALL[name](torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
+    assert ALL[name](tensor(NAN, NAN), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+
+
+# Of the others, the lengths or the second reward made here change with the rewards; max_rl divides by their mean.
+@pytest.mark.parametrize("name", sorted(ALL.keys() - {"max_rl", "opo", "gdpo"} - {n for n in ALL if "len" in n}))
+def test_a_shift_of_all_rewards_cancels(name: str) -> None:
+    torch.testing.assert_close(ALL[name](REWARDS + 64, GROUPS), ALL[name](REWARDS, GROUPS), atol=1e-4, rtol=1e-4)
+
+
+@of_groups
+def test_group_ids_of_another_shape_are_an_error(name: str) -> None:
+    with pytest.raises(ValueError, match=r"group_N has shape \(2,\)|lengths_N has shape"):
+        BY_GROUP[name](tensor(1.0, 2.0, 3.0), torch.tensor([0, 1]))
+
+
+# GRPO, Dr. GRPO, RLOO
+
+
 def test_grpo_by_hand() -> None:
     rewards, groups = tensor(1.0, 0.0, 0.0, 1.0, 3.0), torch.tensor([7, 7, 7, 2, 2])
     # Group 7: mean 1/3, sample variance 1/3. Group 2: mean 2, sample variance 2.
-    sample = tensor(2 / 3, -1 / 3, -1 / 3, -1.0, 1.0) / (
-        torch.cat([torch.full((3,), math.sqrt(1 / 3)), torch.full((2,), math.sqrt(2))]) + 1e-4
-    )
-    population = tensor(2 / 3, -1 / 3, -1 / 3, -1.0, 1.0) / (
-        torch.cat([torch.full((3,), math.sqrt(2 / 9)), torch.full((2,), 1.0)]) + 1e-4
-    )
-    torch.testing.assert_close(grpo(rewards, groups), sample)
-    torch.testing.assert_close(grpo(rewards, groups, std="population"), population)
-    torch.testing.assert_close(
-        grpo(rewards, groups, std="batch"), tensor(2 / 3, -1 / 3, -1 / 3, -1.0, 1.0) / (rewards.std() + 1e-4)
-    )
-    torch.testing.assert_close(dr_grpo(rewards, groups), tensor(2 / 3, -1 / 3, -1 / 3, -1.0, 1.0))
+    centred = tensor(2 / 3, -1 / 3, -1 / 3, -1.0, 1.0)
+    sample = torch.cat([torch.full((3,), math.sqrt(1 / 3)), torch.full((2,), math.sqrt(2))])
+    population = torch.cat([torch.full((3,), math.sqrt(2 / 9)), torch.full((2,), 1.0)])
+    torch.testing.assert_close(grpo(rewards, groups), centred / (sample + 1e-4))
+    torch.testing.assert_close(grpo(rewards, groups, std="population"), centred / (population + 1e-4))
+    torch.testing.assert_close(grpo(rewards, groups, std="batch"), centred / (rewards.std() + 1e-4))
+    torch.testing.assert_close(dr_grpo(rewards, groups), centred)
 
 
 def test_eps_is_added_to_the_standard_deviation() -> None:
-    got = grpo(tensor(0.0, 2.0), torch.tensor([0, 0]), std="population", eps=1.0)
-    torch.testing.assert_close(got, tensor(-0.5, 0.5))
+    rewards, groups = tensor(0.0, 2.0), torch.tensor([0, 0])
+    torch.testing.assert_close(grpo(rewards, groups, std="population", eps=1.0), tensor(-0.5, 0.5))
+    torch.testing.assert_close(reinforce_plus_plus(rewards, eps=1.0), tensor(-1.0, 1.0) / (math.sqrt(2) + 1))
+    torch.testing.assert_close(
+        grpo_passk(rewards, groups, k=2, std="sample", eps=1.0), tensor(0.0, 2.0) / (math.sqrt(2) + 1)
+    )
 
 
 def test_rloo_is_the_reward_minus_the_mean_of_the_others() -> None:
@@ -45,35 +166,335 @@ def test_rloo_is_the_reward_minus_the_mean_of_the_others() -> None:
     torch.testing.assert_close(rloo(rewards, groups), tensor(1 - 4.0, 2 - 3.5, 6 - 1.5, 4.0, 0.0, -4.0))
 
 
-@pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo])
-def test_one_valid_rollout_has_no_baseline(estimator) -> None:
-    rewards, groups = tensor(5.0, NAN, 3.0), torch.tensor([0, 0, 1])
-    assert estimator(rewards, groups).tolist() == [0.0, 0.0, 0.0]
+@given(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=24))
+def test_the_advantages_of_a_group_sum_to_zero(rewards: list[float]) -> None:
+    assert abs(float(dr_grpo(torch.tensor(rewards), torch.zeros(len(rewards))).sum())) < 1e-3
 
 
-@pytest.mark.parametrize("std", ["sample", "population", "batch", "none"])
-def test_a_missing_reward_changes_no_statistic(std) -> None:
-    rewards, groups = tensor(1.0, NAN, 4.0, 0.5, 2.0, NAN), torch.tensor([0, 0, 0, 1, 1, 2])
-    valid = ~rewards.isnan()
-    got = grpo(rewards, groups, std=std)
-    torch.testing.assert_close(got[valid], grpo(rewards[valid], groups[valid], std=std))
-    assert got[~valid].tolist() == [0.0, 0.0]
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: grpo(tensor(1.0), torch.tensor([0]), std="sampled"),  # type: ignore[arg-type]
+        lambda: grpo_passk(tensor(1.0), torch.tensor([0]), k=2, std="batch"),  # type: ignore[arg-type]
+        lambda: sum_then_normalize(tensor(1.0)[None], torch.tensor([0]), std=None),  # type: ignore[arg-type]
+    ],
+)
+def test_unknown_std_is_an_error(call) -> None:
+    with pytest.raises(ValueError, match=r"^std = .* use "):
+        call()
 
 
-@given(st.floats(-100, 100, width=32), st.integers(1, 16))
-def test_equal_rewards_give_exactly_zero(reward: float, size: int) -> None:
-    """Rounding of the mean must not become a gradient (0.1 * 8 / 8 is not 0.1 in float32)."""
-    rewards, groups = torch.full((size,), reward), torch.zeros(size, dtype=torch.long)
-    for advantages in (grpo(rewards, groups), grpo(rewards, groups, std="population"), rloo(rewards, groups)):
-        assert torch.equal(advantages, torch.zeros(size))
+# The gradients that the estimators stand for: expectations over every possible group, by enumeration
+
+VALUES = tensor(0.0, 1.0, 3.0)
+LOGITS = torch.tensor([0.3, -0.8, 0.5])
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.floats(-10, 10, width=32)), min_size=1, max_size=24), st.randoms())
-def test_permutation_shift_and_zero_mean(rows: list[tuple[int, float]], random) -> None:
-    groups, rewards = torch.tensor([g for g, _ in rows]), torch.tensor([r for _, r in rows])
-    order = torch.tensor(random.sample(range(len(rows)), len(rows)))
-    advantages = dr_grpo(rewards, groups)
-    torch.testing.assert_close(dr_grpo(rewards[order], groups[order]), advantages[order], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(dr_grpo(rewards + 3, groups), advantages, atol=1e-4, rtol=1e-4)
-    for g in groups.unique():
-        assert abs(float(advantages[groups == g].sum())) < 1e-3
+def expected_gradient(estimator: Estimator, rewards_of_action: torch.Tensor, n: int) -> torch.Tensor:
+    """E[mean_i A_i grad log p(y_i)] of a softmax policy over three answers, groups of n."""
+    p = LOGITS.softmax(0)
+    total = torch.zeros(3)
+    for actions in itertools.product(range(3), repeat=n):
+        index = torch.tensor(actions)
+        advantages = estimator(rewards_of_action[index], torch.zeros(n, dtype=torch.long))
+        scores = torch.eye(3)[index] - p
+        total += p[index].prod() * (advantages[:, None] * scores).mean(0)
+    return total
+
+
+def gradient(objective: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    logits = LOGITS.clone().requires_grad_(True)
+    return torch.autograd.grad(objective(logits.softmax(0)), logits)[0]
+
+
+def best_of(p: torch.Tensor, k: int) -> torch.Tensor:
+    """E[max of k rewards], from the distribution function of the maximum."""
+    below = torch.cat([torch.zeros(1), p.cumsum(0)]) ** k
+    return (VALUES * below.diff()).sum()
+
+
+def test_rloo_is_unbiased_and_dr_grpo_shrinks_it() -> None:
+    of_mean = gradient(lambda p: (p * VALUES).sum())
+    torch.testing.assert_close(expected_gradient(rloo, VALUES, 4), of_mean)
+    torch.testing.assert_close(expected_gradient(dr_grpo, VALUES, 4), of_mean * 3 / 4)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_passk_is_the_gradient_of_the_best_of_k(k: int, n: int) -> None:
+    size = min(k, n)  # a group smaller than k is taken whole
+    got = expected_gradient(lambda r, g: grpo_passk(r, g, k=k), VALUES, n)
+    torch.testing.assert_close(got * size, gradient(lambda p: best_of(p, size)))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_max_rl_is_the_gradient_of_the_likelihood_expanded_to_order_n_minus_1(n: int) -> None:
+    """log p = -sum_k (1 - p)^k / k."""
+    got = expected_gradient(max_rl, tensor(0.0, 0.0, 1.0), n)
+    want = gradient(lambda p: torch.stack([-((1 - p[2]) ** k) / k for k in range(1, n)]).sum())
+    torch.testing.assert_close(got, want)
+
+
+# OPO, MaxRL, ReMax, Pass@k
+
+
+def test_opo_subtracts_the_mean_reward_of_the_tokens() -> None:
+    got = opo(tensor(1.0, 0.0, 5.0, 9.0, NAN), torch.tensor([1, 3, 2, 0, 70]), torch.tensor([4, 4, 9, 4, 4]))
+    torch.testing.assert_close(got, tensor(0.75, -0.25, 0.0, 8.75, 0.0))
+
+
+def test_opo_of_equal_lengths_is_dr_grpo() -> None:
+    torch.testing.assert_close(opo(REWARDS, torch.full((10,), 7), GROUPS), dr_grpo(REWARDS, GROUPS))
+
+
+def test_max_rl_by_hand() -> None:
+    got = max_rl(tensor(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 3.0, 1.0), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2]))
+    assert got.tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.5, -0.5]
+
+
+def test_max_rl_keeps_its_precision_at_small_pass_rates() -> None:
+    rewards = torch.zeros(3000)
+    rewards[17] = 1.0
+    got = max_rl(rewards, torch.zeros(3000, dtype=torch.long))
+    assert float(got[17]) == pytest.approx(2999, rel=1e-6) and float(got[0]) == pytest.approx(-1, rel=1e-6)
+
+
+def test_max_rl_refuses_negative_rewards() -> None:
+    with pytest.raises(ValueError, match="rewards_N has negative rewards"):
+        max_rl(tensor(1.0, -0.5, NAN), torch.tensor([0, 0, 0]))
+
+
+def test_remax_subtracts_the_greedy_reward() -> None:
+    assert remax(tensor(1.0, 0.0, NAN, 2.0), tensor(0.5, 0.5, 0.5, NAN)).tolist() == [0.5, -0.5, 0.0, 0.0]
+    assert remax(torch.tensor([2, 0]), torch.tensor([1, 1])).dtype == torch.float32
+    with pytest.raises(ValueError, match="greedy_rewards_N has shape"):
+        remax(tensor(1.0, 0.0), tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("k", "expected"),
+    [
+        (4, [0.0, 0.0, 1.0, 0.0]),
+        (3, [0.0, 0.0, (2 + 1 + 1) / 3, (1 + 0 + 0) / 3]),
+        (2, [0.0, (1 + 0 + 0) / 3, (3 + 2 + 1) / 3, (2 + 1 + 0) / 3]),
+        (99, [0.0, 0.0, 1.0, 0.0]),
+    ],
+)
+def test_passk_by_hand(k: int, expected: list[float]) -> None:
+    torch.testing.assert_close(
+        grpo_passk(tensor(0.0, 1.0, 3.0, 2.0), torch.zeros(4).long(), k=k), torch.tensor(expected)
+    )
+
+
+@given(st.lists(st.integers(-3, 3), min_size=2, max_size=7), st.integers(2, 7))
+def test_passk_is_the_mean_over_all_subsets(rewards: list[int], k: int) -> None:
+    size = min(k, len(rewards))
+    expected = []
+    for i, reward in enumerate(rewards):
+        others = itertools.combinations(rewards[:i] + rewards[i + 1 :], size - 1)
+        gains = [max(reward, *rest) - max(rest) for rest in others]
+        expected.append(sum(gains) / len(gains))
+    got = grpo_passk(torch.tensor(rewards), torch.zeros(len(rewards)).long(), k=k)
+    torch.testing.assert_close(got, torch.tensor(expected))
+
+
+def test_passk_of_one_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"^k = 1: .*rloo"):
+        grpo_passk(tensor(1.0, 0.0), torch.tensor([0, 0]), k=1)
+
+
+# Several rewards
+
+
+def test_gdpo_by_hand() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 10.0], [2.0, 3.0], [0.0, 3.0]])
+    groups = torch.tensor([0, 0, 1, 1])
+    # Two siblings that differ are at +-sqrt(1/2): sums -s, s, s, -s with weights 1 and 2; sample variance of those 2/3.
+    half = math.sqrt(3) / 2
+    got = gdpo(rewards, groups, tensor(1.0, 2.0), eps=1e-9)
+    torch.testing.assert_close(got, tensor(-half, half, half, -half))
+    # Tokens: mean (-1 + 1 + 1 - 3) / 6 s = -s/3, variance ((4/9 + 16/9 + 16/9 + 3 * 4/9) s^2) / 5 = 48/90 = 8/15.
+    got = gdpo(rewards, groups, tensor(1.0, 2.0), lengths_N=torch.tensor([1, 1, 1, 3]), eps=1e-9)
+    s = math.sqrt(1 / 2) / math.sqrt(8 / 15)
+    torch.testing.assert_close(got, tensor(-2 / 3 * s, 4 / 3 * s, 4 / 3 * s, -2 / 3 * s))
+
+
+def test_gdpo_tells_apart_what_the_sum_does_not() -> None:
+    """The paper's point: (1, 0) and (0, 1) of rewards of different rarity are equal as sums."""
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 1.0]])
+    groups = torch.zeros(4).long()
+    summed, decoupled = sum_then_normalize(rewards, groups), gdpo(rewards, groups)
+    assert float(summed[0]) == float(summed[1]) and float(decoupled[0] - decoupled[1]) > 0.25
+
+
+def test_gdpo_does_not_depend_on_the_scale_of_a_reward() -> None:
+    rewards, groups = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
+    scaled = rewards * tensor(100.0, 0.5, 3.0) + tensor(7.0, -1.0, 0.0)
+    torch.testing.assert_close(gdpo(scaled, groups, eps=1e-9), gdpo(rewards, groups, eps=1e-9), atol=1e-4, rtol=1e-4)
+
+
+def test_gdpo_takes_a_missing_reward_as_its_groups_mean() -> None:
+    rewards = torch.tensor([[1.0, NAN], [0.0, 2.0], [0.0, 0.0], [1.0, 4.0], [NAN, NAN], [5.0, NAN]])
+    groups = torch.tensor([0, 0, 0, 0, 0, 1])
+    sums = grpo(rewards[:4, 0], groups[:4]) + torch.cat([tensor(0.0), grpo(rewards[1:4, 1], groups[1:4])])
+    torch.testing.assert_close(gdpo(rewards, groups)[:4], reinforce_plus_plus(sums))
+    assert gdpo(rewards, groups)[4:].tolist() == [0.0, 0.0]
+
+
+def test_sum_then_normalize_is_grpo_of_the_sum() -> None:
+    rewards = torch.tensor([[1.0, 4.0], [3.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
+    groups, weights = torch.tensor([0, 0, 1, 1]), tensor(2.0, 0.25)
+    for std in ("sample", "batch", "none"):
+        want = grpo(tensor(3.0, 6.0, 0.0, 2.25), groups, std=std, eps=0.1)
+        torch.testing.assert_close(sum_then_normalize(rewards, groups, weights, std=std, eps=0.1), want)
+    torch.testing.assert_close(sum_then_normalize(rewards, groups), grpo(rewards.sum(-1), groups))
+
+
+def test_a_sum_that_lacks_a_reward_is_missing_unless_the_whole_group_lacks_it() -> None:
+    rewards = torch.tensor([[1.0, 4.0], [3.0, NAN], [2.0, 1.0], [NAN, NAN], [5.0, NAN], [7.0, NAN], [NAN, NAN]])
+    groups = torch.tensor([0, 0, 0, 0, 1, 1, 1])
+    exclude = grpo(tensor(5.0, NAN, 3.0, NAN, 5.0, 7.0, NAN), groups, std="none")
+    zero = grpo(tensor(5.0, 3.0, 3.0, NAN, 5.0, 7.0, NAN), groups, std="none")
+    torch.testing.assert_close(sum_then_normalize(rewards, groups, std="none"), exclude)
+    torch.testing.assert_close(sum_then_normalize(rewards, groups, std="none", missing="zero"), zero)
+    with pytest.raises(ValueError, match=r"^missing = 'drop'"):
+        sum_then_normalize(rewards, groups, missing="drop")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("combine", [gdpo, sum_then_normalize])
+def test_a_reward_of_weight_zero_does_not_count_even_when_missing(combine) -> None:
+    rewards, groups = torch.tensor([[1.0, NAN], [3.0, 2.0], [0.0, 9.0]]), torch.tensor([0, 0, 0])
+    torch.testing.assert_close(combine(rewards, groups, tensor(2.0, 0.0)), combine(rewards[:, :1], groups, tensor(2.0)))
+
+
+@pytest.mark.parametrize("combine", [gdpo, sum_then_normalize])
+def test_wrong_shapes_of_several_rewards_are_errors(combine) -> None:
+    rewards, groups = torch.zeros(3, 2), torch.zeros(3).long()
+    for arguments, name in [
+        ((rewards[:, 0], groups), "rewards_NR"),
+        ((rewards, groups, tensor(1.0)), "weights_R"),
+        ((rewards, groups[:2]), "group_N"),
+    ]:
+        with pytest.raises(ValueError, match=f"^{name} has shape"):
+            combine(*arguments)
+
+
+# REINFORCE++, GAE
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    rewards = tensor(1.0, 2.0, 3.0, NAN)
+    torch.testing.assert_close(reinforce_plus_plus(rewards, eps=1e-9), tensor(-1.0, 0.0, 1.0, 0.0))
+    # Four tokens: mean 9/4, sample variance (25 + 1 + 2 * 9) / 16 / 3 = 11/12.
+    got = reinforce_plus_plus(rewards, lengths_N=torch.tensor([1, 1, 2, 50]), eps=1e-9)
+    torch.testing.assert_close(got, tensor(-1.25, -0.25, 0.75, 0.0) / math.sqrt(11 / 12))
+    with pytest.raises(ValueError, match="lengths_N has shape"):
+        reinforce_plus_plus(rewards, lengths_N=torch.tensor([1]))
+
+
+def test_reinforce_plus_plus_baseline_by_hand() -> None:
+    rewards, groups = tensor(1.0, 0.0, 4.0, 4.0, 8.0), torch.tensor([0, 0, 1, 1, 2])
+    # Centred: 1/2, -1/2, 0, 0, and a group of one that is left out: mean 0, sample variance 1/6.
+    got = reinforce_plus_plus_baseline(rewards, groups, eps=1e-9)
+    torch.testing.assert_close(got, tensor(0.5, -0.5, 0.0, 0.0, 0.0) * math.sqrt(6))
+    # Six tokens: mean (1/2 - 3/2) / 6 = -1/6, sample variance (16 + 3 * 4 + 2 * 1) / 36 / 5 = 1/6.
+    lengths = torch.tensor([1, 3, 1, 1, 9])
+    got = reinforce_plus_plus_baseline(rewards, groups, lengths_N=lengths, eps=1e-9)
+    torch.testing.assert_close(got, tensor(4 / 6, -2 / 6, 1 / 6, 1 / 6, 0.0) * math.sqrt(6))
+
+
+def test_reinforce_plus_plus_tokens_by_hand() -> None:
+    rewards = torch.tensor([[0.0, 2.0, 99.0, 4.0]])
+    advantages, returns = reinforce_plus_plus_tokens(rewards, torch.tensor([[1, 1, 0, 1]]), gamma=0.5, eps=1e-9)
+    torch.testing.assert_close(returns, torch.tensor([[2.0, 4.0, 0.0, 4.0]]))
+    # Mean 10/3, sample variance (16 + 4 + 4) / 9 / 2 = 4/3.
+    torch.testing.assert_close(advantages, torch.tensor([[-4 / 3, 2 / 3, 0.0, 2 / 3]]) / math.sqrt(4 / 3))
+
+
+def test_reinforce_plus_plus_tokens_of_outcomes_is_the_form_per_rollout() -> None:
+    rewards, lengths = tensor(1.0, -2.0, NAN, 0.5), torch.tensor([3, 1, 4, 2])
+    mask = torch.arange(5) < lengths[:, None]
+    rewards_BT = torch.zeros(4, 5)
+    rewards_BT[torch.arange(4), lengths - 1] = rewards
+    advantages, _ = reinforce_plus_plus_tokens(rewards_BT, mask)
+    torch.testing.assert_close(advantages, reinforce_plus_plus(rewards, lengths_N=lengths)[:, None] * mask)
+
+
+def test_gae_by_hand() -> None:
+    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.4, 0.2]])
+    advantages, returns = gae(rewards, values, torch.ones(1, 3), gamma=0.9, lam=0.8)
+    # d = -0.14, -0.22, 0.8; A_1 = -0.22 + 0.72 * 0.8, A_0 = -0.14 + 0.72 * A_1.
+    torch.testing.assert_close(advantages, torch.tensor([[0.11632, 0.356, 0.8]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.61632, 0.756, 1.0]]))
+
+
+@given(st.integers(0, 10_000), st.floats(0, 1), st.sampled_from([NAN, math.inf, 7.0]))
+def test_masked_tokens_are_skipped_whatever_they_hold(seed: int, lam: float, junk: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(3, 8, generator=generator) < 0.6
+    rewards, values = (torch.randn(3, 8, generator=generator) for _ in range(2))
+    got = gae(rewards.masked_fill(~mask, junk), values.masked_fill(~mask, junk), mask, gamma=0.9, lam=lam)
+    for b in range(3):
+        row = mask[b]
+        alone = gae(rewards[b, row][None], values[b, row][None], torch.ones(1, int(row.sum())), gamma=0.9, lam=lam)
+        for stream, expected in zip(got, alone, strict=True):
+            torch.testing.assert_close(stream[b, row], expected[0])
+            assert torch.equal(stream[b, ~row], torch.zeros(int((~row).sum())))
+    assert whiten(got[0].masked_fill(~mask, junk), mask).equal(whiten(got[0], mask))
+    tokens = reinforce_plus_plus_tokens(rewards.masked_fill(~mask, junk), mask, gamma=0.9)
+    assert all(x.isfinite().all() and not x[~mask].any() for x in tokens)
+
+
+def test_gae_at_the_ends_of_lam() -> None:
+    """lam 0: the TD error. lam 1: the discounted return minus the value; the returns forget the critic."""
+    rewards, values, mask = torch.randn(2, 4), torch.randn(2, 4), torch.ones(2, 4)
+    td, _ = gae(rewards, values, mask, gamma=0.7, lam=0.0)
+    torch.testing.assert_close(td, rewards + 0.7 * torch.cat([values[:, 1:], torch.zeros(2, 1)], 1) - values)
+    _, returns = gae(rewards, values, mask, gamma=0.7, lam=1.0)
+    discounts = 0.7 ** (torch.arange(4)[None, :] - torch.arange(4)[:, None]).clamp(min=0)
+    torch.testing.assert_close(returns, rewards @ discounts.triu().T)
+
+
+def test_a_perfect_critic_leaves_no_advantage() -> None:
+    rewards = torch.tensor([[1.0, 2.0, 3.0]])
+    advantages, returns = gae(rewards, torch.tensor([[6.0, 5.0, 3.0]]), torch.ones(1, 3), gamma=1.0, lam=0.3)
+    assert not advantages.any() and returns.tolist() == [[6.0, 5.0, 3.0]]
+
+
+def test_a_missing_reward_silences_its_row_alone() -> None:
+    rewards, values = torch.tensor([[0.0, NAN], [0.0, 1.0], [2.0, NAN]]), torch.full((3, 2), 0.25)
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0]])
+    advantages, returns = gae(rewards, values, mask, gamma=1.0, lam=1.0)
+    assert advantages.tolist() == [[0.0, 0.0], [0.75, 0.75], [1.75, 0.0]]
+    assert returns.tolist() == [[0.25, 0.25], [1.0, 1.0], [2.0, 0.0]]
+    got, _ = reinforce_plus_plus_tokens(rewards, mask, eps=1e-9)
+    torch.testing.assert_close(got, torch.tensor([[0.0, 0.0], [-1.0, -1.0], [2.0, 0.0]]) / math.sqrt(3))
+
+
+def test_whiten_by_hand() -> None:
+    got = whiten(torch.tensor([[1.0, 2.0, NAN], [3.0, 99.0, 99.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]]), eps=1e-9)
+    torch.testing.assert_close(got, torch.tensor([[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]))
+
+
+def test_per_token_functions_take_any_dtype_and_pass_no_gradient() -> None:
+    rewards, mask = torch.tensor([[1, 2], [0, 4]]), torch.tensor([[1, 1], [1, 0]])
+    values = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+    streams = [*gae(rewards, values, mask, gamma=1.0, lam=1.0), *reinforce_plus_plus_tokens(rewards, mask)]
+    streams.append(whiten(values, mask))
+    assert all(s.dtype == torch.float32 and not s.requires_grad for s in streams)
+    assert streams[0].tolist() == [[2.0, 1.0], [-1.0, 0.0]]
+
+
+def test_shapes_per_token_are_checked() -> None:
+    x = torch.zeros(2, 3)
+    for call, name in [
+        (lambda: gae(x, x[:, :1], x, gamma=1.0, lam=1.0), "values_BT"),
+        (lambda: gae(x, x, x[:1], gamma=1.0, lam=1.0), "mask_BT"),
+        (lambda: reinforce_plus_plus_tokens(x, x[:1]), "mask_BT"),
+        (lambda: whiten(x, x[:1]), "mask_BT"),
+        (lambda: opo(x[0], torch.ones(1), torch.zeros(3)), "lengths_N"),
+        (lambda: reinforce_plus_plus_baseline(x[0], torch.zeros(3), lengths_N=torch.ones(1)), "lengths_N"),
+        (lambda: gdpo(x.T, torch.zeros(3), lengths_N=torch.ones(1)), "lengths_N"),
+    ]:
+        with pytest.raises(ValueError, match=f"^{name} has shape"):
+            call()

@@ -1,0 +1,200 @@
+"""Filters: what each drops, on both sides of its bound, and what the report says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollover.algorithms import advantage, filters
+from rollover.algorithms.filters import filter_groups, mask_rollouts
+from rollover.types import Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
+
+NAN = float("nan")
+
+
+def rollout(score: float | None, *, stop: StopReason = StopReason.EOS, tokens: int = 4, sibling: int = 0, **extras):
+    ids = np.arange(tokens, dtype=np.int32)
+    segments = [Segment(ids, np.zeros(tokens, dtype=np.float32), 0, SamplingParams(), stop)]
+    reward = Reward(score, extras, None if score is not None else "timeout")
+    return Rollout(
+        0, sibling, Task("t", "test", "reward", prompt="x"), (5, 6), segments, stop_reason=stop, reward=reward
+    )
+
+
+def group(*rollouts: Rollout, group_id: int = 0) -> Group:
+    for i, r in enumerate(rollouts):
+        r.group_id, r.sibling, r.rollout_id = group_id, i, f"{group_id}-{i}"
+    return Group(group_id, Task("t", "test", "reward", prompt="x"), list(rollouts))
+
+
+def scored(*scores: float | None, group_id: int = 0) -> Group:
+    return group(*(rollout(s) for s in scores), group_id=group_id)
+
+
+def verdict(group_filter: filters.GroupFilter, of: Group) -> str | None:
+    """The detail with which the filter drops the group."""
+    result = filter_groups([of], [group_filter])
+    assert len(result.kept) + len(result.dropped) == 1
+    return result.dropped[0].detail if result.dropped else None
+
+
+@pytest.mark.parametrize(
+    ("scores", "detail"),
+    [
+        ((1.0, 0.0), None),
+        ((1.0, None, 0.5), None),
+        ((0.5, 0.5, 0.5), "all 3 rollouts have score 0.5"),
+        ((0.5, None, 0.5), "all 2 rollouts have score 0.5"),
+        ((0.5, None), "1 of 2 rollouts have a score"),
+        ((None, None), "0 of 2 rollouts have a score"),
+        ((), "0 of 0 rollouts have a score"),
+        ((1.0, 1.0 + 1e-12), "all 2 rollouts have score 1"),  # equal in float32
+        ((1.0, 1.0 + 1e-6), None),
+    ],
+)
+def test_zero_variance(scores, detail: str | None) -> None:
+    assert verdict(filters.zero_variance(), scored(*scores)) == detail
+
+
+@pytest.mark.parametrize("scores", [(0.1,) * 7, (0.1, 0.1, 0.3), (1.0, 1.0 + 1e-12), (2.0, None, 2.0), (None, 3.0)])
+def test_zero_variance_drops_what_has_no_advantage(scores) -> None:
+    values = torch.tensor([NAN if s is None else s for s in scores], dtype=torch.float64)
+    useless = not advantage.grpo(values, torch.zeros(len(scores))).any()
+    assert (verdict(filters.zero_variance(), scored(*scores)) is not None) == useless
+
+
+def test_metrics_among_the_extras() -> None:
+    """The score differs by a penalty on length; what is asked for is the accuracy."""
+    of = group(rollout(0.9, acc=1.0), rollout(0.8, acc=1.0), rollout(None, acc=0.0), rollout(0.3, acc=NAN))
+    assert verdict(filters.zero_variance(), of) is None
+    assert verdict(filters.zero_variance("acc"), of) == "all 2 rollouts have acc 1"
+    assert verdict(filters.pass_rate(metric="acc"), of) == "pass rate 1 is not below 1"
+    with pytest.raises(ValueError, match=r"metric = 'accuracy': .* one of \['acc'\]"):
+        verdict(filters.zero_variance("accuracy"), of)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scores", "detail"),
+    [
+        ({}, (1.0, 0.0, 0.0), None),
+        ({}, (0.0, 0.99), "pass rate 0 is not above 0"),
+        ({}, (1.0, 1.5), "pass rate 1 is not below 1"),
+        ({}, (1.0, 0.0, None), None),
+        ({}, (1.0, None), "pass rate 1 is not below 1"),
+        ({}, (None,), "no rollout has a score"),
+        ({"threshold": 0.5}, (0.5, 0.4), None),
+        ({"threshold": 0.4}, (0.5, 0.4), "pass rate 1 is not below 1"),
+        ({"low": 0.25, "high": 0.75}, (1.0, 1.0, 0.0, 0.0), None),
+        ({"low": 0.25, "high": 0.75}, (1.0, 0.0, 0.0, 0.0), "pass rate 0.25 is not above 0.25"),
+        ({"low": 0.25, "high": 0.75}, (1.0, 1.0, 1.0, 0.0), "pass rate 0.75 is not below 0.75"),
+        ({"low": None, "high": 0.75}, (0.0, 0.0), None),
+        ({"low": 0.25, "high": None}, (1.0, 1.0), None),
+    ],
+)
+def test_pass_rate(arguments, scores, detail: str | None) -> None:
+    assert verdict(filters.pass_rate(**arguments), scored(*scores)) == detail
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 0.5), (0.8, 0.2), (-0.1, 1.0), (0.0, 1.1), (NAN, 1.0)])
+def test_bounds_of_the_pass_rate_that_keep_nothing_are_errors(low: float, high: float) -> None:
+    with pytest.raises(ValueError, match="low = .* and high = "):
+        filters.pass_rate(low, high)
+
+
+CUT, FAILED = StopReason.LENGTH, StopReason.ERROR
+MIXED = group(
+    rollout(1.0, stop=CUT, tokens=9),
+    rollout(0.0, stop=CUT, tokens=8),
+    rollout(None),
+    rollout(0.0, stop=FAILED, tokens=1),
+    rollout(0.0, tokens=7),
+)
+
+
+@pytest.mark.parametrize(
+    ("group_filter", "detail"),
+    [
+        (filters.truncated(0.0), "2 of 5 rollouts ended at the length limit"),
+        (filters.truncated(0.39), "2 of 5 rollouts ended at the length limit"),
+        (filters.truncated(0.4), None),
+        (filters.error(0.39), "2 of 5 rollouts ended with an error or have no reward"),
+        (filters.error(0.4), None),
+        (filters.overlong(8), "1 of 5 rollouts have more than 8 tokens"),
+        (filters.overlong(9), None),
+        (filters.overlong(7, max_share=0.39), "2 of 5 rollouts have more than 7 tokens"),
+        (filters.overlong(7, max_share=0.4), None),
+    ],
+)
+def test_shares(group_filter: filters.GroupFilter, detail: str | None) -> None:
+    assert verdict(group_filter, MIXED) == detail
+
+
+def test_a_share_at_the_bound_is_kept_whatever_rounding_does() -> None:
+    """0.29 * 100 is 28.999999999999996."""
+    of = group(*(rollout(0.0, stop=CUT if i < 29 else StopReason.EOS) for i in range(100)))
+    assert verdict(filters.truncated(0.29), of) is None
+
+
+@pytest.mark.parametrize("make", [filters.truncated, filters.error, lambda share: filters.overlong(5, share)])
+@pytest.mark.parametrize("share", [-0.1, 1.0, 5])
+def test_shares_that_never_drop_are_errors(make, share: float) -> None:
+    with pytest.raises(ValueError, match=f"max_share = {share}"):
+        make(share)
+
+
+def test_a_group_without_rollouts_has_no_share() -> None:
+    assert verdict(filters.truncated(0.0), group()) is None
+
+
+def too_short(of: Group) -> str | None:
+    shortest = min(r.num_tokens for r in of.rollouts)
+    return f"{shortest} tokens" if shortest < 3 else None
+
+
+def test_custom_filters_are_named_after_their_function() -> None:
+    assert filter_groups([MIXED], [filters.custom(too_short)]).counts == {"too_short": 1}
+    assert filter_groups([MIXED], [filters.custom(too_short, "short")]).counts == {"short": 1}
+    assert verdict(filters.custom(too_short), MIXED) == "1 tokens"
+    assert verdict(filters.custom(too_short), scored(1.0)) is None
+
+
+@pytest.mark.parametrize("answer", [True, False, 0])
+def test_a_custom_filter_has_to_say_why(answer) -> None:
+    with pytest.raises(ValueError, match=f"the filter mine returned {answer}: return why"):
+        verdict(filters.custom(lambda _: answer, "mine"), scored(1.0))
+
+
+def test_the_first_filter_gives_the_reason_and_order_is_kept() -> None:
+    groups = [scored(1.0, 0.0, group_id=5), scored(1.0, 1.0, group_id=3), scored(None, group_id=9), MIXED]
+    asked: list[int] = []
+
+    def spy(of: Group) -> None:
+        asked.append(of.group_id)
+
+    chain = [filters.error(0.0), filters.zero_variance(), filters.custom(spy)]
+    result = filter_groups(iter(groups), chain)
+    assert [g.group_id for g in result.kept] == [5]
+    assert [(d.group.group_id, d.reason) for d in result.dropped] == [(3, "zero_variance"), (9, "error"), (0, "error")]
+    assert result.counts == {"zero_variance": 1, "error": 2} and asked == [5]
+    assert filter_groups(groups, []).kept == groups and filter_groups([], chain).counts == {}
+
+
+def test_masked_rollouts_are_reported_and_their_groups_stay_as_they_are() -> None:
+    before = list(MIXED.rollouts)
+    result = mask_rollouts([scored(1.0, group_id=4), MIXED], [filters.mask_truncated(), filters.mask_overlong(6)])
+    assert [(m.rollout.rollout_id, m.reason, m.detail) for m in result.rollouts] == [
+        ("0-0", "truncated", "ended at the length limit"),
+        ("0-1", "truncated", "ended at the length limit"),
+        ("0-4", "overlong", "7 tokens, more than 6"),
+    ]
+    assert result.out_of_loss == {"0-0", "0-1", "0-4"} and result.out_of_baseline == set()
+    assert result.counts == {"truncated": 2, "overlong": 1} and MIXED.rollouts == before
+
+
+def test_a_rollout_leaves_the_baseline_if_any_of_its_filters_says_so() -> None:
+    chain = [filters.mask_truncated(), filters.mask_overlong(8, in_baseline=False)]
+    result = mask_rollouts([MIXED], chain)
+    assert [(m.rollout.rollout_id, m.in_baseline) for m in result.rollouts] == [("0-0", False), ("0-1", True)]
+    assert result.out_of_baseline == {"0-0"} and result.counts == {"truncated": 2}
+    assert mask_rollouts([MIXED], [filters.mask_truncated(in_baseline=False)]).out_of_baseline == {"0-0", "0-1"}

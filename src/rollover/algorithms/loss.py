@@ -279,7 +279,7 @@ NOT_SPLIT_INVARIANT = frozenset({"clip_cov", "kl_cov"})
 
 
 def _options(kind: str, clip_low: float, clip_high: float, given: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of the kind's function. Clip bounds always have a value; a kind without a clip gets none."""
+    """The keyword arguments of the kind's function. Clip bounds always have a value; not every kind reads them."""
     if kind not in LOSSES:
         raise ValueError(f"kind = {kind!r} is not a policy loss: use one of {', '.join(LOSSES)}")
     parameters = [p for p in inspect.signature(LOSSES[kind]).parameters.values() if p.kind is p.KEYWORD_ONLY]

@@ -30,6 +30,8 @@ def test_high_entropy_mask_keeps_the_share_of_highest_entropy() -> None:
     assert high_entropy_mask(entropy, mask, share=1.0).equal(mask.bool())
     assert high_entropy_mask(torch.ones(2, 4), mask).equal(mask.bool())  # ties at the bound stay in
     assert not high_entropy_mask(entropy, torch.zeros(2, 4)).any()
+    # 0.3 * 10 rounds to above 3: the fourth smallest of 11 stays in.
+    assert int(high_entropy_mask(torch.arange(11.0)[None], torch.ones(1, 11), share=0.7).sum()) == 8
     with pytest.raises(ValueError, match="share = 1.5"):
         high_entropy_mask(entropy, mask, share=1.5)
 

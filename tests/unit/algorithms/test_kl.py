@@ -83,7 +83,9 @@ def test_k1_and_k3_estimate_the_kl_without_bias_and_k2_does_not(seed: int) -> No
     logprobs, ref_logprobs = logits.log_softmax(-1)[None], ref.log_softmax(-1)[None]
     true = float(true_kl(logits, ref).detach())
     for kind in ("k1", "k3", "k1+", "k3+"):
-        assert float(expected(kl_penalty(logprobs, ref_logprobs, kind), logits).detach()) == pytest.approx(true, abs=1e-5)
+        assert float(expected(kl_penalty(logprobs, ref_logprobs, kind), logits).detach()) == pytest.approx(
+            true, abs=1e-5
+        )
     assert float(expected(kl_penalty(logprobs, ref_logprobs, "k2"), logits).detach()) != pytest.approx(true, rel=1e-2)
 
 
@@ -122,6 +124,12 @@ def test_gradient_of_the_bias_corrected_k3_is_ratio_times_log_ratio() -> None:
     torch.testing.assert_close(
         gradient(on_policy.sum(), logprobs), gradient(kl_penalty(logprobs, ref, "k3+").sum(), logprobs)
     )
+
+
+def test_absurd_ratios_of_the_bias_corrected_kl_stay_finite() -> None:
+    logprobs = torch.tensor([[0.0, -300.0]], requires_grad=True)
+    kl = bias_corrected_kl(logprobs, torch.full((1, 2), -1.0), torch.tensor([[-300.0, 0.0]]))
+    assert kl.isfinite().all() and gradient(kl.sum(), logprobs).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])

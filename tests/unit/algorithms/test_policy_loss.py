@@ -142,6 +142,16 @@ def test_gmpo_by_hand() -> None:
     assert clipped == 1
 
 
+def test_gmpo_has_two_bounds_and_takes_the_mean_advantage_of_the_row() -> None:
+    """Log-ratios 1 and -1 are bounded to 0.3 and -1 for A > 0, to 1 and -0.5 for A < 0."""
+    ratios = [math.exp(1.0), math.exp(-1.0)]
+    up, down = (row("gmpo", ratios, a, clip_low=0.5, clip_high=0.3)[0] for a in (1.0, -1.0))
+    close(up, *[-math.exp(-0.35)] * 2)
+    close(down, *[math.exp(0.25)] * 2)
+    mixed, _, _ = row("gmpo", [1.0, 1.0], [3.0, -1.0])
+    close(mixed, -1.0, -1.0)
+
+
 def test_cispo_by_hand() -> None:
     loss, gradient, clipped = row("cispo", [0.1, 1.1, 3.0], 2.0, logprob=-1.5, clip_low=1.0, clip_high=1.0)
     close(loss, 0.3, 3.3, 6.0)
@@ -197,6 +207,14 @@ def test_clip_cov_does_not_drop_what_the_clip_has_stopped() -> None:
     assert float(metrics["sum/clipped"]) == 2
 
 
+def test_clip_cov_drops_a_share_of_the_tokens_in_the_loss() -> None:
+    """Half of 4 tokens, though there is room for 8."""
+    data = batch(rows=1, length=8) | {"mask_BT": torch.arange(8)[None] < 4}
+    data["old_logprobs_BT"] = data["logprobs_BT"]
+    loss, _ = policy_loss(**data, kind="clip_cov", share=0.5, cov_low=-1e9, cov_high=1e9)
+    assert int((loss[0, :4] == 0).sum()) == 2
+
+
 def test_kl_cov_by_hand() -> None:
     """The token of highest covariance pays |log r|; no ratio is clipped."""
     logprobs = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
@@ -223,6 +241,12 @@ def test_dppo_tv_by_hand(sign: float) -> None:
     close(gradient[0], *expected)
     close(loss.detach()[0], *(e * math.log(p) for e, p in zip(expected, [0.9, 0.15, 0.3], strict=True)))
     assert float(metrics["sum/clipped"]) == 1
+    # The upper bound is for A > 0, the lower one for A < 0.
+    given = {"clip_high": 0.31, "clip_low": 0.29} if sign > 0 else {"clip_high": 0.29, "clip_low": 0.31}
+    loss, metrics = policy_loss(
+        logprobs, old.log(), torch.full((1, 3), sign), torch.ones(1, 3), kind="dppo_tv", **given
+    )
+    assert float(metrics["sum/clipped"]) == 0 and (loss != 0).all()
 
 
 def test_dppo_kl_by_hand() -> None:
@@ -357,6 +381,13 @@ def test_equal_policies_give_the_policy_gradient_and_clip_nothing(kind: str) -> 
     torch.testing.assert_close(gradient, torch.where(data["mask_BT"], -data["advantages_BT"][:, None], 0.0))
     assert float(metrics["max/ratio"]) == 1.0 and metrics["sum/ratio"] == metrics["count/tokens"] == 17
     assert float(metrics["sum/clipped"]) == (1 if kind == "kl_cov" else 0)  # kl_cov counts the token that pays
+
+
+@pytest.mark.parametrize("kind", ["clip", "gspo", "gmpo", "decoupled"])
+def test_without_an_advantage_nothing_is_clipped(kind: str) -> None:
+    data = batch(step=2.0) | {"advantages_BT": torch.zeros(4)}
+    loss, gradient, _, metrics = loss_and_gradient(kind, data, **(options(kind, data) or {"clip_low": 0.1}))
+    assert float(metrics["sum/clipped"]) == 0 and float(loss) == 0 and not gradient.any()
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])

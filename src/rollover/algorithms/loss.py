@@ -290,7 +290,7 @@ def loss_function(kind: str | Callable[..., LossAndClipped]) -> Callable[..., Lo
 def _options(
     function: Callable[..., LossAndClipped], clip_low: float, clip_high: float, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """The keyword arguments of a loss. Clip bounds always have a value; a loss without a clip gets none."""
+    """The keyword arguments of a loss. Clip bounds always have a value; not every loss reads them."""
     kind = function.__name__
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     names = [p.name for p in parameters]

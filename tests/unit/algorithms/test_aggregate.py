@@ -71,12 +71,48 @@ def test_any_split_sums_to_the_whole(mode, split: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_order_of_rows_and_padding_do_not_matter(mode) -> None:
+    """With `norm` given: its default is the padded length."""
+    whole = aggregate(LOSS, MASK, mode, group_B=GROUP, norm=4.0)
+    order = torch.tensor([2, 3, 0, 1])
+    permuted = aggregate(LOSS[order], MASK[order], mode, group_B=GROUP[order], norm=4.0)
+    padded = aggregate(
+        torch.nn.functional.pad(LOSS, (1, 2), value=7.0),
+        torch.nn.functional.pad(MASK, (1, 2)),
+        mode,
+        group_B=GROUP,
+        norm=4.0,
+    )
+    torch.testing.assert_close(permuted, whole)
+    torch.testing.assert_close(padded, whole)
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["token-mean", *SEQUENCE_MODES, "prompt-mean"])
+def test_without_the_global_denominator_the_split_shows(mode, split: int) -> None:
+    """So the test above does test something: means of parts do not add up to the mean of the whole."""
+    whole = aggregate(LOSS, MASK, mode, group_B=GROUP)
+    parts = [aggregate(LOSS[i], MASK[i], mode, group_B=GROUP[i]) for i in (slice(split), slice(split, 4))]
+    assert float(parts[0] + parts[1]) != pytest.approx(float(whole), rel=1e-2)
+
+
+def test_prompt_mean_weighs_prompts_and_token_mean_weighs_tokens() -> None:
+    """Two groups of 4 and 2 tokens: equal weight to each group, against equal weight to each token."""
+    loss = torch.tensor([[1.0, 1.0], [1.0, 1.0], [4.0, 4.0]])
+    mask, groups = torch.ones(3, 2), torch.tensor([1, 1, 0])
+    assert float(aggregate(loss, mask, "prompt-mean", group_B=groups)) == 2.5
+    assert float(aggregate(loss, mask, "token-mean")) == 2.0
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_nothing_to_train_is_zero(mode) -> None:
     assert float(aggregate(LOSS, torch.zeros_like(MASK), mode, group_B=GROUP)) == 0.0
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="not an aggregation"):
+    with pytest.raises(ValueError, match="not an aggregation: use one of token-mean, .*prompt-mean"):
         aggregate(LOSS, MASK, "mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="group_B"):
         aggregate(LOSS, MASK, "prompt-mean")
+    with pytest.raises(ValueError, match=r"mask_BT is \[4, 1\]"):
+        aggregate(LOSS, MASK[:, :1], "token-mean")

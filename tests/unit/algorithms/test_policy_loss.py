@@ -1,4 +1,4 @@
-"""Policy losses: by hand, by finite differences, and their metrics."""
+"""Policy losses: by hand, by finite differences, their invariances, and their metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,50 @@ import math
 import pytest
 import torch
 
-from rollover.algorithms.loss import policy_loss
+from rollover.algorithms.aggregate import aggregate
+from rollover.algorithms.correction import importance_weights
+from rollover.algorithms.loss import (
+    LOSSES,
+    NOT_SPLIT_INVARIANT,
+    policy_loss,
+)
+
+# The aggregation that makes each kind the loss of its paper, and bounds that some tokens of `batch` pass.
+MODES = {kind: "token-mean" for kind in LOSSES} | {
+    "gspo": "seq-mean-token-mean",
+    "gmpo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "luspo": "seq-mean-token-sum",
+}
+WIDE = {"cov_low": -1e9, "cov_high": 1e9, "share": 1.0}
+EVERYWHERE = {"clip_cov": WIDE, "kl_cov": {"share": 1.0, "kl_coef": 0.3}}
+
+
+def batch(rows: int = 4, length: int = 6, seed: int = 0, step: float = 0.4) -> dict[str, torch.Tensor]:
+    """Ragged rows; probabilities are large enough that the bounds of dppo bind too."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -1.5 * torch.rand(rows, length, generator=generator)
+    return {
+        "logprobs_BT": (old + step * torch.randn(rows, length, generator=generator)).clamp(max=-1e-3),
+        "old_logprobs_BT": old,
+        "advantages_BT": torch.randn(rows, generator=generator),
+        "mask_BT": torch.arange(length) < torch.tensor([length, 2, length - 1, 4, 1, 3] * rows)[:rows, None],
+    }
+
+
+def options(kind: str, data: dict[str, torch.Tensor]) -> dict:
+    if kind == "decoupled":
+        return {"behavior_logprobs_BT": data["old_logprobs_BT"] - 0.3, "weight_cap": 1.2}
+    return EVERYWHERE.get(kind, {})
+
+
+def loss_and_gradient(kind: str, data: dict[str, torch.Tensor], denominator: float | None = None, **given):
+    logprobs = data["logprobs_BT"].clone().requires_grad_(True)
+    chosen = given or options(kind, data)
+    loss_BT, metrics = policy_loss(**(data | {"logprobs_BT": logprobs}), kind=kind, **chosen)
+    loss = aggregate(loss_BT, data["mask_BT"], MODES[kind], denominator=denominator)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return loss.detach(), gradient, loss_BT.detach(), metrics
 
 
 def test_clip_by_hand() -> None:
@@ -42,74 +85,415 @@ def test_reinforce_is_minus_logprob_times_advantage_of_the_row() -> None:
     assert float(metrics["sum/clipped"]) == 0.0 and float(metrics["sum/ratio"]) == 3.0
 
 
-@pytest.mark.parametrize("kind", ["clip", "reinforce"])
-@pytest.mark.parametrize("dual_clip", [None, 1.5])
-def test_gradient_equals_finite_differences(kind, dual_clip) -> None:
-    generator = torch.Generator().manual_seed(3)
-    old = torch.randn(3, 7, generator=generator) - 2
-    current = (old + 0.6 * torch.randn(3, 7, generator=generator)).requires_grad_(True)
-    advantages = torch.randn(3, 7, generator=generator)
-    mask = torch.rand(3, 7, generator=generator) > 0.3
-
-    def objective(x: torch.Tensor) -> torch.Tensor:
-        return policy_loss(x, old, advantages, mask, kind=kind, dual_clip=dual_clip)[0]
-
-    (gradient,) = torch.autograd.grad(objective(current).sum(), current)
-    step = 1e-2
-    # Each token's loss depends on its own log-prob only, so all entries are perturbed at once.
-    with torch.no_grad():
-        numeric = (objective(current + step) - objective(current - step)) / (2 * step)
-        ratio = (current - old).exp()
-        # A kink of the clip or the dual clip within the step makes the difference quotient meaningless.
-        kinks = [0.8, 1.2] + ([dual_clip] if dual_clip else [])
-        smooth = torch.stack([((ratio / k).log().abs() > 1.5 * step) for k in kinks]).all(0)
-    assert int((smooth & mask).sum()) >= 8
-    torch.testing.assert_close(gradient[smooth], numeric[smooth], atol=2e-3, rtol=2e-3)
-    assert torch.equal(gradient[~mask], torch.zeros(int((~mask).sum())))
+def row(kind: str, ratios: list[float], advantage: float | list[float], *, logprob: float = -1.0, **given):
+    """Loss, gradient of its sum, and clipped tokens of one row with these ratios."""
+    logprobs = torch.full((1, len(ratios)), logprob, requires_grad=True)
+    old = logprobs.detach() - torch.tensor([ratios]).log()
+    advantages = torch.tensor([advantage] if isinstance(advantage, list) else [[advantage] * len(ratios)])
+    loss, metrics = policy_loss(logprobs, old, advantages, torch.ones(1, len(ratios)), kind=kind, **given)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    return loss.detach()[0], gradient[0], float(metrics["sum/clipped"])
 
 
-def test_ratio_one_gives_the_policy_gradient() -> None:
-    """At equal policies the clipped loss has REINFORCE's gradient, -A, and clips nothing."""
-    logprobs = (torch.randn(2, 5) - 3).requires_grad_(True)
-    advantages, mask = torch.randn(2, 5), torch.ones(2, 5).bool()
-    gradients = []
-    for kind in ("clip", "reinforce"):
-        loss, metrics = policy_loss(logprobs, logprobs.detach(), advantages, mask, kind=kind)
-        gradients.append(torch.autograd.grad(loss.sum(), logprobs)[0])
-        assert float(metrics["sum/clipped"]) == 0.0 and float(metrics["max/ratio"]) == 1.0
-    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], -advantages)
+def close(got: torch.Tensor, *expected: float) -> None:
+    torch.testing.assert_close(got, torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
 
-def test_what_lies_under_the_mask_does_not_matter() -> None:
-    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    mask = torch.tensor([[True, False]])
-    loss, metrics = policy_loss(logprobs, torch.tensor([[-1.0, -math.inf]]), torch.ones(1), mask, kind="clip")
-    loss.sum().backward()
-    assert logprobs.grad is not None
-    assert loss.tolist() == [[-1.0, 0.0]] and logprobs.grad.tolist() == [[-1.0, 0.0]]
-    assert float(metrics["max/ratio"]) == 1.0
+def test_gspo_by_hand() -> None:
+    """Ratios 4 and 1/4 are a sequence ratio of 1: nothing clipped. 2 and 2 are one of 2, clipped for A > 0 alone."""
+    loss, gradient, clipped = row("gspo", [4.0, 0.25], 2.0)
+    close(loss, -2.0, -2.0)
+    close(gradient, -2.0, -2.0)
+    assert clipped == 0
+    loss, gradient, clipped = row("gspo", [4.0, 1.0], 1.0, clip_high=0.5)
+    close(loss, -1.5, -1.5)
+    close(gradient, 0.0, 0.0)
+    assert clipped == 2
+    loss, gradient, clipped = row("gspo", [4.0, 1.0], -1.0, clip_high=0.5)
+    close(loss, 2.0, 2.0)
+    close(gradient, 2.0, 2.0)
 
 
-def test_absurd_ratios_stay_finite() -> None:
-    logprobs = torch.tensor([[0.0, -300.0]], requires_grad=True)
-    loss, _ = policy_loss(
-        logprobs, torch.tensor([[-300.0, 0.0]]), torch.tensor([-1.0]), torch.ones(1, 2).bool(), kind="clip"
+def test_gspo_passes_each_token_the_gradient_of_its_own_advantage() -> None:
+    loss, gradient, _ = row("gspo", [1.1, 1.1], [1.0, -3.0])
+    close(loss, -1.1, 3.3)
+    close(gradient, -1.1, 3.3)
+
+
+def test_luspo_weighs_a_sequence_by_its_length() -> None:
+    data = batch()
+    _, gspo, _, _ = loss_and_gradient("gspo", data)
+    _, luspo, _, _ = loss_and_gradient("luspo", data)
+    lengths = data["mask_BT"].sum(-1, keepdim=True)
+    torch.testing.assert_close(luspo, gspo * lengths)
+
+
+def test_gmpo_by_hand() -> None:
+    """A > 0: 4 is cut to e^0.4, 1/4 is not: geometric mean sqrt(e^0.4 / 4). A < 0: the other way round."""
+    loss, gradient, clipped = row("gmpo", [4.0, 0.25], 1.0, clip_low=0.4, clip_high=0.4)
+    expected = math.sqrt(math.exp(0.4) / 4)
+    close(loss, -expected, -expected)
+    close(gradient, 0.0, -expected)
+    assert clipped == 1
+    loss, gradient, clipped = row("gmpo", [4.0, 0.25], -1.0, clip_low=0.4, clip_high=0.4)
+    expected = math.sqrt(4 * math.exp(-0.4))
+    close(loss, expected, expected)
+    close(gradient, expected, 0.0)
+    assert clipped == 1
+
+
+def test_gmpo_has_two_bounds_and_takes_the_mean_advantage_of_the_row() -> None:
+    """Log-ratios 1 and -1 are bounded to 0.3 and -1 for A > 0, to 1 and -0.5 for A < 0."""
+    ratios = [math.exp(1.0), math.exp(-1.0)]
+    up, down = (row("gmpo", ratios, a, clip_low=0.5, clip_high=0.3)[0] for a in (1.0, -1.0))
+    close(up, *[-math.exp(-0.35)] * 2)
+    close(down, *[math.exp(0.25)] * 2)
+    mixed, _, _ = row("gmpo", [1.0, 1.0], [3.0, -1.0])
+    close(mixed, -1.0, -1.0)
+
+
+def test_cispo_by_hand() -> None:
+    loss, gradient, clipped = row("cispo", [0.1, 1.1, 3.0], 2.0, logprob=-1.5, clip_low=1.0, clip_high=1.0)
+    close(loss, 0.3, 3.3, 6.0)
+    close(gradient, -0.2, -2.2, -4.0)  # a clipped token keeps a gradient
+    assert clipped == 1
+
+
+def test_sapo_by_hand() -> None:
+    """At r = 1 + ln(3) / tau the gate is 4 / tau * 3 / 4."""
+    loss, gradient, clipped = row("sapo", [1 + math.log(3.0), 1.0], 1.0)
+    close(loss, -3.0, -2.0)
+    close(gradient, -(1 + math.log(3.0)) * 4 * 3 / 16, -1.0)
+    loss, _, _ = row("sapo", [1 + math.log(3.0) / 2, 1.0], -1.0, tau_negative=2.0)
+    close(loss, 1.5, 1.0)
+    assert clipped == 0
+
+
+def test_clip_cov_drops_tokens_of_high_covariance() -> None:
+    """Means of A and log-prob are 0 and -2: covariances 0, 2, 0, 6. One token lies in (1, 5)."""
+    logprobs = torch.tensor([[-2.0, -4.0, -2.0, 1.0]])
+    logprobs -= logprobs.mean() + 2
+    advantages = torch.tensor([[1.0, -1.0, -2.0, 2.0]])
+    mask = torch.ones(1, 4)
+
+    def dropped(**given) -> list[int]:
+        loss, metrics = policy_loss(logprobs, logprobs, advantages, mask, kind="clip_cov", **given)
+        assert float(metrics["sum/clipped"]) == float((loss == 0).sum())
+        return (loss[0] == 0).nonzero()[:, 0].tolist()
+
+    assert dropped(share=1.0) == [1]
+    assert dropped(share=1.0, cov_high=9.0) == [1, 3]
+    assert dropped(share=1.0, cov_low=2.5) == []
+    # A share below one token still drops one; the generator decides which.
+    draws = [dropped(cov_high=9.0, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    assert {tuple(d) for d in draws} == {(1,), (3,)}
+    assert draws == [dropped(cov_high=9.0, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+
+
+def test_clip_cov_does_not_drop_what_the_clip_has_stopped() -> None:
+    """Token 0 is clipped, its loss stays; token 1 is dropped."""
+    logprobs, old = torch.tensor([[-1.0, -1.0, -3.0]]), torch.tensor([[-2.0, -1.0, -3.0]])
+    loss, metrics = policy_loss(
+        logprobs,
+        old,
+        torch.tensor([[2.0, 2.0, -1.0]]),
+        torch.ones(1, 3),
+        kind="clip_cov",
+        share=1.0,
+        cov_low=0.1,
+        cov_high=1.0,
     )
+    close(loss[0], -2.4, 0.0, 1.0)
+    assert float(metrics["sum/clipped"]) == 2
+
+
+def test_clip_cov_drops_a_share_of_the_tokens_in_the_loss() -> None:
+    """Half of 4 tokens, though there is room for 8."""
+    data = batch(rows=1, length=8) | {"mask_BT": torch.arange(8)[None] < 4}
+    data["old_logprobs_BT"] = data["logprobs_BT"]
+    loss, _ = policy_loss(**data, kind="clip_cov", share=0.5, cov_low=-1e9, cov_high=1e9)
+    assert int((loss[0, :4] == 0).sum()) == 2
+
+
+def test_kl_cov_by_hand() -> None:
+    """The token of highest covariance pays |log r|; no ratio is clipped."""
+    logprobs = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
+    old = logprobs.detach() - math.log(2.0)
+    advantages = torch.tensor([[2.0, 0.0, -1.0]])
+    loss, metrics = policy_loss(logprobs, old, advantages, torch.ones(1, 3), kind="kl_cov", kl_coef=0.5)
+    close(loss.detach()[0], -4 + 0.5 * math.log(2.0), 0.0, 2.0)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    close(gradient[0], -3.5, 0.0, 2.0)
+    assert float(metrics["sum/clipped"]) == 1
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_dppo_tv_by_hand(sign: float) -> None:
+    """Probability 0.9: old 0.6 has moved by +0.3. 0.05 -> 0.15 is a ratio of 3 but a move of 0.1 only."""
+    new, old = torch.tensor([[0.9, 0.15, 0.3]]), torch.tensor([[0.6, 0.05, 0.6]])
+    logprobs = new.log().requires_grad_(True)
+    loss, metrics = policy_loss(
+        logprobs, old.log(), torch.full((1, 3), sign), torch.ones(1, 3), kind="dppo_tv", ratio_cap=2.5
+    )
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    # Up is blocked for A > 0, down for A < 0; the weight 3 is capped at 2.5.
+    expected = [0.0, -2.5, -0.5] if sign > 0 else [1.5, 2.5, 0.0]
+    close(gradient[0], *expected)
+    close(loss.detach()[0], *(e * math.log(p) for e, p in zip(expected, [0.9, 0.15, 0.3], strict=True)))
+    assert float(metrics["sum/clipped"]) == 1
+    # The upper bound is for A > 0, the lower one for A < 0.
+    given = {"clip_high": 0.31, "clip_low": 0.29} if sign > 0 else {"clip_high": 0.29, "clip_low": 0.31}
+    loss, metrics = policy_loss(
+        logprobs, old.log(), torch.full((1, 3), sign), torch.ones(1, 3), kind="dppo_tv", **given
+    )
+    assert float(metrics["sum/clipped"]) == 0 and (loss != 0).all()
+
+
+def test_dppo_kl_by_hand() -> None:
+    """KL(0.6 || 0.9) = 0.3112, KL(0.05 || 0.15) = 0.0507, KL(0.6 || 0.3) = 0.1920."""
+    logprobs = torch.tensor([[0.9, 0.15, 0.3]]).log().requires_grad_(True)
+    old = torch.tensor([[0.6, 0.05, 0.6]]).log()
+
+    def gradient(advantage: float, low: float, high: float) -> torch.Tensor:
+        loss, _ = policy_loss(
+            logprobs, old, torch.tensor([advantage]), torch.ones(1, 3), kind="dppo_kl", clip_low=low, clip_high=high
+        )
+        return torch.autograd.grad(loss.sum(), logprobs)[0][0]
+
+    close(gradient(1.0, 0.0, 0.312), -1.5, -3.0, -0.5)
+    close(gradient(1.0, 9.0, 0.310), 0.0, -3.0, -0.5)
+    close(gradient(1.0, 9.0, 0.050), 0.0, 0.0, -0.5)
+    close(gradient(-1.0, 0.193, 0.0), 1.5, 3.0, 0.5)
+    close(gradient(-1.0, 0.191, 9.0), 1.5, 3.0, 0.0)
+
+
+def test_decoupled_by_hand() -> None:
+    """old / behavior = 4 is capped at 3, current / old = 1.5 clipped at 1.2."""
+    old, behavior = torch.full((1, 2), -1.0), torch.tensor([[-1.0 - math.log(4.0), -1.0 + math.log(2.0)]])
+    logprobs = old + torch.tensor([[1.5, 1.1]]).log()
+    loss, metrics = policy_loss(
+        logprobs,
+        old,
+        torch.tensor([2.0]),
+        torch.ones(1, 2),
+        kind="decoupled",
+        behavior_logprobs_BT=behavior,
+        weight_cap=3.0,
+    )
+    close(loss[0], -3 * 1.2 * 2, -0.5 * 1.1 * 2)
+    assert float(metrics["sum/clipped"]) == 1 and float(metrics["max/ratio"]) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+def test_decoupled_with_proximal_equal_to_behavior_is_clip(dual_clip) -> None:
+    data = batch(step=0.8)
+    given = {"behavior_logprobs_BT": data["old_logprobs_BT"], "dual_clip": dual_clip}
+    decoupled, clip = (
+        loss_and_gradient("decoupled", data, **given),
+        loss_and_gradient("clip", data, dual_clip=dual_clip),
+    )
+    assert torch.equal(decoupled[0], clip[0]) and torch.equal(decoupled[1], clip[1]) and decoupled[3] == clip[3]
+
+
+def test_decoupled_with_proximal_equal_to_current_is_reinforce_with_truncated_weights() -> None:
+    data = batch()
+    behavior = data["old_logprobs_BT"]
+    data["old_logprobs_BT"] = data["logprobs_BT"]
+    _, decoupled, _, _ = loss_and_gradient("decoupled", data, behavior_logprobs_BT=behavior, weight_cap=1.3)
+    weights = importance_weights(data["logprobs_BT"], behavior, data["mask_BT"], mode="token_truncate", cap=1.3)
+    assert int((weights == 1.3).sum()) >= 2
+    _, reinforce, _, _ = loss_and_gradient("reinforce", data)
+    torch.testing.assert_close(decoupled, weights * reinforce)
+
+
+def test_decoupled_is_clip_times_the_weights_of_the_correction() -> None:
+    data = batch()
+    behavior = data["old_logprobs_BT"] + 0.5 * torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    _, _, decoupled, _ = loss_and_gradient("decoupled", data, behavior_logprobs_BT=behavior, weight_cap=1.3)
+    _, _, clip, _ = loss_and_gradient("clip", data)
+    weights = importance_weights(data["old_logprobs_BT"], behavior, data["mask_BT"], mode="token_truncate", cap=1.3)
+    torch.testing.assert_close(decoupled, weights * clip)
+
+
+# cispo and dppo weigh the log-prob by a constant: no function of the log-probs has their gradient. See the next test.
+SURROGATES = {"cispo", "dppo_tv", "dppo_kl"}
+DUAL = [("clip", 1.1), ("decoupled", 1.1)]
+
+
+@pytest.mark.parametrize(("kind", "dual_clip"), [(k, None) for k in LOSSES if k not in SURROGATES] + DUAL)
+def test_gradient_equals_finite_differences(kind: str, dual_clip: float | None) -> None:
+    """Of the aggregated loss, entry by entry; sequence ratios tie the tokens of a row together."""
+    step, smooth = 1e-2, 0
+    data = batch(seed=3) | {"dual_clip": dual_clip}
+    given = options(kind, data)
+    if kind == "clip_cov":
+        given = WIDE | {"share": 0.3, "generator": None}
+
+    def at(logprobs: torch.Tensor) -> tuple[float, torch.Tensor]:
+        torch.manual_seed(0)
+        x = logprobs.clone().requires_grad_(True)
+        loss_BT, _ = policy_loss(**(data | {"logprobs_BT": x}), kind=kind, **given)
+        loss = aggregate(loss_BT, data["mask_BT"], MODES[kind])
+        return float(loss.detach()), torch.autograd.grad(loss, x)[0]
+
+    _, gradient = at(data["logprobs_BT"])
+    for i, j in data["mask_BT"].nonzero().tolist():
+        nudge = torch.zeros(4, 6)
+        nudge[i, j] = step
+        (up, gradient_up), (down, gradient_down) = (at(data["logprobs_BT"] + s * nudge) for s in (1, -1))
+        # A kink of a clip within the step makes the difference quotient meaningless.
+        if abs(gradient_up - gradient_down)[i, j] > 0.04 * abs(gradient_up + gradient_down)[i, j] / 2 + 1e-5:
+            continue
+        smooth += bool(gradient[i, j] != 0)
+        assert (up - down) / (2 * step) == pytest.approx(float(gradient[i, j]), abs=5e-5, rel=2e-3)
+    assert smooth >= 5
+    assert torch.equal(gradient[~data["mask_BT"]], torch.zeros(int((~data["mask_BT"]).sum())))
+
+
+@pytest.mark.parametrize("kind", sorted(SURROGATES))
+def test_gradient_of_a_surrogate_is_that_of_the_weighted_objective_or_of_its_bound(kind: str) -> None:
+    """Where nothing binds it is the gradient of -r A, by finite differences; elsewhere the bound's or 0."""
+    data = batch(seed=3)
+    mask = data["mask_BT"]
+    _, gradient, _, metrics = loss_and_gradient(kind, data)
+
+    def objective(shift: float) -> torch.Tensor:
+        return policy_loss(**(data | {"logprobs_BT": data["logprobs_BT"] + shift}), kind="kl_cov", kl_coef=0.0)[0]
+
+    numeric = (objective(1e-2) - objective(-1e-2)) / 2e-2 / mask.sum()
+    free = ((gradient - numeric).abs() < 1e-3 * numeric.abs()) & mask
+    bound = torch.zeros(())
+    if kind == "cispo":
+        side = torch.where(data["logprobs_BT"] > data["old_logprobs_BT"], 1.2, 0.8)
+        bound = (-side * data["advantages_BT"][:, None] / mask.sum())[mask & ~free]
+    torch.testing.assert_close(gradient[mask & ~free], bound.expand(int((mask & ~free).sum())))
+    assert int(free.sum()) >= 4 and int((mask & ~free).sum()) == float(metrics["sum/clipped"]) >= 2
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_equal_policies_give_the_policy_gradient_and_clip_nothing(kind: str) -> None:
+    data = batch()
+    data["old_logprobs_BT"] = data["logprobs_BT"]
+    given = {"decoupled": {"behavior_logprobs_BT": data["logprobs_BT"]}, "clip_cov": {"cov_low": 1e9, "cov_high": 2e9}}
+    logprobs = data["logprobs_BT"].clone().requires_grad_(True)
+    loss, metrics = policy_loss(**(data | {"logprobs_BT": logprobs}), kind=kind, **given.get(kind, {}))
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    torch.testing.assert_close(gradient, torch.where(data["mask_BT"], -data["advantages_BT"][:, None], 0.0))
+    assert float(metrics["max/ratio"]) == 1.0 and metrics["sum/ratio"] == metrics["count/tokens"] == 17
+    assert float(metrics["sum/clipped"]) == (1 if kind == "kl_cov" else 0)  # kl_cov counts the token that pays
+
+
+@pytest.mark.parametrize("kind", ["clip", "gspo", "gmpo", "decoupled"])
+def test_without_an_advantage_nothing_is_clipped(kind: str) -> None:
+    data = batch(step=2.0) | {"advantages_BT": torch.zeros(4)}
+    loss, gradient, _, metrics = loss_and_gradient(kind, data, **(options(kind, data) or {"clip_low": 0.1}))
+    assert float(metrics["sum/clipped"]) == 0 and float(loss) == 0 and not gradient.any()
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_what_lies_under_the_mask_does_not_matter(kind: str, garbage: float) -> None:
+    data = batch()
+    given = options(kind, data)
+    mask = data["mask_BT"]
+    dirty = data | {"advantages_BT": data["advantages_BT"][:, None].expand_as(mask)}
+    dirty = {k: v if k == "mask_BT" else torch.where(mask, v, garbage) for k, v in dirty.items()}
+    dirty_given = {k: torch.where(mask, v, garbage) if torch.is_tensor(v) else v for k, v in given.items()}
+    clean_result, dirty_result = loss_and_gradient(kind, data, **given), loss_and_gradient(kind, dirty, **dirty_given)
+    for clean, got in zip(clean_result[:3], dirty_result[:3], strict=True):
+        assert torch.equal(clean, got)
+    assert clean_result[3] == dirty_result[3]
+    assert torch.equal(dirty_result[1][~mask], torch.zeros(int((~mask).sum())))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_order_of_rows_and_padding_do_not_matter(kind: str) -> None:
+    data = batch(rows=6)
+    loss, gradient, _, _ = loss_and_gradient(kind, data)
+    order = torch.tensor([3, 5, 0, 1, 4, 2])
+    permuted = {k: v[order] for k, v in data.items()}
+    padded = {k: torch.nn.functional.pad(v, (2, 3)) if v.ndim == 2 else v for k, v in data.items()}
+    permuted_loss, permuted_gradient, _, _ = loss_and_gradient(kind, permuted)
+    padded_loss, padded_gradient, _, _ = loss_and_gradient(kind, padded)
+    torch.testing.assert_close(permuted_loss, loss)
+    torch.testing.assert_close(permuted_gradient, gradient[order])
+    torch.testing.assert_close(padded_loss, loss)
+    torch.testing.assert_close(padded_gradient, torch.nn.functional.pad(gradient, (2, 3)))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_split_into_micro_batches_changes_nothing_but_for_the_named_kinds(kind: str) -> None:
+    data = batch(rows=6)
+    given = {"clip_cov": {"share": 0.3, "cov_low": 0.0}, "kl_cov": {"share": 0.3}}.get(kind)
+    denominator = float(data["mask_BT"].sum()) if MODES[kind] == "token-mean" else 6.0
+    torch.manual_seed(0)
+    parts = [slice(0, 2), slice(2, 6)]
+    whole = loss_and_gradient(kind, data, denominator, **(given or {}))
+    split = [loss_and_gradient(kind, {k: v[i] for k, v in data.items()}, denominator, **(given or {})) for i in parts]
+    same = torch.allclose(split[0][0] + split[1][0], whole[0], atol=1e-6)
+    same &= torch.allclose(torch.cat([p[1] for p in split]), whole[1], atol=1e-6)
+    assert same == (kind not in NOT_SPLIT_INVARIANT)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_an_empty_call_is_zero(kind: str) -> None:
+    data = batch()
+    data["mask_BT"] = torch.zeros(4, 6)
+    loss, gradient, _, metrics = loss_and_gradient(kind, data)
+    assert float(loss) == 0.0 and not gradient.any() and not any(float(v) for v in metrics.values())
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_only_the_current_policy_gets_a_gradient(kind: str) -> None:
+    data = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in batch().items()}
+    given = {k: v.detach().requires_grad_(True) if torch.is_tensor(v) else v for k, v in options(kind, data).items()}
+    policy_loss(**data, kind=kind, **given)[0].sum().backward()
+    assert data.pop("logprobs_BT").grad is not None
+    assert all(v.grad is None for v in [*data.values(), *given.values()] if torch.is_tensor(v))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_absurd_ratios_stay_finite(kind: str) -> None:
+    logprobs = torch.tensor([[0.0, -300.0], [0.0, -1.0]], requires_grad=True)
+    old = torch.tensor([[-300.0, 0.0], [-300.0, -1.0]])
+    given = {"behavior_logprobs_BT": -old - 300} if kind == "decoupled" else {}
+    loss, _ = policy_loss(logprobs, old, torch.tensor([-1.0, 1.0]), torch.ones(2, 2).bool(), kind=kind, **given)
     loss.sum().backward()
     assert loss.isfinite().all() and logprobs.grad is not None and logprobs.grad.isfinite().all()
 
 
-def test_metrics_of_the_parts_combine_to_those_of_the_whole() -> None:
+@pytest.mark.parametrize("kind", sorted(set(LOSSES) - NOT_SPLIT_INVARIANT - {"decoupled"}))
+def test_metrics_of_the_parts_combine_to_those_of_the_whole(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     current, old, advantages = (torch.randn(6, 4, generator=generator) for _ in range(3))
     mask = torch.rand(6, 4, generator=generator) > 0.4
-    _, whole = policy_loss(current, old, advantages, mask, kind="clip")
-    parts = [policy_loss(current[i], old[i], advantages[i], mask[i], kind="clip")[1] for i in (slice(2), slice(2, 6))]
+    _, whole = policy_loss(current, old, advantages, mask, kind=kind)
+    parts = [policy_loss(current[i], old[i], advantages[i], mask[i], kind=kind)[1] for i in (slice(2), slice(2, 6))]
     for key, value in whole.items():
         values = torch.stack([p[key] for p in parts])
         torch.testing.assert_close(values.max() if key.startswith("max/") else values.sum(), value)
 
 
-def test_unknown_kind_is_an_error() -> None:
-    with pytest.raises(ValueError, match="policy loss"):
-        policy_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1), kind="ppo")  # type: ignore[arg-type]
+def test_errors_name_the_argument_and_the_fix() -> None:
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3)
+    with pytest.raises(ValueError, match="policy loss: use one of clip, reinforce, .*decoupled"):
+        policy_loss(x, x, x, mask, kind="ppo")
+    with pytest.raises(
+        ValueError, match="cap is not an option .*'dppo_tv': its options are clip_low, clip_high, ratio_cap"
+    ):
+        policy_loss(x, x, x, mask, kind="dppo_tv", cap=2.0)
+    with pytest.raises(ValueError, match="dual_clip is not an option of the policy loss 'reinforce': .* none"):
+        policy_loss(x, x, x, mask, kind="reinforce", dual_clip=3.0)
+    with pytest.raises(ValueError, match="needs the option behavior_logprobs_BT"):
+        policy_loss(x, x, x, mask, kind="decoupled")
+    with pytest.raises(ValueError, match="behavior_logprobs_BT must be"):
+        policy_loss(x, x, x, mask, kind="decoupled", behavior_logprobs_BT=x[:1])
+    with pytest.raises(ValueError, match="dual_clip = 1.0"):
+        policy_loss(x, x, x, mask, kind="clip", dual_clip=1.0)
+    with pytest.raises(ValueError, match="tau_positive"):
+        policy_loss(x, x, x, mask, kind="sapo", tau_negative=0.0)
+    with pytest.raises(ValueError, match="old_logprobs_BT is"):
+        policy_loss(x, x[:, :2], x, mask, kind="clip")
+    for kind in NOT_SPLIT_INVARIANT:
+        with pytest.raises(ValueError, match="share = 0"):
+            policy_loss(x, x, x, mask, kind=kind, share=0)

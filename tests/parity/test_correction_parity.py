@@ -222,7 +222,7 @@ def test_verl_has_no_effective_sample_size_without_a_weight_above_zero() -> None
 
 
 def trl_ratio_block():
-    """The statement of the installed GRPOTrainer that makes the importance ratios, compiled: it is in no function alone."""
+    """Compiled from the installed GRPOTrainer: the statement that makes the importance ratios, inside a long method."""
     source = textwrap.dedent(inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions))
     blocks = [
         node

@@ -52,7 +52,7 @@ ROWS: dict[str, tuple[str, float]] = {
     "geometric_mask": ("geometric_mask", 1.2),
 }
 UNBIASED = "sequence, no cap"
-HEADER = ("weights", "cap", "bias", "deviation", "drawn: bias", "deviation", "effective share", "better below")
+HEADER = ("weights", "cap", "bias", "deviation", "drawn: bias", "drawn: deviation", "effective share", "better below")
 
 
 def prefix_index(tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -239,10 +239,14 @@ def draw_figure(of: dict[str, Result], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.6, 4.2), layout="constrained")
+    colors = {"none": "k", "token": "C0", "icepop": "C0", "prefix": "C4", "segment": "C2", "sequence": "C3"}
+    markers = {"none": "x", "truncate": "s", "mask": "v", "icepop": "^"}
     for row, result in of.items():
-        left.plot(result.bias, result.deviation, "o" if ROWS[row][1] == math.inf else "s", markersize=5)
-        left.annotate(row, (result.bias, result.deviation), (5, 3), textcoords="offset points", fontsize=7)
-    left.set(xlabel="bias", ylabel="standard deviation of one rollout", title=f"drift {DRIFT}", xlim=(-0.05, 1.25))
+        color = colors.get(re.split("[,_]", row)[0], "C5")
+        marker = markers.get(row.split("_")[-1], "o")
+        left.plot(result.bias, result.deviation, marker, color=color, label=row, markersize=6, alpha=0.8)
+    left.set(xlabel="bias", ylabel="deviation of one rollout", title=f"drift {DRIFT}", xlim=(-0.05, 1.1), ylim=(0, 24))
+    left.legend(fontsize=6.5, ncols=2, loc="lower left")
     drifts = [0.05 * step for step in range(1, 17)]
     bandits = [make_bandit(drift) for drift in drifts]
     norms = [float(bandit.exact_gradient().norm()) for bandit in bandits]
@@ -251,9 +255,15 @@ def draw_figure(of: dict[str, Result], path: Path) -> None:
         for bandit, norm in zip(bandits, norms, strict=True):
             mean_PV, variance = bandit.moments(row)
             errors.append(float((mean_PV - bandit.exact_gradient()).square().sum() + variance / 1024) ** 0.5 / norm)
-        right.plot(drifts, errors, label=row)
-    right.set(xlabel="drift of a version", ylabel="error of the mean of 1024 rollouts", ylim=(0, 2))
-    right.legend(fontsize=7)
+        right.plot(
+            drifts,
+            errors,
+            label=row,
+            color=colors.get(re.split("[,_]", row)[0], "C5"),
+            linestyle="--" if row == UNBIASED else "-",
+        )
+    right.set(xlabel="drift of a version", ylabel="error of the mean of 1024 rollouts", ylim=(0, 1.3))
+    right.legend(fontsize=7, loc="lower left")
     figure.savefig(path, metadata={"Date": None})
 
 

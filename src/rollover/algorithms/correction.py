@@ -126,7 +126,7 @@ def importance_weights(
       (verl's Geo-RS; Liu, Li et al. 2025, "When Speed Kills Stability", part 3). Multiply by another mode's weights to
       have both.
 
-    "truncate" clamps w into [floor, cap], without `floor` only from above (as verl and TRL do; Axolotl's floor is always
+    "truncate" clamps w into [floor, cap], without `floor` only from above (as verl and TRL do; Axolotl always floors at
     1 / cap). "mask" sets w outside [floor, cap] to exactly 0 (Axolotl's floor turns such a 0 into 1 / cap).
     """
     mask_BT = mask_BT.bool()

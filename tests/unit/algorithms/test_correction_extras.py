@@ -1,0 +1,141 @@
+"""Off-policy sequence mask, effective sample size with its step scale, and the interpolated proximal policy."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollover.algorithms.correction import (
+    effective_sample_size,
+    ess_step_scale,
+    importance_weights,
+    interpolated_proximal,
+    off_policy_sequence_mask,
+)
+from rollover.algorithms.loss import policy_loss
+
+# Ratios 3, 0.5, 1 and (second row) 0.1, 2; the last position of row two is no loss token.
+PROXIMAL = torch.tensor([[3.0, 0.5, 1.0], [0.1, 2.0, 7.0]]).log()
+BEHAVIOR = torch.zeros(2, 3)
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+
+
+def random_batch(seed: int, rows: int = 5, tokens: int = 7):
+    """(proximal, behavior, mask, versions): ragged, with tokens that are no loss tokens inside, and one empty row."""
+    generator = torch.Generator().manual_seed(seed)
+    proximal, behavior = (-3 * torch.rand(rows, tokens, generator=generator) for _ in range(2))
+    mask = torch.rand(rows, tokens, generator=generator) < 0.7
+    mask[0] = False
+    versions = torch.randint(0, 3, (rows, tokens), generator=generator).sort(-1).values
+    return proximal, behavior, mask, versions
+
+
+def test_off_policy_sequence_mask_by_hand() -> None:
+    """Behavior - current: row one mean -0.135, row two mean 0.805."""
+    args = (PROXIMAL, BEHAVIOR, MASK)
+    all_of_one, all_of_two = [[1, 1, 1], [0, 0, 0]], [[0, 0, 0], [1, 1, 0]]
+    for advantages, threshold, expected in (
+        ([-1.0, -1.0], 0.5, all_of_one),
+        ([-1.0, 1.0], 0.5, [[1, 1, 1], [1, 1, 0]]),
+        ([-1.0, 0.0], -1.0, all_of_two),
+        ([-1.0, -1.0], 0.81, [[1, 1, 1], [1, 1, 0]]),
+        ([-1.0, -1.0], -0.2, [[0, 0, 0], [0, 0, 0]]),
+    ):
+        got = off_policy_sequence_mask(torch.tensor(advantages), *args, threshold=threshold)
+        assert got.dtype == torch.bool and got.int().tolist() == expected
+    per_token = torch.tensor([[-1.0, 0.0, 1.0], [-1.0, 0.0, 1.0]])
+    got = off_policy_sequence_mask(per_token, *args, threshold=0.5)
+    assert got.int().tolist() == [[1, 1, 1], [0, 1, 0]], "the sign is that of the token's advantage"
+
+
+def test_off_policy_sequence_mask_keeps_the_threshold_itself_and_passes_no_gradient() -> None:
+    current = torch.tensor([[-0.75, -0.25]]).requires_grad_(True)
+    args = (torch.tensor([-1.0]), current, torch.zeros(1, 2), torch.ones(1, 2))
+    kept = off_policy_sequence_mask(*args, threshold=0.5)
+    assert kept.all() and not kept.requires_grad
+    assert not off_policy_sequence_mask(*args, threshold=0.4999).any()
+    loss, _ = policy_loss(current, torch.zeros(1, 2), args[0], args[3], kind="reinforce")
+    (gradient,) = torch.autograd.grad((loss * kept).sum(), current)
+    torch.testing.assert_close(gradient, torch.ones(1, 2))
+
+
+def test_effective_sample_size_by_hand() -> None:
+    weights = torch.tensor([[3.0, 1.0, 2.0], [4.0, 2.0, 99.0]])
+    assert float(effective_sample_size(weights, MASK, level="token")) == pytest.approx(144 / (5 * 34))
+    # Row means 2 and 3.
+    assert float(effective_sample_size(weights, MASK, level="sequence")) == pytest.approx(25 / (2 * 13))
+    one = torch.tensor([[0.0, 7.0, 0.0], [0.0, 0.0, 5.0]])
+    assert float(effective_sample_size(one, MASK, level="token")) == pytest.approx(1 / 5)
+    assert float(effective_sample_size(one, MASK, level="sequence")) == pytest.approx(1 / 2)
+    for nothing in ((torch.zeros(2, 3), MASK), (weights, torch.zeros(2, 3))):
+        for level in ("token", "sequence"):
+            assert float(effective_sample_size(*nothing, level=level)) == 0.0
+
+
+@given(st.integers(0, 10_000), st.sampled_from(["token", "sequence"]), st.floats(0.01, 100))
+def test_effective_sample_size_is_a_share_and_knows_no_scale(seed: int, level, scale: float) -> None:
+    proximal, behavior, mask, _ = random_batch(seed)
+    weights = (proximal - behavior).exp()
+    share = effective_sample_size(weights, mask, level=level)
+    count = int(mask.sum()) if level == "token" else int(mask.any(-1).sum())
+    assert 1 / count - 1e-6 <= float(share) <= 1 + 1e-6
+    torch.testing.assert_close(effective_sample_size(scale * weights, mask, level=level), share)
+    torch.testing.assert_close(
+        effective_sample_size(torch.full_like(weights, scale), mask, level=level), torch.ones(())
+    )
+
+
+def test_ess_step_scale_by_hand() -> None:
+    for ess, reference, rule, expected in (
+        (0.25, 1.0, "sqrt", 0.5),
+        (0.25, 1.0, "linear", 0.25),
+        (0.18, 0.5, "sqrt", 0.6),
+        (0.9, 0.5, "sqrt", 1.0),
+        (0.9, 0.5, "linear", 1.0),
+        (0.0, 1.0, "sqrt", 0.0),
+    ):
+        assert float(ess_step_scale(ess, reference=reference, rule=rule)) == pytest.approx(expected)  # type: ignore[arg-type]
+    share = effective_sample_size(torch.tensor([[1.0], [3.0]]), torch.ones(2, 1), level="sequence")
+    assert float(ess_step_scale(share)) == pytest.approx(math.sqrt(0.8))
+    with pytest.raises(ValueError, match="reference"):
+        ess_step_scale(0.5, reference=0.0)
+    with pytest.raises(ValueError, match="rule"):
+        ess_step_scale(0.5, rule="cubic")  # type: ignore[arg-type]
+
+
+def test_interpolated_proximal_by_hand() -> None:
+    behavior, current = torch.tensor([[-1.0, -1.0, -1.0, -1.0, -1.0]]), torch.tensor([[-3.0, -3.0, -3.0, -3.0, -9.0]])
+    mask = torch.tensor([[1, 1, 1, 1, 0]])
+    got = interpolated_proximal(behavior, current.requires_grad_(True), torch.tensor([[0, 1, 2, 4, 3]]), mask_BT=mask)
+    torch.testing.assert_close(got, torch.tensor([[-1.0, -1.0, -2.0, -2.5, 0.0]]))
+    assert not got.requires_grad
+    alpha = torch.tensor([[0.0, 1.0, 0.5, 0.25, 7.0]])
+    by_alpha = interpolated_proximal(behavior, current, mask_BT=mask, alpha_BT=alpha)
+    torch.testing.assert_close(by_alpha, torch.tensor([[-3.0, -1.0, -2.0, -2.5, 0.0]]))
+    old = interpolated_proximal(behavior, current, torch.full((1, 5), 10**6), mask_BT=mask)
+    torch.testing.assert_close(old, torch.where(mask.bool(), current.detach(), 0.0), rtol=1e-5, atol=1e-5)
+
+
+def test_interpolated_proximal_splits_the_whole_ratio() -> None:
+    """weight(proximal, behavior) * ratio(current, proximal) is current / behavior at any staleness."""
+    current, behavior, mask, versions = random_batch(3)
+    proximal = interpolated_proximal(behavior, current, 5 - versions, mask_BT=mask)
+    weights = importance_weights(proximal, behavior, mask, mode="token_truncate", cap=1e9)
+    rest = torch.where(mask, current - proximal, 0.0).exp()
+    torch.testing.assert_close(weights * rest, torch.where(mask, (current - behavior).exp(), 0.0))
+
+
+def test_interpolated_proximal_errors() -> None:
+    ones = torch.ones(2, 3)
+    for arguments in ({}, {"staleness_BT": ones, "alpha_BT": ones}):
+        with pytest.raises(ValueError, match="exactly one"):
+            interpolated_proximal(BEHAVIOR, PROXIMAL, mask_BT=MASK, **arguments)
+    with pytest.raises(ValueError, match="staleness_BT is negative"):
+        interpolated_proximal(BEHAVIOR, PROXIMAL, -ones, mask_BT=MASK)
+    for alpha in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="alpha_BT"):
+            interpolated_proximal(BEHAVIOR, PROXIMAL, mask_BT=MASK, alpha_BT=alpha * ones)

@@ -326,7 +326,7 @@ def gae(
     _same_shape("rewards_BT", rewards_BT, values_BT=values_BT, mask_BT=mask_BT)
     mask_BT = mask_BT.bool()
     missing_B = _rows_without_reward(rewards_BT, mask_BT)
-    rewards_BT = torch.where(mask_BT, rewards_BT.float(), 0.0)
+    rewards_BT = rewards_BT.float()
     values_BT = torch.where(mask_BT, values_BT.float(), 0.0)
     advantages_BT = torch.zeros_like(values_BT)
     next_value_B = next_advantage_B = values_BT.new_zeros(len(values_BT))

@@ -320,8 +320,8 @@ def policy_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss per token [B, T] and metrics as sums and counts, which add up over micro-batches ("max/..." by maximum).
 
-    `kind`: a key of `LOSSES`, or a function like those; each gives formula, source and the aggregation that makes it the
-    paper's.
+    `kind`: a key of `LOSSES`, or a function like those; each says formula, source and the aggregation that makes
+    it the paper's.
     `kind_options` are that function's keyword arguments. `advantages_BT` may be [B] or [B, T]. Ratios in the metrics
     are of tokens, current / old, for every kind; log-ratios are bounded to +-20 before exp.
     """

@@ -330,7 +330,7 @@ def policy_loss(
     function = loss_function(kind)
     options = _options(function, clip_low, clip_high, kind_options)
     mask_BT = mask_BT.bool()
-    if advantages_BT.ndim == 1:
+    if advantages_BT.shape == logprobs_BT.shape[:1]:
         advantages_BT = advantages_BT[:, None].expand_as(logprobs_BT)
     inputs = {"old_logprobs_BT": old_logprobs_BT, "advantages_BT": advantages_BT, "mask_BT": mask_BT}
     for name, values in inputs.items():

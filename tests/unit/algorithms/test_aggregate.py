@@ -102,6 +102,8 @@ def test_prompt_mean_weighs_prompts_and_token_mean_weighs_tokens() -> None:
     mask, groups = torch.ones(3, 2), torch.tensor([1, 1, 0])
     assert float(aggregate(loss, mask, "prompt-mean", group_B=groups)) == 2.5
     assert float(aggregate(loss, mask, "token-mean")) == 2.0
+    mask[2] = 0  # a prompt without loss tokens is no prompt
+    assert float(aggregate(loss, mask, "prompt-mean", group_B=groups)) == 1.0
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -109,9 +109,8 @@ def test_gspo_by_hand() -> None:
     close(loss, -1.5, -1.5)
     close(gradient, 0.0, 0.0)
     assert clipped == 2
-    loss, gradient, clipped = row("gspo", [4.0, 1.0], -1.0, clip_high=0.5)
-    close(loss, 2.0, 2.0)
-    close(gradient, 2.0, 2.0)
+    loss, gradient, _ = row("gspo", [4.0, 1.0], -1.0, clip_high=0.5)
+    close(torch.stack([loss, gradient]).flatten(), 2.0, 2.0, 2.0, 2.0)
 
 
 def test_gspo_passes_each_token_the_gradient_of_its_own_advantage() -> None:
@@ -122,8 +121,7 @@ def test_gspo_passes_each_token_the_gradient_of_its_own_advantage() -> None:
 
 def test_luspo_weighs_a_sequence_by_its_length() -> None:
     data = batch()
-    _, gspo, _, _ = loss_and_gradient("gspo", data)
-    _, luspo, _, _ = loss_and_gradient("luspo", data)
+    gspo, luspo = (loss_and_gradient(kind, data)[1] for kind in ("gspo", "luspo"))
     lengths = data["mask_BT"].sum(-1, keepdim=True)
     torch.testing.assert_close(luspo, gspo * lengths)
 
@@ -424,12 +422,12 @@ def test_order_of_rows_and_padding_do_not_matter(kind: str) -> None:
 @pytest.mark.parametrize("kind", LOSSES)
 def test_split_into_micro_batches_changes_nothing_but_for_the_named_kinds(kind: str) -> None:
     data = batch(rows=6)
-    given = {"clip_cov": {"share": 0.3, "cov_low": 0.0}, "kl_cov": {"share": 0.3}}.get(kind)
+    given = {"clip_cov": {"share": 0.3, "cov_low": 0.0}, "kl_cov": {"share": 0.3}}.get(kind, {})
     denominator = float(data["mask_BT"].sum()) if MODES[kind] == "token-mean" else 6.0
     torch.manual_seed(0)
     parts = [slice(0, 2), slice(2, 6)]
-    whole = loss_and_gradient(kind, data, denominator, **(given or {}))
-    split = [loss_and_gradient(kind, {k: v[i] for k, v in data.items()}, denominator, **(given or {})) for i in parts]
+    whole = loss_and_gradient(kind, data, denominator, **given)
+    split = [loss_and_gradient(kind, {k: v[i] for k, v in data.items()}, denominator, **given) for i in parts]
     same = torch.allclose(split[0][0] + split[1][0], whole[0], atol=1e-6)
     same &= torch.allclose(torch.cat([p[1] for p in split]), whole[1], atol=1e-6)
     assert same == (kind not in NOT_SPLIT_INVARIANT)
@@ -492,8 +490,10 @@ def test_errors_name_the_argument_and_the_fix() -> None:
         policy_loss(x, x, x, mask, kind="clip", dual_clip=1.0)
     with pytest.raises(ValueError, match="tau_positive"):
         policy_loss(x, x, x, mask, kind="sapo", tau_negative=0.0)
-    with pytest.raises(ValueError, match="old_logprobs_BT is"):
-        policy_loss(x, x[:, :2], x, mask, kind="clip")
+    for wrong in ({"old_logprobs_BT": x[:, :2]}, {"advantages_BT": x[0]}, {"mask_BT": mask[:1]}):
+        arguments = {"old_logprobs_BT": x, "advantages_BT": x, "mask_BT": mask} | wrong
+        with pytest.raises(ValueError, match=f"{[*wrong][0]} is .* shape of logprobs_BT"):
+            policy_loss(x, **arguments, kind="clip")
     for kind in NOT_SPLIT_INVARIANT:
         with pytest.raises(ValueError, match="share = 0"):
             policy_loss(x, x, x, mask, kind=kind, share=0)

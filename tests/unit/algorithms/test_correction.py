@@ -116,8 +116,8 @@ def test_log_ratios_are_bounded_to_20(mode) -> None:
 def test_equal_policies_have_weight_one(mode) -> None:
     """Fact 3: weights are exactly 1, every mask keeps all, the mismatch is exactly 0."""
     logprobs = -torch.rand(2, 3) * 8
-    weights = weigh(logprobs, logprobs, MASK, mode=mode, cap=1.0000001, floor=0.9999999)
-    assert torch.equal(weights, MASK.float())
+    for cap, floor in ((1.0000001, 0.9999999), (1.0, 1.0)):  # the bounds themselves are inside
+        assert torch.equal(weigh(logprobs, logprobs, MASK, mode=mode, cap=cap, floor=floor), MASK.float())
     metrics = mismatch_metrics(logprobs, logprobs, MASK, mode=mode, cap=1.0000001, versions_BT=VERSIONS)
     zero = ("sum/kl", "sum/k3", "max/logprob_abs", "sum/capped", "sum/below", "sum/bounded", "max/log_ppl_difference")
     assert [float(metrics[key]) for key in zero] == [0.0] * len(zero)
@@ -395,6 +395,14 @@ def test_errors_name_the_argument() -> None:
     rejects("high", kind="k2", level="token", high=float("nan"))
     with pytest.raises(ValueError, match="level"):
         effective_sample_size(PROXIMAL, MASK, level="batch")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_rejection_bounds_log_ratios_and_sees_no_token_under_the_mask(level) -> None:
+    far, mask = torch.full((1, 3), -300.0), torch.tensor([[1, 0, 0]]).bool()
+    assert torch.equal(rejection_mask(0 * far, far, mask, kind="k3", level=level, high=5e8), mask)
+    assert not rejection_mask(0 * far, far, mask, kind="k3", level=level, high=4e8).any()
+    assert torch.equal(rejection_mask(far, 0 * far, mask, kind="k1", level=level, high=20.0, low=19.0), mask)
 
 
 def test_unknown_mode_is_an_error() -> None:

@@ -149,6 +149,7 @@ def synchronous(rollout: RolloutConfig) -> RolloutConfig:
     return RolloutConfig(
         groups_per_step=rollout.groups_per_step,
         group_size=rollout.group_size,
+        greedy_baseline=rollout.greedy_baseline,
         max_new_tokens=rollout.max_new_tokens,
     )
 

@@ -195,6 +195,14 @@ REFUSED: tuple[Refused, ...] = (
         ),
     ),
     Refused(
+        ("rewards.min_valid", "algorithm.advantage"),
+        lambda c: c.rewards.min_valid < 2 and c.algorithm.advantage not in WITHOUT_SIBLINGS,
+        lambda c: (
+            f'rewards.min_valid = {c.rewards.min_valid} with algorithm.advantage = "{c.algorithm.advantage}": one'
+            " reward has no sibling to be compared with. Set rewards.min_valid to 2 or more"
+        ),
+    ),
+    Refused(
         ("algorithm.proximal", "run.replay_rollouts"),
         lambda c: c.algorithm.proximal == "snapshot" and bool(c.run.replay_rollouts),
         lambda c: (

@@ -22,7 +22,7 @@ class RewardsConfig(Table):
         description="Subtracted from the score of a rollout that rollout.stop_repetition_tokens stopped.",
     )
     min_valid: int = Field(
-        default=2, ge=2, description="A group with fewer valid rewards is dropped (too_few_rewards)."
+        default=2, ge=1, description="A group with fewer valid rewards is dropped (too_few_rewards)."
     )
 
     def allowed_s(self, num_rollouts: int) -> float:

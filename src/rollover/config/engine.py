@@ -12,4 +12,13 @@ class EngineConfig(Table):
     kv_memory_gb: float = Field(
         default=2.0, gt=0, description="Bound on the KV cache, in GB (1e9 bytes). Short of it, rollouts are preempted."
     )
+    process: bool = Field(
+        default=False, description="Run in a process of its own, beside the trainer (for rollout.overlap)."
+    )
+    threads: int = Field(
+        default=0,
+        ge=0,
+        description="CPU threads while the trainer trains, with rollout.overlap; 0 = half of run.threads, at least 1."
+        " The trainer then has the rest; while it waits, the engine has all.",
+    )
     prefill_chunk_tokens: int = Field(default=2048, ge=1, description="Prompt tokens computed in one forward pass.")

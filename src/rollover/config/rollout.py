@@ -32,11 +32,17 @@ class RolloutConfig(Table):
         description="A group whose rollouts are all finished gives its place to a new task at once: in_flight_groups"
         " then counts unfinished groups, until there is enough for a step.",
     )
-    interrupt: Literal["never", "when_enough", "token_budget"] = Field(
+    interrupt: Literal["never", "when_enough", "token_budget", "on_weight_update"] = Field(
         default="never",
-        description="never: a step waits for every rollout in flight. when_enough: generation is interrupted as soon"
-        " as enough groups are ready. token_budget: every rollout gets token_budget tokens, then the phase ends if"
-        " enough groups are ready. What is unfinished rolls over to the next step.",
+        description="never: a step waits for every rollout in flight (with overlap: new weights do). when_enough:"
+        " generation is interrupted as soon as enough groups are ready. token_budget: every rollout gets token_budget"
+        " tokens, then the phase ends if enough groups are ready. What is unfinished rolls over to the next step."
+        " on_weight_update (with overlap): rollouts run on, and go on under new weights as soon as there are some.",
+    )
+    overlap: bool = Field(
+        default=False,
+        description="Generation goes on while the trainer trains, as far as max_staleness allows: one step ahead with"
+        " 1 and in_flight_groups = 2 * groups_per_step.",
     )
     token_budget: int = Field(
         default=0, ge=0, description="Tokens that a rollout gets in one generation phase (interrupt = token_budget)."
@@ -150,7 +156,7 @@ class RolloutConfig(Table):
     @property
     def nothing_rolls_over(self) -> bool:
         """Whether every rollout is finished before the step that follows it."""
-        return self.interrupt == "never" or self.one_step_in_flight
+        return not self.overlap and (self.interrupt == "never" or self.one_step_in_flight)
 
     @property
     def staleness_bound(self) -> int:

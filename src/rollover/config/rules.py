@@ -50,7 +50,7 @@ _OF_INTERRUPTION = (
     "supplement", "token_budget", "complete_fraction", "complete_by", "max_continuations", "order", "kv_on_resume",
 )  # fmt: skip
 _GENERATION = (
-    "in_flight_groups", "interrupt", "max_staleness", "on_stale", "stop_repetition_tokens", *_OF_INTERRUPTION,
+    "in_flight_groups", "interrupt", "overlap", "max_staleness", "on_stale", "stop_repetition_tokens", *_OF_INTERRUPTION,
 )  # fmt: skip
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
@@ -77,7 +77,7 @@ INERT: tuple[Inert, ...] = (
     Inert(
         ("rollout.interrupt",),
         ("rollout.in_flight_groups", "rollout.groups_per_step"),
-        lambda c: c.rollout.one_step_in_flight,
+        lambda c: c.rollout.one_step_in_flight and not c.rollout.overlap,
         "with as many groups in flight as a step trains (rollout.in_flight_groups = rollout.groups_per_step): when"
         " enough groups are ready, none is left to interrupt",
         "Raise rollout.in_flight_groups",
@@ -92,9 +92,15 @@ INERT: tuple[Inert, ...] = (
     Inert(
         tuple(f"rollout.{name}" for name in _OF_INTERRUPTION),
         ("rollout.interrupt",),
-        lambda c: c.rollout.interrupt == "never",
+        lambda c: c.rollout.interrupt == "never" and not c.rollout.overlap,
         'with rollout.interrupt = "never": a step waits for all that is in flight, no rollout is parked and resumed',
         'Set rollout.interrupt = "when_enough"',
+    ),
+    Inert(
+        ("rollout.token_budget", "rollout.max_continuations"),
+        ("rollout.overlap",),
+        lambda c: c.rollout.overlap,
+        "with rollout.overlap: rollouts are not interrupted for a step",
     ),
     Inert(
         ("rollout.token_budget",),
@@ -224,11 +230,41 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         ("rollout.interrupt", "rollout.max_staleness"),
-        lambda c: not c.rollout.nothing_rolls_over and c.rollout.max_staleness == 0 and c.rollout.on_stale != "mask",
+        lambda c: (
+            not (c.rollout.nothing_rolls_over or c.rollout.overlap)
+            and c.rollout.max_staleness == 0
+            and c.rollout.on_stale != "mask"
+        ),
         lambda c: (
             f'rollout.interrupt = "{c.rollout.interrupt}" with rollout.max_staleness = 0: an interrupted rollout is'
             ' always stale when it is trained. Set rollout.max_staleness to 1 or more, rollout.on_stale = "mask" (its'
             ' earlier tokens leave the loss), or rollout.interrupt = "never"'
+        ),
+    ),
+    Refused(
+        ("rollout.overlap", "rollout.interrupt"),
+        lambda c: c.rollout.overlap and c.rollout.interrupt in ("when_enough", "token_budget"),
+        lambda c: (
+            f'rollout.overlap with rollout.interrupt = "{c.rollout.interrupt}": generation goes on when there is enough'
+            ' for a step. Set rollout.interrupt = "on_weight_update" (rollouts go on under new weights) or "never" (they'
+            " end under those they began with)"
+        ),
+    ),
+    Refused(
+        ("rollout.overlap", "rollout.interrupt"),
+        lambda c: c.rollout.interrupt == "on_weight_update" and not c.rollout.overlap,
+        lambda c: (
+            'rollout.interrupt = "on_weight_update" without rollout.overlap: nothing is generated while weights are'
+            " updated. Set rollout.overlap = true"
+        ),
+    ),
+    Refused(
+        ("train.publish_every", "rollout.max_staleness"),
+        lambda c: c.train.publish_every > c.rollout.max_staleness + 1 and c.rollout.on_stale != "mask",
+        lambda c: (
+            f"train.publish_every = {c.train.publish_every} with rollout.max_staleness = {c.rollout.max_staleness}:"
+            " the engine's weights alone would be older than that. Set rollout.max_staleness ="
+            f" {c.train.publish_every - 1} or more"
         ),
     ),
     Refused(

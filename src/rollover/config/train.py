@@ -25,6 +25,9 @@ class TrainConfig(Table):
     minibatches_per_step: int = Field(
         default=1, ge=1, description="Optimizer steps per training step; groups are split evenly."
     )
+    publish_every: int = Field(
+        default=1, ge=1, description="Training steps between two hand-overs of weights to the engine."
+    )
     micro_batch_tokens: int = Field(
         default=2048, ge=1, description="Token budget of one forward/backward (a longer sample is alone)."
     )

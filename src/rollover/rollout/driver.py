@@ -72,6 +72,7 @@ class Driver:
         self._extends: dict[asyncio.Future[list[Segment]], Rollout] = {}
         self._scorings: dict[asyncio.Future[list[Reward]], Group] = {}
         self._watcher: asyncio.Task[None] | None = None
+        self._meanwhile: asyncio.Task[None] | None = None  # generates while the trainer trains
         self._salvaged: dict[asyncio.Future[list[Segment]], list[Segment]] = {}  # of extensions that were cancelled
         self._dropping: set[int] = set()  # groups that are dropped as soon as none of their rollouts runs
         self._strays: set[asyncio.Future] = set()  # nobody waits for these
@@ -81,27 +82,49 @@ class Driver:
 
         They have left the cache as consumed. At the end of the task stream: what is left, smaller than a step, then [].
         None after `request_stop`: everything is parked or finished and stays in the cache.
-        Raises ValueError if no group gets enough rewards before the first step. Errors of the engine and of the scorer
-        propagate; what was running is parked without its lost tokens.
+        With `rollout.overlap` what else is in flight goes on; else it is parked. Raises ValueError if no group gets
+        enough rewards before the first step. Errors of the engine and of the scorer propagate; what was running is
+        parked without its lost tokens.
         """
-        assert not self._extends and not self._scorings, "collect is already running"
+        await self._halt()
+        self._begin(version)
         started, waited = time.perf_counter(), self.generation_s + self.scoring_s
         try:
-            for group in self.lifecycle.unscored():
-                self._score(group)
-            self._watch()
             while True:
-                await self._generate(version)
-                await self._wind_down(version)
+                await self._generate(version, until_enough=True)
+                if self._stop_requested or not self.config.overlap:
+                    await self._wind_down(version)
                 if self._stop_requested:
                     return None
                 # A group that was dropped while winding down may be missed: complete_by = "rollout" counted it.
                 if self._is_enough(version):
                     return self._consume(version)
-        finally:
+        except BaseException:
             await self._abandon()
+            raise
+        finally:
+            if not self._extends and not self._scorings:
+                self._stop_watching()
             waited = self.generation_s + self.scoring_s - waited
             self.scheduling_s += time.perf_counter() - started - waited
+
+    def go_on(self, version: int) -> None:
+        """Generate for later steps while the one at trainer `version` is trained, until the next call of `collect`."""
+        assert self.config.overlap and self._meanwhile is None
+        self._begin(version + 1)
+        self._meanwhile = asyncio.ensure_future(self._generate(version + 1, until_enough=False))
+
+    async def drain(self) -> None:
+        """Wait for what runs to end, and start nothing: before new weights that no rollout may meet half-way."""
+        await self._halt()
+        while self._extends and not self._stop_requested:
+            await self._wait_for_some()
+
+    async def park(self) -> None:
+        """Interrupt everything and wait for it and its scores: for a snapshot, or for other work of the engine."""
+        await self._halt()
+        await self._wind_down(None)
+        self._stop_watching()
 
     def after_publish(self, version: int) -> list[Group]:
         """Drop what can no longer be trained in bound, now that the trainer is at `version`. Returns those groups."""
@@ -121,17 +144,43 @@ class Driver:
 
     # Carrying out decisions
 
+    def _begin(self, version: int) -> None:
+        """From now on generate for the step at trainer `version`."""
+        self.lifecycle.scheduler.lag = version - self.engine.policy_version
+        scored = {group.group_id for group in self._scorings.values()}
+        for group in self.lifecycle.unscored():
+            if group.group_id not in scored:
+                self._score(group)
+        self._watch()
+
+    async def _halt(self) -> None:
+        """End what `go_on` began: its rollouts run on, but nothing is started or handled. Its error is raised."""
+        meanwhile, self._meanwhile = self._meanwhile, None
+        if meanwhile is None:
+            return
+        meanwhile.cancel()
+        try:
+            await asyncio.wait([meanwhile])
+            if not meanwhile.cancelled():
+                meanwhile.result()
+        except BaseException:
+            await self._abandon()
+            raise
+
     def _is_enough(self, version: int) -> bool:
         return self.lifecycle.scheduler.to_consume(version, self.stream_ended) is not None
 
-    async def _generate(self, version: int) -> None:
-        """Until there is enough for a step, or the driver is told to stop."""
+    async def _generate(self, version: int, *, until_enough: bool) -> None:
+        """Until there is enough for the step at `version`, or nothing more may run, or the driver is told to stop."""
         while not self._stop_requested:
             if not self._dropping:  # a parked sibling must not start again
                 self._admit(version)
-                if self._is_enough(version):
+                if until_enough and self._is_enough(version):
                     return
                 self._start(version)
+            await asyncio.sleep(0)  # the extensions just made begin here: an interruption reaches only what has begun
+            if not until_enough and not self._extends and not self._scorings:
+                return
             await self._wait_for_some()
 
     def _admit(self, version: int) -> None:
@@ -164,7 +213,6 @@ class Driver:
 
     async def _wait_for_some(self) -> None:
         """Wait until an extension or a scoring is done, and handle all that are."""
-        await asyncio.sleep(0)  # the extensions just made begin here: an interruption reaches only what has begun
         if self._stop_requested:
             return
         pending = [*self._extends, *self._scorings]
@@ -174,10 +222,15 @@ class Driver:
         self._count_time(started, generating)
         self._handle_done()
 
-    async def _wind_down(self, version: int) -> None:
-        """Interrupt what runs, wait for it, then for the scores of every complete group."""
-        stop = self._stop_requested
-        self.engine.interrupt(None if stop else self.lifecycle.scheduler.to_interrupt(version, self.stream_ended))
+    async def _wind_down(self, version: int | None) -> None:
+        """Interrupt what runs, wait for it, then for the scores of every complete group.
+
+        `version`: of the step that there is enough for, and which may end some rollouts first; None: interrupt all.
+        """
+        some = None
+        if version is not None and not self._stop_requested:
+            some = self.lifecycle.scheduler.to_interrupt(version, self.stream_ended)
+        self.engine.interrupt(some)
         self.watchdog.on_interrupt([r.rollout_id for r in self._extends.values()], _now())
         self._watch()  # anew: for the end of an interruption it looks earlier than for a stall
         for tasks in (self._extends, self._scorings):
@@ -249,10 +302,13 @@ class Driver:
 
     # What the watchdog finds
 
-    def _watch(self) -> None:
-        """Look from now on, if there is anything to look for."""
+    def _stop_watching(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
+
+    def _watch(self) -> None:
+        """Look from now on, if there is anything to look for."""
+        self._stop_watching()
         self._watcher = asyncio.ensure_future(self._look_until_it_stalls()) if self.watchdog.is_on else None
 
     async def _look_until_it_stalls(self) -> None:
@@ -325,9 +381,8 @@ class Driver:
         _ = task.cancelled() or task.exception()  # seen: asyncio need not complain about it
 
     async def _abandon(self) -> None:
-        """After an error or a cancellation: end what is in flight, so that the cache is consistent. Else nothing."""
-        if self._watcher is not None:
-            self._watcher.cancel()
+        """After an error or a cancellation: end what is in flight, so that the cache is consistent."""
+        self._stop_watching()
         tasks = [*self._extends, *self._scorings]
         for left in (self._extends, self._scorings, self._salvaged, self._dropping, self.watchdog):
             left.clear()
@@ -339,6 +394,8 @@ class Driver:
             self.lifecycle.park(rollout)
 
     def _count_time(self, started: float, generating: bool) -> None:
+        if self._meanwhile is not None:
+            return  # nobody waited
         seconds = time.perf_counter() - started
         if generating:
             self.generation_s += seconds

@@ -59,6 +59,9 @@ class Scheduler:
         self.finish_first = config.finish_first
         self.lengths = LengthEstimate()
         self.in_flight_groups = config.first_in_flight
+        self.lag = (
+            0  # versions by which the engine's weights are behind the trainer at the next step; set by the driver
+        )
         self._num_enough = config.num_enough
         self._order = load_order(config.order)
         self._held: dict[int, _Held] = {}
@@ -100,6 +103,10 @@ class Scheduler:
         places = self.in_flight_groups - len(self._held)
         if self.config.supplement and not self._enough(stream_ended=False):
             places = min(places + len(self._ready) + self._scoring, self.config.most_held - len(self._held))
+        if self.lag and self.config.on_stale != "mask":
+            # A first token is `lag` versions old already at the next step (docs/staleness.md, generation goes on).
+            most = self.config.most_in_bound - self.lag * self.config.groups_per_step
+            places = min(places, most - len(self._held))
         return max(0, places)
 
     def start(self, version: int) -> list[Rollout]:
@@ -146,7 +153,8 @@ class Scheduler:
         if not self._enough(stream_ended):
             return None
         all_ready = len(self._ready) == len(self._held)
-        if not all_ready and (config.interrupt == "never" or self._must_finish):
+        waits_for_all = config.interrupt == "never" and not config.overlap
+        if not all_ready and (waits_for_all or self._must_finish):
             return None
         if config.interrupt == "token_budget" and (self._running or self._queued or self._scoring):
             return None
@@ -303,8 +311,8 @@ class Scheduler:
     def _leaves_a_feasible_rest(self, version: int) -> bool:
         """Whether all groups that the step at `version` would leave behind can still be trained in bound."""
         num = self.config.groups_per_step
-        # Whatever has no token yet may get its first one under `version` while generation winds down.
-        if len(self._held) - min(num, len(self._ready)) > self.config.max_staleness * num:
+        # Whatever has no token yet may get its first one under the engine's version before the next step.
+        if len(self._held) - min(num, len(self._ready)) > (self.config.max_staleness - self.lag) * num:
             return False
         left, taken_before = {}, 0
         for deadline in sorted(self._due):

@@ -16,7 +16,10 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+
+import torch
 
 from rollover.checkpoint.snapshot import Owners, load_snapshot, write_snapshot
 from rollover.config import Config
@@ -43,7 +46,7 @@ from rollover.train.report import (
     staleness_metrics,
     waste_metrics,
 )
-from rollover.train.setup import Parts, held_out_tasks, probe_rewards
+from rollover.train.setup import Parts, Threads, held_out_tasks, probe_rewards
 from rollover.types import DropReason, Group
 
 INTERRUPTED = 130
@@ -68,6 +71,9 @@ class Run:
         self.carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
         self.dropped: list[tuple[Group, DropReason]] = []
         self.row_started = time.perf_counter()
+        self.threads = Threads.of(config)
+        # One thread for all steps: it keeps its own team of torch's threads.
+        self.trainer_thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (self.threads.trainer,))
 
     async def main(self) -> int:
         """Set up, (resume,) evaluate, train, evaluate, summarise. Returns the exit code."""
@@ -86,6 +92,7 @@ class Run:
                 self.chronicle.flush()
             finally:
                 await parts.close()
+                self.trainer_thread.shutdown()
         if code == 0:
             print_summary(self._summary())
         return code
@@ -111,8 +118,8 @@ class Run:
             if config.eval.every_steps and step % config.eval.every_steps == 0 and step < config.train.num_steps:
                 await self._evaluate()
             if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
-                self._checkpoint()
-        self._checkpoint()  # before the last evaluation: nothing that happens to that may cost the run
+                await self._checkpoint()
+        await self._checkpoint()  # before the last evaluation: nothing that happens to that may cost the run
         if not self.stopping:
             await self._evaluate()
         if self.stopping:
@@ -140,15 +147,17 @@ class Run:
             return False
         return_freed_memory()
         self.view.phase("training")
-        with self._timed("train"), profiled(self.config, version + 1, self.directory.path):
+        with self._timed("train"):
             batch = build_batch(groups, self.config.algorithm, oldest_in_loss(self.config.rollout, version))
-            trained = trainer.train_step(batch)
+            trained = await self._train(batch, version)
         return_freed_memory()
         num_bytes = 0
-        if self.replay is None:
+        if self.replay is None and trainer.policy_version % self.config.train.publish_every == 0:
             with self._timed("weights"):
+                if self.config.rollout.overlap and self.config.rollout.interrupt == "never":
+                    await parts.driver.drain()
                 num_bytes = self._publish()
-        self.chronicle.publish(trainer.policy_version)
+            self.chronicle.publish(trainer.policy_version)
         parts.driver.after_publish(trainer.policy_version)
         row = self._row(groups, batch, trained, version, num_bytes)
         self._record(groups, batch)
@@ -156,6 +165,28 @@ class Run:
         self.chronicle.flush()
         self.view.update(row)
         return True
+
+    async def _train(self, batch: Batch, version: int) -> dict[str, float]:
+        """The training step; with rollout.overlap in a thread of its own, while generation goes on."""
+
+        def work() -> dict[str, float]:
+            with profiled(self.config, version + 1, self.directory.path):
+                return self.parts.trainer.train_step(batch)
+
+        if not self.config.rollout.overlap or self.replay is not None:
+            return work()
+        engine = self.parts.engine
+        self.parts.driver.go_on(version)
+        engine.use_threads(self.threads.engine)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.trainer_thread, work)
+        finally:
+            engine.use_threads(self.threads.engine_alone)
+
+    async def _quiesce(self) -> None:
+        """Park what is in flight, if anything is: a snapshot is a cut at which nothing runs."""
+        if self.config.rollout.overlap and self.replay is None:
+            await self.parts.driver.park()
 
     async def _collect(self, version: int) -> list[Group] | None:
         if self.replay is not None:
@@ -166,7 +197,7 @@ class Run:
                 return await driver.collect(version)
         except ValueError:  # a reward service that went down, say: what was trained so far is kept
             if version > 0:
-                self._checkpoint()
+                await self._checkpoint()
             raise
 
     def _publish(self) -> int:
@@ -255,6 +286,7 @@ class Run:
         done = bool(rows) and rows[-1]["step"] == version
         if done or self.stopping or config.eval.num_tasks == 0 or self.replay is not None:
             return
+        await self._quiesce()
         self.view.phase("evaluating")
         started = time.perf_counter()
         try:
@@ -281,10 +313,11 @@ class Run:
 
     # Snapshots
 
-    def _checkpoint(self) -> None:
+    async def _checkpoint(self) -> None:
         version = self.parts.trainer.policy_version
         if version == self.saved_version and not self.stopping:
             return  # when stopping, rollouts went on since
+        await self._quiesce()
         self.view.phase("writing a checkpoint")
         self._record([], None)
         with self._timed("checkpoint"):

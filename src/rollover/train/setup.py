@@ -12,6 +12,7 @@ import torch
 
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.process import ProcessEngine
 from rollover.envs.single_turn import PromptSource
 from rollover.envs.tasks.stream import TaskStream
 from rollover.models.allocator import keep_freed_memory
@@ -28,8 +29,7 @@ from rollover.types import Reward, Rollout, StopReason, Task
 def prepare_process(config: Config) -> None:
     """Torch threads: run.threads, else one per core this process may use. Freed memory is kept for the next tensor."""
     keep_freed_memory()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(config.run.threads or cores)
+    torch.set_num_threads(config.run.threads or cores())
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -45,15 +45,33 @@ def embedded_engine(loaded: LoadedModel, config: Config) -> EmbeddedEngine:
 
 def engine_over(model: Any, tokenizer: Any, config: Config) -> EmbeddedEngine:
     """An engine that takes `model`, in compute dtype, for its own."""
-    return EmbeddedEngine(
-        model.requires_grad_(False),
-        config.engine,
-        kv_on_resume=config.rollout.kv_on_resume,
-        decode_text=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-    )
+    return EmbeddedEngine.over(model, tokenizer, config.engine, config.rollout.kv_on_resume)
 
 
-def prompt_limit(config: Config, engine: EmbeddedEngine) -> int:
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Threads:
+    """CPU threads of trainer and engine while both work, and of the engine while the trainer waits."""
+
+    trainer: int
+    engine: int
+    engine_alone: int
+
+    @classmethod
+    def of(cls, config: Config) -> Threads:
+        """Without overlap either has all, in turns."""
+        total = config.run.threads or cores()
+        if not config.rollout.overlap:
+            return cls(total, total, total)
+        engine = min(config.engine.threads or max(1, total // 2), total)
+        return cls(max(1, total - engine), engine, total)
+
+
+def prompt_limit(config: Config, engine: EmbeddedEngine | ProcessEngine) -> int:
     """The longest prompt: tasks.max_prompt_tokens, or what a rollout's budget leaves of what the engine can hold."""
     left = engine.max_tokens - config.rollout.max_new_tokens
     if left < 1:
@@ -144,7 +162,7 @@ class Parts:
     trainer: Trainer
     lifecycle: Lifecycle
     prompts: PromptSource
-    engine: EmbeddedEngine
+    engine: EmbeddedEngine | ProcessEngine
     rewarder: RewardWorker
     driver: Driver
     stop_token_ids: frozenset[int]
@@ -154,9 +172,13 @@ class Parts:
         """Loads the model and starts nothing: the reward worker starts at its first call."""
         prepare_process(config)
         torch.manual_seed(config.run.seed)
+        engine: EmbeddedEngine | ProcessEngine | None = None
+        if config.engine.process:  # it loads the model while we do
+            engine = ProcessEngine(config, Threads.of(config).engine_alone)
         loaded = load_model(config.model, device=pick_device(config.model.device))
-        # The engine copies the weights before the trainer casts them or adds adapters.
-        engine = embedded_engine(loaded, config)
+        if engine is None:
+            # It copies the weights before the trainer casts them or adds adapters.
+            engine = embedded_engine(loaded, config)
         stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
         trainer = Trainer(
             loaded,

@@ -78,6 +78,16 @@ class EmbeddedEngine:
             0,
         )
 
+    @classmethod
+    def over(cls, model: Any, tokenizer: Any, config: EngineConfig, kv_on_resume: KVPolicy) -> EmbeddedEngine:
+        """An engine that takes `model`, in compute dtype, for its own."""
+        return cls(
+            model.requires_grad_(False),
+            config,
+            kv_on_resume=kv_on_resume,
+            decode_text=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        )
+
     @property
     def max_tokens(self) -> int:
         """The longest rollout, prompt included, that the model's positions and the KV memory allow."""
@@ -269,6 +279,10 @@ class EmbeddedEngine:
                 self._batcher.parked.clear()
             self._version = version
         return WeightLoad(num_bytes, time.perf_counter() - started)
+
+    def use_threads(self, num: int) -> None:
+        """Decode with so many CPU threads from now on."""
+        torch.set_num_threads(num)
 
     def stats(self) -> dict[str, float]:
         return {

@@ -1,0 +1,51 @@
+"""Requests and segments as JSON, for an engine in another process. No torch.
+
+A float32 survives as the shortest decimal of the same double: what comes out has the bits of what went in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from rollover.engine.protocol import ExtendRequest
+from rollover.types import SamplingParams, Segment, StopReason
+
+
+def request_to_json(request: ExtendRequest) -> dict[str, Any]:
+    return asdict(request) | {"stop_token_ids": sorted(request.stop_token_ids)}
+
+
+def request_from_json(data: dict[str, Any]) -> ExtendRequest:
+    return ExtendRequest(
+        **{
+            **data,
+            "prompt_ids": tuple(data["prompt_ids"]),
+            "generated_ids": tuple(data["generated_ids"]),
+            "sampling": SamplingParams(**data["sampling"]),
+            "stop_token_ids": frozenset(data["stop_token_ids"]),
+            "stop_strings": tuple(data["stop_strings"]),
+        }
+    )
+
+
+def segment_to_json(segment: Segment) -> dict[str, Any]:
+    return {
+        "token_ids": segment.token_ids.tolist(),
+        "logprobs": segment.logprobs.tolist(),
+        "policy_version": segment.policy_version,
+        "sampling": asdict(segment.sampling),
+        "stop_reason": segment.stop_reason.value,
+    }
+
+
+def segment_from_json(data: dict[str, Any]) -> Segment:
+    return Segment(
+        token_ids=np.array(data["token_ids"], dtype=np.int32),
+        logprobs=np.array(data["logprobs"], dtype=np.float32),
+        policy_version=data["policy_version"],
+        sampling=SamplingParams(**data["sampling"]),
+        stop_reason=StopReason(data["stop_reason"]),
+    )

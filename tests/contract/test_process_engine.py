@@ -1,0 +1,184 @@
+"""The engine in a process of its own passes the engine contract, and does not outlive or outlast its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from contract import engine_contract
+from rollover.config import Config
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.process import EngineDied, ProcessEngine
+from rollover.models.load import load_model
+from rollover.types import SamplingParams, StopReason
+
+PROMPTS = [tuple(range(5, 15)), (7, 8, 9), (20,)]
+
+
+def config(folder: Path) -> Config:
+    values = {
+        "model": {"path": str(folder), "dtype": "float32", "device": "cpu"},
+        "engine": {"kv_memory_gb": 0.05, "max_running": 8},
+        "rollout": {"kv_on_resume": "keep"},
+    }
+    return Config.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def made(model: Path) -> Iterator[list[ProcessEngine]]:
+    """Engines of a test; their processes are ended."""
+    engines: list[ProcessEngine] = []
+    yield engines
+    for engine in engines:
+        engine._process.kill()
+        engine._process.wait()
+
+
+def weights(model: Path) -> list[tuple[str, torch.Tensor]]:
+    loaded = load_model(config(model).model)
+    return [(name, p.detach()) for name, p in loaded.model.named_parameters()]
+
+
+class Reused(ProcessEngine):
+    """One process for all checks: starting one takes seconds."""
+
+    async def close(self) -> None:
+        self.interrupt()
+
+    def as_new(self, tensors: list[tuple[str, torch.Tensor]]) -> ProcessEngine:
+        self.load_weights(0, tensors)
+        return self
+
+
+def test_contract(model: Path, made: list[ProcessEngine]) -> None:
+    original = weights(model)
+    engine = Reused(config(model), threads=1)
+    made.append(engine)
+    subject = engine_contract.Subject(
+        make_engine=lambda: engine.as_new(original), prompts=PROMPTS, tensors=lambda: original
+    )
+
+    async def all_checks() -> None:
+        for check in engine_contract.CHECKS:
+            try:
+                await asyncio.wait_for(check(subject), 120)
+            except BaseException as error:
+                error.add_note(f"in {check.__name__}")
+                raise
+        await ProcessEngine.close(engine)
+
+    asyncio.run(all_checks())
+
+
+SUBJECT = engine_contract.Subject(make_engine=lambda: None, prompts=PROMPTS)  # type: ignore[arg-type, return-value]
+
+
+def test_it_samples_the_bits_that_the_embedded_engine_samples(model: Path, made: list[ProcessEngine]) -> None:
+    """Same weights, new weights in flight too."""
+    torch.set_num_threads(1)
+    changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
+    loaded = load_model(config(model).model)
+    inline = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config(model).engine, "keep")
+    made.append(ProcessEngine(config(model), threads=1))
+    requests = [SUBJECT.request(i, SamplingParams(), max_new_tokens=12) for i in range(3)]
+
+    async def run(engine) -> list:
+        before = await asyncio.gather(*(engine.extend(r) for r in requests))
+        engine.load_weights(3, changed)
+        after = await asyncio.gather(*(engine.extend(r) for r in requests))
+        await engine.close()
+        return [segment for segments in [*before, *after] for segment in segments]
+
+    for ours, theirs in zip(asyncio.run(run(made[0])), asyncio.run(run(inline)), strict=True):
+        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+        np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+        assert ours.policy_version == theirs.policy_version and ours.stop_reason == theirs.stop_reason
+
+
+def test_a_process_that_dies_is_started_again_with_the_last_weights(model: Path, made: list[ProcessEngine]) -> None:
+    said: list[str] = []
+    changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
+    request = SUBJECT.request(0, SamplingParams(), max_new_tokens=400)
+
+    async def run(kill: bool) -> list:
+        engine = ProcessEngine(config(model), threads=1, say=said.append)
+        made.append(engine)
+        await engine.extend(SUBJECT.request(1, max_new_tokens=2))
+        engine.load_weights(5, changed)
+        work = asyncio.ensure_future(engine.extend(request))
+        if kill:
+            while not any(map(len, engine.progress([request.rollout_id]).get(request.rollout_id, []))):
+                await asyncio.sleep(0.01)
+            os.kill(engine._process.pid, signal.SIGKILL)
+        segments = await work
+        assert engine.stats()["engine/restarts"] == kill and engine.stats()["engine/decode_steps"] > 0
+        await engine.close()
+        return segments
+
+    (once,), (again,) = asyncio.run(run(False)), asyncio.run(run(True))
+    np.testing.assert_array_equal(once.token_ids, again.token_ids)
+    assert again.policy_version == 5 and len(said) == 1 and "started again, and 1 rollouts go on" in said[0]
+
+
+def test_an_engine_that_cannot_load_says_so(tmp_path: Path, made: list[ProcessEngine]) -> None:
+    made.append(ProcessEngine(config(tmp_path / "none"), threads=1))
+    with pytest.raises(EngineDied, match="while it was loading"):
+        _ = made[0].max_tokens
+
+
+def test_errors_of_a_request_are_raised_here(model: Path, made: list[ProcessEngine]) -> None:
+    made.append(ProcessEngine(config(model), threads=1))
+
+    async def run() -> None:
+        with pytest.raises(ValueError, match="Lower rollout.max_new_tokens"):
+            await made[0].extend(SUBJECT.request(0, max_new_tokens=10**7))
+        segments = await made[0].extend(SUBJECT.request(0, max_new_tokens=3))
+        assert sum(map(len, segments)) == 3 and segments[-1].stop_reason is StopReason.LENGTH
+        await made[0].close()
+
+    asyncio.run(run())
+
+
+def test_it_dies_with_a_parent_that_is_killed(model: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from rollover.config import Config\n"
+        "from rollover.engine.process import ProcessEngine\n"
+        "engine = ProcessEngine(Config.model_validate_json(sys.argv[1]), threads=1)\n"
+        "print(engine.max_tokens and engine._process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    source = Path(__file__).parents[2] / "src"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, config(model).model_dump_json()],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(source)},
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    for _ in range(200):
+        try:
+            os.kill(child, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError("the engine process outlived its parent")

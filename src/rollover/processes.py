@@ -14,7 +14,7 @@ _POLL_PARENT_S = 0.5
 
 
 def die_with(parent: int) -> None:
-    """SIGKILL this process when `parent` dies: by the kernel on Linux, and by a thread that watches getppid anywhere."""
+    """SIGKILL this process when `parent` dies: by the kernel on Linux, by a thread that watches getppid anywhere."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

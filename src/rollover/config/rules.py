@@ -50,7 +50,8 @@ _OF_INTERRUPTION = (
     "supplement", "token_budget", "complete_fraction", "complete_by", "max_continuations", "order", "kv_on_resume",
 )  # fmt: skip
 _GENERATION = (
-    "in_flight_groups", "interrupt", "overlap", "max_staleness", "on_stale", "stop_repetition_tokens", *_OF_INTERRUPTION,
+    "in_flight_groups", "interrupt", "overlap", "max_staleness", "on_stale", "stop_repetition_tokens",
+    *_OF_INTERRUPTION,
 )  # fmt: skip
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
@@ -246,8 +247,8 @@ REFUSED: tuple[Refused, ...] = (
         lambda c: c.rollout.overlap and c.rollout.interrupt in ("when_enough", "token_budget"),
         lambda c: (
             f'rollout.overlap with rollout.interrupt = "{c.rollout.interrupt}": generation goes on when there is enough'
-            ' for a step. Set rollout.interrupt = "on_weight_update" (rollouts go on under new weights) or "never" (they'
-            " end under those they began with)"
+            ' for a step. Set rollout.interrupt = "on_weight_update" (rollouts go on under new weights) or "never"'
+            " (they end under those they began with)"
         ),
     ),
     Refused(

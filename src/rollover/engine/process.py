@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_RESTARTS = 3  # without a finished extend in between
-_ANSWER_S = 5.0  # a question that is not answered in time gets the last answer
 _ALIGNMENT = 64
 
 
@@ -58,6 +57,7 @@ class ProcessEngine:
         self._closing = False
         self._calls: dict[int, tuple[ExtendRequest, asyncio.Future[list[Segment]]]] = {}
         self._next_call = 0
+        self._opening: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.WriteTransport | None = None
         self._table: dict[str, tuple[str, list[int], int]] = {}  # name -> dtype, shape, offset in the file
@@ -105,16 +105,18 @@ class ProcessEngine:
             return self._ready
 
     async def _connect(self) -> None:
-        if self._reader is not None:
-            return
+        """Open the pipes, once: whoever comes meanwhile waits for the same opening."""
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._open())
+        await asyncio.shield(self._opening)
+
+    async def _open(self) -> None:
         await asyncio.to_thread(self._hello)
-        if self._reader is not None:  # another call was faster
-            return
         loop = asyncio.get_running_loop()
         replies = asyncio.StreamReader(limit=2**30)
-        self._reader = asyncio.ensure_future(self._read(replies))
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(replies), self._process.stdout)
         self._writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._process.stdin)
+        self._reader = asyncio.ensure_future(self._read(replies))
 
     async def _read(self, replies: asyncio.StreamReader) -> None:
         while (line := await replies.readline()).endswith(b"\n"):
@@ -142,8 +144,8 @@ class ProcessEngine:
             if self._failures > _MAX_RESTARTS:
                 raise EngineDied(f"the engine process died {self._failures} times in a row (exit code {code})")
             self.say(
-                f"the engine process died (exit code {code}): it is started again, and {len(self._calls)} rollouts go on"
-                " from their last segment"
+                f"the engine process died (exit code {code}): it is started again, and {len(self._calls)} rollouts"
+                " go on from their last segment"
             )
             self._spawn()
             await self._connect()
@@ -160,7 +162,7 @@ class ProcessEngine:
     def _drop_process(self) -> None:
         if self._writer is not None:
             self._writer.close()
-        self._reader, self._writer = None, None
+        self._opening, self._reader, self._writer = None, None, None
         self._answers.close()
         self._control.close()
 
@@ -170,10 +172,9 @@ class ProcessEngine:
         if self._writer is not None:
             self._writer.write(json.dumps(message).encode() + b"\n")
 
-    def _ask(self, op: str, limit_s: float | None, **values: Any) -> dict[str, Any]:
-        """The answer. ConnectionError if the process is gone, TimeoutError if it does not answer in time."""
+    def _ask(self, op: str, **values: Any) -> dict[str, Any]:
+        """The answer, after the current decode step. ConnectionError if the process is gone."""
         self._hello()
-        self._control.settimeout(limit_s)
         self._control.sendall(json.dumps({"op": op, **values}).encode() + b"\n")
         line = self._answers.readline()
         if not line:
@@ -184,7 +185,7 @@ class ProcessEngine:
         """The answer; while the process is being started again, what it said last."""
         if self._reader is not None:
             with contextlib.suppress(ConnectionError, BrokenPipeError, EngineDied):
-                self._last[op] = self._ask(op, None, **values)
+                self._last[op] = self._ask(op, **values)
         return self._last.get(op, {})
 
     # The contract
@@ -246,7 +247,7 @@ class ProcessEngine:
             self._num_bytes += -(-len(flat) // _ALIGNMENT) * _ALIGNMENT
             os.ftruncate(self._weights.fileno(), self._num_bytes)
         assert self._table[name][:2] == (dtype, shape), f"{name} has changed its shape or dtype"
-        view, offset = memoryview(flat), self._table[name][2]
+        view, offset = flat.data, self._table[name][2]
         while view:
             written = os.pwrite(self._weights.fileno(), view, offset)
             view, offset = view[written:], offset + written
@@ -254,13 +255,13 @@ class ProcessEngine:
 
     def _load(self, version: int, names: list[str]) -> None:
         table = [[name, *self._table[name]] for name in names]
-        self._ask("load", None, version=version, tensors=table)
+        self._ask("load", version=version, tensors=table)
 
     def use_threads(self, num: int) -> None:
         """Decode with so many CPU threads from now on."""
         self.threads = num
         with contextlib.suppress(ConnectionError):
-            self._ask("threads", None, num=num)
+            self._ask("threads", num=num)
 
     def stats(self) -> dict[str, float]:
         """Counters as of the last extend that returned, over all processes; engine/restarts: how often one died."""

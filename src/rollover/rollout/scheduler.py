@@ -59,9 +59,7 @@ class Scheduler:
         self.finish_first = config.finish_first
         self.lengths = LengthEstimate()
         self.in_flight_groups = config.first_in_flight
-        self.lag = (
-            0  # versions by which the engine's weights are behind the trainer at the next step; set by the driver
-        )
+        self.lag = 0  # versions that the engine is behind the trainer at the next step; set by the driver
         self._num_enough = config.num_enough
         self._order = load_order(config.order)
         self._held: dict[int, _Held] = {}

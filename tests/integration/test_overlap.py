@@ -1,0 +1,108 @@
+"""Generation that goes on while the trainer trains: equal to synchronous training at staleness 0, in bound above it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+import safetensors.numpy
+import torch
+
+from rollover.cli import main
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def train(folder: Path, *, steps: int = 6, **tables: Any) -> list[dict[str, float]]:
+    tables.setdefault("watchdog", {"rollout_timeout_s": 20.0})
+    recipe = runs.write(folder, steps=steps, **tables)
+    assert main(["train", str(recipe)]) == 0
+    rows = runs.json_lines(folder / "run" / "metrics.jsonl")
+    for row in rows:
+        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
+        assert row["staleness/max"] <= row["staleness/bound"]
+    return rows
+
+
+SYNC = {"in_flight_groups": None, "interrupt": "never", "max_staleness": None}
+AHEAD = {"overlap": True, "in_flight_groups": 6, "max_staleness": 1}
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    return safetensors.numpy.load_file(next((folder / "run" / "model").glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_at_staleness_0_it_is_synchronous_training(tmp_path: Path, process: bool) -> None:
+    """The same rollouts, versions and weights, bit for bit."""
+    sync = train(tmp_path / "sync", rollout=SYNC)
+    changes = SYNC | {"overlap": True, "interrupt": "on_weight_update"}
+    ahead = train(tmp_path / "ahead", rollout=changes, engine={"process": process, "threads": 1})
+    same = ("reward/mean", "loss", "grad_norm", "tokens/generated", "length/mean", "staleness/max")
+    for one, other in zip(sync, ahead, strict=True):
+        assert {k: one[k] for k in same} == {k: other[k] for k in same}
+    before, after = weights(tmp_path / "sync"), weights(tmp_path / "ahead")
+    assert before.keys() == after.keys() and all(np.array_equal(before[k], after[k]) for k in before)
+    texts = [
+        [(r["rollout_id"], r["completion"]) for r in runs.records(tmp_path / name / "run")]
+        for name in ("sync", "ahead")
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("interrupt", ["never", "on_weight_update"])
+def test_generation_goes_on_while_the_trainer_trains(tmp_path: Path, process: bool, interrupt: str) -> None:
+    rows = train(
+        tmp_path, rollout=AHEAD | {"interrupt": interrupt}, engine={"process": process}, steps=8,
+        eval={"num_tasks": 2, "every_steps": 4},
+    )  # fmt: skip
+    assert max(row["staleness/max"] for row in rows) == 1
+    # With "never" no rollout is cut by new weights, but where a checkpoint or an evaluation parked it.
+    partial = sum(row["rollouts/partial_share"] for row in rows)
+    assert partial > 0 if interrupt == "on_weight_update" else partial <= 8
+
+
+def test_weights_may_be_handed_over_every_few_steps(tmp_path: Path) -> None:
+    rows = train(
+        tmp_path, steps=9, rollout=AHEAD | {"interrupt": "on_weight_update", "max_staleness": 3, "in_flight_groups": 9},
+        train={"publish_every": 3},
+    )  # fmt: skip
+    assert [row["weights/bytes"] > 0 for row in rows] == [False, False, True] * 3
+    assert max(row["staleness/max"] for row in rows) >= 2
+
+
+def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
+    """kill -9 with rollouts in flight, then --resume: the ledger balances and no task is trained twice."""
+    import os
+    import subprocess
+    import time
+
+    recipe = runs.write(tmp_path, steps=12, rollout=AHEAD | {"interrupt": "on_weight_update"}, engine={"process": True})
+    process = subprocess.Popen(runs.command("train", recipe), env=runs.environment(), stderr=subprocess.PIPE)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.time() + 240
+    while time.time() < deadline and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 5):
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert main(["train", str(recipe), "--resume"]) == 0
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    for row in rows:
+        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
+    trained = [r["rollout_id"] for r in runs.records(tmp_path / "run") if r["outcome"] == "trained"]
+    assert len(trained) == len(set(trained)) == 12 * 9

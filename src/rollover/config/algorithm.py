@@ -55,6 +55,12 @@ class AlgorithmConfig(Table):
     critic_learning_rate: float = Field(default=1e-3, gt=0, description="gae: learning rate of the value head.")
     value_clip: float = Field(default=0.2, gt=0, description="gae: clip of the change of a value in one step.")
 
+    after_scoring: str = Field(
+        default="",
+        description="Your own function (module:function or path.py:function) of the batch's rollouts and their"
+        " advantages [N], which it may change in place or replace by returning others.",
+    )
+
     loss: str = Field(
         default="clip",
         description=f"Policy loss: {', '.join(LOSSES)}, or your own function (module:function or path.py:function),"

@@ -51,6 +51,11 @@ class TasksConfig(Table):
     chat: bool = Field(
         default=True, description="Put plain prompts into a user message and apply the model's chat template."
     )
+    before_produce: str = Field(
+        default="",
+        description="Your own function (module:function or path.py:function) of a task and the trainer's version, called"
+        " before the task is admitted: it returns the task to use, this one or another, or None to leave it out.",
+    )
     answer_rule: AnswerRule = Field(
         default="last_number",
         description="How the final answer is read from a completion before a scorer sees it: last_number (the last"

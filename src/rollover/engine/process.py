@@ -57,6 +57,7 @@ class ProcessEngine:
         self._closing = False
         self._calls: dict[int, tuple[ExtendRequest, asyncio.Future[list[Segment]]]] = {}
         self._next_call = 0
+        self._unsent: list[dict[str, Any]] = []
         self._opening: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.WriteTransport | None = None
@@ -152,7 +153,7 @@ class ProcessEngine:
             if self._table:
                 await asyncio.to_thread(self._load, self.policy_version, list(self._table))
             for call, (request, _) in list(self._calls.items()):
-                self._send({"op": "extend", "call": call, "request": request_to_json(request)})
+                self._send_extend(call, request)
         except Exception as error:
             calls, self._calls = self._calls, {}
             for _, future in calls.values():
@@ -169,8 +170,21 @@ class ProcessEngine:
     # Channels
 
     def _send(self, message: dict[str, Any]) -> None:
+        self._flush()
         if self._writer is not None:
             self._writer.write(json.dumps(message).encode() + b"\n")
+
+    def _send_extend(self, call: int, request: ExtendRequest) -> None:
+        """Calls made together arrive together, so that they are decoded in one batch from their first token on."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append({"call": call, "request": request_to_json(request)})
+
+    def _flush(self) -> None:
+        if self._unsent and self._writer is not None:
+            message = {"op": "extend", "calls": self._unsent}
+            self._writer.write(json.dumps(message).encode() + b"\n")
+        self._unsent = []
 
     def _ask(self, op: str, **values: Any) -> dict[str, Any]:
         """The answer, after the current decode step. ConnectionError if the process is gone."""
@@ -204,7 +218,7 @@ class ProcessEngine:
         call, self._next_call = self._next_call, self._next_call + 1
         future: asyncio.Future[list[Segment]] = asyncio.get_running_loop().create_future()
         self._calls[call] = (request, future)
-        self._send({"op": "extend", "call": call, "request": request_to_json(request)})
+        self._send_extend(call, request)
         try:
             return await future
         except asyncio.CancelledError:

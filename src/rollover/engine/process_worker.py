@@ -37,6 +37,10 @@ def main() -> None:
     torch.set_num_threads(first["threads"])
     config = Config.model_validate(first["config"])
     loaded = load_model(config.model, dtype=getattr(torch, config.model.dtype), device=pick_device(config.model.device))
+    for parameter in loaded.model.parameters():
+        # Aligned as the trainer's process has them: from a mapped file they are not, and some matmuls then round
+        # otherwise.
+        parameter.data = parameter.data.clone()
     engine = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config.engine, config.rollout.kv_on_resume)
     _answer(control, {"max_tokens": engine.max_tokens, "kv_bytes_per_token": engine.kv_bytes_per_token})
     asyncio.run(_Worker(engine, control, reader, weights_fd, replies).serve())
@@ -61,8 +65,9 @@ class _Worker:
             message = json.loads(line)
             match message["op"]:
                 case "extend":
-                    self.running[message["call"]] = asyncio.create_task(self._extend(message))
-                    await asyncio.sleep(0)  # it begins: an interruption that comes next must reach it
+                    for call in message["calls"]:
+                        self.running[call["call"]] = asyncio.create_task(self._extend(call))
+                    await asyncio.sleep(0)  # they begin: an interruption that comes next must reach them
                 case "cancel":
                     if message["call"] in self.running:
                         self.running[message["call"]].cancel()

@@ -5,11 +5,13 @@ Owns the count of tasks skipped for their length. Text is tokenised once here; c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jinja2 import TemplateError
 
 from rollover.envs.tasks.stream import TaskStream
+from rollover.functions import shortened
 from rollover.types import Task
 
 _MAX_SKIPS = 1000
@@ -37,27 +39,53 @@ def encode_prompt(task: Task, tokenizer: Any) -> tuple[int, ...]:
 class PromptSource:
     """The `next_task` of the driver: next (task, prompt ids) whose prompt is short enough, None at the end."""
 
-    def __init__(self, stream: TaskStream, tokenizer: Any, max_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        stream: TaskStream,
+        tokenizer: Any,
+        max_prompt_tokens: int,
+        replace: Callable[[Task, int], Task | None] | None = None,
+    ) -> None:
         self.stream, self.tokenizer, self.max_prompt_tokens = stream, tokenizer, max_prompt_tokens
+        self.replace = replace
+        self.version = 0  # of the trainer: set by the loop, for `replace` alone
         self.num_skipped = 0
+        self.num_left_out = 0
 
     def __call__(self) -> tuple[Task, tuple[int, ...]] | None:
         for _ in range(_MAX_SKIPS):
             task = self.stream.next()
             if task is None:
                 return None
+            if self.replace is not None:
+                task = self._replaced(task, self.replace)
+                if task is None:
+                    self.num_left_out += 1
+                    continue
             prompt_ids = encode_prompt(task, self.tokenizer)
             if len(prompt_ids) <= self.max_prompt_tokens:
                 return task, prompt_ids
             self.num_skipped += 1
         raise ValueError(
-            f"{_MAX_SKIPS} tasks in a row have prompts above {self.max_prompt_tokens} tokens: raise"
-            " tasks.max_prompt_tokens, or lower rollout.max_new_tokens if the model's positions are the limit"
+            f"{_MAX_SKIPS} tasks in a row have prompts above {self.max_prompt_tokens} tokens, or were left out by"
+            " tasks.before_produce: raise tasks.max_prompt_tokens, or lower rollout.max_new_tokens if the model's"
+            " positions are the limit"
         )
 
+    def _replaced(self, task: Task, replace: Callable[[Task, int], Task | None]) -> Task | None:
+        other = replace(task, self.version)
+        if other is not None and not isinstance(other, Task):
+            raise ValueError(f"tasks.before_produce returned {shortened(other)} for {task.task_id}: give a Task or None")
+        return other
+
     def state_dict(self) -> dict[str, Any]:
-        return {"stream": self.stream.state_dict(), "num_skipped": self.num_skipped}
+        return {
+            "stream": self.stream.state_dict(),
+            "num_skipped": self.num_skipped,
+            "num_left_out": self.num_left_out,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state["stream"])
         self.num_skipped = state["num_skipped"]
+        self.num_left_out = state.get("num_left_out", 0)

@@ -90,6 +90,7 @@ METRICS: list[Metric] = [
         "groups/in_flight_limit", "last", "groups", "Groups held at once; rollout.in_flight_groups = auto moves it."
     ),
     Metric("groups/zero_variance", "mean", "share", "Share of trained groups with equal rewards: no gradient."),
+    Metric("tasks/left_out", "counter", "tasks", "Tasks for which tasks.before_produce returned None."),
     Metric("tasks/skipped_long_prompt", "counter", "tasks", "Tasks skipped by tasks.max_prompt_tokens, cumulative."),
     # Rollouts
     Metric("rollouts/resumed", "counter", "rollouts", "Times that an unfinished rollout was continued."),

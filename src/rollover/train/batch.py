@@ -139,10 +139,25 @@ def build_batch(groups: list[Group], algorithm: AlgorithmConfig, oldest_version:
     sampled = [r for r in rollouts if not r.greedy]
     greedy = {r.group_id: _score(r) for r in rollouts if r.greedy}
     advantages_N = _estimator(algorithm)(_scored(sampled, greedy, algorithm.reward_weights), algorithm)
+    advantages_N = _after_scoring(algorithm, sampled, advantages_N)
     samples = [_sample(r, float(a), oldest_version) for r, a in zip(sampled, advantages_N, strict=True) if r.num_tokens]
     if algorithm.needs_critic:
         samples = [replace(s, advantages=_at_last(s.advantages, s.mask)) for s in samples]
     return Batch(samples)
+
+
+def _after_scoring(algorithm: AlgorithmConfig, rollouts: list[Rollout], advantages_N: torch.Tensor) -> torch.Tensor:
+    """What the user's own function leaves of the advantages."""
+    if not algorithm.after_scoring:
+        return advantages_N
+    changed = load_function(algorithm.after_scoring, ".")(rollouts, advantages_N)
+    advantages_N = advantages_N if changed is None else torch.as_tensor(changed, dtype=torch.float32)
+    if advantages_N.shape != (len(rollouts),) or not torch.isfinite(advantages_N).all():
+        raise ValueError(
+            f"algorithm.after_scoring = {algorithm.after_scoring!r} left advantages of the shape"
+            f" {list(advantages_N.shape)} for {len(rollouts)} rollouts, or some that are not finite"
+        )
+    return advantages_N
 
 
 def _at_last(values: np.ndarray, mask: np.ndarray) -> np.ndarray:

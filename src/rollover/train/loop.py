@@ -28,6 +28,7 @@ from rollover.models.allocator import return_freed_memory
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.rollout.staleness import oldest_in_loss
 from rollover.track.chronicle import Chronicle
+from rollover.track.health import Health
 from rollover.track.live import LiveView
 from rollover.track.metrics import is_counter
 from rollover.track.recorder import RecordedGroup
@@ -72,6 +73,7 @@ class Run:
         self.dropped: list[tuple[Group, DropReason]] = []
         self.row_started = time.perf_counter()
         self.threads = Threads.of(config)
+        self.health = Health()
         # One thread for all steps: it keeps its own team of torch's threads.
         self.trainer_thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (self.threads.trainer,))
 
@@ -135,7 +137,7 @@ class Run:
     async def _step(self) -> bool:
         """One training step. False when there is nothing (more) to train on."""
         parts, trainer = self.parts, self.parts.trainer
-        version = trainer.policy_version
+        version = parts.prompts.version = trainer.policy_version
         self._engine_growth()  # what an evaluation did is not this step's
         self.view.phase("generating")
         with self.chronicle.span("generate"):
@@ -164,6 +166,8 @@ class Run:
         self.directory.metrics.write(row)
         self.chronicle.flush()
         self.view.update(row)
+        for warning in self.health.look(row):
+            self.view.message(f"health: {warning}")
         return True
 
     async def _train(self, batch: Batch, version: int) -> dict[str, float]:
@@ -242,6 +246,7 @@ class Run:
             "tokens/step_trained": float(batch.num_loss_tokens),
             "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),
             "tasks/skipped_long_prompt": parts.prompts.num_skipped,
+            "tasks/left_out": parts.prompts.num_left_out,
             **self._owners_counters(),
             **times,
             "time/other_s": max(0.0, step_s - sum(times.values())),

@@ -15,6 +15,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process import ProcessEngine
 from rollover.envs.single_turn import PromptSource
 from rollover.envs.tasks.stream import TaskStream
+from rollover.functions import load_function
 from rollover.models.allocator import keep_freed_memory
 from rollover.models.load import LoadedModel, cast_parameters, load_model, pick_device, stop_token_ids
 from rollover.rewards.client import RewardWorker
@@ -193,6 +194,7 @@ class Parts:
             TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards),
             loaded.tokenizer,
             prompt_limit(config, engine),
+            load_function(config.tasks.before_produce, ".") if config.tasks.before_produce else None,
         )
         rewarder = RewardWorker(config.rewards)
         lifecycle = Lifecycle(config.rollout, config.engine.max_running, config.rewards.min_valid)

@@ -128,3 +128,22 @@ def test_tokens_older_than_the_bound_are_context_only() -> None:
     assert not first.mask.any() and second.mask.tolist() == [False, True, True]
     assert second.advantages[second.mask].tolist() == [-0.5, -0.5]
     assert second.token_ids.tolist() == [12, 13, 14]
+
+
+def test_advantages_may_be_read_and_set_after_scoring(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hooks.py").write_text(
+        "seen = []\n"
+        "def double(rollouts, advantages): advantages.mul_(2); seen.append([r.reward.score for r in rollouts])\n"
+        "def other(rollouts, advantages): return [float(r.sibling) for r in rollouts]\n"
+        "def short(rollouts, advantages): return advantages[:1]\n"
+    )
+    rollouts = [rollout(0, i, s, [segment([8])]) for i, s in enumerate((3.0, 1.0))]
+
+    def advantages(name: str) -> list[float]:
+        config = AlgorithmConfig(advantage="dr_grpo", after_scoring=f"hooks.py:{name}")
+        return [float(s.advantages[0]) for s in build_batch([group(0, rollouts)], config).samples]
+
+    assert advantages("double") == [2.0, -2.0] and advantages("other") == [0.0, 1.0]
+    with pytest.raises(ValueError, match="after_scoring = 'hooks.py:short' left advantages of the shape"):
+        advantages("short")

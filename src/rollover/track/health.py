@@ -1,0 +1,74 @@
+"""Figures of a run that left the range in which training usually goes well, and what to try. Pure.
+
+The ranges are those that Axolotl documents for GRPO (docs/training_stability), under our metric names. They are habits,
+not laws: a warning is said once, when a figure was out of its range for several steps in a row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PATIENCE = 5  # steps in a row
+
+
+@dataclass(frozen=True)
+class Range:
+    """`low` <= value <= `high`, from step `after` on."""
+
+    key: str
+    low: float
+    high: float
+    advice: str
+    after: int = 0
+
+
+RANGES = (
+    Range(
+        "reward/mean", 0.15, float("inf"),
+        "the tasks may be too hard, or the scorer does not find the answers: look at rollouts/, try easier tasks", 20,
+    ),
+    Range(
+        "groups/zero_variance", 0.0, 0.8,
+        "most groups agree and teach nothing: try harder or easier tasks, a higher rollout.temperature, or a larger"
+        " rollout.group_size",
+    ),
+    Range("grad_norm", 1e-3, float("inf"), "almost nothing is learned: try a higher train.learning_rate"),
+    Range("entropy", 0.05, float("inf"), "the policy has collapsed: try algorithm.entropy_coef or a larger clip_high"),
+    Range("kl/reference", -float("inf"), 0.5, "it is far from the initial policy: try a larger algorithm.kl_coef"),
+    Range(
+        "mismatch/logprob_abs_mean", 0.0, 0.1,
+        "engine and trainer disagree, or rollouts are old: try a lower rollout.max_staleness or"
+        ' rollout.kv_on_resume = "recompute"',
+    ),
+    Range(
+        "importance/ess", 0.1, float("inf"),
+        "a few tokens carry all the weight: try a lower rollout.max_staleness or algorithm.correction_cap",
+    ),
+    Range("clip_fraction", 0.0, 0.1, "updates are clipped often: try a lower train.learning_rate or fewer minibatches"),
+    Range("length/truncated", 0.0, 0.3, "many answers are cut off: try a larger rollout.max_new_tokens"),
+)  # fmt: skip
+
+
+class Health:
+    """Counts, for each figure, the steps in a row that it was out of its range."""
+
+    def __init__(self) -> None:
+        self._out: Counter[str] = Counter()
+        self._said: set[str] = set()
+
+    def look(self, row: Mapping[str, float]) -> list[str]:
+        """Warnings of this step's row."""
+        warnings = []
+        for wanted in RANGES:
+            value = row.get(wanted.key)
+            is_out = value is not None and row["step"] > wanted.after and not wanted.low <= value <= wanted.high
+            self._out[wanted.key] = self._out[wanted.key] + 1 if is_out else 0
+            if self._out[wanted.key] == PATIENCE and wanted.key not in self._said:
+                self._said.add(wanted.key)
+                bound = (
+                    f"below {wanted.low:g}" if value is not None and value < wanted.low else f"above {wanted.high:g}"
+                )
+                warnings.append(f"{wanted.key} = {value:.3g} has been {bound} for {PATIENCE} steps: {wanted.advice}")
+        return warnings

@@ -1,0 +1,39 @@
+"""Warnings about figures out of their range."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollover.config.fields import field_at
+from rollover.track.health import PATIENCE, RANGES, Health
+from rollover.track.metrics import METRICS
+
+
+def test_a_figure_is_named_once_after_some_steps_out_of_its_range() -> None:
+    health = Health()
+    rows = [{"step": i + 1, "length/truncated": 0.5, "grad_norm": 0.1} for i in range(3 * PATIENCE)]
+    found = [warning for row in rows for warning in health.look(row)]
+    assert len(found) == 1
+    assert "length/truncated = 0.5 has been above 0.3 for 5 steps" in found[0] and "max_new_tokens" in found[0]
+
+
+def test_a_step_in_range_starts_the_count_anew() -> None:
+    health = Health()
+    values = [1e-5] * (PATIENCE - 1) + [0.1] + [1e-5] * (PATIENCE - 1)
+    assert [w for i, v in enumerate(values) for w in health.look({"step": i, "grad_norm": v})] == []
+    (warning,) = health.look({"step": 50, "grad_norm": 1e-5})
+    assert "below 0.001" in warning
+
+
+def test_a_low_reward_is_no_warning_at_first() -> None:
+    health = Health()
+    found = [i for i in range(1, 60) if health.look({"step": i, "reward/mean": 0.0})]
+    assert found == [20 + PATIENCE]
+
+
+@pytest.mark.parametrize("wanted", RANGES, ids=lambda r: r.key)
+def test_ranges_are_of_real_metrics_and_name_real_options(wanted) -> None:
+    assert wanted.key in {m.key for m in METRICS}
+    words = [w.strip(',;:"') for w in wanted.advice.split()]
+    tables = ("rollout.", "train.", "algorithm.")
+    assert all(field_at(word) for word in words if word.startswith(tables))

@@ -77,8 +77,8 @@ def test_the_reward_is_the_share_of_right_places() -> None:
 def test_the_table_has_means_over_seeds_and_finished_runs_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metrics = {"entropy": 1.0, "clip_fraction": 0.25, "importance/mean": 1.5}
-    wanted = [Setting("naive", 4, seed) for seed in (0, 1)]
+    metrics = {"clip_fraction": 0.25, "mismatch/logprob_abs_mean": 0.8}
+    wanted = [Setting("decoupled", 4, seed) for seed in (0, 1)]
     rewards = {wanted[0]: [0.9] * 10 + [0.1] * 9 + [0.3], wanted[1]: [0.5] * 20}
     calls: list[Setting] = []
 
@@ -91,4 +91,4 @@ def test_the_table_has_means_over_seeds_and_finished_runs_are_kept(
     again = run_all(wanted, tmp_path / "runs.jsonl")
     assert calls == wanted and [dataclasses.asdict(r) for r in again] == [dataclasses.asdict(r) for r in results]
     lines = table(again).splitlines()
-    assert lines[2:] == ["| 4 | naive | **0.350** | 0.200, 0.500 | 0.700 | 1.00 | 25.0 % | 1.50 |"]
+    assert lines[2:] == ["| 4 | decoupled | **0.350** | 0.200, 0.500 | 0.700 | 0.505 | 25.0 % | 0.80 |"]

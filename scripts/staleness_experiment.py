@@ -86,6 +86,12 @@ class Result:
         width = max(1, len(self.rewards) // 10)
         return max(statistics.fmean(self.rewards[i : i + width]) for i in range(len(self.rewards) - width + 1))
 
+    @property
+    def reached(self) -> int | None:
+        """The first version from which on ten have a mean reward of a half."""
+        places = range(len(self.rewards) - 9)
+        return next((i for i in places if statistics.fmean(self.rewards[i : i + 10]) >= 0.5), None)
+
 
 def make_model(seed: int) -> LoadedModel:
     torch.manual_seed(seed)
@@ -226,15 +232,14 @@ def of(results: Iterable[Result], method: str, lag: int) -> list[Result]:
 
 
 def table(results: list[Result]) -> str:
-    """Means over seeds. drift: mean |log proximal - log behavior| of the trained tokens, by definition 0 for naive."""
-    header = ("staleness", "method", "final", "of each seed", "best", "whole run", "clipped", "drift")
+    """Means over seeds; drift: mean |log proximal - log behavior| of the trained tokens, by definition 0 for naive."""
+    header = ("staleness", "method", "final", "of each seed", "best", "whole run", "reaches 0.5", "clipped", "drift")
     lines: list[tuple[str, ...]] = [header, ("---",) * len(header)]
     for lag in STALENESS:
         for method in METHODS:
             runs = of(results, method, lag)
             if not runs:
                 continue
-
             drift = statistics.fmean(r.metrics["mismatch/logprob_abs_mean"] for r in runs)
             lines.append(
                 (
@@ -244,6 +249,7 @@ def table(results: list[Result]) -> str:
                     ", ".join(f"{r.final:.3f}" for r in runs),
                     f"{statistics.fmean(r.best for r in runs):.3f}",
                     f"{statistics.fmean(v for r in runs for v in r.rewards):.3f}",
+                    ", ".join("never" if r.reached is None else str(r.reached) for r in runs),
                     f"{100 * statistics.fmean(r.metrics['clip_fraction'] for r in runs):.1f} %",
                     "" if method == "naive" else f"{drift:.2f}",
                 )

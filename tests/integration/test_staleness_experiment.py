@@ -79,7 +79,7 @@ def test_the_table_has_means_over_seeds_and_finished_runs_are_kept(
 ) -> None:
     metrics = {"clip_fraction": 0.25, "mismatch/logprob_abs_mean": 0.8}
     wanted = [Setting("decoupled", 4, seed) for seed in (0, 1)]
-    rewards = {wanted[0]: [0.9] * 10 + [0.1] * 9 + [0.3], wanted[1]: [0.5] * 5 + [0.7] + [0.5] * 14}
+    rewards = {wanted[0]: [0.9] * 10 + [0.1] * 9 + [0.3], wanted[1]: [0.32] * 5 + [0.6] + [0.5] * 14}
     calls: list[Setting] = []
 
     def fake(setting: Setting) -> Result:
@@ -91,4 +91,4 @@ def test_the_table_has_means_over_seeds_and_finished_runs_are_kept(
     again = run_all(wanted, tmp_path / "runs.jsonl")
     assert calls == wanted and [dataclasses.asdict(r) for r in again] == [dataclasses.asdict(r) for r in results]
     lines = table(again).splitlines()
-    assert lines[2:] == ["| 4 | decoupled | **0.350** | 0.200, 0.500 | 0.750 | 0.510 | 25.0 % | 0.80 |"]
+    assert lines[2:] == ["| 4 | decoupled | **0.350** | 0.200, 0.500 | 0.725 | 0.485 | 0, 5 | 25.0 % | 0.80 |"]

@@ -75,7 +75,9 @@ class PromptSource:
     def _replaced(self, task: Task, replace: Callable[[Task, int], Task | None]) -> Task | None:
         other = replace(task, self.version)
         if other is not None and not isinstance(other, Task):
-            raise ValueError(f"tasks.before_produce returned {shortened(other)} for {task.task_id}: give a Task or None")
+            raise ValueError(
+                f"tasks.before_produce returned {shortened(other)} for {task.task_id}: give a Task or None"
+            )
         return other
 
     def state_dict(self) -> dict[str, Any]:

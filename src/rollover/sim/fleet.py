@@ -18,26 +18,20 @@ from rollover.types import Rollout
 _TINY = 1e-9
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A rollout on an engine: it began after `start` of the engine's steps."""
-
-    rollout: Rollout
-    start: int
-    engine: int
+# A rollout on an engine: the step after which it stops, its group and sibling, the step after which it began, itself.
+_Running = tuple[int, int, int, int, Rollout]
 
 
 @dataclass(slots=True, eq=False)
 class _Engine:
     """`boundary`: the virtual time of its last step boundary, which may lie ahead of now; `steps` were made by then.
 
-    `queue`: a heap of (step at which it stops, group, sibling, rollout). `prefilling`: tokens whose prefill began at
-    the moment `prefilling_at`, together.
+    `queue`: a heap of what runs. `prefilling`: tokens whose prefill began at the moment `prefilling_at`, together.
     """
 
     boundary: float = 0.0
     steps: int = 0
-    queue: list[tuple[int, int, int, _Running]] = field(default_factory=list)
+    queue: list[_Running] = field(default_factory=list)
     num_running: int = 0
     stamp: int = 0
     prefilling: int = 0
@@ -62,7 +56,6 @@ class Fleet:
         self._loads: list[list[int]] = [[] for _ in range(slots + 1)]
         self._loads[0] = list(range(plan.engines))[::-1]
         self._least = 0
-        self._where: dict[str, _Running] = {}
         self.slot_s = 0.0
         self.prefill_tokens = 0
 
@@ -82,20 +75,17 @@ class Fleet:
         """Give `rollout` num_tokens more, after the prefill."""
         e = self._engines[engine]
         assert e.num_running < self.slots and num_tokens >= 1
-        if e.num_running:
-            duration = self.step_s[e.num_running]
-            if e.boundary < now:
-                self._step(e, math.ceil((now - e.boundary) / duration - _TINY))
-        elif e.boundary < now:
-            e.boundary = now
+        if e.boundary < now:
+            if e.num_running:
+                self._step(e, math.ceil((now - e.boundary) / self.step_s[e.num_running] - _TINY))
+            else:
+                e.boundary = now
         if prefill_tokens:
             self.prefill_tokens += prefill_tokens
             together = e.prefilling if e.prefilling_at == now else 0
             e.boundary += self._prefill_seconds(together + prefill_tokens) - self._prefill_seconds(together)
             e.prefilling, e.prefilling_at = together + prefill_tokens, now
-        running = _Running(rollout, e.steps, engine)
-        heapq.heappush(e.queue, (e.steps + num_tokens, rollout.group_id, rollout.sibling, running))
-        self._where[rollout.rollout_id] = running
+        heapq.heappush(e.queue, (e.steps + num_tokens, rollout.group_id, rollout.sibling, e.steps, rollout))
         e.num_running += 1
         self._changed(engine)
 
@@ -104,8 +94,7 @@ class Fleet:
         for index in self._dirty:
             e = self._engines[index]
             if e.queue:
-                time = e.boundary + (e.queue[0][0] - e.steps) * self.step_s[e.num_running]
-                heapq.heappush(self._events, (time, index, e.stamp))
+                heapq.heappush(self._events, (self._next_stop(e), index, e.stamp))
         self._dirty.clear()
         while self._events:
             time, index, stamp = self._events[0]
@@ -116,44 +105,45 @@ class Fleet:
 
     def stopped(self, now: float) -> list[tuple[Rollout, int]]:
         """Rollouts that have all their tokens by `now`, in group order, with how many these are."""
-        out: list[tuple[Rollout, int]] = []
+        out: list[tuple[int, int, Rollout, int]] = []
+        events = self._events
         while self.next_time() <= now + _TINY:
-            _, index, _ = heapq.heappop(self._events)
+            _, index, _ = heapq.heappop(events)
             e = self._engines[index]
             queue = e.queue
             self._step(e, queue[0][0] - e.steps)
             while queue and queue[0][0] == e.steps:
-                end, _, _, running = heapq.heappop(queue)
-                del self._where[running.rollout.rollout_id]
-                e.num_running -= 1
-                out.append((running.rollout, end - running.start))
+                end, group_id, sibling, start, rollout = heapq.heappop(queue)
+                out.append((group_id, sibling, rollout, end - start))
+            e.num_running = len(queue)
             self._changed(index)
-        if len(out) > 1:
-            out.sort(key=lambda item: (item[0].group_id, item[0].sibling))
-        return out
+        out.sort()
+        return [(rollout, num_tokens) for _, _, rollout, num_tokens in out]
 
     def interrupt(self, rollout_ids: list[str], now: float) -> list[tuple[Rollout, int]]:
         """Stop these after the steps they have made by `now`. Rollouts and their tokens, in the order given."""
-        for e in self._engines:
-            if e.num_running:
-                self._step(e, max(0, math.floor((now - e.boundary) / self.step_s[e.num_running] + _TINY)))
-        out = []
-        touched = set()
-        for rollout_id in rollout_ids:
-            running = self._where.pop(rollout_id)
-            e = self._engines[running.engine]
-            e.num_running -= 1
-            touched.add(running.engine)
-            out.append((running.rollout, e.steps - running.start))
-        for index in touched:
+        wanted = set(rollout_ids)
+        found: dict[str, tuple[Rollout, int, int]] = {}
+        for index, e in enumerate(self._engines):
+            if not e.num_running:
+                continue
+            self._step(e, max(0, math.floor((now - e.boundary) / self.step_s[e.num_running] + _TINY)))
+            for _, _, _, start, rollout in e.queue:
+                if rollout.rollout_id in wanted:
+                    found[rollout.rollout_id] = (rollout, e.steps - start, index)
+        for index in {found[rollout_id][2] for rollout_id in rollout_ids}:
             e = self._engines[index]
-            e.queue = [entry for entry in e.queue if entry[3].rollout.rollout_id in self._where]
+            e.queue = [running for running in e.queue if running[4].rollout_id not in wanted]
             heapq.heapify(e.queue)
+            e.num_running = len(e.queue)
             self._changed(index)
-        return out
+        return [found[rollout_id][:2] for rollout_id in rollout_ids]
 
     def _prefill_seconds(self, num_tokens: int) -> float:
         return max(self._prefill_min_s, num_tokens * self._prefill_s) if num_tokens else 0.0
+
+    def _next_stop(self, e: _Engine) -> float:
+        return e.boundary + (e.queue[0][0] - e.steps) * self.step_s[e.num_running]
 
     def _step(self, e: _Engine, times: int) -> None:
         if times:

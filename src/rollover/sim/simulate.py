@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +27,19 @@ from rollover.types import Group, Reward, Rollout, SamplingParams, Segment, Stop
 _TASK = Task(task_id="", source="plan", reward="", prompt="")
 _SAMPLING = SamplingParams()
 _REWARD = Reward(1.0)
+_PAUSED, _EOS = StopReason.PAUSED, StopReason.EOS  # a member of an Enum class is slow to look up
+
+
+@dataclass(slots=True)
+class _Simulated:
+    """What the planner knows of a held group. `lengths` by sibling, if nothing stops them.
+
+    `kv` by sibling: engine and version of its keys and values. `prompt_on`: engines that have those of its prompt.
+    """
+
+    lengths: list[int]
+    kv: list[tuple[int, int] | None]
+    prompt_on: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +102,7 @@ class Simulation:
         self._prompt = (0,) * plan.prompt_tokens
         self._ids, self._logprobs = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
         self._segments: dict[tuple[int, int, StopReason], Segment] = {}
-        self._lengths: dict[int, list[int]] = {}
-        self._kv: dict[str, tuple[int, int]] = {}  # rollout id -> engine and version of its keys and values
-        self._prompts: set[tuple[int, int]] = set()  # (engine, group) whose prompt is cached there
+        self._groups: dict[int, _Simulated] = {}
         self._scoring: list[tuple[float, int]] = []
 
     def run(self) -> Outcome:
@@ -127,10 +138,8 @@ class Simulation:
         devices = self.plan.trainers or self.plan.engines
         train_s = tokens / (self.plan.train_tokens_per_s * devices)
         self.now += train_s + self.plan.weight_sync_s
-        for group in self.lifecycle.publish(version + 1):
-            self._forget(group)
-        for group in groups:
-            self._forget(group)
+        for group in [*groups, *self.lifecycle.publish(version + 1)]:
+            del self._groups[group.group_id]
         step = Step(
             version=version,
             generate_s=generated - started,
@@ -165,25 +174,25 @@ class Simulation:
                 self._stream_ended = True
                 return
             group = self.lifecycle.admit(_TASK, self._prompt, version)
-            self._lengths[group.group_id] = self.workload.lengths(task)
+            lengths = self.workload.lengths(task)
+            self._groups[group.group_id] = _Simulated(lengths, [None] * len(group.rollouts))
 
     def _dispatch(self, rollout: Rollout, version: int) -> None:
-        kv = self._kv.get(rollout.rollout_id)
+        group, sibling, so_far = self._groups[rollout.group_id], rollout.sibling, rollout.num_tokens
+        kv = group.kv[sibling]
         engine = self.fleet.place(kv[0] if kv else None)
-        so_far = rollout.num_tokens
-        wanted = self._lengths[rollout.group_id][rollout.sibling]
-        left = min(wanted, self.config.max_new_tokens) - so_far
+        left = min(group.lengths[sibling], self.config.max_new_tokens) - so_far
         if budget := self.lifecycle.scheduler.token_budget(rollout):
             left = min(left, budget)
         fresh = kv is not None and kv[0] == engine and (kv[1] == version or self.config.kv_on_resume != "recompute")
         prefill = 0 if fresh else so_far
-        if not fresh and (engine, rollout.group_id) not in self._prompts:
+        if not fresh and engine not in group.prompt_on:
             prefill += len(self._prompt)
-            self._prompts.add((engine, rollout.group_id))
+            group.prompt_on.add(engine)
         if so_far:
             self.outcome.reprefilled_tokens += prefill
         self.fleet.start(rollout, engine, left, prefill, self.now)
-        self._kv[rollout.rollout_id] = (engine, version)
+        group.kv[sibling] = (engine, version)
 
     def _wait(self, version: int) -> None:
         """To the next moment at which something stops or is scored, and handle all that does."""
@@ -197,9 +206,9 @@ class Simulation:
 
     def _append(self, rollout: Rollout, num_tokens: int, version: int) -> None:
         so_far = rollout.num_tokens + num_tokens
-        reason = StopReason.PAUSED
-        if so_far == self._lengths[rollout.group_id][rollout.sibling]:
-            reason = StopReason.EOS
+        reason = _PAUSED
+        if so_far == self._groups[rollout.group_id].lengths[rollout.sibling]:
+            reason = _EOS
         elif so_far == self.config.max_new_tokens:
             reason = StopReason.LENGTH
         if num_tokens > len(self._ids):
@@ -226,22 +235,14 @@ class Simulation:
 
     def _trained(self, groups: list[Group], version: int) -> tuple[Counter[int], int]:
         """Tokens in the loss by staleness, and tokens that pass through the trainer, prompts (one a group) included."""
-        ages: Counter[int] = Counter()
-        oldest, num_tokens = oldest_in_loss(self.config, version), 0
+        tokens: defaultdict[int, int] = defaultdict(int)  # by policy version
         for group in groups:
-            num_tokens += len(self._prompt)
             for rollout in group.rollouts:
+                segments = rollout.segments
                 self.outcome.trained_rollouts += 1
-                self.outcome.partial_rollouts += len(rollout.segments) > 1
-                for segment in rollout.segments:
-                    num_tokens += len(segment)
-                    if segment.policy_version >= oldest:
-                        ages[staleness(segment.policy_version, version)] += len(segment)
-        return ages, num_tokens
-
-    def _forget(self, group: Group) -> None:
-        del self._lengths[group.group_id]
-        for rollout in group.rollouts:
-            kv = self._kv.pop(rollout.rollout_id, None)
-            if kv is not None:
-                self._prompts.discard((kv[0], group.group_id))
+                self.outcome.partial_rollouts += len(segments) > 1
+                for segment in segments:
+                    tokens[segment.policy_version] += segment.num_tokens
+        oldest = oldest_in_loss(self.config, version)
+        ages = Counter({staleness(v, version): num for v, num in tokens.items() if v >= oldest})
+        return ages, len(groups) * len(self._prompt) + sum(tokens.values())

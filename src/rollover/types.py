@@ -203,7 +203,7 @@ class Group:
     @property
     def min_version(self) -> int | None:
         """Smallest policy version among the sampled tokens of all siblings; None before the first token."""
-        return min((v for r in self.rollouts if (v := r.min_version) is not None), default=None)
+        return min((r.min_version for r in self.rollouts if r.min_version is not None), default=None)
 
     @property
     def max_version(self) -> int | None:

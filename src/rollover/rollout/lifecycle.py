@@ -24,7 +24,7 @@ from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Seg
 
 
 # Asked at every transition, and a member of an Enum class is slow to look up.
-_PARKED, _SCORING, _PAUSED = RolloutState.PARKED, RolloutState.SCORING, StopReason.PAUSED
+_PARKED, _PAUSED = RolloutState.PARKED, StopReason.PAUSED
 
 
 class EventKind(enum.Enum):
@@ -103,11 +103,10 @@ class Lifecycle:
             self.park(rollout)
             return None
         self.cache.finish(rollout.rollout_id, stop_reason)
-        self.scheduler.on_finish(rollout)
+        complete = self.scheduler.on_finish(rollout)
         if self.on_event is not None:
             self._emit_of(rollout, EventKind.FINISH)
-        group = self.cache.groups[rollout.group_id]
-        return group if is_complete(group) else None
+        return self.cache.groups[rollout.group_id] if complete else None
 
     def park(self, rollout: Rollout) -> None:
         """A running rollout leaves its slot with what it has."""
@@ -221,7 +220,4 @@ class Lifecycle:
 
 def is_complete(group: Group) -> bool:
     """Whether every rollout of the group is finished and waits for its reward."""
-    for rollout in group.rollouts:  # no generator: this is asked after every rollout's end
-        if rollout.state is not _SCORING:
-            return False
-    return True
+    return all(r.state is RolloutState.SCORING for r in group.rollouts)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -72,8 +72,8 @@ class Scheduler:
         self._scoring = 0  # groups that are complete, but not READY yet
         self._must_finish: set[str] = set()  # running rollouts that may not be interrupted again
         # Deadline -> heap of what may start. An entry is void unless it is the one that `_queued` has of the rollout.
-        self._queues: dict[float, list[_Entry]] = {}
-        self._queued: dict[str, tuple[_Entry, Rollout]] = {}
+        self._queues: defaultdict[float, list[_Entry]] = defaultdict(list)
+        self._queued: dict[str, tuple[float, _Entry, Rollout]] = {}
         self._spent: dict[str, Rollout] = {}  # had their token budget of this phase
         self._parked_since: dict[str, int] = {}
         self._next_parking = 0
@@ -213,15 +213,17 @@ class Scheduler:
         else:
             self._enqueue(rollout)
 
-    def on_finish(self, rollout: Rollout) -> None:
-        """The generation of a running rollout stopped."""
+    def on_finish(self, rollout: Rollout) -> bool:
+        """The generation of a running rollout stopped. Returns whether its whole group is finished now."""
         del self._running[rollout.rollout_id]
         self._finished += 1
         held = self._held[rollout.group_id]
         held.unfinished -= 1
-        if not held.unfinished:
-            self._scoring += 1
         self._must_finish.discard(rollout.rollout_id)
+        if held.unfinished:
+            return False
+        self._scoring += 1
+        return True
 
     def on_ready(self, group: Group) -> None:
         """All rollouts of the group have their rewards."""
@@ -320,21 +322,27 @@ class Scheduler:
         if self._was_continued_enough(rollout):
             deadline = _MUST_FINISH
         entry = (waiting, key, rollout.rollout_id)
-        self._queued[rollout.rollout_id] = (entry, rollout)
-        heapq.heappush(self._queues.setdefault(deadline, []), entry)
+        self._queued[rollout.rollout_id] = (deadline, entry, rollout)
+        heapq.heappush(self._queues[deadline], entry)
 
     def _take(self, num: int, version: int) -> list[Rollout]:
         """The first `num` of all queues: by urgency, then parked before waiting, then by the order's key."""
         urgency = urgencies(self._due, version, self.config.groups_per_step) if self.finish_first else {}
+        ranks = {deadline: urgency.get(deadline, self.config.max_staleness + 1) for deadline in self._queues}
+        ranks[_MUST_FINISH] = -1
+        if num >= len(self._queued):  # all of them: sorted at once, which is much faster than one by one
+            everyone = sorted((ranks[deadline], entry, rollout) for deadline, entry, rollout in self._queued.values())
+            self._queued.clear()
+            self._queues.clear()
+            return [rollout for _, _, rollout in everyone]
         firsts: list[tuple[int, _Entry, float]] = []  # heap of (rank, first entry, deadline) of the queues
         for deadline in list(self._queues):
-            rank = -1 if deadline == _MUST_FINISH else urgency.get(deadline, self.config.max_staleness + 1)
             if (entry := self._first(deadline)) is not None:
-                heapq.heappush(firsts, (rank, entry, deadline))
+                heapq.heappush(firsts, (ranks[deadline], entry, deadline))
         taken: list[Rollout] = []
         while firsts and len(taken) < num:
             rank, entry, deadline = firsts[0]
-            taken.append(self._queued.pop(entry[2])[1])
+            taken.append(self._queued.pop(entry[2])[2])
             if (entry := self._first(deadline)) is not None:
                 heapq.heapreplace(firsts, (rank, entry, deadline))
             else:
@@ -347,7 +355,7 @@ class Scheduler:
         while queue:
             entry = queue[0]
             current = queued.get(entry[2])
-            if current is not None and current[0] is entry:
+            if current is not None and current[1] is entry:
                 return entry
             heapq.heappop(queue)
         del self._queues[deadline]

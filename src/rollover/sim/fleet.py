@@ -26,7 +26,8 @@ _Running = tuple[int, int, int, int, Rollout]
 class _Engine:
     """`boundary`: the virtual time of its last step boundary, which may lie ahead of now; `steps` were made by then.
 
-    `queue`: a heap of what runs. `prefilling`: tokens whose prefill began at the moment `prefilling_at`, together.
+    `queue`: a heap of what runs. `prefilling`: tokens whose prefill began at the moment `prefilling_at`,
+    together, in `prefill_s`.
     """
 
     boundary: float = 0.0
@@ -36,6 +37,7 @@ class _Engine:
     stamp: int = 0
     prefilling: int = 0
     prefilling_at: float = -1.0
+    prefill_s: float = 0.0
 
 
 class Fleet:
@@ -82,9 +84,12 @@ class Fleet:
                 e.boundary = now
         if prefill_tokens:
             self.prefill_tokens += prefill_tokens
-            together = e.prefilling if e.prefilling_at == now else 0
-            e.boundary += self._prefill_seconds(together + prefill_tokens) - self._prefill_seconds(together)
-            e.prefilling, e.prefilling_at = together + prefill_tokens, now
+            if e.prefilling_at != now:
+                e.prefilling, e.prefilling_at, e.prefill_s = 0, now, 0.0
+            e.prefilling += prefill_tokens
+            prefill_s = max(self._prefill_min_s, e.prefilling * self._prefill_s)
+            e.boundary += prefill_s - e.prefill_s
+            e.prefill_s = prefill_s
         heapq.heappush(e.queue, (e.steps + num_tokens, rollout.group_id, rollout.sibling, e.steps, rollout))
         e.num_running += 1
         self._changed(engine)
@@ -93,6 +98,7 @@ class Fleet:
         """When the next rollout stops; inf if none runs."""
         for index in self._dirty:
             e = self._engines[index]
+            e.stamp += 1
             if e.queue:
                 heapq.heappush(self._events, (self._next_stop(e), index, e.stamp))
         self._dirty.clear()
@@ -139,9 +145,6 @@ class Fleet:
             self._changed(index)
         return [found[rollout_id][:2] for rollout_id in rollout_ids]
 
-    def _prefill_seconds(self, num_tokens: int) -> float:
-        return max(self._prefill_min_s, num_tokens * self._prefill_s) if num_tokens else 0.0
-
     def _next_stop(self, e: _Engine) -> float:
         return e.boundary + (e.queue[0][0] - e.steps) * self.step_s[e.num_running]
 
@@ -153,12 +156,11 @@ class Fleet:
             self.slot_s += e.num_running * seconds
 
     def _changed(self, index: int) -> None:
-        e = self._engines[index]
-        e.stamp += 1
+        num_running = self._engines[index].num_running
         self._dirty.add(index)
-        self._loads[e.num_running].append(index)
-        if e.num_running < self._least:
-            self._least = e.num_running
+        self._loads[num_running].append(index)
+        if num_running < self._least:
+            self._least = num_running
 
 
 def step_seconds(plan: PlanConfig, most: int) -> np.ndarray:

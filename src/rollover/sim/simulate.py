@@ -99,6 +99,7 @@ class Simulation:
         emit = None if on_event is None else lambda event: on_event(event, self.now)
         self.lifecycle = Lifecycle(config, plan.engines * slots_per_engine, min_valid_rewards=1, on_event=emit)
         self._resolution_s = self.fleet.step_s[1] / 4 if plan.engines > 1 else 0.0
+        self._recompute = config.kv_on_resume == "recompute"
         self._prompt = (0,) * plan.prompt_tokens
         self._ids, self._logprobs = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
         self._segments: dict[tuple[int, int, StopReason], Segment] = {}
@@ -184,7 +185,7 @@ class Simulation:
         left = min(group.lengths[sibling], self.config.max_new_tokens) - so_far
         if budget := self.lifecycle.scheduler.token_budget(rollout):
             left = min(left, budget)
-        fresh = kv is not None and kv[0] == engine and (kv[1] == version or self.config.kv_on_resume != "recompute")
+        fresh = kv is not None and kv[0] == engine and (kv[1] == version or not self._recompute)
         prefill = 0 if fresh else so_far
         if not fresh and engine not in group.prompt_on:
             prefill += len(self._prompt)
@@ -211,12 +212,12 @@ class Simulation:
             reason = _EOS
         elif so_far == self.config.max_new_tokens:
             reason = StopReason.LENGTH
-        if num_tokens > len(self._ids):
-            self._ids = np.zeros(2 * num_tokens, dtype=np.int32)
-            self._logprobs = np.zeros(2 * num_tokens, dtype=np.float32)
         key = (num_tokens, version, reason)
         segment = self._segments.get(key)
         if segment is None:  # only the length counts, so all of one length are one object, on views of one array
+            if num_tokens > len(self._ids):
+                self._ids = np.zeros(2 * num_tokens, dtype=np.int32)
+                self._logprobs = np.zeros(2 * num_tokens, dtype=np.float32)
             ids, logprobs = self._ids[:num_tokens], self._logprobs[:num_tokens]
             segment = self._segments[key] = Segment(ids, logprobs, version, _SAMPLING, reason)
         complete = self.lifecycle.append(rollout, [segment])

@@ -92,7 +92,8 @@ class Fleet:
             e.prefill_s = prefill_s
         heapq.heappush(e.queue, (e.steps + num_tokens, rollout.group_id, rollout.sibling, e.steps, rollout))
         e.num_running += 1
-        self._changed(engine)
+        self._dirty.add(engine)
+        self._loaded(engine, e.num_running)
 
     def next_time(self) -> float:
         """When the next rollout stops; inf if none runs."""
@@ -112,38 +113,47 @@ class Fleet:
     def stopped(self, now: float) -> list[tuple[Rollout, int]]:
         """Rollouts that have all their tokens by `now`, in group order, with how many these are."""
         out: list[tuple[int, int, Rollout, int]] = []
+        self.next_time()  # the events are up to date
         events = self._events
-        while self.next_time() <= now + _TINY:
-            _, index, _ = heapq.heappop(events)
+        while events and events[0][0] <= now + _TINY:
+            _, index, stamp = events[0]
             e = self._engines[index]
+            if e.stamp != stamp:
+                heapq.heappop(events)
+                continue
             queue = e.queue
             self._step(e, queue[0][0] - e.steps)
             while queue and queue[0][0] == e.steps:
                 end, group_id, sibling, start, rollout = heapq.heappop(queue)
                 out.append((group_id, sibling, rollout, end - start))
             e.num_running = len(queue)
-            self._changed(index)
+            e.stamp += 1
+            if queue:
+                heapq.heapreplace(events, (self._next_stop(e), index, e.stamp))
+            else:
+                heapq.heappop(events)
+            self._loaded(index, e.num_running)
         out.sort()
         return [(rollout, num_tokens) for _, _, rollout, num_tokens in out]
 
     def interrupt(self, rollout_ids: list[str], now: float) -> list[tuple[Rollout, int]]:
         """Stop these after the steps they have made by `now`. Rollouts and their tokens, in the order given."""
-        wanted = set(rollout_ids)
         found: dict[str, tuple[Rollout, int, int]] = {}
         for index, e in enumerate(self._engines):
             if not e.num_running:
                 continue
             self._step(e, max(0, math.floor((now - e.boundary) / self.step_s[e.num_running] + _TINY)))
             for _, _, _, start, rollout in e.queue:
-                if rollout.rollout_id in wanted:
-                    found[rollout.rollout_id] = (rollout, e.steps - start, index)
-        for index in {found[rollout_id][2] for rollout_id in rollout_ids}:
+                found[rollout.rollout_id] = (rollout, e.steps - start, index)
+        stopped = [found.pop(rollout_id) for rollout_id in rollout_ids]
+        for index in {index for _, _, index in stopped}:
             e = self._engines[index]
-            e.queue = [running for running in e.queue if running[4].rollout_id not in wanted]
+            e.queue = [running for running in e.queue if running[4].rollout_id in found]
             heapq.heapify(e.queue)
             e.num_running = len(e.queue)
-            self._changed(index)
-        return [found[rollout_id][:2] for rollout_id in rollout_ids]
+            self._dirty.add(index)
+            self._loaded(index, e.num_running)
+        return [(rollout, num_tokens) for rollout, num_tokens, _ in stopped]
 
     def _next_stop(self, e: _Engine) -> float:
         return e.boundary + (e.queue[0][0] - e.steps) * self.step_s[e.num_running]
@@ -155,9 +165,7 @@ class Fleet:
             e.boundary += seconds
             self.slot_s += e.num_running * seconds
 
-    def _changed(self, index: int) -> None:
-        num_running = self._engines[index].num_running
-        self._dirty.add(index)
+    def _loaded(self, index: int, num_running: int) -> None:
         self._loads[num_running].append(index)
         if num_running < self._least:
             self._least = num_running

@@ -161,8 +161,7 @@ class Simulation:
             self._admit(version)
             if scheduler.to_consume(version, self._stream_ended) is not None:
                 break
-            for rollout in self.lifecycle.start(version):
-                self._dispatch(rollout, version)
+            self._dispatch(self.lifecycle.start(version), version)
             self._wait(version)
         interrupted = scheduler.to_interrupt(version, self._stream_ended)
         for rollout, num_tokens in self.fleet.interrupt(interrupted, self.now):
@@ -178,22 +177,24 @@ class Simulation:
             lengths = self.workload.lengths(task)
             self._groups[group.group_id] = _Simulated(lengths, [None] * len(group.rollouts))
 
-    def _dispatch(self, rollout: Rollout, version: int) -> None:
-        group, sibling, so_far = self._groups[rollout.group_id], rollout.sibling, rollout.num_tokens
-        kv = group.kv[sibling]
-        engine = self.fleet.place(kv[0] if kv else None)
-        left = min(group.lengths[sibling], self.config.max_new_tokens) - so_far
-        if budget := self.lifecycle.scheduler.token_budget(rollout):
-            left = min(left, budget)
-        fresh = kv is not None and kv[0] == engine and (kv[1] == version or not self._recompute)
-        prefill = 0 if fresh else so_far
-        if not fresh and engine not in group.prompt_on:
-            prefill += len(self._prompt)
-            group.prompt_on.add(engine)
-        if so_far:
-            self.outcome.reprefilled_tokens += prefill
-        self.fleet.start(rollout, engine, left, prefill, self.now)
-        group.kv[sibling] = (engine, version)
+    def _dispatch(self, started: list[Rollout], version: int) -> None:
+        fleet, scheduler, longest = self.fleet, self.lifecycle.scheduler, self.config.max_new_tokens
+        for rollout in started:
+            group, sibling, so_far = self._groups[rollout.group_id], rollout.sibling, rollout.num_tokens
+            kv = group.kv[sibling]
+            engine = fleet.place(kv[0] if kv else None)
+            left = min(group.lengths[sibling], longest) - so_far
+            if budget := scheduler.token_budget(rollout):
+                left = min(left, budget)
+            fresh = kv is not None and kv[0] == engine and (kv[1] == version or not self._recompute)
+            prefill = 0 if fresh else so_far
+            if not fresh and engine not in group.prompt_on:
+                prefill += len(self._prompt)
+                group.prompt_on.add(engine)
+            if so_far:
+                self.outcome.reprefilled_tokens += prefill
+            fleet.start(rollout, engine, left, prefill, self.now)
+            group.kv[sibling] = (engine, version)
 
     def _wait(self, version: int) -> None:
         """To the next moment at which something stops or is scored, and handle all that does."""

@@ -67,7 +67,7 @@ class Scheduler:
         self._held: dict[int, _Held] = {}
         self._ready: list[tuple[float, int]] = []  # (expiry, group id), sorted: the order of consumption
         self._due: Counter[float] = Counter()  # deadline -> held groups
-        self._running: dict[str, Rollout] = {}
+        self._running: set[Rollout] = set()
         self._finished = 0  # rollouts of held groups whose generation stopped
         self._scoring = 0  # groups that are complete, but not READY yet
         self._must_finish: set[str] = set()  # running rollouts that may not be interrupted again
@@ -120,7 +120,7 @@ class Scheduler:
             return []
         started = self._take(free, version)
         for rollout in started:
-            self._running[rollout.rollout_id] = rollout
+            self._running.add(rollout)
             if self._was_continued_enough(rollout):
                 self._must_finish.add(rollout.rollout_id)
         return started
@@ -158,7 +158,7 @@ class Scheduler:
         """Ids of the running rollouts to interrupt now, in group order: all of them, once there is enough."""
         if not self._running or self.to_consume(version, stream_ended) is None:
             return []
-        return [r.rollout_id for r in sorted(self._running.values(), key=lambda r: (r.group_id, r.sibling))]
+        return [r.rollout_id for r in sorted(self._running, key=lambda r: (r.group_id, r.sibling))]
 
     def to_drop(self, version: int) -> list[int]:
         """Ids of the groups that can no longer be trained in bound, right after `version` was published."""
@@ -204,7 +204,7 @@ class Scheduler:
 
     def on_park(self, rollout: Rollout) -> None:
         """A running rollout was parked (it is WAITING again if it has no token)."""
-        del self._running[rollout.rollout_id]
+        self._running.remove(rollout)
         self._parked_since[rollout.rollout_id] = self._next_parking
         self._next_parking += 1
         self._must_finish.discard(rollout.rollout_id)
@@ -215,7 +215,7 @@ class Scheduler:
 
     def on_finish(self, rollout: Rollout) -> bool:
         """The generation of a running rollout stopped. Returns whether its whole group is finished now."""
-        del self._running[rollout.rollout_id]
+        self._running.remove(rollout)
         self._finished += 1
         held = self._held[rollout.group_id]
         held.unfinished -= 1
@@ -243,9 +243,10 @@ class Scheduler:
         self._count_due(held, -1)
         self._finished -= len(group.rollouts) - held.unfinished
         for rollout in group.rollouts:
-            self._queued.pop(rollout.rollout_id, None)
-            self._spent.pop(rollout.rollout_id, None)
             self._parked_since.pop(rollout.rollout_id, None)
+            if held.unfinished:
+                self._queued.pop(rollout.rollout_id, None)
+                self._spent.pop(rollout.rollout_id, None)
 
     def on_publish(self) -> None:
         """New weights are live: choose the number of groups in flight, if it is ours to choose; a new phase begins."""

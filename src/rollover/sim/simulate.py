@@ -34,11 +34,13 @@ _PAUSED, _EOS = StopReason.PAUSED, StopReason.EOS  # a member of an Enum class i
 class _Simulated:
     """What the planner knows of a held group. `lengths` by sibling, if nothing stops them.
 
-    `kv` by sibling: engine and version of its keys and values. `prompt_on`: engines that have those of its prompt.
+    `kv_on`, `kv_version` by sibling: engine and version of its keys and values. `prompt_on`: engines that have those of
+    the prompt.
     """
 
     lengths: list[int]
-    kv: list[tuple[int, int] | None]
+    kv_on: list[int | None]
+    kv_version: list[int]
     prompt_on: set[int] = field(default_factory=set)
 
 
@@ -175,18 +177,18 @@ class Simulation:
                 return
             group = self.lifecycle.admit(_TASK, self._prompt, version)
             lengths = self.workload.lengths(task)
-            self._groups[group.group_id] = _Simulated(lengths, [None] * len(group.rollouts))
+            self._groups[group.group_id] = _Simulated(lengths, [None] * len(lengths), [version] * len(lengths))
 
     def _dispatch(self, started: list[Rollout], version: int) -> None:
         fleet, scheduler, longest = self.fleet, self.lifecycle.scheduler, self.config.max_new_tokens
         for rollout in started:
             group, sibling, so_far = self._groups[rollout.group_id], rollout.sibling, rollout.num_tokens
-            kv = group.kv[sibling]
-            engine = fleet.place(kv[0] if kv else None)
+            kv_on = group.kv_on[sibling]
+            engine = fleet.place(kv_on)
             left = min(group.lengths[sibling], longest) - so_far
             if budget := scheduler.token_budget(rollout):
                 left = min(left, budget)
-            fresh = kv is not None and kv[0] == engine and (kv[1] == version or not self._recompute)
+            fresh = engine == kv_on and (group.kv_version[sibling] == version or not self._recompute)
             prefill = 0 if fresh else so_far
             if not fresh and engine not in group.prompt_on:
                 prefill += len(self._prompt)
@@ -194,7 +196,7 @@ class Simulation:
             if so_far:
                 self.outcome.reprefilled_tokens += prefill
             fleet.start(rollout, engine, left, prefill, self.now)
-            group.kv[sibling] = (engine, version)
+            group.kv_on[sibling], group.kv_version[sibling] = engine, version
 
     def _wait(self, version: int) -> None:
         """To the next moment at which something stops or is scored, and handle all that does."""

@@ -22,7 +22,6 @@ from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.staleness import oldest_in_loss
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
-
 # Asked at every transition, and a member of an Enum class is slow to look up.
 _PARKED, _PAUSED = RolloutState.PARKED, StopReason.PAUSED
 

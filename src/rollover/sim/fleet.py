@@ -93,7 +93,7 @@ class Fleet:
         heapq.heappush(e.queue, (e.steps + num_tokens, rollout.group_id, rollout.sibling, e.steps, rollout))
         e.num_running += 1
         self._dirty.add(engine)
-        self._loaded(engine, e.num_running)
+        self._loads[e.num_running].append(engine)
 
     def next_time(self) -> float:
         """When the next rollout stops; inf if none runs."""
@@ -132,7 +132,7 @@ class Fleet:
                 heapq.heapreplace(events, (self._next_stop(e), index, e.stamp))
             else:
                 heapq.heappop(events)
-            self._loaded(index, e.num_running)
+            self._lighter(index)
         out.sort()
         return [(rollout, num_tokens) for _, _, rollout, num_tokens in out]
 
@@ -152,7 +152,7 @@ class Fleet:
             heapq.heapify(e.queue)
             e.num_running = len(e.queue)
             self._dirty.add(index)
-            self._loaded(index, e.num_running)
+            self._lighter(index)
         return [(rollout, num_tokens) for rollout, num_tokens, _ in stopped]
 
     def _next_stop(self, e: _Engine) -> float:
@@ -165,10 +165,10 @@ class Fleet:
             e.boundary += seconds
             self.slot_s += e.num_running * seconds
 
-    def _loaded(self, index: int, num_running: int) -> None:
+    def _lighter(self, index: int) -> None:
+        num_running = self._engines[index].num_running
         self._loads[num_running].append(index)
-        if num_running < self._least:
-            self._least = num_running
+        self._least = min(self._least, num_running)
 
 
 def step_seconds(plan: PlanConfig, most: int) -> np.ndarray:

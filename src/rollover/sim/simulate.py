@@ -27,7 +27,8 @@ from rollover.types import Group, Reward, Rollout, SamplingParams, Segment, Stop
 _TASK = Task(task_id="", source="plan", reward="", prompt="")
 _SAMPLING = SamplingParams()
 _REWARD = Reward(1.0)
-_PAUSED, _EOS = StopReason.PAUSED, StopReason.EOS  # a member of an Enum class is slow to look up
+# A member of an Enum class is slow to look up.
+_PAUSED, _EOS, _LENGTH = StopReason.PAUSED, StopReason.EOS, StopReason.LENGTH
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class Simulation:
         self._recompute = config.kv_on_resume == "recompute"
         self._prompt = (0,) * plan.prompt_tokens
         self._ids, self._logprobs = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
-        self._segments: dict[tuple[int, int, StopReason], Segment] = {}
+        self._segments: dict[tuple[int, int, StopReason], tuple[Segment]] = {}
         self._groups: dict[int, _Simulated] = {}
         self._scoring: list[tuple[float, int]] = []
 
@@ -166,8 +167,7 @@ class Simulation:
             self._dispatch(self.lifecycle.start(version), version)
             self._wait(version)
         interrupted = scheduler.to_interrupt(version, self._stream_ended)
-        for rollout, num_tokens in self.fleet.interrupt(interrupted, self.now):
-            self._append(rollout, num_tokens, version)  # some may have come to their end in their last step
+        self._append(self.fleet.interrupt(interrupted, self.now), version)  # some end with their last step
 
     def _admit(self, version: int) -> None:
         for _ in range(self.lifecycle.scheduler.num_to_admit()):
@@ -203,29 +203,33 @@ class Simulation:
         score_at = self._scoring[0][0] if self._scoring else float("inf")
         self.now = max(self.now, min(self.fleet.next_time() + self._resolution_s, score_at))
         assert self.now < float("inf"), "nothing runs and there is not enough for a step"
-        for rollout, num_tokens in self.fleet.stopped(self.now):
-            self._append(rollout, num_tokens, version)
+        self._append(self.fleet.stopped(self.now), version)
         if score_at <= self.now:
             self._handle_scores()
 
-    def _append(self, rollout: Rollout, num_tokens: int, version: int) -> None:
-        so_far = rollout.num_tokens + num_tokens
-        reason = _PAUSED
-        if so_far == self._groups[rollout.group_id].lengths[rollout.sibling]:
-            reason = _EOS
-        elif so_far == self.config.max_new_tokens:
-            reason = StopReason.LENGTH
+    def _append(self, stopped: list[tuple[Rollout, int]], version: int) -> None:
+        lifecycle, longest = self.lifecycle, self.config.max_new_tokens
+        for rollout, num_tokens in stopped:
+            so_far = rollout.num_tokens + num_tokens
+            reason = _PAUSED
+            if so_far == self._groups[rollout.group_id].lengths[rollout.sibling]:
+                reason = _EOS
+            elif so_far == longest:
+                reason = _LENGTH
+            complete = lifecycle.append(rollout, self._segment(num_tokens, version, reason))
+            if complete is not None:
+                heapq.heappush(self._scoring, (self.now + self.plan.reward_s, complete.group_id))
+
+    def _segment(self, num_tokens: int, version: int, reason: StopReason) -> tuple[Segment]:
+        """Only the length counts, so all of one length are one object, on views of one array."""
         key = (num_tokens, version, reason)
-        segment = self._segments.get(key)
-        if segment is None:  # only the length counts, so all of one length are one object, on views of one array
+        if key not in self._segments:
             if num_tokens > len(self._ids):
                 self._ids = np.zeros(2 * num_tokens, dtype=np.int32)
                 self._logprobs = np.zeros(2 * num_tokens, dtype=np.float32)
             ids, logprobs = self._ids[:num_tokens], self._logprobs[:num_tokens]
-            segment = self._segments[key] = Segment(ids, logprobs, version, _SAMPLING, reason)
-        complete = self.lifecycle.append(rollout, [segment])
-        if complete is not None:
-            heapq.heappush(self._scoring, (self.now + self.plan.reward_s, complete.group_id))
+            self._segments[key] = (Segment(ids, logprobs, version, _SAMPLING, reason),)
+        return self._segments[key]
 
     def _handle_scores(self) -> None:
         """The next scores arrive, and all that arrive with them."""

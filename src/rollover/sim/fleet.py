@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import insort
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +19,8 @@ from rollover.types import Rollout
 _TINY = 1e-9
 
 
-# A rollout on an engine: the step after which it stops, its group and sibling, the step after which it began, itself.
+# A rollout on an engine: minus the step after which it stops, its group and sibling, the step after which it began, and
+# itself. So what stops next is last in a sorted list, where it is taken away at no cost.
 _Running = tuple[int, int, int, int, Rollout]
 
 
@@ -26,7 +28,7 @@ _Running = tuple[int, int, int, int, Rollout]
 class _Engine:
     """`boundary`: the virtual time of its last step boundary, which may lie ahead of now; `steps` were made by then.
 
-    `queue`: a heap of what runs. `prefilling`: tokens whose prefill began at the moment `prefilling_at`,
+    `queue`: what runs, sorted. `prefilling`: tokens whose prefill began at the moment `prefilling_at`,
     together, in `prefill_s`.
     """
 
@@ -90,7 +92,7 @@ class Fleet:
             prefill_s = max(self._prefill_min_s, e.prefilling * self._prefill_s)
             e.boundary += prefill_s - e.prefill_s
             e.prefill_s = prefill_s
-        heapq.heappush(e.queue, (e.steps + num_tokens, rollout.group_id, rollout.sibling, e.steps, rollout))
+        insort(e.queue, (-(e.steps + num_tokens), rollout.group_id, rollout.sibling, e.steps, rollout))
         e.num_running += 1
         self._dirty.add(engine)
         self._loads[e.num_running].append(engine)
@@ -122,10 +124,10 @@ class Fleet:
                 heapq.heappop(events)
                 continue
             queue = e.queue
-            self._step(e, queue[0][0] - e.steps)
-            while queue and queue[0][0] == e.steps:
-                end, group_id, sibling, start, rollout = heapq.heappop(queue)
-                out.append((group_id, sibling, rollout, end - start))
+            self._step(e, -queue[-1][0] - e.steps)
+            while queue and -queue[-1][0] == e.steps:
+                _, group_id, sibling, start, rollout = queue.pop()
+                out.append((group_id, sibling, rollout, e.steps - start))
             e.num_running = len(queue)
             e.stamp += 1
             if queue:
@@ -149,14 +151,13 @@ class Fleet:
         for index in {index for _, _, index in stopped}:
             e = self._engines[index]
             e.queue = [running for running in e.queue if running[4].rollout_id in found]
-            heapq.heapify(e.queue)
             e.num_running = len(e.queue)
             self._dirty.add(index)
             self._lighter(index)
         return [(rollout, num_tokens) for rollout, num_tokens, _ in stopped]
 
     def _next_stop(self, e: _Engine) -> float:
-        return e.boundary + (e.queue[0][0] - e.steps) * self.step_s[e.num_running]
+        return e.boundary + (-e.queue[-1][0] - e.steps) * self.step_s[e.num_running]
 
     def _step(self, e: _Engine, times: int) -> None:
         if times:

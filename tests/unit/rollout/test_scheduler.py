@@ -141,6 +141,16 @@ def test_urgent_groups_resume_first_even_their_waiting_siblings() -> None:
     assert [r.rollout_id for r in restored.start(0)][:2] == ["0-0", "1-1"]
 
 
+@pytest.mark.parametrize("max_running", [None, 5])
+def test_what_must_not_be_interrupted_again_precedes_even_the_urgent(max_running: int | None) -> None:
+    bench = Bench(max_running, groups_per_step=1, in_flight_groups=3, max_staleness=2, interrupt="when_enough",
+                  order="longest_first", group_size=2, max_continuations=1)  # fmt: skip
+    bench.admit(3)
+    bench.park("1-1", 1, version=0)  # deadline 2: urgent, its waiting sibling too
+    bench.park("0-0", 9, version=2)
+    assert bench.start(version=2) == ["0-0", "1-1", "1-0", "0-1", "2-0", "2-1"][:max_running]
+
+
 @pytest.mark.parametrize("order", ["oldest_first", "longest_first", "fifo"])
 @pytest.mark.parametrize("max_continuations", [0, 1])
 def test_all_at_once_start_in_the_order_of_one_by_one(order: str, max_continuations: int) -> None:

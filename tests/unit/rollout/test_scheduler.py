@@ -177,7 +177,7 @@ def test_all_at_once_start_in_the_order_of_one_by_one(order: str, max_continuati
 
     everyone = started(18)
     assert len(everyone) == 18 and everyone[0] != "0-0"
-    assert started(1) == everyone
+    assert started(1) == started(5) == started(17) == everyone
 
 
 def test_never_waits_for_all_when_enough_does_not() -> None:

@@ -165,7 +165,7 @@ def test_all_at_once_start_in_the_order_of_one_by_one(order: str, max_continuati
             ("3-2", 7, 1),
             ("3-0", 2, 0),
             ("0-2", 7, 1),
-            ("2-2", 5, 1),
+            ("2-2", 5, 2),
         ):
             bench.park(rollout_id, num_tokens, version)
         out = []

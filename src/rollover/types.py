@@ -110,14 +110,16 @@ class Segment:
     sampling: SamplingParams
     stop_reason: StopReason
     trainable: bool = True
+    num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", len(self.token_ids))
         assert self.token_ids.shape == self.logprobs.shape and self.token_ids.ndim == 1
         self.token_ids.setflags(write=False)
         self.logprobs.setflags(write=False)
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,8 @@ class Rollout:
 
     Segments are appended by `add`, which keeps the counts: num_tokens, after the prompt, over all segments;
     num_sampled_tokens, the trainable ones, which the ledger counts; versions, the distinct policy versions of the
-    sampled tokens, in order of appearance.
+    sampled tokens, in order of appearance; min_version, the smallest of them; greedy, whether it is a baseline,
+    sampled at temperature 0, which is never trained.
     """
 
     group_id: int
@@ -154,6 +157,8 @@ class Rollout:
     num_tokens: int = field(init=False, default=0)
     num_sampled_tokens: int = field(init=False, default=0)
     versions: list[int] = field(init=False, default_factory=list)
+    min_version: int | None = field(init=False, default=None)
+    greedy: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.rollout_id = f"{self.group_id}-{self.sibling}"
@@ -164,21 +169,19 @@ class Rollout:
     def add(self, segment: Segment) -> None:
         """Append a segment."""
         self.segments.append(segment)
-        num = len(segment)
+        num = segment.num_tokens
         self.num_tokens += num
-        if segment.trainable and num:
+        if not segment.trainable:
+            return
+        if segment.sampling.temperature == 0:
+            self.greedy = True
+        version = segment.policy_version
+        if num:
             self.num_sampled_tokens += num
-            if segment.policy_version not in self.versions:
-                self.versions.append(segment.policy_version)
-
-    @property
-    def min_version(self) -> int | None:
-        return min(self.versions, default=None)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether it is a baseline, sampled at temperature 0, which is never trained."""
-        return any(s.sampling.temperature == 0 for s in self.segments if s.trainable)
+            if version not in self.versions:
+                self.versions.append(version)
+                if self.min_version is None or version < self.min_version:
+                    self.min_version = version
 
     def token_ids(self) -> list[int]:
         """Token ids after the prompt, over all segments."""
@@ -200,7 +203,7 @@ class Group:
     @property
     def min_version(self) -> int | None:
         """Smallest policy version among the sampled tokens of all siblings; None before the first token."""
-        return min((v for r in self.rollouts if (v := r.min_version) is not None), default=None)
+        return min((r.min_version for r in self.rollouts if r.min_version is not None), default=None)
 
     @property
     def max_version(self) -> int | None:

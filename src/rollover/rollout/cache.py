@@ -37,6 +37,7 @@ _LEGAL = {
     RolloutState.CONSUMED: set(),
     RolloutState.DROPPED: set(),
 }
+_RUNNING = RolloutState.RUNNING  # asked at every transition, and a member of an Enum class is slow to look up
 
 
 class RolloutCache:
@@ -77,25 +78,30 @@ class RolloutCache:
 
     def start(self, rollout_id: str) -> None:
         """WAITING or PARKED -> RUNNING."""
-        assert self.remaining(rollout_id) >= 1, f"rollout {rollout_id} has no budget left"
-        self._move(self._rollouts[rollout_id], RolloutState.RUNNING)
+        rollout = self._rollouts[rollout_id]
+        assert rollout.num_tokens < self.max_new_tokens, f"rollout {rollout_id} has no budget left"
+        self._move(rollout, _RUNNING)
 
     def append(self, rollout_id: str, segments: Sequence[Segment]) -> None:
         """Add what `extend` returned to a RUNNING rollout, but for empty segments. Earlier ones are never touched."""
         rollout = self._rollouts[rollout_id]
-        assert rollout.state is RolloutState.RUNNING, f"rollout {rollout_id} is {rollout.state.value}, not running"
-        num_new = sum(map(len, segments))
-        assert num_new <= self.remaining(rollout_id), (
+        assert rollout.state is _RUNNING, f"rollout {rollout_id} is {rollout.state.value}, not running"
+        num_new = 0
+        for segment in segments:
+            num_new += segment.num_tokens
+        assert rollout.num_tokens + num_new <= self.max_new_tokens, (
             f"rollout {rollout_id}: {num_new} new tokens exceed the remaining budget of {self.remaining(rollout_id)}"
         )
         for segment in segments:
-            if len(segment):
+            if segment.num_tokens:
                 rollout.add(segment)
 
     def park(self, rollout_id: str) -> None:
         """RUNNING -> PARKED; -> WAITING if it has no token yet, since there is nothing to resume."""
         rollout = self._rollouts[rollout_id]
-        assert self.remaining(rollout_id) >= 1, f"rollout {rollout_id} is out of budget: it stopped, it is not parked"
+        assert rollout.num_tokens < self.max_new_tokens, (
+            f"rollout {rollout_id} is out of budget: it stopped, it is not parked"
+        )
         self._move(rollout, RolloutState.PARKED if rollout.segments else RolloutState.WAITING)
 
     def finish(self, rollout_id: str, stop_reason: StopReason) -> None:

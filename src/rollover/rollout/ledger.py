@@ -46,7 +46,7 @@ class Ledger:
     def on_append(self, segments: Iterable[Segment]) -> None:
         for segment in segments:
             if segment.trainable:
-                self.generated_tokens += len(segment)
+                self.generated_tokens += segment.num_tokens
 
     def on_resume(self) -> None:
         """A parked rollout was started again."""

@@ -22,6 +22,9 @@ from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.staleness import oldest_in_loss
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
+# Asked at every transition, and a member of an Enum class is slow to look up.
+_PARKED, _PAUSED = RolloutState.PARKED, StopReason.PAUSED
+
 
 class EventKind(enum.Enum):
     ADMIT = "admit"
@@ -77,11 +80,12 @@ class Lifecycle:
         """Give the free slots away. Returns the rollouts that must be extended now, in order."""
         started = self.scheduler.start(version)
         for rollout in started:
-            resumed = rollout.state is RolloutState.PARKED
+            resumed = rollout.state is _PARKED
             self.cache.start(rollout.rollout_id)
             if resumed:
                 self.ledger.on_resume()
-            self._emit(EventKind.RESUME if resumed else EventKind.START, self.cache.groups[rollout.group_id], rollout)
+            if self.on_event is not None:
+                self._emit_of(rollout, EventKind.RESUME if resumed else EventKind.START)
         return started
 
     def append(self, rollout: Rollout, segments: Sequence[Segment]) -> Group | None:
@@ -94,20 +98,21 @@ class Lifecycle:
         self.ledger.on_append(segments)
         self.scheduler.on_append(rollout)
         stop_reason = segments[-1].stop_reason
-        if stop_reason is StopReason.PAUSED:
+        if stop_reason is _PAUSED:
             self.park(rollout)
             return None
         self.cache.finish(rollout.rollout_id, stop_reason)
-        self.scheduler.on_finish(rollout)
-        group = self.cache.groups[rollout.group_id]
-        self._emit(EventKind.FINISH, group, rollout)
-        return group if is_complete(group) else None
+        complete = self.scheduler.on_finish(rollout)
+        if self.on_event is not None:
+            self._emit_of(rollout, EventKind.FINISH)
+        return self.cache.groups[rollout.group_id] if complete else None
 
     def park(self, rollout: Rollout) -> None:
         """A running rollout leaves its slot with what it has."""
         self.cache.park(rollout.rollout_id)
         self.scheduler.on_park(rollout)
-        self._emit(EventKind.PARK, self.cache.groups[rollout.group_id], rollout)
+        if self.on_event is not None:
+            self._emit_of(rollout, EventKind.PARK)
 
     def set_rewards(self, group: Group, rewards: Sequence[Reward]) -> bool:
         """The group is READY; or dropped, and the answer False, where too few rewards are valid."""
@@ -208,10 +213,10 @@ class Lifecycle:
         if self.on_event is not None:
             self.on_event(Event(kind, group, rollout, reason))
 
+    def _emit_of(self, rollout: Rollout, kind: EventKind) -> None:
+        self._emit(kind, self.cache.groups[rollout.group_id], rollout)
+
 
 def is_complete(group: Group) -> bool:
     """Whether every rollout of the group is finished and waits for its reward."""
-    for rollout in group.rollouts:  # no generator: this is asked after every rollout's end
-        if rollout.state is not RolloutState.SCORING:
-            return False
-    return True
+    return all(r.state is RolloutState.SCORING for r in group.rollouts)

@@ -7,13 +7,12 @@ with the admission order, so that the order is total (`load_order` sees to that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rollover.functions import load_function
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutView:
+class RolloutView(NamedTuple):
     """What an order function may look at.
 
     num_tokens: tokens so far. remaining: tokens left of the cumulative budget. admitted_at: trainer version at the

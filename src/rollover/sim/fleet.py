@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import insort
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,30 +19,27 @@ from rollover.types import Rollout
 _TINY = 1e-9
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A rollout on an engine: it began after `start` of the engine's steps."""
-
-    rollout: Rollout
-    start: int
-    engine: int
+# A rollout on an engine: minus the step after which it stops, its group and sibling, the step after which it began, and
+# itself. So what stops next is last in a sorted list, where it is taken away at no cost.
+_Running = tuple[int, int, int, int, Rollout]
 
 
 @dataclass(slots=True, eq=False)
 class _Engine:
     """`boundary`: the virtual time of its last step boundary, which may lie ahead of now; `steps` were made by then.
 
-    `queue`: a heap of (step at which it stops, group, sibling, rollout). `prefilling`: tokens whose prefill began at
-    the moment `prefilling_at`, together.
+    `queue`: what runs, sorted. `prefilling`: tokens whose prefill began at the moment `prefilling_at`,
+    together, in `prefill_s`.
     """
 
     boundary: float = 0.0
     steps: int = 0
-    queue: list[tuple[int, int, int, _Running]] = field(default_factory=list)
+    queue: list[_Running] = field(default_factory=list)
     num_running: int = 0
     stamp: int = 0
     prefilling: int = 0
     prefilling_at: float = -1.0
+    prefill_s: float = 0.0
 
 
 class Fleet:
@@ -62,7 +60,6 @@ class Fleet:
         self._loads: list[list[int]] = [[] for _ in range(slots + 1)]
         self._loads[0] = list(range(plan.engines))[::-1]
         self._least = 0
-        self._where: dict[str, _Running] = {}
         self.slot_s = 0.0
         self.prefill_tokens = 0
 
@@ -82,30 +79,31 @@ class Fleet:
         """Give `rollout` num_tokens more, after the prefill."""
         e = self._engines[engine]
         assert e.num_running < self.slots and num_tokens >= 1
-        if e.num_running:
-            duration = self.step_s[e.num_running]
-            if e.boundary < now:
-                self._step(e, math.ceil((now - e.boundary) / duration - _TINY))
-        elif e.boundary < now:
-            e.boundary = now
+        if e.boundary < now:
+            if e.num_running:
+                self._step(e, math.ceil((now - e.boundary) / self.step_s[e.num_running] - _TINY))
+            else:
+                e.boundary = now
         if prefill_tokens:
             self.prefill_tokens += prefill_tokens
-            together = e.prefilling if e.prefilling_at == now else 0
-            e.boundary += self._prefill_seconds(together + prefill_tokens) - self._prefill_seconds(together)
-            e.prefilling, e.prefilling_at = together + prefill_tokens, now
-        running = _Running(rollout, e.steps, engine)
-        heapq.heappush(e.queue, (e.steps + num_tokens, rollout.group_id, rollout.sibling, running))
-        self._where[rollout.rollout_id] = running
+            if e.prefilling_at != now:
+                e.prefilling, e.prefilling_at, e.prefill_s = 0, now, 0.0
+            e.prefilling += prefill_tokens
+            prefill_s = max(self._prefill_min_s, e.prefilling * self._prefill_s)
+            e.boundary += prefill_s - e.prefill_s
+            e.prefill_s = prefill_s
+        insort(e.queue, (-(e.steps + num_tokens), rollout.group_id, rollout.sibling, e.steps, rollout))
         e.num_running += 1
-        self._changed(engine)
+        self._dirty.add(engine)
+        self._loads[e.num_running].append(engine)
 
     def next_time(self) -> float:
         """When the next rollout stops; inf if none runs."""
         for index in self._dirty:
             e = self._engines[index]
+            e.stamp += 1
             if e.queue:
-                time = e.boundary + (e.queue[0][0] - e.steps) * self.step_s[e.num_running]
-                heapq.heappush(self._events, (time, index, e.stamp))
+                heapq.heappush(self._events, (self._next_stop(e), index, e.stamp))
         self._dirty.clear()
         while self._events:
             time, index, stamp = self._events[0]
@@ -116,44 +114,50 @@ class Fleet:
 
     def stopped(self, now: float) -> list[tuple[Rollout, int]]:
         """Rollouts that have all their tokens by `now`, in group order, with how many these are."""
-        out: list[tuple[Rollout, int]] = []
-        while self.next_time() <= now + _TINY:
-            _, index, _ = heapq.heappop(self._events)
+        out: list[tuple[int, int, Rollout, int]] = []
+        self.next_time()  # the events are up to date
+        events = self._events
+        while events and events[0][0] <= now + _TINY:
+            _, index, stamp = events[0]
             e = self._engines[index]
+            if e.stamp != stamp:
+                heapq.heappop(events)
+                continue
             queue = e.queue
-            self._step(e, queue[0][0] - e.steps)
-            while queue and queue[0][0] == e.steps:
-                end, _, _, running = heapq.heappop(queue)
-                del self._where[running.rollout.rollout_id]
-                e.num_running -= 1
-                out.append((running.rollout, end - running.start))
-            self._changed(index)
-        if len(out) > 1:
-            out.sort(key=lambda item: (item[0].group_id, item[0].sibling))
-        return out
+            self._step(e, -queue[-1][0] - e.steps)
+            while queue and -queue[-1][0] == e.steps:
+                _, group_id, sibling, start, rollout = queue.pop()
+                out.append((group_id, sibling, rollout, e.steps - start))
+            e.num_running = len(queue)
+            e.stamp += 1
+            if queue:
+                heapq.heapreplace(events, (self._next_stop(e), index, e.stamp))
+            else:
+                heapq.heappop(events)
+            self._lighter(index)
+        out.sort()
+        return [(rollout, num_tokens) for _, _, rollout, num_tokens in out]
 
     def interrupt(self, rollout_ids: list[str], now: float) -> list[tuple[Rollout, int]]:
         """Stop these after the steps they have made by `now`. Rollouts and their tokens, in the order given."""
-        for e in self._engines:
-            if e.num_running:
-                self._step(e, max(0, math.floor((now - e.boundary) / self.step_s[e.num_running] + _TINY)))
-        out = []
-        touched = set()
-        for rollout_id in rollout_ids:
-            running = self._where.pop(rollout_id)
-            e = self._engines[running.engine]
-            e.num_running -= 1
-            touched.add(running.engine)
-            out.append((running.rollout, e.steps - running.start))
-        for index in touched:
+        found: dict[str, tuple[Rollout, int, int]] = {}
+        for index, e in enumerate(self._engines):
+            if not e.num_running:
+                continue
+            self._step(e, max(0, math.floor((now - e.boundary) / self.step_s[e.num_running] + _TINY)))
+            for _, _, _, start, rollout in e.queue:
+                found[rollout.rollout_id] = (rollout, e.steps - start, index)
+        stopped = [found.pop(rollout_id) for rollout_id in rollout_ids]
+        for index in {index for _, _, index in stopped}:
             e = self._engines[index]
-            e.queue = [entry for entry in e.queue if entry[3].rollout.rollout_id in self._where]
-            heapq.heapify(e.queue)
-            self._changed(index)
-        return out
+            e.queue = [running for running in e.queue if running[4].rollout_id in found]
+            e.num_running = len(e.queue)
+            self._dirty.add(index)
+            self._lighter(index)
+        return [(rollout, num_tokens) for rollout, num_tokens, _ in stopped]
 
-    def _prefill_seconds(self, num_tokens: int) -> float:
-        return max(self._prefill_min_s, num_tokens * self._prefill_s) if num_tokens else 0.0
+    def _next_stop(self, e: _Engine) -> float:
+        return e.boundary + (-e.queue[-1][0] - e.steps) * self.step_s[e.num_running]
 
     def _step(self, e: _Engine, times: int) -> None:
         if times:
@@ -162,13 +166,10 @@ class Fleet:
             e.boundary += seconds
             self.slot_s += e.num_running * seconds
 
-    def _changed(self, index: int) -> None:
-        e = self._engines[index]
-        e.stamp += 1
-        self._dirty.add(index)
-        self._loads[e.num_running].append(index)
-        if e.num_running < self._least:
-            self._least = e.num_running
+    def _lighter(self, index: int) -> None:
+        num_running = self._engines[index].num_running
+        self._loads[num_running].append(index)
+        self._least = min(self._least, num_running)
 
 
 def step_seconds(plan: PlanConfig, most: int) -> np.ndarray:

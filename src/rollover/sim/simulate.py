@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +27,22 @@ from rollover.types import Group, Reward, Rollout, SamplingParams, Segment, Stop
 _TASK = Task(task_id="", source="plan", reward="", prompt="")
 _SAMPLING = SamplingParams()
 _REWARD = Reward(1.0)
+# A member of an Enum class is slow to look up.
+_PAUSED, _EOS, _LENGTH = StopReason.PAUSED, StopReason.EOS, StopReason.LENGTH
+
+
+@dataclass(slots=True)
+class _Simulated:
+    """What the planner knows of a held group. `lengths` by sibling, if nothing stops them.
+
+    `kv_on`, `kv_version` by sibling: engine and version of its keys and values. `prompt_on`: engines that have those of
+    the prompt.
+    """
+
+    lengths: list[int]
+    kv_on: list[int | None]
+    kv_version: list[int]
+    prompt_on: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +102,11 @@ class Simulation:
         emit = None if on_event is None else lambda event: on_event(event, self.now)
         self.lifecycle = Lifecycle(config, plan.engines * slots_per_engine, min_valid_rewards=1, on_event=emit)
         self._resolution_s = self.fleet.step_s[1] / 4 if plan.engines > 1 else 0.0
+        self._recompute = config.kv_on_resume == "recompute"
         self._prompt = (0,) * plan.prompt_tokens
         self._ids, self._logprobs = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
-        self._segments: dict[tuple[int, int, StopReason], Segment] = {}
-        self._lengths: dict[int, list[int]] = {}
-        self._kv: dict[str, tuple[int, int]] = {}  # rollout id -> engine and version of its keys and values
-        self._prompts: set[tuple[int, int]] = set()  # (engine, group) whose prompt is cached there
+        self._segments: dict[tuple[int, int, StopReason], tuple[Segment]] = {}
+        self._groups: dict[int, _Simulated] = {}
         self._scoring: list[tuple[float, int]] = []
 
     def run(self) -> Outcome:
@@ -127,10 +142,8 @@ class Simulation:
         devices = self.plan.trainers or self.plan.engines
         train_s = tokens / (self.plan.train_tokens_per_s * devices)
         self.now += train_s + self.plan.weight_sync_s
-        for group in self.lifecycle.publish(version + 1):
-            self._forget(group)
-        for group in groups:
-            self._forget(group)
+        for group in [*groups, *self.lifecycle.publish(version + 1)]:
+            del self._groups[group.group_id]
         step = Step(
             version=version,
             generate_s=generated - started,
@@ -151,12 +164,10 @@ class Simulation:
             self._admit(version)
             if scheduler.to_consume(version, self._stream_ended) is not None:
                 break
-            for rollout in self.lifecycle.start(version):
-                self._dispatch(rollout, version)
+            self._dispatch(self.lifecycle.start(version), version)
             self._wait(version)
         interrupted = scheduler.to_interrupt(version, self._stream_ended)
-        for rollout, num_tokens in self.fleet.interrupt(interrupted, self.now):
-            self._append(rollout, num_tokens, version)  # some may have come to their end in their last step
+        self._append(self.fleet.interrupt(interrupted, self.now), version)  # some end with their last step
 
     def _admit(self, version: int) -> None:
         for _ in range(self.lifecycle.scheduler.num_to_admit()):
@@ -165,54 +176,60 @@ class Simulation:
                 self._stream_ended = True
                 return
             group = self.lifecycle.admit(_TASK, self._prompt, version)
-            self._lengths[group.group_id] = self.workload.lengths(task)
+            lengths = self.workload.lengths(task)
+            self._groups[group.group_id] = _Simulated(lengths, [None] * len(lengths), [version] * len(lengths))
 
-    def _dispatch(self, rollout: Rollout, version: int) -> None:
-        kv = self._kv.get(rollout.rollout_id)
-        engine = self.fleet.place(kv[0] if kv else None)
-        so_far = rollout.num_tokens
-        wanted = self._lengths[rollout.group_id][rollout.sibling]
-        left = min(wanted, self.config.max_new_tokens) - so_far
-        if budget := self.lifecycle.scheduler.token_budget(rollout):
-            left = min(left, budget)
-        fresh = kv is not None and kv[0] == engine and (kv[1] == version or self.config.kv_on_resume != "recompute")
-        prefill = 0 if fresh else so_far
-        if not fresh and (engine, rollout.group_id) not in self._prompts:
-            prefill += len(self._prompt)
-            self._prompts.add((engine, rollout.group_id))
-        if so_far:
-            self.outcome.reprefilled_tokens += prefill
-        self.fleet.start(rollout, engine, left, prefill, self.now)
-        self._kv[rollout.rollout_id] = (engine, version)
+    def _dispatch(self, started: list[Rollout], version: int) -> None:
+        fleet, scheduler, longest = self.fleet, self.lifecycle.scheduler, self.config.max_new_tokens
+        for rollout in started:
+            group, sibling, so_far = self._groups[rollout.group_id], rollout.sibling, rollout.num_tokens
+            kv_on = group.kv_on[sibling]
+            engine = fleet.place(kv_on)
+            left = min(group.lengths[sibling], longest) - so_far
+            if budget := scheduler.token_budget(rollout):
+                left = min(left, budget)
+            fresh = engine == kv_on and (group.kv_version[sibling] == version or not self._recompute)
+            prefill = 0 if fresh else so_far
+            if not fresh and engine not in group.prompt_on:
+                prefill += len(self._prompt)
+                group.prompt_on.add(engine)
+            if so_far:
+                self.outcome.reprefilled_tokens += prefill
+            fleet.start(rollout, engine, left, prefill, self.now)
+            group.kv_on[sibling], group.kv_version[sibling] = engine, version
 
     def _wait(self, version: int) -> None:
         """To the next moment at which something stops or is scored, and handle all that does."""
         score_at = self._scoring[0][0] if self._scoring else float("inf")
         self.now = max(self.now, min(self.fleet.next_time() + self._resolution_s, score_at))
         assert self.now < float("inf"), "nothing runs and there is not enough for a step"
-        for rollout, num_tokens in self.fleet.stopped(self.now):
-            self._append(rollout, num_tokens, version)
+        self._append(self.fleet.stopped(self.now), version)
         if score_at <= self.now:
             self._handle_scores()
 
-    def _append(self, rollout: Rollout, num_tokens: int, version: int) -> None:
-        so_far = rollout.num_tokens + num_tokens
-        reason = StopReason.PAUSED
-        if so_far == self._lengths[rollout.group_id][rollout.sibling]:
-            reason = StopReason.EOS
-        elif so_far == self.config.max_new_tokens:
-            reason = StopReason.LENGTH
-        if num_tokens > len(self._ids):
-            self._ids = np.zeros(2 * num_tokens, dtype=np.int32)
-            self._logprobs = np.zeros(2 * num_tokens, dtype=np.float32)
+    def _append(self, stopped: list[tuple[Rollout, int]], version: int) -> None:
+        lifecycle, longest = self.lifecycle, self.config.max_new_tokens
+        for rollout, num_tokens in stopped:
+            so_far = rollout.num_tokens + num_tokens
+            reason = _PAUSED
+            if so_far == self._groups[rollout.group_id].lengths[rollout.sibling]:
+                reason = _EOS
+            elif so_far == longest:
+                reason = _LENGTH
+            complete = lifecycle.append(rollout, self._segment(num_tokens, version, reason))
+            if complete is not None:
+                heapq.heappush(self._scoring, (self.now + self.plan.reward_s, complete.group_id))
+
+    def _segment(self, num_tokens: int, version: int, reason: StopReason) -> tuple[Segment]:
+        """Only the length counts, so all of one length are one object, on views of one array."""
         key = (num_tokens, version, reason)
-        segment = self._segments.get(key)
-        if segment is None:  # only the length counts, so all of one length are one object, on views of one array
+        if key not in self._segments:
+            if num_tokens > len(self._ids):
+                self._ids = np.zeros(2 * num_tokens, dtype=np.int32)
+                self._logprobs = np.zeros(2 * num_tokens, dtype=np.float32)
             ids, logprobs = self._ids[:num_tokens], self._logprobs[:num_tokens]
-            segment = self._segments[key] = Segment(ids, logprobs, version, _SAMPLING, reason)
-        complete = self.lifecycle.append(rollout, [segment])
-        if complete is not None:
-            heapq.heappush(self._scoring, (self.now + self.plan.reward_s, complete.group_id))
+            self._segments[key] = (Segment(ids, logprobs, version, _SAMPLING, reason),)
+        return self._segments[key]
 
     def _handle_scores(self) -> None:
         """The next scores arrive, and all that arrive with them."""
@@ -226,22 +243,14 @@ class Simulation:
 
     def _trained(self, groups: list[Group], version: int) -> tuple[Counter[int], int]:
         """Tokens in the loss by staleness, and tokens that pass through the trainer, prompts (one a group) included."""
-        ages: Counter[int] = Counter()
-        oldest, num_tokens = oldest_in_loss(self.config, version), 0
+        tokens: defaultdict[int, int] = defaultdict(int)  # by policy version
         for group in groups:
-            num_tokens += len(self._prompt)
             for rollout in group.rollouts:
+                segments = rollout.segments
                 self.outcome.trained_rollouts += 1
-                self.outcome.partial_rollouts += len(rollout.segments) > 1
-                for segment in rollout.segments:
-                    num_tokens += len(segment)
-                    if segment.policy_version >= oldest:
-                        ages[staleness(segment.policy_version, version)] += len(segment)
-        return ages, num_tokens
-
-    def _forget(self, group: Group) -> None:
-        del self._lengths[group.group_id]
-        for rollout in group.rollouts:
-            kv = self._kv.pop(rollout.rollout_id, None)
-            if kv is not None:
-                self._prompts.discard((kv[0], group.group_id))
+                self.outcome.partial_rollouts += len(segments) > 1
+                for segment in segments:
+                    tokens[segment.policy_version] += segment.num_tokens
+        oldest = oldest_in_loss(self.config, version)
+        ages = Counter({staleness(v, version): num for v, num in tokens.items() if v >= oldest})
+        return ages, len(groups) * len(self._prompt) + sum(tokens.values())

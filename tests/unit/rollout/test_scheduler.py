@@ -33,7 +33,7 @@ class Bench:
         self.scheduler._queued.pop(rollout_id)
         self.scheduler._spent.pop(rollout_id, None)
         self.cache.start(rollout_id)
-        self.scheduler._running[rollout_id] = self.cache.rollout(rollout_id)
+        self.scheduler._running.add(self.cache.rollout(rollout_id))
 
     def park(self, rollout_id: str, num_tokens: int, version: int = 0) -> None:
         self.put(rollout_id, num_tokens, version, StopReason.PAUSED)
@@ -139,6 +139,45 @@ def test_urgent_groups_resume_first_even_their_waiting_siblings() -> None:
     assert bench.start(version=2) == ["1-1", "1-0", "0-0", "0-1", "2-0", "2-1"]
     # With time to spare the order function alone decides.
     assert [r.rollout_id for r in restored.start(0)][:2] == ["0-0", "1-1"]
+
+
+@pytest.mark.parametrize("max_running", [None, 5])
+def test_what_must_not_be_interrupted_again_precedes_even_the_urgent(max_running: int | None) -> None:
+    bench = Bench(max_running, groups_per_step=1, in_flight_groups=3, max_staleness=2, interrupt="when_enough",
+                  order="longest_first", group_size=2, max_continuations=1)  # fmt: skip
+    bench.admit(3)
+    bench.park("1-1", 1, version=0)  # deadline 2: urgent, its waiting sibling too
+    bench.park("0-0", 9, version=2)
+    assert bench.start(version=2) == ["0-0", "1-1", "1-0", "0-1", "2-0", "2-1"][:max_running]
+
+
+@pytest.mark.parametrize("order", ["oldest_first", "longest_first", "fifo"])
+@pytest.mark.parametrize("max_continuations", [0, 1])
+def test_all_at_once_start_in_the_order_of_one_by_one(order: str, max_continuations: int) -> None:
+    """Where there are slots for all, they are sorted; where not, they leave their queues in turn."""
+
+    def started(slots_at_once: int) -> list[str]:
+        bench = Bench(slots_at_once, groups_per_step=2, in_flight_groups=6, max_staleness=2, interrupt="when_enough",
+                      group_size=3, order=order, max_continuations=max_continuations)  # fmt: skip
+        bench.admit(6)
+        for rollout_id, num_tokens, version in (
+            ("5-1", 4, 0),
+            ("3-2", 7, 1),
+            ("3-0", 2, 0),
+            ("0-2", 7, 1),
+            ("2-2", 5, 2),
+        ):
+            bench.park(rollout_id, num_tokens, version)
+        out = []
+        while names := bench.start(version=2):
+            out += names
+            for name in names:
+                bench.ready(name, version=2)
+        return out
+
+    everyone = started(18)
+    assert len(everyone) == 18 and everyone[0] != "0-0"
+    assert started(1) == started(5) == started(17) == everyone
 
 
 def test_never_waits_for_all_when_enough_does_not() -> None:

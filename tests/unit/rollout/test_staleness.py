@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout import staleness
 from rollover.rollout.cache import RolloutCache
-from rollover.types import Group
+from rollover.types import Group, Rollout
 from unit.rollout.world import make_segment, make_task
 
 
@@ -102,3 +102,12 @@ def test_staleness_bound(interrupt, in_flight, max_staleness, on_stale, bound) -
         on_stale=on_stale,
     )
     assert config.staleness_bound == bound
+
+
+def test_a_rollout_keeps_its_smallest_version_whatever_the_order() -> None:
+    rollout = Rollout(0, 0, make_task(0), (1,))
+    seen: list[int | None] = [rollout.min_version]
+    for segment in (make_segment(2, 0, trainable=False), make_segment(2, 5), make_segment(1, 3), make_segment(1, 4)):
+        rollout.add(segment)
+        seen.append(rollout.min_version)
+    assert seen == [None, None, 5, 3, 3] and rollout.versions == [5, 3, 4]

@@ -98,6 +98,12 @@ def score(*calls, timeout_s=10.0):
     return asyncio.run(run())
 
 
+def counts(**of_kind):
+    """All of a worker's counters."""
+    names = ("timeouts", "crashes", "errors", "out_of_memory", "quarantined", "retries")
+    return {f"rewards/{name}": of_kind.get(name, 0) for name in names}
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [
@@ -113,7 +119,7 @@ def test_a_failure_is_missing_with_its_text_and_the_worker_goes_on(name, error):
     (failed, fine), stats = score((name, ["4", "5"]), ("good", ["4", "5"]))
     assert all(r.missing and error in r.error for r in failed)
     assert [r.score for r in fine] == [1, 0]
-    assert stats == {"rewards/timeouts": 0, "rewards/crashes": 0, "rewards/errors": 2}
+    assert stats == counts(errors=2)
 
 
 def test_a_dead_worker_is_missing_and_replaced():
@@ -129,7 +135,7 @@ def test_an_endless_loop_is_killed_at_the_limit():
     assert time.monotonic() - started < 30
     assert [r.error for r in failed] == ["timeout after 1 s"] * 2
     assert [r.score for r in fine] == [1, 0]
-    assert stats == {"rewards/timeouts": 1, "rewards/crashes": 0, "rewards/errors": 0}
+    assert stats == counts(timeouts=1)
 
 
 def test_printing_and_reading_do_not_touch_the_protocol():
@@ -163,7 +169,7 @@ def test_a_per_sample_failure_leaves_the_others_valid():
     assert rewards[0].extras == {"acc": 0.5}
     errors = [r.error for r in rewards if r.missing]
     assert "bad sample" in errors[0] and "exit code 7" in errors[1] and errors[2] == "timeout after 1 s"
-    assert stats == {"rewards/timeouts": 1, "rewards/crashes": 1, "rewards/errors": 1}
+    assert stats == counts(timeouts=1, crashes=1, errors=1)
 
 
 def test_rewards_of_several_functions_keep_the_order_of_the_requests():

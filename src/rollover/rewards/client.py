@@ -18,9 +18,9 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import rollover
 from rollover.config import RewardsConfig
@@ -29,7 +29,6 @@ from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import RETURNED_NONE, Mode
 from rollover.types import Reward, Task
 
-_Result = TypeVar("_Result")
 _MAX_LINE_BYTES = 64 * 2**20
 _EXIT_LIMIT_S = 1.0
 _STANDSTILL_GRACE_S = 0.05
@@ -186,24 +185,22 @@ class RewardWorker:
         Returns early, with some left, when the worker has to be replaced as it was out of memory.
         """
         mode, keys = self._modes[spec], list(requests)
-        limit_s = self.config.timeout_s
+        spent: list[int] = []
+
+        def take(reply: dict[str, Any]) -> bool:
+            """Whether nothing more is expected."""
+            if mode == "batch":
+                results = [reply] * len(keys) if "error" in reply else reply["results"]
+                scored = dict(zip(keys, results, strict=True))
+            else:
+                scored = {keys[reply["index"]]: reply["result"]}
+            rewards.update((key, self._reward(result)) for key, result in scored.items())
+            spent.extend(key for key, result in scored.items() if "out_of_memory" in result)
+            return bool(spent) and mode == "each"
+
         message = {"op": "score", "spec": spec, "items": [_item(request) for request in requests.values()]}
-        await self._send(message, limit_s)
-        if mode == "batch":
-            reply = await self._receive(limit_s)
-            results = [reply] * len(keys) if "error" in reply else reply["results"]
-            rewards |= {key: self._reward(result) for key, result in zip(keys, results, strict=True)}
-            spent = keys if "out_of_memory" in reply else []
-        else:
-            spent, deadline = [], time.monotonic() + limit_s
-            for _ in keys:
-                reply = await self._receive(limit_s if mode == "each" else max(0.0, deadline - time.monotonic()))
-                key, result = keys[reply["index"]], reply["result"]
-                rewards[key] = self._reward(result)
-                if "out_of_memory" in result:
-                    spent.append(key)
-                    if mode == "each":
-                        break
+        num_replies = 1 if mode == "batch" else len(keys)
+        await self._ask(message, self.config.timeout_s, take, num_replies, limit_each=mode == "each")
         if spent:  # what filled its memory may fill it still
             self._blame(requests[key] for key in spent)
             await self._kill()
@@ -225,11 +222,11 @@ class RewardWorker:
             await self._start()
         if spec in self._modes:
             return None
-        await self._send({"op": "load", "spec": spec}, self.config.startup_timeout_s)
-        reply = await self._receive(self.config.startup_timeout_s)
-        if "error" in reply:
-            return reply
-        self._modes[spec] = reply["mode"]
+        replies: list[dict[str, Any]] = []
+        await self._ask({"op": "load", "spec": spec}, self.config.startup_timeout_s, replies.append)
+        if "error" in replies[0]:
+            return replies[0]
+        self._modes[spec] = replies[0]["mode"]
         return None
 
     async def _start(self) -> None:
@@ -250,19 +247,57 @@ class RewardWorker:
             stdout=asyncio.subprocess.PIPE,
             env=environment,
             limit=_MAX_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C is for the loop; a kill reaches what the function started
+            # Ctrl-C is for the loop; a kill reaches what the function started. Not a session of its own: Linux shares
+            # the cores between sessions first, and each worker would weigh as much as the trainer.
+            process_group=0,
         )
 
-    async def _send(self, message: dict[str, Any], limit_s: float) -> None:
+    async def _ask(
+        self,
+        message: dict[str, Any],
+        limit_s: float,
+        take: Callable[[dict[str, Any]], object],
+        num_replies: int = 1,
+        *,
+        limit_each: bool = False,
+    ) -> None:
+        """Send the message and hand the replies to `take`, until it returns something true or all have come.
+
+        Raises TimeoutError after `limit_s`, with `limit_each` after so long without a reply; or _WorkerDied.
+        """
+        started = time.monotonic()
+        exchange = asyncio.ensure_future(self._exchange(message, take, num_replies))
+        try:
+            while not exchange.done():
+                begun = max(started, self._last_sign) if limit_each else started
+                left_s = begun + limit_s - time.monotonic()
+                if left_s > 0:
+                    await asyncio.wait([exchange], timeout=left_s)
+                    continue
+                # A training step holds up the event loop for longer than a reward takes: what came meanwhile is read
+                # before the limit counts.
+                await asyncio.wait([exchange], timeout=_STANDSTILL_GRACE_S)
+                if not exchange.done() and not (limit_each and self._last_sign > begun):
+                    raise TimeoutError
+            exchange.result()
+        finally:
+            exchange.cancel()
+
+    async def _exchange(
+        self, message: dict[str, Any], take: Callable[[dict[str, Any]], object], num_replies: int
+    ) -> None:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         with contextlib.suppress(ConnectionError):  # it died: the reply says so
-            await _within(limit_s, self._process.stdin.drain())
+            await self._process.stdin.drain()
+        for _ in range(num_replies):
+            if take(await self._receive()):
+                break
 
-    async def _receive(self, limit_s: float) -> dict[str, Any]:
-        """The next reply. Raises TimeoutError, or _WorkerDied with how it ended."""
+    async def _receive(self) -> dict[str, Any]:
+        """The next reply. Raises _WorkerDied with how it ended."""
         assert self._process is not None and self._process.stdout is not None
-        line = await _within(limit_s, self._process.stdout.readline())
+        line = await self._process.stdout.readline()
         if line.endswith(b"\n"):
             self._last_sign = time.monotonic()
             return json.loads(line)
@@ -279,23 +314,6 @@ class RewardWorker:
         if process.stdin is not None:
             process.stdin.close()
         await process.wait()
-
-
-async def _within(limit_s: float, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `work`, or TimeoutError after `limit_s`.
-
-    A training step holds up the event loop for longer than a reward takes: what came meanwhile is read before the limit
-    counts.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        for wait_s in (limit_s, _STANDSTILL_GRACE_S):
-            await asyncio.wait([task], timeout=wait_s)
-            if task.done():
-                return task.result()
-        raise TimeoutError
-    finally:
-        task.cancel()
 
 
 def _how_it_ended(code: int | None) -> str:

@@ -296,14 +296,15 @@ class RewardWorker:
 
     async def _receive(self) -> dict[str, Any]:
         """The next reply. Raises _WorkerDied with how it ended."""
-        assert self._process is not None and self._process.stdout is not None
-        line = await self._process.stdout.readline()
+        process = self._process
+        assert process is not None and process.stdout is not None
+        line = await process.stdout.readline()
         if line.endswith(b"\n"):
             self._last_sign = time.monotonic()
             return json.loads(line)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _EXIT_LIMIT_S)
-        raise _WorkerDied(f"the reward worker died in this call ({_how_it_ended(self._process.returncode)})")
+            await asyncio.wait_for(process.wait(), _EXIT_LIMIT_S)
+        raise _WorkerDied(f"the reward worker died in this call ({_how_it_ended(process.returncode)})")
 
     async def _kill(self) -> None:
         process, self._process, self._modes = self._process, None, {}

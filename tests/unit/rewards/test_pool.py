@@ -17,7 +17,7 @@ from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Task
 
 FUNCTIONS = """
-import asyncio, os, threading, time
+import asyncio, os, signal, threading, time
 from pathlib import Path
 
 hoard, running, loops = [], 0, set()
@@ -51,6 +51,8 @@ def one(solution_str):
         return times_called(rest)
     if word == "memory":
         return len(bytearray(4 << 30))
+    if word == "alarm":
+        signal.alarm(1)  # left pending
     if word == "hoard":
         hoard.append(bytearray(200_000_000))
         return len(hoard)
@@ -174,23 +176,20 @@ def test_only_the_workers_that_are_needed_start():
     assert asyncio.run(run()) == [True, False, False]
 
 
-def test_groups_are_taken_in_order_of_arrival_also_when_a_newcomer_asks_at_the_right_moment():
+def test_groups_are_taken_in_order_of_arrival_also_when_one_asks_as_a_worker_gets_free():
     async def run():
         async with pool_of(1) as pool:
             done = []
 
-            async def one(number):
-                await pool.score(group(["a"]))
-                done.append(number)
-                if number < 3:
-                    asyncio.create_task(one(number + 10))  # it asks before the next in the queue has woken up
+            async def ask(name, times):
+                for _ in range(times):
+                    await pool.score(group(["a"]))
+                    done.append(name)  # and it asks again before the next in the queue has woken up
 
-            await asyncio.gather(*(one(n) for n in range(6)))
-            while len(done) < 9:
-                await asyncio.sleep(0.01)
+            await asyncio.gather(ask("first", 3), ask("second", 1), ask("third", 1))
             return done
 
-    assert asyncio.run(run()) == [0, 1, 2, 3, 4, 5, 10, 11, 12]
+    assert asyncio.run(run()) == ["first", "second", "third", "first", "first"]
 
 
 def test_rewards_do_not_depend_on_the_number_of_workers_and_one_worker_is_a_reward_worker():
@@ -258,6 +257,19 @@ def test_a_reply_that_came_while_the_event_loop_stood_still_is_in_time(folder):
     assert scores(rewards) == [7, 2] and timeouts == 0
 
 
+def test_a_sample_that_began_while_the_event_loop_stood_still_has_its_own_time():
+    async def run():
+        async with pool_of(1, timeout_s=1.5) as pool:
+            await pool.score(group(["a"]))
+            call = asyncio.create_task(pool.score(group(["sleep 0.6"] * 5)))
+            await asyncio.sleep(0.1)
+            time.sleep(2.0)
+            return await call, pool.stats()["rewards/timeouts"]
+
+    rewards, timeouts = asyncio.run(run())
+    assert not any(r.missing for r in rewards) and timeouts == 0
+
+
 def test_what_hangs_while_the_event_loop_stands_still_is_ended_when_it_goes_on():
     async def run():
         async with pool_of(1, timeout_s=0.5) as pool:
@@ -281,6 +293,14 @@ def test_a_request_that_the_worker_does_not_read_ends_at_the_limit():
 
     stopped, fine = asyncio.run(run())
     assert stopped[0].error == "timeout after 0.5 s" and scores(fine) == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"), [("one", [["alarm", "sleep 1.2"]]), ("together", [["alarm"], ["sleep 1.2"]])]
+)
+def test_a_pending_alarm_does_not_end_a_later_call(name, groups):
+    rewards, counted = score(*(group(texts, name) for texts in groups))
+    assert not any(r.missing for scored in rewards for r in scored) and not counted
 
 
 # Tries

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import asynccontextmanager
 
@@ -493,34 +491,4 @@ def test_close_ends_every_worker():
             return pids
 
     pids = asyncio.run(run())
-    assert wait_until(lambda: not any(map(alive, pids)))
-
-
-PARENT = """
-import asyncio
-from rollover.config import RewardsConfig
-from rollover.rewards.pool import RewardPool
-from rollover.rewards.protocol import ScoreRequest
-from rollover.types import Task
-
-async def main():
-    pool = RewardPool(RewardsConfig(num_workers=2))
-    requests = [ScoreRequest(Task("t", "s", "functions.py:one", prompt="p", columns={"answer": "4"}), "sleep 100")]
-    calls = [asyncio.create_task(pool.score(requests)) for _ in range(2)]
-    while not all(h.pid for h in pool.health()):
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.3)
-    print(*(h.pid for h in pool.health()), flush=True)
-    await asyncio.wait(calls)
-
-asyncio.run(main())
-"""
-
-
-def test_every_worker_dies_with_its_parent():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as parent:
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(alive, pids))
-        parent.send_signal(signal.SIGKILL)
     assert wait_until(lambda: not any(map(alive, pids)))

@@ -304,6 +304,37 @@ def test_the_worker_dies_when_its_parent_is_killed_in_a_call(functions):
     assert wait_until_dead(pid)
 
 
+PARENT_OF_TWO = """
+import asyncio
+from rollover.config import RewardsConfig
+from rollover.rewards.pool import RewardPool
+from rollover.rewards.protocol import ScoreRequest
+from rollover.types import Task
+
+async def main():
+    pool = RewardPool(RewardsConfig(num_workers=2))
+    task = Task("t", "s", "functions.py:per_sample", prompt="p", columns={"answer": "4"})
+    calls = [asyncio.create_task(pool.score([ScoreRequest(task, "loop")])) for _ in range(2)]
+    while not all(h.pid for h in pool.health()):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    print(*(h.pid for h in pool.health()), flush=True)
+    await asyncio.wait(calls)
+
+asyncio.run(main())
+"""
+
+
+def test_every_worker_of_a_pool_dies_with_its_parent(functions):
+    (functions / "json.py").unlink()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", PARENT_OF_TWO], stdout=subprocess.PIPE, env=environment) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(alive, pids))
+        parent.send_signal(signal.SIGKILL)
+    assert all(map(wait_until_dead, pids))
+
+
 def test_the_worker_imports_nothing_heavy():
     code = "import sys, rollover.rewards.worker; print([m for m in ('torch', 'numpy', 'pydantic') if m in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -1,9 +1,11 @@
-"""The parent's end of the reward worker: a Rewarder whose functions run in one killable child process.
+"""The parent's end of a reward worker: a Rewarder whose functions run in one killable child process.
 
     score -> group by reward spec -> [load, once per process] -> score -> Reward per request
-                 timeout or death -> kill, missing reward, fresh process for the next call
+                 timeout or death -> kill; try again, or missing reward; a fresh process for the next call
+                 out of memory    -> missing reward; a fresh process for the next call
 
-Owns the process, its time limits and the counters. Never runs user code itself, never retries a failed call.
+Owns the process, its time limits, the tries and the counters. Never runs user code itself. Several of them are a
+RewardPool (rewards/pool.py), which shares one Quarantine.
 """
 
 from __future__ import annotations
@@ -14,23 +16,38 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rollover
 from rollover.config import RewardsConfig
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.registry import RETURNED_NONE
+from rollover.rewards.quarantine import Quarantine
+from rollover.rewards.registry import RETURNED_NONE, Mode
 from rollover.types import Reward, Task
 
 _MAX_LINE_BYTES = 64 * 2**20
 _EXIT_LIMIT_S = 1.0
+_STANDSTILL_GRACE_S = 0.05
 _DUMMY_COMPLETION = "The answer is 0."
+_COUNTERS = ("timeouts", "crashes", "errors", "out_of_memory", "quarantined", "retries")
 
 
 class RewardProbeError(ValueError):
     """The reward function failed its call at start-up; the message names the function and says what was wrong."""
+
+
+class WorkerHealth(NamedTuple):
+    """A worker's last sign of life. `pid` None: no process, one starts with the next call. Seconds are None where there
+    is nothing to measure: `busy_s` since its call began, `silent_s` since its process was started or last replied."""
+
+    index: int
+    pid: int | None
+    busy_s: float | None
+    silent_s: float | None
 
 
 class _WorkerDied(Exception):
@@ -41,26 +58,38 @@ class RewardWorker:
     """Scores rollouts in one child process; calls are serialised.
 
     A reward spec says which function (rewards/registry.py); relative paths and modules are looked up in `base_dir`.
-    A call longer than `rewards.timeout_s` is killed; for a per-sample function (verl's signature, built-ins) the limit
-    holds for each sample, and one failing sample leaves the others valid.
+    A call longer than `rewards.timeout_s` is killed. For a per-sample function (verl's signature, built-ins) the limit
+    holds for each sample, and one failing sample leaves the others valid; if it is an `async def`, the samples run at
+    the same time under one limit, which fails those that have not returned.
     """
 
-    def __init__(self, rewards: RewardsConfig | None = None, base_dir: str | os.PathLike[str] = ".") -> None:
+    def __init__(
+        self,
+        rewards: RewardsConfig | None = None,
+        base_dir: str | os.PathLike[str] = ".",
+        quarantine: Quarantine | None = None,
+    ) -> None:
         self.config = rewards or RewardsConfig.model_validate({})
         self.base_dir = os.path.abspath(base_dir)
+        self.quarantine = quarantine or Quarantine(self.config.quarantine_after)
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
-        self._per_sample: dict[str, bool] = {}  # specs loaded in the current process
-        self._timeouts = self._crashes = self._errors = 0
+        self._modes: dict[str, Mode] = {}  # of the specs loaded in the current process
+        self._counts: Counter[str] = Counter()
+        self._busy_since: float | None = None
+        self._last_sign = 0.0
 
     async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
         """One Reward per request, in order. Never raises for a failing function: its rewards are missing."""
         rewards: dict[int, Reward] = {}
         async with self._lock:
-            for spec in dict.fromkeys(request.task.reward for request in requests):
-                indices = [i for i, request in enumerate(requests) if request.task.reward == spec]
-                scored = await self._score_spec(spec, [_item(requests[i]) for i in indices])
-                rewards.update(zip(indices, scored, strict=True))
+            self._busy_since = time.monotonic()
+            try:
+                for spec in dict.fromkeys(request.task.reward for request in requests):
+                    same = {i: request for i, request in enumerate(requests) if request.task.reward == spec}
+                    await self._score_spec(spec, same, rewards)
+            finally:
+                self._busy_since = None
         return [rewards[i] for i in range(len(requests))]
 
     async def probe(self, task: Task) -> None:
@@ -69,14 +98,17 @@ class RewardWorker:
         Raises RewardProbeError unless it can be loaded, ends in time and returns scores. None is let pass: TRL uses it
         for "does not apply to this task".
         """
-        counters = self._timeouts, self._crashes, self._errors
+        counts, quarantine = self._counts, self.quarantine
+        self._counts, self.quarantine = Counter(), Quarantine(0)  # a probe is not data
         error = None
-        for num_completions in (1, 2):
-            rewards = await self.score([ScoreRequest(task, _DUMMY_COMPLETION)] * num_completions)
-            error = next((r.error for r in rewards if r.missing and r.error != RETURNED_NONE), None)
-            if error is not None:
-                break
-        self._timeouts, self._crashes, self._errors = counters  # a probe is not data
+        try:
+            for num_completions in (1, 2):
+                rewards = await self.score([ScoreRequest(task, _DUMMY_COMPLETION)] * num_completions)
+                error = next((r.error for r in rewards if r.missing and r.error != RETURNED_NONE), None)
+                if error is not None:
+                    break
+        finally:
+            self._counts, self.quarantine = counts, quarantine
         if error is not None:
             name = task.reward.partition("/")[0] if ":" not in task.reward else task.reward
             raise RewardProbeError(
@@ -85,77 +117,116 @@ class RewardWorker:
             )
 
     def stats(self) -> dict[str, float]:
-        """Cumulative counters. timeouts and crashes count killed and died calls; errors counts rewards that are missing
-        because the function raised or returned something else than a score."""
-        return {
-            "rewards/timeouts": self._timeouts,
-            "rewards/crashes": self._crashes,
-            "rewards/errors": self._errors,
-        }
+        """Cumulative counters (docs/metrics.md). timeouts and crashes count calls that were killed and that died, also
+        those tried again; errors, out_of_memory and quarantined count missing rewards."""
+        return {f"rewards/{name}": self._counts[name] for name in _COUNTERS}
+
+    def health(self, index: int = 0) -> WorkerHealth:
+        """Its process and last sign of life, as worker number `index`."""
+        now, process = time.monotonic(), self._process
+        busy_s = None if self._busy_since is None else now - self._busy_since
+        if process is None or process.returncode is not None:
+            return WorkerHealth(index, None, busy_s, None)
+        return WorkerHealth(index, process.pid, busy_s, now - self._last_sign)
 
     async def close(self) -> None:
         """Kill the child and reap it. The next `score` would start a new one."""
         await self._kill()
 
-    async def _score_spec(self, spec: str, items: Sequence[dict[str, Any]]) -> list[Reward]:
-        rewards: list[Reward] = []
-        while len(rewards) < len(items):
-            left = items[len(rewards) :]
+    async def _score_spec(self, spec: str, requests: dict[int, ScoreRequest], rewards: dict[int, Reward]) -> None:
+        """Add the reward of each request to `rewards`, under the request's key."""
+        tries: Counter[int] = Counter()
+        while left := self._left(requests, rewards):
+            loaded = False
             try:
                 failure = await self._load(spec)
-                if failure is None:
-                    await self._score_items(spec, left, rewards)
-                    continue
-                self._errors += len(left)
-                return rewards + [Reward(None, error=failure)] * len(left)
+                loaded = True
+                if failure is not None:
+                    rewards |= {i: self._reward(failure) for i in left}
+                else:
+                    await self._score_items(spec, {i: requests[i] for i in left}, rewards)
+                continue
             except TimeoutError:
-                self._timeouts += 1
-                error = f"timeout after {self._limit(spec):g} s"
+                kind, limit_s = "timeouts", self.config.timeout_s if loaded else self.config.startup_timeout_s
+                error = f"timeout after {limit_s:g} s"
             except _WorkerDied as death:
-                self._crashes += 1
-                error = str(death)
+                kind, error = "crashes", str(death)
             except asyncio.CancelledError:
                 await self._kill()  # a reply may still come: this process cannot be asked again
                 raise
-            # A per-sample function fails the sample it was at; while loading, and in a batch call, all that is left.
-            num_failed = 1 if self._per_sample.get(spec) else len(left)
+            self._counts[kind] += 1
+            failed = [i for i in left if i not in rewards]
+            if self._modes.get(spec) == "each":
+                failed = failed[:1]  # the one that it was at
+            if loaded:  # a function that cannot be loaded is not the task's fault
+                self._blame(requests[i] for i in failed)
             await self._kill()
-            rewards += [Reward(None, error=error)] * min(num_failed, len(items) - len(rewards))
-        return rewards
+            tries.update(failed)
+            given_up = [i for i in failed if tries[i] > self.config.retries]
+            rewards |= {i: Reward(None, error=error) for i in given_up}
+            self._counts["retries"] += len(given_up) < len(failed)
 
-    async def _score_items(self, spec: str, items: Sequence[dict[str, Any]], rewards: list[Reward]) -> None:
-        """Append the rewards to `rewards` as they come, so that a death in the middle keeps those before it."""
-        per_sample = self._per_sample[spec]
-        await self._send({"op": "score", "spec": spec, "items": items})
-        if per_sample:
-            for _ in items:
-                rewards.append(self._reward((await self._receive(self.config.timeout_s))["result"]))
-            return
-        reply = await self._receive(self.config.timeout_s)
-        results = reply.get("results") or [{"error": reply["failed"]}] * len(items)
-        rewards += [self._reward(result) for result in results]
+    def _left(self, requests: dict[int, ScoreRequest], rewards: dict[int, Reward]) -> list[int]:
+        """Those without a reward; tasks in quarantine get none."""
+        left = [i for i in requests if i not in rewards]
+        barred = [i for i in left if requests[i].task.task_id in self.quarantine]
+        error = f"quarantined: the task's calls ended {self.quarantine.limit} workers (rewards.quarantine_after)"
+        rewards |= {i: Reward(None, error=error) for i in barred}
+        self._counts["quarantined"] += len(barred)
+        return [i for i in left if i not in rewards]
+
+    def _blame(self, requests: Iterable[ScoreRequest]) -> None:
+        for task_id in {request.task.task_id for request in requests}:
+            self.quarantine.blame(task_id)
+
+    async def _score_items(self, spec: str, requests: dict[int, ScoreRequest], rewards: dict[int, Reward]) -> None:
+        """Add the rewards as they come, so that a death in the middle keeps those before it.
+
+        Returns early, with some left, when the worker has to be replaced as it was out of memory.
+        """
+        mode, keys = self._modes[spec], list(requests)
+        spent: list[int] = []
+
+        def take(reply: dict[str, Any]) -> bool:
+            """Whether nothing more is expected."""
+            if mode == "batch":
+                results = [reply] * len(keys) if "error" in reply else reply["results"]
+                scored = dict(zip(keys, results, strict=True))
+            else:
+                scored = {keys[reply["index"]]: reply["result"]}
+            rewards.update((key, self._reward(result)) for key, result in scored.items())
+            spent.extend(key for key, result in scored.items() if "out_of_memory" in result)
+            return bool(spent) and mode == "each"
+
+        message = {"op": "score", "spec": spec, "items": [_item(request) for request in requests.values()]}
+        num_replies = 1 if mode == "batch" else len(keys)
+        await self._ask(message, self.config.timeout_s, take, num_replies, limit_each=mode == "each")
+        if spent:  # what filled its memory may fill it still
+            self._blame(requests[key] for key in spent)
+            await self._kill()
 
     def _reward(self, result: dict[str, Any]) -> Reward:
-        if "error" in result:
-            self._errors += 1
+        if "error" not in result:
+            return Reward(result["score"], result["extras"])
+        if "out_of_memory" not in result:
+            self._counts["errors"] += 1
             return Reward(None, error=result["error"])
-        return Reward(result["score"], result["extras"])
+        self._counts["out_of_memory"] += 1
+        limit = f"rewards.memory_gb = {self.config.memory_gb:g}"
+        return Reward(None, error=f"out of memory ({limit}): {result['error']}")
 
-    def _limit(self, spec: str) -> float:
-        return self.config.timeout_s if spec in self._per_sample else self.config.startup_timeout_s
-
-    async def _load(self, spec: str) -> str | None:
-        """Start the process and load the function, each if need be. Returns why it cannot be loaded."""
+    async def _load(self, spec: str) -> dict[str, Any] | None:
+        """Start the process and load the function, each if need be. Returns the failure if it cannot be loaded."""
         if self._process is None or self._process.returncode is not None:
             await self._kill()
             await self._start()
-        if spec in self._per_sample:
+        if spec in self._modes:
             return None
-        await self._send({"op": "load", "spec": spec})
-        reply = await self._receive(self.config.startup_timeout_s)
-        if "failed" in reply:
-            return reply["failed"]
-        self._per_sample[spec] = reply["per_sample"]
+        replies: list[dict[str, Any]] = []
+        await self._ask({"op": "load", "spec": spec}, self.config.startup_timeout_s, replies.append)
+        if "error" in replies[0]:
+            return replies[0]
+        self._modes[spec] = replies[0]["mode"]
         return None
 
     async def _start(self) -> None:
@@ -168,38 +239,75 @@ class RewardWorker:
         }
         # -P: a json.py in the working directory must not replace the standard library's in our own imports.
         command = [sys.executable, "-P", "-m", "rollover.rewards.worker", str(os.getpid()), self.base_dir]
+        self._last_sign = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             *command,
+            str(int(self.config.memory_gb * 1e9)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=environment,
             limit=_MAX_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C is for the loop; a kill reaches what the function started
+            # Ctrl-C is for the loop; a kill reaches what the function started. Not a session of its own: Linux shares
+            # the cores between sessions first, and each worker would weigh as much as the trainer.
+            process_group=0,
         )
 
-    async def _send(self, message: dict[str, Any]) -> None:
+    async def _ask(
+        self,
+        message: dict[str, Any],
+        limit_s: float,
+        take: Callable[[dict[str, Any]], object],
+        num_replies: int = 1,
+        *,
+        limit_each: bool = False,
+    ) -> None:
+        """Send the message and hand the replies to `take`, until it returns something true or all have come.
+
+        Raises TimeoutError after `limit_s`, with `limit_each` after so long without a reply; or _WorkerDied.
+        """
+        started = time.monotonic()
+        exchange = asyncio.ensure_future(self._exchange(message, take, num_replies))
+        try:
+            while not exchange.done():
+                begun = max(started, self._last_sign) if limit_each else started
+                left_s = begun + limit_s - time.monotonic()
+                if left_s > 0:
+                    await asyncio.wait([exchange], timeout=left_s)
+                    continue
+                # A training step holds up the event loop for longer than a reward takes: what came meanwhile is read
+                # before the limit counts.
+                await asyncio.wait([exchange], timeout=_STANDSTILL_GRACE_S)
+                if not exchange.done() and not (limit_each and self._last_sign > begun):
+                    raise TimeoutError
+            exchange.result()
+        finally:
+            exchange.cancel()
+
+    async def _exchange(
+        self, message: dict[str, Any], take: Callable[[dict[str, Any]], object], num_replies: int
+    ) -> None:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         with contextlib.suppress(ConnectionError):  # it died: the reply says so
             await self._process.stdin.drain()
+        for _ in range(num_replies):
+            if take(await self._receive()):
+                break
 
-    async def _receive(self, limit_s: float) -> dict[str, Any]:
-        """The next reply. Raises TimeoutError, or _WorkerDied with how it ended."""
-        assert self._process is not None and self._process.stdout is not None
-        line = await asyncio.wait_for(self._process.stdout.readline(), limit_s)
+    async def _receive(self) -> dict[str, Any]:
+        """The next reply. Raises _WorkerDied with how it ended."""
+        process = self._process
+        assert process is not None and process.stdout is not None
+        line = await process.stdout.readline()
         if line.endswith(b"\n"):
+            self._last_sign = time.monotonic()
             return json.loads(line)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _EXIT_LIMIT_S)
-        code = self._process.returncode
-        if code is None:
-            how = "it closed its pipe"
-        else:
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        raise _WorkerDied(f"the reward worker died in this call ({how})")
+            await asyncio.wait_for(process.wait(), _EXIT_LIMIT_S)
+        raise _WorkerDied(f"the reward worker died in this call ({_how_it_ended(process.returncode)})")
 
     async def _kill(self) -> None:
-        process, self._process, self._per_sample = self._process, None, {}
+        process, self._process, self._modes = self._process, None, {}
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -207,6 +315,15 @@ class RewardWorker:
         if process.stdin is not None:
             process.stdin.close()
         await process.wait()
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "it closed its pipe"
+    if code >= 0:
+        return f"exit code {code}"
+    known = {s.value: s.name for s in signal.Signals}
+    return f"killed by {known.get(-code, f'signal {-code}')}"
 
 
 def _item(request: ScoreRequest) -> dict[str, Any]:

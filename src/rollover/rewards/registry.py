@@ -1,7 +1,7 @@
 """Finds and calls the function behind a reward spec, inside the worker process. Import-light: no torch, no numpy.
 
-Owns the spec syntax, the two accepted signatures and the meaning of what a function returns. Never talks to a pipe and
-never sets a time limit. A spec is one of
+Owns the spec syntax, the two accepted signatures (each as `def` or `async def`) and the meaning of what a function
+returns. Never talks to a pipe and never sets a time limit. A spec is one of
     reasoning_gym/RULE      the generator's own score_answer on the answer that RULE extracts (rewards/answers.py)
     exact_match/RULE        1.0 if the extracted answer equals the answer column (as number or text), else 0.0
     module:function, path.py:function      a user's function, which sees the raw completion
@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollover.functions import load_function, shortened
@@ -29,6 +29,8 @@ RETURNED_NONE = "the function returned None"
 BUILTINS = ("reasoning_gym", "exact_match")
 Item = dict[str, Any]  # prompt: str | list of messages; completion: str; completion_ids; columns; source
 Result = dict[str, Any]  # {"score", "extras"} or {"error"}
+# What one call scores: one item; one item, several calls at a time on one event loop; all items.
+Mode = Literal["each", "together", "batch"]
 
 
 def spec_for(source: TaskSourceConfig, rewards: RewardsConfig, answer_rule: str = "last_number") -> str:
@@ -69,24 +71,37 @@ class LoadedReward:
     def per_sample(self) -> bool:
         return self.kind != "trl"
 
+    @property
+    def mode(self) -> Mode:
+        if not self.per_sample:
+            return "batch"
+        functions = (self.function, type(self.function).__call__)  # an object may have an async __call__
+        return "together" if any(map(inspect.iscoroutinefunction, functions)) else "each"
+
     def score_one(self, item: Item) -> Result:
         """Score one item with a per-sample function. What the function raises passes through."""
         if self.kind == "builtin":
             return to_result(self.function(item))
+        return to_result(self._call(**self._arguments_of(item)))
+
+    async def score_async(self, item: Item) -> Result:
+        """`score_one` of a function whose mode is "together", on the caller's event loop."""
+        return to_result(await self.function(**self._known(self._arguments_of(item))))
+
+    def _arguments_of(self, item: Item) -> dict[str, Any]:
+        """verl's four arguments."""
         columns = item["columns"]
         if "ground_truth" in self.parameters and answer_of(columns) is None:
             raise ValueError(
                 f"the function takes ground_truth, but the task has no answer (its columns: {', '.join(columns)});"
                 " set tasks.sources.answer_column"
             )
-        return to_result(
-            self._call(
-                data_source=columns.get("data_source") or item["source"],
-                solution_str=item["completion"],
-                ground_truth=answer_of(columns),
-                extra_info=columns.get("extra_info") or {},
-            )
-        )
+        return {
+            "data_source": columns.get("data_source") or item["source"],
+            "solution_str": item["completion"],
+            "ground_truth": answer_of(columns),
+            "extra_info": columns.get("extra_info") or {},
+        }
 
     def score_all(self, items: list[Item]) -> list[Result]:
         """Score all items with one call of a batch function (TRL). Raises ValueError for a wrong length or type."""
@@ -107,10 +122,18 @@ class LoadedReward:
         return [to_result(value) for value in values]
 
     def _call(self, **arguments: Any) -> Any:
-        if not self.takes_any:
-            arguments = {name: value for name, value in arguments.items() if name in self.parameters}
-        value = self.function(**arguments)
-        return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+        value = self.function(**self._known(arguments))
+        return runner().run(_awaited(value)) if inspect.isawaitable(value) else value
+
+    def _known(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Those that the function takes."""
+        return arguments if self.takes_any else {n: v for n, v in arguments.items() if n in self.parameters}
+
+
+@cache
+def runner() -> asyncio.Runner:
+    """The process's one event loop: a client session that a function keeps between calls belongs to its loop."""
+    return asyncio.Runner()
 
 
 async def _awaited(value: Any) -> Any:

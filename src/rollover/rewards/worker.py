@@ -1,35 +1,43 @@
-"""The reward worker: `python -m rollover.rewards.worker PARENT_PID BASE_DIR`. Runs reward functions, one at a time.
+"""The reward worker: `python -m rollover.rewards.worker PARENT_PID BASE_DIR MEMORY_BYTES`. Runs reward functions.
 
-Owns the child's end of the protocol (JSON lines, never pickle) and the rule that it dies with its parent. Functions run
-in the main thread, so they may use signal.alarm. It never limits time: the parent kills it.
+Owns the child's end of the protocol (JSON lines, never pickle), its memory limit and the rule that it dies with its
+parent. Functions run in the main thread, so they may use signal.alarm. It never limits time: the parent kills it.
 
-    in   {"op": "load", "spec"}                    out  {"loaded": true, "per_sample": bool} | {"failed": text}
-    in   {"op": "score", "spec", "items": [...]}   out  one line each, {"result": {...}}, if per_sample,
-                                                        else {"results": [...]} | {"failed": text}
+    in   {"op": "load", "spec"}                    out  {"mode": "each" | "together" | "batch"} | a failure
+    in   {"op": "score", "spec", "items": [...]}   out  each, together: a line for each item as it is scored,
+                                                        {"index", "result": {"score", "extras"} | a failure}
+                                                        batch: {"results": [...]} | a failure
+
+A failure is {"error": text}, with "out_of_memory": true after a MemoryError. "each" calls the function for one item
+after the other, "together" (async def) for all of them at a time on one event loop, "batch" once for all of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
-from rollover.rewards.registry import Item, LoadedReward, load_reward
+from rollover.processes import die_with
+from rollover.rewards.registry import Item, LoadedReward, load_reward, runner
 
-_PR_SET_PDEATHSIG = 1
-_POLL_PARENT_S = 0.5
 _MAX_ERROR_CHARS = 2000
 
 
 def main() -> None:
-    parent, base_dir = int(sys.argv[1]), sys.argv[2]
-    _die_with(parent)
+    parent, base_dir, memory_bytes = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    die_with(parent)
+    if memory_bytes:
+        _limit_memory(memory_bytes)
     # User code may print and read: the protocol gets private descriptors, its fd 1 is stderr and its fd 0 is empty.
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -55,54 +63,60 @@ def serve(requests: TextIO, replies: TextIO, base_dir: str) -> None:
             try:
                 loaded[spec] = load_reward(spec, base_dir)
             except ValueError as error:
-                reply({"failed": str(error)[:_MAX_ERROR_CHARS]})
+                reply({"error": str(error)[:_MAX_ERROR_CHARS]})
             else:
-                reply({"loaded": True, "per_sample": loaded[spec].per_sample})
-        elif loaded[spec].per_sample:
-            for item in request["items"]:
-                reply({"result": _score_one(loaded[spec], item)})
+                reply({"mode": loaded[spec].mode})
         else:
-            reply(_score_all(loaded[spec], request["items"]))
+            _score(loaded[spec], request["items"], reply)
 
 
-def _score_one(reward: LoadedReward, item: Item) -> dict[str, Any]:
-    try:
-        return reward.score_one(item)
-    except (Exception, SystemExit) as error:  # boundary: the user's function
-        return {"error": _describe(error)}
-    finally:
+def _score(reward: LoadedReward, items: list[Item], reply: Callable[[dict[str, Any]], None]) -> None:
+    """Score the items and reply. An alarm that a function left pending would kill a later call: it is cleared."""
+    if reward.mode == "each":
+        for index, item in enumerate(items):
+            try:
+                result = reward.score_one(item)
+            except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: the user's function
+                result = _failure(error)
+            _clear_alarm()
+            reply({"index": index, "result": result})
+    elif reward.mode == "together":
+        runner().run(_score_together(reward, items, reply))
         _clear_alarm()
-
-
-def _score_all(reward: LoadedReward, items: list[Item]) -> dict[str, Any]:
-    try:
-        return {"results": reward.score_all(items)}
-    except (Exception, SystemExit) as error:  # boundary: the user's function
-        return {"failed": _describe(error)}
-    finally:
+    else:
+        try:
+            message = {"results": reward.score_all(items)}
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: the user's function
+            message = _failure(error)
         _clear_alarm()
+        reply(message)
 
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+async def _score_together(reward: LoadedReward, items: list[Item], reply: Callable[[dict[str, Any]], None]) -> None:
+    async def one(index: int, item: Item) -> None:
+        try:
+            result = await reward.score_async(item)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: the user's function
+            result = _failure(error)
+        reply({"index": index, "result": result})
+
+    await asyncio.gather(*(one(index, item) for index, item in enumerate(items)))
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    failure: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]}
+    return failure | {"out_of_memory": True} if isinstance(error, MemoryError) else failure
 
 
 def _clear_alarm() -> None:
-    """An alarm that a function left pending would kill a later call."""
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _die_with(parent: int) -> None:
-    """SIGKILL when the parent dies: by the kernel on Linux, and by a thread that watches getppid everywhere."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_POLL_PARENT_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
+def _limit_memory(num_bytes: int) -> None:
+    """Of private memory that can be written, not of addresses: what a library only reserves costs nothing."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 if __name__ == "__main__":

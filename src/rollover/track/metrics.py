@@ -51,7 +51,12 @@ METRICS: list[Metric] = [
     # Rewards workers
     Metric("rewards/timeouts", "counter", "calls", "Reward calls past rewards.timeout_s; the worker was killed."),
     Metric("rewards/crashes", "counter", "calls", "Reward calls whose worker process died."),
-    Metric("rewards/errors", "counter", "calls", "Reward calls that raised or returned something that is not a score."),
+    Metric("rewards/errors", "counter", "rewards", "Missing since the function raised, or returned no score."),
+    Metric("rewards/out_of_memory", "counter", "rewards", "Missing since the function raised a MemoryError."),
+    Metric("rewards/quarantined", "counter", "rewards", "Missing since the task had ended too many workers."),
+    Metric("rewards/retries", "counter", "calls", "Calls made again after a timeout or a crash (rewards.retries)."),
+    Metric("rewards/busy_workers", "last", "workers", "Reward workers with a group at the end of the step."),
+    Metric("rewards/queue", "last", "groups", "Groups that wait for a reward worker at the end of the step."),
     # Ledger
     Metric("tokens/generated", "counter", "tokens", "Sampled tokens since step 1. Equals trained + dropped + held."),
     Metric("tokens/trained", "counter", "tokens", "Sampled tokens whose rollout was consumed by a step, cumulative."),

@@ -18,7 +18,7 @@ from rollover.envs.tasks.stream import TaskStream
 from rollover.functions import load_function
 from rollover.models.allocator import keep_freed_memory
 from rollover.models.load import LoadedModel, cast_parameters, load_model, pick_device, stop_token_ids
-from rollover.rewards.client import RewardWorker
+from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
@@ -89,7 +89,7 @@ def held_out_tasks(config: Config) -> list[Task]:
     return stream.take(config.eval.num_tasks)
 
 
-async def probe_rewards(config: Config, rewarder: RewardWorker) -> None:
+async def probe_rewards(config: Config, rewarder: RewardPool) -> None:
     """Call every source's reward function once. RewardProbeError names what is wrong with one."""
     for source in config.tasks.sources:
         alone = config.tasks.model_copy(update={"sources": [source]})
@@ -99,9 +99,9 @@ async def probe_rewards(config: Config, rewarder: RewardWorker) -> None:
 
 
 def make_scorer(
-    rewarder: RewardWorker, tokenizer: Any, repetition_penalty: float = 0.0
+    rewarder: RewardPool, tokenizer: Any, repetition_penalty: float = 0.0
 ) -> Callable[[list[Rollout]], Any]:
-    """The driver's scorer: decodes a group's completions and asks the reward worker.
+    """The driver's scorer: decodes a group's completions and asks the reward pool.
 
     `repetition_penalty` is subtracted from the score of a rollout that was stopped for repeating itself.
     """
@@ -130,7 +130,7 @@ class EvalParts:
     config: Config
     tokenizer: Any
     engine: EmbeddedEngine
-    rewarder: RewardWorker | None
+    rewarder: RewardPool | None
     stop_token_ids: frozenset[int]
 
     @classmethod
@@ -142,7 +142,7 @@ class EvalParts:
             config=config,
             tokenizer=loaded.tokenizer,
             engine=engine_over(loaded.model, loaded.tokenizer, config),
-            rewarder=RewardWorker(config.rewards) if with_rewards else None,
+            rewarder=RewardPool(config.rewards) if with_rewards else None,
             stop_token_ids=stop_token_ids(loaded, []),
         )
 
@@ -164,13 +164,13 @@ class Parts:
     lifecycle: Lifecycle
     prompts: PromptSource
     engine: EmbeddedEngine | ProcessEngine
-    rewarder: RewardWorker
+    rewarder: RewardPool
     driver: Driver
     stop_token_ids: frozenset[int]
 
     @classmethod
     def build(cls, config: Config) -> Parts:
-        """Loads the model and starts nothing: the reward worker starts at its first call."""
+        """Loads the model and starts nothing: a reward worker starts at its first call."""
         prepare_process(config)
         torch.manual_seed(config.run.seed)
         engine: EmbeddedEngine | ProcessEngine | None = None
@@ -196,7 +196,7 @@ class Parts:
             prompt_limit(config, engine),
             load_function(config.tasks.before_produce, ".") if config.tasks.before_produce else None,
         )
-        rewarder = RewardWorker(config.rewards)
+        rewarder = RewardPool(config.rewards)
         lifecycle = Lifecycle(config.rollout, config.engine.max_running, config.rewards.min_valid)
         scorer = make_scorer(rewarder, loaded.tokenizer, config.rewards.repetition_penalty)
         watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))

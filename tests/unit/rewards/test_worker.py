@@ -98,6 +98,12 @@ def score(*calls, timeout_s=10.0):
     return asyncio.run(run())
 
 
+def counts(**of_kind):
+    """All of a worker's counters."""
+    names = ("timeouts", "crashes", "errors", "out_of_memory", "quarantined", "retries")
+    return {f"rewards/{name}": of_kind.get(name, 0) for name in names}
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [
@@ -113,7 +119,7 @@ def test_a_failure_is_missing_with_its_text_and_the_worker_goes_on(name, error):
     (failed, fine), stats = score((name, ["4", "5"]), ("good", ["4", "5"]))
     assert all(r.missing and error in r.error for r in failed)
     assert [r.score for r in fine] == [1, 0]
-    assert stats == {"rewards/timeouts": 0, "rewards/crashes": 0, "rewards/errors": 2}
+    assert stats == counts(errors=2)
 
 
 def test_a_dead_worker_is_missing_and_replaced():
@@ -129,7 +135,7 @@ def test_an_endless_loop_is_killed_at_the_limit():
     assert time.monotonic() - started < 30
     assert [r.error for r in failed] == ["timeout after 1 s"] * 2
     assert [r.score for r in fine] == [1, 0]
-    assert stats == {"rewards/timeouts": 1, "rewards/crashes": 0, "rewards/errors": 0}
+    assert stats == counts(timeouts=1)
 
 
 def test_printing_and_reading_do_not_touch_the_protocol():
@@ -163,7 +169,7 @@ def test_a_per_sample_failure_leaves_the_others_valid():
     assert rewards[0].extras == {"acc": 0.5}
     errors = [r.error for r in rewards if r.missing]
     assert "bad sample" in errors[0] and "exit code 7" in errors[1] and errors[2] == "timeout after 1 s"
-    assert stats == {"rewards/timeouts": 1, "rewards/crashes": 1, "rewards/errors": 1}
+    assert stats == counts(timeouts=1, crashes=1, errors=1)
 
 
 def test_rewards_of_several_functions_keep_the_order_of_the_requests():
@@ -296,6 +302,37 @@ def test_the_worker_dies_when_its_parent_is_killed_in_a_call(functions):
         assert alive(pid)
         parent.send_signal(signal.SIGKILL)
     assert wait_until_dead(pid)
+
+
+PARENT_OF_TWO = """
+import asyncio
+from rollover.config import RewardsConfig
+from rollover.rewards.pool import RewardPool
+from rollover.rewards.protocol import ScoreRequest
+from rollover.types import Task
+
+async def main():
+    pool = RewardPool(RewardsConfig(num_workers=2))
+    task = Task("t", "s", "functions.py:per_sample", prompt="p", columns={"answer": "4"})
+    calls = [asyncio.create_task(pool.score([ScoreRequest(task, "loop")])) for _ in range(2)]
+    while not all(h.pid for h in pool.health()):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    print(*(h.pid for h in pool.health()), flush=True)
+    await asyncio.wait(calls)
+
+asyncio.run(main())
+"""
+
+
+def test_every_worker_of_a_pool_dies_with_its_parent(functions):
+    (functions / "json.py").unlink()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", PARENT_OF_TWO], stdout=subprocess.PIPE, env=environment) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(alive, pids))
+        parent.send_signal(signal.SIGKILL)
+    assert all(map(wait_until_dead, pids))
 
 
 def test_the_worker_imports_nothing_heavy():

@@ -205,16 +205,13 @@ def test_on_policy_metrics_and_names() -> None:
         behavior[s.mask] = known[s.rollout_id]
         samples.append(dataclasses.replace(s, behavior_logprobs=behavior))
     metrics = t.train_step(Batch(samples))
-    assert {k: metrics[k] for k in metrics if k.split("/")[0] in ("mismatch", "importance", "ratio")} == {
-        "mismatch/logprob_abs_mean": 0.0,
-        "mismatch/logprob_abs_max": 0.0,
-        "mismatch/kl": 0.0,
-        "importance/mean": 1.0,
-        "importance/max": 1.0,
-        "importance/capped_share": 0.0,
-        "ratio/mean": 1.0,
-        "ratio/max": 1.0,
-    }
+    found = {k: metrics[k] for k in metrics if k.split("/")[0] in ("mismatch", "importance", "ratio")}
+    for policy in ("proximal", "behavior"):
+        assert found.pop(f"mismatch/{policy}_ppl") > 1
+    ones = {"ratio/mean", "ratio/max", "mismatch/ppl_ratio", *(f"importance/{k}" for k in ("mean", "max", "weight_mean"))}
+    ones |= {f"importance/ess{k}" for k in ("", "_token_ratio", "_sequence_ratio")}
+    assert found == {k: 1.0 if k in ones else 0.0 for k in found} and ones < found.keys()
+    assert {"mismatch/kl", "mismatch/k3", "mismatch/chi2_sequence", "importance/capped_share"} < found.keys()
     assert metrics["learning_rate"] == 1e-3 and metrics["train/skipped_steps"] == 0.0
     assert metrics["grad_norm"] > 0 and 0 < metrics["entropy"] < np.log(102) + 1e-3
     assert metrics.keys() >= {"loss", "clip_fraction"} and all(isinstance(v, float) for v in metrics.values())

@@ -1,0 +1,82 @@
+"""The reward pool: several reward workers, of which each scores one group at a time.
+
+    score(group) ──▶ waits for a worker, in order of arrival ──▶ RewardWorker.score ──▶ Reward per request
+                                                          └── shared: one Quarantine
+
+Owns who scores what, and what the workers count together. Never splits a group (a batch function sees all siblings, and
+what a function caches for a task is used by all of them), never touches a process itself: a worker does.
+
+Groups are taken in order of arrival, so that the oldest scoring is always being worked on: the watchdog relies on that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rollover.config import RewardsConfig
+from rollover.rewards.client import RewardWorker, WorkerHealth
+from rollover.rewards.protocol import ScoreRequest
+from rollover.rewards.quarantine import Quarantine
+from rollover.types import Reward, Task
+
+
+class RewardPool:
+    """A Rewarder of `rewards.num_workers` child processes. With one it does what a RewardWorker does.
+
+    Of the free workers the first is taken: a process starts only when there is something for it to do.
+    """
+
+    def __init__(self, rewards: RewardsConfig | None = None, base_dir: str | os.PathLike[str] = ".") -> None:
+        self.config = rewards or RewardsConfig.model_validate({})
+        num_workers = self.config.num_processes
+        quarantine = Quarantine(self.config.quarantine_after)
+        self._workers = [RewardWorker(self.config, base_dir, quarantine) for _ in range(num_workers)]
+        self._free = list(range(num_workers))  # a heap
+        self._any_free = asyncio.Semaphore(num_workers)
+        self._num_calls = 0
+
+    async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
+        """One Reward per request, in order. Never raises for a failing function: its rewards are missing."""
+        async with self._worker() as worker:
+            return await worker.score(requests)
+
+    async def probe(self, task: Task) -> None:
+        """Call the task's reward on dummy completions. Raises RewardProbeError: see RewardWorker.probe."""
+        async with self._worker() as worker:
+            await worker.probe(task)
+
+    def stats(self) -> dict[str, float]:
+        """The workers' counters together, and two gauges: workers with a call, and calls that wait for one."""
+        counters = [worker.stats() for worker in self._workers]
+        busy = len(self._workers) - len(self._free)
+        return {
+            **{name: sum(c[name] for c in counters) for name in counters[0]},
+            "rewards/busy_workers": busy,
+            "rewards/queue": self._num_calls - busy,
+        }
+
+    def health(self) -> list[WorkerHealth]:
+        """Every worker's process and last sign of life."""
+        return [worker.health(index) for index, worker in enumerate(self._workers)]
+
+    async def close(self) -> None:
+        """Kill all workers and reap them."""
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+
+    @asynccontextmanager
+    async def _worker(self) -> AsyncIterator[RewardWorker]:
+        """A worker for one call, in order of arrival."""
+        self._num_calls += 1
+        try:
+            async with self._any_free:
+                index = heapq.heappop(self._free)
+                try:
+                    yield self._workers[index]
+                finally:
+                    heapq.heappush(self._free, index)
+        finally:
+            self._num_calls -= 1

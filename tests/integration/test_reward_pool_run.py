@@ -1,0 +1,87 @@
+"""`rollover train` whose reward function misbehaves in every way: training goes on, and counts what was lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import runs
+
+from rollover import cli
+from rollover.track.metrics import validate
+
+# Every second task misbehaves, each kind of failure in turn; a fault is that of one sample, not of its siblings.
+REWARD = """
+import ctypes, os, threading
+
+def reward(data_source, solution_str, ground_truth, extra_info):
+    number = int(ground_truth)
+    if number % 2 == 0 and not os.path.exists(f"faults/{number}"):
+        os.makedirs("faults", exist_ok=True)
+        open(f"faults/{number}", "w").close()
+        return (loop, quit, segfault, memory, deadlock, nan, fail)[number // 2 % 7]()
+    return sum(c.isdigit() for c in solution_str) / 48
+
+def loop():
+    while True:
+        pass
+
+def quit():
+    os._exit(3)
+
+def segfault():
+    ctypes.string_at(0)
+
+def memory():
+    return len(bytearray(4 << 30))
+
+def deadlock():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+def nan():
+    return float("nan")
+
+def fail():
+    raise KeyError("no such thing")
+"""
+
+
+def test_training_goes_on_while_rewards_misbehave(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = runs.write(
+        tmp_path,
+        steps=6,
+        rows=60,
+        tasks={"shuffle": False},
+        rewards={
+            "function": f"{tmp_path / 'reward.py'}:reward",
+            "num_workers": 2,
+            "memory_gb": 1.0,
+            "timeout_s": 2.0,
+        },
+    )
+    (tmp_path / "reward.py").write_text(REWARD)
+    # The probe is no place for faults: it may use the first task of all.
+    (tmp_path / "faults").mkdir()
+    (tmp_path / "faults" / "0").touch()
+    code = cli.main(["train", str(recipe)])
+    out = capsys.readouterr()
+    assert code == 0 and "Traceback" not in out.err, out.err
+
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    for row in rows:
+        validate(row)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    last = rows[-1]
+    kinds = ("timeouts", "crashes", "out_of_memory", "errors", "quarantined", "retries")
+    counted = [last[f"rewards/{kind}"] for kind in kinds]
+    faults = sorted(int(path.name) // 2 % 7 for path in (tmp_path / "faults").iterdir() if path.name != "0")
+    of_kind = [sum(fault in kind for fault in faults) for kind in ((0, 4), (1, 2), (3,), (5, 6))]
+    assert counted == [*of_kind, 0, 0]
+    assert min(of_kind) >= 1, "the run met every kind"
+    assert sum(row["reward/missing"] for row in rows) > 0 and last["dropped/too_few_rewards/groups"] == 0
+    assert last["rewards/busy_workers"] == last["rewards/queue"] == 0

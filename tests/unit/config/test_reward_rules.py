@@ -1,0 +1,34 @@
+"""Rules over the options of [rewards]."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollover.config.load import ConfigError, load_config
+
+SOURCE = '\n[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\n'
+
+
+def load(folder: Path, text: str):
+    path = folder / "a.toml"
+    path.write_text(text + SOURCE)
+    return load_config([path])
+
+
+@pytest.mark.parametrize("option", ["num_workers = 2", "memory_gb = 2.0", "retries = 1", "quarantine_after = 1"])
+def test_the_pool_has_nothing_to_do_for_recorded_rollouts(tmp_path, option):
+    name = f"rewards.{option.split()[0]}"
+    with pytest.raises(ConfigError, match=f"{name} has no effect with run.replay_rollouts"):
+        load(tmp_path, f'[run]\nreplay_rollouts = "x"\n[rewards]\n{option}')
+    load(tmp_path, f"[rewards]\n{option}")
+
+
+@pytest.mark.parametrize(("platform", "memory_gb", "part"), [("darwin", 2.0, "only Linux"), ("linux", 0.01, "0.1 or")])
+def test_a_memory_limit_that_cannot_work_is_refused(tmp_path, monkeypatch, platform, memory_gb, part):
+    monkeypatch.setattr(sys, "platform", platform)
+    with pytest.raises(ConfigError, match=f"rewards.memory_gb = {memory_gb:g}: .*{part}"):
+        load(tmp_path, f"[rewards]\nmemory_gb = {memory_gb}")
+    monkeypatch.setattr(sys, "platform", "linux")
+    for allowed in (0.0, 0.1):
+        assert load(tmp_path, f"[rewards]\nmemory_gb = {allowed}").config.rewards.memory_gb == allowed

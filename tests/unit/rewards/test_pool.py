@@ -1,0 +1,494 @@
+"""The reward pool with its real child processes: who scores what, tries, quarantine, memory, async functions."""
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rollover.config import RewardsConfig
+from rollover.rewards.client import RewardProbeError, RewardWorker
+from rollover.rewards.pool import RewardPool
+from rollover.rewards.protocol import ScoreRequest
+from rollover.types import Task
+
+FUNCTIONS = """
+import asyncio, os, signal, threading, time
+from pathlib import Path
+
+hoard, running, loops = [], 0, set()
+unpicklable = (lambda lock: lambda completions, **_: [float(lock.acquire(blocking=False)) for _ in completions])(
+    threading.Lock()
+)
+
+def times_called(name):
+    with open(name, "a") as file:
+        file.write("x")
+    return len(Path(name).read_text())
+
+def one(solution_str):
+    word, _, rest = solution_str.partition(" ")
+    if word == "pid":
+        return os.getpid()
+    if word == "wait":  # until the file is there
+        while not os.path.exists(rest):
+            time.sleep(0.005)
+    if word == "sleep":
+        time.sleep(float(rest))
+    if word == "exit":
+        os._exit(3)
+    if word == "flaky" and times_called(rest) == 1:
+        os._exit(4)
+    if word == "slow_once" and times_called(rest) == 1:
+        time.sleep(100)
+    if word == "raise" and times_called(rest):
+        raise KeyError("no such thing")
+    if word == "count":
+        return times_called(rest)
+    if word == "memory":
+        return len(bytearray(4 << 30))
+    if word == "alarm":
+        signal.alarm(1)  # left pending
+    if word == "hoard":
+        hoard.append(bytearray(200_000_000))
+        return len(hoard)
+    return len(solution_str)
+
+def batch(completions, **columns):
+    return [one(text) for text in completions]
+
+async def together(solution_str, **_):
+    global running
+    word, _, rest = solution_str.partition(" ")
+    if word == "all":
+        running += 1
+        await asyncio.sleep(0.1)
+        return running
+    if word == "loop":
+        loops.add(asyncio.get_running_loop())
+        return len(loops)
+    if word == "cancel":
+        raise asyncio.CancelledError("of its own")
+    if word == "sys_exit":
+        raise SystemExit(3)
+    if word == "after":
+        await asyncio.sleep(0.2)
+        os._exit(5)
+    if word == "hang":
+        await asyncio.sleep(100)
+    return one(solution_str)
+
+async def async_batch(completions, **_):
+    return await asyncio.gather(*(together(text) for text in completions))
+
+class Judge:
+    async def __call__(self, solution_str, **_):
+        return await together(solution_str)
+
+judge = Judge()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def group(texts, name="one", task_id="t"):
+    task = Task(task_id, "file", f"functions.py:{name}", prompt="2 + 2", columns={"answer": "4"})
+    return [ScoreRequest(task, text) for text in texts]
+
+
+@asynccontextmanager
+async def pool_of(num_workers=1, **options):
+    pool = RewardPool(RewardsConfig(num_workers=num_workers, **options))
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def score(*groups, **options):
+    """Each group's rewards, scored one after the other, and the pool's counters that are not 0."""
+
+    async def run():
+        async with pool_of(**options) as pool:
+            rewards = [await pool.score(requests) for requests in groups]
+            return rewards, {name.removeprefix("rewards/"): n for name, n in pool.stats().items() if n}
+
+    return asyncio.run(run())
+
+
+def scores(rewards):
+    return [r.score for r in rewards]
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, limit_s=10.0):
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+# Who scores what
+
+
+def test_a_group_goes_whole_to_one_worker_and_groups_run_at_the_same_time(folder):
+    async def run():
+        async with pool_of(3) as pool:
+            waiting = [asyncio.create_task(pool.score(group(["pid", "wait go", "pid"]))) for _ in range(3)]
+            more = asyncio.create_task(pool.score(group(["pid"])))
+            while not all(h.pid for h in pool.health()):
+                await asyncio.sleep(0.01)
+            gauges = pool.stats()
+            (folder / "go").touch()
+            held = [scores(await w) for w in waiting]
+            return held, scores(await more), gauges, pool.stats()
+
+    held, (last,), gauges, after = asyncio.run(run())
+    assert all(first == second for first, _, second in held)
+    assert len({first for first, *_ in held}) == 3 and last in {first for first, *_ in held}
+    assert (gauges["rewards/busy_workers"], gauges["rewards/queue"]) == (3, 1)
+    assert (after["rewards/busy_workers"], after["rewards/queue"]) == (0, 0)
+
+
+def test_only_the_workers_that_are_needed_start():
+    async def run():
+        async with pool_of(3) as pool:
+            for _ in range(3):
+                await pool.score(group(["a"]))
+            return [h.pid is not None for h in pool.health()]
+
+    assert asyncio.run(run()) == [True, False, False]
+
+
+def test_groups_are_taken_in_order_of_arrival_also_when_one_asks_as_a_worker_gets_free():
+    async def run():
+        async with pool_of(1) as pool:
+            done = []
+
+            async def ask(name, times):
+                for _ in range(times):
+                    await pool.score(group(["a"]))
+                    done.append(name)  # and it asks again before the next in the queue has woken up
+
+            await asyncio.gather(ask("first", 3), ask("second", 1), ask("third", 1))
+            return done
+
+    assert asyncio.run(run()) == ["first", "second", "third", "first", "first"]
+
+
+def test_rewards_do_not_depend_on_the_number_of_workers_and_one_worker_is_a_reward_worker():
+    texts = [["a", "bb", "exit", "ccc"], ["raise f", "d" * 7], ["nothing"]]
+
+    async def run(rewarder):
+        try:
+            everything = await asyncio.gather(*(rewarder.score(group(t, task_id=str(i))) for i, t in enumerate(texts)))
+            return everything, rewarder.stats()
+        finally:
+            await rewarder.close()
+
+    alone, counted = asyncio.run(run(RewardWorker(RewardsConfig())))
+    for num_workers in (1, 3):
+        rewards, stats = asyncio.run(run(RewardPool(RewardsConfig(num_workers=num_workers))))
+        assert rewards == alone
+        assert stats == counted | {"rewards/busy_workers": 0, "rewards/queue": 0}
+    assert scores(alone[0]) == [1, 2, None, 3]
+
+
+def test_a_cancelled_call_gives_its_worker_back_with_a_fresh_process():
+    async def run():
+        async with pool_of(1) as pool:
+            calls = [asyncio.create_task(pool.score(group(["sleep 100"]))) for _ in range(3)]
+            while pool.health()[0].silent_s is None:
+                await asyncio.sleep(0.01)
+            pid = pool.health()[0].pid
+            for call in calls:  # one at work, two in the queue
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            (now,) = scores(await pool.score(group(["pid"])))
+            return pid, now, pool.stats()
+
+    pid, now, stats = asyncio.run(run())
+    assert now != pid and not any(stats.values())
+
+
+def test_a_function_that_cannot_be_pickled_works():
+    (rewards,), _ = score(group(["a", "b"], "unpicklable"))
+    assert scores(rewards) == [1, 0]
+
+
+def test_the_default_leaves_a_core_to_the_trainer(monkeypatch):
+    for cores, num_workers in ((1, 1), (2, 1), (4, 3), (64, 4)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)), raising=False)
+        assert RewardsConfig().num_processes == num_workers
+        assert len(RewardPool().health()) == num_workers
+    assert RewardsConfig(num_workers=7).num_processes == 7
+
+
+# Time limits
+
+
+def test_a_reply_that_came_while_the_event_loop_stood_still_is_in_time(folder):
+    async def run():
+        async with pool_of(1, timeout_s=0.5) as pool:
+            await pool.score(group(["a"]))
+            call = asyncio.create_task(pool.score(group(["wait go", "bb"])))
+            await asyncio.sleep(0.1)
+            (folder / "go").touch()
+            time.sleep(1.5)  # a training step
+            return await call, pool.stats()["rewards/timeouts"]
+
+    rewards, timeouts = asyncio.run(run())
+    assert scores(rewards) == [7, 2] and timeouts == 0
+
+
+def test_a_sample_that_began_while_the_event_loop_stood_still_has_its_own_time():
+    async def run():
+        async with pool_of(1, timeout_s=1.5) as pool:
+            await pool.score(group(["a"]))
+            call = asyncio.create_task(pool.score(group(["sleep 0.6"] * 5)))
+            await asyncio.sleep(0.1)
+            time.sleep(2.0)
+            return await call, pool.stats()["rewards/timeouts"]
+
+    rewards, timeouts = asyncio.run(run())
+    assert not any(r.missing for r in rewards) and timeouts == 0
+
+
+def test_what_hangs_while_the_event_loop_stands_still_is_ended_when_it_goes_on():
+    async def run():
+        async with pool_of(1, timeout_s=0.5) as pool:
+            await pool.score(group(["a"]))
+            call = asyncio.create_task(pool.score(group(["sleep 100"])))
+            await asyncio.sleep(0.1)
+            time.sleep(1.0)
+            started = time.monotonic()
+            return await call, time.monotonic() - started
+
+    (reward,), seconds = asyncio.run(run())
+    assert reward.error == "timeout after 0.5 s" and seconds < 10
+
+
+def test_a_request_that_the_worker_does_not_read_ends_at_the_limit():
+    async def run():
+        async with pool_of(1, timeout_s=0.5) as pool:
+            await pool.score(group(["a"]))
+            os.kill(pool.health()[0].pid, signal.SIGSTOP)
+            return await pool.score(group(["b" * 1_000_000])), await pool.score(group(["c"]))
+
+    stopped, fine = asyncio.run(run())
+    assert stopped[0].error == "timeout after 0.5 s" and scores(fine) == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"), [("one", [["alarm", "sleep 1.2"]]), ("together", [["alarm"], ["sleep 1.2"]])]
+)
+def test_a_pending_alarm_does_not_end_a_later_call(name, groups):
+    rewards, counted = score(*(group(texts, name) for texts in groups))
+    assert not any(r.missing for scored in rewards for r in scored) and not counted
+
+
+# Tries
+
+
+def test_a_death_and_a_timeout_are_tried_again_on_a_fresh_worker():
+    texts = ["count c", "flaky f", "slow_once s", "count c", "count c"]
+    (rewards,), counted = score(group(texts), retries=1, timeout_s=1.0)
+    assert scores(rewards) == [1, len("flaky f"), len("slow_once s"), 2, 3], "and what was scored is not scored again"
+    assert counted == {"crashes": 1, "timeouts": 1, "retries": 2}
+
+
+def test_a_batch_is_tried_again_whole():
+    (rewards,), counted = score(group(["count c", "flaky f"], "batch"), retries=1)
+    assert scores(rewards) == [2, len("flaky f")]
+    assert counted == {"crashes": 1, "retries": 1}
+
+
+def test_tries_are_used_up_and_an_exception_is_not_tried_again(folder):
+    (rewards,), counted = score(group(["exit", "raise f", "a"]), retries=2, quarantine_after=0)
+    assert scores(rewards) == [None, None, 1]
+    assert "exit code 3" in rewards[0].error and "KeyError" in rewards[1].error
+    assert counted == {"crashes": 3, "retries": 2, "errors": 1}
+    assert (folder / "f").read_text() == "x"
+
+
+def test_loading_is_tried_again_too(folder):
+    (folder / "slow.py").write_text(
+        "import os, time\nif not os.path.exists('once'):\n    open('once', 'w').close()\n    time.sleep(100)\n"
+        "def f(completions, **_): return [1.0] * len(completions)\n"
+    )
+    requests = [ScoreRequest(Task("t", "s", "slow.py:f", prompt="p"), "a")]
+    (rewards,), counted = score(requests, retries=1, startup_timeout_s=2.0)
+    assert scores(rewards) == [1] and counted == {"timeouts": 1, "retries": 1}
+
+
+def test_the_watchdog_allows_for_every_try():
+    assert RewardsConfig(timeout_s=2, startup_timeout_s=5).allowed_s(3) == 5 + 3 * 2
+    assert RewardsConfig(timeout_s=2, startup_timeout_s=5, retries=2).allowed_s(3) == 3 * (5 + 3 * 2)
+
+
+# Quarantine
+
+
+def test_a_task_that_keeps_ending_workers_is_not_scored_any_more():
+    first, second = group(["exit", "a", "exit"], task_id="bad"), group(["exit", "b", "c"], task_id="bad")
+    other = group(["exit", "d"], task_id="good")
+    (one, two, others, three), counted = score(first, second, other, group(["e"], task_id="bad"))
+    assert scores(one) == [None, 1, None]
+    assert scores(two) == [None, None, None] and "exit code" in two[0].error, "the third death"
+    assert all(r.error.startswith("quarantined") for r in two[1:] + three)
+    assert scores(others) == [None, 1]
+    assert counted == {"crashes": 4, "quarantined": 3}
+
+
+def test_quarantine_is_shared_by_the_workers_and_ends_the_tries():
+    async def run():
+        async with pool_of(2, retries=9, quarantine_after=2) as pool:
+            exits, sleeps = group(["exit"], "batch", "bad"), group(["sleep 0.3"], task_id="other")
+            (first,), _ = await asyncio.gather(pool.score(exits), pool.score(sleeps))
+            keep = asyncio.create_task(pool.score(sleeps))  # the first worker: now it is the second's turn
+            await asyncio.sleep(0.05)
+            (second,) = await pool.score(exits)
+            await keep
+            return first, second, pool.stats()
+
+    first, second, stats = asyncio.run(run())
+    assert first.error == second.error and first.error.startswith("quarantined: the task's calls ended 2 workers")
+    assert stats["rewards/crashes"] == 2 and stats["rewards/quarantined"] == 2 and stats["rewards/retries"] == 2
+
+
+def test_neither_a_probe_nor_an_import_that_hangs_is_held_against_a_task(folder):
+    (folder / "slow.py").write_text("import time; time.sleep(100)")
+
+    async def run():
+        async with pool_of(1, quarantine_after=1, startup_timeout_s=2.0) as pool:
+            with pytest.raises(RewardProbeError, match="timeout"):
+                await pool.probe(Task("t", "s", "slow.py:f", prompt="p"))
+            with pytest.raises(RewardProbeError, match="quarantine|exit code 3"):
+                await pool.probe(Task("t", "s", "functions.py:exits", prompt="p"))
+            assert not any(pool.stats().values())
+            await pool.score([ScoreRequest(Task("t", "s", "slow.py:f", prompt="p"), "a")])
+            return await pool.score(group(["a"]))
+
+    (folder / "functions.py").write_text(FUNCTIONS + "\ndef exits(completions, **_): os._exit(3)\n")
+    assert scores(asyncio.run(run())) == [1]
+
+
+# Memory
+
+
+def test_running_out_of_memory_costs_one_reward_and_the_process():
+    (rewards, again), counted = score(
+        group(["pid", "memory", "a", "pid"]), group(["pid"]), memory_gb=1.0, quarantine_after=0
+    )
+    before, failed, fine, after = rewards
+    assert failed.error.startswith("out of memory (rewards.memory_gb = 1): MemoryError") and fine.score == 1
+    assert before.score != after.score == again[0].score
+    assert counted == {"out_of_memory": 1}
+
+
+def test_running_out_of_memory_in_a_batch_costs_the_batch():
+    (rewards, fine), counted = score(group(["a", "memory"], "batch"), group(["a"], "batch"), memory_gb=1.0)
+    assert scores(rewards) == [None, None] and scores(fine) == [1]
+    assert counted == {"out_of_memory": 2}
+
+
+def test_a_function_that_hoards_memory_goes_on_in_a_fresh_process():
+    (rewards,), counted = score(group(["hoard"] * 8), memory_gb=0.7, quarantine_after=0)
+    assert scores(rewards) == [1, 2, 3, None, 1, 2, 3, None]
+    assert counted == {"out_of_memory": 2}
+
+
+def test_running_out_of_memory_counts_for_quarantine():
+    (rewards,), counted = score(group(["memory", "memory", "a"]), memory_gb=1.0, quarantine_after=2)
+    assert scores(rewards) == [None] * 3
+    assert counted == {"out_of_memory": 2, "quarantined": 1}
+
+
+# async def
+
+
+@pytest.mark.parametrize("name", ["together", "judge", "async_batch"])
+def test_async_calls_of_a_group_run_at_the_same_time(name):
+    (rewards,), _ = score(group(["all"] * 5, name))
+    assert scores(rewards) == [5] * 5
+
+
+def test_async_calls_share_one_event_loop_for_the_life_of_the_process():
+    (first, second, third), _ = score(*(group(["loop"], name) for name in ("together", "async_batch", "together")))
+    assert scores(first + second + third) == [1, 1, 1]
+
+
+def test_async_failures_leave_the_others_valid():
+    texts = ["a", "raise f", "cancel", "sys_exit", "bb"]
+    (rewards,), counted = score(group(texts, "together"))
+    assert scores(rewards) == [1, None, None, None, 2]
+    assert [r.error.split(":")[0] for r in rewards[1:4]] == ["KeyError", "CancelledError", "SystemExit"]
+    assert counted == {"errors": 3}
+
+
+def test_async_calls_have_one_limit_together():
+    (rewards, fine), counted = score(
+        group(["hang", "a", "hang", "bb"], "together"), group(["a"], "together"), timeout_s=1.0
+    )
+    assert scores(rewards) == [None, 1, None, 2] and scores(fine) == [1]
+    assert rewards[0].error == "timeout after 1 s" and counted == {"timeouts": 1}
+
+
+def test_a_death_among_async_calls_keeps_what_has_returned():
+    (rewards,), counted = score(group(["a", "after", "hang"], "together"))
+    assert scores(rewards) == [1, None, None] and "exit code 5" in rewards[2].error
+    assert counted == {"crashes": 1}
+
+
+def test_async_calls_that_ran_out_of_memory_do_not_cost_the_others():
+    (rewards, after), counted = score(group(["memory", "pid"], "together"), group(["pid"]), memory_gb=1.0)
+    assert rewards[0].missing and rewards[1].score != after[0].score
+    assert counted == {"out_of_memory": 1}
+
+
+# Signs of life, and the end
+
+
+def test_health_shows_what_works_since_when_and_what_is_silent():
+    async def run():
+        async with pool_of(2) as pool:
+            assert [h[1:] for h in pool.health()] == [(None, None, None)] * 2
+            await pool.score(group(["a"]))
+            call = asyncio.create_task(pool.score(group(["sleep 100"])))
+            await asyncio.sleep(0.3)
+            working, idle = pool.health()
+            assert (working.index, idle.index) == (0, 1) and idle.pid is None
+            assert alive(working.pid) and 0.2 < working.busy_s <= working.silent_s + 0.1 < 60
+            call.cancel()
+            await asyncio.wait([call])
+            (pid,) = scores(await pool.score(group(["pid"])))
+            rested = pool.health()[0]
+            assert rested.pid == pid and rested.busy_s is None and rested.silent_s < 60
+
+    asyncio.run(run())
+
+
+def test_close_ends_every_worker():
+    async def run():
+        async with pool_of(3) as pool:
+            await asyncio.gather(*(pool.score(group(["sleep 0.3"])) for _ in range(3)))
+            pids = [h.pid for h in pool.health()]
+            assert len(set(pids)) == 3 and all(map(alive, pids))
+            return pids
+
+    pids = asyncio.run(run())
+    assert wait_until(lambda: not any(map(alive, pids)))

@@ -54,7 +54,7 @@ class TasksConfig(Table):
     before_produce: str = Field(
         default="",
         description="Your own function (module:function or path.py:function) of a task and the trainer's version,"
-        " called before the task is admitted: it returns the task to use, this one or another, or None to leave it out.",
+        " called before the task is admitted: it returns the task to use, or None to leave it out.",
     )
     answer_rule: AnswerRule = Field(
         default="last_number",

@@ -15,15 +15,11 @@ after the other, "together" (async def) for all of them at a time on one event l
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import json
 import os
 import resource
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from typing import Any, TextIO
 

@@ -23,7 +23,7 @@ class AsyncWorld:
 
     def __init__(self, config: RolloutConfig, rng: random.Random, publish_every: int, stubborn: float) -> None:
         self.config, self.rng, self.publish_every, self.stubborn = config, rng, publish_every, stubborn
-        self.lifecycle = Lifecycle(config, rng.choice([None, 1, 3, 7]))
+        self.lifecycle = Lifecycle(config, rng.choice([None, 1, 3, 7]), min_valid_rewards=1)
         self.engine_version = self.version = self.next_task = 0
         self.running: list[Rollout] = []
         self.ages: list[int] = []

@@ -208,7 +208,12 @@ def test_on_policy_metrics_and_names() -> None:
     found = {k: metrics[k] for k in metrics if k.split("/")[0] in ("mismatch", "importance", "ratio")}
     for policy in ("proximal", "behavior"):
         assert found.pop(f"mismatch/{policy}_ppl") > 1
-    ones = {"ratio/mean", "ratio/max", "mismatch/ppl_ratio", *(f"importance/{k}" for k in ("mean", "max", "weight_mean"))}
+    ones = {
+        "ratio/mean",
+        "ratio/max",
+        "mismatch/ppl_ratio",
+        *(f"importance/{k}" for k in ("mean", "max", "weight_mean")),
+    }
     ones |= {f"importance/ess{k}" for k in ("", "_token_ratio", "_sequence_ratio")}
     assert found == {k: 1.0 if k in ones else 0.0 for k in found} and ones < found.keys()
     assert {"mismatch/kl", "mismatch/k3", "mismatch/chi2_sequence", "importance/capped_share"} < found.keys()

@@ -74,7 +74,7 @@ def run(folder: Path, seed: int, tables: dict[str, dict[str, Any]], steps: int) 
     fixed: dict[str, dict[str, Any]] = {
         "run": {"seed": seed},
         "rollout": {
-            "groups_per_step": 8, "group_size": 4, "max_new_tokens": 1, "in_flight_groups": None, "interrupt": None,
+            "groups_per_step": 8, "group_size": int(os.environ.get("GS","4")), "max_new_tokens": 1, "in_flight_groups": None, "interrupt": None,
             "max_staleness": None,
         },
         "train": {"learning_rate": LEARNING_RATE, "micro_batch_tokens": 4096},

@@ -30,11 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / part) for part in ("src", "tests", "tests/integration")]
 
 KINDS, RARE, COMMON = 16, 8, 15  # words, those of them that are rare, tasks of a common word
-STEPS, EVERY = 240, 4
-import os
-
-LEARNING_RATE = float(os.environ.get("LR","1e-3")); ENT=float(os.environ.get("ENT","0"))
-THRESHOLDS = (0.4, 0.8)
+STEPS, EVERY = 400, 4
+THRESHOLDS = (0.4, 0.6)
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "off": {},
     "replay": {"replay": {"size": 64, "max_staleness": 8}},
@@ -44,10 +41,10 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "reroll": {"max_groups": 2, "start_fraction": 0.25},
     },
 }
-REWARD = '''
+REWARD = """
 def reward(prompts, completions, answer, **columns):
     return [float(text[:1] == a) for text, a in zip(completions, answer)]
-'''
+"""
 
 
 def write_tasks(folder: Path, seed: int) -> None:
@@ -58,8 +55,8 @@ def write_tasks(folder: Path, seed: int) -> None:
     train, held_out = [], []
     for i, (word, letter) in enumerate(zip(words, letters, strict=True)):
         for copy in range(1 if i < RARE else COMMON):
-            train.append({"prompt": f"{word}{copy:02d}{word}", "answer": letter})
-        held_out.append({"prompt": f"{word}99{word}", "answer": letter})
+            train.append({"prompt": f"{copy:02d}{word}", "answer": letter})
+        held_out.append({"prompt": f"99{word}", "answer": letter})
     for name, rows in (("tasks", train), ("held-out", held_out)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -74,11 +71,11 @@ def run(folder: Path, seed: int, tables: dict[str, dict[str, Any]], steps: int) 
     fixed: dict[str, dict[str, Any]] = {
         "run": {"seed": seed},
         "rollout": {
-            "groups_per_step": 8, "group_size": int(os.environ.get("GS","4")), "max_new_tokens": 1, "in_flight_groups": None, "interrupt": None,
+            "groups_per_step": 8, "group_size": 4, "max_new_tokens": 1, "in_flight_groups": None, "interrupt": None,
             "max_staleness": None,
         },
-        "train": {"learning_rate": LEARNING_RATE, "micro_batch_tokens": 4096},
-        "algorithm": {"entropy_coef": ENT},
+        "train": {"learning_rate": 1e-3, "micro_batch_tokens": 4096},
+        "algorithm": {"entropy_coef": 0.02},
         "tasks": {"epochs": 1000, "chat": False},
         "eval": {"num_tasks": KINDS, "every_steps": EVERY, "temperature": 0},
         "checkpoint": {"every_steps": 0, "save_final_model": False},

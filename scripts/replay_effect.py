@@ -1,6 +1,6 @@
 """Replay and re-roll on a task with sparse rewards: steps to reach a reward, with and without each, over seeds.
 
-    .venv/bin/python scripts/replay_effect.py               the table of docs/replay.md, about 12 minutes on one core
+    .venv/bin/python scripts/replay_effect.py               the table of docs/replay.md, about 15 minutes on one core
     .venv/bin/python scripts/replay_effect.py --seeds 1     one seed
 
 The task: every prompt is one of KINDS words, and the answer to a word is a letter that belongs to it. A rollout is one
@@ -32,14 +32,15 @@ sys.path[:0] = [str(ROOT / part) for part in ("src", "tests", "tests/integration
 KINDS, RARE, COMMON = 16, 8, 15  # words, those of them that are rare, tasks of a common word
 STEPS, EVERY = 400, 4
 THRESHOLDS = (0.4, 0.6)
+_REPLAY = {"size": 64, "max_staleness": 8}
+_REROLL = {"max_groups": 2, "start_fraction": 0.25}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "off": {},
-    "replay": {"replay": {"size": 64, "max_staleness": 8}},
-    "re-roll": {"reroll": {"max_groups": 2, "start_fraction": 0.25}},
-    "both": {
-        "replay": {"size": 64, "max_staleness": 8},
-        "reroll": {"max_groups": 2, "start_fraction": 0.25},
-    },
+    "replay": {"replay": _REPLAY},
+    "re-roll": {"reroll": _REROLL},
+    "both": {"replay": _REPLAY, "reroll": _REROLL},
+    "replay, at most 4 versions": {"replay": _REPLAY | {"max_staleness": 4}},
+    "replay, at most 2 versions": {"replay": _REPLAY | {"max_staleness": 2}},
 }
 REWARD = """
 def reward(prompts, completions, answer, **columns):

@@ -95,7 +95,7 @@ METRICS: list[Metric] = [
         "tokens/replayed",
         "counter",
         "tokens",
-        "Loss tokens of replayed groups, cumulative: each was in tokens/trained at its first use, and is here at others.",
+        "Loss tokens of replayed groups, cumulative: in tokens/trained at their first use, here at each other.",
     ),
     Metric("replay/replaced", "counter", "groups", "Groups without signal whose place in a step a kept one took."),
     Metric("replay/size", "last", "groups", "Groups now in the replay buffer."),

@@ -64,6 +64,21 @@ def test_stale_groups_leave() -> None:
     assert ids(b.kept) == [0, 2, 3] and b.evicted == 1, "after leaving the lowest score is still found"
 
 
+@given(st.lists(st.tuples(st.floats(0.01, 10), st.integers(-4, 0)), min_size=1, max_size=40), st.integers(1, 6))
+def test_a_full_buffer_that_ages_is_a_sorted_list(steps: list[tuple[float, int]], size: int) -> None:
+    """One group a version, of some age already; against the plain definition."""
+    b, plain, evicted = buffer(size=size), [], 0
+    for version, (score, age) in enumerate(steps):
+        b.add(kept(version, score, version=max(0, version + age)))
+        plain = sorted([*plain, (score, version, max(0, version + age))])
+        evicted += len(plain) > size
+        plain = plain[-size:]
+        b.drop_stale(version + 1)
+        plain = [item for item in plain if version + 1 - item[2] <= 3]
+        assert sorted((k.score, k.group.group_id, k.oldest_version) for k in b.kept) == plain
+    assert b.evicted == evicted
+
+
 def test_the_age_is_that_of_the_oldest_token_in_the_loss() -> None:
     segments = [segment([8], version=1), segment([9], version=2, trainable=False), segment([10], version=4)]
     rollouts = [rollout(0, 0, 1.0, segments), rollout(0, 1, 0.0, [segment([8], version=5)])]

@@ -64,6 +64,16 @@ def test_stale_groups_leave() -> None:
     assert ids(b.kept) == [0, 2, 3] and b.evicted == 1, "after leaving the lowest score is still found"
 
 
+def test_the_lowest_scores_still_leave_first_after_the_lowest_of_all_was_stale() -> None:
+    """A heap less its first item is none until it is made one again: 4 would be found after 10."""
+    scores = [1.0, 2.0, 10.0, 3.0, 4.0, 11.0, 12.0]
+    b = buffer(*(kept(i, s, version=9 * (i > 0)) for i, s in enumerate(scores)), size=7)
+    b.drop_stale(9)
+    for i in range(4):
+        b.add(kept(20 + i, 100.0 + i, version=9))
+    assert sorted(k.score for k in b.kept) == [10, 11, 12, 100, 101, 102, 103]
+
+
 @given(st.lists(st.tuples(st.floats(0.01, 10), st.integers(-4, 0)), min_size=1, max_size=40), st.integers(1, 6))
 def test_a_full_buffer_that_ages_is_a_sorted_list(steps: list[tuple[float, int]], size: int) -> None:
     """One group a version, of some age already; against the plain definition."""

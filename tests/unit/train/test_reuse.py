@@ -114,6 +114,15 @@ def test_off_keeps_and_replaces_nothing() -> None:
     assert ids(step(r, [two(1, (0.0, 0.0), 1)], 1)) == [1] and len(r.buffer) == 0 and r.metrics() == {}
 
 
+def test_failed_tasks_are_queued_with_the_version_after_the_step() -> None:
+    r = reuse(config(train={"num_steps": 4}, reroll={"max_groups": 1, "start_fraction": 0.5}))
+    step(r, [two(0, (0.0, 0.0)), two(1, (1.0, 0.0))], 0)
+    assert r.reroll() is None, "a quarter of the run is done"
+    step(r, [two(2, (1.0, 0.0), 1)], 1)
+    task, _ = r.reroll() or (None, ())
+    assert task is not None and task.task_id == "t0", "half of it is"
+
+
 def test_state_round_trip() -> None:
     of = config(reroll={"max_groups": 1, "start_fraction": 0.0})
     r = reuse(of)

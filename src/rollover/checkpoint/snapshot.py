@@ -20,6 +20,7 @@ from rollover.envs.single_turn import PromptSource
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.track.chronicle import Chronicle
 from rollover.train.directory import RunDirectory
+from rollover.train.reuse import Reuse
 from rollover.train.trainer import Trainer
 
 FORMAT = 1
@@ -35,6 +36,7 @@ class Owners:
     prompts: PromptSource
     directory: RunDirectory
     chronicle: Chronicle
+    reuse: Reuse
 
 
 def write_snapshot(owners: Owners) -> str:
@@ -43,16 +45,19 @@ def write_snapshot(owners: Owners) -> str:
     owners.directory.evals.sync()
     tensors, trainer_meta = owners.trainer.save_state()
     lifecycle, arrays = owners.lifecycle.state_dict()
+    reuse, kept = owners.reuse.state_dict()
     state = {
         "format": FORMAT,
         "trainer": trainer_meta,
         **lifecycle,
         "prompts": owners.prompts.state_dict(),
+        "reuse": reuse,
         "chronicle": owners.chronicle.state_dict(),
     }
     name = checkpoint_name(owners.trainer.policy_version)
     files: dict[str, Callable[[str], None] | bytes] = {
         "rollouts.safetensors": lambda path: safetensors.numpy.save_file(arrays, path),
+        "replay.safetensors": lambda path: safetensors.numpy.save_file(kept, path),
         "state.json": json.dumps(state).encode(),
     }
     # One file per kind of tensor (master, exp_avg, exp_avg_sq): saving copies a whole file's tensors in memory.
@@ -76,6 +81,10 @@ def load_snapshot(name: str, owners: Owners) -> None:
     owners.trainer.load_state(tensors, state["trainer"])
     owners.lifecycle.load_state_dict(state, safetensors.numpy.load_file(files["rollouts.safetensors"]))
     owners.prompts.load_state_dict(state["prompts"])
+    if "reuse" in state:  # not in a checkpoint of an earlier version
+        kept = safetensors.numpy.load_file(files["replay.safetensors"])
+        version, max_prompt_tokens = owners.trainer.policy_version, owners.prompts.max_prompt_tokens
+        owners.reuse.load_state_dict(state["reuse"], kept, version, max_prompt_tokens)
     groups = owners.lifecycle.cache.groups.values()
     owners.chronicle.load_state_dict(state.get("chronicle", {}), groups, owners.trainer.policy_version)
     owners.lifecycle.check()

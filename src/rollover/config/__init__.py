@@ -9,6 +9,8 @@ from rollover.config.engine import EngineConfig
 from rollover.config.evaluation import EvalConfig
 from rollover.config.model import LoraConfig, ModelConfig
 from rollover.config.plan import PlanConfig
+from rollover.config.replay import ReplayConfig
+from rollover.config.reroll import RerollConfig
 from rollover.config.rewards import RewardsConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.config.run import RunConfig
@@ -29,6 +31,8 @@ class Config(Table):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    reroll: RerollConfig = Field(default_factory=RerollConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     track: TrackConfig = Field(default_factory=TrackConfig)
@@ -45,6 +49,8 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "PlanConfig",
+    "ReplayConfig",
+    "RerollConfig",
     "RewardsConfig",
     "RolloutConfig",
     "RunConfig",

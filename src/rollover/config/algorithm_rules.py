@@ -24,7 +24,7 @@ def _compares_with_behavior(config: Config) -> bool:
     )
 
 
-def _uncorrected(config: Config) -> bool:
+def uncorrected(config: Config) -> bool:
     algorithm = config.algorithm
     return algorithm.correction == "none" and not algorithm.allow_uncorrected and not _compares_with_behavior(config)
 
@@ -119,9 +119,9 @@ INERT: tuple[Inert, ...] = (
     ),
     Inert(
         ("algorithm.allow_uncorrected",),
-        ("rollout.max_staleness", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
-        lambda c: not (c.rollout.max_staleness or truncates_sampling(c) or c.run.replay_rollouts),
-        "with rollout.max_staleness = 0 and untruncated sampling: there is nothing to correct",
+        ("rollout.max_staleness", "rollout.top_p", "rollout.top_k", "rollout.min_p", "replay.size"),
+        lambda c: not (c.rollout.max_staleness or truncates_sampling(c) or c.run.replay_rollouts or c.replay.size),
+        "with rollout.max_staleness = 0, untruncated sampling and no replay: there is nothing to correct",
     ),
     Inert(
         ("algorithm.kl_kind", "algorithm.kl_bias_correction"),
@@ -159,7 +159,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         ("rollout.max_staleness", "algorithm.correction"),
-        lambda c: c.rollout.max_staleness > 0 and _uncorrected(c),
+        lambda c: c.rollout.max_staleness > 0 and uncorrected(c),
         lambda c: (
             f'rollout.max_staleness = {c.rollout.max_staleness} with algorithm.correction = "none": tokens of older'
             ' policy versions would be trained as if they were fresh. Set algorithm.correction = "token_truncate", or'
@@ -168,7 +168,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         ("rollout.top_p", "rollout.top_k", "rollout.min_p", "algorithm.correction"),
-        lambda c: truncates_sampling(c) and _uncorrected(c),
+        lambda c: truncates_sampling(c) and uncorrected(c),
         lambda c: (
             'truncated sampling (rollout.top_p, top_k or min_p) with algorithm.correction = "none": log-probs of the'
             ' truncated distribution are not those of the policy. Set algorithm.correction = "token_truncate", sample'

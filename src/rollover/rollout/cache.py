@@ -8,23 +8,13 @@ Illegal calls are bugs of the caller and fail an assertion.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from rollover.types import (
-    DropReason,
-    Group,
-    Reward,
-    Rollout,
-    RolloutState,
-    SamplingParams,
-    Segment,
-    StopReason,
-    Task,
-)
+from rollover.rollout.group_state import groups_from_state, groups_to_state
+from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 STATE_FORMAT = 1
 
@@ -131,32 +121,10 @@ class RolloutCache:
         """(JSON-able meta, arrays): every held group, exactly.
 
         A RUNNING rollout is saved as PARKED (WAITING without tokens), a SCORING one as SCORING: it is scored again.
-        Arrays: prompt_ids int32, token_ids int32, logprobs float32, each concatenated in the order of meta;
-        prompt_offsets int64 [groups + 1] and segment_offsets int64 [segments + 1] cut them.
+        The arrays are those of groups_to_state.
         """
-        groups = list(self._groups.values())
-        segments = [s for g in groups for r in g.rollouts for s in r.segments]
-        meta = {
-            "format": STATE_FORMAT,
-            "next_group_id": self._next_group_id,
-            "groups": [
-                {
-                    "group_id": g.group_id,
-                    "task": _task_to_json(g.task),
-                    "rollouts": [_rollout_to_json(r) for r in g.rollouts],
-                }
-                for g in groups
-            ],
-        }
-        prompts = [np.asarray(g.rollouts[0].prompt_ids, dtype=np.int32) for g in groups]
-        arrays = {
-            "prompt_ids": _concatenate(prompts, np.int32),
-            "prompt_offsets": _offsets([len(p) for p in prompts]),
-            "token_ids": _concatenate([s.token_ids for s in segments], np.int32),
-            "logprobs": _concatenate([s.logprobs for s in segments], np.float32),
-            "segment_offsets": _offsets([len(s) for s in segments]),
-        }
-        return meta, arrays
+        groups, arrays = groups_to_state(list(self._groups.values()))
+        return {"format": STATE_FORMAT, "next_group_id": self._next_group_id, "groups": groups}, arrays
 
     def load_state_dict(self, meta: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Replace the contents by a saved state.
@@ -170,22 +138,8 @@ class RolloutCache:
         self._groups.clear()
         self._rollouts.clear()
         self._next_group_id = meta["next_group_id"]
-        prompt_offsets, segment_offsets = arrays["prompt_offsets"], arrays["segment_offsets"]
-        segment_index = 0
-        for i, saved in enumerate(meta["groups"]):
-            task = _task_from_json(saved["task"])
-            prompt = tuple(arrays["prompt_ids"][prompt_offsets[i] : prompt_offsets[i + 1]].tolist())
-            group = Group(saved["group_id"], task, [])
-            for sibling, entry in enumerate(saved["rollouts"]):
-                rollout = Rollout(group.group_id, sibling, task, prompt)
-                for fields in entry["segments"]:
-                    cut = slice(segment_offsets[segment_index], segment_offsets[segment_index + 1])
-                    rollout.add(_segment_from_json(fields, arrays["token_ids"][cut], arrays["logprobs"][cut]))
-                    segment_index += 1
-                rollout.state = RolloutState(entry["state"])
-                rollout.stop_reason = None if entry["stop_reason"] is None else StopReason(entry["stop_reason"])
-                rollout.reward = None if entry["reward"] is None else Reward(**entry["reward"])
-                group.rollouts.append(rollout)
+        for group in groups_from_state(meta["groups"], arrays):
+            for rollout in group.rollouts:
                 if rollout.state is RolloutState.PARKED and rollout.num_tokens >= self.max_new_tokens:
                     raise ValueError(
                         f"rollout.max_new_tokens = {self.max_new_tokens}: the checkpoint holds an unfinished rollout of"
@@ -212,51 +166,3 @@ class RolloutCache:
             f"rollout {rollout.rollout_id}: {rollout.state.value} -> {state.value} is not a legal transition"
         )
         rollout.state = state
-
-
-def _concatenate(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype=dtype)
-
-
-def _offsets(lengths: list[int]) -> np.ndarray:
-    return np.cumsum([0, *lengths], dtype=np.int64)
-
-
-def _task_to_json(task: Task) -> dict[str, Any]:
-    return {**asdict(task), "messages": None if task.messages is None else [dict(m) for m in task.messages]}
-
-
-def _task_from_json(saved: dict[str, Any]) -> Task:
-    messages = saved["messages"]
-    return Task(**{**saved, "messages": None if messages is None else tuple(messages)})
-
-
-def _rollout_to_json(rollout: Rollout) -> dict[str, Any]:
-    state = rollout.state
-    if state is RolloutState.RUNNING:
-        state = RolloutState.PARKED if rollout.segments else RolloutState.WAITING
-    return {
-        "state": state.value,
-        "stop_reason": None if rollout.stop_reason is None else rollout.stop_reason.value,
-        "reward": None if rollout.reward is None else asdict(rollout.reward),
-        "segments": [
-            {
-                "policy_version": s.policy_version,
-                "sampling": asdict(s.sampling),
-                "stop_reason": s.stop_reason.value,
-                "trainable": s.trainable,
-            }
-            for s in rollout.segments
-        ],
-    }
-
-
-def _segment_from_json(fields: dict[str, Any], token_ids: np.ndarray, logprobs: np.ndarray) -> Segment:
-    return Segment(
-        token_ids=token_ids.astype(np.int32),
-        logprobs=logprobs.astype(np.float32),
-        policy_version=fields["policy_version"],
-        sampling=SamplingParams(**fields["sampling"]),
-        stop_reason=StopReason(fields["stop_reason"]),
-        trainable=fields["trainable"],
-    )

@@ -96,6 +96,21 @@ METRICS: list[Metric] = [
     ),
     Metric("groups/zero_variance", "mean", "share", "Share of trained groups with equal rewards: no gradient."),
     Metric("tasks/left_out", "counter", "tasks", "Tasks for which tasks.before_produce returned None."),
+    # Replay and re-roll (only when on)
+    Metric(
+        "tokens/replayed",
+        "counter",
+        "tokens",
+        "Loss tokens of replayed groups, cumulative: in tokens/trained at their first use, here at each other.",
+    ),
+    Metric("replay/replaced", "counter", "groups", "Groups without signal whose place in a step a kept one took."),
+    Metric("replay/size", "last", "groups", "Groups now in the replay buffer."),
+    Metric("replay/stale", "counter", "groups", "Groups that left the replay buffer past replay.max_staleness."),
+    Metric("replay/evicted", "counter", "groups", "Groups that left a full replay buffer: the lowest score."),
+    Metric("reroll/size", "last", "tasks", "Failed tasks that wait to be given again."),
+    Metric("reroll/given", "counter", "tasks", "Failed tasks given again."),
+    Metric("reroll/solved", "counter", "tasks", "Of them: trained since, and not failed again."),
+    Metric("reroll/dropped", "counter", "tasks", "Failed tasks that found reroll.size of them waiting."),
     Metric("tasks/skipped_long_prompt", "counter", "tasks", "Tasks skipped by tasks.max_prompt_tokens, cumulative."),
     # Rollouts
     Metric("rollouts/resumed", "counter", "rollouts", "Times that an unfinished rollout was continued."),
@@ -115,6 +130,13 @@ METRICS: list[Metric] = [
     Metric("length/truncated", "mean", "share", "Share of trained rollouts that stopped at rollout.max_new_tokens."),
     Metric("staleness/max", "max", "versions", "Largest trainer_version - policy_version of a token in the loss."),
     Metric("staleness/mean", "mean", "versions", "Mean staleness over the tokens in the loss."),
+    Metric(
+        "staleness/replayed_max",
+        "max",
+        "versions",
+        "Largest staleness of a replayed token in the loss, bounded by replay.max_staleness. The other staleness/ keys"
+        " are of fresh rollouts.",
+    ),
     Metric(
         "staleness/p{percent}", "mean", "versions", "Its 50th, 95th and 99th percentile over the tokens in the loss."
     ),

@@ -5,8 +5,9 @@ Numpy arrays of a Sample are [n] over the tokens after the prompt. Never touches
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -54,9 +55,10 @@ ADVANTAGES: dict[str, Callable[[Scored, AlgorithmConfig], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one training step, in (group, sibling) order."""
+    """The samples of one training step, in (group, sibling) order. `replayed`: ids of groups trained before."""
 
     samples: list[Sample]
+    replayed: frozenset[int] = frozenset()
 
     @property
     def num_loss_tokens(self) -> int:
@@ -81,6 +83,15 @@ def _sample(rollout: Rollout, value: float, oldest_version: int) -> Sample:
         advantages=np.full(sum(lengths), value if valid else 0.0, dtype=np.float32),
         temperature=temperature,
     )
+
+
+def reward_components(group: Group, algorithm: AlgorithmConfig) -> np.ndarray:
+    """float [N, R]: the rewards that algorithm.reward_weights names (else the score) of the rollouts that are trained.
+
+    NaN: missing.
+    """
+    names = algorithm.reward_weights or {"score": 1.0}
+    return np.array([[_component(r, name) for name in names] for r in group.rollouts if not r.greedy], dtype=float)
 
 
 def _scored(rollouts: list[Rollout], greedy: dict[int, float], weights: dict[str, float]) -> Scored:
@@ -130,20 +141,30 @@ def _estimator(config: AlgorithmConfig) -> Callable[[Scored, AlgorithmConfig], t
     return own
 
 
-def build_batch(groups: list[Group], algorithm: AlgorithmConfig, oldest_version: int = 0) -> Batch:
+def build_batch(
+    groups: list[Group],
+    algorithm: AlgorithmConfig,
+    oldest_version: int = 0,
+    replayed: Mapping[int, int] = MappingProxyType({}),
+) -> Batch:
     """One Sample per rollout, in group-id and sibling order; the baseline of a group is over all its valid siblings.
 
-    Tokens sampled before policy version `oldest_version` are context only (staleness.oldest_in_loss).
+    Tokens sampled before policy version `oldest_version` are context only (staleness.oldest_in_loss). `replayed`: id of
+    a group that was trained before -> its own such version, that of its first step.
     """
     rollouts = [r for g in sorted(groups, key=lambda g: g.group_id) for r in g.rollouts]
     sampled = [r for r in rollouts if not r.greedy]
     greedy = {r.group_id: _score(r) for r in rollouts if r.greedy}
     advantages_N = _estimator(algorithm)(_scored(sampled, greedy, algorithm.reward_weights), algorithm)
     advantages_N = _after_scoring(algorithm, sampled, advantages_N)
-    samples = [_sample(r, float(a), oldest_version) for r, a in zip(sampled, advantages_N, strict=True) if r.num_tokens]
+    samples = [
+        _sample(r, float(a), replayed.get(r.group_id, oldest_version))
+        for r, a in zip(sampled, advantages_N, strict=True)
+        if r.num_tokens
+    ]
     if algorithm.needs_critic:
         samples = [replace(s, advantages=_at_last(s.advantages, s.mask)) for s in samples]
-    return Batch(samples)
+    return Batch(samples, frozenset(replayed))
 
 
 def _after_scoring(algorithm: AlgorithmConfig, rollouts: list[Rollout], advantages_N: torch.Tensor) -> torch.Tensor:

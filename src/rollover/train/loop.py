@@ -1,6 +1,6 @@
 """The one loop: take READY groups -> build Batch -> step -> publish weights -> release slots.
 
-    driver.collect ──groups──▶ build_batch ──▶ trainer.train_step ──▶ engine.load_weights(trainer.publish())
+    driver.collect ──groups──▶ reuse.build ──▶ trainer.train_step ──▶ engine.load_weights(trainer.publish())
           ▲                                                                      │
           └── driver.after_publish (stale drops) ◀── version + 1 ────────────────┘
                          │
@@ -26,7 +26,6 @@ from rollover.config import Config
 from rollover.config.load import Resolved
 from rollover.models.allocator import return_freed_memory
 from rollover.rollout.lifecycle import Event, EventKind
-from rollover.rollout.staleness import oldest_in_loss
 from rollover.track.chronicle import Chronicle
 from rollover.track.health import Health
 from rollover.track.live import LiveView
@@ -34,11 +33,11 @@ from rollover.track.metrics import is_counter
 from rollover.track.recorder import RecordedGroup
 from rollover.track.summary import RunSummary, print_summary, run_summary
 from rollover.train.alarm import Alarm
-from rollover.train.batch import Batch, build_batch
+from rollover.train.batch import Batch
 from rollover.train.directory import RunDirectory
 from rollover.train.evaluate import encode_tasks, evaluate
 from rollover.train.profile import profiled
-from rollover.train.replay import ReplayedRollouts
+from rollover.train.recorded import RecordedRollouts
 from rollover.train.report import (
     peak_rss_bytes,
     reward_metrics,
@@ -82,13 +81,15 @@ class Run:
         with LiveView(self.config.track.live, self.config.train.num_steps, title=self.config.run.name) as self.view:
             self.view.phase("loading the model")
             self.parts = Parts.build(self.config)
-            self.replay = ReplayedRollouts.of(self.config)
+            self.replay = RecordedRollouts.of(self.config)
             parts = self.parts
             parts.lifecycle.on_event = self._on_event
             parts.driver.say = self.view.message
             self.alarm = Alarm(self.view.message)
             self.chronicle = Chronicle(self.directory.trace)
-            self.owners = Owners(parts.trainer, parts.lifecycle, parts.prompts, self.directory, self.chronicle)
+            self.owners = Owners(
+                parts.trainer, parts.lifecycle, parts.prompts, self.directory, self.chronicle, parts.reuse
+            )
             try:
                 code = await self._main()
                 self.chronicle.flush()
@@ -150,8 +151,9 @@ class Run:
         return_freed_memory()
         self.view.phase("training")
         with self._timed("train"):
-            batch = build_batch(groups, self.config.algorithm, oldest_in_loss(self.config.rollout, version))
+            batch = parts.reuse.build(groups, version)
             trained = await self._train(batch, version)
+        parts.reuse.after_step(groups, batch, version)
         return_freed_memory()
         num_bytes = 0
         if self.replay is None and trainer.policy_version % self.config.train.publish_every == 0:
@@ -226,6 +228,7 @@ class Run:
         ages = staleness_metrics(batch, version, self.chronicle.lifetimes.ready_versions)
         bound = self.config.rollout.staleness_bound
         assert self.replay is not None or ages["staleness/max"] <= bound, f"staleness {ages} is above {bound}"
+        assert ages.get("staleness/replayed_max", 0) <= self.config.replay.max_staleness, f"replayed: {ages}"
         waits = {"generate": driver.generation_s, "score": driver.scoring_s, "schedule": driver.scheduling_s}
         now = time.perf_counter()
         step_s, self.row_started = now - self.row_started, now
@@ -242,6 +245,7 @@ class Run:
             "staleness/bound": bound,
             **trained,
             **ledger,
+            **parts.reuse.metrics(),
             "tokens/step_generated": self._since_last("generated", ledger["tokens/generated"]),
             "tokens/step_trained": float(batch.num_loss_tokens),
             "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),

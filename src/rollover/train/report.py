@@ -67,9 +67,12 @@ def staleness_metrics(
     """Over the tokens in the loss, and over the rollouts that have any; `trainer_version` is that before the step.
 
     `ready_versions`: group id -> trainer version when the group became READY. It splits the age of a token into
-    in-flight and in-queue; without an entry for every group (recorded rollouts) there is no such split.
+    in-flight and in-queue; without an entry for every group (recorded rollouts) there is no such split. Replayed
+    groups, whose bound is another, are only in staleness/replayed_max.
     """
-    samples = [s for s in batch.samples if s.mask.any()]
+    in_loss = [s for s in batch.samples if s.mask.any()]
+    samples = [s for s in in_loss if s.group_id not in batch.replayed]
+    replayed = [staleness(s.versions[s.mask], trainer_version).max() for s in in_loss if s.group_id in batch.replayed]
     rollouts = [staleness(s.versions[s.mask], trainer_version) for s in samples] or [np.zeros(1, dtype=np.int32)]
     ages, oldest = np.concatenate(rollouts), [float(r.max()) for r in rollouts]
     metrics = {
@@ -84,6 +87,8 @@ def staleness_metrics(
         ready = np.repeat([ready_versions[s.group_id] for s in samples], [s.mask.sum() for s in samples])
         metrics["staleness/in_flight_mean"] = float(np.mean(in_flight))
         metrics["staleness/in_queue_mean"] = float(np.mean(staleness(ready, trainer_version)))
+    if replayed:
+        metrics["staleness/replayed_max"] = float(max(replayed))
     return metrics
 
 

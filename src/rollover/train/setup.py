@@ -22,7 +22,9 @@ from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.reroll import Reroll
 from rollover.rollout.watchdog import Watchdog
+from rollover.train.reuse import Reuse
 from rollover.train.trainer import Trainer
 from rollover.types import Reward, Rollout, StopReason, Task
 
@@ -167,6 +169,7 @@ class Parts:
     rewarder: RewardPool
     driver: Driver
     stop_token_ids: frozenset[int]
+    reuse: Reuse
 
     @classmethod
     def build(cls, config: Config) -> Parts:
@@ -187,7 +190,7 @@ class Parts:
             config.algorithm,
             dtype=dtype_of(config),
             max_new_tokens=config.rollout.max_new_tokens,
-            max_staleness=config.rollout.staleness_bound,
+            max_staleness=max(config.rollout.staleness_bound, config.replay.max_staleness if config.replay.size else 0),
             lora=config.model.lora,
         )
         prompts = PromptSource(
@@ -200,8 +203,10 @@ class Parts:
         lifecycle = Lifecycle(config.rollout, config.engine.max_running, config.rewards.min_valid)
         scorer = make_scorer(rewarder, loaded.tokenizer, config.rewards.repetition_penalty)
         watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
-        driver = Driver(lifecycle, engine, prompts, scorer, config.run.seed, stops, watchdog)
-        return cls(loaded, trainer, lifecycle, prompts, engine, rewarder, driver, stops)
+        reroll = Reroll(config.reroll, config.train.num_steps, prompts)
+        driver = Driver(lifecycle, engine, reroll, scorer, config.run.seed, stops, watchdog)
+        reuse = Reuse(config, reroll)
+        return cls(loaded, trainer, lifecycle, prompts, engine, rewarder, driver, stops, reuse)
 
     async def close(self) -> None:
         await self.engine.close()

@@ -71,6 +71,9 @@ OPTIONS = {
         "off_policy_mask_threshold": "algorithm.off_policy_mask_threshold",
         "use_bias_correction_kl": "algorithm.kl_bias_correction",
         "reward_num_workers": "rewards.num_workers",
+        "replay_buffer_size": "replay.size",
+        "reroll_start_fraction": "reroll.start_fraction",
+        "reroll_max_groups": "reroll.max_groups",
     },
     "kimi_k15": {
         "output token budget": "rollout.token_budget",

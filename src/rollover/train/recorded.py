@@ -10,7 +10,7 @@ from rollover.track.recorder import read_rollouts
 from rollover.types import Group
 
 
-class ReplayedRollouts:
+class RecordedRollouts:
     """The groups of one recorded step after the other; [] at the end. Steps that trained nothing are left out."""
 
     def __init__(self, folder: Path) -> None:
@@ -21,7 +21,7 @@ class ReplayedRollouts:
         self._steps: Iterator[list[Group]] = (groups for groups in read_rollouts(folder) if groups)
 
     @classmethod
-    def of(cls, config: Config) -> ReplayedRollouts | None:
+    def of(cls, config: Config) -> RecordedRollouts | None:
         """None unless run.replay_rollouts is set."""
         return cls(Path(config.run.replay_rollouts)) if config.run.replay_rollouts else None
 

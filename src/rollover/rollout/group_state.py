@@ -1,0 +1,108 @@
+"""Groups as plain state and back, exactly: what a checkpoint holds of them. Pure; never changes a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+
+Arrays = dict[str, np.ndarray]
+
+
+def groups_to_state(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arrays]:
+    """(JSON-able meta, arrays). A RUNNING rollout becomes PARKED (WAITING without tokens).
+
+    Arrays: prompt_ids int32, token_ids int32, logprobs float32, each concatenated in the order of meta;
+    prompt_offsets int64 [groups + 1] and segment_offsets int64 [segments + 1] cut them.
+    """
+    segments = [s for g in groups for r in g.rollouts for s in r.segments]
+    meta = [
+        {
+            "group_id": g.group_id,
+            "task": task_to_json(g.task),
+            "rollouts": [_rollout_to_json(r) for r in g.rollouts],
+        }
+        for g in groups
+    ]
+    prompts = [np.asarray(g.rollouts[0].prompt_ids, dtype=np.int32) for g in groups]
+    arrays = {
+        "prompt_ids": _concatenate(prompts, np.int32),
+        "prompt_offsets": _offsets([len(p) for p in prompts]),
+        "token_ids": _concatenate([s.token_ids for s in segments], np.int32),
+        "logprobs": _concatenate([s.logprobs for s in segments], np.float32),
+        "segment_offsets": _offsets([len(s) for s in segments]),
+    }
+    return meta, arrays
+
+
+def groups_from_state(meta: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> Iterator[Group]:
+    """The groups of `groups_to_state`, in order."""
+    prompt_offsets, segment_offsets = arrays["prompt_offsets"], arrays["segment_offsets"]
+    segment_index = 0
+    for i, saved in enumerate(meta):
+        task = task_from_json(saved["task"])
+        prompt = tuple(arrays["prompt_ids"][prompt_offsets[i] : prompt_offsets[i + 1]].tolist())
+        group = Group(saved["group_id"], task, [])
+        for sibling, entry in enumerate(saved["rollouts"]):
+            rollout = Rollout(group.group_id, sibling, task, prompt)
+            for fields in entry["segments"]:
+                cut = slice(segment_offsets[segment_index], segment_offsets[segment_index + 1])
+                rollout.add(_segment_from_json(fields, arrays["token_ids"][cut], arrays["logprobs"][cut]))
+                segment_index += 1
+            rollout.state = RolloutState(entry["state"])
+            rollout.stop_reason = None if entry["stop_reason"] is None else StopReason(entry["stop_reason"])
+            rollout.reward = None if entry["reward"] is None else Reward(**entry["reward"])
+            group.rollouts.append(rollout)
+        yield group
+
+
+def _concatenate(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype=dtype)
+
+
+def _offsets(lengths: list[int]) -> np.ndarray:
+    return np.cumsum([0, *lengths], dtype=np.int64)
+
+
+def task_to_json(task: Task) -> dict[str, Any]:
+    return {**asdict(task), "messages": None if task.messages is None else [dict(m) for m in task.messages]}
+
+
+def task_from_json(saved: dict[str, Any]) -> Task:
+    messages = saved["messages"]
+    return Task(**{**saved, "messages": None if messages is None else tuple(messages)})
+
+
+def _rollout_to_json(rollout: Rollout) -> dict[str, Any]:
+    state = rollout.state
+    if state is RolloutState.RUNNING:
+        state = RolloutState.PARKED if rollout.segments else RolloutState.WAITING
+    return {
+        "state": state.value,
+        "stop_reason": None if rollout.stop_reason is None else rollout.stop_reason.value,
+        "reward": None if rollout.reward is None else asdict(rollout.reward),
+        "segments": [
+            {
+                "policy_version": s.policy_version,
+                "sampling": asdict(s.sampling),
+                "stop_reason": s.stop_reason.value,
+                "trainable": s.trainable,
+            }
+            for s in rollout.segments
+        ],
+    }
+
+
+def _segment_from_json(fields: dict[str, Any], token_ids: np.ndarray, logprobs: np.ndarray) -> Segment:
+    return Segment(
+        token_ids=token_ids.astype(np.int32),
+        logprobs=logprobs.astype(np.float32),
+        policy_version=fields["policy_version"],
+        sampling=SamplingParams(**fields["sampling"]),
+        stop_reason=StopReason(fields["stop_reason"]),
+        trainable=fields["trainable"],
+    )

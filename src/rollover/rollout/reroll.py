@@ -1,0 +1,104 @@
+"""Deferred re-roll: tasks whose rollouts all failed are given to the driver again, later in the run.
+
+Owns the queue of failed tasks, and stands before the task stream as the driver's `next_task`: a task given again is
+admitted and extended as any other. Pure: no clock, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rollover.config.reroll import RerollConfig
+from rollover.rollout.driver import NextTask
+from rollover.rollout.group_state import task_from_json, task_to_json
+from rollover.types import Group, Task
+
+# Added to Task.attempt by every re-roll, so that it samples anew: no pass of the stream over its tasks has that number.
+ATTEMPT = 1_000_000
+
+
+def has_failed(group: Group, failed_at_most: float) -> bool:
+    """Whether all (valid, not greedy) rewards of a group are the same, and not above `failed_at_most`."""
+    rewards = [r.reward for r in group.rollouts if r.reward is not None and not r.greedy]
+    scores = [reward.score for reward in rewards if reward.score is not None]
+    return bool(scores) and min(scores) == max(scores) <= failed_at_most
+
+
+class Reroll:
+    """`next_task` of the driver: at most `config.max_groups` failed tasks per step, first in first out, then the
+    stream's.
+
+    Failed tasks are collected from the start, and given again from `config.start_fraction` of `num_steps` on. One that
+    fails again goes to the end of the queue. Counters, cumulative: `given`; `solved`, those of them that then got a
+    reward above `failed_at_most`; `dropped`, failed tasks that found the queue full.
+    """
+
+    def __init__(self, config: RerollConfig, num_steps: int, next_task: NextTask) -> None:
+        self.config, self.next_task = config, next_task
+        self.first_version = config.start_fraction * num_steps
+        self.version = 0
+        self.given = self.solved = self.dropped = 0
+        self._given_in_step = 0
+        self._queue: dict[str, tuple[Task, tuple[int, ...]]] = {}  # by task_id, in order of failure
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __call__(self) -> tuple[Task, Sequence[int]] | None:
+        if self._queue and self.version >= self.first_version and self._given_in_step < self.config.max_groups:
+            task, prompt_ids = self._queue.pop(next(iter(self._queue)))
+            self.given += 1
+            self._given_in_step += 1
+            return replace(task, attempt=task.attempt + ATTEMPT), prompt_ids
+        return self.next_task()
+
+    def on_step(self, trained: Iterable[Group], version: int) -> None:
+        """The trainer is at `version`, after a step with the groups `trained`: queue those that failed."""
+        self.version, self._given_in_step = version, 0
+        if not self.config.max_groups:
+            return
+        for group in trained:
+            failed = has_failed(group, self.config.failed_at_most)
+            self.solved += group.task.attempt >= ATTEMPT and not failed
+            if not failed or group.task.task_id in self._queue:
+                continue
+            if len(self._queue) < self.config.size:
+                self._queue[group.task.task_id] = (group.task, group.rollouts[0].prompt_ids)
+            else:
+                self.dropped += 1
+
+    def metrics(self) -> dict[str, float]:
+        """{} when off."""
+        if not self.config.max_groups:
+            return {}
+        return {
+            "reroll/size": len(self),
+            "reroll/given": self.given,
+            "reroll/solved": self.solved,
+            "reroll/dropped": self.dropped,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "queue": [[task_to_json(task), list(prompt_ids)] for task, prompt_ids in self._queue.values()],
+            "version": self.version,
+            "given_in_step": self._given_in_step,
+            "given": self.given,
+            "solved": self.solved,
+            "dropped": self.dropped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], max_prompt_tokens: int) -> None:
+        """Go on from `state`. Tasks beyond `config.size`, or with a prompt that is too long now, are dropped."""
+        self.version, self._given_in_step = state["version"], state["given_in_step"]
+        self.given, self.solved, self.dropped = state["given"], state["solved"], state["dropped"]
+        self._queue = {}
+        for saved, prompt_ids in state["queue"]:
+            if len(self._queue) < self.config.size and len(prompt_ids) <= max_prompt_tokens:
+                task = task_from_json(saved)
+                self._queue[task.task_id] = (task, tuple(prompt_ids))
+            else:
+                self.dropped += 1

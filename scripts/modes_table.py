@@ -70,6 +70,8 @@ MODES = (
     Mode("apr", recipe="apr.toml"),
     Mode("april", recipe="april.toml"),
     Mode("kimi_k15", recipe="kimi_k15.toml"),
+    Mode("one_step_off", recipe="one_step_off.toml"),
+    Mode("fully_async", recipe="fully_async.toml"),
 )
 
 

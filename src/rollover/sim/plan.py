@@ -130,6 +130,11 @@ def make_plan(
 ) -> Plan:
     """Simulate `config`. `observed`: group lengths of an earlier run, in place of the assumed distribution."""
     rollout, plan, slots = config.rollout, config.plan, config.engine.max_running
+    if rollout.overlap:
+        raise ValueError(
+            "rollout.overlap: the planner simulates generation and training in turns only. Plan without it"
+            " (--rollout.overlap false --rollout.interrupt when_enough)"
+        )
     workload = Workload(plan, rollout.rollouts_per_group, rollout.max_new_tokens, observed or ())
     size = rollout.groups_per_step * rollout.rollouts_per_group
     progress(f"simulating {plan.steps} steps of {size:,} rollouts on {plan.engines:,} engines")

@@ -43,7 +43,6 @@ def run(mode: dict[str, Any], steps: int, *, process: bool, reward_s: float = 0.
 
     import tiny
     from rollover.config.load import load_config
-    from rollover.config.load import load_config
     from rollover.engine.fake import FakeEngine
     from rollover.train import setup
     from rollover.train.loop import Run

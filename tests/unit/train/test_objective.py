@@ -262,3 +262,18 @@ def test_entropy_has_its_gradient(temperature: float) -> None:
     loss = (factors[0] * picked - factors[1] * (plain.exp() * plain).sum(-1)).sum()
     for ours, expected in zip(got, torch.autograd.grad(loss, (hidden, weight)), strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_off_policy_mask_works_on_chunked_logprobs() -> None:
+    """Through the whole trainer, in several micro-batches: sequences that are far away and bad are left out."""
+    t = trainer({"off_policy_mask_threshold": 0.5})
+    known = t.compute_logprobs(SAMPLES)
+    samples, masked = [], 0
+    for i, s in enumerate(SAMPLES):
+        behavior = s.behavior_logprobs.copy()
+        behavior[s.mask] = known[s.rollout_id] + (1.0 if i % 2 else 0.1)
+        samples.append(dataclasses.replace(s, behavior_logprobs=behavior))
+        masked += int(s.mask.sum()) * bool(i % 2 and s.advantages[0] < 0)
+    tokens = sum(int(s.mask.sum()) for s in SAMPLES)
+    assert 0 < masked < tokens
+    assert t.train_step(Batch(samples))["off_policy/masked_share"] == pytest.approx(masked / tokens)

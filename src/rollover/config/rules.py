@@ -256,6 +256,14 @@ REFUSED: tuple[Refused, ...] = (
         ),
     ),
     Refused(
+        ("rollout.overlap", "rollout.on_stale"),
+        lambda c: c.rollout.overlap and c.rollout.on_stale == "drop",
+        lambda c: (
+            'rollout.overlap with rollout.on_stale = "drop": generation waits rather than that anything gets too old.'
+            ' Set rollout.on_stale = "finish_first"'
+        ),
+    ),
+    Refused(
         ("rollout.overlap", "rollout.interrupt"),
         lambda c: c.rollout.interrupt == "on_weight_update" and not c.rollout.overlap,
         lambda c: (

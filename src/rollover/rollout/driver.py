@@ -126,6 +126,14 @@ class Driver:
         await self._wind_down(None)
         self._stop_watching()
 
+    async def close(self) -> None:
+        """End what is in flight: its tokens are lost, the cache stays consistent."""
+        if self._meanwhile is not None:
+            self._meanwhile.cancel()
+            await asyncio.wait([self._meanwhile])
+            self._meanwhile = None
+        await self._abandon()
+
     def after_publish(self, version: int) -> list[Group]:
         """Drop what can no longer be trained in bound, now that the trainer is at `version`. Returns those groups."""
         dropped = self.lifecycle.publish(version)

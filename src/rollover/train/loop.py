@@ -81,7 +81,7 @@ class Run:
         with LiveView(self.config.track.live, self.config.train.num_steps, title=self.config.run.name) as self.view:
             self.view.phase("loading the model")
             self.parts = Parts.build(self.config)
-            self.replay = RecordedRollouts.of(self.config)
+            self.recorded = RecordedRollouts.of(self.config)
             parts = self.parts
             parts.lifecycle.on_event = self._on_event
             parts.driver.say = self.view.message
@@ -101,7 +101,7 @@ class Run:
         return code
 
     async def _main(self) -> int:
-        if self.replay is None:
+        if self.recorded is None:
             self.view.phase("checking the reward functions")
             await probe_rewards(self.config, self.parts.rewarder)
         if self.resume:
@@ -145,7 +145,7 @@ class Run:
             groups = await self._collect(version)
         if not groups:
             if groups is not None:
-                what = "tasks" if self.replay is None else "recorded rollouts"
+                what = "tasks" if self.recorded is None else "recorded rollouts"
                 self.view.message(f"the {what} are used up after {version} of {self.config.train.num_steps} steps")
             return False
         return_freed_memory()
@@ -156,7 +156,7 @@ class Run:
         parts.reuse.after_step(groups, batch, version)
         return_freed_memory()
         num_bytes = 0
-        if self.replay is None and trainer.policy_version % self.config.train.publish_every == 0:
+        if self.recorded is None and trainer.policy_version % self.config.train.publish_every == 0:
             with self._timed("weights"):
                 if self.config.rollout.overlap and self.config.rollout.interrupt == "never":
                     await parts.driver.drain()
@@ -179,7 +179,7 @@ class Run:
             with profiled(self.config, version + 1, self.directory.path):
                 return self.parts.trainer.train_step(batch)
 
-        if not self.config.rollout.overlap or self.replay is not None:
+        if not self.config.rollout.overlap or self.recorded is not None:
             return work()
         engine = self.parts.engine
         self.parts.driver.go_on(version)
@@ -191,12 +191,12 @@ class Run:
 
     async def _quiesce(self) -> None:
         """Park what is in flight, if anything is: a snapshot is a cut at which nothing runs."""
-        if self.config.rollout.overlap and self.replay is None:
+        if self.config.rollout.overlap and self.recorded is None:
             await self.parts.driver.park()
 
     async def _collect(self, version: int) -> list[Group] | None:
-        if self.replay is not None:
-            return self.replay.next()
+        if self.recorded is not None:
+            return self.recorded.next()
         driver = self.parts.driver
         try:
             with self._loop_watched(lambda: f"generating: {driver.watchdog.describe(time.monotonic())}"):
@@ -227,7 +227,7 @@ class Run:
         parts.lifecycle.check()
         ages = staleness_metrics(batch, version, self.chronicle.lifetimes.ready_versions)
         bound = self.config.rollout.staleness_bound
-        assert self.replay is not None or ages["staleness/max"] <= bound, f"staleness {ages} is above {bound}"
+        assert self.recorded is not None or ages["staleness/max"] <= bound, f"staleness {ages} is above {bound}"
         assert ages.get("staleness/replayed_max", 0) <= self.config.replay.max_staleness, f"replayed: {ages}"
         waits = {"generate": driver.generation_s, "score": driver.scoring_s, "schedule": driver.scheduling_s}
         now = time.perf_counter()
@@ -271,7 +271,7 @@ class Run:
 
     def _record(self, groups: list[Group], batch: Batch | None) -> None:
         """Write the groups that were trained by the last step, and those dropped since the last record."""
-        if not self.config.track.rollouts or self.replay is not None:
+        if not self.config.track.rollouts or self.recorded is not None:
             return
         advantages = {s.rollout_id: float(s.advantages[0]) for s in batch.samples} if batch is not None else {}
         records = [self._recorded(g, advantages, None) for g in groups]
@@ -293,7 +293,7 @@ class Run:
         config, parts = self.config, self.parts
         version, rows = parts.trainer.policy_version, self.directory.evals.rows()
         done = bool(rows) and rows[-1]["step"] == version
-        if done or self.stopping or config.eval.num_tasks == 0 or self.replay is not None:
+        if done or self.stopping or config.eval.num_tasks == 0 or self.recorded is not None:
             return
         await self._quiesce()
         self.view.phase("evaluating")
@@ -346,8 +346,8 @@ class Run:
         parts = self.parts
         load_snapshot(name, self.owners)
         version = self.saved_version = parts.trainer.policy_version
-        if self.replay is not None:
-            self.replay.skip(version)
+        if self.recorded is not None:
+            self.recorded.skip(version)
         else:
             parts.lifecycle.check_restored(version, parts.engine.max_tokens)
             self._publish()

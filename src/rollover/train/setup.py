@@ -209,5 +209,6 @@ class Parts:
         return cls(loaded, trainer, lifecycle, prompts, engine, rewarder, driver, stops, reuse)
 
     async def close(self) -> None:
+        await self.driver.close()
         await self.engine.close()
         await self.rewarder.close()

@@ -8,6 +8,8 @@ ruins them.
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import redirect_stdout
 
 from rollover.config import Config
 
@@ -16,7 +18,9 @@ def main(what: str, config: Config, *, as_json: bool = False, runs: int = 3) -> 
     """Run benchmark `what` on the model of `config`; prints the result, returns the exit code."""
     from importlib import import_module
 
-    report = import_module(f"rollover.bench.{what}").run(config, runs)
+    # What runs and peers print belongs to stderr: stdout holds one JSON object.
+    with redirect_stdout(sys.stderr):
+        report = import_module(f"rollover.bench.{what}").run(config, runs)
     if as_json:
         print(json.dumps(report, indent=2))
         return 0

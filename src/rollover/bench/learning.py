@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
+from contextlib import redirect_stdout
 
 from rollover.bench.step import PARTIAL, run_ours, run_trl
 from rollover.config import Config
@@ -18,7 +20,7 @@ LAST = 5  # steps at the end whose mean reward is compared
 
 
 def main() -> None:
-    """Print one JSON object: system -> seed -> mean reward of each step, and the means over the last ones."""
+    """Print one JSON object a line: the mean reward of each step of a run; at last the means over the last steps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
@@ -31,11 +33,12 @@ def main() -> None:
     for seed in args.seeds:
         common = [("run.seed", str(seed)), ("train.learning_rate", str(args.learning_rate))]
         for system in args.systems:
-            if system == "trl":
-                # In bfloat16 weights such small updates would be rounded away.
-                steps = run_trl(config, args.steps, seed=seed, learning_rate=args.learning_rate, autocast=True)
-            else:
-                steps = run_ours(config, [*common, *(PARTIAL if system == "partial" else [])], args.steps)
+            with redirect_stdout(sys.stderr):
+                if system == "trl":
+                    # In bfloat16 weights such small updates would be rounded away.
+                    steps = run_trl(config, args.steps, seed=seed, learning_rate=args.learning_rate, autocast=True)
+                else:
+                    steps = run_ours(config, [*common, *(PARTIAL if system == "partial" else [])], args.steps)
             curves[system][seed] = [step.reward for step in steps]
             print(json.dumps({"system": system, "seed": seed, "rewards": curves[system][seed]}), flush=True)
     ends = {s: [statistics.mean(c[-LAST:]) for c in of.values()] for s, of in curves.items()}

@@ -56,8 +56,7 @@ class Step:
 def run_ours(config: Config, overrides: list[tuple[str, str]], steps: int) -> list[Step]:
     """Train on RECIPE with Rollover."""
     with tempfile.TemporaryDirectory() as folder:
-        recipe = Path(folder) / "step.toml"
-        recipe.write_text(RECIPE)
+        recipe = _recipe(folder)
         values = [("run.dir", f"{folder}/run"), ("train.num_steps", str(steps)), ("model.path", config.model.path),
                   ("model.dtype", config.model.dtype), ("run.threads", str(config.run.threads)),
                   ("checkpoint.every_steps", "0"), ("checkpoint.save_final_model", "false"), *overrides]  # fmt: skip
@@ -76,7 +75,8 @@ def run_trl(
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports, reportPrivateImportUsage]
 
-    tasks = load_config([_written(RECIPE)], []).config
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = load_config([_recipe(folder)], []).config
     stream = TaskStream(tasks.tasks, seed=seed, split="train", rewards=tasks.rewards)
     scorer = load_reward("reasoning_gym/last_number", ".")
     rows = [
@@ -117,6 +117,7 @@ def run_trl(
             max_completion_length=NEW_TOKENS,
             max_steps=steps,
             learning_rate=learning_rate,
+            lr_scheduler_type="constant",  # as ours; its default goes down to 0
             temperature=1.0,
             beta=0.0,
             gradient_checkpointing=False,
@@ -137,9 +138,9 @@ def run_trl(
     return done
 
 
-def _written(text: str) -> Path:
-    path = Path(tempfile.mkdtemp()) / "recipe.toml"
-    path.write_text(text)
+def _recipe(folder: str) -> Path:
+    path = Path(folder) / "recipe.toml"
+    path.write_text(RECIPE)
     return path
 
 

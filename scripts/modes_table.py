@@ -72,6 +72,7 @@ MODES = (
     Mode("kimi_k15", recipe="kimi_k15.toml"),
     Mode("one_step_off", recipe="one_step_off.toml"),
     Mode("fully_async", recipe="fully_async.toml"),
+    Mode("axolotl_async", recipe="axolotl_async.toml"),
 )
 
 

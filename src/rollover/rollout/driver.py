@@ -1,10 +1,11 @@
-"""The driver: the asyncio shell that carries out what the scheduler decides. One `collect` is one generation phase.
+"""The driver: the asyncio shell that carries out what the scheduler decides. One `collect` gives one step's groups.
 
     next_task -> admit -> engine.extend -> append -> park | finish -> scorer -> set_rewards -> consume
 
 Owns the asyncio tasks in flight and the time spent waiting. Never decides an order, never changes a rollout itself
 (Lifecycle does), never trains or publishes weights. Between two `collect` calls nothing runs: every held rollout is
-WAITING, PARKED, SCORING (siblings still unfinished) or READY.
+WAITING, PARKED, SCORING (siblings still unfinished) or READY. With `rollout.overlap` that holds after `park` alone:
+`collect` leaves in flight what it does not return, and `go_on` generates while the trainer trains.
 
 What arrives together is handled in order of (group id, sibling), so results do not depend on the order of arrival.
 

@@ -6,8 +6,9 @@
                          │
               record, metrics row, checkpoint
 
-Sync and partial training are settings of the scheduler, not other loops. Owns the clock and the signals. Between
-two generation phases nothing runs, so a checkpoint there is a consistent cut.
+Sync, partial and asynchronous training are settings of the scheduler, not other loops. Owns the clock and the signals.
+Between two generation phases nothing runs (with rollout.overlap: after `_quiesce`), so a checkpoint there is a
+consistent cut.
 """
 
 from __future__ import annotations

@@ -53,12 +53,6 @@ def group_deadline(group: Group, max_staleness: int) -> int | None:
     return None if oldest is None else oldest + max_staleness
 
 
-def is_stale(group: Group, trainer_version: int, max_staleness: int) -> bool:
-    """True if no step from `trainer_version` on may train this group any more."""
-    deadline = group_deadline(group, max_staleness)
-    return deadline is not None and deadline < trainer_version
-
-
 def is_feasible(due: Mapping[float, int], trainer_version: int, groups_per_step: int) -> bool:
     """Can these groups all be trained in bound by the steps after the one at `trainer_version`?
 

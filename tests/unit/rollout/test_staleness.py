@@ -29,14 +29,12 @@ def test_group_staleness_is_that_of_the_oldest_token_of_all_siblings() -> None:
     group = group_with([5, 6], [3, 7], [])
     assert staleness.group_staleness(group, 8) == 5
     assert staleness.group_deadline(group, 2) == 5
-    assert not staleness.is_stale(group, 5, 2) and staleness.is_stale(group, 6, 2)
 
 
 def test_no_tokens_no_staleness() -> None:
     group = group_with([], [])
     assert staleness.group_staleness(group, 8) is None
     assert staleness.group_deadline(group, 2) is None
-    assert not staleness.is_stale(group, 100, 0)
 
 
 def test_environment_tokens_have_no_staleness() -> None:

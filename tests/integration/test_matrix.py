@@ -1,0 +1,149 @@
+"""Modes, staleness, replay, re-roll and KV policies together: every pair by default, all of them under `slow`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+
+from rollover.cli import main
+from rollover.config.load import ConfigError, load_config
+
+MODES: dict[str, dict[str, Any]] = {
+    "never": {"interrupt": "never"},
+    "when_enough": {"interrupt": "when_enough"},
+    "token_budget": {"interrupt": "token_budget", "token_budget": 16},
+    "supplement": {"interrupt": "when_enough", "supplement": True},
+    "one step off": {"overlap": True, "interrupt": "never"},
+    "fully async": {"overlap": True, "interrupt": "on_weight_update"},
+}
+AXES: dict[str, list[Any]] = {
+    "mode": list(MODES),
+    "staleness": [1, 2],
+    "replay": [0, 6],
+    "reroll": [0, 1],
+    "kv": ["recompute", "keep", "salt"],
+}
+Case = tuple[Any, ...]
+ALL: list[Case] = list(itertools.product(*AXES.values()))
+
+
+def pairwise(cases: list[Case]) -> list[Case]:
+    """Few of the cases that hold every pair of values of two axes: greedy."""
+
+    def pairs(case: Case) -> set[tuple[int, Any, int, Any]]:
+        return {(i, case[i], j, case[j]) for i, j in itertools.combinations(range(len(case)), 2)}
+
+    missing, chosen = set().union(*map(pairs, cases)), []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def recipe(folder: Path, case: Case, steps: int = 3) -> Path:
+    mode, staleness, replay, reroll, kv = case
+    kv_on_resume = {} if mode == "never" else {"kv_on_resume": kv}
+    return runs.write(
+        folder,
+        steps=steps,
+        rollout={
+            "groups_per_step": 2, "group_size": 2, "max_new_tokens": 32, "max_staleness": staleness,
+            "in_flight_groups": 2 * (staleness + (mode != "supplement")), **kv_on_resume, **MODES[mode],
+        },
+        replay={"size": replay, "max_staleness": 6} if replay else {},
+        reroll={"max_groups": reroll, "start_fraction": 0.0, "failed_at_most": 0.5} if reroll else {},
+        checkpoint={"every_steps": 1, "keep": 1, "save_final_model": False},
+        watchdog={"rollout_timeout_s": 60.0},
+    )  # fmt: skip
+
+
+def check(folder: Path, steps: int) -> None:
+    """The ledger balanced in every row, no token was beyond its bound, and nothing was trained twice."""
+    rows = runs.json_lines(folder / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    for row in rows:
+        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
+        assert row["groups/admitted"] == row["groups/consumed"] + row["groups/dropped"] + row["groups/held"]
+        assert row["staleness/max"] <= row["staleness/bound"]
+        assert row.get("staleness/replayed_max", 0) <= 6
+    trained = [r["rollout_id"] for r in runs.records(folder / "run") if r["outcome"] == "trained"]
+    assert len(trained) == len(set(trained)) == steps * 4
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def name(case: Case) -> str:
+    return "-".join(map(str, case))
+
+
+PAIRS = pairwise(ALL)
+
+
+def test_the_pairs_are_all_there() -> None:
+    for (i, first), (j, second) in itertools.combinations(enumerate(AXES.values()), 2):
+        assert {(c[i], c[j]) for c in PAIRS} == set(itertools.product(first, second))
+    assert len(PAIRS) < len(ALL) / 4
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=name)
+def test_pairs(tmp_path: Path, case: Case) -> None:
+    assert main(["train", str(recipe(tmp_path, case))]) == 0
+    check(tmp_path, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in ALL if case not in PAIRS], ids=name)
+def test_all(tmp_path: Path, case: Case) -> None:
+    assert main(["train", str(recipe(tmp_path, case))]) == 0
+    check(tmp_path, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_at_a_random_moment_and_resumed(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    file = recipe(tmp_path, rng.choice(ALL), steps=8)
+    process = subprocess.Popen(runs.command("train", file), env=runs.environment(), stderr=subprocess.DEVNULL)
+    metrics, wanted = tmp_path / "run" / "metrics.jsonl", rng.randrange(1, 7)
+    deadline = time.time() + 200
+    while time.time() < deadline and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < wanted):
+        time.sleep(0.01)
+    time.sleep(rng.random() * 0.3)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert main(["train", str(file), "--resume"]) == 0
+    check(tmp_path, 8)
+
+
+ILLEGAL = {
+    "more in flight than the bound allows": {"overlap": True, "interrupt": "on_weight_update", "in_flight_groups": 9},
+    "interrupted for a step": {"overlap": True, "interrupt": "when_enough"},
+    "nothing is generated meanwhile": {"interrupt": "on_weight_update"},
+    "dropping what waits": {"overlap": True, "interrupt": "on_weight_update", "on_stale": "drop"},
+}
+
+
+@pytest.mark.parametrize("changes", ILLEGAL.values(), ids=ILLEGAL)
+def test_illegal_ones_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    values = {"groups_per_step": 2, "group_size": 2, "max_staleness": 1, "in_flight_groups": 4} | changes
+    with pytest.raises(ConfigError, match="rollout"):
+        load_config([runs.write(tmp_path, rollout=values)])

@@ -3,133 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Callable
 
 import pytest
+from hanging import (
+    ABANDONED,
+    CANCELLED,
+    CANCELLED_DROPPED,
+    CONTINUED,
+    DROPPED,
+    Hanging,
+    assert_said,
+    assert_waits_for_ever,
+    said,
+    short,
+    stats,
+    steps,
+    watchdog,
+)
 
-from rollover.config.watchdog import WatchdogConfig
 from rollover.engine.fake import FakeEngine
-from rollover.engine.protocol import ExtendRequest
 from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.watchdog import Watchdog
-from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, StopReason
+from rollover.types import DropReason, Group, RolloutState, StopReason
 from unit.rollout.run import PARTIAL, Run, assert_same_groups, ids, score_by_tokens, uninterrupted_tokens
-
-LIMIT_S = 0.08
-SCORING_S = 0.12
-TOO_LONG_S = 0.5  # several limits: who waits so long waits for ever
-
-
-def short(seed: int) -> int:
-    return 4 + seed % 8
-
-
-def watchdog(**changes: float) -> Watchdog:
-    values = {"rollout_timeout_s": LIMIT_S, "grace_s": 0.04, "reward_timeout_s": SCORING_S}
-    return Watchdog(WatchdogConfig.model_validate(values | changes))
-
-
-def steps(run: Run, num: int, seconds: float = 10) -> list[list[Group]]:
-    """So many steps, the first of them possibly with a stall, in a bounded time; the ledger balances after each."""
-
-    async def go() -> list[list[Group]]:
-        async with asyncio.timeout(seconds):
-            batches = [await run.step() for _ in range(num)]
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 1, "tasks were left running"
-        assert not run.driver._strays
-        return batches  # type: ignore[return-value]
-
-    return asyncio.run(go())
-
-
-def assert_waits_for_ever(run: Run) -> None:
-    with pytest.raises(TimeoutError):
-        steps(run, 1, TOO_LONG_S)
-
-
-def assert_said(run: Run, *patterns: str) -> None:
-    assert len(run.said) == len(patterns), run.said
-    for line, pattern in zip(run.said, patterns, strict=True):
-        assert re.fullmatch(pattern, line), line
-
-
-def stats(run: Run) -> tuple[float, float, float]:
-    """Stalled rollouts, stalled rewards, redispatched."""
-    counts = run.driver.watchdog.stats()
-    return tuple(counts[f"watchdog/{name}"] for name in ("stalled_rollouts", "stalled_rewards", "redispatched"))
-
-
-class Hanging(FakeEngine):
-    """Some rollouts get no token from their `after`-th on, in their first `times` extensions.
-
-    `deaf`: they do not return when interrupted either; `stubborn`: nor when cancelled, until `let_go`.
-    """
-
-    def __init__(
-        self,
-        *hanging: str,
-        after: int = 3,
-        times: float = 1,
-        deaf: bool = False,
-        stubborn: bool = False,
-        lengths: Callable[[int], int] = short,
-    ) -> None:
-        super().__init__(lengths)
-        self.hanging, self.after, self.times, self.deaf, self.stubborn = hanging, after, times, deaf, stubborn
-        self.extensions: dict[str, list[ExtendRequest]] = {}
-        self.cancelled: list[str] = []
-        self.let_go: list[asyncio.Future] = []
-
-    async def extend(self, request):
-        self.extensions.setdefault(request.rollout_id, []).append(request)
-        hangs = self._hangs(request.rollout_id)
-        try:
-            return await super().extend(request)
-        except asyncio.CancelledError:
-            self.cancelled.append(request.rollout_id)
-            if self.stubborn and hangs:
-                self.let_go.append(asyncio.get_running_loop().create_future())
-                await self.let_go[-1]
-            raise
-
-    async def _run(self) -> None:
-        while self._running:
-            # Not a hot loop while all that is left hangs.
-            busy = not all(map(self._is_stuck, self._running.values()))
-            await asyncio.sleep(0 if busy else 0.002)
-            self._step()
-
-    def _hangs(self, rollout_id: str) -> bool:
-        return rollout_id in self.hanging and len(self.extensions[rollout_id]) <= self.times
-
-    def _is_stuck(self, sequence) -> bool:
-        num_tokens = len(sequence.request.generated_ids) + len(sequence.tokens)
-        return self._hangs(sequence.request.rollout_id) and num_tokens >= self.after
-
-    def _decode(self, sequence):
-        return None if self._is_stuck(sequence) else super()._decode(sequence)
-
-    def interrupt(self, rollout_ids=None) -> None:
-        wanted = list(self._running) if rollout_ids is None else list(rollout_ids)
-        super().interrupt([i for i in wanted if not (self.deaf and i in self.extensions and self._hangs(i))])
-
-
-ROLLOUT = r"watchdog: rollout {} \({}, begun \S+ s ago, {} tokens, none for \S+ s\): "
-CONTINUED = "it is interrupted and continued from there"
-CANCELLED = "it does not come back, so it is cancelled and continued from there"
-CANCELLED_DROPPED = "it does not come back, so it is cancelled; its group is being dropped"
-DROPPED = r"it stalls once too often, so its group is dropped \(stalled\)"
-ABANDONED = r"not even its cancellation ends it, so nobody waits for it and its group is dropped \(stalled\)"
-
-
-def said(rollout_id: str, state: str, num_tokens: int, what: str) -> str:
-    return ROLLOUT.format(rollout_id, state, num_tokens) + what
-
-
-# Rollouts
 
 
 @pytest.mark.parametrize("mode", [{}, PARTIAL], ids=["sync", "partial"])
@@ -408,97 +304,6 @@ def test_an_error_of_a_look_ends_the_run() -> None:
 
 
 # Rewards
-
-
-def hanging_scorer(groups: set[int], times: float) -> Callable:
-    """Works in turn, as the reward worker does; the scoring of some groups hangs the first times."""
-    lock, calls = asyncio.Lock(), []
-
-    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
-        async with lock:
-            group_id = rollouts[0].group_id
-            calls.append(group_id)
-            if group_id in groups and calls.count(group_id) <= times:
-                await asyncio.get_running_loop().create_future()
-            return await score_by_tokens(rollouts)
-
-    scorer.calls = calls  # type: ignore[attr-defined]
-    return scorer
-
-
-REWARDS = r"watchdog: the rewards of group {} \(scoring, begun \S+ s ago\): "
-RESCORED = "it is cancelled and scored again"
-GIVEN_UP = "it is cancelled and its rewards are missing"
-
-
-def test_a_scoring_that_hangs_once_is_repeated() -> None:
-    assert_waits_for_ever(Run(short, hanging_scorer({0}, 1)))
-    assert_waits_for_ever(Run(short, hanging_scorer({0}, 1), watchdog=watchdog(reward_timeout_s=0)))
-    scorer = hanging_scorer({0}, 1)
-    run = Run(short, scorer, watchdog=watchdog())
-    batches = steps(run, 2)
-    for ours, theirs in zip(batches, Run(short).steps(2), strict=True):
-        assert_same_groups(ours, theirs)
-    assert_said(run, REWARDS.format(0) + RESCORED)
-    assert stats(run) == (0, 1, 1)
-    assert scorer.calls[:3] == [0, 1, 0], "what waited behind it comes first"
-
-
-def test_a_scoring_that_hangs_for_ever_has_missing_rewards() -> None:
-    assert_waits_for_ever(Run(short, hanging_scorer({1}, 99)))
-    run = Run(short, hanging_scorer({1}, 99), watchdog=watchdog())
-    batches = steps(run, 2)
-    assert ids(batches) == [[0, 2], [3, 4]]
-    assert_said(run, REWARDS.format(1) + RESCORED, REWARDS.format(1) + GIVEN_UP)
-    assert stats(run) == (0, 2, 1)
-    (drop,) = [e for e in run.events if e.kind is EventKind.DROP]
-    assert drop.reason is DropReason.TOO_FEW_REWARDS
-    assert all(r.reward.error.startswith("stalled: the rewards of group 1 (scoring, ") for r in drop.group.rollouts)
-
-
-def test_a_scorer_that_hangs_while_the_phase_ends() -> None:
-    scorer = hanging_scorer({2}, 1)
-    lengths = {f"{g}-{s}": 4 if g < 3 else 30 for g in range(9) for s in range(2)}
-    run = Run(scorer=scorer, engine=FakeEngine(lengths), watchdog=watchdog(), **PARTIAL)
-    batches = steps(run, 2)
-    assert ids(batches)[0] == [0, 1]
-    assert_said(run, REWARDS.format(2) + RESCORED)
-
-
-def test_a_scorer_that_always_hangs_ends_the_run() -> None:
-    run = Run(short, hanging_scorer(set(range(99)), 99), watchdog=watchdog(reward_timeout_s=0.03))
-    with pytest.raises(ValueError, match="first 2 groups.*stalled: the rewards of group"):
-        steps(run, 1)
-    run.ledger.check(run.cache)
-
-
-def test_a_scorer_that_ignores_its_cancellation_is_left_alone() -> None:
-    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
-        hung = rollouts[0].group_id == 0 and not asked
-        asked.append(rollouts[0].group_id)
-        while hung:
-            try:
-                await stuck.wait()
-                break
-            except asyncio.CancelledError:
-                continue
-        return await score_by_tokens(rollouts)
-
-    asked: list[int] = []
-    stuck = asyncio.Event()
-    run = Run(short, scorer, watchdog=watchdog())
-
-    async def go() -> list[Group] | None:
-        async with asyncio.timeout(5):
-            groups = await run.step()
-        stuck.set()
-        await asyncio.sleep(0.01)
-        return groups
-
-    groups = asyncio.run(go())
-    assert groups is not None and ids([groups]) == [[0, 1]]
-    assert_said(run, REWARDS.format(0) + RESCORED)
-    assert not run.driver._strays
 
 
 def test_prints_to_stderr_without_a_view(capsys) -> None:

@@ -22,5 +22,6 @@ def test_a_short_run(mode: Mode, mine: Path) -> None:
     row = modes_table.run_mode(mode, mine, mode.name)
     assert row["steps"] == 4 and row["ledger"] == "balanced"
     assert row["staleness max"] <= row["bound"]
-    if mode.name not in ("sync", "prefetch"):
+    # Asynchronous ones interrupt nothing for a step; how far they run ahead is a matter of timing.
+    if mode.name not in ("sync", "prefetch", "one_step_off", "fully_async", "axolotl_async"):
         assert row["resumed"] != "0%", "nothing rolled over"

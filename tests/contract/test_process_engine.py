@@ -136,6 +136,29 @@ def test_a_process_that_dies_is_started_again_with_the_last_weights(model: Path,
     assert again.policy_version == 5 and len(said) == 1 and "started again, and 1 rollouts go on" in said[0]
 
 
+def test_an_extend_made_while_it_is_started_again_waits_for_the_last_weights(model: Path, made: list) -> None:
+    changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
+    requests = [SUBJECT.request(i, SamplingParams(), max_new_tokens=60) for i in range(2)]
+
+    async def run() -> None:
+        engine = ProcessEngine(config(model), threads=1, say=lambda text: None)
+        made.append(engine)
+        await engine.extend(SUBJECT.request(2, max_new_tokens=2))
+        engine.load_weights(5, changed)
+        sent: list[int] = []
+        send = engine._send_extend
+        engine._send_extend = lambda call, request: (sent.append(call), send(call, request))  # type: ignore[assignment]
+        os.kill(engine._process.pid, signal.SIGKILL)
+        while not engine.num_restarts:
+            await asyncio.sleep(0.001)
+        found = await asyncio.gather(*(engine.extend(request) for request in requests))
+        assert [s.policy_version for segments in found for s in segments if len(s)] == [5, 5]
+        assert len(sent) == len(set(sent)) == 2, "a call must reach the new process once"
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_cannot_load_says_so(tmp_path: Path, made: list[ProcessEngine]) -> None:
     made.append(ProcessEngine(config(tmp_path / "none"), threads=1))
     with pytest.raises(EngineDied, match="while it was loading"):

@@ -111,8 +111,11 @@ class ProcessEngine:
             self._opening = asyncio.ensure_future(self._open())
         await asyncio.shield(self._opening)
 
-    async def _open(self) -> None:
+    async def _open(self, *, again: bool = False) -> None:
+        """`again`: the process was started again, and nothing may be sampled under the weights that it has loaded."""
         await asyncio.to_thread(self._hello)
+        if again and self._table:
+            self._load(self.policy_version, list(self._table))
         loop = asyncio.get_running_loop()
         replies = asyncio.StreamReader(limit=2**30)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(replies), self._process.stdout)
@@ -148,12 +151,13 @@ class ProcessEngine:
                 f"the engine process died (exit code {code}): it is started again, and {len(self._calls)} rollouts"
                 " go on from their last segment"
             )
+            lost = list(self._calls.items())  # what is asked from now on waits for the new process by itself
             self._spawn()
+            self._opening = asyncio.ensure_future(self._open(again=True))
             await self._connect()
-            if self._table:
-                await asyncio.to_thread(self._load, self.policy_version, list(self._table))
-            for call, (request, _) in list(self._calls.items()):
-                self._send_extend(call, request)
+            for call, (request, _) in lost:
+                if call in self._calls:
+                    self._send_extend(call, request)
         except Exception as error:
             calls, self._calls = self._calls, {}
             for _, future in calls.values():
@@ -198,7 +202,7 @@ class ProcessEngine:
     def _ask_or_last(self, op: str, **values: Any) -> dict[str, Any]:
         """The answer; while the process is being started again, what it said last."""
         if self._reader is not None:
-            with contextlib.suppress(ConnectionError, BrokenPipeError, EngineDied):
+            with contextlib.suppress(ConnectionError, EngineDied):
                 self._last[op] = self._ask(op, **values)
         return self._last.get(op, {})
 

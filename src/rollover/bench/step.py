@@ -67,9 +67,12 @@ def run_ours(config: Config, overrides: list[tuple[str, str]], steps: int) -> li
 
 
 def run_trl(
-    config: Config, steps: int, *, seed: int = 0, learning_rate: float = 1e-5, autocast: bool = False
+    config: Config, steps: int, *, seed: int = 0, learning_rate: float = 1e-5, autocast: bool = False, micro_batch: int = 16
 ) -> list[Step]:
-    """Train on RECIPE with TRL's GRPOTrainer; with `autocast` over float32 weights, else in bfloat16 weights."""
+    """Train on RECIPE with TRL's GRPOTrainer; with `autocast` over float32 weights, else in bfloat16 weights.
+
+    `micro_batch`: samples at a time in training; memory grows with it, the gradient stays the same.
+    """
     import datasets
     import torch
     from transformers import TrainerCallback
@@ -111,8 +114,8 @@ def run_trl(
             use_cpu=not torch.cuda.is_available(),
             bf16=autocast,
             seed=seed,
-            per_device_train_batch_size=16,
-            gradient_accumulation_steps=GROUPS * SIZE // 16,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=GROUPS * SIZE // micro_batch,
             num_generations=SIZE,
             max_completion_length=NEW_TOKENS,
             max_steps=steps,

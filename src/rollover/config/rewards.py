@@ -24,6 +24,11 @@ class RewardsConfig(Table):
         description="Processes that score groups at the same time, one group each; 0 = one less than there are cores,"
         " at least 1 and at most 4.",
     )
+    streaming: bool = Field(
+        default=True,
+        description="Score a rollout as soon as it stops, not with its whole group. Only functions of one sample; a"
+        " batch function or an async def gets whole groups in any case.",
+    )
     memory_gb: float = Field(
         default=0.0,
         ge=0,

@@ -68,6 +68,7 @@ class RewardWorker:
         rewards: RewardsConfig | None = None,
         base_dir: str | os.PathLike[str] = ".",
         quarantine: Quarantine | None = None,
+        modes: dict[str, Mode] | None = None,
     ) -> None:
         self.config = rewards or RewardsConfig.model_validate({})
         self.base_dir = os.path.abspath(base_dir)
@@ -75,6 +76,7 @@ class RewardWorker:
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._modes: dict[str, Mode] = {}  # of the specs loaded in the current process
+        self.seen_modes = {} if modes is None else modes  # of all specs that were ever loaded
         self._counts: Counter[str] = Counter()
         self._busy_since: float | None = None
         self._last_sign = 0.0
@@ -226,7 +228,7 @@ class RewardWorker:
         await self._ask({"op": "load", "spec": spec}, self.config.startup_timeout_s, replies.append)
         if "error" in replies[0]:
             return replies[0]
-        self._modes[spec] = replies[0]["mode"]
+        self._modes[spec] = self.seen_modes[spec] = replies[0]["mode"]
         return None
 
     async def _start(self) -> None:

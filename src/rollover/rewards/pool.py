@@ -1,12 +1,12 @@
-"""The reward pool: several reward workers, of which each scores one group at a time.
+"""The reward pool: several reward workers, of which each does one call at a time.
 
-    score(group) ──▶ waits for a worker, in order of arrival ──▶ RewardWorker.score ──▶ Reward per request
+    score(group | rollout) ──▶ waits for a worker, in order of arrival ──▶ RewardWorker.score ──▶ Reward per request
                                                           └── shared: one Quarantine
 
-Owns who scores what, and what the workers count together. Never splits a group (a batch function sees all siblings, and
-what a function caches for a task is used by all of them), never touches a process itself: a worker does.
+Owns who scores what, and what the workers count together. Never splits a call (a batch function sees all siblings),
+never touches a process itself: a worker does.
 
-Groups are taken in order of arrival, so that the oldest scoring is always being worked on: the watchdog relies on that.
+Calls are taken in order of arrival, so that the oldest scoring is always being worked on: the watchdog relies on that.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rollover.config import RewardsConfig
 from rollover.rewards.client import RewardWorker, WorkerHealth
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.quarantine import Quarantine
+from rollover.rewards.registry import Mode
 from rollover.types import Reward, Task
 
 
@@ -34,7 +35,8 @@ class RewardPool:
         self.config = rewards or RewardsConfig.model_validate({})
         num_workers = self.config.num_processes
         quarantine = Quarantine(self.config.quarantine_after)
-        self._workers = [RewardWorker(self.config, base_dir, quarantine) for _ in range(num_workers)]
+        self._modes: dict[str, Mode] = {}
+        self._workers = [RewardWorker(self.config, base_dir, quarantine, self._modes) for _ in range(num_workers)]
         self._free = list(range(num_workers))  # a heap
         self._any_free = asyncio.Semaphore(num_workers)
         self._num_calls = 0
@@ -48,6 +50,14 @@ class RewardPool:
         """Call the task's reward on dummy completions. Raises RewardProbeError: see RewardWorker.probe."""
         async with self._worker() as worker:
             await worker.probe(task)
+
+    def scores_singly(self, task: Task) -> bool:
+        """Whether the task's rollouts are scored one by one, each when it stops (rewards.streaming).
+
+        Only by a function of one sample that is known to be one (after `probe`). A batch function sees whole groups,
+        and the samples of an `async def` wait together.
+        """
+        return self.config.streaming and self._modes.get(task.reward) == "each"
 
     def stats(self) -> dict[str, float]:
         """The workers' counters together, and two gauges: workers with a call, and calls that wait for one."""

@@ -20,15 +20,25 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from itertools import groupby
+from typing import NamedTuple
 
 from rollover.engine.protocol import Engine, ExtendRequest
-from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.lifecycle import Lifecycle, is_complete
 from rollover.rollout.patience import Patience
 from rollover.rollout.watchdog import Action, Stall, Watchdog, salvaged
-from rollover.types import DropReason, Group, Reward, Rollout, SamplingParams, Segment, Task, rollout_seed
+from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, Task, rollout_seed
 
 NextTask = Callable[[], tuple[Task, Sequence[int]] | None]
 Scorer = Callable[[list[Rollout]], Awaitable[list[Reward]]]
+
+
+class _Scoring(NamedTuple):
+    """Rollouts of one group that are scored together; `key`: the group's id, or that of a rollout scored alone."""
+
+    rollouts: Sequence[Rollout]
+    key: int | str
+
 
 _GREEDY = SamplingParams(temperature=0.0)  # of rollout.greedy_baseline, the sibling after the trained ones
 
@@ -36,9 +46,10 @@ _GREEDY = SamplingParams(temperature=0.0)  # of rollout.greedy_baseline, the sib
 class Driver:
     """Runs generation phases on one engine.
 
-    `next_task` returns the next (task, prompt ids), None at the end of the stream. `scorer` scores the rollouts of one
-    whole group, one Reward each, in order. `stop_token_ids` (EOS) add to those of the config. Without a `watchdog`
-    whatever hangs is waited for. `say` prints one of its lines.
+    `next_task` returns the next (task, prompt ids), None at the end of the stream. `scorer` scores rollouts of one
+    group, one Reward each, in order: all of them when the last has stopped; or, if `scores_singly` of their task, each
+    as soon as it stops. `stop_token_ids` (EOS) add to those of the config. Without a `watchdog` whatever hangs is
+    waited for. `say` prints one of its lines.
 
     Attributes, cumulative: `generation_s`, seconds in which something was generated; `scoring_s`, seconds spent waiting
     for scores alone; `scheduling_s`, the rest of `collect`: new tasks, decisions and bookkeeping.
@@ -53,10 +64,11 @@ class Driver:
         run_seed: int,
         stop_token_ids: Iterable[int] = (),
         watchdog: Watchdog | None = None,
+        scores_singly: Callable[[Task], bool] = lambda task: False,
     ) -> None:
         config = lifecycle.config
         self.lifecycle, self.engine = lifecycle, engine
-        self.next_task, self.scorer = next_task, scorer
+        self.next_task, self.scorer, self.scores_singly = next_task, scorer, scores_singly
         self.config = config
         self.run_seed = run_seed
         self.watchdog = watchdog or Watchdog()
@@ -71,7 +83,7 @@ class Driver:
         self._stop_requested = False
         self._patience = Patience(lifecycle)
         self._extends: dict[asyncio.Future[list[Segment]], Rollout] = {}
-        self._scorings: dict[asyncio.Future[list[Reward]], Group] = {}
+        self._scorings: dict[asyncio.Future[list[Reward]], _Scoring] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._meanwhile: asyncio.Task[None] | None = None  # generates while the trainer trains
         self._salvaged: dict[asyncio.Future[list[Segment]], list[Segment]] = {}  # of extensions that were cancelled
@@ -156,10 +168,10 @@ class Driver:
     def _begin(self, version: int) -> None:
         """From now on generate for the step at trainer `version`."""
         self.lifecycle.scheduler.lag = version - self.engine.policy_version
-        scored = {group.group_id for group in self._scorings.values()}
-        for group in self.lifecycle.unscored():
-            if group.group_id not in scored:
-                self._score(group)
+        scored = {r.rollout_id for scoring in self._scorings.values() for r in scoring.rollouts}
+        left = [r for r in self.lifecycle.unscored() if r.rollout_id not in scored]
+        for group_id, rollouts in groupby(left, key=lambda r: r.group_id):
+            self._score(list(rollouts), is_complete(self.lifecycle.cache.groups[group_id]))
         self._watch()
 
     async def _halt(self) -> None:
@@ -283,16 +295,9 @@ class Driver:
             salvage = self._salvaged.pop(task, None)
             segments = task.result() if salvage is None or not task.cancelled() else salvage
             self._end_extend(task, rollout, segments)
-        scorings = [(g, t) for t, g in self._scorings.items() if t.done()]
-        for group, task in sorted(scorings, key=lambda item: item[0].group_id):
-            rewards = task.result()
-            del self._scorings[task]
-            self.watchdog.on_scored(group.group_id, _now())
-            if self.lifecycle.set_rewards(group, rewards):
-                self._patience.on_ready()
-            else:
-                self._release([group])
-                self._patience.on_failed(rewards)
+        scorings = [(scoring.rollouts[0], task) for task, scoring in self._scorings.items() if task.done()]
+        for _, task in sorted(scorings, key=lambda item: (item[0].group_id, item[0].sibling)):
+            self._end_scoring(task)
         if self._dropping:
             self._drop_stalled()
 
@@ -303,11 +308,34 @@ class Driver:
         if complete is not None:
             self._patience.on_complete()
             self._dropping.discard(complete.group_id)  # it came round at the last moment
-            self._score(complete)
+        if rollout.state is RolloutState.SCORING:
+            siblings = self.lifecycle.cache.groups[rollout.group_id].rollouts
+            unscored = [r for r in siblings if r.state is RolloutState.SCORING]
+            self._score([rollout] if self.scores_singly(rollout.task) else unscored, complete is not None)
 
-    def _score(self, group: Group) -> None:
-        self._scorings[asyncio.ensure_future(self.scorer(list(group.rollouts)))] = group
-        self.watchdog.on_score(group.group_id, _now())
+    def _score(self, rollouts: Sequence[Rollout], complete: bool) -> None:
+        """Score finished rollouts of a group: one by one if that may be, else together once the group is complete."""
+        task, group_id = rollouts[0].task, rollouts[0].group_id
+        if self.scores_singly(task):
+            for rollout in rollouts:
+                self._begin_scoring(_Scoring([rollout], rollout.rollout_id))
+        elif complete:
+            self._begin_scoring(_Scoring(rollouts, group_id))
+
+    def _begin_scoring(self, scoring: _Scoring) -> None:
+        self._scorings[asyncio.ensure_future(self.scorer(list(scoring.rollouts)))] = scoring
+        self.watchdog.on_score(scoring.rollouts[0].group_id, _now(), scoring.key)
+
+    def _end_scoring(self, task: asyncio.Future[list[Reward]]) -> None:
+        rollouts, key = self._scorings.pop(task)
+        self.watchdog.on_scored(key, _now())
+        group, rewards = self.lifecycle.cache.groups[rollouts[0].group_id], task.result()
+        ready = self.lifecycle.set_rewards(group, rewards, rollouts)
+        if ready:
+            self._patience.on_ready()
+        elif ready is False:
+            self._release([group])
+            self._patience.on_failed([r.reward for r in group.rollouts if r.reward is not None])
 
     # What the watchdog finds
 
@@ -324,15 +352,15 @@ class Driver:
         while True:
             await asyncio.sleep(self.watchdog.pause(_now()))
             running = {r.rollout_id: task for task, r in self._extends.items() if not task.done()}
-            scoring = {g.group_id: task for task, g in self._scorings.items() if not task.done()}
+            scoring = {s.key: task for task, s in self._scorings.items() if not task.done()}
             progress = {i: [] for i in running} | self.engine.progress(running)
             stalls = self.watchdog.look(_now(), progress, self.engine.queued(running), scoring)
             for stall in stalls:
                 self.say(str(stall))
-                if stall.rollout_id is None:
-                    self._end_scoring(stall, scoring[stall.group_id])
+                if stall.is_scoring:
+                    self._act_on_scoring(stall, scoring[stall.key])
                 else:
-                    self._act(stall.action, running[stall.rollout_id], progress[stall.rollout_id])
+                    self._act(stall.action, running[str(stall.key)], progress[str(stall.key)])
             if stalls:
                 return
 
@@ -366,18 +394,23 @@ class Driver:
         running = {r.group_id for r in self._extends.values()}
         for group_id in sorted(self._dropping - running):
             self._dropping.remove(group_id)
+            for task, scoring in list(self._scorings.items()):
+                if scoring.rollouts[0].group_id == group_id:
+                    del self._scorings[task]
+                    self.watchdog.on_scored(scoring.key, _now())
+                    self._stray(task)
             self._release([self.lifecycle.drop(group_id, DropReason.STALLED)])
             self._patience.on_stalled()
 
-    def _end_scoring(self, stall: Stall, task: asyncio.Future) -> None:
-        group = self._scorings.pop(task)
+    def _act_on_scoring(self, stall: Stall, task: asyncio.Future) -> None:
+        scoring = self._scorings.pop(task)
         self._stray(task)
         if stall.action is Action.RESCORE:
-            self._score(group)
+            self._begin_scoring(scoring)
             return
         given_up: asyncio.Future[list[Reward]] = asyncio.get_running_loop().create_future()
-        given_up.set_result([Reward(None, error=f"stalled: {stall.what}")] * len(group.rollouts))
-        self._scorings[given_up] = group
+        given_up.set_result([Reward(None, error=f"stalled: {stall.what}")] * len(scoring.rollouts))
+        self._scorings[given_up] = scoring
 
     def _stray(self, task: asyncio.Future) -> None:
         """Cancel it and wait for it no more."""

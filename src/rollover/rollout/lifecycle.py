@@ -114,13 +114,21 @@ class Lifecycle:
         if self.on_event is not None:
             self._emit_of(rollout, EventKind.PARK)
 
-    def set_rewards(self, group: Group, rewards: Sequence[Reward]) -> bool:
-        """The group is READY; or dropped, and the answer False, where too few rewards are valid."""
-        assert len(rewards) == len(group.rollouts), f"{len(rewards)} rewards for {len(group.rollouts)} rollouts"
-        for rollout, reward in zip(group.rollouts, rewards, strict=True):
+    def set_rewards(
+        self, group: Group, rewards: Sequence[Reward], rollouts: Sequence[Rollout] | None = None
+    ) -> bool | None:
+        """Rewards of these rollouts of the group (None: of all). With the last of them the group is READY: True.
+
+        Or it is dropped, and the answer False, where too few of its rewards are valid. None: siblings have none yet.
+        """
+        rollouts = group.rollouts if rollouts is None else rollouts
+        assert len(rewards) == len(rollouts), f"{len(rewards)} rewards for {len(rollouts)} rollouts"
+        for rollout, reward in zip(rollouts, rewards, strict=True):
             self.cache.set_reward(rollout.rollout_id, reward)
+        if not group.ready:
+            return None
         self.scheduler.on_ready(group)
-        if sum(not reward.missing for reward in rewards) >= self.min_valid_rewards:
+        if sum(r.reward is not None and not r.reward.missing for r in group.rollouts) >= self.min_valid_rewards:
             self._emit(EventKind.READY, group)
             return True
         self.drop(group.group_id, DropReason.TOO_FEW_REWARDS)
@@ -152,9 +160,9 @@ class Lifecycle:
         self.scheduler.on_publish()
         return dropped
 
-    def unscored(self) -> list[Group]:
-        """Complete groups without rewards: a snapshot or an error left them so."""
-        return [g for g in self.cache.groups.values() if is_complete(g)]
+    def unscored(self) -> list[Rollout]:
+        """Finished rollouts without a reward, in order: those being scored, and what a snapshot or an error left so."""
+        return [r for g in self.cache.groups.values() for r in g.rollouts if r.state is RolloutState.SCORING]
 
     def running(self) -> list[Rollout]:
         """In group order."""
@@ -218,5 +226,5 @@ class Lifecycle:
 
 
 def is_complete(group: Group) -> bool:
-    """Whether every rollout of the group is finished and waits for its reward."""
-    return all(r.state is RolloutState.SCORING for r in group.rollouts)
+    """Whether every rollout of the group is finished."""
+    return all(r.state in (RolloutState.SCORING, RolloutState.READY) for r in group.rollouts)

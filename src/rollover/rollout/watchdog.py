@@ -45,7 +45,7 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A rollout, or the scoring of a group (`rollout_id` None), that makes no progress. Prints as one line.
+    """A rollout, or a scoring (of a whole group: `rollout_id` None), that makes no progress. Prints as one line.
 
     `state`: running, interrupted, cancelled or scoring. `age_s`: since its `extend`, or its scoring, began.
     `num_tokens`: all that it is known to have; the last of them is `token_age_s` old, by the last looks.
@@ -60,11 +60,21 @@ class Stall:
     token_age_s: float = 0.0
 
     @property
+    def is_scoring(self) -> bool:
+        return self.state == "scoring"
+
+    @property
+    def key(self) -> int | str:
+        """What it was told by: the id of the rollout, or of the group that is scored together."""
+        return self.group_id if self.rollout_id is None else self.rollout_id
+
+    @property
     def what(self) -> str:
         """Who stalls, its state, age and last token."""
         age = f"{self.state}, begun {_seconds(self.age_s)} ago"
-        if self.rollout_id is None:
-            return f"the rewards of group {self.group_id} ({age})"
+        if self.is_scoring:
+            whose = f"s of group {self.group_id}" if self.rollout_id is None else f" of rollout {self.rollout_id}"
+            return f"the reward{whose} ({age})"
         return f"rollout {self.rollout_id} ({age}, {self.num_tokens} tokens, none for {_seconds(self.token_age_s)})"
 
     def __str__(self) -> str:
@@ -102,9 +112,10 @@ class Watchdog:
         self._reward_limit = config.reward_timeout_s + scoring_s
         self._extends: dict[str, _Extend] = {}
         self._stalls: dict[str, int] = {}  # by rollout id: in a row, without a token in between
-        self._scorings: dict[int, float] = {}  # group id -> when it began; the oldest first
+        # By group id, or by the id of a rollout scored alone; the oldest first: (group id, when it began).
+        self._scorings: dict[int | str, tuple[int, float]] = {}
         self._oldest_since = 0.0  # when the last one that was the oldest ended
-        self._rescored: set[int] = set()
+        self._rescored: set[int | str] = set()
         self._dropping: set[int] = set()  # groups that are dropped as soon as none of their rollouts runs
         self._any_token = 0.0  # when a token of any rollout was last seen
         self._due = math.inf
@@ -128,8 +139,8 @@ class Watchdog:
         return list(self._extends)
 
     @property
-    def scoring(self) -> list[int]:
-        """Ids of the groups being scored, the oldest scoring first."""
+    def scoring(self) -> list[int | str]:
+        """Ids of the groups, and of the single rollouts, being scored, the oldest scoring first."""
         return list(self._scorings)
 
     # What was done
@@ -148,14 +159,18 @@ class Watchdog:
         """Its `extend` returned, or nobody waits for it any more; it has `num_tokens` now."""
         self._see(rollout_id, self._extends.pop(rollout_id), num_tokens, now - self._stood_still)
 
-    def on_score(self, group_id: int, now: float) -> None:
-        """Its scoring begins, or begins again: then it is the newest."""
-        self._end_scoring(group_id, now)
-        self._scorings[group_id] = now - self._stood_still
+    def on_score(self, group_id: int, now: float, key: int | str | None = None) -> None:
+        """A scoring begins, or begins again: then it is the newest.
 
-    def on_scored(self, group_id: int, now: float) -> None:
-        self._end_scoring(group_id, now)
-        self._rescored.discard(group_id)
+        `key`: the group's id (None, too), or that of a rollout of it that is scored alone.
+        """
+        key = group_id if key is None else key
+        self._end_scoring(key, now)
+        self._scorings[key] = group_id, now - self._stood_still
+
+    def on_scored(self, key: int | str, now: float) -> None:
+        self._end_scoring(key, now)
+        self._rescored.discard(key)
 
     def on_leave(self, rollout_ids: Iterable[str]) -> None:
         """They left the system."""
@@ -185,12 +200,12 @@ class Watchdog:
         now: float,
         progress: Mapping[str, Sequence[Segment]],
         queued: Collection[str] = (),
-        scoring: Collection[int] = (),
+        scoring: Collection[int | str] = (),
     ) -> list[Stall]:
         """What stalls, and what to do about it: that counts as done.
 
         `progress`: of every `extend` still under way, its segments so far; `queued`: those of them that wait for room.
-        `scoring`: the groups whose scoring is still under way.
+        `scoring`: the groups, and single rollouts, whose scoring is still under way.
         """
         now = self._forgive(now)
         for rollout_id, segments in progress.items():
@@ -200,7 +215,7 @@ class Watchdog:
         # A sibling of what is dropped is interrupted with it: there is nothing else to say about it.
         stalls = [s for s in stalls if s.group_id not in self._dropping or s.action is not Action.CONTINUE]
         stalls += self._look_at_rewards(scoring, now)
-        self._counts["stalled_rewards"] += sum(s.rollout_id is None for s in stalls)
+        self._counts["stalled_rewards"] += sum(s.is_scoring for s in stalls)
         self._counts["redispatched"] += sum(s.action in (Action.CONTINUE, Action.RESCORE) for s in stalls)
         return stalls
 
@@ -265,20 +280,20 @@ class Watchdog:
             return Action.ABANDON
         return Action.CANCEL_DROPPED if extend.group_id in self._dropping else Action.CANCEL
 
-    def _look_at_rewards(self, scoring: Collection[int], now: float) -> list[Stall]:
+    def _look_at_rewards(self, scoring: Collection[int | str], now: float) -> list[Stall]:
         oldest = next(iter(self._scorings), None)
         if oldest is None or oldest not in scoring or self.config.reward_timeout_s == 0:
             return []
-        started = self._scorings[oldest]
+        group_id, started = self._scorings[oldest]
         if now - max(started, self._oldest_since) < self._reward_limit:
             return []
         action = Action.GIVE_UP if oldest in self._rescored else Action.RESCORE
         self._rescored.add(oldest)
-        return [Stall(action, oldest, None, "scoring", now - started)]
+        return [Stall(action, group_id, oldest if isinstance(oldest, str) else None, "scoring", now - started)]
 
-    def _end_scoring(self, group_id: int, now: float) -> None:
-        was_oldest = next(iter(self._scorings), None) == group_id
-        self._scorings.pop(group_id, None)
+    def _end_scoring(self, key: int | str, now: float) -> None:
+        was_oldest = next(iter(self._scorings), None) == key
+        self._scorings.pop(key, None)
         if was_oldest:
             self._oldest_since = now - self._stood_still
 

@@ -204,7 +204,7 @@ class Parts:
         scorer = make_scorer(rewarder, loaded.tokenizer, config.rewards.repetition_penalty)
         watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
         reroll = Reroll(config.reroll, config.train.num_steps, prompts)
-        driver = Driver(lifecycle, engine, reroll, scorer, config.run.seed, stops, watchdog)
+        driver = Driver(lifecycle, engine, reroll, scorer, config.run.seed, stops, watchdog, rewarder.scores_singly)
         reuse = Reuse(config, reroll)
         return cls(loaded, trainer, lifecycle, prompts, engine, rewarder, driver, stops, reuse)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.lifecycle import Lifecycle, is_complete
 from rollover.rollout.staleness import group_staleness, oldest_in_loss
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
@@ -79,6 +80,7 @@ class World:
         self.failure_rate, self.restart_rate, self.num_tasks = failure_rate, restart_rate, num_tasks
         self.min_pause_tokens = min_pause_tokens
         self.lifecycle = Lifecycle(config, max_running, MIN_VALID)
+        self.singly = rng.random() < 0.5  # whether a rollout is scored when it stops, or with its group
         self.version = 0
         self.next_task = 0
         self.stream_ended = False
@@ -165,8 +167,9 @@ class World:
         self.lifecycle = Lifecycle(self.config, self.max_running, MIN_VALID)
         self.lifecycle.load_state_dict(through_json(state), {name: array.copy() for name, array in arrays.items()})
         self.check()
-        for group in self.lifecycle.unscored():
-            self._score(group)
+        for rollout in self.lifecycle.unscored():
+            if self.singly or is_complete(self.cache.groups[rollout.group_id]):
+                self._score([rollout])
 
     def _admit(self) -> None:
         for _ in range(self.lifecycle.scheduler.num_to_admit()):
@@ -215,8 +218,10 @@ class World:
             (int(t), float(p), self.version) for t, p in zip(segment.token_ids, segment.logprobs, strict=True)
         )
         complete = self.lifecycle.append(rollout, [segment])
-        if complete is not None:
-            self._score(complete)
+        if self.singly and rollout.state is RolloutState.SCORING:
+            self._score([rollout])
+        elif complete is not None:
+            self._score(complete.rollouts)
 
     def _wind_down(self) -> None:
         to_interrupt = self.lifecycle.scheduler.to_interrupt(self.version, self.stream_ended)
@@ -226,8 +231,9 @@ class World:
         for rollout in running:
             self._extend(rollout, self.rng.randint(self.min_pause_tokens, 4))
 
-    def _score(self, group: Group) -> None:
-        if not self.lifecycle.set_rewards(group, [self._reward() for _ in group.rollouts]):
+    def _score(self, rollouts: Sequence[Rollout]) -> None:
+        group = self.cache.groups[rollouts[0].group_id]
+        if self.lifecycle.set_rewards(group, [self._reward() for _ in rollouts], rollouts) is False:
             self._dropped(group, DropReason.TOO_FEW_REWARDS)
 
     def _reward(self) -> Reward:

@@ -14,6 +14,7 @@ LOSSES = (
     "decoupled",
 )  # fmt: skip
 CLIPPED = ("clip", "decoupled", "gspo", "gmpo", "cispo", "luspo", "clip_cov", "dppo_tv", "dppo_kl")
+OVER_THE_BATCH = ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")  # not over the group alone
 WITHOUT_SIBLINGS = ("remax", "reinforce_plus_plus", "gae")  # advantages that need no second rollout of a task
 
 Presets = Literal[

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollover.config import Config, TaskSourceConfig, algorithm_rules, replay_rules, reward_rules
+from rollover.config import Config, TaskSourceConfig, algorithm_rules, replay_rules, reward_rules, train_rules
 from rollover.config.fields import default_of, did_you_mean, leaves
 from rollover.config.rollout import ORDERS
 from rollover.config.rule import Inert, Refused
@@ -59,6 +59,7 @@ INERT: tuple[Inert, ...] = (
     *algorithm_rules.INERT,
     *reward_rules.INERT,
     *replay_rules.INERT,
+    *train_rules.INERT,
     Inert(
         (
             *(f"rollout.{name}" for name in _GENERATION + _SAMPLING),
@@ -228,6 +229,7 @@ REFUSED: tuple[Refused, ...] = (
     *algorithm_rules.REFUSED,
     *reward_rules.REFUSED,
     *replay_rules.REFUSED,
+    *train_rules.REFUSED,
     Refused(
         ("tasks.sources",),
         lambda c: _unnamed_source(c) is not None,

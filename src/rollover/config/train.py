@@ -25,6 +25,12 @@ class TrainConfig(Table):
     minibatches_per_step: int = Field(
         default=1, ge=1, description="Optimizer steps per training step; groups are split evenly."
     )
+    streaming_min_groups: int = Field(
+        default=0,
+        ge=0,
+        description="Compute the gradient of groups of a step as soon as so many are ready, while the others are still"
+        " generated or scored; weights change at its end as ever. 0 = when all of the step's groups are there.",
+    )
     publish_every: int = Field(
         default=1, ge=1, description="Training steps between two hand-overs of weights to the engine."
     )

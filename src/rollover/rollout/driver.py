@@ -89,6 +89,7 @@ class Driver:
         self._salvaged: dict[asyncio.Future[list[Segment]], list[Segment]] = {}  # of extensions that were cancelled
         self._dropping: set[int] = set()  # groups that are dropped as soon as none of their rollouts runs
         self._strays: set[asyncio.Future] = set()  # nobody waits for these
+        self._arrival = asyncio.Event()  # a group got READY
 
     async def collect(self, version: int) -> list[Group] | None:
         """Generate until there is enough for the step at trainer `version`; return its groups, in group-id order.
@@ -120,6 +121,11 @@ class Driver:
                 self._stop_watching()
             waited = self.generation_s + self.scoring_s - waited
             self.scheduling_s += time.perf_counter() - started - waited
+
+    async def next_ready(self) -> None:
+        """Wait until another group is READY."""
+        self._arrival.clear()
+        await self._arrival.wait()
 
     def go_on(self, version: int) -> None:
         """Generate for later steps while the one at trainer `version` is trained, until the next call of `collect`."""
@@ -332,6 +338,7 @@ class Driver:
         group, rewards = self.lifecycle.cache.groups[rollouts[0].group_id], task.result()
         ready = self.lifecycle.set_rewards(group, rewards, rollouts)
         if ready:
+            self._arrival.set()
             self._patience.on_ready()
         elif ready is False:
             self._release([group])

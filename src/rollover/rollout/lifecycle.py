@@ -134,6 +134,15 @@ class Lifecycle:
         self.drop(group.group_id, DropReason.TOO_FEW_REWARDS)
         return False
 
+    def reserve(self, version: int, at_least: int) -> list[Group]:
+        """READY groups, in group-id order, that the step at `version` takes in any case; [] if there are fewer.
+
+        They stay held, and leave with the others of that step (`consume`).
+        """
+        group_ids = sorted(self.scheduler.to_reserve(version, at_least))
+        self.scheduler.on_reserve(group_ids)
+        return [self.cache.groups[group_id] for group_id in group_ids]
+
     def consume(self, version: int, stream_ended: bool = False) -> list[Group]:
         """The groups of the step at trainer `version` leave for training, in group-id order."""
         group_ids = self.scheduler.to_consume(version, stream_ended)

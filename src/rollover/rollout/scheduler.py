@@ -67,6 +67,7 @@ class Scheduler:
         self._order = load_order(config.order)
         self._held: dict[int, _Held] = {}
         self._ready: list[tuple[float, int]] = []  # (expiry, group id), sorted: the order of consumption
+        self._reserved: list[tuple[float, int]] = []  # those that the next step takes before all others, sorted
         self._due: Counter[float] = Counter()  # deadline -> held groups
         self._running: set[Rollout] = set()
         self._finished = 0  # rollouts of held groups whose generation stopped
@@ -158,7 +159,31 @@ class Scheduler:
             return None
         if self.finish_first and not self._leaves_a_feasible_rest(version):
             return None
-        return [i for _, i in self._ready[: config.groups_per_step]]
+        return [i for _, i in self._next_taken()]
+
+    def to_reserve(self, version: int, at_least: int) -> list[int]:
+        """Ids of READY groups that the step at `version` will take, whatever else gets ready for it; oldest first.
+
+        At least so many, or as many as its batch has places left; [] if there are not that many yet. No group that is
+        due in this step may lose its place to them (staleness.py, 4).
+        """
+        config, due = self.config, Counter(self._due)
+        for expires, _ in self._reserved:
+            due[expires] -= 1
+        places = config.groups_per_step - len(self._reserved)
+        chosen: list[int] = []
+        for expires, group_id in self._ready:
+            if len(chosen) == places or (expires, group_id) in self._reserved:
+                continue
+            if self.finish_first:
+                due[expires] -= 1
+                due[version] += len(self._reserved) + len(chosen) + 1
+                fits = is_feasible(due, version - 1, config.groups_per_step)
+                due[version] -= len(self._reserved) + len(chosen) + 1
+                if not fits:
+                    break
+            chosen.append(group_id)
+        return chosen if chosen and len(chosen) >= min(at_least, places) else []
 
     def to_interrupt(self, version: int, stream_ended: bool = False) -> list[str]:
         """Ids of the running rollouts to interrupt now, in group order: all of them, once there is enough."""
@@ -239,11 +264,23 @@ class Scheduler:
         insort(self._ready, held.place)
         self.lengths.observe([r.num_tokens for r in group.rollouts])
 
+    def on_reserve(self, group_ids: Iterable[int]) -> None:
+        for group_id in group_ids:
+            place = self._held[group_id].place
+            assert place is not None, f"group {group_id} is not READY"
+            insort(self._reserved, place)
+
+    def clear_reserved(self) -> None:
+        """The step that groups were reserved for is not trained now."""
+        self._reserved.clear()
+
     def on_leave(self, group: Group) -> None:
         """The group was consumed or dropped. None of its rollouts runs."""
         held = self._held.pop(group.group_id)
         if held.place is not None:
             del self._ready[bisect_left(self._ready, held.place)]
+            if held.place in self._reserved:
+                self._reserved.remove(held.place)
         elif not held.unfinished:
             self._scoring -= 1
         self._count_due(held, -1)
@@ -315,12 +352,20 @@ class Scheduler:
         # Whatever has no token yet may get its first one under the engine's version before the next step.
         if len(self._held) - min(num, len(self._ready)) > (self.config.max_staleness - self.lag) * num:
             return False
-        left, taken_before = {}, 0
+        left, taken_before, next_taken = {}, 0, self._next_taken() if self._reserved else self._ready
         for deadline in sorted(self._due):
-            taken = min(num, bisect_left(self._ready, (deadline, math.inf)))  # with this deadline or an earlier one
+            taken = min(num, bisect_left(next_taken, (deadline, math.inf)))  # with this deadline or an earlier one
             left[deadline] = self._due[deadline] - (taken - taken_before)
             taken_before = taken
         return is_feasible(left, version, num)
+
+    def _next_taken(self) -> list[tuple[float, int]]:
+        """(expiry, group id) of what a step takes of the READY groups, sorted: what is reserved, then the oldest."""
+        num = self.config.groups_per_step
+        if not self._reserved:
+            return self._ready[:num]
+        others = [place for place in self._ready[:num] if place not in self._reserved]
+        return sorted(self._reserved + others[: num - len(self._reserved)])
 
     def _enqueue(self, rollout: Rollout) -> None:
         waiting = rollout.state is _WAITING

@@ -17,6 +17,9 @@ A step is taken only if what it leaves behind satisfies n(k) <= k * B for every 
 3. A READY choice stays good while generation winds down. More READY groups only make the earliest-deadline choice
    earlier; a first token under v gives the deadline v + S, and a step is taken only if it leaves at most S * B groups,
    so n(S) <= S * B after it. (A whole step of B groups always does: N - B <= S * B.)
+4. Groups may be reserved for the step at v before it has enough (streaming micro-batches): r of them are reserved only
+   if, n'(k) counting the others, n'(k) + r <= (k + 1) * B for every k >= 0. The step takes the r and the B - r earliest
+   of the others, so it leaves n'(k) - (B - r) <= k * B, as in 2. Later tokens keep this true as they do in 2 and 3.
 """
 
 from __future__ import annotations

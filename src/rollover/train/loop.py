@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
@@ -48,9 +49,11 @@ from rollover.train.report import (
     waste_metrics,
 )
 from rollover.train.setup import Parts, Threads, held_out_tasks, probe_rewards
+from rollover.train.streaming import collect_and_accumulate
 from rollover.types import DropReason, Group
 
 INTERRUPTED = 130
+Result = TypeVar("Result")
 
 
 def run_training(resolved: Resolved, resume: bool, command: list[str] | None = None) -> int:
@@ -182,13 +185,8 @@ class Run:
 
         if not self.config.rollout.overlap or self.recorded is not None:
             return work()
-        engine = self.parts.engine
         self.parts.driver.go_on(version)
-        engine.use_threads(self.threads.engine)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self.trainer_thread, work)
-        finally:
-            engine.use_threads(self.threads.engine_alone)
+        return await self._beside_generation(work)
 
     async def _quiesce(self) -> None:
         """Park what is in flight, if anything is: a snapshot is a cut at which nothing runs."""
@@ -201,11 +199,32 @@ class Run:
         driver = self.parts.driver
         try:
             with self._loop_watched(lambda: f"generating: {driver.watchdog.describe(time.monotonic())}"):
+                if self.config.train.streaming_min_groups:
+                    return await self._collect_streaming(version)
                 return await driver.collect(version)
         except ValueError:  # a reward service that went down, say: what was trained so far is kept
             if version > 0:
                 await self._checkpoint()
             raise
+
+    async def _collect_streaming(self, version: int) -> list[Group] | None:
+        """As `_collect`, and the trainer works on what is ready meanwhile."""
+        parts, min_groups = self.parts, self.config.train.streaming_min_groups
+
+        async def run(work: Callable[[], None]) -> None:
+            with self._timed("train"):
+                await self._beside_generation(work)
+
+        return await collect_and_accumulate(parts.driver, parts.reuse, parts.trainer, version, min_groups, run)
+
+    async def _beside_generation(self, work: Callable[[], Result]) -> Result:
+        """The trainer's work in its thread, while the engine goes on with the cores that are left to it."""
+        engine = self.parts.engine
+        engine.use_threads(self.threads.engine)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.trainer_thread, work)
+        finally:
+            engine.use_threads(self.threads.engine_alone)
 
     def _publish(self) -> int:
         """Hand the trainer's weights to the engine; returns their bytes."""

@@ -36,11 +36,15 @@ Sums = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Counts:
-    """What a minibatch holds over all its micro-batches: loss tokens, sequences and groups with such."""
+    """What a minibatch holds over all its micro-batches: loss tokens, sequences and groups with such.
+
+    `divided` False: the rest of the minibatch is not known yet, and its gradient is divided at the end.
+    """
 
     tokens: int
     sequences: int
     group_tokens: dict[int, int]
+    divided: bool = True
 
     @classmethod
     def of(cls, samples: list[Sample]) -> Counts:
@@ -55,6 +59,8 @@ class Counts:
 
     def divisor(self, aggregation: str) -> float:
         """The global count of what `aggregation` divides by."""
+        if not self.divided or aggregation == "token-sum":
+            return 1.0
         if aggregation.startswith("seq-"):
             return float(self.sequences)
         return float(len(self.group_tokens) if aggregation == "prompt-mean" else self.tokens)

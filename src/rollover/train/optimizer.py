@@ -85,6 +85,16 @@ class Optimizer:
         for master in self.masters:
             master.grad = torch.zeros_like(master)
 
+    def scale_gradients(self, factor: float) -> None:
+        for gradient in self.gradients():
+            gradient.mul_(factor)
+
+    def forget_gradients(self) -> None:
+        """As if nothing had been accumulated."""
+        self.adamw.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def _collect(self) -> None:
         if not self.separate:
             # Detached views of the parameters: hand them the module's gradients.
@@ -110,9 +120,7 @@ class Optimizer:
             self.adamw.step()
             if self.separate:
                 self._copy_back()
-        self.adamw.zero_grad(set_to_none=True)
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.forget_gradients()
         self.step_count += 1
         return {"grad_norm": norm, "learning_rate": rate, "train/skipped_steps": float(skipped)}
 

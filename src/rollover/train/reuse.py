@@ -20,7 +20,7 @@ from rollover.rollout.reroll import Reroll
 from rollover.rollout.staleness import oldest_in_loss
 from rollover.train.batch import Batch, build_batch, reward_components
 from rollover.train.replay_buffer import Kept, ReplayBuffer, signal
-from rollover.types import Group
+from rollover.types import Group, Sample
 
 
 class Reuse:
@@ -44,14 +44,21 @@ class Reuse:
         batch = build_batch(groups, algorithm, oldest)
         if not len(self.buffer):
             return batch
-        with_signal = {s.group_id for s in batch.samples if s.advantages[s.mask].any()}
-        quiet = sorted(g.group_id for g in groups if g.group_id not in with_signal)
+        quiet = sorted({g.group_id for g in groups} - _with_signal(batch))
         drawn = self.buffer.draw(len(quiet), version)
         if not drawn:
             return batch
         replaced = set(quiet[: len(drawn)])
         trained = [g for g in groups if g.group_id not in replaced] + [kept.group for kept in drawn]
         return build_batch(trained, algorithm, oldest, {k.group.group_id: k.oldest_in_loss for k in drawn})
+
+    def with_signal(self, groups: list[Group], version: int) -> list[Sample]:
+        """Of some groups of the step at trainer `version` those samples that `build` will not replace.
+
+        The advantages are the final ones where they depend on the own group alone (train.streaming_min_groups).
+        """
+        batch = build_batch(groups, self.config.algorithm, oldest_in_loss(self.config.rollout, version))
+        return [s for s in batch.samples if s.group_id in _with_signal(batch)]
 
     def after_step(self, groups: list[Group], batch: Batch, version: int) -> None:
         """The step at trainer `version` trained `batch`, which `build` made of `groups`; the trainer is one further."""
@@ -102,3 +109,8 @@ class Reuse:
             self.buffer.drop_stale(version)
         if self.config.reroll.max_groups:
             self.reroll.load_state_dict(state["reroll"], max_prompt_tokens)
+
+
+def _with_signal(batch: Batch) -> set[int]:
+    """Ids of the groups with an advantage that is not 0."""
+    return {s.group_id for s in batch.samples if s.advantages[s.mask].any()}

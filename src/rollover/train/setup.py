@@ -66,9 +66,9 @@ class Threads:
 
     @classmethod
     def of(cls, config: Config) -> Threads:
-        """Without overlap either has all, in turns."""
+        """If they never work at the same time, either has all, in turns."""
         total = config.run.threads or cores()
-        if not config.rollout.overlap:
+        if not (config.rollout.overlap or config.train.streaming_min_groups):
             return cls(total, total, total)
         engine = min(config.engine.threads or max(1, total // 2), total)
         return cls(max(1, total - engine), engine, total)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ class Trainer:
         compile_norms(self._plain)
         self.device = next(self.model.parameters()).device
         self._published = False
+        # Of the step to come: rollout id -> advantages, of the samples whose gradient is there.
+        self._accumulated: dict[str, np.ndarray] = {}
+        self._accumulated_sums: dict[str, float] = {}
         self.snapshots = Snapshots({n: p for n, p in self.model.named_parameters() if p.requires_grad})
         self._keep_snapshots()
         width = self._plain.config.get_text_config().hidden_size
@@ -139,6 +143,31 @@ class Trainer:
             sums |= self.critic.forward_backward(hidden_ME, values_M, returns_M, counts.tokens)
         return sums
 
+    def accumulate(self, samples: list[Sample]) -> None:
+        """Add the gradient of whole groups of the step to come, before the rest of it is known (`train_step`)."""
+        assert self.config.minibatches_per_step == 1 and self.critic is None
+        counts = replace(Counts.of(samples), divided=False)
+        self._add_gradient(samples, counts, self._known([samples]), self._accumulated_sums)
+        self._accumulated |= {s.rollout_id: s.advantages for s in samples}
+
+    def forget_accumulated(self) -> None:
+        """The step that `accumulate` was for is not trained now."""
+        self.optimizer.forget_gradients()
+        self._accumulated, self._accumulated_sums = {}, {}
+
+    def _add_gradient(
+        self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream], sums: dict[str, float]
+    ) -> None:
+        for micro in micro_batches(samples, self.config.micro_batch_tokens):
+            combine(sums, self.forward_backward(micro, counts, known))
+
+    def _divide(self, counts: Counts, sums: dict[str, float]) -> None:
+        """The gradient of a whole minibatch, of which `accumulate` had some, and its loss: by what it holds."""
+        divisor = max(1.0, replace(counts, divided=True).divisor(self.algorithm.aggregation))
+        self.optimizer.scale_gradients(1 / divisor)
+        sums["sum/loss"] /= divisor
+        self._accumulated, self._accumulated_sums = {}, {}
+
     def _known(self, minibatches: list[list[Sample]]) -> dict[str, Stream]:
         """The streams of the whole step that are taken at the weights of its start, or at kept ones.
 
@@ -198,16 +227,22 @@ class Trainer:
         if self.config.skip_zero_advantage and not self.algorithm.needs_every_token:
             minibatches = [[s for s in part if s.advantages[s.mask].any()] for part in minibatches]
         skipped_tokens = sum(c.tokens for c in counts) - sum(Counts.of(part).tokens for part in minibatches)
+        if self._accumulated:
+            now = {s.rollout_id: s.advantages for s in samples}
+            assert all(np.array_equal(now[i], advantages) for i, advantages in self._accumulated.items())
+            minibatches = [[s for s in minibatches[0] if s.rollout_id not in self._accumulated]]
+            counts = [replace(counts[0], divided=False)]
         known |= self._known(minibatches)
         totals: dict[str, float] = {}
         updates: list[dict[str, float]] = []
         for index, (part, count) in enumerate(zip(minibatches, counts, strict=True)):
             first = index == 0 and self.algorithm.proximal == "step_start"
             streams = {name: stream for name, stream in known.items() if not (first and name == "proximal")}
-            sums: dict[str, float] = {}
-            for micro in micro_batches(part, self.config.micro_batch_tokens):
-                combine(sums, self.forward_backward(micro, count, streams))
-            if count.tokens and not part:
+            sums = {} if count.divided else self._accumulated_sums
+            self._add_gradient(part, count, streams, sums)
+            if not count.divided:
+                self._divide(count, sums)
+            elif count.tokens and not part:
                 self.optimizer.set_zero_gradients()
             updates.append(self.optim_step(self.objective.rate_scale(sums)))
             combine(totals, sums)

@@ -81,6 +81,8 @@ class World:
         self.min_pause_tokens = min_pause_tokens
         self.lifecycle = Lifecycle(config, max_running, MIN_VALID)
         self.singly = rng.random() < 0.5  # whether a rollout is scored when it stops, or with its group
+        self.reserves = rng.random() < 0.3  # whether some groups are reserved for a step before it has enough
+        self.reserved: set[int] = set()
         self.version = 0
         self.next_task = 0
         self.stream_ended = False
@@ -107,6 +109,8 @@ class World:
             if self._is_enough():
                 break
         consumed = self.lifecycle.consume(self.version, self.stream_ended)
+        assert self.reserved <= {group.group_id for group in consumed}
+        self.reserved = set()
         for group in consumed:
             assert {r.state for r in group.rollouts} == {RolloutState.CONSUMED}
             self._check_staleness(group)
@@ -126,6 +130,10 @@ class World:
     def _generate(self) -> None:
         while True:
             self._admit()
+            if self.reserves and self.rng.random() < 0.3:
+                taken = self.lifecycle.reserve(self.version, self.rng.randint(1, 3))
+                assert all(group.ready and group.group_id not in self.reserved for group in taken)
+                self.reserved |= {group.group_id for group in taken}
             if self._is_enough():
                 return
             self.lifecycle.start(self.version)
@@ -167,6 +175,7 @@ class World:
         self.lifecycle = Lifecycle(self.config, self.max_running, MIN_VALID)
         self.lifecycle.load_state_dict(through_json(state), {name: array.copy() for name, array in arrays.items()})
         self.check()
+        self.reserved = set()
         for rollout in self.lifecycle.unscored():
             if self.singly or is_complete(self.cache.groups[rollout.group_id]):
                 self._score([rollout])

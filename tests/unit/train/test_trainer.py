@@ -128,6 +128,54 @@ def test_training_steps_do_not_depend_on_the_micro_batch_split(aggregation: str,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_gradient_that_comes_in_parts_is_the_same(aggregation: str, dtype: torch.dtype) -> None:
+    """Whole groups in any order, some of them only with the step; a second step is as if nothing had been."""
+    of = {i: [s for s in SAMPLES if s.group_id == i] for i in {s.group_id for s in SAMPLES}}
+    algorithm = {"aggregation": aggregation, "kl_coef": 0.1, "entropy_coef": 0.01}
+    runs = []
+    for order in ([], [0], [2, 0], [0, 1, 2]):
+        t = trainer(dtype=dtype, micro_batch_tokens=40, adam_eps=1e-3, algorithm=algorithm)
+        metrics = []
+        for _ in range(2):
+            for group_id in order:
+                t.accumulate(of[group_id])
+            metrics.append(t.train_step(Batch(SAMPLES)))
+        runs.append((metrics, torch.cat([p.detach().flatten() for p in t.optimizer.masters])))
+    start = torch.cat([p.detach().flatten() for p in trainer(dtype=dtype).optimizer.masters])
+    tolerance = 1e-4 if dtype is torch.float32 else 0.03
+    for metrics, weights in runs[1:]:
+        assert float((weights - runs[0][1]).norm()) < tolerance * float((runs[0][1] - start).norm())
+        for got, expected in zip(metrics, runs[0][0], strict=True):
+            assert got == pytest.approx(expected, rel=1e-3 if dtype is torch.float32 else 0.05, abs=1e-3)
+
+
+def test_what_was_accumulated_can_be_forgotten() -> None:
+    plain, other = trainer(), trainer()
+    other.accumulate([s for s in SAMPLES if s.group_id == 1])
+    other.forget_accumulated()
+    assert plain.train_step(Batch(SAMPLES)) == other.train_step(Batch(SAMPLES))
+    for ours, theirs in zip(plain.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_accumulated_samples_are_not_computed_again() -> None:
+    t = trainer(micro_batch_tokens=1)
+    seen: list[str] = []
+    original = t.forward_backward
+
+    def spy(micro, counts, known):
+        seen.extend(s.rollout_id for s in micro)
+        return original(micro, counts, known)
+
+    t.forward_backward = spy  # type: ignore[method-assign]
+    t.accumulate([s for s in SAMPLES if s.group_id == 1])
+    assert set(seen) == {s.rollout_id for s in SAMPLES if s.group_id == 1}
+    t.train_step(Batch(SAMPLES))
+    assert len(seen) == len(set(seen)) == len(SAMPLES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_first_micro_batches_have_ratio_exactly_one(dtype: torch.dtype, checkpointing: bool) -> None:
     """The proximal pass, when there is one, gives the bits of the current log-probs at equal weights."""

@@ -39,6 +39,11 @@ class Config(Table):
     watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
 
+    @property
+    def staleness_bound(self) -> int:
+        """The largest staleness that a token in the loss can have, replayed ones aside."""
+        return self.rollout.max_staleness if self.tasks.producer else self.rollout.staleness_bound
+
 
 __all__ = [
     "AlgorithmConfig",

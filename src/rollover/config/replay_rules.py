@@ -42,11 +42,11 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         ("replay.max_staleness", "rollout.max_staleness"),
-        lambda c: c.replay.size > 0 and c.replay.max_staleness <= c.rollout.staleness_bound,
+        lambda c: c.replay.size > 0 and c.replay.max_staleness <= c.staleness_bound,
         lambda c: (
             f"replay.max_staleness = {c.replay.max_staleness} is not above the bound of fresh rollouts, which is"
-            f" {c.rollout.staleness_bound}: a group that waited for its step would be too old to be replayed. Set it to"
-            f" {c.rollout.staleness_bound + 1} or more"
+            f" {c.staleness_bound}: a group that waited for its step would be too old to be replayed. Set it to"
+            f" {c.staleness_bound + 1} or more"
         ),
     ),
     Refused(

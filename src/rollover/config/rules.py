@@ -39,7 +39,8 @@ def _all_sources_set(config: Config, field: str) -> bool:
 
 def _nothing_gets_stale(config: Config) -> bool:
     """Every step trains all that is in flight, so no token is older than the step that trains it."""
-    return config.rollout.nothing_rolls_over and config.rollout.most_held == config.rollout.groups_per_step
+    rollout = config.rollout
+    return rollout.nothing_rolls_over and rollout.most_held == rollout.groups_per_step and not config.tasks.producer
 
 
 def _unknown_order(config: Config) -> bool:
@@ -60,6 +61,23 @@ INERT: tuple[Inert, ...] = (
     *reward_rules.INERT,
     *replay_rules.INERT,
     *train_rules.INERT,
+    Inert(
+        (
+            *(f"rollout.{name}" for name in _GENERATION if name != "max_staleness"),
+            "rollout.groups_per_step",
+            "rollout.group_size",
+            "rollout.greedy_baseline",
+            "tasks.before_produce",
+            "train.streaming_min_groups",
+            "reroll.max_groups",
+            "run.replay_rollouts",
+            *(name for name, _ in leaves() if name.startswith("watchdog.")),
+        ),
+        ("tasks.producer",),
+        lambda c: bool(c.tasks.producer),
+        "with tasks.producer, which makes the groups by itself",
+        "Remove one of the two",
+    ),
     Inert(
         (
             *(f"rollout.{name}" for name in _GENERATION + _SAMPLING),

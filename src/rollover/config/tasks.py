@@ -51,6 +51,11 @@ class TasksConfig(Table):
     chat: bool = Field(
         default=True, description="Put plain prompts into a user message and apply the model's chat template."
     )
+    producer: str = Field(
+        default="",
+        description="Your own class (module:Class or path.py:Class), made with (config, tokenizer, engine), whose"
+        " produce(step, version) returns the groups of each step; empty: the tasks are generated from.",
+    )
     before_produce: str = Field(
         default="",
         description="Your own function (module:function or path.py:function) of a task and the trainer's version,"

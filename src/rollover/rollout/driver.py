@@ -107,7 +107,7 @@ class Driver:
             while True:
                 await self._generate(version, until_enough=True)
                 if self._stop_requested or not self.config.overlap:
-                    await self._wind_down(version)
+                    await self._wind_down(None if self._stop_requested else version)
                 if self._stop_requested:
                     return None
                 # A group that was dropped while winding down may be missed: complete_by = "rollout" counted it.
@@ -147,10 +147,7 @@ class Driver:
 
     async def close(self) -> None:
         """End what is in flight: its tokens are lost, the cache stays consistent."""
-        if self._meanwhile is not None:
-            self._meanwhile.cancel()
-            await asyncio.wait([self._meanwhile])
-            self._meanwhile = None
+        await self._end_meanwhile()
         await self._abandon()
 
     def after_publish(self, version: int) -> list[Group]:
@@ -182,17 +179,20 @@ class Driver:
 
     async def _halt(self) -> None:
         """End what `go_on` began: its rollouts run on, but nothing is started or handled. Its error is raised."""
-        meanwhile, self._meanwhile = self._meanwhile, None
-        if meanwhile is None:
-            return
-        meanwhile.cancel()
         try:
-            await asyncio.wait([meanwhile])
-            if not meanwhile.cancelled():
+            meanwhile = await self._end_meanwhile()
+            if meanwhile is not None and not meanwhile.cancelled():
                 meanwhile.result()
         except BaseException:
             await self._abandon()
             raise
+
+    async def _end_meanwhile(self) -> asyncio.Task[None] | None:
+        meanwhile, self._meanwhile = self._meanwhile, None
+        if meanwhile is not None:
+            meanwhile.cancel()
+            await asyncio.wait([meanwhile])
+        return meanwhile
 
     def _is_enough(self, version: int) -> bool:
         return self.lifecycle.scheduler.to_consume(version, self.stream_ended) is not None
@@ -255,7 +255,7 @@ class Driver:
         `version`: of the step that there is enough for, and which may end some rollouts first; None: interrupt all.
         """
         some = None
-        if version is not None and not self._stop_requested:
+        if version is not None:
             some = self.lifecycle.scheduler.to_interrupt(version, self.stream_ended)
         self.engine.interrupt(some)
         self.watchdog.on_interrupt([r.rollout_id for r in self._extends.values()], _now())

@@ -1,6 +1,6 @@
 """The one loop: take READY groups -> build Batch -> step -> publish weights -> release slots.
 
-    driver.collect ──groups──▶ reuse.build ──▶ trainer.train_step ──▶ engine.load_weights(trainer.publish())
+    producer.produce ─groups─▶ reuse.build ──▶ trainer.train_step ──▶ engine.load_weights(trainer.publish())
           ▲                                                                      │
           └── driver.after_publish (stale drops) ◀── version + 1 ────────────────┘
                          │
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -38,8 +39,8 @@ from rollover.train.alarm import Alarm
 from rollover.train.batch import Batch
 from rollover.train.directory import RunDirectory
 from rollover.train.evaluate import encode_tasks, evaluate
+from rollover.train.producer import Generation, OwnProducer, Producer, RecordedRollouts
 from rollover.train.profile import profiled
-from rollover.train.recorded import RecordedRollouts
 from rollover.train.report import (
     peak_rss_bytes,
     reward_metrics,
@@ -85,7 +86,7 @@ class Run:
         with LiveView(self.config.track.live, self.config.train.num_steps, title=self.config.run.name) as self.view:
             self.view.phase("loading the model")
             self.parts = Parts.build(self.config)
-            self.recorded = RecordedRollouts.of(self.config)
+            self.producer = self._producer()
             parts = self.parts
             parts.lifecycle.on_event = self._on_event
             parts.driver.say = self.view.message
@@ -105,7 +106,7 @@ class Run:
         return code
 
     async def _main(self) -> int:
-        if self.recorded is None:
+        if isinstance(self.producer, Generation):
             self.view.phase("checking the reward functions")
             await probe_rewards(self.config, self.parts.rewarder)
         if self.resume:
@@ -146,11 +147,10 @@ class Run:
         self._engine_growth()  # what an evaluation did is not this step's
         self.view.phase("generating")
         with self.chronicle.span("generate"):
-            groups = await self._collect(version)
+            groups = await self.producer.produce(version + 1, version)
         if not groups:
             if groups is not None:
-                what = "tasks" if self.recorded is None else "recorded rollouts"
-                self.view.message(f"the {what} are used up after {version} of {self.config.train.num_steps} steps")
+                self.view.message(f"nothing is left to train on after {version} of {self.config.train.num_steps} steps")
             return False
         return_freed_memory()
         self.view.phase("training")
@@ -160,7 +160,7 @@ class Run:
         parts.reuse.after_step(groups, batch, version)
         return_freed_memory()
         num_bytes = 0
-        if self.recorded is None and trainer.policy_version % self.config.train.publish_every == 0:
+        if not self.recorded and trainer.policy_version % self.config.train.publish_every == 0:
             with self._timed("weights"):
                 if self.config.rollout.overlap and self.config.rollout.interrupt == "never":
                     await parts.driver.drain()
@@ -183,19 +183,30 @@ class Run:
             with profiled(self.config, version + 1, self.directory.path):
                 return self.parts.trainer.train_step(batch)
 
-        if not self.config.rollout.overlap or self.recorded is not None:
+        if not self.config.rollout.overlap or not isinstance(self.producer, Generation):
             return work()
         self.parts.driver.go_on(version)
         return await self._beside_generation(work)
 
     async def _quiesce(self) -> None:
         """Park what is in flight, if anything is: a snapshot is a cut at which nothing runs."""
-        if self.config.rollout.overlap and self.recorded is None:
+        if self.config.rollout.overlap and isinstance(self.producer, Generation):
             await self.parts.driver.park()
 
+    @property
+    def recorded(self) -> bool:
+        """Whether no engine is needed."""
+        return isinstance(self.producer, RecordedRollouts)
+
+    def _producer(self) -> Producer:
+        config, parts = self.config, self.parts
+        if config.run.replay_rollouts:
+            return RecordedRollouts(Path(config.run.replay_rollouts))
+        if config.tasks.producer:
+            return OwnProducer(config, parts.loaded.tokenizer, parts.engine)
+        return Generation(self._collect)
+
     async def _collect(self, version: int) -> list[Group] | None:
-        if self.recorded is not None:
-            return self.recorded.next()
         driver = self.parts.driver
         try:
             with self._loop_watched(lambda: f"generating: {driver.watchdog.describe(time.monotonic())}"):
@@ -246,8 +257,8 @@ class Run:
         ledger = parts.lifecycle.metrics()
         parts.lifecycle.check()
         ages = staleness_metrics(batch, version, self.chronicle.lifetimes.ready_versions)
-        bound = self.config.rollout.staleness_bound
-        assert self.recorded is not None or ages["staleness/max"] <= bound, f"staleness {ages} is above {bound}"
+        bound = self.config.staleness_bound
+        assert self.recorded or ages["staleness/max"] <= bound, f"staleness {ages} is above {bound}"
         assert ages.get("staleness/replayed_max", 0) <= self.config.replay.max_staleness, f"replayed: {ages}"
         waits = {"generate": driver.generation_s, "score": driver.scoring_s, "schedule": driver.scheduling_s}
         now = time.perf_counter()
@@ -291,7 +302,7 @@ class Run:
 
     def _record(self, groups: list[Group], batch: Batch | None) -> None:
         """Write the groups that were trained by the last step, and those dropped since the last record."""
-        if not self.config.track.rollouts or self.recorded is not None:
+        if not self.config.track.rollouts or self.recorded:
             return
         advantages = {s.rollout_id: float(s.advantages[0]) for s in batch.samples} if batch is not None else {}
         records = [self._recorded(g, advantages, None) for g in groups]
@@ -313,7 +324,7 @@ class Run:
         config, parts = self.config, self.parts
         version, rows = parts.trainer.policy_version, self.directory.evals.rows()
         done = bool(rows) and rows[-1]["step"] == version
-        if done or self.stopping or config.eval.num_tasks == 0 or self.recorded is not None:
+        if done or self.stopping or config.eval.num_tasks == 0 or self.recorded:
             return
         await self._quiesce()
         self.view.phase("evaluating")
@@ -366,9 +377,7 @@ class Run:
         parts = self.parts
         load_snapshot(name, self.owners)
         version = self.saved_version = parts.trainer.policy_version
-        if self.recorded is not None:
-            self.recorded.skip(version)
-        else:
+        if not self.recorded:
             parts.lifecycle.check_restored(version, parts.engine.max_tokens)
             self._publish()
             parts.driver.after_publish(version)

@@ -190,7 +190,7 @@ class Parts:
             config.algorithm,
             dtype=dtype_of(config),
             max_new_tokens=config.rollout.max_new_tokens,
-            max_staleness=max(config.rollout.staleness_bound, config.replay.max_staleness if config.replay.size else 0),
+            max_staleness=max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0),
             lora=config.model.lora,
         )
         prompts = PromptSource(

@@ -178,11 +178,14 @@ class Trainer:
             known["proximal"] = self._sampling_logprobs(minibatches)
         elif self.algorithm.proximal == "step_start" and len(minibatches) > 1:
             # The first minibatch meets the weights of the step's start: its current log-probs are the proximal ones.
-            known["proximal"] = {k: v for part in minibatches[1:] for k, v in self.compute_logprobs(part).items()}
+            known["proximal"] = self._logprobs(minibatches[1:])
         if self.algorithm.needs_reference:
             with self.snapshots.under(REFERENCE):
-                known["reference"] = {k: v for part in minibatches for k, v in self.compute_logprobs(part).items()}
+                known["reference"] = self._logprobs(minibatches)
         return known
+
+    def _logprobs(self, minibatches: list[list[Sample]]) -> Stream:
+        return {k: v for part in minibatches for k, v in self.compute_logprobs(part).items()}
 
     def _sampling_logprobs(self, minibatches: list[list[Sample]]) -> Stream:
         """Log-probs of every loss token under the trainer's weights of the version that sampled it."""

@@ -1,0 +1,131 @@
+"""Where the groups of a step come from, if not from the driver: `produce(step, version) -> groups`.
+
+    Generation         the driver's: tasks -> rollouts -> rewards, with all that rolls over
+    RecordedRollouts   run.replay_rollouts: what another run recorded, for debugging a trainer without an engine
+    OwnProducer        tasks.producer: the user's own class
+
+All are behind the one loop, which trains what it is given. Owns what was produced last; never trains it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollover.config import Config
+from rollover.engine.protocol import Engine
+from rollover.functions import load_function, shortened
+from rollover.rollout.staleness import group_staleness
+from rollover.track.recorder import read_rollouts
+from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
+
+
+class Producer(Protocol):
+    async def produce(self, step: int, version: int) -> list[Group] | None:
+        """The groups that training step `step` (1, 2, ...) trains, at trainer version `version` (step - 1).
+
+        Whole, with rewards, in group-id order, no id twice in a run. [] when there is nothing (more) to train on; None
+        when the run is stopping. A resumed run goes on with the next step.
+        """
+        ...
+
+
+class Generation:
+    """The driver's groups. `collect(version)` as `Driver.collect`."""
+
+    def __init__(self, collect: Callable[[int], Awaitable[list[Group] | None]]) -> None:
+        self._collect = collect
+
+    async def produce(self, step: int, version: int) -> list[Group] | None:
+        return await self._collect(version)
+
+
+class RecordedRollouts:
+    """The groups of one recorded step after the other; [] at the end. Steps that trained nothing are left out."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise ValueError(
+                f"run.replay_rollouts = {str(folder)!r}: no such directory (give a run's rollouts/ folder)"
+            )
+        self._steps: Iterator[list[Group]] = (groups for groups in read_rollouts(folder) if groups)
+        self._step = 0
+
+    async def produce(self, step: int, version: int) -> list[Group] | None:
+        """Those before `step` are passed over: a resumed run has trained them."""
+        groups: list[Group] = []
+        while self._step < step:
+            groups = next(self._steps, [])
+            self._step += 1
+        return groups
+
+
+class OwnProducer:
+    """The user's class, made by `Class(config, tokenizer, engine)`; its `produce(step, version)` may be `async def`.
+
+    It may generate with the run's engine, which gets the new weights after every step, or bring groups from elsewhere
+    (`ready_group`). What it returns is checked: ValueError says what is wrong with it.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any, engine: Engine) -> None:
+        self.name, self.engine = config.tasks.producer, engine
+        self.max_staleness = config.rollout.max_staleness
+        self._own = load_function(self.name, ".")(config, tokenizer, engine)
+        self._last_group_id = -1
+        if not callable(getattr(self._own, "produce", None)):
+            raise ValueError(f"tasks.producer = {self.name!r}: it has no method produce(step, version)")
+
+    async def produce(self, step: int, version: int) -> list[Group] | None:
+        groups = self._own.produce(step, version)
+        if inspect.isawaitable(groups):
+            groups = await groups
+        if not isinstance(groups, list | tuple):
+            raise ValueError(f"tasks.producer = {self.name!r} returned {shortened(groups)}: return a list of Groups")
+        groups = sorted(groups, key=lambda g: g.group_id)
+        for group in groups:
+            problem = self._problem(group, version)
+            if problem is not None:
+                raise ValueError(f"tasks.producer = {self.name!r}: group {group.group_id} of step {step} {problem}")
+            self._last_group_id = group.group_id
+            self.engine.release([r.rollout_id for r in group.rollouts])
+        return groups
+
+    def _problem(self, group: Group, version: int) -> str | None:
+        if group.group_id <= self._last_group_id:
+            return f"comes after group {self._last_group_id}: ids must rise over the run"
+        if not group.rollouts or not group.ready or any(r.reward is None for r in group.rollouts):
+            return "is not ready: every rollout needs tokens and a Reward (make it with ready_group)"
+        if any(v > version for r in group.rollouts for v in r.versions):
+            return f"has tokens of a policy version above the trainer's, {version}"
+        stale = group_staleness(group, version) or 0
+        if stale > self.max_staleness:
+            return f"has tokens that are {stale} versions old, above rollout.max_staleness = {self.max_staleness}"
+        return None
+
+
+def ready_group(
+    group_id: int,
+    task: Task,
+    prompt_ids: Sequence[int],
+    segments: Sequence[Sequence[Segment]],
+    rewards: Sequence[Reward],
+) -> Group:
+    """A group to be trained, of one list of segments and one Reward a rollout. For producers of your own.
+
+    `group_id`: 0, 1, 2, ... over the run. Each segment holds token ids, the log-probs that they were sampled with and
+    the policy version that sampled them: the correction of off-policy tokens needs both.
+    """
+    if not segments or len(segments) != len(rewards):
+        raise ValueError(f"{len(segments)} rollouts and {len(rewards)} rewards: a group has one reward a rollout")
+    rollouts = []
+    for sibling, (of, reward) in enumerate(zip(segments, rewards, strict=True)):
+        if not sum(map(len, of)):
+            raise ValueError(f"rollout {sibling} of group {group_id} has no tokens")
+        stop = of[-1].stop_reason
+        rollout = Rollout(group_id, sibling, task, tuple(prompt_ids), list(of), RolloutState.READY)
+        rollout.stop_reason = StopReason.LENGTH if stop is StopReason.PAUSED else stop
+        rollout.reward = reward
+        rollouts.append(rollout)
+    return Group(group_id, task, rollouts)

@@ -1,0 +1,174 @@
+"""What every producer of groups must do: the driver's, recorded rollouts, a class of the user's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollover.config import Config
+from rollover.engine.fake import FakeEngine
+from rollover.rollout.staleness import group_staleness
+from rollover.track.recorder import RecordedGroup, RolloutRecorder
+from rollover.train.producer import Generation, OwnProducer, Producer, RecordedRollouts, ready_group
+from rollover.types import Group, Reward, RolloutState, SamplingParams, Segment, StopReason, Task
+from unit.rollout.run import PARTIAL, Run
+
+STEPS = 4
+OWN = '''
+from rollover.engine.protocol import ExtendRequest
+from rollover.train.producer import ready_group
+from rollover.types import Reward, SamplingParams, Task
+
+class Mine:
+    """Two groups a step, for four steps, generated with the run's engine."""
+
+    def __init__(self, config, tokenizer, engine):
+        self.engine = engine
+
+    async def produce(self, step, version):
+        assert version == step - 1
+        return [await self.group(2 * version + i) for i in (1, 0)] if step <= 4 else []
+
+    async def group(self, group_id):
+        def request(sibling):
+            return ExtendRequest(f"{group_id}-{sibling}", (1, 2), (), 6, 10 * group_id + sibling, SamplingParams())
+        segments = [await self.engine.extend(request(sibling)) for sibling in range(2)]
+        task = Task(f"t{group_id}", "mine", "mine", prompt="go")
+        return ready_group(group_id, task, (1, 2), segments, [Reward(float(len(s[-1]))) for s in segments])
+'''
+
+
+def short(seed: int) -> int:
+    return 1 + seed % 9
+
+
+def generation(folder: Path) -> tuple[Producer, FakeEngine]:
+    run = Run(lengths=short, num_tasks=2 * STEPS, **PARTIAL)
+
+    async def collect(version: int) -> list[Group] | None:
+        run.driver.after_publish(version)
+        return await run.driver.collect(version)
+
+    return Generation(collect), run.engine
+
+
+def recorded(folder: Path) -> tuple[Producer, FakeEngine]:
+    run, recorder = Run(lengths=short), RolloutRecorder(folder)
+    for step, groups in enumerate(run.steps(STEPS), start=1):
+        recorder.write(step, [RecordedGroup(g, ["x"] * len(g.rollouts), [0.0] * len(g.rollouts)) for g in groups])
+    return RecordedRollouts(folder), FakeEngine(short)
+
+
+def own(folder: Path) -> tuple[Producer, FakeEngine]:
+    engine = FakeEngine(short)
+    return OwnProducer(config_for(folder, OWN), None, engine), engine
+
+
+def config_for(folder: Path, source: str, max_staleness: int = 0) -> Config:
+    (folder / "mine.py").write_text(source)
+    values = {"tasks": {"producer": f"{folder / 'mine.py'}:Mine"}, "rollout": {"max_staleness": max_staleness}}
+    return Config.model_validate(values)
+
+
+@pytest.mark.parametrize("make", [generation, recorded, own])
+def test_contract(tmp_path: Path, make: Callable[[Path], tuple[Producer, FakeEngine]]) -> None:
+    producer, engine = make(tmp_path)
+    seen: list[int] = []
+
+    async def go() -> None:
+        for step in range(1, STEPS + 1):
+            version = step - 1
+            engine.load_weights(version, ())
+            groups = await producer.produce(step, version)
+            assert groups is not None and len(groups) == 2
+            assert [g.group_id for g in groups] == sorted(g.group_id for g in groups)
+            for group in groups:
+                seen.append(group.group_id)
+                assert 0 <= (group_staleness(group, version) or 0) <= 2
+                for rollout in group.rollouts:
+                    assert rollout.state in (RolloutState.READY, RolloutState.CONSUMED)
+                    assert rollout.num_tokens > 0 and rollout.reward is not None and rollout.stop_reason is not None
+        assert await producer.produce(STEPS + 1, STEPS) == []
+
+    asyncio.run(go())
+    assert sorted(seen) == list(range(2 * STEPS)), "no group twice, none lost"
+
+
+def test_recorded_rollouts_go_on_at_the_step_they_are_asked_for(tmp_path: Path) -> None:
+    whole, _ = recorded(tmp_path)
+    resumed = RecordedRollouts(tmp_path)
+
+    async def go() -> None:
+        steps = [await whole.produce(step, step - 1) for step in range(1, STEPS + 1)]
+        for step in (3, 4):
+            groups = await resumed.produce(step, step - 1)
+            assert [g.group_id for g in groups or []] == [g.group_id for g in steps[step - 1] or []]
+
+    asyncio.run(go())
+
+
+def segment(num: int = 2, version: int = 0) -> Segment:
+    ids, logprobs = np.zeros(num, np.int32), np.zeros(num, np.float32)
+    return Segment(ids, logprobs, version, SamplingParams(), StopReason.EOS)
+
+
+def group(group_id: int, version: int = 0) -> Group:
+    task = Task(f"t{group_id}", "mine", "mine", prompt="go")
+    return ready_group(group_id, task, (1,), [[segment(version=version)]] * 2, [Reward(1.0), Reward(0.0)])
+
+
+def without_reward() -> Group:
+    made = group(1)
+    made.rollouts[0].reward = None
+    return made
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (lambda: [group(0)], "comes after group 0: ids must rise"),
+        (lambda: [without_reward()], "is not ready"),
+        (lambda: [group(1, version=7)], "policy version above the trainer's, 5"),
+        (lambda: [group(1, version=2)], "3 versions old, above rollout.max_staleness = 1"),
+        (lambda: None, "returned None: return a list of Groups"),
+    ],
+)
+def test_what_an_own_producer_returns_is_checked(tmp_path: Path, returned: Callable, problem: str) -> None:
+    source = "class Mine:\n    def __init__(self, *args): ...\n    def produce(self, step, version): ..."
+    producer = OwnProducer(config_for(tmp_path, source, max_staleness=1), None, FakeEngine(short))
+    answers = [[group(0, version=5)], returned()]
+    producer._own.produce = lambda step, version: answers.pop(0)
+
+    async def go() -> None:
+        await producer.produce(6, 5)
+        with pytest.raises(ValueError, match=problem):
+            await producer.produce(6, 5)
+
+    asyncio.run(go())
+
+
+def test_an_own_producer_needs_the_method(tmp_path: Path) -> None:
+    source = "class Mine:\n    def __init__(self, *args): ..."
+    with pytest.raises(ValueError, match="has no method produce"):
+        OwnProducer(config_for(tmp_path, source), None, FakeEngine(short))
+
+
+def test_the_engine_lets_go_of_what_was_produced(tmp_path: Path) -> None:
+    """Or the cache of every rollout would stay for ever."""
+    producer, engine = own(tmp_path)
+    released: list[str] = []
+    engine.release = released.extend  # type: ignore[method-assign]
+    asyncio.run(producer.produce(1, 0))
+    assert sorted(released) == ["0-0", "0-1", "1-0", "1-1"]
+
+
+def test_groups_of_nothing_are_refused() -> None:
+    task = Task("t", "mine", "mine", prompt="go")
+    with pytest.raises(ValueError, match="1 rollouts and 2 rewards"):
+        ready_group(0, task, (1,), [[segment()]], [Reward(1.0)] * 2)
+    with pytest.raises(ValueError, match="rollout 0 of group 0 has no tokens"):
+        ready_group(0, task, (1,), [[segment(0)]], [Reward(1.0)])

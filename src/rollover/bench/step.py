@@ -67,7 +67,13 @@ def run_ours(config: Config, overrides: list[tuple[str, str]], steps: int) -> li
 
 
 def run_trl(
-    config: Config, steps: int, *, seed: int = 0, learning_rate: float = 1e-5, autocast: bool = False, micro_batch: int = 16
+    config: Config,
+    steps: int,
+    *,
+    seed: int = 0,
+    learning_rate: float = 1e-5,
+    autocast: bool = False,
+    micro_batch: int = 16,
 ) -> list[Step]:
     """Train on RECIPE with TRL's GRPOTrainer; with `autocast` over float32 weights, else in bfloat16 weights.
 

@@ -35,7 +35,8 @@ _Entry = tuple[bool, OrderKey, str]  # is waiting, the order's key, rollout id
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """What the scheduler knows of a held group. `deadline`: see staleness.group_deadline; inf before the first token.
+    """What the scheduler knows of a held group. `deadline`: see staleness.group_deadline; inf before the first token,
+    with overlap before the first start.
 
     `place`: its entry in the sorted list of READY groups.
     """
@@ -127,6 +128,9 @@ class Scheduler:
         started = self._take(free, version)
         for rollout in started:
             self._running.add(rollout)
+            if self.config.overlap:
+                # Its segments come when it stops, perhaps under later weights than those of its first token.
+                self._lower_deadline(self._held[rollout.group_id], version - self.lag + self._max_staleness)
             if self._was_continued_enough(rollout):
                 self._must_finish.add(rollout.rollout_id)
         return started
@@ -224,14 +228,8 @@ class Scheduler:
         """The running rollout got segments."""
         held = self._held[rollout.group_id]
         oldest = rollout.min_version
-        if oldest is None or oldest + self._max_staleness >= held.deadline:
-            return
-        self._count_due(held, -1)
-        held.deadline = oldest + self._max_staleness
-        self._count_due(held, 1)
-        for sibling in held.group.rollouts:
-            if sibling.rollout_id in self._queued:
-                self._enqueue(sibling)
+        if oldest is not None:
+            self._lower_deadline(held, oldest + self._max_staleness)
 
     def on_park(self, rollout: Rollout) -> None:
         """A running rollout was parked (it is WAITING again if it has no token)."""
@@ -260,6 +258,8 @@ class Scheduler:
         """All rollouts of the group have their rewards."""
         held = self._held[group.group_id]
         self._scoring -= 1
+        if self.config.overlap and (deadline := group_deadline(group, self._max_staleness)) is not None:
+            self._set_deadline(held, deadline)  # perhaps later than its start had to suppose
         held.place = (expiry(group, self.config), group.group_id)
         insort(self._ready, held.place)
         self.lengths.observe([r.num_tokens for r in group.rollouts])
@@ -423,6 +423,19 @@ class Scheduler:
         """Whether the next run of an unfinished rollout is the last that max_continuations allows."""
         limit = self._max_continuations
         return limit > 0 and sum(s.trainable for s in rollout.segments) >= limit
+
+    def _lower_deadline(self, held: _Held, deadline: float) -> None:
+        if deadline >= held.deadline:
+            return
+        self._set_deadline(held, deadline)
+        for sibling in held.group.rollouts:
+            if sibling.rollout_id in self._queued:
+                self._enqueue(sibling)
+
+    def _set_deadline(self, held: _Held, deadline: float) -> None:
+        self._count_due(held, -1)
+        held.deadline = deadline
+        self._count_due(held, 1)
 
     def _count_due(self, held: _Held, by: int) -> None:
         if held.deadline == _NO_DEADLINE:

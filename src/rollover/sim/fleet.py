@@ -51,7 +51,8 @@ class Fleet:
         if sorted(set(plan.decode_batches)) != plan.decode_batches or min(plan.decode_step_s) <= 0:
             raise ValueError("plan.decode_batches must be increasing, and plan.decode_step_s above 0")
         self.slots = slots
-        self.step_s: list[float] = step_seconds(plan, slots).tolist()
+        self.step_s: list[float] = step_seconds(plan, slots).tolist()  # at the speed of now
+        self._speed, self._full_step_s = 1.0, self.step_s
         self._prefill_s, self._prefill_min_s = 1 / plan.prefill_tokens_per_s, plan.prefill_min_s
         self._engines = [_Engine() for _ in range(plan.engines)]
         self._events: list[tuple[float, int, int]] = []  # (time, engine, stamp): the next stop of an engine
@@ -85,17 +86,50 @@ class Fleet:
             else:
                 e.boundary = now
         if prefill_tokens:
-            self.prefill_tokens += prefill_tokens
-            if e.prefilling_at != now:
-                e.prefilling, e.prefilling_at, e.prefill_s = 0, now, 0.0
-            e.prefilling += prefill_tokens
-            prefill_s = max(self._prefill_min_s, e.prefilling * self._prefill_s)
-            e.boundary += prefill_s - e.prefill_s
-            e.prefill_s = prefill_s
+            self.prefill(engine, prefill_tokens, now)
         insort(e.queue, (-(e.steps + num_tokens), rollout.group_id, rollout.sibling, e.steps, rollout))
         e.num_running += 1
         self._dirty.add(engine)
         self._loads[e.num_running].append(engine)
+
+    def prefill(self, engine: int, num_tokens: int, now: float) -> None:
+        """The engine's next step comes after this, in one pass with what else is prefilled at this moment."""
+        e = self._engines[engine]
+        self.prefill_tokens += num_tokens
+        if e.prefilling_at != now:
+            e.prefilling, e.prefilling_at, e.prefill_s = 0, now, 0.0
+        e.prefilling += num_tokens
+        prefill_s = max(self._prefill_min_s, e.prefilling * self._prefill_s) / self._speed
+        e.boundary += prefill_s - e.prefill_s
+        e.prefill_s = prefill_s
+        self._dirty.add(engine)
+
+    def set_speed(self, speed: float, now: float) -> None:
+        """From now on steps and prefills take 1 / `speed` of their time, and so does what is left of one under way."""
+        ratio = self._speed / speed
+        for index, e in enumerate(self._engines):
+            self._step_until(e, now)
+            begun_s = now - e.boundary  # of the step under way; below 0: what is left of its prefill
+            if e.num_running and begun_s > 0:
+                self.slot_s += e.num_running * begun_s * (1 - ratio)
+            if e.num_running or begun_s < 0:
+                e.boundary = now - begun_s * ratio
+            e.prefill_s *= ratio
+            self._dirty.add(index)
+        self._speed, self.step_s = speed, [seconds / speed for seconds in self._full_step_s]
+
+    def running(self, now: float) -> list[tuple[int, Rollout, int]]:
+        """What runs: (its engine, rollout, its tokens since it was started) after the steps made by `now`."""
+        for e in self._engines:
+            self._step_until(e, now)
+        return [(i, running[4], e.steps - running[3]) for i, e in enumerate(self._engines) for running in e.queue]
+
+    def pause(self, seconds: float) -> None:
+        """What runs stands still for so long, from the moment of `running`."""
+        for index, e in enumerate(self._engines):
+            if e.num_running:
+                e.boundary += seconds
+                self._dirty.add(index)
 
     def next_time(self) -> float:
         """When the next rollout stops; inf if none runs."""
@@ -142,9 +176,7 @@ class Fleet:
         """Stop these after the steps they have made by `now`. Rollouts and their tokens, in the order given."""
         found: dict[str, tuple[Rollout, int, int]] = {}
         for index, e in enumerate(self._engines):
-            if not e.num_running:
-                continue
-            self._step(e, max(0, math.floor((now - e.boundary) / self.step_s[e.num_running] + _TINY)))
+            self._step_until(e, now)
             for _, _, _, start, rollout in e.queue:
                 found[rollout.rollout_id] = (rollout, e.steps - start, index)
         stopped = [found.pop(rollout_id) for rollout_id in rollout_ids]
@@ -158,6 +190,11 @@ class Fleet:
 
     def _next_stop(self, e: _Engine) -> float:
         return e.boundary + (-e.queue[-1][0] - e.steps) * self.step_s[e.num_running]
+
+    def _step_until(self, e: _Engine, now: float) -> None:
+        """The steps that end by `now`."""
+        if e.num_running:
+            self._step(e, max(0, math.floor((now - e.boundary) / self.step_s[e.num_running] + _TINY)))
 
     def _step(self, e: _Engine, times: int) -> None:
         if times:

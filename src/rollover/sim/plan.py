@@ -54,21 +54,26 @@ class Figures:
     def of(cls, outcome: Outcome, plan: PlanConfig) -> Figures:
         steps = outcome.steps[math.floor(len(outcome.steps) * _WARM_UP) :]
         total = sum(s.seconds for s in steps)
-        generating = sum(s.generate_s for s in steps)
+        generating = sum(s.generating_s for s in steps)
         training = sum(s.train_s for s in steps)
         ages = sum((s.staleness for s in steps), start=Counter[int]())
         trained = sum(ages.values())
+        if not trained:
+            raise ValueError(
+                'rollout.on_stale = "mask" would leave no token in the loss: all are older than rollout.max_staleness'
+                " when they are trained. Raise it"
+            )
         generated = outcome.ledger["tokens/generated"]
         times = sorted(s.seconds for s in steps)
-        working = generating + (0 if plan.trainers else training)
+        working = generating + (0 if plan.trainers else training - sum(s.overlapped_s for s in steps))
         return cls(
             step_s=total / len(steps),
             step_s_p95=times[math.ceil(0.95 * len(times)) - 1],
-            generate_s=generating / len(steps),
+            generate_s=sum(s.generate_s for s in steps) / len(steps),
             train_s=training / len(steps),
             trained_tokens_per_s=trained / total,
             generated_tokens_per_s=sum(s.generated_tokens for s in steps) / generating if generating else 0.0,
-            slots_idle=1 - outcome.slot_s / (outcome.slots * sum(s.generate_s for s in outcome.steps)),
+            slots_idle=1 - outcome.slot_s / (outcome.slots * sum(s.generating_s for s in outcome.steps)),
             engines_idle=1 - working / total,
             trainers_idle=1 - (training if plan.trainers else working) / total,
             staleness={age: ages[age] / trained for age in sorted(ages)},
@@ -130,15 +135,10 @@ def make_plan(
 ) -> Plan:
     """Simulate `config`. `observed`: group lengths of an earlier run, in place of the assumed distribution."""
     rollout, plan, slots = config.rollout, config.plan, config.engine.max_running
-    if rollout.overlap:
-        raise ValueError(
-            "rollout.overlap: the planner simulates generation and training in turns only. Plan without it"
-            " (--rollout.overlap false --rollout.interrupt when_enough)"
-        )
     workload = Workload(plan, rollout.rollouts_per_group, rollout.max_new_tokens, observed or ())
     size = rollout.groups_per_step * rollout.rollouts_per_group
     progress(f"simulating {plan.steps} steps of {size:,} rollouts on {plan.engines:,} engines")
-    figures = _simulate(rollout, plan, slots, workload)
+    figures = _simulate(rollout, plan, slots, workload, config.train.publish_every)
     progress("simulating synchronous training")
     twin_steps = min(plan.steps, max(5, _TWIN_ROLLOUTS // size))
     twin = _simulate(synchronous(rollout), plan.model_copy(update={"steps": twin_steps}), slots, workload)
@@ -176,8 +176,11 @@ def _variants(config: Config, workload: Workload) -> list[Variant]:
                 "steps": _VARIANT_STEPS,
             }
         )
-        for rollout in _settings(config.rollout.model_copy(update={"groups_per_step": groups})):
-            figures = _simulate(rollout, small, config.engine.max_running, workload)
+        for rollout in _settings(
+            config.rollout.model_copy(update={"groups_per_step": groups}), config.train.publish_every
+        ):
+            publish_every = config.train.publish_every if rollout.max_staleness else 1
+            figures = _simulate(rollout, small, config.engine.max_running, workload, publish_every)
             base = base or figures  # the first one is synchronous, on the devices as they are given
             n = rollout.in_flight_groups
             given = n if isinstance(n, str) else round(n / groups * config.rollout.groups_per_step)
@@ -186,12 +189,12 @@ def _variants(config: Config, workload: Workload) -> list[Variant]:
     return sorted(out, key=lambda v: -v.speedup)
 
 
-def _settings(rollout: RolloutConfig) -> Iterator[RolloutConfig]:
-    """The synchronous one, then what may be in flight under each staleness."""
+def _settings(rollout: RolloutConfig, publish_every: int) -> Iterator[RolloutConfig]:
+    """The synchronous one, then what may be in flight under each staleness that the weights of the engines allow."""
     yield synchronous(rollout)
     groups = rollout.groups_per_step
-    interrupt = "when_enough" if rollout.interrupt == "never" else rollout.interrupt
-    for staleness in sorted({*_STALENESSES, rollout.max_staleness} - {0}):
+    interrupt = "when_enough" if rollout.interrupt == "never" and not rollout.overlap else rollout.interrupt
+    for staleness in sorted({*_STALENESSES, rollout.max_staleness} - set(range(max(1, publish_every - 1)))):
         for in_flight in dict.fromkeys((2 * groups, (1 + staleness) * groups, "auto")):
             changes = {"in_flight_groups": in_flight, "max_staleness": staleness, "interrupt": interrupt}
             yield rollout.model_copy(update={**changes, "on_stale": "finish_first", "supplement": False})
@@ -209,8 +212,10 @@ def _splits(plan: PlanConfig) -> Iterator[tuple[int, int]]:
             yield devices - trainers, trainers
 
 
-def _simulate(rollout: RolloutConfig, plan: PlanConfig, slots: int, workload: Workload) -> Figures:
-    return Figures.of(Simulation(rollout, plan, slots, workload).run(), plan)
+def _simulate(
+    rollout: RolloutConfig, plan: PlanConfig, slots: int, workload: Workload, publish_every: int = 1
+) -> Figures:
+    return Figures.of(Simulation(rollout, plan, slots, workload, publish_every=publish_every).run(), plan)
 
 
 def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str, Any]:

@@ -18,7 +18,8 @@ def _assumptions(plan: Plan, sources: dict[str, str]) -> list[str]:
     a, r = plan.assumed, plan.config
     where = {key: sources.get(key, "default") for key in type(a).model_fields}
     speeds = ", ".join(f"{b}: {s * 1e3:.3g} ms" for b, s in zip(a.decode_batches, a.decode_step_s, strict=True))
-    trainers = f"{a.trainers:,} trainers" if a.trainers else "which train too, in turns"
+    together = "at half the speed each meanwhile" if r.overlap else "in turns"
+    trainers = f"{a.trainers:,} trainers" if a.trainers else f"which train too, {together}"
     if where["lengths"] == "run":
         lengths = "lengths of the run's own groups"
     else:
@@ -39,7 +40,7 @@ def _comparison(plan: Plan) -> list[str]:
     rows = [
         ("step", f"{yours.step_s:,.2f} s", f"{sync.step_s:,.2f} s"),
         ("  95th percentile", f"{yours.step_s_p95:,.2f} s", f"{sync.step_s_p95:,.2f} s"),
-        ("  generation", f"{yours.generate_s:,.2f} s", f"{sync.generate_s:,.2f} s"),
+        ("  waiting for rollouts", f"{yours.generate_s:,.2f} s", f"{sync.generate_s:,.2f} s"),
         ("  training", f"{yours.train_s:,.2f} s", f"{sync.train_s:,.2f} s"),
         ("trained tokens/s", f"{yours.trained_tokens_per_s:,.0f}", f"{sync.trained_tokens_per_s:,.0f}"),
         ("generated tokens/s meanwhile", f"{yours.generated_tokens_per_s:,.0f}", f"{sync.generated_tokens_per_s:,.0f}"),

@@ -2,8 +2,11 @@
 
     phase (admit, start, stop, score; what the driver does) -> train -> publish -> ...
 
-Owns the virtual clock. Every decision is the Lifecycle's, every duration the Fleet's or the plan's. Pure: no asyncio,
-no wall clock; the same input gives the same outcome. Tokens have lengths and versions, but no ids.
+With rollout.overlap generation goes on while the trainer trains, and meets new weights as in train/loop.py.
+
+Owns the virtual clock and the engines' policy version. Every decision is the Lifecycle's, every duration the Fleet's or
+the plan's. Pure: no asyncio, no wall clock; the same input gives the same outcome. Tokens have lengths and versions,
+but no ids.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ _SAMPLING = SamplingParams()
 _REWARD = Reward(1.0)
 # A member of an Enum class is slow to look up.
 _PAUSED, _EOS, _LENGTH = StopReason.PAUSED, StopReason.EOS, StopReason.LENGTH
+_NEVER = float("inf")
+_SHARED = 0.5  # speed of engines and trainer where both work on the same devices: engine.threads' default, too
 
 
 @dataclass(slots=True)
@@ -47,13 +52,20 @@ class _Simulated:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One training step, in virtual seconds and tokens. `staleness`: tokens in the loss by their age in versions."""
+    """One training step, in virtual seconds and tokens. `staleness`: tokens in the loss by their age in versions.
+
+    The trainer waits `generate_s` for rollouts, `score_s` for scores alone, trains, and waits `sync_s` until its
+    weights are live (with interrupt = "never" what runs ends first). `generating_s`: seconds in which the engines
+    generate, `overlapped_s`: those of them in which the trainer trains.
+    """
 
     version: int
     generate_s: float
     score_s: float
     train_s: float
     sync_s: float
+    generating_s: float
+    overlapped_s: float
     generated_tokens: int
     trained_tokens: int
     staleness: Counter[int]
@@ -82,6 +94,8 @@ class Simulation:
 
     Many engines stop something every few milliseconds. What stops within a quarter of the shortest decode step of the
     first is handled with it, which is then late by so much; with one engine nothing is.
+
+    New weights reach the engines after every `publish_every` steps.
     """
 
     def __init__(
@@ -92,10 +106,13 @@ class Simulation:
         workload: Workload,
         on_event: Callable[[Event, float], None] | None = None,
         num_tasks: int | None = None,
+        publish_every: int = 1,
     ) -> None:
         self.config, self.plan, self.workload = config, plan, workload
         self.now = 0.0
         self.version = 0
+        self.engine_version = 0
+        self.publish_every = publish_every
         self.fleet = Fleet(plan, slots_per_engine)
         self.outcome = Outcome(slots=plan.engines * slots_per_engine)
         self._num_tasks, self._stream_ended = num_tasks, False
@@ -105,7 +122,9 @@ class Simulation:
         self._recompute = config.kv_on_resume == "recompute"
         self._prompt = (0,) * plan.prompt_tokens
         self._ids, self._logprobs = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
-        self._segments: dict[tuple[int, int, StopReason], tuple[Segment]] = {}
+        self._segments: dict[tuple[int, int, StopReason], Segment] = {}
+        self._cuts: dict[str, Counter[int]] = {}  # tokens by version, of what met new weights since it was started
+        self._generating_s = 0.0
         self._groups: dict[int, _Simulated] = {}
         self._scoring: list[tuple[float, int]] = []
 
@@ -128,28 +147,34 @@ class Simulation:
 
     def _train_step(self, version: int) -> bool:
         self.version = version
-        started, before = self.now, self.lifecycle.ledger.generated_tokens
+        before, generating = self.lifecycle.ledger.generated_tokens, self._generating_s
         self._segments.clear()
-        self._generate(version)
-        generated = self.now
-        while self._scoring:
-            self._handle_scores()
-        scored = self.now
+        self.lifecycle.scheduler.lag = version - self.engine_version
+        generate_s, score_s = self._collect(version)
         groups = self.lifecycle.consume(version, self._stream_ended)
         if not groups:
             return False
         ages, tokens = self._trained(groups, version)
-        devices = self.plan.trainers or self.plan.engines
-        train_s = tokens / (self.plan.train_tokens_per_s * devices)
-        self.now += train_s + self.plan.weight_sync_s
+        train_s = self._train_seconds(tokens)
+        if self.config.overlap:
+            overlapped_s, sync_s = self._train_meanwhile(version, train_s)
+            generating_s = self._generating_s - generating
+        else:
+            sync_s = self.plan.weight_sync_s if self._publishes(version) else 0.0
+            self.now += train_s + sync_s
+            overlapped_s, generating_s = 0.0, generate_s
+        if self._publishes(version):
+            self.engine_version = version + 1
         for group in [*groups, *self.lifecycle.publish(version + 1)]:
             del self._groups[group.group_id]
         step = Step(
             version=version,
-            generate_s=generated - started,
-            score_s=scored - generated,
+            generate_s=generate_s,
+            score_s=score_s,
             train_s=train_s,
-            sync_s=self.plan.weight_sync_s,
+            sync_s=sync_s,
+            generating_s=generating_s,
+            overlapped_s=overlapped_s,
             generated_tokens=self.lifecycle.ledger.generated_tokens - before,
             trained_tokens=sum(ages.values()),
             staleness=ages,
@@ -157,17 +182,81 @@ class Simulation:
         self.outcome.steps.append(step)
         return True
 
-    def _generate(self, version: int) -> None:
-        """One generation phase, as Driver.collect, but for the last scores."""
+    def _train_seconds(self, tokens: int) -> float:
+        devices = self.plan.trainers or self.plan.engines
+        speed = _SHARED if self.config.overlap and not self.plan.trainers else 1.0
+        return tokens / (self.plan.train_tokens_per_s * devices * speed)
+
+    def _publishes(self, version: int) -> bool:
+        """Whether the weights of the step at `version` go to the engines."""
+        return (version + 1) % self.publish_every == 0
+
+    def _collect(self, version: int) -> tuple[float, float]:
+        """One generation phase, as Driver.collect. Seconds waited for rollouts, then for scores alone."""
+        started, generating = self.now, self._generating_s
         scheduler = self.lifecycle.scheduler
         while True:
             self._admit(version)
             if scheduler.to_consume(version, self._stream_ended) is not None:
                 break
-            self._dispatch(self.lifecycle.start(version), version)
-            self._wait(version)
+            self._dispatch(self.lifecycle.start(version))
+            self._wait()
+        if self.config.overlap:
+            generate_s = self._generating_s - generating
+            return generate_s, max(0.0, self.now - started - generate_s)
         interrupted = scheduler.to_interrupt(version, self._stream_ended)
-        self._append(self.fleet.interrupt(interrupted, self.now), version)  # some end with their last step
+        self._append(self.fleet.interrupt(interrupted, self.now))  # some end with their last step
+        generated = self.now
+        while self._scoring:
+            self._handle_scores()
+        return generated - started, self.now - generated
+
+    # Generation while the trainer trains
+
+    def _train_meanwhile(self, version: int, train_s: float) -> tuple[float, float]:
+        """Driver.go_on and the hand-over after it. Seconds: generated while training; from then to live weights."""
+        ends, generating = self.now + train_s, self._generating_s
+        self.lifecycle.scheduler.lag = version + 1 - self.engine_version
+        if not self.plan.trainers:
+            self.fleet.set_speed(_SHARED, self.now)
+        while True:
+            self._admit(version + 1)
+            self._dispatch(self.lifecycle.start(version + 1))
+            if self.now >= ends and not (self._scoring and self._scoring[0][0] <= self.now):
+                break
+            self._wait(ends)
+        if not self.plan.trainers:
+            self.fleet.set_speed(1.0, self.now)
+        overlapped_s = self._generating_s - generating
+        if self._publishes(version):
+            if self.config.interrupt == "never":
+                while self.fleet.next_time() < _NEVER:
+                    self._wait()
+            self._update_in_flight()
+        return overlapped_s, self.now - ends
+
+    def _update_in_flight(self) -> None:
+        """What runs stands still for the hand-over, and goes on in a new segment; as Engine.load_weights."""
+        running = self.fleet.running(self.now)
+        for _, rollout, num_tokens in running:
+            cuts = self._cuts.setdefault(rollout.rollout_id, Counter())
+            cuts[self.engine_version] = num_tokens - cuts.total()
+        self.fleet.pause(self.plan.weight_sync_s)
+        self.now += self.plan.weight_sync_s
+        if self.config.kv_on_resume != "keep":
+            for group in self._groups.values():
+                group.prompt_on.clear()
+        for engine, rollout, num_tokens in running if self._recompute else ():
+            group = self._groups[rollout.group_id]
+            prefill = rollout.num_tokens + num_tokens
+            if engine not in group.prompt_on:
+                prefill += len(self._prompt)
+                group.prompt_on.add(engine)
+            if prefill:
+                self.outcome.reprefilled_tokens += prefill
+                self.fleet.prefill(engine, prefill, self.now)
+
+    # What a phase is made of
 
     def _admit(self, version: int) -> None:
         for _ in range(self.lifecycle.scheduler.num_to_admit()):
@@ -179,7 +268,8 @@ class Simulation:
             lengths = self.workload.lengths(task)
             self._groups[group.group_id] = _Simulated(lengths, [None] * len(lengths), [version] * len(lengths))
 
-    def _dispatch(self, started: list[Rollout], version: int) -> None:
+    def _dispatch(self, started: list[Rollout]) -> None:
+        version = self.engine_version
         fleet, scheduler, longest = self.fleet, self.lifecycle.scheduler, self.config.max_new_tokens
         for rollout in started:
             group, sibling, so_far = self._groups[rollout.group_id], rollout.sibling, rollout.num_tokens
@@ -198,16 +288,19 @@ class Simulation:
             fleet.start(rollout, engine, left, prefill, self.now)
             group.kv_on[sibling], group.kv_version[sibling] = engine, version
 
-    def _wait(self, version: int) -> None:
-        """To the next moment at which something stops or is scored, and handle all that does."""
-        score_at = self._scoring[0][0] if self._scoring else float("inf")
-        self.now = max(self.now, min(self.fleet.next_time() + self._resolution_s, score_at))
-        assert self.now < float("inf"), "nothing runs and there is not enough for a step"
-        self._append(self.fleet.stopped(self.now), version)
+    def _wait(self, until: float = _NEVER) -> None:
+        """To the next moment at which something stops or is scored, and handle all that does; `until` at the latest."""
+        begun, next_stop = self.now, self.fleet.next_time()
+        score_at = self._scoring[0][0] if self._scoring else _NEVER
+        self.now = max(self.now, min(next_stop + self._resolution_s, score_at, until))
+        assert self.now < _NEVER, "nothing runs and there is not enough for a step"
+        if next_stop < _NEVER:
+            self._generating_s += self.now - begun
+        self._append(self.fleet.stopped(self.now))
         if score_at <= self.now:
             self._handle_scores()
 
-    def _append(self, stopped: list[tuple[Rollout, int]], version: int) -> None:
+    def _append(self, stopped: list[tuple[Rollout, int]]) -> None:
         lifecycle, longest = self.lifecycle, self.config.max_new_tokens
         for rollout, num_tokens in stopped:
             so_far = rollout.num_tokens + num_tokens
@@ -216,11 +309,20 @@ class Simulation:
                 reason = _EOS
             elif so_far == longest:
                 reason = _LENGTH
-            complete = lifecycle.append(rollout, self._segment(num_tokens, version, reason))
+            complete = lifecycle.append(rollout, self._segments_of(rollout, num_tokens, reason))
             if complete is not None:
                 heapq.heappush(self._scoring, (self.now + self.plan.reward_s, complete.group_id))
 
-    def _segment(self, num_tokens: int, version: int, reason: StopReason) -> tuple[Segment]:
+    def _segments_of(self, rollout: Rollout, num_tokens: int, reason: StopReason) -> list[Segment]:
+        """One for each version that it met since it was started."""
+        cuts = self._cuts.pop(rollout.rollout_id, None)
+        if cuts is None:
+            return [self._segment(num_tokens, self.engine_version, reason)]
+        cuts[self.engine_version] = num_tokens - cuts.total()
+        *before, last = (+cuts).items()
+        return [*(self._segment(n, version, _PAUSED) for version, n in before), self._segment(last[1], last[0], reason)]
+
+    def _segment(self, num_tokens: int, version: int, reason: StopReason) -> Segment:
         """Only the length counts, so all of one length are one object, on views of one array."""
         key = (num_tokens, version, reason)
         if key not in self._segments:
@@ -228,7 +330,7 @@ class Simulation:
                 self._ids = np.zeros(2 * num_tokens, dtype=np.int32)
                 self._logprobs = np.zeros(2 * num_tokens, dtype=np.float32)
             ids, logprobs = self._ids[:num_tokens], self._logprobs[:num_tokens]
-            self._segments[key] = (Segment(ids, logprobs, version, _SAMPLING, reason),)
+            self._segments[key] = Segment(ids, logprobs, version, _SAMPLING, reason)
         return self._segments[key]
 
     def _handle_scores(self) -> None:

@@ -27,12 +27,14 @@ def timeline(config: Config, observed: list[list[int]] | None = None) -> str:
     return draw(
         [
             ("synchronous (planned)", planned_trace(synchronous(rollout), plan, slots, workload)),
-            ("this configuration (planned)", planned_trace(rollout, plan, slots, workload)),
+            ("this configuration (planned)", planned_trace(rollout, plan, slots, workload, config.train.publish_every)),
         ]
     )
 
 
-def planned_trace(rollout: RolloutConfig, plan: PlanConfig, slots: int, workload: Workload) -> list[TraceEvent]:
+def planned_trace(
+    rollout: RolloutConfig, plan: PlanConfig, slots: int, workload: Workload, publish_every: int = 1
+) -> list[TraceEvent]:
     """The trace that such a run would leave, in virtual seconds."""
     now = 0.0
     trace = Trace(lambda: now)
@@ -42,7 +44,7 @@ def planned_trace(rollout: RolloutConfig, plan: PlanConfig, slots: int, workload
         now, trace.version = seconds, simulation.version
         trace.on_event(event)
 
-    simulation = Simulation(rollout, plan, slots, workload, on_event)
+    simulation = Simulation(rollout, plan, slots, workload, on_event, publish_every=publish_every)
     outcome = simulation.run()
     events, begun = trace.drain(), 0.0
     for step in outcome.steps:
@@ -53,7 +55,8 @@ def planned_trace(rollout: RolloutConfig, plan: PlanConfig, slots: int, workload
             TraceEvent("generate" + SPAN_END, generated, step.version),
             TraceEvent("train" + SPAN_START, generated, step.version),
             TraceEvent("train" + SPAN_END, trained, step.version),
-            TraceEvent(PUBLISH, trained + step.sync_s, step.version + 1),
         ]
+        if (step.version + 1) % publish_every == 0:
+            events.append(TraceEvent(PUBLISH, trained + step.sync_s, step.version + 1))
         begun = trained + step.sync_s
     return sorted(events, key=lambda event: event.seconds)

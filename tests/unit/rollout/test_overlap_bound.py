@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from world import make_segment, make_task
 
 from rollover.config.rollout import RolloutConfig
+from rollover.engine.fake import FakeEngine
+from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.staleness import group_staleness
 from rollover.types import Reward, Rollout, StopReason
@@ -17,6 +21,8 @@ from rollover.types import Reward, Rollout, StopReason
 
 class AsyncWorld:
     """What driver and loop do with rollout.overlap, with random timing. Tokens come one by one, in random order.
+
+    The lifecycle hears of a rollout's tokens, of all versions, when it stops or is parked (as for a checkpoint).
 
     `stubborn`: share of rollouts that use their whole budget, and are slow.
     """
@@ -26,6 +32,7 @@ class AsyncWorld:
         self.lifecycle = Lifecycle(config, rng.choice([None, 1, 3, 7]), min_valid_rewards=1)
         self.engine_version = self.version = self.next_task = 0
         self.running: list[Rollout] = []
+        self.unseen: dict[str, Counter[int]] = {}  # tokens by version, of what runs
         self.ages: list[int] = []
 
     def generate(self, next_version: int) -> None:
@@ -43,13 +50,20 @@ class AsyncWorld:
         return (hash((rollout.group_id, rollout.sibling)) % 97) / 97 < self.stubborn
 
     def extend(self, rollout: Rollout) -> None:
-        """One segment under the engine's version; the engine cuts one at every update, here at every token."""
+        """One token under the engine's version; the engine begins a segment at every update."""
         life = self.lifecycle
-        left = self.config.max_new_tokens - rollout.num_tokens
-        ends = left == 1 or (self.rng.random() < 0.4 and not self.is_stubborn(rollout))
-        reason = (StopReason.LENGTH if left == 1 else StopReason.EOS) if ends else StopReason.PAUSED
+        tokens = self.unseen.setdefault(rollout.rollout_id, Counter())
+        tokens[self.engine_version] += 1
+        left = self.config.max_new_tokens - rollout.num_tokens - tokens.total()
+        ends = left == 0 or (self.rng.random() < 0.4 and not self.is_stubborn(rollout))
+        if not ends and self.rng.random() < 0.9:
+            return
+        reason = (StopReason.LENGTH if left == 0 else StopReason.EOS) if ends else StopReason.PAUSED
         self.running.remove(rollout)
-        complete = life.append(rollout, [make_segment(1, self.engine_version, reason)])
+        reasons = [StopReason.PAUSED] * (len(tokens) - 1) + [reason]
+        segments = [make_segment(n, v, r) for (v, n), r in zip(sorted(tokens.items()), reasons, strict=True)]
+        del self.unseen[rollout.rollout_id]
+        complete = life.append(rollout, segments)
         if complete is not None:
             life.set_rewards(complete, [Reward(1.0)] * len(complete.rollouts))
 
@@ -73,13 +87,13 @@ class AsyncWorld:
 
 
 CONFIGS = st.builds(
-    lambda staleness, groups, size, extra, order: RolloutConfig(
-        groups_per_step=groups, group_size=size, max_new_tokens=6, overlap=True, interrupt="on_weight_update",
+    lambda staleness, groups, size, extra, order, longest: RolloutConfig(
+        groups_per_step=groups, group_size=size, max_new_tokens=longest, overlap=True, interrupt="on_weight_update",
         max_staleness=staleness, order=order,
         in_flight_groups=min(groups + extra, (1 + staleness) * groups),
     ),
     st.integers(0, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 16),
-    st.sampled_from(["oldest_first", "longest_first", "fifo"]),
+    st.sampled_from(["oldest_first", "longest_first", "fifo"]), st.sampled_from([6, 60]),
 )  # fmt: skip
 
 
@@ -130,3 +144,38 @@ def test_without_the_rule_on_lag_the_bound_would_break() -> None:
             for _ in range(60):
                 world.step()
             assert max(world.ages) <= 1
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_a_rollout_that_outlasts_many_steps_holds_the_step_up_before_it_gets_too_old(staleness: int) -> None:
+    """The driver hears of its tokens at its end only, but they are of the versions of its beginning."""
+    config = RolloutConfig(
+        groups_per_step=1, group_size=1, max_new_tokens=200, overlap=True, interrupt="on_weight_update",
+        max_staleness=staleness, in_flight_groups=1 + staleness,
+    )  # fmt: skip
+
+    class Lengths(dict):
+        def __missing__(self, rollout_id: str) -> int:
+            return 150 if rollout_id == "0-0" else 3
+
+    async def score(rollouts: list[Rollout]) -> list[Reward]:
+        return [Reward(1.0)] * len(rollouts)
+
+    tasks = iter(range(1000))
+    engine = FakeEngine(Lengths(), turns_between_steps=16)
+    driver = Driver(Lifecycle(config, None, 1), engine, lambda: (make_task(next(tasks)), [1]), score, run_seed=0)
+    ages = {}
+
+    async def run() -> None:
+        for version in range(8):
+            for group in await driver.collect(version) or ():
+                ages[group.group_id] = group_staleness(group, version)
+            driver.go_on(version)
+            for _ in range(40):
+                await asyncio.sleep(0)
+            engine.load_weights(version + 1, ())
+            driver.after_publish(version + 1)
+        await driver.close()
+
+    asyncio.run(run())
+    assert len(ages) == 8 and max(ages.values()) == ages[0] == staleness

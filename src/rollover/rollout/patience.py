@@ -61,9 +61,9 @@ class Patience:
         scores = ", ".join(f"{r.score:g}" for r in rewards if r.score is not None)
         raise ValueError(
             f"filters: each of the last {num} scored groups was dropped (in the whole run: {counts}); the scores of the"
-            f" last one are {scores}. Give tasks that the model solves sometimes, raise"
-            " rollout.group_size, or loosen [filters]; filters.give_up_after_steps says how many steps' worth of groups"
-            " are too many. What was trained so far goes on with --resume"
+            f" last one are {scores}. Give tasks that the model solves sometimes, raise rollout.group_size or"
+            " filters.give_up_after_steps, or loosen [filters]"
+            + (", and go on with --resume" if lifecycle.ledger.trained.groups else "")
         )
 
     def on_stalled(self) -> None:

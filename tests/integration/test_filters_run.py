@@ -106,6 +106,15 @@ def test_each_filter_has_its_counter_and_the_users_own_is_asked(tmp_path: Path) 
     assert not any(i % 10 == 0 for i in trained)
 
 
+def test_tasks_of_filtered_groups_are_given_again(tmp_path: Path) -> None:
+    """Every failed group is filtered, so that none of them is trained."""
+    file = recipe(tmp_path, {"zero_variance": True}, MODES["partial"], steps=6)
+    assert main(["train", str(file), "--reroll.max_groups", "2", "--reroll.start_fraction", "0.2"]) == 0
+    assert rows_of(tmp_path)[-1]["reroll/given"] > 0
+    attempts = {r["task_id"] for r in runs.records(tmp_path / "run") if r["attempt"] >= 1_000_000}
+    assert attempts <= {r["task_id"] for r in runs.records(tmp_path / "run") if r["outcome"] == "dropped:filtered"}
+
+
 def test_a_run_of_which_nothing_is_left_ends_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     filters = {"zero_variance": True, "give_up_after_steps": 8}
     file = recipe(tmp_path, filters, MODES["partial"])

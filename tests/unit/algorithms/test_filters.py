@@ -285,3 +285,10 @@ def test_masks_of_the_configuration(in_baseline: bool) -> None:
     masked = mask_rollouts([MIXED], rollout_filters(FiltersConfig.model_validate(values)))
     assert masked.counts == {"truncated": 2, "overlong": 1}
     assert masked.out_of_baseline == (set() if in_baseline else masked.out_of_loss)
+
+
+@pytest.mark.parametrize("mask", [{"mask_truncated": True}, {"mask_overlong": True, "overlong_tokens": 6}])
+def test_each_mask_may_leave_the_baseline(mask: dict) -> None:
+    (chosen,) = rollout_filters(FiltersConfig.model_validate(mask | {"mask_in_baseline": False}))
+    masked = mask_rollouts([MIXED], [chosen])
+    assert len(masked.out_of_baseline) >= 2 and masked.out_of_baseline == masked.out_of_loss

@@ -137,3 +137,16 @@ def test_rewards_that_fail_later_than_a_filtered_group_get_the_patience_of_a_sta
     run = Run(alike, scorer=scorer, group_filter=lambda group: ("all", ""))
     with pytest.raises(ValueError, match="none of the last 8 groups"):
         run.steps(1)
+
+
+def test_rewards_that_fail_now_and_then_are_no_dead_reward_function() -> None:
+    """A filtered group in between begins the count of failed ones anew: here 15 of 21 fail, three in a row at most."""
+
+    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
+        lost = rollouts[0].group_id % 4 > 0
+        return [Reward(None, error="boom") if lost else Reward(1.0) for _ in rollouts]
+
+    run = Run(alike, scorer=scorer, group_filter=lambda group: ("all", ""))
+    with pytest.raises(ValueError, match="each of the last 6 scored groups"):
+        run.steps(1)
+    assert run.ledger.dropped[DropReason.TOO_FEW_REWARDS].groups >= 15

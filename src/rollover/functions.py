@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -14,9 +15,10 @@ from typing import Any
 
 def load_function(spec: str, base_dir: str) -> Callable[..., Any]:
     """Resolve `spec`. A relative path is relative to `base_dir`. Raises ValueError saying what could not be found;
-    an error raised while importing the user's module becomes one too."""
+    an error raised while importing the user's module becomes one too. A file is run once, so that all its functions
+    share the state of one module; again only if it was changed in between."""
     place, _, attribute = spec.rpartition(":")
-    module = _import_file(_resolve(place, base_dir)) if place.endswith(".py") else _import_module(place)
+    module = _import_resolved(_resolve(place, base_dir)) if place.endswith(".py") else _import_module(place)
     function: Any = module
     for part in attribute.split("."):
         if not hasattr(function, part):
@@ -42,7 +44,14 @@ def _resolve(path: str, base_dir: str) -> Path:
     return resolved
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_resolved(path: Path) -> ModuleType:
+    stat = path.stat()
+    return _import_file(path, (stat.st_mtime_ns, stat.st_size))
+
+
+@functools.cache
+def _import_file(path: Path, stamp: tuple[int, int]) -> ModuleType:
+    """`stamp`: modification time and size, so that another content of the same path is another module."""
     name = f"rollover_user_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None and module_spec.loader is not None

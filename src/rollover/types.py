@@ -47,6 +47,7 @@ class DropReason(enum.Enum):
 
     STALE = "stale"
     TOO_FEW_REWARDS = "too_few_rewards"
+    FILTERED = "filtered"  # by one of [filters]: it has its rewards, and would teach nothing
     STALLED = "stalled"  # by the watchdog: a rollout that got no token in time, though it was tried again
     BASELINE = "baseline"  # tokens of greedy rollouts of trained groups: compared with, never trained
     MASKED = "masked"  # tokens of trained groups that left the loss: rollout.on_stale = "mask"

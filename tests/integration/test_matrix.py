@@ -1,4 +1,4 @@
-"""Modes, staleness, replay, re-roll and KV policies together: every pair by default, all of them under `slow`."""
+"""Modes, staleness, replay, re-roll, KV policies and filters together: every pair by default, all under `slow`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,19 @@ AXES: dict[str, list[Any]] = {
     "replay": [0, 6],
     "reroll": [0, 1],
     "kv": ["recompute", "keep", "salt"],
+    "filters": ["none", "groups", "both"],
+}
+# A reward of digits alone rarely differs between two siblings that are cut off early: some groups go, some stay.
+FILTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "groups": {"zero_variance": True, "give_up_after_steps": 50},
+    "both": {
+        "pass_rate_below": 1.0,
+        "pass_threshold": 0.03,
+        "give_up_after_steps": 50,
+        "mask_truncated": True,
+        "mask_in_baseline": False,
+    },
 }
 Case = tuple[Any, ...]
 ALL: list[Case] = list(itertools.product(*AXES.values()))
@@ -52,7 +65,7 @@ def pairwise(cases: list[Case]) -> list[Case]:
 
 
 def recipe(folder: Path, case: Case, steps: int = 3) -> Path:
-    mode, staleness, replay, reroll, kv = case
+    mode, staleness, replay, reroll, kv, filters = case
     kv_on_resume = {} if mode == "never" else {"kv_on_resume": kv}
     return runs.write(
         folder,
@@ -63,6 +76,7 @@ def recipe(folder: Path, case: Case, steps: int = 3) -> Path:
         },
         replay={"size": replay, "max_staleness": 6} if replay else {},
         reroll={"max_groups": reroll, "start_fraction": 0.0, "failed_at_most": 0.5} if reroll else {},
+        filters=FILTERS[filters],
         checkpoint={"every_steps": 1, "keep": 1, "save_final_model": False},
         watchdog={"rollout_timeout_s": 60.0},
     )  # fmt: skip
@@ -75,6 +89,8 @@ def check(folder: Path, steps: int) -> None:
     for row in rows:
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
         assert row["groups/admitted"] == row["groups/consumed"] + row["groups/dropped"] + row["groups/held"]
+        by_filter = sum(value for key, value in row.items() if key.startswith("filtered/"))
+        assert row["dropped/filtered/groups"] == by_filter
         assert row["staleness/max"] <= row["staleness/bound"]
         assert row.get("staleness/replayed_max", 0) <= 6
     trained = [r["rollout_id"] for r in runs.records(folder / "run") if r["outcome"] == "trained"]

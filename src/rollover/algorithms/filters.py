@@ -1,7 +1,8 @@
 """Which finished groups are trained on, and which rollouts are in the loss; reports what is left out, and why.
 
 A filter has a name, its `reason`, and a function that says why a group (or rollout) is left out, or None to keep it.
-Between collecting groups and building the batch: `filter_groups`, then `mask_rollouts`. Plain values, no torch.
+Groups are looked at when their rewards are there (`first_match`, by the lifecycle), rollouts when the batch is built
+(`mask_rollouts`). Greedy baselines, which are never trained, are not looked at. Plain values, no torch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollover.config import FiltersConfig
+from rollover.functions import load_function
 from rollover.types import Group, Rollout, StopReason
 
 
@@ -47,13 +50,48 @@ def filter_groups(groups: Iterable[Group], filters: Sequence[GroupFilter]) -> Fi
     """Drop the groups that a filter matches. The first filter that does gives the reason; later ones are not asked."""
     result = Filtered()
     for group in groups:
-        matches = ((f.reason, detail) for f in filters if (detail := f.why(group)) is not None)
-        match = next(matches, None)
+        match = first_match(group, filters)
         if match is None:
             result.kept.append(group)
         else:
             result.dropped.append(DroppedGroup(group, *match))
     return result
+
+
+def first_match(group: Group, filters: Sequence[GroupFilter]) -> tuple[str, str] | None:
+    """(reason, detail) of the first filter that matches; None: the group is kept."""
+    matches = ((f.reason, detail) for f in filters if (detail := f.why(group)) is not None)
+    return next(matches, None)
+
+
+def group_filters(config: FiltersConfig) -> list[GroupFilter]:
+    """What [filters] drops, in the order in which it is asked. ValueError if `custom` names no function."""
+    chosen: list[GroupFilter] = []
+    if config.max_error_share < 1:
+        chosen.append(error(config.max_error_share))
+    if config.max_truncated_share < 1:
+        chosen.append(truncated(config.max_truncated_share))
+    if config.max_overlong_share < 1:
+        chosen.append(overlong(config.overlong_tokens, config.max_overlong_share))
+    if config.by_pass_rate:
+        low = config.pass_rate_above if config.pass_rate_above >= 0 else None
+        high = config.pass_rate_below if config.pass_rate_below <= 1 else None
+        chosen.append(pass_rate(low, high, threshold=config.pass_threshold, metric=config.metric))
+    if config.zero_variance:
+        chosen.append(zero_variance(config.metric))
+    if config.custom:
+        chosen.append(custom(load_function(config.custom, "."), "custom"))
+    return chosen
+
+
+def rollout_filters(config: FiltersConfig) -> list[RolloutFilter]:
+    """What [filters] takes out of the loss."""
+    chosen: list[RolloutFilter] = []
+    if config.mask_truncated:
+        chosen.append(mask_truncated(in_baseline=config.mask_in_baseline))
+    if config.mask_overlong:
+        chosen.append(mask_overlong(config.overlong_tokens, in_baseline=config.mask_in_baseline))
+    return chosen
 
 
 def zero_variance(metric: str = "score") -> GroupFilter:
@@ -67,7 +105,7 @@ def zero_variance(metric: str = "score") -> GroupFilter:
     def why(group: Group) -> str | None:
         values = _values(group, metric)
         if len(values) < 2:
-            return f"{len(values)} of {len(group.rollouts)} rollouts have a {metric}"
+            return f"{len(values)} of {len(_siblings(group))} rollouts have a {metric}"
         low, high = np.float32(min(values)), np.float32(max(values))
         return f"all {len(values)} rollouts have {metric} {low:g}" if low == high else None
 
@@ -178,7 +216,7 @@ class Masked:
 def mask_rollouts(groups: Iterable[Group], filters: Sequence[RolloutFilter]) -> Masked:
     """Rollouts that a filter matches. The first gives the reason; out of the baseline if any match says so."""
     result = Masked()
-    for rollout in (r for g in groups for r in g.rollouts):
+    for rollout in (r for g in groups for r in g.rollouts if not r.greedy):
         matches = [(f, detail) for f in filters if (detail := f.why(rollout)) is not None]
         if matches:
             in_baseline = all(f.in_baseline for f, _ in matches)
@@ -208,16 +246,22 @@ def mask_overlong(max_tokens: int, *, in_baseline: bool = True) -> RolloutFilter
 def _values(group: Group, metric: str) -> list[float]:
     """`metric` of the siblings whose reward is not missing; NaN is missing."""
     values = []
-    for rollout in group.rollouts:
+    for rollout in _siblings(group):
         reward = rollout.reward
         if reward is None or reward.score is None:
             continue
         if metric != "score" and metric not in reward.extras:
             raise ValueError(
-                f'metric = {metric!r}: a reward has no such extra; use "score" or one of {sorted(reward.extras)}'
+                f"filters.metric = {metric!r}: a reward has no such entry; use one of"
+                f" {', '.join(['score', *sorted(reward.extras)])}"
             )
         values.append(reward.score if metric == "score" else reward.extras[metric])
     return [v for v in values if not np.isnan(v)]
+
+
+def _siblings(group: Group) -> list[Rollout]:
+    """The rollouts that are trained."""
+    return [r for r in group.rollouts if not r.greedy]
 
 
 def _is_truncated(rollout: Rollout) -> bool:
@@ -233,8 +277,9 @@ def _share(reason: str, what: str, matches: Callable[[Rollout], bool], max_share
         raise ValueError(f"max_share = {max_share}: give a share from 0 to below 1; at 1 no group would be dropped")
 
     def why(group: Group) -> str | None:
-        count = sum(matches(r) for r in group.rollouts)
-        above = count / max(1, len(group.rollouts)) > max_share
-        return f"{count} of {len(group.rollouts)} rollouts {what}" if above else None
+        siblings = _siblings(group)
+        count = sum(matches(r) for r in siblings)
+        above = count / max(1, len(siblings)) > max_share
+        return f"{count} of {len(siblings)} rollouts {what}" if above else None
 
     return GroupFilter(reason, why)

@@ -7,6 +7,7 @@ from rollover.config.base import Table
 from rollover.config.checkpoint import CheckpointConfig
 from rollover.config.engine import EngineConfig
 from rollover.config.evaluation import EvalConfig
+from rollover.config.filters import FiltersConfig
 from rollover.config.model import LoraConfig, ModelConfig
 from rollover.config.plan import PlanConfig
 from rollover.config.replay import ReplayConfig
@@ -31,6 +32,7 @@ class Config(Table):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
+    filters: FiltersConfig = Field(default_factory=FiltersConfig)
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     reroll: RerollConfig = Field(default_factory=RerollConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
@@ -51,6 +53,7 @@ __all__ = [
     "Config",
     "EngineConfig",
     "EvalConfig",
+    "FiltersConfig",
     "LoraConfig",
     "ModelConfig",
     "PlanConfig",

@@ -29,8 +29,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token-mean",
         **_OFF_POLICY,
     },
-    # Yu et al. 2025, DAPO, arXiv 2503.14476: clip-higher (0.2 / 0.28) and token-level loss. Its dynamic sampling and
-    # overlong shaping are no part of [algorithm].
+    # Yu et al. 2025, DAPO, arXiv 2503.14476: clip-higher (0.2 / 0.28) and token-level loss. Its dynamic sampling is
+    # filters.zero_variance, its overlong filtering filters.mask_truncated; its soft penalty on length is the reward's.
     "dapo": {
         "advantage": "grpo",
         "advantage_std": "sample",

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollover.config import Config, TaskSourceConfig, algorithm_rules, replay_rules, reward_rules, train_rules
+from rollover.config import (
+    Config,
+    TaskSourceConfig,
+    algorithm_rules,
+    filter_rules,
+    replay_rules,
+    reward_rules,
+    train_rules,
+)
 from rollover.config.fields import default_of, did_you_mean, leaves
 from rollover.config.rollout import ORDERS
 from rollover.config.rule import Inert, Refused
@@ -59,6 +67,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 INERT: tuple[Inert, ...] = (
     *algorithm_rules.INERT,
     *reward_rules.INERT,
+    *filter_rules.INERT,
     *replay_rules.INERT,
     *train_rules.INERT,
     Inert(
@@ -246,6 +255,7 @@ NO_SOURCES = Refused(
 REFUSED: tuple[Refused, ...] = (
     *algorithm_rules.REFUSED,
     *reward_rules.REFUSED,
+    *filter_rules.REFUSED,
     *replay_rules.REFUSED,
     *train_rules.REFUSED,
     Refused(

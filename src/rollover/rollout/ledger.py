@@ -8,6 +8,7 @@ Never changes a rollout. A token counts as generated when its segment is appende
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -38,6 +39,7 @@ class Ledger:
         self.resumed_rollouts = 0
         self.trained = Account()
         self.dropped = {reason: Account() for reason in DropReason}
+        self.filtered: Counter[str] = Counter()  # filter -> groups dropped by it: dropped(filtered) once more
 
     def on_admit(self, group: Group) -> None:
         self.admitted_groups += 1
@@ -68,6 +70,10 @@ class Ledger:
     def on_drop(self, group: Group, reason: DropReason) -> None:
         self.dropped[reason].add(group)
 
+    def on_filtered(self, name: str) -> None:
+        """The filter `name` matched a group, which is dropped."""
+        self.filtered[name] += 1
+
     def held(self, cache: RolloutCache) -> dict[RolloutState, Account]:
         """Rollouts and tokens of the held groups by state (`groups` stays 0: siblings may be in different states)."""
         accounts = {s: Account() for s in RolloutState if s not in (RolloutState.CONSUMED, RolloutState.DROPPED)}
@@ -86,6 +92,7 @@ class Ledger:
             "rollouts": (self.admitted_rollouts, sum(a.rollouts for a in [*left, *held.values()])),
             "groups": (self.admitted_groups, sum(a.groups for a in left) + len(cache.groups)),
             "admissions": (self.admitted_groups, cache.num_admitted),
+            "filtered groups": (self.filtered.total(), self.dropped[DropReason.FILTERED].groups),
         }
         wrong = {name: pair for name, pair in balances.items() if pair[0] != pair[1]}
         if wrong:
@@ -110,6 +117,7 @@ class Ledger:
         for reason, account in self.dropped.items():
             metrics[f"dropped/{reason.value}/groups"] = account.groups
             metrics[f"dropped/{reason.value}/tokens"] = account.tokens
+        metrics |= {f"filtered/{name}/groups": num for name, num in sorted(self.filtered.items())}
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,6 +129,7 @@ class Ledger:
             "resumed_rollouts": self.resumed_rollouts,
             "trained": asdict(self.trained),
             "dropped": {reason.value: asdict(account) for reason, account in self.dropped.items()},
+            "filtered": dict(self.filtered),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -131,3 +140,4 @@ class Ledger:
         self.trained = Account(**state["trained"])
         # A reason that is newer than the checkpoint starts at zero.
         self.dropped = {reason: Account(**state["dropped"].get(reason.value, {})) for reason in DropReason}
+        self.filtered = Counter(state.get("filtered", {}))  # absent in a checkpoint from before there were filters

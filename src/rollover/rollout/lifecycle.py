@@ -51,7 +51,9 @@ class Lifecycle:
     """The held groups and what becomes of them.
 
     `max_running`: rollouts that may run at once; None means no limit. A group with fewer than `min_valid_rewards` is
-    dropped. `on_event` is called after each event.
+    dropped, and so is one for which `group_filter` answers (the filter's name, what is the matter);
+    `max_filtered_steps` steps' worth of those in a row are too many (patience.py). `on_event` is called after each
+    event.
     """
 
     def __init__(
@@ -60,9 +62,13 @@ class Lifecycle:
         max_running: int | None = None,
         min_valid_rewards: int = 2,
         on_event: Callable[[Event], None] | None = None,
+        group_filter: Callable[[Group], tuple[str, str] | None] | None = None,
+        max_filtered_steps: int = 10,
     ) -> None:
         self.config = config
         self.min_valid_rewards = min_valid_rewards
+        self.group_filter = group_filter
+        self.max_filtered_steps = max_filtered_steps
         self.on_event = on_event
         self.cache = RolloutCache(config.max_new_tokens)
         self.scheduler = Scheduler(config, max_running)
@@ -119,7 +125,8 @@ class Lifecycle:
     ) -> bool | None:
         """Rewards of these rollouts of the group (None: of all). With the last of them the group is READY: True.
 
-        Or it is dropped, and the answer False, where too few of its rewards are valid. None: siblings have none yet.
+        Or it is dropped, and the answer False, where too few of its rewards are valid or a filter matches. None:
+        siblings have none yet.
         """
         rollouts = group.rollouts if rollouts is None else rollouts
         assert len(rewards) == len(rollouts), f"{len(rewards)} rewards for {len(rollouts)} rollouts"
@@ -128,10 +135,11 @@ class Lifecycle:
         if not group.ready:
             return None
         self.scheduler.on_ready(group)
-        if sum(r.reward is not None and not r.reward.missing for r in group.rollouts) >= self.min_valid_rewards:
+        reason = self._why_dropped(group)
+        if reason is None:
             self._emit(EventKind.READY, group)
             return True
-        self.drop(group.group_id, DropReason.TOO_FEW_REWARDS)
+        self.drop(group.group_id, reason)
         return False
 
     def reserve(self, version: int, at_least: int) -> list[Group]:
@@ -142,6 +150,17 @@ class Lifecycle:
         group_ids = sorted(self.scheduler.to_reserve(version, at_least))
         self.scheduler.on_reserve(group_ids)
         return [self.cache.groups[group_id] for group_id in group_ids]
+
+    def _why_dropped(self, group: Group) -> DropReason | None:
+        """Why a group that has its rewards is not trained; None: it is. Counts the filter."""
+        valid = [r for r in group.rollouts if r.reward is not None and not r.reward.missing]
+        if len(valid) < self.min_valid_rewards:
+            return DropReason.TOO_FEW_REWARDS
+        match = self.group_filter(group) if self.group_filter is not None else None
+        if match is None:
+            return None
+        self.ledger.on_filtered(match[0])
+        return DropReason.FILTERED
 
     def consume(self, version: int, stream_ended: bool = False) -> list[Group]:
         """The groups of the step at trainer `version` leave for training, in group-id order."""

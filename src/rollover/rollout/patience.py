@@ -19,21 +19,29 @@ class Patience:
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
-        self._num_failed = self._num_stalled = 0
+        self._num_failed = self._num_stalled = self._num_filtered = 0
 
     def on_complete(self) -> None:
         """All rollouts of a group are finished."""
         self._num_stalled = 0
 
     def on_ready(self) -> None:
-        self._num_failed = 0
+        self._num_failed = self._num_filtered = 0
 
     def on_failed(self, rewards: Sequence[Reward]) -> None:
-        """A group got too few rewards. ValueError where a reward function never works, or works no more."""
-        self._num_failed += 1
+        """A group was dropped with these rewards: too few of them are valid, or a filter matched.
+
+        ValueError where a reward function never works, or works no more, or filters leave nothing to train on.
+        """
         lifecycle = self._lifecycle
+        if sum(not r.missing for r in rewards) >= lifecycle.min_valid_rewards:
+            self._num_failed = 0
+            self._on_filtered(rewards)
+            return
+        self._num_failed += 1
         config, num_failed = lifecycle.config, self._num_failed
-        started = lifecycle.ledger.trained.groups > 0 or any(g.ready for g in lifecycle.cache.groups.values())
+        ledger, held = lifecycle.ledger, lifecycle.cache.groups.values()
+        started = ledger.trained.groups > 0 or ledger.filtered.total() > 0 or any(g.ready for g in held)
         if num_failed < config.groups_per_step * (_MAX_FAILED_STEPS if started else 1):
             return
         error = next((r.error for r in rewards if r.missing), None)
@@ -41,6 +49,21 @@ class Patience:
             f"rewards: none of {'the last' if started else 'the first'} {num_failed} groups got rewards.min_valid ="
             f" {lifecycle.min_valid_rewards} valid rewards of {config.rollouts_per_group}; the last error is: {error}."
             " Fix the reward function" + (", and go on with --resume" if started else "")
+        )
+
+    def _on_filtered(self, rewards: Sequence[Reward]) -> None:
+        """Every group of many steps in a row was dropped by a filter: nothing says that another one will be kept."""
+        self._num_filtered += 1
+        lifecycle, num = self._lifecycle, self._num_filtered
+        if num < lifecycle.config.groups_per_step * lifecycle.max_filtered_steps:
+            return
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(lifecycle.ledger.filtered.items()))
+        scores = ", ".join(f"{r.score:g}" for r in rewards if r.score is not None)
+        raise ValueError(
+            f"filters: each of the last {num} scored groups was dropped (in the whole run: {counts}); the scores of the"
+            f" last one are {scores}. Give tasks that the model solves sometimes, raise rollout.group_size or"
+            " filters.give_up_after_steps, or loosen [filters]"
+            + (", and go on with --resume" if lifecycle.ledger.trained.groups else "")
         )
 
     def on_stalled(self) -> None:

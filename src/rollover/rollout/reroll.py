@@ -57,17 +57,21 @@ class Reroll:
     def on_step(self, trained: Iterable[Group], version: int) -> None:
         """The trainer is at `version`, after a step with the groups `trained`: queue those that failed."""
         self.version, self._given_in_step = version, 0
+        for group in trained:
+            self.look(group)
+
+    def look(self, group: Group) -> None:
+        """A scored group left, trained or dropped by a filter: queue its task if it failed."""
         if not self.config.max_groups:
             return
-        for group in trained:
-            failed = has_failed(group, self.config.failed_at_most)
-            self.solved += group.task.attempt >= ATTEMPT and not failed
-            if not failed or group.task.task_id in self._queue:
-                continue
-            if len(self._queue) < self.config.size:
-                self._queue[group.task.task_id] = (group.task, group.rollouts[0].prompt_ids)
-            else:
-                self.dropped += 1
+        failed = has_failed(group, self.config.failed_at_most)
+        self.solved += group.task.attempt >= ATTEMPT and not failed
+        if not failed or group.task.task_id in self._queue:
+            return
+        if len(self._queue) < self.config.size:
+            self._queue[group.task.task_id] = (group.task, group.rollouts[0].prompt_ids)
+        else:
+            self.dropped += 1
 
     def metrics(self) -> dict[str, float]:
         """{} when off."""

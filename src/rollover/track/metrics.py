@@ -78,6 +78,12 @@ METRICS: list[Metric] = [
     ),
     Metric("dropped/{reason}/tokens", "counter", "tokens", "Sampled tokens dropped for this reason, cumulative."),
     Metric(
+        "filtered/{filter}/groups",
+        "counter",
+        "groups",
+        "Of dropped/filtered/groups, those that this filter dropped, cumulative; absent before its first.",
+    ),
+    Metric(
         "watchdog/stalled_rollouts", "counter", "rollouts", "Times that a rollout stalled (watchdog.rollout_timeout_s)."
     ),
     Metric("watchdog/stalled_rewards", "counter", "groups", "Scorings that stalled (watchdog.reward_timeout_s)."),
@@ -248,6 +254,8 @@ METRICS: list[Metric] = [
         "tokens",
         "Tokens left out of forward and backward passes, and of the metrics they give, because their advantage is 0.",
     ),
+    Metric("train/masked_rollouts", "sum", "rollouts", "Rollouts that filters.mask_* took out of the loss."),
+    Metric("train/masked_tokens", "sum", "tokens", "Their sampled tokens, which are in tokens/trained all the same."),
     Metric("train/skipped_steps", "sum", "updates", "Optimizer steps skipped because the gradient was not finite."),
     Metric("grad_norm", "mean", "", "Global gradient norm before clipping."),
     Metric("learning_rate", "last", "", "Learning rate of the step's last optimizer step."),

@@ -5,14 +5,15 @@ Numpy arrays of a Sample are [n] over the tokens after the prompt. Never touches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from rollover.algorithms import advantage
+from rollover.algorithms.filters import Masked, RolloutFilter, mask_rollouts
 from rollover.config import AlgorithmConfig
 from rollover.functions import load_function
 from rollover.types import Group, Rollout, Sample
@@ -35,7 +36,8 @@ class Scored:
 
 
 # One advantage a rollout. Of "gae": the reward; the critic makes advantages per token of it.
-ADVANTAGES: dict[str, Callable[[Scored, AlgorithmConfig], torch.Tensor]] = {
+Estimator = Callable[[Scored, AlgorithmConfig], torch.Tensor]
+ADVANTAGES: dict[str, Estimator] = {
     "grpo": lambda s, c: advantage.grpo(s.rewards_N, s.group_N, std=c.advantage_std),
     "dr_grpo": lambda s, c: advantage.dr_grpo(s.rewards_N, s.group_N),
     "rloo": lambda s, c: advantage.rloo(s.rewards_N, s.group_N),
@@ -55,29 +57,98 @@ ADVANTAGES: dict[str, Callable[[Scored, AlgorithmConfig], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one training step, in (group, sibling) order. `replayed`: ids of groups trained before."""
+    """The samples of one training step, in (group, sibling) order. `replayed`: ids of groups trained before. `masked`:
+    rollouts that filters took out of the loss."""
 
     samples: list[Sample]
     replayed: frozenset[int] = frozenset()
+    masked: Masked = field(default_factory=Masked)
 
     @property
     def num_loss_tokens(self) -> int:
         return sum(int(s.mask.sum()) for s in self.samples)
 
 
-def _sample(rollout: Rollout, value: float, oldest_version: int) -> Sample:
+class BatchBuilder:
+    """Makes batches as [algorithm] says; `masks` take single rollouts out of the loss.
+
+    The user's own functions are found here, once: ValueError before anything is generated where there is none.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig, masks: Sequence[RolloutFilter] = ()) -> None:
+        self.algorithm, self.masks = algorithm, masks
+        self._estimator = _estimator(algorithm.advantage)
+        self._own = load_function(algorithm.after_scoring, ".") if algorithm.after_scoring else None
+
+    def build(
+        self, groups: list[Group], oldest_version: int = 0, replayed: Mapping[int, int] = MappingProxyType({})
+    ) -> Batch:
+        """One Sample per rollout, in group-id and sibling order; the baseline of a group is over all its valid
+        siblings, but for masked ones whose rewards shall not count.
+
+        Tokens sampled before policy version `oldest_version` are context only (staleness.oldest_in_loss). `replayed`:
+        id of a group that was trained before -> its own such version, that of its first step.
+        """
+        algorithm = self.algorithm
+        rollouts = [r for g in sorted(groups, key=lambda g: g.group_id) for r in g.rollouts]
+        sampled = [r for r in rollouts if not r.greedy]
+        greedy = {r.group_id: _score(r) for r in rollouts if r.greedy}
+        masked = mask_rollouts(groups, self.masks)
+        scored = _scored(sampled, greedy, algorithm, masked.out_of_baseline)
+        advantages_N = self._after_scoring(sampled, self._estimator(scored, algorithm))
+        context_only = masked.out_of_loss
+        samples = [
+            _sample(r, float(a), replayed.get(r.group_id, oldest_version), r.rollout_id not in context_only)
+            for r, a in zip(sampled, advantages_N, strict=True)
+            if r.num_tokens
+        ]
+        if algorithm.needs_critic:
+            samples = [replace(s, advantages=_at_last(s.advantages, s.mask)) for s in samples]
+        return Batch(samples, frozenset(replayed), masked)
+
+    def components(self, group: Group) -> np.ndarray:
+        """float [N, R]: the rewards that algorithm.reward_weights names (else the score) of the rollouts that are
+        trained. NaN: missing, or masked and not to count."""
+        rollouts = [r for r in group.rollouts if not r.greedy]
+        return _components(rollouts, self.algorithm, mask_rollouts([group], self.masks).out_of_baseline)
+
+    def _after_scoring(self, rollouts: list[Rollout], advantages_N: torch.Tensor) -> torch.Tensor:
+        """What the user's own function leaves of the advantages."""
+        if self._own is None:
+            return advantages_N
+        changed = self._own(rollouts, advantages_N)
+        advantages_N = advantages_N if changed is None else torch.as_tensor(changed, dtype=torch.float32)
+        if advantages_N.shape != (len(rollouts),) or not torch.isfinite(advantages_N).all():
+            raise ValueError(
+                f"algorithm.after_scoring = {self.algorithm.after_scoring!r} left advantages of the shape"
+                f" {list(advantages_N.shape)} for {len(rollouts)} rollouts, or some that are not finite"
+            )
+        return advantages_N
+
+
+def build_batch(
+    groups: list[Group],
+    algorithm: AlgorithmConfig,
+    oldest_version: int = 0,
+    masks: Sequence[RolloutFilter] = (),
+) -> Batch:
+    """One batch of `BatchBuilder`, for a program that makes few."""
+    return BatchBuilder(algorithm, masks).build(groups, oldest_version)
+
+
+def _sample(rollout: Rollout, value: float, oldest_version: int, in_loss: bool) -> Sample:
     segments = rollout.segments
     lengths = [len(s) for s in segments]
-    in_loss = [s.trainable and s.sampling.temperature > 0 and s.policy_version >= oldest_version for s in segments]
+    sampled = [s.trainable and s.policy_version >= oldest_version for s in segments]
     valid = rollout.reward is not None and not rollout.reward.missing
-    # All sampled segments of a run share one temperature; greedy ones (0) are masked, any divisor will do for them.
-    temperature = max((s.sampling.temperature for s in segments if s.trainable), default=1.0) or 1.0
+    # All sampled segments of a run share one temperature.
+    temperature = max((s.sampling.temperature for s in segments if s.trainable), default=1.0)
     return Sample(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
         prompt_ids=np.asarray(rollout.prompt_ids, dtype=np.int32),
         token_ids=np.concatenate([s.token_ids for s in segments]).astype(np.int32),
-        mask=np.repeat(in_loss, lengths).astype(bool) & valid,
+        mask=np.repeat(sampled, lengths).astype(bool) & valid & in_loss,
         behavior_logprobs=np.concatenate([s.logprobs for s in segments]).astype(np.float32),
         versions=np.repeat([s.policy_version for s in segments], lengths).astype(np.int32),
         advantages=np.full(sum(lengths), value if valid else 0.0, dtype=np.float32),
@@ -85,25 +156,27 @@ def _sample(rollout: Rollout, value: float, oldest_version: int) -> Sample:
     )
 
 
-def reward_components(group: Group, algorithm: AlgorithmConfig) -> np.ndarray:
-    """float [N, R]: the rewards that algorithm.reward_weights names (else the score) of the rollouts that are trained.
-
-    NaN: missing.
-    """
-    names = algorithm.reward_weights or {"score": 1.0}
-    return np.array([[_component(r, name) for name in names] for r in group.rollouts if not r.greedy], dtype=float)
-
-
-def _scored(rollouts: list[Rollout], greedy: dict[int, float], weights: dict[str, float]) -> Scored:
-    weights = weights or {"score": 1.0}
+def _scored(
+    rollouts: list[Rollout], greedy: dict[int, float], algorithm: AlgorithmConfig, left_out: Collection[str]
+) -> Scored:
+    """`left_out`: ids of rollouts whose rewards count as missing."""
+    weights = algorithm.reward_weights or {"score": 1.0}
+    scores = [float("nan") if r.rollout_id in left_out else _score(r) for r in rollouts]
     return Scored(
-        rewards_N=torch.tensor([_score(r) for r in rollouts], dtype=torch.float32),
+        rewards_N=torch.tensor(scores, dtype=torch.float32),
         group_N=torch.tensor([r.group_id for r in rollouts]),
         lengths_N=torch.tensor([r.num_sampled_tokens for r in rollouts]),
-        components_NR=torch.tensor([[_component(r, name) for name in weights] for r in rollouts], dtype=torch.float32),
+        components_NR=torch.tensor(_components(rollouts, algorithm, left_out), dtype=torch.float32),
         weights_R=torch.tensor(list(weights.values()), dtype=torch.float32),
         greedy_N=torch.tensor([greedy.get(r.group_id, float("nan")) for r in rollouts], dtype=torch.float32),
     )
+
+
+def _components(rollouts: list[Rollout], algorithm: AlgorithmConfig, left_out: Collection[str]) -> np.ndarray:
+    """float [N, R]: the rewards that algorithm.reward_weights names, else the score. NaN: missing, or `left_out`."""
+    names = algorithm.reward_weights or {"score": 1.0}
+    rows = [[float("nan") if r.rollout_id in left_out else _component(r, name) for name in names] for r in rollouts]
+    return np.array(rows, dtype=float)
 
 
 def _score(rollout: Rollout) -> float:
@@ -123,62 +196,22 @@ def _component(rollout: Rollout, name: str) -> float:
     return rollout.reward.extras[name]
 
 
-def _estimator(config: AlgorithmConfig) -> Callable[[Scored, AlgorithmConfig], torch.Tensor]:
+def _estimator(spec: str) -> Estimator:
     """The named estimator, or the user's own function of rewards and groups."""
-    if config.advantage in ADVANTAGES:
-        return ADVANTAGES[config.advantage]
-    function = load_function(config.advantage, ".")
+    if spec in ADVANTAGES:
+        return ADVANTAGES[spec]
+    function = load_function(spec, ".")
 
     def own(scored: Scored, _: AlgorithmConfig) -> torch.Tensor:
         advantages_N = torch.as_tensor(function(scored.rewards_N, scored.group_N), dtype=torch.float32)
         if advantages_N.shape != scored.rewards_N.shape:
             raise ValueError(
-                f"algorithm.advantage = {config.advantage!r} returned the shape {tuple(advantages_N.shape)} for"
+                f"algorithm.advantage = {spec!r} returned the shape {tuple(advantages_N.shape)} for"
                 f" {len(scored.rewards_N)} rollouts; it must return one advantage each"
             )
         return torch.where(torch.isnan(scored.rewards_N), 0.0, advantages_N)
 
     return own
-
-
-def build_batch(
-    groups: list[Group],
-    algorithm: AlgorithmConfig,
-    oldest_version: int = 0,
-    replayed: Mapping[int, int] = MappingProxyType({}),
-) -> Batch:
-    """One Sample per rollout, in group-id and sibling order; the baseline of a group is over all its valid siblings.
-
-    Tokens sampled before policy version `oldest_version` are context only (staleness.oldest_in_loss). `replayed`: id of
-    a group that was trained before -> its own such version, that of its first step.
-    """
-    rollouts = [r for g in sorted(groups, key=lambda g: g.group_id) for r in g.rollouts]
-    sampled = [r for r in rollouts if not r.greedy]
-    greedy = {r.group_id: _score(r) for r in rollouts if r.greedy}
-    advantages_N = _estimator(algorithm)(_scored(sampled, greedy, algorithm.reward_weights), algorithm)
-    advantages_N = _after_scoring(algorithm, sampled, advantages_N)
-    samples = [
-        _sample(r, float(a), replayed.get(r.group_id, oldest_version))
-        for r, a in zip(sampled, advantages_N, strict=True)
-        if r.num_tokens
-    ]
-    if algorithm.needs_critic:
-        samples = [replace(s, advantages=_at_last(s.advantages, s.mask)) for s in samples]
-    return Batch(samples, frozenset(replayed))
-
-
-def _after_scoring(algorithm: AlgorithmConfig, rollouts: list[Rollout], advantages_N: torch.Tensor) -> torch.Tensor:
-    """What the user's own function leaves of the advantages."""
-    if not algorithm.after_scoring:
-        return advantages_N
-    changed = load_function(algorithm.after_scoring, ".")(rollouts, advantages_N)
-    advantages_N = advantages_N if changed is None else torch.as_tensor(changed, dtype=torch.float32)
-    if advantages_N.shape != (len(rollouts),) or not torch.isfinite(advantages_N).all():
-        raise ValueError(
-            f"algorithm.after_scoring = {algorithm.after_scoring!r} left advantages of the shape"
-            f" {list(advantages_N.shape)} for {len(rollouts)} rollouts, or some that are not finite"
-        )
-    return advantages_N
 
 
 def _at_last(values: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -42,6 +42,7 @@ from rollover.train.evaluate import encode_tasks, evaluate
 from rollover.train.producer import Generation, OwnProducer, Producer, RecordedRollouts
 from rollover.train.profile import profiled
 from rollover.train.report import (
+    mask_metrics,
     peak_rss_bytes,
     reward_metrics,
     rollout_metrics,
@@ -279,6 +280,7 @@ class Run:
             **parts.reuse.metrics(),
             "tokens/step_generated": self._since_last("generated", ledger["tokens/generated"]),
             "tokens/step_trained": float(batch.num_loss_tokens),
+            **mask_metrics(batch),
             "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),
             "tasks/skipped_long_prompt": parts.prompts.num_skipped,
             "tasks/left_out": parts.prompts.num_left_out,
@@ -401,6 +403,8 @@ class Run:
 
     def _on_event(self, event: Event) -> None:
         self.chronicle.on_event(event)
+        if event.reason is DropReason.FILTERED:
+            self.parts.reuse.on_filtered(event.group)
         if event.kind is EventKind.DROP and event.reason is not None and self.config.track.rollouts:
             self.dropped.append((event.group, event.reason))
 

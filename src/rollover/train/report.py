@@ -92,6 +92,15 @@ def staleness_metrics(
     return metrics
 
 
+def mask_metrics(batch: Batch) -> dict[str, float]:
+    """Rollouts that filters took out of the loss, and their sampled tokens; without effect on the ledger."""
+    rollouts = [m.rollout for m in batch.masked.rollouts]
+    return {
+        "train/masked_rollouts": float(len(rollouts)),
+        "train/masked_tokens": float(sum(r.num_sampled_tokens for r in rollouts)),
+    }
+
+
 def _percentile(values: np.ndarray | list[float], q: float) -> float:
     """The smallest value that at least `q` percent do not exceed: one that occurs."""
     return float(np.percentile(values, q, method="inverted_cdf"))

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from rollover.algorithms.filters import rollout_filters
 from rollover.config import Config
 from rollover.rollout.group_state import Arrays
 from rollover.rollout.reroll import Reroll
 from rollover.rollout.staleness import oldest_in_loss
-from rollover.train.batch import Batch, build_batch, reward_components
+from rollover.train.batch import Batch, BatchBuilder
 from rollover.train.replay_buffer import Kept, ReplayBuffer, signal
 from rollover.types import Group, Sample
 
@@ -26,11 +27,13 @@ from rollover.types import Group, Sample
 class Reuse:
     """Replay and re-roll of one run, as [replay] and [reroll] say; with both off it builds batches and no more.
 
+    ValueError where [algorithm] names a function of the user's that is not there.
     Counters, cumulative: `replayed_groups`, trained again in place of a fresh one; `replayed_tokens` of them in a loss.
     """
 
     def __init__(self, config: Config, reroll: Reroll) -> None:
         self.config, self.reroll = config, reroll
+        self.builder = BatchBuilder(config.algorithm, rollout_filters(config.filters))
         self.buffer = ReplayBuffer(config.replay, config.run.seed)
         self.replayed_groups = 0
         self.replayed_tokens = 0
@@ -40,8 +43,8 @@ class Reuse:
 
         A group has no signal if all its advantages are 0. Advantages are then taken anew over what is trained.
         """
-        algorithm, oldest = self.config.algorithm, oldest_in_loss(self.config.rollout, version)
-        batch = build_batch(groups, algorithm, oldest)
+        oldest = oldest_in_loss(self.config.rollout, version)
+        batch = self.builder.build(groups, oldest)
         if not len(self.buffer):
             return batch
         quiet = sorted({g.group_id for g in groups} - _with_signal(batch))
@@ -50,14 +53,14 @@ class Reuse:
             return batch
         replaced = set(quiet[: len(drawn)])
         trained = [g for g in groups if g.group_id not in replaced] + [kept.group for kept in drawn]
-        return build_batch(trained, algorithm, oldest, {k.group.group_id: k.oldest_in_loss for k in drawn})
+        return self.builder.build(trained, oldest, {k.group.group_id: k.oldest_in_loss for k in drawn})
 
     def with_signal(self, groups: list[Group], version: int) -> list[Sample]:
         """Of some groups of the step at trainer `version` those samples that `build` will not replace.
 
         The advantages are the final ones where they depend on the own group alone (train.streaming_min_groups).
         """
-        batch = build_batch(groups, self.config.algorithm, oldest_in_loss(self.config.rollout, version))
+        batch = self.builder.build(groups, oldest_in_loss(self.config.rollout, version))
         return [s for s in batch.samples if s.group_id in _with_signal(batch)]
 
     def after_step(self, groups: list[Group], batch: Batch, version: int) -> None:
@@ -76,9 +79,13 @@ class Reuse:
         oldest = oldest_in_loss(self.config.rollout, version)
         for group in groups:
             if group.group_id in advantages:
-                rewards_NR = reward_components(group, self.config.algorithm)
-                self.buffer.add(Kept(group, signal(advantages[group.group_id], rewards_NR), oldest))
+                score = signal(advantages[group.group_id], self.builder.components(group))
+                self.buffer.add(Kept(group, score, oldest))
         self.buffer.drop_stale(version + 1)
+
+    def on_filtered(self, group: Group) -> None:
+        """A filter dropped a scored group: its task may have failed, too."""
+        self.reroll.look(group)
 
     def metrics(self) -> dict[str, float]:
         """Of what is on."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rollover.algorithms.filters import first_match, group_filters
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process import ProcessEngine
@@ -200,7 +201,14 @@ class Parts:
             load_function(config.tasks.before_produce, ".") if config.tasks.before_produce else None,
         )
         rewarder = RewardPool(config.rewards)
-        lifecycle = Lifecycle(config.rollout, config.engine.max_running, config.rewards.min_valid)
+        filters = group_filters(config.filters)
+        lifecycle = Lifecycle(
+            config.rollout,
+            config.engine.max_running,
+            config.rewards.min_valid,
+            group_filter=(lambda group: first_match(group, filters)) if filters else None,
+            max_filtered_steps=config.filters.give_up_after_steps,
+        )
         scorer = make_scorer(rewarder, loaded.tokenizer, config.rewards.repetition_penalty)
         watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
         reroll = Reroll(config.reroll, config.train.num_steps, prompts)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rollover.algorithms import advantage, filters
-from rollover.algorithms.filters import filter_groups, mask_rollouts
+from rollover.algorithms.filters import filter_groups, first_match, group_filters, mask_rollouts, rollout_filters
+from rollover.config import FiltersConfig
 from rollover.types import Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 
 NAN = float("nan")
@@ -70,7 +71,7 @@ def test_metrics_among_the_extras() -> None:
     assert verdict(filters.zero_variance(), of) is None
     assert verdict(filters.zero_variance("acc"), of) == "all 2 rollouts have acc 1"
     assert verdict(filters.pass_rate(metric="acc"), of) == "pass rate 1 is not below 1"
-    with pytest.raises(ValueError, match=r"metric = 'accuracy': .* one of \['acc'\]"):
+    with pytest.raises(ValueError, match=r"filters.metric = 'accuracy': .* one of score, acc$"):
         verdict(filters.zero_variance("accuracy"), of)
 
 
@@ -198,3 +199,96 @@ def test_a_rollout_leaves_the_baseline_if_any_of_its_filters_says_so() -> None:
     assert [(m.rollout.rollout_id, m.in_baseline) for m in result.rollouts] == [("0-0", False), ("0-1", True)]
     assert result.out_of_baseline == {"0-0"} and result.counts == {"truncated": 2}
     assert mask_rollouts([MIXED], [filters.mask_truncated(in_baseline=False)]).out_of_baseline == {"0-0", "0-1"}
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def with_greedy(score: float, tokens: int = 4, stop: StopReason = StopReason.EOS) -> Rollout:
+    """A greedy baseline, the last sibling of its group."""
+    baseline = rollout(score, stop=stop, tokens=0)
+    baseline.add(Segment(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), 0, GREEDY, stop))
+    return baseline
+
+
+def test_greedy_baselines_are_not_looked_at() -> None:
+    cut = StopReason.LENGTH
+    of = group(rollout(1.0), rollout(1.0), with_greedy(0.0, tokens=9, stop=cut))
+    assert verdict(filters.zero_variance(), of) == "all 2 rollouts have score 1"
+    assert verdict(filters.pass_rate(), of) == "pass rate 1 is not below 1"
+    assert [verdict(f, of) for f in (filters.truncated(0), filters.overlong(8))] == [None, None]
+    assert not mask_rollouts([of], [filters.mask_truncated(), filters.mask_overlong(8)]).rollouts
+    lost = group(rollout(None), rollout(1.0), rollout(0.0), with_greedy(1.0))
+    assert verdict(filters.error(0.3), lost) == "1 of 3 rollouts ended with an error or have no reward"
+
+
+def test_all_filters_are_off_by_default() -> None:
+    config = FiltersConfig()
+    assert not (config.drops or config.masks) and group_filters(config) == [] and rollout_filters(config) == []
+
+
+# Each setting of [filters] with what it must drop and what it must keep.
+SETTINGS = {
+    "zero_variance": ({"zero_variance": True}, scored(1.0, 1.0), scored(1.0, 0.0)),
+    "metric": (
+        {"zero_variance": True, "metric": "acc"},
+        group(rollout(1.0, acc=1.0), rollout(0.5, acc=1.0)),
+        group(rollout(1.0, acc=1.0), rollout(1.0, acc=0.0)),
+    ),
+    "above": ({"pass_rate_above": 0.0}, scored(0.0, 0.5), scored(1.0, 1.0)),
+    "below": ({"pass_rate_below": 1.0}, scored(1.0, 1.0), scored(0.0, 0.0)),
+    "below half": ({"pass_rate_below": 0.5}, scored(1.0, 0.0), scored(1.0, 0.0, 0.0)),
+    "threshold": ({"pass_rate_above": 0.0, "pass_threshold": 0.5}, scored(0.4, 0.4), scored(0.5, 0.4)),
+    "truncated": (
+        {"max_truncated_share": 0.5},
+        group(rollout(1.0, stop=StopReason.LENGTH), rollout(0.0, stop=StopReason.LENGTH)),
+        group(rollout(1.0, stop=StopReason.LENGTH), rollout(0.0)),
+    ),
+    "error": ({"max_error_share": 0.4}, scored(None, 1.0), scored(None, 1.0, 0.0)),
+    "overlong": (
+        {"max_overlong_share": 0.0, "overlong_tokens": 6},
+        group(rollout(1.0, tokens=7), rollout(0.0)),
+        group(rollout(1.0, tokens=6), rollout(0.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "dropped", "kept"), SETTINGS.values(), ids=SETTINGS)
+def test_a_setting_drops_what_it_says(values: dict, dropped: Group, kept: Group) -> None:
+    config = FiltersConfig.model_validate(values)
+    chosen = group_filters(config)
+    assert config.drops and len(chosen) == 1 and rollout_filters(config) == []
+    match = first_match(dropped, chosen)
+    assert match is not None and match[0] == chosen[0].reason
+    assert first_match(kept, chosen) is None
+
+
+def test_settings_are_asked_in_a_fixed_order(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def why(group): return 'never liked it'\n")
+    config = FiltersConfig(
+        zero_variance=True, pass_rate_above=0, pass_rate_below=1, max_truncated_share=0, max_error_share=0,
+        max_overlong_share=0, overlong_tokens=8, custom="mine.py:why",
+    )  # fmt: skip
+    chosen = group_filters(config)
+    names = ["error", "truncated", "overlong", "pass_rate", "zero_variance", "custom"]
+    assert [f.reason for f in chosen] == names
+    assert first_match(scored(1.0, 1.0), chosen) == ("pass_rate", "pass rate 1 is not below 1")
+    assert first_match(scored(1.0, 0.0), chosen) == ("custom", "never liked it")
+    with pytest.raises(ValueError, match="no function 'whi'"):
+        group_filters(FiltersConfig(custom="mine.py:whi"))
+
+
+@pytest.mark.parametrize("in_baseline", [True, False])
+def test_masks_of_the_configuration(in_baseline: bool) -> None:
+    values = {"mask_truncated": True, "mask_overlong": True, "overlong_tokens": 6, "mask_in_baseline": in_baseline}
+    masked = mask_rollouts([MIXED], rollout_filters(FiltersConfig.model_validate(values)))
+    assert masked.counts == {"truncated": 2, "overlong": 1}
+    assert masked.out_of_baseline == (set() if in_baseline else masked.out_of_loss)
+
+
+@pytest.mark.parametrize("mask", [{"mask_truncated": True}, {"mask_overlong": True, "overlong_tokens": 6}])
+def test_each_mask_may_leave_the_baseline(mask: dict) -> None:
+    (chosen,) = rollout_filters(FiltersConfig.model_validate(mask | {"mask_in_baseline": False}))
+    masked = mask_rollouts([MIXED], [chosen])
+    assert len(masked.out_of_baseline) >= 2 and masked.out_of_baseline == masked.out_of_loss

@@ -65,6 +65,7 @@ OPTIONS = {
         "prefetch_depth": "rollout.in_flight_groups",
         "vllm_sync_interval": "train.publish_every",
         "skip_zero_advantage_batches": "train.skip_zero_advantage",
+        "mask_truncated_completions": "filters.mask_truncated",
         "multi_objective_aggregation": "algorithm.advantage",
         "vllm_importance_sampling_mode": "algorithm.correction",
         "vllm_importance_sampling_cap": "algorithm.correction_cap",

@@ -39,13 +39,16 @@ class Run:
         max_running: int | None = None,
         engine: FakeEngine | None = None,
         watchdog: Watchdog | None = None,
+        group_filter: Callable[[Group], tuple[str, str] | None] | None = None,
         **config: object,
     ) -> None:
         defaults = {"groups_per_step": 2, "group_size": 2, "max_new_tokens": 40}
         self.config = RolloutConfig.model_validate(defaults | config)
         self.engine = engine or FakeEngine(lengths)
         self.events: list[Event] = []
-        self.lifecycle = Lifecycle(self.config, max_running, on_event=self.events.append)
+        self.lifecycle = Lifecycle(
+            self.config, max_running, on_event=self.events.append, group_filter=group_filter, max_filtered_steps=3
+        )
         self.scheduler, self.cache, self.ledger = (
             self.lifecycle.scheduler,
             self.lifecycle.cache,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -56,6 +57,8 @@ def test_accounts_and_metrics() -> None:
         "rollouts/resumed": 1,
         "dropped/baseline/groups": 0,
         "dropped/baseline/tokens": 0,
+        "dropped/filtered/groups": 0,
+        "dropped/filtered/tokens": 0,
         "dropped/masked/groups": 0,
         "dropped/masked/tokens": 0,
         "dropped/stale/groups": 1,
@@ -112,3 +115,29 @@ def test_a_drop_reason_newer_than_the_checkpoint_starts_at_zero() -> None:
     ledger.dropped[DropReason.TOO_FEW_REWARDS].tokens = 5
     ledger.load_state_dict(state)
     assert ledger.dropped[DropReason.TOO_FEW_REWARDS].tokens == 0
+
+
+def test_filtered_groups_are_counted_by_filter_and_as_one_reason() -> None:
+    cache, ledger = books()
+    ledger.on_filtered("pass_rate")
+    with pytest.raises(AssertionError, match=r"'filtered groups': \(1, 0\)"):
+        ledger.check(cache)
+    ledger.on_drop(cache.drop(2, DropReason.FILTERED), DropReason.FILTERED)
+    ledger.check(cache)
+    metrics = ledger.metrics(cache)
+    assert metrics["filtered/pass_rate/groups"] == metrics["dropped/filtered/groups"] == 1
+    assert metrics["dropped/filtered/tokens"] == 11
+    restored = Ledger()
+    restored.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    assert restored.metrics(cache) == metrics
+
+
+def test_a_checkpoint_from_before_there_were_filters_is_read() -> None:
+    cache, ledger = books()
+    state = ledger.state_dict()
+    del state["filtered"], state["dropped"]["filtered"]
+    restored = Ledger()
+    restored.load_state_dict(state)
+    restored.check(cache)
+    restored.on_filtered("custom")
+    assert restored.filtered == {"custom": 1}

@@ -52,29 +52,35 @@ def configs(draw: st.DrawFn, on_stale: str | None = None) -> RolloutConfig:
 
 ADVERSARIES = st.sampled_from(["random", "newest", "stubborn"])
 MAX_RUNNING = st.none() | st.integers(1, 6)
+FILTER_RATE = st.sampled_from([0.0, 0.4])
 
 
 WORLDS = (
     configs(), st.integers(), ADVERSARIES, MAX_RUNNING, st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.1]),
+    FILTER_RATE,
 )  # fmt: skip
 
 
 @sequences(1000)
 @given(*WORLDS)
-def test_conservation_staleness_and_append_only(config, seed, adversary, max_running, failure_rate, restart_rate):
-    check_conservation(config, seed, adversary, max_running, failure_rate, restart_rate)
+def test_conservation_staleness_and_append_only(
+    config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate
+):
+    check_conservation(config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate)
 
 
 @pytest.mark.slow
 @sequences(50_000)
 @given(*WORLDS)
-def test_conservation_at_length(config, seed, adversary, max_running, failure_rate, restart_rate):
-    check_conservation(config, seed, adversary, max_running, failure_rate, restart_rate)
+def test_conservation_at_length(config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate):
+    check_conservation(config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate)
 
 
-def check_conservation(config, seed, adversary, max_running, failure_rate, restart_rate):
+def check_conservation(config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate):
     """World.step checks all three after every event, and group integrity when a group leaves."""
-    world = World(config, random.Random(seed), adversary, max_running, failure_rate, restart_rate)
+    world = World(
+        config, random.Random(seed), adversary, max_running, failure_rate, restart_rate, filter_rate=filter_rate
+    )
     for _ in range(6):
         num = len(world.step())
         assert config.num_enough <= num <= config.groups_per_step or (config.complete_by == "rollout" and num)
@@ -84,8 +90,10 @@ def check_conservation(config, seed, adversary, max_running, failure_rate, resta
     assert metrics["groups/consumed"] == sum(how == "consumed" for how in world.left.values())
     if config.nothing_rolls_over or (config.complete_fraction == 1 and config.complete_by == "group"):
         assert metrics["groups/consumed"] == 6 * config.groups_per_step
-    for reason in ("stale", "too_few_rewards"):
+    for reason in ("stale", "too_few_rewards", "filtered"):
         assert metrics[f"dropped/{reason}/groups"] == sum(how == reason for how in world.left.values())
+    by_filter = [metrics.get(f"filtered/{name}/groups", 0) for name in ("one", "other")]
+    assert sum(by_filter) == metrics["dropped/filtered/groups"]
 
 
 @sequences(400)
@@ -105,9 +113,11 @@ def test_finish_first_drops_nothing_and_starves_nobody(config, seed, adversary, 
 
 
 @sequences(400)
-@given(configs(), st.integers(), ADVERSARIES, MAX_RUNNING, st.integers(0, 12))
-def test_finite_stream_ends_with_everything_trained_or_dropped(config, seed, adversary, max_running, num_tasks):
-    world = World(config, random.Random(seed), adversary, max_running, num_tasks=num_tasks)
+@given(configs(), st.integers(), ADVERSARIES, MAX_RUNNING, st.integers(0, 12), FILTER_RATE)
+def test_finite_stream_ends_with_everything_trained_or_dropped(
+    config, seed, adversary, max_running, num_tasks, filter_rate
+):
+    world = World(config, random.Random(seed), adversary, max_running, num_tasks=num_tasks, filter_rate=filter_rate)
     sizes = []
     while batch := world.step():
         sizes.append(len(batch))

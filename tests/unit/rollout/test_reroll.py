@@ -154,3 +154,17 @@ def test_the_driver_extends_a_task_given_again_as_any_other() -> None:
         earlier = first[g.task.task_id]
         assert earlier.group_id < g.group_id and g.rollouts[0].prompt_ids == earlier.rollouts[0].prompt_ids
         assert [x.token_ids() for x in g.rollouts] != [x.token_ids() for x in earlier.rollouts]
+
+
+def test_a_filtered_group_counts_as_a_trained_one() -> None:
+    """filters.zero_variance drops every group that failed: their tasks are given again all the same."""
+    r = reroll(start_fraction=0.0)
+    r.look(group(0))
+    r.look(group(1, (1.0, 1.0)))
+    r.look(group(2, (0.0, 1.0)))
+    assert len(r) == 1 and given(r, 2) == ["t0", "t100"]
+    r.look(group(0, (1.0, 1.0), attempt=ATTEMPT))
+    assert (r.given, r.solved, len(r)) == (1, 1, 0)
+    off = reroll(max_groups=0)
+    off.look(group(0))
+    assert len(off) == 0

@@ -62,7 +62,8 @@ def same_segment(a: Segment, b: Segment) -> bool:
 class World:
     """One run. `num_tasks` None: an endless stream. `adversary` decides who makes progress first: "random", "newest"
     (the oldest groups finish last), or "stubborn" (some rollouts never stop before their whole budget is used).
-    `min_pause_tokens`: an interrupted rollout got at least so many tokens.
+    `min_pause_tokens`: an interrupted rollout got at least so many tokens. `filter_rate`: share of the groups that are
+    dropped by one of two filters; which ones is known from their ids.
     """
 
     def __init__(
@@ -75,11 +76,13 @@ class World:
         restart_rate: float = 0.0,
         num_tasks: int | None = None,
         min_pause_tokens: int = 0,
+        filter_rate: float = 0.0,
     ) -> None:
         self.config, self.rng, self.adversary, self.max_running = config, rng, adversary, max_running
         self.failure_rate, self.restart_rate, self.num_tasks = failure_rate, restart_rate, num_tasks
         self.min_pause_tokens = min_pause_tokens
-        self.lifecycle = Lifecycle(config, max_running, MIN_VALID)
+        self.filter_rate = filter_rate
+        self.lifecycle = Lifecycle(config, max_running, MIN_VALID, group_filter=self._filter)
         self.singly = rng.random() < 0.5  # whether a rollout is scored when it stops, or with its group
         self.reserves = rng.random() < 0.3  # whether some groups are reserved for a step before it has enough
         self.reserved: set[int] = set()
@@ -172,7 +175,7 @@ class World:
     def restart(self) -> None:
         """The process is killed and restarted from a snapshot of this moment."""
         state, arrays = self.lifecycle.state_dict()
-        self.lifecycle = Lifecycle(self.config, self.max_running, MIN_VALID)
+        self.lifecycle = Lifecycle(self.config, self.max_running, MIN_VALID, group_filter=self._filter)
         self.lifecycle.load_state_dict(through_json(state), {name: array.copy() for name, array in arrays.items()})
         self.check()
         self.reserved = set()
@@ -242,8 +245,17 @@ class World:
 
     def _score(self, rollouts: Sequence[Rollout]) -> None:
         group = self.cache.groups[rollouts[0].group_id]
-        if self.lifecycle.set_rewards(group, [self._reward() for _ in rollouts], rollouts) is False:
-            self._dropped(group, DropReason.TOO_FEW_REWARDS)
+        ready = self.lifecycle.set_rewards(group, [self._reward() for _ in rollouts], rollouts)
+        if ready is False:
+            enough = sum(r.reward is not None and not r.reward.missing for r in group.rollouts) >= MIN_VALID
+            self._dropped(group, DropReason.FILTERED if enough else DropReason.TOO_FEW_REWARDS)
+        elif ready:
+            assert self._filter(group) is None
+
+    def _filter(self, group: Group) -> tuple[str, str] | None:
+        assert group.ready and all(r.reward is not None for r in group.rollouts)
+        rng = random.Random(group.group_id)
+        return (rng.choice(["one", "other"]), "why") if rng.random() < self.filter_rate else None
 
     def _reward(self) -> Reward:
         return Reward(None, error="boom") if self.rng.random() < self.failure_rate else Reward(self.rng.random())

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from samples import group, rollout, segment
 
+from rollover.algorithms.filters import mask_overlong, mask_truncated
 from rollover.algorithms.loss import LOSSES
 from rollover.config import AlgorithmConfig
 from rollover.config.algorithm import ADVANTAGES as ADVANTAGE_NAMES
 from rollover.config.algorithm import LOSSES as LOSS_NAMES
-from rollover.train.batch import ADVANTAGES, build_batch
-from rollover.types import Reward
+from rollover.train.batch import ADVANTAGES, BatchBuilder, build_batch
+from rollover.train.report import mask_metrics
+from rollover.types import Reward, StopReason
 
 
 def test_streams_of_a_rollout_with_several_origins() -> None:
@@ -147,3 +149,64 @@ def test_advantages_may_be_read_and_set_after_scoring(tmp_path, monkeypatch) -> 
     assert advantages("double") == [2.0, -2.0] and advantages("other") == [0.0, 1.0]
     with pytest.raises(ValueError, match="after_scoring = 'hooks.py:short' left advantages of the shape"):
         advantages("short")
+
+
+@pytest.mark.parametrize("key", ["advantage", "after_scoring"])
+def test_own_functions_are_found_before_there_is_a_batch(tmp_path, monkeypatch, key: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("def twice(rewards_N, group_N): return 2 * rewards_N\n")
+    with pytest.raises(ValueError, match="own.py has no function 'twise'; did you mean twice"):
+        BatchBuilder(AlgorithmConfig.model_validate({key: "own.py:twise"}))
+    builder = BatchBuilder(AlgorithmConfig(advantage="own.py:twice"))
+    (tmp_path / "own.py").write_text("def twice(rewards_N, group_N): return 0 * rewards_N  # edited while it runs\n")
+    (only,) = builder.build([group(0, [rollout(0, 0, 3.0, [segment([8])])])]).samples
+    assert only.advantages.tolist() == [6.0]
+
+
+def cut_off(scores: tuple[float, ...], cut: set[int]) -> list:
+    rollouts = [rollout(0, i, s, [segment([8] * (i + 1))]) for i, s in enumerate(scores)]
+    for i in cut:
+        rollouts[i].stop_reason = StopReason.LENGTH
+        rollouts[i].reward = Reward(scores[i], {"style": 9.0})
+    for i in set(range(len(scores))) - cut:
+        rollouts[i].reward = Reward(scores[i], {"style": float(i)})
+    return rollouts
+
+
+def test_masked_rollouts_are_context_and_count_in_the_baseline_unless_told_otherwise() -> None:
+    rollouts = cut_off((3.0, 1.0, 2.0), {0})
+    config = AlgorithmConfig(advantage="dr_grpo")
+    masked = build_batch([group(0, rollouts)], config, masks=[mask_truncated()])
+    assert [s.mask.any() for s in masked.samples] == [False, True, True]
+    assert [float(s.advantages[0]) for s in masked.samples[1:]] == [-1.0, 0.0]
+    without = build_batch([group(0, rollouts)], config, masks=[mask_truncated(in_baseline=False)])
+    assert [s.mask.any() for s in without.samples] == [False, True, True]
+    assert [float(s.advantages[0]) for s in without.samples] == [0.0, -0.5, 0.5]
+    assert masked.num_loss_tokens == without.num_loss_tokens == 5
+    assert mask_metrics(without) == {"train/masked_rollouts": 1, "train/masked_tokens": 1}
+    both = build_batch([group(0, rollouts)], config, masks=[mask_truncated(), mask_overlong(2)])
+    assert mask_metrics(both) == {"train/masked_rollouts": 2, "train/masked_tokens": 4}
+    assert mask_metrics(build_batch([group(0, rollouts)], config)) == {
+        "train/masked_rollouts": 0, "train/masked_tokens": 0,
+    }  # fmt: skip
+
+
+def test_every_reward_of_a_masked_rollout_is_missing_where_none_shall_count() -> None:
+    rollouts = cut_off((3.0, 1.0, 2.0), {0})
+    config = AlgorithmConfig(advantage="gdpo", reward_weights={"style": 1.0, "score": 0.0})
+    builder = BatchBuilder(config, [mask_truncated(in_baseline=False)])
+    samples = builder.build([group(0, rollouts)]).samples
+    alone = build_batch([group(0, rollouts[1:])], config).samples
+    assert [s.advantages[0] for s in samples[1:]] == [s.advantages[0] for s in alone]
+    assert np.isnan(builder.components(group(0, rollouts))[0]).all()
+    np.testing.assert_array_equal(builder.components(group(0, rollouts))[1:], [[1.0, 1.0], [2.0, 2.0]])
+    assert BatchBuilder(config).components(group(0, rollouts))[0].tolist() == [9.0, 3.0]
+
+
+def test_a_greedy_baseline_that_was_cut_off_stays_the_baseline() -> None:
+    rollouts = [rollout(0, i, s, [segment([8], temperature=1.0 - i)]) for i, s in enumerate((3.0, 1.0))]
+    rollouts[1].stop_reason = StopReason.LENGTH
+    batch = build_batch(
+        [group(0, rollouts)], AlgorithmConfig(advantage="remax"), masks=[mask_truncated(in_baseline=False)]
+    )
+    assert [s.advantages.tolist() for s in batch.samples] == [[2.0]] and not batch.masked.rollouts

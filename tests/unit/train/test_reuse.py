@@ -18,7 +18,7 @@ from rollover.train.batch import Batch
 from rollover.train.report import staleness_metrics
 from rollover.train.reuse import Reuse
 from rollover.train.trainer import Trainer
-from rollover.types import Group
+from rollover.types import Group, StopReason
 
 CAP = 1.2
 
@@ -241,3 +241,38 @@ def test_snapshot_proximal_covers_replayed_versions() -> None:
         metrics = trainer.train_step(batch)
         assert metrics["importance/max"] == pytest.approx(1.0, abs=1e-4) and metrics["ratio/max"] > 1.01
         r.after_step(fresh, batch, version)
+
+
+def test_a_masked_group_has_no_signal_and_masks_hold_at_every_use() -> None:
+    r = reuse(config(filters={"mask_truncated": True, "mask_in_baseline": False}))
+    kept = group(0, [rollout(0, i, score, [segment([20 + i])]) for i, score in enumerate((1.0, 0.0, 5.0))])
+    kept.rollouts[2].stop_reason = StopReason.LENGTH
+    first = step(r, [kept], 0)
+    assert [s.mask.any() for s in first.samples] == [True, True, False]
+    assert [float(s.advantages[0]) for s in first.samples] == [0.5, -0.5, 0.0]
+    (only,) = r.buffer.kept
+    assert only.score == pytest.approx(1.0 * 0.5**0.5), "the masked reward has no part in it"
+    cut = two(1, (1.0, 0.0), 1)
+    for of in cut.rollouts:
+        of.stop_reason = StopReason.LENGTH
+    batch = step(r, [cut], 1)
+    assert batch.replayed == {0}, "nothing of the other is in the loss"
+    assert [s.mask.any() for s in batch.samples] == [True, True, False]
+    assert [m.rollout.rollout_id for m in batch.masked.rollouts] == ["0-2"]
+
+
+def test_own_functions_are_found_at_the_start() -> None:
+    with pytest.raises(ValueError, match="there is no module 'nowhere'"):
+        reuse(config(algorithm={"after_scoring": "nowhere:f"}))
+
+
+def test_a_step_in_which_all_rollouts_are_masked_changes_nothing() -> None:
+    r = reuse(config(filters={"mask_overlong": True, "overlong_tokens": 1}))
+    batch = r.build([two(0, (1.0, 0.0))], 0)
+    assert batch.num_loss_tokens == 0 and len(batch.masked.rollouts) == 2
+    trainer = Trainer(tiny.loaded(), TrainConfig(), AlgorithmConfig(), dtype=torch.float32, max_new_tokens=8)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    metrics = trainer.train_step(batch)
+    assert metrics["grad_norm"] == 0 and trainer.policy_version == 1
+    assert all(torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
+    assert staleness_metrics(batch, 0)["staleness/max"] == 0

@@ -1,0 +1,173 @@
+"""[filters] in whole runs: dynamic sampling fills every step, masks leave the loss, and a hopeless run ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+from rollover.cli import main
+
+FIRST_IS_A_DIGIT = '''
+def reward(prompts, completions, **columns):
+    """1 for an answer that begins with a digit, a tenth at first: two thirds of the groups of four agree."""
+    return [float(text[-1]["content"][:1].isdigit()) for text in completions]
+
+def without_tens(group):
+    return "a tenth task" if group.group_id % 10 == 0 else None
+'''
+ALL_ALIKE = "def reward(prompts, completions, **columns): return [0.25 for _ in completions]\n"
+MODES = {
+    "sync": {"interrupt": "never", "in_flight_groups": 3, "max_staleness": 0},
+    "partial": {"interrupt": "when_enough", "in_flight_groups": 8, "max_staleness": 2},
+    "fully async": {"overlap": True, "interrupt": "on_weight_update", "in_flight_groups": 9, "max_staleness": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def recipe(
+    folder: Path, filters: dict[str, Any], rollout: dict[str, Any], reward: str = FIRST_IS_A_DIGIT, steps: int = 4
+) -> Path:
+    file = runs.write(
+        folder,
+        steps=steps,
+        rollout={"group_size": 4, "max_new_tokens": 16, **rollout},
+        algorithm={"preset": "dapo"},
+        filters=filters,
+        checkpoint={"every_steps": 1, "keep": 2, "save_final_model": False},
+    )
+    (folder / "reward.py").write_text(reward)
+    return file
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    rows = runs.json_lines(folder / "run" / "metrics.jsonl")
+    for row in rows:
+        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
+        assert row["groups/admitted"] == row["groups/consumed"] + row["groups/dropped"] + row["groups/held"]
+    return rows
+
+
+def scores_by_outcome(folder: Path) -> dict[str, list[list[float]]]:
+    """Outcome -> the scores of each group that ended so."""
+    groups: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for record in runs.records(folder / "run"):
+        groups[record["outcome"], record["group_id"]].append(record["score"])
+    out: dict[str, list[list[float]]] = defaultdict(list)
+    for (outcome, _), scores in groups.items():
+        out[outcome].append(scores)
+    return out
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_dynamic_sampling_trains_full_steps_of_groups_with_a_signal(tmp_path: Path, mode: dict[str, Any]) -> None:
+    assert main(["train", str(recipe(tmp_path, {"zero_variance": True}, mode))]) == 0
+    rows = rows_of(tmp_path)
+    assert [row["groups/consumed"] for row in rows] == [3, 6, 9, 12]
+    assert all(row["groups/zero_variance"] == 0 and row["grad_norm"] > 0 for row in rows)
+    assert all(row["train/zero_advantage_tokens"] == 0 for row in rows)
+    last, groups = rows[-1], scores_by_outcome(tmp_path)
+    assert last["filtered/zero_variance/groups"] == last["dropped/filtered/groups"] > 0
+    assert len(groups["trained"]) == 12 and all(len(set(scores)) == 2 for scores in groups["trained"])
+    filtered = groups["dropped:filtered"]
+    assert len(filtered) == last["dropped/filtered/groups"] and all(len(set(scores)) == 1 for scores in filtered)
+
+
+def test_without_it_most_groups_teach_nothing(tmp_path: Path) -> None:
+    """Otherwise the test above could not fail."""
+    assert main(["train", str(recipe(tmp_path, {}, MODES["partial"]))]) == 0
+    rows = rows_of(tmp_path)
+    assert sum(row["groups/zero_variance"] for row in rows) > 0 and rows[-1]["dropped/filtered/groups"] == 0
+    assert "filtered/zero_variance/groups" not in rows[-1]
+
+
+def test_each_filter_has_its_counter_and_the_users_own_is_asked(tmp_path: Path) -> None:
+    own = f"{tmp_path / 'reward.py'}:without_tens"
+    filters = {"pass_rate_above": 0.0, "pass_rate_below": 0.9, "custom": own}
+    assert main(["train", str(recipe(tmp_path, filters, MODES["partial"]))]) == 0
+    last = rows_of(tmp_path)[-1]
+    counts = {name: last.get(f"filtered/{name}/groups", 0) for name in ("pass_rate", "custom")}
+    assert counts["pass_rate"] > 0 and sum(counts.values()) == last["dropped/filtered/groups"]
+    trained = {r["group_id"] for r in runs.records(tmp_path / "run") if r["outcome"] == "trained"}
+    assert not any(i % 10 == 0 for i in trained)
+
+
+def test_tasks_of_filtered_groups_are_given_again(tmp_path: Path) -> None:
+    """Every failed group is filtered, so that none of them is trained."""
+    file = recipe(tmp_path, {"zero_variance": True}, MODES["partial"], steps=6)
+    assert main(["train", str(file), "--reroll.max_groups", "2", "--reroll.start_fraction", "0.2"]) == 0
+    assert rows_of(tmp_path)[-1]["reroll/given"] > 0
+    attempts = {r["task_id"] for r in runs.records(tmp_path / "run") if r["attempt"] >= 1_000_000}
+    assert attempts <= {r["task_id"] for r in runs.records(tmp_path / "run") if r["outcome"] == "dropped:filtered"}
+
+
+def test_a_run_of_which_nothing_is_left_ends_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filters = {"zero_variance": True, "give_up_after_steps": 8}
+    file = recipe(tmp_path, filters, MODES["partial"])
+    assert main(["train", str(file), "--train.num_steps", "2"]) == 0
+    (tmp_path / "reward.py").write_text(ALL_ALIKE)
+    assert main(["train", str(file), "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert "filters: each of the last 24 scored groups was dropped" in said and "0.25, 0.25, 0.25, 0.25" in said
+    before = rows_of(tmp_path)
+    (tmp_path / "reward.py").write_text(FIRST_IS_A_DIGIT + "# works again\n")
+    assert main(["train", str(file), "--resume"]) == 0
+    rows = rows_of(tmp_path)
+    assert rows[: len(before)] == before and [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["dropped/filtered/groups"] >= before[-1]["dropped/filtered/groups"] + 24
+
+
+def test_a_wrong_name_is_an_error_before_anything_is_generated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in (
+        ("--filters.custom", f"{tmp_path / 'reward.py'}:without_ten"),
+        ("--algorithm.after_scoring", f"{tmp_path / 'reward.py'}:without_ten"),
+        ("--algorithm.advantage", f"{tmp_path / 'reward.py'}:without_ten"),
+    ):
+        assert main(["train", str(recipe(tmp_path, {}, MODES["sync"])), *options]) == 2
+        assert "did you mean without_tens" in capsys.readouterr().err
+        assert not (tmp_path / "run" / "rollouts").exists() or not runs.records(tmp_path / "run")
+
+
+def test_masked_rollouts_leave_the_loss_and_stay_in_their_groups(tmp_path: Path) -> None:
+    filters = {"mask_truncated": True, "mask_overlong": True, "overlong_tokens": 12}
+    assert main(["train", str(recipe(tmp_path, filters, MODES["partial"], reward=runs.REWARD))]) == 0
+    rows = rows_of(tmp_path)
+    trained = [r for r in runs.records(tmp_path / "run") if r["outcome"] == "trained"]
+    for row in rows:
+        lengths = [r["num_tokens"] for r in trained if r["step"] == row["step"]]
+        masked = [n for n in lengths if n > 12]
+        assert (row["train/masked_rollouts"], row["train/masked_tokens"]) == (len(masked), sum(masked))
+        assert row["tokens/step_trained"] == sum(lengths) - sum(masked)
+    assert sum(row["train/masked_rollouts"] for row in rows) > 0
+    assert any(row["grad_norm"] > 0 for row in rows)
+
+
+def test_killed_and_resumed_it_counts_each_filtered_group_once(tmp_path: Path) -> None:
+    file = recipe(tmp_path, {"zero_variance": True}, MODES["partial"], steps=8)
+    process = subprocess.Popen(runs.command("train", file), env=runs.environment(), stderr=subprocess.DEVNULL)
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.time() + 100
+    while time.time() < deadline and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 3):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert main(["train", str(file), "--resume"]) == 0
+    last = rows_of(tmp_path)[-1]
+    outcomes = Counter(r["outcome"] for r in runs.records(tmp_path / "run") if r["sibling"] == 0)
+    assert outcomes["trained"] == last["groups/consumed"] == 24
+    assert last["dropped/filtered/groups"] == last["filtered/zero_variance/groups"] == outcomes["dropped:filtered"] > 0

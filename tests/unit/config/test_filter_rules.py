@@ -1,0 +1,88 @@
+"""[filters]: options without effect, refused combinations, and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollover.config.load import ConfigError, Resolved, load_config
+
+SOURCE = '\n[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\n'
+RECORDED = '[run]\nreplay_rollouts = "x"\n'
+
+
+def load(folder: Path, text: str) -> Resolved:
+    path = folder / "a.toml"
+    path.write_text(text + SOURCE)
+    return load_config([path])
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("[filters]\ngive_up_after_steps = 3", "filters.give_up_after_steps"),
+        ('[filters]\nmetric = "acc"\nmax_truncated_share = 0.5', "filters.metric"),
+        ("[filters]\nzero_variance = true\npass_threshold = 0.5", "filters.pass_threshold"),
+        ("[filters]\noverlong_tokens = 64\nmax_truncated_share = 0.0", "filters.overlong_tokens"),
+        ("[filters]\nmask_in_baseline = false\nzero_variance = true", "filters.mask_in_baseline"),
+        (f"{RECORDED}[filters]\nzero_variance = true", "filters.zero_variance"),
+        (f"{RECORDED}[filters]\npass_rate_above = 0.0", "filters.pass_rate_above"),
+        (f"{RECORDED}[filters]\npass_rate_below = 1.0", "filters.pass_rate_below"),
+        (f"{RECORDED}[filters]\nmax_truncated_share = 0.0", "filters.max_truncated_share"),
+        (f"{RECORDED}[filters]\nmax_error_share = 0.0", "filters.max_error_share"),
+        (f"{RECORDED}[filters]\nmax_overlong_share = 0.0\noverlong_tokens = 9", "filters.max_overlong_share"),
+        (f'{RECORDED}[filters]\ncustom = "a:b"', "filters.custom"),
+    ],
+)
+def test_an_option_without_effect_is_an_error(tmp_path: Path, text: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} has no effect"):
+        load(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("mask_overlong = true", "filters.overlong_tokens = 0 with filters.max_overlong_share or"),
+        ("max_overlong_share = 0.5\noverlong_tokens = 128", "below rollout.max_new_tokens = 128"),
+        ("pass_rate_above = 0.5\npass_rate_below = 0.5", "every group would be dropped"),
+        ("zero_variance = true\n[rollout]\ngroup_size = 1", "a rollout alone has no variance"),
+        ("pass_rate_above = 1.0", "below 1"),
+        ("pass_rate_below = 0.0", "above 0"),
+        ("max_error_share = 1.5", "at most 1"),
+        ("give_up_after_steps = 0", "at least 1"),
+        ("zero_varianse = true", "Did you mean filters.zero_variance"),
+    ],
+)
+def test_refused(tmp_path: Path, text: str, part: str) -> None:
+    single = '\n[rewards]\nmin_valid = 1\n[algorithm]\nadvantage = "remax"' if "group_size = 1" in text else ""
+    head = "" if "[rollout]" in text else "[rollout]\nmax_new_tokens = 128\n"
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, f"{head}[filters]\n{text}{single}")
+    assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "zero_variance = true\ngive_up_after_steps = 3",
+        'pass_rate_above = 0.0\npass_rate_below = 1.0\npass_threshold = 0.5\nmetric = "acc"',
+        "pass_rate_above = -1.0\npass_rate_below = 2.0\nmax_error_share = 1.0",
+        "max_overlong_share = 0.5\noverlong_tokens = 100\nmask_overlong = true\nmask_in_baseline = false",
+        "mask_truncated = true\nmask_in_baseline = false\n[run]\nreplay_rollouts = 'x'",
+        "zero_variance = true\n[reroll]\nmax_groups = 1\n[replay]\nsize = 4",
+        'zero_variance = true\n[rollout]\noverlap = true\ninterrupt = "never"\nmax_staleness = 1',
+    ],
+)
+def test_allowed(tmp_path: Path, text: str) -> None:
+    assert load(tmp_path, f"[filters]\n{text}").notices == []
+
+
+def test_a_later_layer_may_switch_the_only_filter_off(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text("[filters]\nzero_variance = true\ngive_up_after_steps = 3\n" + SOURCE)
+    second.write_text("[filters]\nzero_variance = false\n")
+    resolved = load_config([first, second])
+    assert resolved.config.filters.give_up_after_steps == 10
+    (notice,) = resolved.notices
+    assert notice.startswith("filters.give_up_after_steps = 3")

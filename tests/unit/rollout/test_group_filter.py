@@ -1,0 +1,152 @@
+"""Groups that a filter drops when their rewards are there: replaced in every mode, counted, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollover.rollout.lifecycle import EventKind
+from rollover.types import DropReason, Group, Reward, Rollout
+from unit.rollout.run import PARTIAL, Run, assert_same_groups, ids
+
+MODES = {
+    "sync": {},
+    "partial": PARTIAL,
+    "drop": PARTIAL | {"on_stale": "drop", "max_staleness": 1, "in_flight_groups": 6},
+    "supplement": PARTIAL | {"supplement": True, "in_flight_groups": 4},
+    "token budget": PARTIAL | {"interrupt": "token_budget", "token_budget": 9},
+    "a share": PARTIAL | {"complete_fraction": 0.5, "complete_by": "rollout"},
+    "one step off": {"overlap": True, "in_flight_groups": 4, "max_staleness": 1},
+    "fully async": {"overlap": True, "interrupt": "on_weight_update", "in_flight_groups": 6, "max_staleness": 2},
+}
+
+
+def alike(seed: int) -> int:
+    """Rollouts of one length: groups are scored in the order of their ids."""
+    return 5
+
+
+def odd_ones(group: Group) -> tuple[str, str] | None:
+    """Two filters in one: of the groups with an odd id every third is too hard."""
+    if group.group_id % 2 == 0:
+        return None
+    return ("hard" if group.group_id % 3 == 0 else "easy"), "odd"
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_filtered_group_is_replaced_within_the_step(monkeypatch: pytest.MonkeyPatch, mode: dict) -> None:
+    run = Run(group_filter=odd_ones, **mode)
+    released: list[str] = []
+    monkeypatch.setattr(run.engine, "release", released.extend)
+
+    async def steps() -> list[list[Group]]:
+        batches = []
+        for _ in range(6):
+            batches.append(await run.driver.collect(run.version))
+            if run.config.overlap:
+                run.driver.go_on(run.version)
+                await asyncio.sleep(0.01)
+                await run.driver.park()
+            run.publish()
+        await run.driver.close()
+        return batches
+
+    batches = asyncio.run(steps())
+    if run.config.complete_fraction == 1:
+        assert all(len(batch) == 2 for batch in batches)
+    assert all(group.group_id % 2 == 0 for batch in batches for group in batch)
+    filtered = [e.group.group_id for e in run.events if e.reason is DropReason.FILTERED]
+    assert filtered and all(i % 2 == 1 for i in filtered)
+    assert all(e.group.group_id % 2 == 0 for e in run.events if e.kind is EventKind.READY)
+    run.ledger.check(run.cache)
+    metrics = run.ledger.metrics(run.cache)
+    hard = sum(i % 3 == 0 for i in filtered)
+    assert (metrics["filtered/hard/groups"], metrics["filtered/easy/groups"]) == (hard, len(filtered) - hard)
+    assert metrics["dropped/filtered/groups"] == len(filtered) and metrics["dropped/filtered/tokens"] > 0
+    assert set(released) >= {f"{i}-0" for i in filtered}
+
+
+def test_a_restarted_run_filters_the_same_groups() -> None:
+    straight = Run(group_filter=odd_ones, **PARTIAL)
+    expected = straight.steps(8)
+    stopped = Run(group_filter=odd_ones, **PARTIAL)
+    stopped.steps(3)
+    resumed = Run(group_filter=odd_ones, **PARTIAL)
+    resumed.load(stopped.save())
+    for ours, theirs in zip(resumed.steps(5), expected[3:], strict=True):
+        assert_same_groups(ours, theirs)
+    assert resumed.ledger.metrics(resumed.cache) == straight.ledger.metrics(straight.cache)
+
+
+def test_the_end_of_the_tasks_is_the_end_also_where_the_last_ones_are_filtered() -> None:
+    run = Run(group_filter=lambda group: ("late", "") if group.group_id > 2 else None, num_tasks=6)
+    assert ids(run.steps(3)) == [[0, 1], [2], []]
+    assert run.ledger.filtered == {"late": 3} and not run.cache.groups
+
+
+def test_missing_rewards_come_before_filters() -> None:
+    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
+        lost = rollouts[0].group_id == 1
+        return [Reward(None, error="boom") if lost else Reward(1.0) for _ in rollouts]
+
+    run = Run(scorer=scorer, group_filter=odd_ones)
+    run.steps(2)
+    assert run.ledger.dropped[DropReason.TOO_FEW_REWARDS].groups == 1
+    assert all(e.group.group_id != 1 for e in run.events if e.reason is DropReason.FILTERED)
+
+
+def test_no_end_of_filtered_groups_ends_the_run() -> None:
+    """Run allows three steps' worth in a row, of two groups each."""
+    run = Run(group_filter=lambda group: None if group.group_id < 4 else ("all", ""))
+    run.steps(2)
+    with pytest.raises(
+        ValueError, match=r"each of the last 6 scored groups .*run: all 6\); the scores .* are \d+, \d+\."
+    ):
+        run.steps(1)
+    assert run.ledger.filtered == {"all": 6}
+    run.check()
+    again = Run(group_filter=lambda g: None)
+    again.load(run.save())
+    assert len(again.steps(1)[0]) == 2, "with other filters it goes on"
+
+
+def test_one_group_in_time_is_enough_to_go_on() -> None:
+    run = Run(alike, group_filter=lambda group: None if group.group_id % 6 == 5 else ("most", ""))
+    assert ids(run.steps(3)) == [[5, 11], [17, 23], [29, 35]]
+
+
+async def lost_if_even(rollouts: list[Rollout]) -> list[Reward]:
+    lost = rollouts[0].group_id % 2 == 0
+    return [Reward(None, error="boom") if lost else Reward(1.0) for _ in rollouts]
+
+
+def test_groups_without_rewards_in_between_do_not_reset_the_count() -> None:
+    """And filtered ones show that the rewards work: else two without any would end a run before its first step."""
+    run = Run(alike, scorer=lost_if_even, group_filter=lambda group: ("all", ""))
+    with pytest.raises(ValueError, match="each of the last 6 scored groups"):
+        run.steps(1)
+    assert run.ledger.dropped[DropReason.TOO_FEW_REWARDS].groups in (5, 6)
+
+
+def test_rewards_that_fail_later_than_a_filtered_group_get_the_patience_of_a_started_run() -> None:
+    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
+        lost = rollouts[0].group_id > 0
+        return [Reward(None, error="boom") if lost else Reward(1.0) for _ in rollouts]
+
+    run = Run(alike, scorer=scorer, group_filter=lambda group: ("all", ""))
+    with pytest.raises(ValueError, match="none of the last 8 groups"):
+        run.steps(1)
+
+
+def test_rewards_that_fail_now_and_then_are_no_dead_reward_function() -> None:
+    """A filtered group in between begins the count of failed ones anew: here 15 of 21 fail, three in a row at most."""
+
+    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
+        lost = rollouts[0].group_id % 4 > 0
+        return [Reward(None, error="boom") if lost else Reward(1.0) for _ in rollouts]
+
+    run = Run(alike, scorer=scorer, group_filter=lambda group: ("all", ""))
+    with pytest.raises(ValueError, match="each of the last 6 scored groups"):
+        run.steps(1)
+    assert run.ledger.dropped[DropReason.TOO_FEW_REWARDS].groups >= 15

@@ -1,0 +1,46 @@
+"""The user's own functions: a file is run once, and again if it was changed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rollover.functions import load_function
+
+COUNTS = "calls = []\ndef add(x):\n    calls.append(x)\n    return list(calls)\ndef seen():\n    return list(calls)\n"
+
+
+def test_functions_of_one_file_share_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(COUNTS)
+    assert load_function("mine.py:add", str(tmp_path))(1) == [1]
+    monkeypatch.chdir(tmp_path)
+    assert load_function("mine.py:add", ".")(2) == [1, 2], "the same file by another path"
+    assert load_function(f"{tmp_path / 'mine.py'}:seen", "/")() == [1, 2]
+
+
+def test_a_file_that_was_changed_is_run_again(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def f(): return 1\n")
+    assert load_function("mine.py:f", str(tmp_path))() == 1
+    file.write_text("def f(): return 23\n")
+    assert load_function("mine.py:f", str(tmp_path))() == 23
+    before = file.stat()
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+    first, second = (load_function("mine.py:f", str(tmp_path)) for _ in range(2))
+    assert first is second
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(f"def f(): return {name!r}\n")
+    assert [load_function("mine.py:f", str(tmp_path / name))() for name in ("a", "b", "a")] == ["a", "b", "a"]
+
+
+def test_a_file_that_failed_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import missing_module_of_mine\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="importing .*mine.py failed: ModuleNotFoundError"):
+            load_function("mine.py:f", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Modes, staleness, replay, re-roll, KV policies and filters together: every pair by default, all under `slow`."""
+"""Modes, staleness, replay, re-roll, filters, streaming, KV policies: every pair; all of them under `slow`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ AXES: dict[str, list[Any]] = {
     "reroll": [0, 1],
     "kv": ["recompute", "keep", "salt"],
     "filters": ["none", "groups", "both"],
+    "streaming": [0, 1],
 }
 # A reward of digits alone rarely differs between two siblings that are cut off early: some groups go, some stay.
 FILTERS: dict[str, dict[str, Any]] = {
@@ -46,6 +47,11 @@ FILTERS: dict[str, dict[str, Any]] = {
         "mask_in_baseline": False,
     },
 }
+# With streaming the reward is of one sample, so that rollouts are scored as they stop.
+EACH = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(c.isdigit() for c in solution_str) / 48
+"""
 Case = tuple[Any, ...]
 ALL: list[Case] = list(itertools.product(*AXES.values()))
 
@@ -65,8 +71,9 @@ def pairwise(cases: list[Case]) -> list[Case]:
 
 
 def recipe(folder: Path, case: Case, steps: int = 3) -> Path:
-    mode, staleness, replay, reroll, kv, filters = case
+    mode, staleness, replay, reroll, kv, filters, streaming = case
     kv_on_resume = {} if mode == "never" else {"kv_on_resume": kv}
+    (folder / "each.py").write_text(EACH)
     return runs.write(
         folder,
         steps=steps,
@@ -77,6 +84,8 @@ def recipe(folder: Path, case: Case, steps: int = 3) -> Path:
         replay={"size": replay, "max_staleness": 6} if replay else {},
         reroll={"max_groups": reroll, "start_fraction": 0.0, "failed_at_most": 0.5} if reroll else {},
         filters=FILTERS[filters],
+        rewards={"function": f"{folder / 'each.py'}:compute_score"} if streaming else {},
+        train={"streaming_min_groups": streaming},
         checkpoint={"every_steps": 1, "keep": 1, "save_final_model": False},
         watchdog={"rollout_timeout_s": 60.0},
     )  # fmt: skip

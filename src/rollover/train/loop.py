@@ -158,9 +158,9 @@ class Run:
         return_freed_memory()
         num_bytes = 0
         if self.recorded is None and trainer.policy_version % self.config.train.publish_every == 0:
+            if self.config.rollout.overlap and self.config.rollout.interrupt == "never":
+                await parts.driver.drain()  # a wait for generation, which the driver counts as such
             with self._timed("weights"):
-                if self.config.rollout.overlap and self.config.rollout.interrupt == "never":
-                    await parts.driver.drain()
                 num_bytes = self._publish()
             self.chronicle.publish(trainer.policy_version)
         parts.driver.after_publish(trainer.policy_version)
@@ -256,6 +256,7 @@ class Run:
             **times,
             "time/other_s": max(0.0, step_s - sum(times.values())),
             "time/step_s": step_s,
+            **self._engine_waits(),
             "weights/bytes": num_bytes,
             "memory/peak_rss_bytes": peak_rss_bytes(),
         }
@@ -264,6 +265,13 @@ class Run:
     def _engine_growth(self) -> dict[str, float]:
         """Growth of the engine's counters since the last call."""
         return {key: self._since_last(key, value) for key, value in self.parts.engine.stats().items()}
+
+    def _engine_waits(self) -> dict[str, float]:
+        """The engine's side of the waiting: in this step, and with rollout.overlap only."""
+        idle = self.parts.driver.idle_s()
+        if not self.config.rollout.overlap or self.recorded is not None:
+            return {}
+        return {f"wait/engine_for_{whom}_s": self._since_last(f"idle/{whom}", s) for whom, s in idle.items()}
 
     def _owners_counters(self) -> dict[str, float]:
         """Counters and gauges of engine, rewards and watchdog; counters go on where a resumed run had ended."""

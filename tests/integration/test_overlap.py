@@ -34,6 +34,11 @@ def train(folder: Path, *, steps: int = 6, **tables: Any) -> list[dict[str, floa
     for row in rows:
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
         assert row["staleness/max"] <= row["staleness/bound"]
+        times = {key: value for key, value in row.items() if key.startswith("time/")}
+        step_s = times.pop("time/step_s")
+        assert sum(times.values()) <= step_s + 1e-6, f"a second is counted twice: {times} of {step_s}"
+        waits = [value for key, value in row.items() if key.startswith("wait/")]
+        assert len(waits) == 2 * bool(tables["rollout"].get("overlap")) and all(0 <= s <= step_s for s in waits)
     return rows
 
 

@@ -6,7 +6,8 @@
     weights    a file in memory    tensors at fixed offsets, copied once into it and once out of it; nothing is pickled
 
 Owns the process, the file and the calls under way. A process that dies is started again with the last weights, and
-what it was asked is asked again: a rollout loses the tokens of its current `extend`, nothing else.
+what it was asked is asked again: a rollout loses the tokens of its current `extend`, nothing else. One that hangs,
+so that it does not answer on control within watchdog.rollout_timeout_s, is killed first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -191,9 +193,14 @@ class ProcessEngine:
         self._unsent = []
 
     def _ask(self, op: str, **values: Any) -> dict[str, Any]:
-        """The answer, after the current decode step. ConnectionError if the process is gone."""
+        """The answer, after the current decode step. ConnectionError if the process is gone, or hangs and is killed."""
         self._hello()
         self._control.sendall(json.dumps({"op": op, **values}).encode() + b"\n")
+        limit_s = self.config.watchdog.rollout_timeout_s
+        if not select.select([self._control], [], [], limit_s or None)[0]:
+            self.say(f"watchdog: the engine process has not answered for {limit_s:.3g} s: it is killed")
+            self._process.kill()
+            raise ConnectionError("the engine process did not answer")
         line = self._answers.readline()
         if not line:
             raise ConnectionError("the engine process is gone")

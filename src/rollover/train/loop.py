@@ -186,7 +186,8 @@ class Run:
         self.parts.driver.go_on(version)
         engine.use_threads(self.threads.engine)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.trainer_thread, work)
+            with self._loop_watched(self._generating):
+                return await asyncio.get_running_loop().run_in_executor(self.trainer_thread, work)
         finally:
             engine.use_threads(self.threads.engine_alone)
 
@@ -198,10 +199,9 @@ class Run:
     async def _collect(self, version: int) -> list[Group] | None:
         if self.recorded is not None:
             return self.recorded.next()
-        driver = self.parts.driver
         try:
-            with self._loop_watched(lambda: f"generating: {driver.watchdog.describe(time.monotonic())}"):
-                return await driver.collect(version)
+            with self._loop_watched(self._generating):
+                return await self.parts.driver.collect(version)
         except ValueError:  # a reward service that went down, say: what was trained so far is kept
             if version > 0:
                 await self._checkpoint()
@@ -383,6 +383,9 @@ class Run:
         self.chronicle.on_event(event)
         if event.kind is EventKind.DROP and event.reason is not None and self.config.track.rollouts:
             self.dropped.append((event.group, event.reason))
+
+    def _generating(self) -> str:
+        return f"generating: {self.parts.driver.watchdog.describe(time.monotonic())}"
 
     # Signals and clocks
 

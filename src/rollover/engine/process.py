@@ -24,13 +24,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rollover
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest, WeightLoad
 from rollover.engine.wire import request_to_json, segment_from_json
+from rollover.processes import child_command, child_environment
 from rollover.types import Segment
 
 if TYPE_CHECKING:
@@ -78,15 +77,13 @@ class ProcessEngine:
     def _spawn(self) -> None:
         """Start it. It loads the model while we do other things; `_hello` waits for it."""
         ours, theirs = socket.socketpair()
-        root = str(Path(rollover.__file__).resolve().parents[1])
-        inherited = os.environ.get("PYTHONPATH", "")
         fds = (theirs.fileno(), self._weights.fileno())
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rollover.engine.process_worker", *map(str, (os.getpid(), *fds))],
+            child_command("rollover.engine.process_worker", *fds),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=fds,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, inherited]))},
+            env=child_environment(),
             start_new_session=True,  # Ctrl-C is for the loop
         )
         theirs.close()

@@ -94,7 +94,7 @@ def test_it_samples_the_bits_that_the_embedded_engine_samples(model: Path, made:
     torch.set_num_threads(1)
     changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
     loaded = load_model(config(model).model)
-    inline = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config(model).engine, "keep")
+    inline = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config(model))
     made.append(ProcessEngine(config(model), threads=1))
     requests = [SUBJECT.request(i, SamplingParams(), max_new_tokens=12) for i in range(3)]
 

@@ -11,19 +11,8 @@ import numpy as np
 import pytest
 import runs
 import safetensors.numpy
-import torch
 
 from rollover.cli import main
-
-
-@pytest.fixture(autouse=True)
-def own_signal_handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def train(folder: Path, *, steps: int = 6, **tables: Any) -> list[dict[str, float]]:

@@ -105,4 +105,4 @@ def _of(seconds: float, step: float) -> str:
 
 
 def _number(seconds: float) -> str:
-    return f"{seconds:.1f}" if seconds < 100 else f"{seconds:.0f}"
+    return f"{seconds:.{2 if seconds < 1 else 1 if seconds < 100 else 0}f}"

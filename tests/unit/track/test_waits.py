@@ -74,6 +74,7 @@ def overlap(step: float, generate: float, score: float, trainer: float, rewards:
             "trainer", "in turns: training 150 of 200 s; overlap saves at most 24.0 s",
             "rollout.overlap with rollout.max_staleness = 1",
         ),
+        (times(0.2, 0, 0, 0.17), "trainer", "in turns: training 0.17 of 0.20 s", "a larger train.micro_batch_tokens"),
         (times(20, 1, 15, 0.5), "reward", "in turns: rewards 15.0 of 20.0 s", "more rewards.num_workers"),
         (times(20, 0.9, 0, 19), "trainer", "in turns: training 19.0 of 20.0 s", "a larger train.micro_batch_tokens"),
         (times(20, 19, 0, 1), "generation", "in turns: generation 19.0 of 20.0 s",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,27 @@ class Segment:
 
     def __len__(self) -> int:
         return self.num_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """All but its two arrays, as JSON can hold it."""
+        return {
+            "policy_version": self.policy_version,
+            "sampling": asdict(self.sampling),
+            "stop_reason": self.stop_reason.value,
+            "trainable": self.trainable,
+        }
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any], token_ids: np.ndarray, logprobs: np.ndarray) -> Segment:
+        """The segment that `to_json` was asked of, with its arrays."""
+        return cls(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            policy_version=saved["policy_version"],
+            sampling=SamplingParams(**saved["sampling"]),
+            stop_reason=StopReason(saved["stop_reason"]),
+            trainable=saved["trainable"],
+        )
 
 
 @dataclass(frozen=True, slots=True)

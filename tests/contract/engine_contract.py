@@ -276,7 +276,7 @@ async def check_release_and_stats(subject: Subject) -> None:
     engine = subject.make_engine()
     before = engine.stats()
     assert before.keys() >= STATS
-    await engine.extend(subject.request())
+    tokens = tokens_of(await engine.extend(subject.request()))
     engine.release(["0-0", "no such rollout"])
     engine.release(["0-0"])
     after = engine.stats()
@@ -284,6 +284,10 @@ async def check_release_and_stats(subject: Subject) -> None:
     assert after["engine/prefill_tokens"] >= before["engine/prefill_tokens"] + len(subject.prompts[0]) - 1
     assert after["engine/decode_steps"] > before["engine/decode_steps"]
     assert all(after[k] >= before[k] for k in STATS - {"kv/bytes"}), "counters never go down"
+    await engine.extend(subject.request(rollout_id="9-0", generated_ids=tuple(tokens[:1]), max_new_tokens=1))
+    again = engine.stats()
+    assert again["engine/prefill_tokens"] == after["engine/prefill_tokens"], "prefilled again: not for the first time"
+    assert again["engine/reprefill_tokens"] >= after["engine/reprefill_tokens"] + len(subject.prompts[0])
     await engine.close()
 
 

@@ -94,7 +94,7 @@ def test_it_samples_the_bits_that_the_embedded_engine_samples(model: Path, made:
     torch.set_num_threads(1)
     changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
     loaded = load_model(config(model).model)
-    inline = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config(model).engine, "keep")
+    inline = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config(model))
     made.append(ProcessEngine(config(model), threads=1))
     requests = [SUBJECT.request(i, SamplingParams(), max_new_tokens=12) for i in range(3)]
 
@@ -134,6 +134,35 @@ def test_a_process_that_dies_is_started_again_with_the_last_weights(model: Path,
     (once,), (again,) = asyncio.run(run(False)), asyncio.run(run(True))
     np.testing.assert_array_equal(once.token_ids, again.token_ids)
     assert again.policy_version == 5 and len(said) == 1 and "started again, and 1 rollouts go on" in said[0]
+
+
+def test_a_process_that_hangs_is_killed_and_started_again(model: Path, made: list[ProcessEngine]) -> None:
+    """It is stopped, not dead: it answers nothing, and nothing tells its parent."""
+    said: list[str] = []
+    request = SUBJECT.request(0, SamplingParams(), max_new_tokens=400)
+    limits = config(model).watchdog.model_copy(update={"rollout_timeout_s": 1.0})
+
+    async def run(stop: bool) -> list:
+        engine = ProcessEngine(config(model).model_copy(update={"watchdog": limits}), threads=1, say=said.append)
+        made.append(engine)
+        await engine.extend(SUBJECT.request(1, max_new_tokens=2))
+        work = asyncio.ensure_future(engine.extend(request))
+        if stop:
+            while not any(map(len, engine.progress([request.rollout_id]).get(request.rollout_id, []))):
+                await asyncio.sleep(0.01)
+            os.kill(engine._process.pid, signal.SIGSTOP)
+            before = time.monotonic()
+            engine.progress([request.rollout_id])  # as the watchdog does
+            assert 1 <= time.monotonic() - before < 10
+        segments = await asyncio.wait_for(work, 120)
+        assert engine.stats()["engine/restarts"] == stop
+        await engine.close()
+        return segments
+
+    (once,), (again,) = asyncio.run(run(False)), asyncio.run(run(True))
+    np.testing.assert_array_equal(once.token_ids, again.token_ids)
+    assert len(said) == 2 and said[0] == "watchdog: the engine process has not answered for 1 s: it is killed"
+    assert "exit code -9" in said[1] and "1 rollouts go on" in said[1]
 
 
 def test_an_extend_made_while_it_is_started_again_waits_for_the_last_weights(model: Path, made: list) -> None:

@@ -31,14 +31,6 @@ MODES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_signal_handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def recipe(
     folder: Path, filters: dict[str, Any], rollout: dict[str, Any], reward: str = FIRST_IS_A_DIGIT, steps: int = 4
 ) -> Path:

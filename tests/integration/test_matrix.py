@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import runs
-import torch
 
 from rollover.cli import main
 from rollover.config.load import ConfigError, load_config
@@ -104,16 +103,6 @@ def check(folder: Path, steps: int) -> None:
         assert row.get("staleness/replayed_max", 0) <= 6
     trained = [r["rollout_id"] for r in runs.records(folder / "run") if r["outcome"] == "trained"]
     assert len(trained) == len(set(trained)) == steps * 4
-
-
-@pytest.fixture(autouse=True)
-def own_signal_handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def name(case: Case) -> str:

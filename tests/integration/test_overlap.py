@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,8 @@ import numpy as np
 import pytest
 import runs
 import safetensors.numpy
-import torch
 
 from rollover.cli import main
-
-
-@pytest.fixture(autouse=True)
-def own_signal_handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def train(folder: Path, *, steps: int = 6, **tables: Any) -> list[dict[str, float]]:
@@ -34,6 +24,11 @@ def train(folder: Path, *, steps: int = 6, **tables: Any) -> list[dict[str, floa
     for row in rows:
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
         assert row["staleness/max"] <= row["staleness/bound"]
+        times = {key: value for key, value in row.items() if key.startswith("time/")}
+        step_s = times.pop("time/step_s")
+        assert sum(times.values()) <= step_s + 1e-6, f"a second is counted twice: {times} of {step_s}"
+        waits = [value for key, value in row.items() if key.startswith("wait/")]
+        assert len(waits) == 2 * bool(tables["rollout"].get("overlap")) and all(0 <= s <= step_s for s in waits)
     return rows
 
 
@@ -68,13 +63,17 @@ def test_at_staleness_0_it_is_synchronous_training(tmp_path: Path, process: bool
 
 @pytest.mark.parametrize("process", [False, True])
 @pytest.mark.parametrize("interrupt", ["never", "on_weight_update"])
-def test_generation_goes_on_while_the_trainer_trains(tmp_path: Path, process: bool, interrupt: str) -> None:
+def test_generation_goes_on_while_the_trainer_trains(
+    tmp_path: Path, process: bool, interrupt: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = train(
         tmp_path, rollout=AHEAD | {"interrupt": interrupt}, engine={"process": process}, steps=8,
         eval={"num_tasks": 2, "every_steps": 4},
     )  # fmt: skip
     assert max(row["staleness/max"] for row in rows) == 1
     # With "never" no rollout is cut by new weights, but where a checkpoint or an evaluation parked it.
+    said = re.findall(r"(?:(?:generation|reward|trainer)-bound|balanced): the \w+ .* s\b", capsys.readouterr().out)
+    assert len(said) == 8 + 1, "each step, and the summary, say who waits for whom"
     partial = sum(row["rollouts/partial_share"] for row in rows)
     assert partial > 0 if interrupt == "on_weight_update" else partial <= 8
 

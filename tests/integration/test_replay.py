@@ -41,14 +41,6 @@ BOTH: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_signal_handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def write(folder: Path, rollout: dict[str, Any], steps: int = 12, **tables: dict[str, Any]) -> Path:
     small = {"max_new_tokens": 12, "stop": ["x", "q"]}
     recipe = runs.write(folder, steps=steps, rollout=small | rollout, **tables)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import runs
 import safetensors.numpy
-import torch
 
 from rollover.cli import main
 from rollover.config.load import ConfigError, load_config
@@ -28,16 +27,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 '''
 SYNC = {"in_flight_groups": None, "interrupt": "never", "max_staleness": None}
 FULLY_ASYNC = {"overlap": True, "interrupt": "on_weight_update", "in_flight_groups": 6, "max_staleness": 1}
-
-
-@pytest.fixture(autouse=True)
-def own_signal_handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def recipe(folder: Path, **tables: Any) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rollover import cli
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rewards.client import RewardWorker
 from rollover.track.metrics import validate
+from rollover.train.trainer import Trainer
 
 LIMITS = {"rollout_timeout_s": 0.4, "grace_s": 0.1, "reward_timeout_s": 0.2, "weights_timeout_s": 0.2}
 
@@ -108,3 +110,31 @@ def test_what_hangs_is_named_and_the_run_goes_on(
     assert code == 0 and "watchdog: " not in text
     row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert row["step"] == 5 and row["watchdog/redispatched"] == 2, "counters go on where they were"
+
+
+def test_an_engine_that_holds_up_the_loop_while_the_trainer_trains_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, slept = threading.Event(), threading.Event()
+    train_step, step = Trainer.train_step, EmbeddedEngine.step
+
+    def train_step_(self, batch):
+        training.set()
+        assert slept.wait(60), "nothing was generated while the trainer trained"
+        return train_step(self, batch)
+
+    def step_(self) -> None:
+        if training.is_set() and not slept.is_set():
+            time.sleep(1)
+            slept.set()
+        step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step_)
+    monkeypatch.setattr(EmbeddedEngine, "step", step_)
+    recipe = runs.write(
+        tmp_path, steps=2, watchdog=LIMITS,
+        rollout={"overlap": True, "interrupt": "on_weight_update", "in_flight_groups": 6, "max_staleness": 1},
+    )  # fmt: skip
+    code, text = run(capsys, "train", recipe)
+    assert code == 0, text
+    assert re.search(r"watchdog: the event loop has stood still for \S+ s while generating: rollout", text), text

@@ -6,7 +6,8 @@
     weights    a file in memory    tensors at fixed offsets, copied once into it and once out of it; nothing is pickled
 
 Owns the process, the file and the calls under way. A process that dies is started again with the last weights, and
-what it was asked is asked again: a rollout loses the tokens of its current `extend`, nothing else.
+what it was asked is asked again: a rollout loses the tokens of its current `extend`, nothing else. One that hangs,
+so that it does not answer on control within watchdog.rollout_timeout_s, is killed first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -22,13 +24,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rollover
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest, WeightLoad
 from rollover.engine.wire import request_to_json, segment_from_json
+from rollover.processes import child_command, child_environment
 from rollover.types import Segment
 
 if TYPE_CHECKING:
@@ -76,15 +77,13 @@ class ProcessEngine:
     def _spawn(self) -> None:
         """Start it. It loads the model while we do other things; `_hello` waits for it."""
         ours, theirs = socket.socketpair()
-        root = str(Path(rollover.__file__).resolve().parents[1])
-        inherited = os.environ.get("PYTHONPATH", "")
         fds = (theirs.fileno(), self._weights.fileno())
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rollover.engine.process_worker", *map(str, (os.getpid(), *fds))],
+            child_command("rollover.engine.process_worker", *fds),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=fds,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, inherited]))},
+            env=child_environment(),
             start_new_session=True,  # Ctrl-C is for the loop
         )
         theirs.close()
@@ -191,9 +190,14 @@ class ProcessEngine:
         self._unsent = []
 
     def _ask(self, op: str, **values: Any) -> dict[str, Any]:
-        """The answer, after the current decode step. ConnectionError if the process is gone."""
+        """The answer, after the current decode step. ConnectionError if the process is gone, or hangs and is killed."""
         self._hello()
         self._control.sendall(json.dumps({"op": op, **values}).encode() + b"\n")
+        limit_s = self.config.watchdog.rollout_timeout_s
+        if not select.select([self._control], [], [], limit_s or None)[0]:
+            self.say(f"watchdog: the engine process has not answered for {limit_s:.3g} s: it is killed")
+            self._process.kill()
+            raise ConnectionError("the engine process did not answer")
         line = self._answers.readline()
         if not line:
             raise ConnectionError("the engine process is gone")

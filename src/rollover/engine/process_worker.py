@@ -41,7 +41,7 @@ def main() -> None:
         # Aligned as the trainer's process has them: from a mapped file they are not, and some matmuls then round
         # otherwise.
         parameter.data = parameter.data.clone()
-    engine = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config.engine, config.rollout.kv_on_resume)
+    engine = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config)
     _answer(control, {"max_tokens": engine.max_tokens, "kv_bytes_per_token": engine.kv_bytes_per_token})
     asyncio.run(_Worker(engine, control, reader, weights_fd, replies).serve())
 
@@ -95,10 +95,10 @@ class _Worker:
         message = json.loads(line)
         match message["op"]:
             case "load":
-                done = self.engine.load_weights(message["version"], self._tensors(message["tensors"]))
-                _answer(self.control, {"num_bytes": done.num_bytes, "seconds": done.seconds})
+                self.engine.load_weights(message["version"], self._tensors(message["tensors"]))
+                _answer(self.control, {})
             case "threads":
-                torch.set_num_threads(message["num"])
+                self.engine.use_threads(message["num"])
                 _answer(self.control, {})
             case "progress":
                 found = self.engine.progress(message["ids"])

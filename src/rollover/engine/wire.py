@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rollover.engine.protocol import ExtendRequest
-from rollover.types import SamplingParams, Segment, StopReason
+from rollover.types import SamplingParams, Segment
 
 
 def request_to_json(request: ExtendRequest) -> dict[str, Any]:
@@ -32,20 +32,9 @@ def request_from_json(data: dict[str, Any]) -> ExtendRequest:
 
 
 def segment_to_json(segment: Segment) -> dict[str, Any]:
-    return {
-        "token_ids": segment.token_ids.tolist(),
-        "logprobs": segment.logprobs.tolist(),
-        "policy_version": segment.policy_version,
-        "sampling": asdict(segment.sampling),
-        "stop_reason": segment.stop_reason.value,
-    }
+    return segment.to_json() | {"token_ids": segment.token_ids.tolist(), "logprobs": segment.logprobs.tolist()}
 
 
 def segment_from_json(data: dict[str, Any]) -> Segment:
-    return Segment(
-        token_ids=np.array(data["token_ids"], dtype=np.int32),
-        logprobs=np.array(data["logprobs"], dtype=np.float32),
-        policy_version=data["policy_version"],
-        sampling=SamplingParams(**data["sampling"]),
-        stop_reason=StopReason(data["stop_reason"]),
-    )
+    token_ids = np.array(data["token_ids"], dtype=np.int32)
+    return Segment.from_json(data, token_ids, np.array(data["logprobs"], dtype=np.float32))

@@ -15,15 +15,13 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import rollover
 from rollover.config import RewardsConfig
+from rollover.processes import child_command, child_environment
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import RETURNED_NONE, Mode
@@ -232,22 +230,12 @@ class RewardWorker:
         return None
 
     async def _start(self) -> None:
-        package_root = str(Path(rollover.__file__).resolve().parents[1])
-        inherited = os.environ.get("PYTHONPATH", "")
-        environment = {
-            "OMP_NUM_THREADS": "1",  # the trainer owns the cores
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [package_root, inherited])),
-        }
-        # -P: a json.py in the working directory must not replace the standard library's in our own imports.
-        command = [sys.executable, "-P", "-m", "rollover.rewards.worker", str(os.getpid()), self.base_dir]
         self._last_sign = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
-            *command,
-            str(int(self.config.memory_gb * 1e9)),
+            *child_command("rollover.rewards.worker", self.base_dir, int(self.config.memory_gb * 1e9)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=environment,
+            env=child_environment(OMP_NUM_THREADS="1"),  # the trainer owns the cores
             limit=_MAX_LINE_BYTES,
             # Ctrl-C is for the loop; a kill reaches what the function started. Not a session of its own: Linux shares
             # the cores between sessions first, and each worker would weigh as much as the trainer.

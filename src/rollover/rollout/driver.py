@@ -52,7 +52,8 @@ class Driver:
     waited for. `say` prints one of its lines.
 
     Attributes, cumulative: `generation_s`, seconds in which something was generated; `scoring_s`, seconds spent waiting
-    for scores alone; `scheduling_s`, the rest of `collect`: new tasks, decisions and bookkeeping.
+    for scores alone; `scheduling_s`, the rest of `collect`: new tasks, decisions and bookkeeping. `idle_s` has
+    those in which the engine waited.
     """
 
     def __init__(
@@ -76,6 +77,9 @@ class Driver:
         self.generation_s = 0.0
         self.scoring_s = 0.0
         self.scheduling_s = 0.0
+        self._idle_s = {"trainer": 0.0, "rewards": 0.0}
+        self._idle_for: str | None = None
+        self._idle_since = 0.0
         self.stream_ended = False
         self._sampling = SamplingParams(config.temperature, config.top_p, config.top_k, config.min_p)
         self._stop_token_ids = frozenset(stop_token_ids) | frozenset(config.stop_token_ids)
@@ -138,6 +142,7 @@ class Driver:
         await self._halt()
         while self._extends and not self._stop_requested:
             await self._wait_for_some()
+        self._count_idle("trainer")
 
     async def park(self) -> None:
         """Interrupt everything and wait for it and its scores: for a snapshot, or for other work of the engine."""
@@ -166,6 +171,15 @@ class Driver:
         if self._watcher is not None:
             self._watcher.cancel()  # ends a wait for what hangs
 
+    def idle_s(self) -> dict[str, float]:
+        """Seconds, cumulative and up to now, in which the engine ran nothing while nobody waited for it (`go_on`).
+
+        "trainer": nothing was in flight, and nothing may start before the trainer has trained or published;
+        "rewards": only scorings were in flight.
+        """
+        self._count_idle(self._idle_for)
+        return dict(self._idle_s)
+
     # Carrying out decisions
 
     def _begin(self, version: int) -> None:
@@ -179,6 +193,7 @@ class Driver:
 
     async def _halt(self) -> None:
         """End what `go_on` began: its rollouts run on, but nothing is started or handled. Its error is raised."""
+        self._count_idle(None)
         try:
             meanwhile = await self._end_meanwhile()
             if meanwhile is not None and not meanwhile.cancelled():
@@ -207,6 +222,7 @@ class Driver:
                 self._start(version)
             await asyncio.sleep(0)  # the extensions just made begin here: an interruption reaches only what has begun
             if not until_enough and not self._extends and not self._scorings:
+                self._count_idle("trainer")
                 return
             await self._wait_for_some()
 
@@ -245,6 +261,7 @@ class Driver:
         pending = [*self._extends, *self._scorings]
         assert pending, "nothing runs and there is not enough for a step: the scheduler's proof is broken"
         started, generating = time.perf_counter(), bool(self._extends)
+        self._count_idle("rewards" if self._meanwhile is not None and not generating else None)
         await self._wait(pending)
         self._count_time(started, generating)
         self._handle_done()
@@ -450,6 +467,13 @@ class Driver:
             self.generation_s += seconds
         else:
             self.scoring_s += seconds
+
+    def _count_idle(self, what_for: str | None) -> None:
+        """From now on the engine is idle for `what_for`; None: it is not. What was until now is counted."""
+        now = time.perf_counter()
+        if self._idle_for is not None:
+            self._idle_s[self._idle_for] += now - self._idle_since
+        self._idle_for, self._idle_since = what_for, now
 
 
 def _now() -> float:

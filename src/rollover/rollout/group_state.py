@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 Arrays = dict[str, np.ndarray]
 
@@ -51,7 +51,8 @@ def groups_from_state(meta: Sequence[Mapping[str, Any]], arrays: Mapping[str, np
             rollout = Rollout(group.group_id, sibling, task, prompt)
             for fields in entry["segments"]:
                 cut = slice(segment_offsets[segment_index], segment_offsets[segment_index + 1])
-                rollout.add(_segment_from_json(fields, arrays["token_ids"][cut], arrays["logprobs"][cut]))
+                token_ids = arrays["token_ids"][cut].astype(np.int32)
+                rollout.add(Segment.from_json(fields, token_ids, arrays["logprobs"][cut].astype(np.float32)))
                 segment_index += 1
             rollout.state = RolloutState(entry["state"])
             rollout.stop_reason = None if entry["stop_reason"] is None else StopReason(entry["stop_reason"])
@@ -85,24 +86,5 @@ def _rollout_to_json(rollout: Rollout) -> dict[str, Any]:
         "state": state.value,
         "stop_reason": None if rollout.stop_reason is None else rollout.stop_reason.value,
         "reward": None if rollout.reward is None else asdict(rollout.reward),
-        "segments": [
-            {
-                "policy_version": s.policy_version,
-                "sampling": asdict(s.sampling),
-                "stop_reason": s.stop_reason.value,
-                "trainable": s.trainable,
-            }
-            for s in rollout.segments
-        ],
+        "segments": [s.to_json() for s in rollout.segments],
     }
-
-
-def _segment_from_json(fields: dict[str, Any], token_ids: np.ndarray, logprobs: np.ndarray) -> Segment:
-    return Segment(
-        token_ids=token_ids.astype(np.int32),
-        logprobs=logprobs.astype(np.float32),
-        policy_version=fields["policy_version"],
-        sampling=SamplingParams(**fields["sampling"]),
-        stop_reason=StopReason(fields["stop_reason"]),
-        trainable=fields["trainable"],
-    )

@@ -20,6 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollover.track.waits import Verdict, verdict
+
 Mode = Literal["auto", "rich", "plain", "off"]
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -107,6 +109,7 @@ class LiveView:
         self._phase = "starting"
         self._phase_start = clock()
         self._row: Mapping[str, float | int | None] = {}
+        self._verdict: Verdict | None = None
         self._rewards: deque[float] = deque(maxlen=512)
         self._trend: float | None = None
         self._previous_trend: float | None = None
@@ -139,7 +142,7 @@ class LiveView:
 
     def update(self, row: Mapping[str, float | int | None]) -> None:
         """A step is done: its metrics row."""
-        self._row = row
+        self._row, self._verdict = row, verdict(row)
         reward = row.get("reward/mean")
         if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
@@ -187,6 +190,7 @@ class LiveView:
             f"staleness {self._staleness()}",
             f"resumed {count(self._get('rollouts/resumed'))} partial {percent(self._get('rollouts/partial_share'))}",
             split,
+            self._verdict.text if self._verdict is not None else _DASH,
             f"{decimal(self._get('time/step_s'), 1)} s",
             f"ETA {duration(self.eta_s)}",
         ]
@@ -206,6 +210,10 @@ class LiveView:
         rows.add_row("tokens", self._tokens())
         rows.add_row("staleness", self._partial())
         rows.add_row("time", self._time())
+        if self._verdict is not None:
+            rows.add_row("waits", Text(self._verdict.text))
+            if self._verdict.advice:
+                rows.add_row("try", Text(self._verdict.advice))
         title = Text.assemble(("rollover", "bold"), f"  {self._title}" if self._title else "")
         return Panel(Group(self._progress(), Text(), rows), title=title, title_align="left", width=min(width, 120))
 

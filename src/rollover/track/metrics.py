@@ -213,14 +213,28 @@ METRICS: list[Metric] = [
     ),
     # Time
     Metric("time/step_s", "sum", "s", "Wall-clock time of the step; the other time/ keys add up to it."),
-    Metric("time/generate_s", "sum", "s", "Time in which the loop waited for generation."),
-    Metric("time/score_s", "sum", "s", "Time in which the loop waited for rewards only."),
+    Metric("time/generate_s", "sum", "s", "Time in which the trainer waited for generation."),
+    Metric("time/score_s", "sum", "s", "Time in which the trainer waited for rewards only."),
     Metric("time/schedule_s", "sum", "s", "New tasks, the scheduler's decisions and the bookkeeping of rollouts."),
     Metric("time/train_s", "sum", "s", "Proximal log-probs, forward, backward and optimizer."),
     Metric("time/weights_s", "sum", "s", "Handing the new weights to the engine."),
     Metric("time/checkpoint_s", "sum", "s", "Writing checkpoints."),
     Metric("time/eval_s", "sum", "s", "Evaluation between steps."),
     Metric("time/other_s", "sum", "s", "The rest of the step."),
+    Metric(
+        "wait/engine_for_trainer_s",
+        "sum",
+        "s",
+        "With rollout.overlap: time in which the engine was idle, since nothing may start before the trainer has"
+        " trained or handed over new weights. What the trainer waited for is in time/generate_s and time/score_s.",
+    ),
+    Metric(
+        "wait/engine_for_rewards_s",
+        "sum",
+        "s",
+        "With rollout.overlap: time in which the engine was idle while the trainer worked, and only rewards were under"
+        " way.",
+    ),
     Metric(
         "speed/generated_tokens_per_s",
         "rate",

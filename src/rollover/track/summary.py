@@ -15,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rollover.track.live import count, decimal, duration, percent
+from rollover.track.metrics import aggregate
+from rollover.track.waits import Verdict, verdict
 
 _DROPPED_TOKENS = re.compile(r"dropped/(.+)/tokens")
 _MAX_ANSWER_CHARS = 400
@@ -38,8 +40,8 @@ class RunSummary:
 
     `eval_before`, `eval_after`: {"mean", "ci": [low, high], "pass@1", ..., "sources": {name: the same}} or None.
     `last_row`: the last metrics row (the waste report is read from its cumulative counters). `time_s`: seconds by
-    phase. `partial_share`: share of all trained rollouts with segments of >= 2 policy versions. `paths`: by label.
-    `resume_command` is shown if the run can go on.
+    phase. `waits`: who waited for whom, over all steps. `partial_share`: share of all trained rollouts with segments of
+    >= 2 policy versions. `paths`: by label. `resume_command` is shown if the run can go on.
     """
 
     title: str
@@ -50,6 +52,7 @@ class RunSummary:
     last_row: Mapping[str, float | int | None] = field(default_factory=dict)
     partial_share: float | None = None
     time_s: Mapping[str, float] = field(default_factory=dict)
+    waits: Verdict | None = None
     paths: Mapping[str, str] = field(default_factory=dict)
     resume_command: str = ""
 
@@ -78,6 +81,7 @@ def run_summary(
         last_row=rows[-1] if rows else {},
         partial_share=partial / consumed[-1] if consumed[-1] else None,
         time_s={phase: seconds for phase, seconds in time_s.items() if seconds > 0},
+        waits=verdict(aggregate({k: v for k, v in row.items() if k.startswith(("time/", "wait/"))} for row in rows)),
         paths=paths,
     )
 
@@ -101,6 +105,9 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
             _print_table(console, title, header, rows, plain or title == "Files")
         if title == "Held-out tasks":
             _print_samples(console, summary.samples, plain)
+        if title == "Time" and summary.waits is not None:
+            hint = f" (try {summary.waits.advice})" if summary.waits.advice else ""
+            _print(console, Text(f"  {summary.waits.text}{hint}"))
     if summary.resume_command:
         _print(console, Text(f"\nTo go on: {summary.resume_command}"))
 

@@ -162,9 +162,9 @@ class Run:
         return_freed_memory()
         num_bytes = 0
         if not self.recorded and trainer.policy_version % self.config.train.publish_every == 0:
+            if self.config.rollout.overlap and self.config.rollout.interrupt == "never":
+                await parts.driver.drain()  # a wait for generation, which the driver counts as such
             with self._timed("weights"):
-                if self.config.rollout.overlap and self.config.rollout.interrupt == "never":
-                    await parts.driver.drain()
                 num_bytes = self._publish()
             self.chronicle.publish(trainer.policy_version)
         parts.driver.after_publish(trainer.policy_version)
@@ -187,7 +187,8 @@ class Run:
         if not self.config.rollout.overlap or not isinstance(self.producer, Generation):
             return work()
         self.parts.driver.go_on(version)
-        return await self._beside_generation(work)
+        with self._loop_watched(self._generating):
+            return await self._beside_generation(work)
 
     async def _quiesce(self) -> None:
         """Park what is in flight, if anything is: a snapshot is a cut at which nothing runs."""
@@ -208,12 +209,11 @@ class Run:
         return Generation(self._collect)
 
     async def _collect(self, version: int) -> list[Group] | None:
-        driver = self.parts.driver
         try:
-            with self._loop_watched(lambda: f"generating: {driver.watchdog.describe(time.monotonic())}"):
+            with self._loop_watched(self._generating):
                 if self.config.train.streaming_min_groups:
                     return await self._collect_streaming(version)
-                return await driver.collect(version)
+                return await self.parts.driver.collect(version)
         except ValueError:  # a reward service that went down, say: what was trained so far is kept
             if version > 0:
                 await self._checkpoint()
@@ -288,6 +288,7 @@ class Run:
             **times,
             "time/other_s": max(0.0, step_s - sum(times.values())),
             "time/step_s": step_s,
+            **self._engine_waits(),
             "weights/bytes": num_bytes,
             "memory/peak_rss_bytes": peak_rss_bytes(),
         }
@@ -296,6 +297,13 @@ class Run:
     def _engine_growth(self) -> dict[str, float]:
         """Growth of the engine's counters since the last call."""
         return {key: self._since_last(key, value) for key, value in self.parts.engine.stats().items()}
+
+    def _engine_waits(self) -> dict[str, float]:
+        """The engine's side of the waiting: in this step, and with rollout.overlap only."""
+        idle = self.parts.driver.idle_s()
+        if not self.config.rollout.overlap or self.recorded is not None:
+            return {}
+        return {f"wait/engine_for_{whom}_s": self._since_last(f"idle/{whom}", s) for whom, s in idle.items()}
 
     def _owners_counters(self) -> dict[str, float]:
         """Counters and gauges of engine, rewards and watchdog; counters go on where a resumed run had ended."""
@@ -407,6 +415,9 @@ class Run:
             self.parts.reuse.on_filtered(event.group)
         if event.kind is EventKind.DROP and event.reason is not None and self.config.track.rollouts:
             self.dropped.append((event.group, event.reason))
+
+    def _generating(self) -> str:
+        return f"generating: {self.parts.driver.watchdog.describe(time.monotonic())}"
 
     # Signals and clocks
 

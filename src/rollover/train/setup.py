@@ -44,12 +44,7 @@ def embedded_engine(loaded: LoadedModel, config: Config) -> EmbeddedEngine:
     """An engine over its own copy of the weights in compute dtype; `loaded` is left as it is."""
     model = copy.deepcopy(loaded.model)
     cast_parameters(model, dtype_of(config))
-    return engine_over(model, loaded.tokenizer, config)
-
-
-def engine_over(model: Any, tokenizer: Any, config: Config) -> EmbeddedEngine:
-    """An engine that takes `model`, in compute dtype, for its own."""
-    return EmbeddedEngine.over(model, tokenizer, config.engine, config.rollout.kv_on_resume)
+    return EmbeddedEngine.over(model, loaded.tokenizer, config)
 
 
 def cores() -> int:
@@ -144,7 +139,7 @@ class EvalParts:
         return cls(
             config=config,
             tokenizer=loaded.tokenizer,
-            engine=engine_over(loaded.model, loaded.tokenizer, config),
+            engine=EmbeddedEngine.over(loaded.model, loaded.tokenizer, config),
             rewarder=RewardPool(config.rewards) if with_rewards else None,
             stop_token_ids=stop_token_ids(loaded, []),
         )

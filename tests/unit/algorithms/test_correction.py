@@ -20,6 +20,7 @@ from rollover.algorithms.correction import (
     rejection_mask,
 )
 from rollover.algorithms.loss import policy_loss
+from unit.algorithms.correction_rows import BEHAVIOR, MASK, PROXIMAL, random_batch
 
 WEIGHING = [
     "token_truncate", "token_mask", "icepop", "segment_truncate", "segment_mask", "sequence_truncate", "sequence_mask"
@@ -27,10 +28,6 @@ WEIGHING = [
 MODES = [*WEIGHING, "geometric_mask"]
 KINDS = ["k1", "k2", "k3"]
 LEVELS = ["token", "sequence_sum", "sequence_mean", "sequence_max"]
-# Ratios 3, 0.5, 1 and (second row) 0.1, 2; the last position of row two is no loss token.
-PROXIMAL = torch.tensor([[3.0, 0.5, 1.0], [0.1, 2.0, 7.0]]).log()
-BEHAVIOR = torch.zeros(2, 3)
-MASK = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
 VERSIONS = torch.tensor([[4, 4, 5], [5, 6, 9]])
 
 
@@ -38,16 +35,6 @@ def weigh(proximal, behavior, mask, *, mode, cap=2.0, floor=None, versions=VERSI
     return importance_weights(
         proximal, behavior, mask, mode=mode, cap=cap, floor=floor, versions_BT=versions if "segment" in mode else None
     )
-
-
-def random_batch(seed: int, rows: int = 5, tokens: int = 7):
-    """(proximal, behavior, mask, versions): ragged, with tokens that are no loss tokens inside, and one empty row."""
-    generator = torch.Generator().manual_seed(seed)
-    proximal, behavior = (-3 * torch.rand(rows, tokens, generator=generator) for _ in range(2))
-    mask = torch.rand(rows, tokens, generator=generator) < 0.7
-    mask[0] = False
-    versions = torch.randint(0, 3, (rows, tokens), generator=generator).sort(-1).values
-    return proximal, behavior, mask, versions
 
 
 @pytest.mark.parametrize(

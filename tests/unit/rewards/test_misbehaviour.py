@@ -78,10 +78,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "functions.py").write_text(FUNCTIONS)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def group(texts, name, task_id="t"):

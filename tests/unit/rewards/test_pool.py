@@ -13,6 +13,7 @@ from rollover.rewards.client import RewardProbeError, RewardWorker
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Task
+from unit.rewards.children import alive, wait_until_dead
 
 FUNCTIONS = """
 import asyncio, os, signal, threading, time
@@ -91,11 +92,7 @@ judge = Judge()
 """
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "functions.py").write_text(FUNCTIONS)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def group(texts, name="one", task_id="t"):
@@ -125,21 +122,6 @@ def score(*groups, **options):
 
 def scores(rewards):
     return [r.score for r in rewards]
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition, limit_s=10.0):
-    deadline = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 # Who scores what
@@ -294,7 +276,12 @@ def test_a_request_that_the_worker_does_not_read_ends_at_the_limit():
 
 
 @pytest.mark.parametrize(
-    ("name", "groups"), [("one", [["alarm", "sleep 1.2"]]), ("together", [["alarm"], ["sleep 1.2"]])]
+    ("name", "groups"),
+    [
+        ("one", [["alarm", "sleep 1.2"]]),
+        ("together", [["alarm"], ["sleep 1.2"]]),
+        ("batch", [["alarm"], ["sleep 1.2"]]),
+    ],
 )
 def test_a_pending_alarm_does_not_end_a_later_call(name, groups):
     rewards, counted = score(*(group(texts, name) for texts in groups))
@@ -375,7 +362,7 @@ def test_neither_a_probe_nor_an_import_that_hangs_is_held_against_a_task(folder)
 
     async def run():
         async with pool_of(1, quarantine_after=1, startup_timeout_s=2.0) as pool:
-            with pytest.raises(RewardProbeError, match="timeout"):
+            with pytest.raises(RewardProbeError, match="timeout after 2 s"):
                 await pool.probe(Task("t", "s", "slow.py:f", prompt="p"))
             with pytest.raises(RewardProbeError, match="quarantine|exit code 3"):
                 await pool.probe(Task("t", "s", "functions.py:exits", prompt="p"))
@@ -491,4 +478,4 @@ def test_close_ends_every_worker():
             return pids
 
     pids = asyncio.run(run())
-    assert wait_until(lambda: not any(map(alive, pids)))
+    assert wait_until_dead(pids)

@@ -87,9 +87,21 @@ def test_panel_shows_everything_within_the_width(width: int) -> None:
         "resumed 14",
         "partial 22%",
         "generate 62%  score 3%  train 30%  weights 2%  other 3%",
+        "in turns: generation 6.2 of 10.0 s; overlap saves at most 3.3 s",
+        "rollout.overlap with rollout.max_staleness = 1",
     ):
         assert part in text, part
     assert "…" not in text, "something was cut off"
+
+
+@pytest.mark.parametrize("waits", [(80.0, 0.0, 9.0, 0.0), (80.0, 0.0, 11.0, 0.0), (1.0, 80.0, 0.0, 9.0)])
+def test_the_longest_verdicts_fit_80_columns(waits: tuple[float, ...]) -> None:
+    keys = ("time/generate_s", "time/score_s", "wait/engine_for_trainer_s", "wait/engine_for_rewards_s")
+    console = rich_console(80)
+    view = LiveView("rich", 100, "demo", console)
+    view.update({**ROW, "time/step_s": 99.9, **dict(zip(keys, waits, strict=True))})
+    text = "\n".join(panel(view, console))
+    assert "-bound: the trainer waited 80.0 of 99.9 s for r" in text and "try " in text and "…" not in text
 
 
 @pytest.mark.parametrize("width", [40, 80])
@@ -132,7 +144,7 @@ def test_plain_is_one_line_a_step() -> None:
     assert lines[1] == (
         "step 12/100 | reward 0.412 (trend 0.482) | 812 tok/s | generated 1.23M trained 1.1M dropped 4,567 held 130k"
         " | staleness 2/3 | resumed 14 partial 22% | generate 62% score 3% train 30% weights 2% other 3%"
-        " | 10.0 s | ETA 14:40"
+        " | in turns: generation 6.2 of 10.0 s; overlap saves at most 3.3 s | 10.0 s | ETA 14:40"
     )
     assert lines[1].isascii()
     assert lines[2] == "a [bold]message[/bold] " + "x" * 100
@@ -142,6 +154,7 @@ def test_plain_line_of_an_empty_row() -> None:
     console = plain_console()
     LiveView("plain", 5, console=console).update({"step": 1, "reward/mean": None, "loss": float("nan")})
     assert output(console).startswith("step 1/5 | reward - (trend -) | - tok/s |")
+    assert output(console).endswith(" | - | - | - s | ETA -\n")
 
 
 def test_auto_is_rich_on_a_terminal_that_can_show_it(monkeypatch: pytest.MonkeyPatch) -> None:

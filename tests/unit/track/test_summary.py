@@ -8,7 +8,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from rollover.track.summary import RunSummary, SampleAnswer, print_summary
+from rollover.track.summary import RunSummary, SampleAnswer, print_summary, run_summary
+from rollover.track.waits import Verdict
 
 
 def evaluation(mean: float, **more) -> dict:
@@ -35,6 +36,7 @@ FULL = RunSummary(
     },
     partial_share=0.34,
     time_s={"generate": 300.0, "score": 3.0, "train": 97.0},
+    waits=Verdict("generation", "generation-bound: 300 s", "more engine.threads"),
     paths={"model": "/runs/quickstart-1/model", "metrics": "/runs/quickstart-1/metrics.jsonl"},
     resume_command="rollover train configs/quickstart.toml --resume",
 )
@@ -74,6 +76,7 @@ def test_numbers(terminal: bool) -> None:
         "rollouts of >= 2 policy versions 34%",
         "total 6:40 100%",
         "generate 5:00 75%",
+        "generation-bound: 300 s (try more engine.threads)",
         "model /runs/quickstart-1/model",
         "To go on: rollover train configs/quickstart.toml --resume",
     ):
@@ -87,6 +90,16 @@ def test_the_accounts_add_up() -> None:
             shares[line.rsplit(" ", 2)[0]] = int(line.rsplit(" ", 1)[1].rstrip("%"))
     accounts = ("trained", "dropped: stale", "dropped: too_few_rewards", "held, unfinished or not trained")
     assert sum(shares[name] for name in accounts) == shares["generated"] == 100
+
+
+def test_the_verdict_is_on_the_sums_of_all_steps() -> None:
+    counts = {"groups/consumed": 2, "rollouts/partial_share": 0.0, "reward/mean": None}
+    first = {"time/step_s": 10.0, "time/generate_s": 8.0, "wait/engine_for_trainer_s": 0.0}
+    second = {"time/step_s": 20.0, "time/generate_s": 1.0, "wait/engine_for_trainer_s": 10.0}
+    rows = [{"step": step, **counts, **row} for step, row in enumerate((first, second), 1)]
+    waits = run_summary("run", rows, [], {}).waits
+    assert waits is not None and waits.text == "trainer-bound: the engine stood idle 10.0 of 30.0 s"
+    assert run_summary("run", [], [], {}).waits is None
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from rollover.config import EngineConfig
+from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.batcher import Batcher
 from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.runner import Chunk, Runner
@@ -79,12 +79,12 @@ class EmbeddedEngine:
         )
 
     @classmethod
-    def over(cls, model: Any, tokenizer: Any, config: EngineConfig, kv_on_resume: KVPolicy) -> EmbeddedEngine:
+    def over(cls, model: Any, tokenizer: Any, config: Config) -> EmbeddedEngine:
         """An engine that takes `model`, in compute dtype, for its own."""
         return cls(
             model.requires_grad_(False),
-            config,
-            kv_on_resume=kv_on_resume,
+            config.engine,
+            kv_on_resume=config.rollout.kv_on_resume,
             decode_text=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         )
 

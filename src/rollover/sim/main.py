@@ -79,5 +79,19 @@ def _read_run(directory: Path) -> tuple[list[list[int]], dict[str, Any]]:
     if not observed:
         raise ValueError(f"--from-run {directory}: no group was recorded (track.rollouts was off, or no step was made)")
     prompt_tokens = sum(prompts) / len(prompts)
+    values: dict[str, Any] = {"prompt_tokens": max(1, round(prompt_tokens))}
+    if _overlapped(directory):
+        print(
+            f"rollover: plan: {directory} generated while it trained: its metrics tell no speeds, only its lengths are"
+            " taken",
+            file=sys.stderr,
+        )
+        return observed, values
     rows = [json.loads(line) for line in metrics.read_bytes().splitlines()]
-    return observed, {"prompt_tokens": max(1, round(prompt_tokens)), **speeds_of_run(rows, prompt_tokens)}
+    return observed, values | speeds_of_run(rows, prompt_tokens)
+
+
+def _overlapped(directory: Path) -> bool:
+    """Whether the seconds of generation in that run's metrics are only those that the trainer waited."""
+    config = directory / "config.resolved.json"
+    return config.is_file() and json.loads(config.read_bytes())["rollout"]["overlap"]

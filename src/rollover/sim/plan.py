@@ -245,5 +245,5 @@ def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str,
         "decode_batches": [1, most],
         "decode_step_s": [base + slope, base + slope * most],
         "train_tokens_per_s": (tokens + prompts) / train_s,
-        "weight_sync_s": statistics.mean(row["time/weights_s"] for row in rows),
+        "weight_sync_s": statistics.mean([s for row in rows if (s := row["time/weights_s"])] or [0.0]),
     }

@@ -314,12 +314,12 @@ class Simulation:
                 heapq.heappush(self._scoring, (self.now + self.plan.reward_s, complete.group_id))
 
     def _segments_of(self, rollout: Rollout, num_tokens: int, reason: StopReason) -> list[Segment]:
-        """One for each version that it met since it was started."""
+        """One for each version that it met since it was started, empty where it got no token under it."""
         cuts = self._cuts.pop(rollout.rollout_id, None)
         if cuts is None:
             return [self._segment(num_tokens, self.engine_version, reason)]
         cuts[self.engine_version] = num_tokens - cuts.total()
-        *before, last = (+cuts).items()
+        *before, last = cuts.items()
         return [*(self._segment(n, version, _PAUSED) for version, n in before), self._segment(last[1], last[0], reason)]
 
     def _segment(self, num_tokens: int, version: int, reason: StopReason) -> Segment:

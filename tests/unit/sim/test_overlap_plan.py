@@ -305,6 +305,17 @@ def test_a_decode_step_under_way_goes_on_at_the_new_speed() -> None:
     assert out.slot_s == pytest.approx(8 * (10 + 10 * 12.25))
 
 
+def test_a_prefill_on_shared_devices_takes_twice_as_long_and_is_one_pass_with_what_joins_it() -> None:
+    # 4 prompts of 5 tokens: 1 s alone, 2 s here; then 9 tokens in the 20 s of training, and the last one alone.
+    out = constant(10, interrupt="never", plan={"trainers": 0, "prefill_tokens_per_s": 20})
+    assert phases(out)[3] == (0, 20, 1)
+    # 6 groups have slots: 3 s of prefill and 10 of tokens. Then the other 2 start, and as a step is taken that moment,
+    # 4 new ones with them: 3 s of prefill and 10 of tokens at half the speed.
+    plan = {"trainers": 0, "prefill_tokens_per_s": 10}
+    out = constant(50, interrupt="on_weight_update", slots=12, max_staleness=2, plan=plan)
+    assert out.steps[0].generate_s == pytest.approx(13) and out.steps[0].overlapped_s == pytest.approx(26)
+
+
 def test_weights_every_few_steps_age_by_so_many_versions() -> None:
     out = constant(25, interrupt="never", max_staleness=3, in_flight_groups=8, publish_every=2)
     # A group starts while the step before the last one before its own is trained, under weights 0 or 1 versions old.
@@ -349,6 +360,12 @@ def test_variants_generate_while_training_too_and_allow_for_the_age_of_the_weigh
     assert {v.max_staleness for v in plan.variants} == {0, 2, 4, 8}
     ahead = [v for v in plan.variants if v.max_staleness]
     assert max(v.speedup for v in ahead) > 1.1 and all(v.figures.staleness_mean > 0 for v in ahead)
+
+
+def test_variants_of_one_step_off_let_rollouts_end_under_one_version() -> None:
+    changes = [("plan.steps", "8"), ("plan.trainers", "1"), ("plan.train_tokens_per_s", "3000")]
+    plan = make_plan(load_config([ROOT / "configs" / "one_step_off.toml"], changes).config)
+    assert all(v.figures.partial_share == 0 for v in plan.variants)
 
 
 def test_the_picture_has_the_versions_and_the_weights_that_were_handed_over() -> None:

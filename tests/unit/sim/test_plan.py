@@ -109,6 +109,32 @@ def test_lengths_and_speeds_of_an_earlier_run(tmp_path: Path, capsys: pytest.Cap
     assert 10 <= mean <= 40
 
 
+def test_an_earlier_run_that_overlapped_tells_lengths_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from unit.sim.earlier_run import write_run
+
+    write_run(tmp_path, lengths=[[10, 20], [30, 40]], step_s=lambda batch: 0.02, train_rate=123.0)
+    config = load_config([Path(QUICKSTART)]).config
+    (tmp_path / "config.resolved.json").write_text(config.model_dump_json())
+    out = json.loads(run(capsys, "--json", "--steps", "5", "--from-run", str(tmp_path)))
+    assert out["sources"]["train_tokens_per_s"] == "run" and out["assumed"]["weight_sync_s"] == 0.5
+    overlap = config.model_copy(update={"rollout": config.rollout.model_copy(update={"overlap": True})})
+    (tmp_path / "config.resolved.json").write_text(overlap.model_dump_json())
+    assert cli.main(["plan", QUICKSTART, "--json", "--steps", "5", "--from-run", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    out = json.loads(captured.out)
+    assert out["sources"]["lengths"] == "run" and "train_tokens_per_s" not in out["sources"]
+    assert "only its lengths" in captured.err
+
+
+def test_weights_that_were_not_handed_over_cost_no_time() -> None:
+    rows = [
+        {"engine/decode_steps": 10 * (i + 1), "tokens/step_generated": 100 + i, "time/generate_s": 1.0,
+         "tokens/step_trained": 100, "groups/consumed": 8, "time/train_s": 1.0, "time/weights_s": 3.0 * (i % 2)}
+        for i in range(4)
+    ]  # fmt: skip
+    assert speeds_of_run(rows, 3)["weight_sync_s"] == 3
+
+
 @pytest.mark.parametrize(("files", "message"), [({}, "no metrics.jsonl"), ({"metrics.jsonl": ""}, "has no step-")])
 def test_a_run_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], files, message) -> None:
     for name, text in files.items():

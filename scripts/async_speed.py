@@ -156,10 +156,13 @@ def engine_elsewhere(token_s: float) -> Iterator[None]:
         yield
 
 
-def run(mode: dict[str, Any], steps: int, *, apart: bool, threads: int | None, reward_s: float = 0.0) -> dict:
+def run(
+    mode: dict[str, Any], steps: int, *, apart: bool, threads: int | None, layers: int, reward_s: float = 0.0
+) -> dict[str, float]:
     """Medians over the measured steps of one run, in seconds, and the mean of its whole steps."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        tiny.save(folder / "model", num_hidden_layers=layers)
         recipe = runs.write(
             folder,
             steps=WARM_UP + steps,
@@ -188,9 +191,10 @@ def compare(case: str, steps: int, repeats: int, say: Any) -> dict[str, Any]:
     """Both modes in turns. `ratio`: synchronous by asynchronous, of the time of all measured steps; each has as many
     samples. `ratio_of_medians`: of the median step."""
     remote = case == "remote_engine"
-    threads = 1 if remote else None
+    # Steps long enough that the work of the loop beside the trainer is a small part of them.
+    machine = {"threads": 1, "layers": 6} if remote else {"threads": None, "layers": 2}
     with engine_elsewhere(1e-6) if remote else contextlib.nullcontext():
-        plain = run(SYNC, steps, apart=remote, threads=threads)
+        plain = run(SYNC, steps, apart=remote, **machine)
     token_s, reward_s = 0.0, 0.0
     if case == "slow_reward":
         reward_s = (plain["generate_s"] + plain["train_s"]) * 2 / (GROUPS * SIZE)  # two workers
@@ -200,10 +204,10 @@ def compare(case: str, steps: int, repeats: int, say: Any) -> dict[str, Any]:
     results = []
     with engine_elsewhere(token_s) if remote else contextlib.nullcontext():
         for _ in range(repeats):
-            sync = run(SYNC, steps, apart=remote, threads=threads, reward_s=reward_s)
+            sync = run(SYNC, steps, apart=remote, **machine, reward_s=reward_s)
             say({"synchronous": sync})
             for apart in (True,) if remote else (False, True):
-                ahead = run(ASYNC, steps, apart=apart, threads=threads, reward_s=reward_s)
+                ahead = run(ASYNC, steps, apart=apart, **machine, reward_s=reward_s)
                 where = "elsewhere" if remote else "own process" if apart else "same process"
                 result = {
                     "engine": where,

@@ -259,11 +259,22 @@ def spans(events: Sequence[TraceEvent]) -> list[Span]:
 
 
 def busy_share(events: Sequence[TraceEvent]) -> float:
-    """Share of the slots' time that a rollout ran in, while the loop generated; NaN if it never did.
+    """Share of the slots' time that a rollout ran in, while something was generated; NaN if nothing ever was.
 
-    Slots: as many per engine as ever ran at once.
+    Slots: as many per engine as ever ran at once. The time: when the loop waits for rollouts, or (with rollout.overlap)
+    some run beside the training.
     """
     of_stays = stays(events)
     num_slots = len({(s.engine, s.slot) for s in of_stays})
-    available = num_slots * sum(s.end - s.start for s in spans(events) if s.name == "generate")
+    generating = [(s.start, s.end) for s in spans(events) if s.name == "generate"]
+    available = num_slots * _covered(generating + [(s.start, s.end) for s in of_stays])
     return sum(s.end - s.start for s in of_stays) / available if available else float("nan")
+
+
+def _covered(intervals: list[tuple[float, float]]) -> float:
+    """Seconds that at least one of them covers."""
+    covered, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered

@@ -76,6 +76,18 @@ class Run:
             self.publish()
         return groups
 
+    def die(self) -> None:
+        """The process is killed in the middle of a step."""
+
+        async def run() -> None:
+            collecting = asyncio.ensure_future(self.driver.collect(self.version))
+            for _ in range(200):
+                await asyncio.sleep(0)
+            collecting.cancel()
+            await asyncio.gather(collecting, return_exceptions=True)
+
+        asyncio.run(run())
+
     def publish(self) -> list[Group]:
         self.version += 1
         self.engine.load_weights(self.version, ())

@@ -99,14 +99,7 @@ def test_complete_but_unscored_groups_are_scored_after_a_restart() -> None:
 
     dying = Run(scorer=never)
 
-    async def die() -> None:
-        collecting = asyncio.ensure_future(dying.driver.collect(0))
-        for _ in range(200):
-            await asyncio.sleep(0)
-        collecting.cancel()
-        await asyncio.gather(collecting, return_exceptions=True)
-
-    asyncio.run(die())
+    dying.die()
     assert {r.state for g in dying.cache.groups.values() for r in g.rollouts} == {RolloutState.SCORING}
     resumed = Run()
     resumed.load(dying.save())

@@ -73,14 +73,7 @@ def test_what_was_scored_before_a_snapshot_is_not_scored_again() -> None:
 
     dying = streaming(scorer)
 
-    async def die() -> None:
-        collecting = asyncio.ensure_future(dying.driver.collect(0))
-        for _ in range(200):
-            await asyncio.sleep(0)
-        collecting.cancel()
-        await asyncio.gather(collecting, return_exceptions=True)
-
-    asyncio.run(die())
+    dying.die()
     assert sorted(calls) == ["0-0", "0-1", "1-0", "1-1"]
     calls.clear()
 

@@ -178,4 +178,8 @@ def test_busy_share() -> None:
     with trace.span("train"):
         now[0] = 99.0
     assert busy_share(trace.events) == pytest.approx(0.75)
+    # With overlap one of the two slots is busy for 4 s beside the training: 19 of 2 * 14 slot-seconds.
+    trace.events.append(TraceEvent("start", 20.0, 0, 1, 0))
+    trace.events.append(TraceEvent("finish", 24.0, 0, 1, 0, tokens=4, segments=((1, 4),)))
+    assert busy_share(trace.events) == pytest.approx(19 / 28)
     assert busy_share([]) != busy_share([])

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import runs
 import safetensors.numpy
+import torch
 
 from rollover.cli import main
+from rollover.train.trainer import Trainer
 
 
 def train(folder: Path, *, steps: int = 6, **tables: Any) -> list[dict[str, float]]:
@@ -108,3 +110,22 @@ def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
     trained = [r["rollout_id"] for r in runs.records(tmp_path / "run") if r["outcome"] == "trained"]
     assert len(trained) == len(set(trained)) == 12 * 9
+
+
+def test_the_trainer_has_the_cores_that_the_engine_does_not_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    plain = Trainer.forward_backward
+
+    def spy(self: Trainer, *args: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return plain(self, *args)
+
+    monkeypatch.setattr(Trainer, "forward_backward", spy)
+    threads = {"run": {"threads": 3}, "engine": {"max_running": 16, "threads": 1}}
+    train(tmp_path / "idle", steps=2, rollout=SYNC | {"overlap": True, "interrupt": "on_weight_update"}, **threads)
+    assert set(seen) == {3}, "nothing may be generated beside these steps"
+    seen.clear()
+    train(tmp_path / "busy", steps=4, rollout=AHEAD | {"interrupt": "on_weight_update"}, **threads)
+    assert 2 in seen, "the first micro-batch of a step beside generation"

@@ -180,6 +180,11 @@ class Driver:
         self._count_idle(self._idle_for)
         return dict(self._idle_s)
 
+    @property
+    def engine_idle(self) -> bool:
+        """Whether the engine runs nothing while nobody waits for it. For any thread."""
+        return self._idle_for is not None
+
     # Carrying out decisions
 
     def _begin(self, version: int) -> None:

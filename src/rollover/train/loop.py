@@ -91,6 +91,8 @@ class Run:
             parts = self.parts
             parts.lifecycle.on_event = self._on_event
             parts.driver.say = self.view.message
+            if self.config.rollout.overlap and isinstance(self.producer, Generation):
+                parts.trainer.before_micro_batch = self._take_cores
             self.alarm = Alarm(self.view.message)
             self.chronicle = Chronicle(self.directory.trace)
             self.owners = Owners(
@@ -187,8 +189,15 @@ class Run:
         if not self.config.rollout.overlap or not isinstance(self.producer, Generation):
             return work()
         self.parts.driver.go_on(version)
+        for _ in range(2):  # what may start has begun then, or the driver knows that nothing may
+            await asyncio.sleep(0)
         with self._loop_watched(self._generating):
             return await self._beside_generation(work)
+
+    def _take_cores(self) -> None:
+        """In the trainer's thread: its share of the cores, or all once the engine has nothing to run beside it."""
+        idle = self.parts.driver.engine_idle
+        torch.set_num_threads(self.threads.alone if idle else self.threads.trainer)
 
     async def _quiesce(self) -> None:
         """Park what is in flight, if anything is: a snapshot is a cut at which nothing runs."""
@@ -236,7 +245,7 @@ class Run:
         try:
             return await asyncio.get_running_loop().run_in_executor(self.trainer_thread, work)
         finally:
-            engine.use_threads(self.threads.engine_alone)
+            engine.use_threads(self.threads.alone)
 
     def _publish(self) -> int:
         """Hand the trainer's weights to the engine; returns their bytes."""
@@ -301,7 +310,7 @@ class Run:
     def _engine_waits(self) -> dict[str, float]:
         """The engine's side of the waiting: in this step, and with rollout.overlap only."""
         idle = self.parts.driver.idle_s()
-        if not self.config.rollout.overlap or self.recorded is not None:
+        if not self.config.rollout.overlap or self.recorded:
             return {}
         return {f"wait/engine_for_{whom}_s": self._since_last(f"idle/{whom}", s) for whom, s in idle.items()}
 

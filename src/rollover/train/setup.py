@@ -54,11 +54,11 @@ def cores() -> int:
 
 @dataclass(frozen=True)
 class Threads:
-    """CPU threads of trainer and engine while both work, and of the engine while the trainer waits."""
+    """CPU threads of trainer and engine while both work, and of either (`alone`) while the other waits."""
 
     trainer: int
     engine: int
-    engine_alone: int
+    alone: int
 
     @classmethod
     def of(cls, config: Config) -> Threads:
@@ -174,7 +174,7 @@ class Parts:
         torch.manual_seed(config.run.seed)
         engine: EmbeddedEngine | ProcessEngine | None = None
         if config.engine.process:  # it loads the model while we do
-            engine = ProcessEngine(config, Threads.of(config).engine_alone)
+            engine = ProcessEngine(config, Threads.of(config).alone)
         loaded = load_model(config.model, device=pick_device(config.model.device))
         if engine is None:
             # It copies the weights before the trainer casts them or adds adapters.

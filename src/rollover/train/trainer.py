@@ -34,6 +34,7 @@ class Trainer:
     """Verbs: compute_logprobs, forward_backward, optim_step, publish, save_state; `train_step` strings them together.
 
     `loaded` holds the model in float32; its parameters are cast to `dtype` here, after the masters are taken.
+    `before_micro_batch` is called in the training thread before every forward pass.
     `max_staleness`: how old the weights may be that proximal = "snapshot" asks for.
     """
 
@@ -61,6 +62,7 @@ class Trainer:
         compile_norms(self._plain)
         self.device = next(self.model.parameters()).device
         self._published = False
+        self.before_micro_batch: Callable[[], None] = lambda: None
         # Of the step to come: rollout id -> advantages, of the samples whose gradient is there.
         self._accumulated: dict[str, np.ndarray] = {}
         self._accumulated_sums: dict[str, float] = {}
@@ -100,6 +102,7 @@ class Trainer:
         self._train_mode(False)
         out: Stream = {}
         for micro in micro_batches(samples, self.config.micro_batch_tokens):
+            self.before_micro_batch()
             values_M = what(pack(micro, self.device))
             counts = [int(s.mask.sum()) for s in micro]
             for s, part in zip(micro, values_M.split(counts), strict=True):
@@ -159,6 +162,7 @@ class Trainer:
         self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream], sums: dict[str, float]
     ) -> None:
         for micro in micro_batches(samples, self.config.micro_batch_tokens):
+            self.before_micro_batch()
             combine(sums, self.forward_backward(micro, counts, known))
 
     def _divide(self, counts: Counts, sums: dict[str, float]) -> None:

@@ -69,7 +69,8 @@ def test_generation_goes_on_while_the_trainer_trains(
     tmp_path: Path, process: bool, interrupt: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = train(
-        tmp_path, rollout=AHEAD | {"interrupt": interrupt}, engine={"process": process}, steps=8,
+        tmp_path, rollout=AHEAD | {"interrupt": interrupt, "max_new_tokens": 160}, steps=8,
+        engine={"process": process, "max_running": 2},  # slower than the trainer, or new weights would meet nothing
         eval={"num_tasks": 2, "every_steps": 4},
     )  # fmt: skip
     assert max(row["staleness/max"] for row in rows) == 1

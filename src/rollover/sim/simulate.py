@@ -157,7 +157,7 @@ class Simulation:
         ages, tokens = self._trained(groups, version)
         train_s = self._train_seconds(tokens)
         if self.config.overlap:
-            overlapped_s, sync_s = self._train_meanwhile(version, train_s)
+            train_s, overlapped_s, sync_s = self._train_meanwhile(version, train_s)
             generating_s = self._generating_s - generating
         else:
             sync_s = self.plan.weight_sync_s if self._publishes(version) else 0.0
@@ -213,15 +213,20 @@ class Simulation:
 
     # Generation while the trainer trains
 
-    def _train_meanwhile(self, version: int, train_s: float) -> tuple[float, float]:
-        """Driver.go_on and the hand-over after it. Seconds: generated while training; from then to live weights."""
-        ends, generating = self.now + train_s, self._generating_s
+    def _train_meanwhile(self, version: int, train_s: float) -> tuple[float, float, float]:
+        """Driver.go_on and the hand-over after it. Seconds: trained; generated meanwhile; from then to live weights.
+
+        On shared devices the trainer has those of engines with nothing to run, as Run._take_cores.
+        """
+        started, ends, generating, alone = self.now, self.now + train_s, self._generating_s, False
         self.lifecycle.scheduler.lag = version + 1 - self.engine_version
         if not self.plan.trainers:
             self.fleet.set_speed(_SHARED, self.now)
         while True:
             self._admit(version + 1)
             self._dispatch(self.lifecycle.start(version + 1))
+            if not self.plan.trainers and not alone and self.fleet.next_time() == _NEVER:
+                alone, ends = True, self.now + (ends - self.now) * _SHARED
             if self.now >= ends and not (self._scoring and self._scoring[0][0] <= self.now):
                 break
             self._wait(ends)
@@ -233,7 +238,7 @@ class Simulation:
                 while self.fleet.next_time() < _NEVER:
                     self._wait()
             self._update_in_flight()
-        return overlapped_s, self.now - ends
+        return ends - started, overlapped_s, self.now - ends
 
     def _update_in_flight(self) -> None:
         """What runs stands still for the hand-over, and goes on in a new segment; as Engine.load_weights."""

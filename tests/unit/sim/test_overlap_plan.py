@@ -298,6 +298,14 @@ def test_on_shared_devices_both_have_half_the_speed_meanwhile() -> None:
     assert phases(constant(6, interrupt="never", plan={"trainers": 0}))[3] == (0, 12, 4)
 
 
+def test_on_shared_devices_the_trainer_has_those_of_engines_that_may_run_nothing_more() -> None:
+    # The next step's 10 tokens take 20 s, in which 10 of the 25 s of training are done; the other 15 go at full speed.
+    out = constant(25, interrupt="never", plan={"trainers": 0})
+    assert phases(out)[3] == (0, 35, 0)
+    assert [s.train_s for s in out.steps] == pytest.approx([35] * 10)
+    assert all(s.overlapped_s == pytest.approx(20) for s in out.steps)
+
+
 def test_a_decode_step_under_way_goes_on_at_the_new_speed() -> None:
     """2.25 s of training, alone, end in the middle of a token."""
     out = constant(2.25, interrupt="never", plan={"trainers": 0})

@@ -91,7 +91,7 @@ class Run:
             parts = self.parts
             parts.lifecycle.on_event = self._on_event
             parts.driver.say = self.view.message
-            if self.config.rollout.overlap and isinstance(self.producer, Generation):
+            if self.overlaps:
                 parts.trainer.before_micro_batch = self._take_cores
             self.alarm = Alarm(self.view.message)
             self.chronicle = Chronicle(self.directory.trace)
@@ -153,7 +153,8 @@ class Run:
             groups = await self.producer.produce(version + 1, version)
         if not groups:
             if groups is not None:
-                self.view.message(f"nothing is left to train on after {version} of {self.config.train.num_steps} steps")
+                what, num_steps = self.producer.source, self.config.train.num_steps
+                self.view.message(f"the {what} are used up after {version} of {num_steps} steps")
             return False
         return_freed_memory()
         self.view.phase("training")
@@ -164,7 +165,7 @@ class Run:
         return_freed_memory()
         num_bytes = 0
         if not self.recorded and trainer.policy_version % self.config.train.publish_every == 0:
-            if self.config.rollout.overlap and self.config.rollout.interrupt == "never":
+            if self.overlaps and self.config.rollout.interrupt == "never":
                 await parts.driver.drain()  # a wait for generation, which the driver counts as such
             with self._timed("weights"):
                 num_bytes = self._publish()
@@ -186,7 +187,7 @@ class Run:
             with profiled(self.config, version + 1, self.directory.path):
                 return self.parts.trainer.train_step(batch)
 
-        if not self.config.rollout.overlap or not isinstance(self.producer, Generation):
+        if not self.overlaps:
             return work()
         self.parts.driver.go_on(version)
         for _ in range(2):  # what may start has begun then, or the driver knows that nothing may
@@ -201,13 +202,18 @@ class Run:
 
     async def _quiesce(self) -> None:
         """Park what is in flight, if anything is: a snapshot is a cut at which nothing runs."""
-        if self.config.rollout.overlap and isinstance(self.producer, Generation):
+        if self.overlaps:
             await self.parts.driver.park()
 
     @property
     def recorded(self) -> bool:
         """Whether no engine is needed."""
         return isinstance(self.producer, RecordedRollouts)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rollouts are generated while the trainer trains."""
+        return self.config.rollout.overlap and isinstance(self.producer, Generation)
 
     def _producer(self) -> Producer:
         config, parts = self.config, self.parts
@@ -310,7 +316,7 @@ class Run:
     def _engine_waits(self) -> dict[str, float]:
         """The engine's side of the waiting: in this step, and with rollout.overlap only."""
         idle = self.parts.driver.idle_s()
-        if not self.config.rollout.overlap or self.recorded:
+        if not self.overlaps:
             return {}
         return {f"wait/engine_for_{whom}_s": self._since_last(f"idle/{whom}", s) for whom, s in idle.items()}
 

@@ -23,6 +23,10 @@ from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopRe
 
 
 class Producer(Protocol):
+    """`source`: what is used up when it returns []."""
+
+    source: str
+
     async def produce(self, step: int, version: int) -> list[Group] | None:
         """The groups that training step `step` (1, 2, ...) trains, at trainer version `version` (step - 1).
 
@@ -35,6 +39,8 @@ class Producer(Protocol):
 class Generation:
     """The driver's groups. `collect(version)` as `Driver.collect`."""
 
+    source = "tasks"
+
     def __init__(self, collect: Callable[[int], Awaitable[list[Group] | None]]) -> None:
         self._collect = collect
 
@@ -44,6 +50,8 @@ class Generation:
 
 class RecordedRollouts:
     """The groups of one recorded step after the other; [] at the end. Steps that trained nothing are left out."""
+
+    source = "recorded rollouts"
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -68,6 +76,8 @@ class OwnProducer:
     It may generate with the run's engine, which gets the new weights after every step, or bring groups from elsewhere
     (`ready_group`). What it returns is checked: ValueError says what is wrong with it.
     """
+
+    source = "groups of tasks.producer"
 
     def __init__(self, config: Config, tokenizer: Any, engine: Engine) -> None:
         self.name, self.engine = config.tasks.producer, engine

@@ -76,7 +76,10 @@ def test_dynamic_sampling_trains_full_steps_of_groups_with_a_signal(tmp_path: Pa
     assert last["filtered/zero_variance/groups"] == last["dropped/filtered/groups"] > 0
     assert len(groups["trained"]) == 12 and all(len(set(scores)) == 2 for scores in groups["trained"])
     filtered = groups["dropped:filtered"]
-    assert len(filtered) == last["dropped/filtered/groups"] and all(len(set(scores)) == 1 for scores in filtered)
+    assert all(len(set(scores)) == 1 for scores in filtered)
+    # What is generated beside the last step may be filtered after its row was written.
+    after = len(filtered) - last["dropped/filtered/groups"]
+    assert after >= 0 if mode.get("overlap") else after == 0
 
 
 def test_without_it_most_groups_teach_nothing(tmp_path: Path) -> None:

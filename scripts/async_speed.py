@@ -125,6 +125,9 @@ class Sleeping:
         self._published = [*self._published[-8:], (time.perf_counter(), version)]
         return WeightLoad(0, 0.0)
 
+    def use_threads(self, num: int) -> None:
+        """It computes nothing."""
+
     def stats(self) -> dict[str, float]:
         names = ("engine/decode_steps", "engine/prefill_tokens", "engine/reprefill_tokens", "engine/preemptions",
                  "kv/stale_prefix_tokens", "kv/kept_tokens", "kv/shared_prompt_tokens", "kv/bytes")  # fmt: skip

@@ -207,6 +207,14 @@ def test_errors_of_a_request_are_raised_here(model: Path, made: list[ProcessEngi
     asyncio.run(run())
 
 
+def test_an_error_of_the_process_is_raised_here_and_it_goes_on(model: Path, made: list[ProcessEngine]) -> None:
+    engine = ProcessEngine(config(model), 1)
+    made.append(engine)
+    with pytest.raises(RuntimeError, match="the engine process failed in progress: TypeError"):
+        engine._ask("progress", ids=5)
+    assert engine.progress([]) == {}
+
+
 def test_it_dies_with_a_parent_that_is_killed(model: Path) -> None:
     program = (
         "import sys, time\n"

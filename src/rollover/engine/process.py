@@ -201,7 +201,10 @@ class ProcessEngine:
         line = self._answers.readline()
         if not line:
             raise ConnectionError("the engine process is gone")
-        return json.loads(line)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"the engine process failed in {op}: {answer['error']}")
+        return answer
 
     def _ask_or_last(self, op: str, **values: Any) -> dict[str, Any]:
         """The answer; while the process is being started again, what it said last."""

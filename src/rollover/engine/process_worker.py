@@ -92,21 +92,26 @@ class _Worker:
         line = self.reader.readline()
         if not line:
             sys.exit(0)
-        message = json.loads(line)
+        try:
+            answer = self._answer_to(json.loads(line))
+        except Exception as error:  # boundary: it is raised in the parent, which waits for an answer
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        _answer(self.control, answer)
+
+    def _answer_to(self, message: dict[str, Any]) -> dict[str, Any]:
         match message["op"]:
             case "load":
                 self.engine.load_weights(message["version"], self._tensors(message["tensors"]))
-                _answer(self.control, {})
             case "threads":
                 self.engine.use_threads(message["num"])
-                _answer(self.control, {})
             case "progress":
                 found = self.engine.progress(message["ids"])
-                _answer(self.control, {i: [segment_to_json(s) for s in segments] for i, segments in found.items()})
+                return {i: [segment_to_json(s) for s in segments] for i, segments in found.items()}
             case "queued":
-                _answer(self.control, {"ids": sorted(self.engine.queued(message["ids"]))})
+                return {"ids": sorted(self.engine.queued(message["ids"]))}
             case "stats":
-                _answer(self.control, self.engine.stats())
+                return self.engine.stats()
+        return {}
 
     def _tensors(self, table: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of the shared memory, by (name, dtype, shape, offset)."""

@@ -25,7 +25,16 @@ LEVELS = [
 ]
 LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 
-MAY_ASYNCIO = ("rollout/driver.py", "engine/", "envs/", "rewards/", "train/loop.py", "train/evaluate.py", "train/streaming.py", "bench/")
+MAY_ASYNCIO = (
+    "rollout/driver.py",
+    "engine/",
+    "envs/",
+    "rewards/",
+    "train/loop.py",
+    "train/evaluate.py",
+    "train/streaming.py",
+    "bench/",
+)
 NO_TORCH = (
     "types.py",
     "config/",

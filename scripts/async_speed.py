@@ -4,7 +4,7 @@
     .venv/bin/python scripts/async_speed.py --case remote_engine   an engine elsewhere takes as long as training
     .venv/bin/python scripts/async_speed.py --case cpu_bound       neither: generation and training share the cores
 
-A tiny random model, 8 groups of 8 answers a step. The delay is chosen from a run without it and is the same on both
+A small random model, 8 groups of 8 answers a step. The delay is chosen from synchronous runs and is the same on both
 sides; both have two reward workers. Modes take turns; the first steps of each run, which fill what is in flight, are
 left out. Run it alone.
 
@@ -48,6 +48,8 @@ ASYNC = {"overlap": True, "interrupt": "on_weight_update", "in_flight_groups": 3
          "kv_on_resume": "keep"}  # fmt: skip
 GROUPS, SIZE, LONGEST = 8, 8, 96
 WARM_UP = 4
+# Steps of 0.5 s and more: the work of the loop beside the trainer is a small part of them.
+MODEL = {"num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
 WORKER = "worker"
 REWARD = """
 import time
@@ -55,6 +57,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     time.sleep({delay})
     return sum(c.isdigit() for c in solution_str) / 48
 """
+RATIOS = ("ratio", "ratio_of_medians", "ratio_to_streaming")
 TIMES = ("step", "generate", "score", "schedule", "train", "weights", "other")
 
 
@@ -160,12 +163,18 @@ def engine_elsewhere(token_s: float) -> Iterator[None]:
 
 
 def run(
-    mode: dict[str, Any], steps: int, *, apart: bool, threads: int | None, layers: int, reward_s: float = 0.0
+    mode: dict[str, Any],
+    steps: int,
+    *,
+    apart: bool,
+    threads: int | None,
+    reward_s: float = 0.0,
+    streaming: bool = True,
 ) -> dict[str, float]:
     """Medians over the measured steps of one run, in seconds, and the mean of its whole steps."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tiny.save(folder / "model", num_hidden_layers=layers)
+        tiny.save(folder / "model", **MODEL)
         recipe = runs.write(
             folder,
             steps=WARM_UP + steps,
@@ -176,7 +185,7 @@ def run(
             train={"learning_rate": 1e-5, "micro_batch_tokens": 2048},
             checkpoint={"every_steps": 0, "save_final_model": False},
             track={"live": "off", "rollouts": False},
-            rewards={"num_workers": 2, "function": f"{folder / 'slow.py'}:compute_score"},
+            rewards={"num_workers": 2, "streaming": streaming, "function": f"{folder / 'slow.py'}:compute_score"},
         )  # fmt: skip
         (folder / "slow.py").write_text(REWARD.format(delay=reward_s))
         with contextlib.redirect_stdout(io.StringIO()):
@@ -192,23 +201,33 @@ def run(
 
 def compare(case: str, steps: int, repeats: int, say: Any) -> dict[str, Any]:
     """Both modes in turns. `ratio`: synchronous by asynchronous, of the time of all measured steps; each has as many
-    samples. `ratio_of_medians`: of the median step."""
-    remote = case == "remote_engine"
-    # Steps long enough that the work of the loop beside the trainer is a small part of them.
-    machine = {"threads": 1, "layers": 6} if remote else {"threads": None, "layers": 2}
+    samples. `ratio_of_medians`: of the median step.
+
+    With the slow reward, synchronous training scores a group once it is complete, as it is done elsewhere;
+    `ratio_to_streaming`: where it scores each answer when that stops, which hides rewards behind generation too.
+    """
+    remote, slow = case == "remote_engine", case == "slow_reward"
+    machine = {"threads": 1 if remote else None}
     with engine_elsewhere(1e-6) if remote else contextlib.nullcontext():
         plain = run(SYNC, steps, apart=remote, **machine)
     token_s, reward_s = 0.0, 0.0
-    if case == "slow_reward":
+    if slow:
         reward_s = (plain["generate_s"] + plain["train_s"]) * 2 / (GROUPS * SIZE)  # two workers
     elif remote:
-        token_s = plain["train_s"] / LONGEST  # the longest answer takes as long as training
+        # A step's longest answer is not known before, and what waits trains a little slower: measured with a delay.
+        token_s = plain["train_s"] / LONGEST
+        with engine_elsewhere(token_s):
+            waiting = run(SYNC, steps, apart=True, **machine)
+        token_s *= waiting["train_s"] / waiting["generate_s"]
     say({"without delay": plain, "token_s": token_s, "reward_s": reward_s})
     results = []
     with engine_elsewhere(token_s) if remote else contextlib.nullcontext():
         for _ in range(repeats):
-            sync = run(SYNC, steps, apart=remote, **machine, reward_s=reward_s)
+            sync = run(SYNC, steps, apart=remote, **machine, reward_s=reward_s, streaming=not slow)
             say({"synchronous": sync})
+            streamed = run(SYNC, steps, apart=remote, **machine, reward_s=reward_s) if slow else sync
+            if slow:
+                say({"synchronous, streaming": streamed})
             for apart in (True,) if remote else (False, True):
                 ahead = run(ASYNC, steps, apart=apart, **machine, reward_s=reward_s)
                 where = "elsewhere" if remote else "own process" if apart else "same process"
@@ -216,6 +235,7 @@ def compare(case: str, steps: int, repeats: int, say: Any) -> dict[str, Any]:
                     "engine": where,
                     "ratio": sync["mean_step_s"] / ahead["mean_step_s"],
                     "ratio_of_medians": sync["step_s"] / ahead["step_s"],
+                    "ratio_to_streaming": streamed["mean_step_s"] / ahead["mean_step_s"],
                     "synchronous": sync,
                     "asynchronous": ahead,
                 }
@@ -223,10 +243,7 @@ def compare(case: str, steps: int, repeats: int, say: Any) -> dict[str, Any]:
                 say(result)
     places = dict.fromkeys(r["engine"] for r in results)
     of = {place: [r for r in results if r["engine"] == place] for place in places}
-    summary = {
-        place: {key: statistics.median(r[key] for r in rs) for key in ("ratio", "ratio_of_medians")}
-        for place, rs in of.items()
-    }
+    summary = {place: {key: statistics.median(r[key] for r in rs) for key in RATIOS} for place, rs in of.items()}
     generate_s = statistics.median(r["synchronous"]["generate_s"] for r in results)
     train_s = statistics.median(r["synchronous"]["train_s"] for r in results)
     return {

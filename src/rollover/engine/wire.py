@@ -5,7 +5,7 @@ A float32 survives as the shortest decimal of the same double: what comes out ha
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from rollover.types import SamplingParams, Segment
 
 
 def request_to_json(request: ExtendRequest) -> dict[str, Any]:
-    return asdict(request) | {"stop_token_ids": sorted(request.stop_token_ids)}
+    # Not asdict(request), which copies every token id: this runs beside the trainer, in the same interpreter.
+    out = {field.name: getattr(request, field.name) for field in fields(request)}
+    return out | {"sampling": asdict(request.sampling), "stop_token_ids": sorted(request.stop_token_ids)}
 
 
 def request_from_json(data: dict[str, Any]) -> ExtendRequest:

@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
 from rollover.engine.protocol import Engine, ExtendRequest
@@ -190,10 +189,8 @@ class Driver:
     def _begin(self, version: int) -> None:
         """From now on generate for the step at trainer `version`."""
         self.lifecycle.scheduler.lag = version - self.engine.policy_version
-        scored = {r.rollout_id for scoring in self._scorings.values() for r in scoring.rollouts}
-        left = [r for r in self.lifecycle.unscored() if r.rollout_id not in scored]
-        for group_id, rollouts in groupby(left, key=lambda r: r.group_id):
-            self._score(list(rollouts), is_complete(self.lifecycle.cache.groups[group_id]))
+        for group_id in dict.fromkeys(r.group_id for r in self.lifecycle.unscored()):
+            self._score(self.lifecycle.cache.groups[group_id])
         self._watch()
 
     async def _halt(self) -> None:
@@ -337,18 +334,17 @@ class Driver:
             self._patience.on_complete()
             self._dropping.discard(complete.group_id)  # it came round at the last moment
         if rollout.state is RolloutState.SCORING:
-            siblings = self.lifecycle.cache.groups[rollout.group_id].rollouts
-            unscored = [r for r in siblings if r.state is RolloutState.SCORING]
-            self._score([rollout] if self.scores_singly(rollout.task) else unscored, complete is not None)
+            self._score(self.lifecycle.cache.groups[rollout.group_id])
 
-    def _score(self, rollouts: Sequence[Rollout], complete: bool) -> None:
-        """Score finished rollouts of a group: one by one if that may be, else together once the group is complete."""
-        task, group_id = rollouts[0].task, rollouts[0].group_id
-        if self.scores_singly(task):
-            for rollout in rollouts:
+    def _score(self, group: Group) -> None:
+        """Score what has stopped of a group: one by one if that may be, else together once the group is complete."""
+        under_way = {r.rollout_id for scoring in self._scorings.values() for r in scoring.rollouts}
+        left = [r for r in group.rollouts if r.state is RolloutState.SCORING and r.rollout_id not in under_way]
+        if self.scores_singly(group.task):
+            for rollout in left:
                 self._begin_scoring(_Scoring([rollout], rollout.rollout_id))
-        elif complete:
-            self._begin_scoring(_Scoring(rollouts, group_id))
+        elif left and is_complete(group):
+            self._begin_scoring(_Scoring(left, group.group_id))
 
     def _begin_scoring(self, scoring: _Scoring) -> None:
         self._scorings[asyncio.ensure_future(self.scorer(list(scoring.rollouts)))] = scoring

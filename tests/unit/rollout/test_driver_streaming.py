@@ -51,6 +51,13 @@ def test_a_batch_function_sees_whole_groups() -> None:
     assert sorted(calls) == [[f"{group}-{sibling}" for sibling in range(2)] for group in range(4)]
 
 
+def test_rollouts_that_waited_for_their_group_are_scored_once_they_need_not() -> None:
+    """That the function takes single samples is found out with another group's answers."""
+    run = Run(engine=FakeEngine({"0-0": 4, "0-1": 30, "1-0": 4, "1-1": 8}))
+    run.driver.scores_singly = lambda task: any(e.kind is EventKind.READY for e in run.events)
+    assert ids(run.steps(1)) == [[0, 1]]
+
+
 def test_a_group_with_too_few_rewards_is_dropped_with_its_last_one() -> None:
     async def scorer(rollouts: list[Rollout]) -> list[Reward]:
         return [Reward(None, error="boom") if r.rollout_id == "0-0" else Reward(1.0) for r in rollouts]

@@ -26,40 +26,8 @@ class GroupFilter:
     why: Callable[[Group], str | None]
 
 
-@dataclass(frozen=True)
-class DroppedGroup:
-    group: Group
-    reason: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class Filtered:
-    """Every group is in `kept` or in `dropped`; both are in the order in which the groups came."""
-
-    kept: list[Group] = field(default_factory=list)
-    dropped: list[DroppedGroup] = field(default_factory=list)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Groups dropped per reason."""
-        return dict(Counter(d.reason for d in self.dropped))
-
-
-def filter_groups(groups: Iterable[Group], filters: Sequence[GroupFilter]) -> Filtered:
-    """Drop the groups that a filter matches. The first filter that does gives the reason; later ones are not asked."""
-    result = Filtered()
-    for group in groups:
-        match = first_match(group, filters)
-        if match is None:
-            result.kept.append(group)
-        else:
-            result.dropped.append(DroppedGroup(group, *match))
-    return result
-
-
 def first_match(group: Group, filters: Sequence[GroupFilter]) -> tuple[str, str] | None:
-    """(reason, detail) of the first filter that matches; None: the group is kept."""
+    """(reason, detail) of the first filter that matches; later ones are not asked. None: the group is kept."""
     matches = ((f.reason, detail) for f in filters if (detail := f.why(group)) is not None)
     return next(matches, None)
 

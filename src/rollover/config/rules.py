@@ -90,6 +90,7 @@ INERT: tuple[Inert, ...] = (
     Inert(
         (
             *(f"rollout.{name}" for name in _GENERATION + _SAMPLING),
+            "train.streaming_min_groups",
             "eval.num_tasks",
             "track.rollouts",
             *(name for name, _ in leaves() if name.startswith("watchdog.")),

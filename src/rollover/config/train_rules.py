@@ -10,12 +10,6 @@ _STREAMING = "train.streaming_min_groups"
 INERT: tuple[Inert, ...] = (
     Inert(
         (_STREAMING,),
-        ("run.replay_rollouts",),
-        lambda c: bool(c.run.replay_rollouts),
-        "with run.replay_rollouts: all groups of a step are there at once",
-    ),
-    Inert(
-        (_STREAMING,),
         ("rollout.groups_per_step",),
         lambda c: c.train.streaming_min_groups >= c.rollout.groups_per_step,
         "unless it is below rollout.groups_per_step",

@@ -352,7 +352,7 @@ class Scheduler:
         # Whatever has no token yet may get its first one under the engine's version before the next step.
         if len(self._held) - min(num, len(self._ready)) > (self.config.max_staleness - self.lag) * num:
             return False
-        left, taken_before, next_taken = {}, 0, self._next_taken() if self._reserved else self._ready
+        left, taken_before, next_taken = {}, 0, self._next_taken()
         for deadline in sorted(self._due):
             taken = min(num, bisect_left(next_taken, (deadline, math.inf)))  # with this deadline or an earlier one
             left[deadline] = self._due[deadline] - (taken - taken_before)

@@ -1,4 +1,4 @@
-"""Where the groups of a step come from, if not from the driver: `produce(step, version) -> groups`.
+"""Where the groups of a step come from: `produce(step, version) -> groups`.
 
     Generation         the driver's: tasks -> rollouts -> rewards, with all that rolls over
     RecordedRollouts   run.replay_rollouts: what another run recorded, for debugging a trainer without an engine

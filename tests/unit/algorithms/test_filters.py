@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollover.algorithms import advantage, filters
-from rollover.algorithms.filters import filter_groups, first_match, group_filters, mask_rollouts, rollout_filters
+from rollover.algorithms.filters import first_match, group_filters, mask_rollouts, rollout_filters
 from rollover.config import FiltersConfig
 from rollover.types import Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 
@@ -35,9 +35,8 @@ def scored(*scores: float | None, group_id: int = 0) -> Group:
 
 def verdict(group_filter: filters.GroupFilter, of: Group) -> str | None:
     """The detail with which the filter drops the group."""
-    result = filter_groups([of], [group_filter])
-    assert len(result.kept) + len(result.dropped) == 1
-    return result.dropped[0].detail if result.dropped else None
+    match = first_match(of, [group_filter])
+    return None if match is None else match[1]
 
 
 @pytest.mark.parametrize(
@@ -154,9 +153,8 @@ def too_short(of: Group) -> str | None:
 
 
 def test_custom_filters_are_named_after_their_function() -> None:
-    assert filter_groups([MIXED], [filters.custom(too_short)]).counts == {"too_short": 1}
-    assert filter_groups([MIXED], [filters.custom(too_short, "short")]).counts == {"short": 1}
-    assert verdict(filters.custom(too_short), MIXED) == "1 tokens"
+    assert first_match(MIXED, [filters.custom(too_short)]) == ("too_short", "1 tokens")
+    assert first_match(MIXED, [filters.custom(too_short, "short")]) == ("short", "1 tokens")
     assert verdict(filters.custom(too_short), scored(1.0)) is None
 
 
@@ -166,19 +164,15 @@ def test_a_custom_filter_has_to_say_why(answer) -> None:
         verdict(filters.custom(lambda _: answer, "mine"), scored(1.0))
 
 
-def test_the_first_filter_gives_the_reason_and_order_is_kept() -> None:
-    groups = [scored(1.0, 0.0, group_id=5), scored(1.0, 1.0, group_id=3), scored(None, group_id=9), MIXED]
-    asked: list[int] = []
-
-    def spy(of: Group) -> None:
-        asked.append(of.group_id)
-
-    chain = [filters.error(0.0), filters.zero_variance(), filters.custom(spy)]
-    result = filter_groups(iter(groups), chain)
-    assert [g.group_id for g in result.kept] == [5]
-    assert [(d.group.group_id, d.reason) for d in result.dropped] == [(3, "zero_variance"), (9, "error"), (0, "error")]
-    assert result.counts == {"zero_variance": 1, "error": 2} and asked == [5]
-    assert filter_groups(groups, []).kept == groups and filter_groups([], chain).counts == {}
+def test_the_first_filter_gives_the_reason_and_later_ones_are_not_asked() -> None:
+    asked: list[Group] = []
+    chain = [filters.error(0.0), filters.zero_variance(), filters.custom(asked.append)]
+    for dropped, reason in ((scored(1.0, 1.0), "zero_variance"), (scored(None), "error"), (MIXED, "error")):
+        match = first_match(dropped, chain)
+        assert match is not None and match[0] == reason and asked == []
+    kept = scored(1.0, 0.0)
+    assert first_match(kept, chain) is None and asked == [kept]
+    assert first_match(MIXED, []) is None
 
 
 def test_masked_rollouts_are_reported_and_their_groups_stay_as_they_are() -> None:

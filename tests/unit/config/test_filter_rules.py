@@ -6,16 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rollover.config.load import ConfigError, Resolved, load_config
+from rollover.config.load import ConfigError, load_config
+from unit.config.written import SOURCE, load
 
-SOURCE = '\n[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\n'
 RECORDED = '[run]\nreplay_rollouts = "x"\n'
-
-
-def load(folder: Path, text: str) -> Resolved:
-    path = folder / "a.toml"
-    path.write_text(text + SOURCE)
-    return load_config([path])
 
 
 @pytest.mark.parametrize(

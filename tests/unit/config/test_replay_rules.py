@@ -1,19 +1,11 @@
 """[replay] and [reroll]: options without effect and refused combinations."""
 
-from pathlib import Path
-
 import pytest
 
-from rollover.config.load import ConfigError, Resolved, load_config
+from rollover.config.load import ConfigError
+from unit.config.written import load
 
-SOURCE = '\n[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\n'
 DEEP = "[rollout]\nin_flight_groups = 24\nmax_staleness = 4\n"  # a bound of 24 / 8 - 1 = 2
-
-
-def load(folder: Path, text: str) -> Resolved:
-    path = folder / "a.toml"
-    path.write_text(text + SOURCE)
-    return load_config([path])
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,11 @@
 """Rules over the options of [rewards]."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
-from rollover.config.load import ConfigError, load_config
-
-SOURCE = '\n[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\n'
-
-
-def load(folder: Path, text: str):
-    path = folder / "a.toml"
-    path.write_text(text + SOURCE)
-    return load_config([path])
+from rollover.config.load import ConfigError
+from unit.config.written import load
 
 
 @pytest.mark.parametrize("option", ["num_workers = 2", "memory_gb = 2.0", "retries = 1", "quarantine_after = 1"])

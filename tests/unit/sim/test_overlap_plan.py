@@ -15,15 +15,13 @@ from rollover.config.load import load_config
 from rollover.config.plan import PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.fake import FakeEngine
-from rollover.rollout.driver import Driver
-from rollover.rollout.lifecycle import Event, Lifecycle
+from rollover.rollout.lifecycle import Event
 from rollover.sim.plan import Figures, make_plan
 from rollover.sim.simulate import Outcome, Simulation
 from rollover.sim.timeline import planned_trace
 from rollover.sim.workload import Workload
 from rollover.track.trace import PUBLISH, stays
-from rollover.types import Reward, Rollout
-from unit.rollout.world import make_task
+from unit.sim.driven import driver_over
 
 ROOT = Path(__file__).parents[3]
 STEPS = 8
@@ -97,24 +95,9 @@ def driven(config, max_running: int, seed: int, publish_every: int, num_tasks: i
     events: list[tuple] = []
     workload = Drawn(seed, config.group_size, config.max_new_tokens + 2)
 
-    class Lengths(dict):
-        def __missing__(self, rollout_id: str) -> int:
-            group_id, sibling = map(int, rollout_id.split("-"))
-            return workload.lengths(group_id)[sibling]
-
-    async def score(rollouts: list[Rollout]) -> list[Reward]:
-        return [Reward(1.0) for _ in rollouts]
-
-    tasks = iter(range(10**9 if num_tasks is None else num_tasks))
-
-    def next_task():
-        i = next(tasks, None)
-        return None if i is None else (make_task(i), [1, 2, 3])
-
-    engine = Stepped(Lengths())
-    driver = Driver(
-        Lifecycle(config, max_running, 1, lambda e: events.append(described(e))), engine, next_task, score, 0
-    )
+    driver = driver_over(config, max_running, workload, num_tasks, lambda e: events.append(described(e)), Stepped)
+    engine = driver.engine
+    assert isinstance(engine, Stepped)
 
     async def run() -> None:
         for version in range(STEPS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,14 +13,12 @@ from hypothesis import strategies as st
 from rollover.config.plan import PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.fake import FakeEngine
-from rollover.rollout.driver import Driver
-from rollover.rollout.lifecycle import Event, Lifecycle
+from rollover.rollout.lifecycle import Event
 from rollover.sim.fleet import step_seconds
 from rollover.sim.simulate import Outcome, Simulation
 from rollover.sim.workload import Workload
-from rollover.types import Reward, Rollout
 from unit.rollout.test_properties import configs
-from unit.rollout.world import make_task
+from unit.sim.driven import driver_over
 
 STEPS = 8
 
@@ -53,29 +52,14 @@ def driven(config: RolloutConfig, max_running: int, seed: int, num_tasks: int | 
     events: list[tuple] = []
     workload = Fixed(seed, config.group_size, config.max_new_tokens + 2)
 
-    class Lengths(dict):
-        def __missing__(self, rollout_id: str) -> int:
-            group_id, sibling = map(int, rollout_id.split("-"))
-            return workload.lengths(group_id)[sibling]
-
-    async def score(rollouts: list[Rollout]) -> list[Reward]:
-        return [Reward(1.0) for _ in rollouts]
-
-    tasks = iter(range(10**9 if num_tasks is None else num_tasks))
-
-    def next_task():
-        i = next(tasks, None)
-        return None if i is None else (make_task(i), [1, 2, 3])
-
-    lifecycle = Lifecycle(config, max_running, 1, lambda e: events.append(described(e)))
-    engine = FakeEngine(Lengths(), turns_between_steps=16)
-    driver = Driver(lifecycle, engine, next_task, score, run_seed=0)
+    engine = partial(FakeEngine, turns_between_steps=16)
+    driver = driver_over(config, max_running, workload, num_tasks, lambda e: events.append(described(e)), engine)
 
     async def run() -> None:
         for version in range(STEPS):
             if not await driver.collect(version):
                 return
-            engine.load_weights(version + 1, ())
+            driver.engine.load_weights(version + 1, ())
             driver.after_publish(version + 1)
 
     asyncio.run(run())

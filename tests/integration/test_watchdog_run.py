@@ -1,4 +1,4 @@
-"""`rollover train` with a rollout, a reward, a weight hand-over, an engine step and an evaluation that hang."""
+"""`rollover train` with a rollout, a reward, training, a weight hand-over, an engine step, an evaluation that hang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from rollover.rewards.client import RewardWorker
 from rollover.track.metrics import validate
 from rollover.train.trainer import Trainer
 
-LIMITS = {"rollout_timeout_s": 0.4, "grace_s": 0.1, "reward_timeout_s": 0.2, "weights_timeout_s": 0.2}
+LIMITS = {
+    "rollout_timeout_s": 0.4,
+    "grace_s": 0.1,
+    "reward_timeout_s": 0.2,
+    "weights_timeout_s": 0.2,
+    "train_timeout_s": 0.3,
+}
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
@@ -37,6 +43,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         EmbeddedEngine.load_weights,
         RewardWorker.score,
     )
+    train = Trainer.train_step
 
     async def extend_(self, request):
         if request.rollout_id in ("1-0", "eval-2-0") and request.rollout_id not in hung:
@@ -57,6 +64,12 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             time.sleep(0.5)
         return load(self, version, tensors)
 
+    def train_(self, batch):
+        if "train" not in hung:
+            hung.append("train")
+            time.sleep(0.6)
+        return train(self, batch)
+
     async def score_(self, requests):
         if "step" in hung and "score" not in hung and len(requests) == 3:
             hung.append("score")
@@ -67,6 +80,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(EmbeddedEngine, "step", step_)
     monkeypatch.setattr(EmbeddedEngine, "load_weights", load_)
     monkeypatch.setattr(RewardWorker, "score", score_)
+    monkeypatch.setattr(Trainer, "train_step", train_)
     return hung
 
 
@@ -84,11 +98,12 @@ def test_what_hangs_is_named_and_the_run_goes_on(
     hung = hang(monkeypatch)
     code, text = run(capsys, "train", recipe)
     assert code == 0, text
-    assert sorted(hung) == ["1-0", "eval-2-0", "score", "step", "weights"]
+    assert sorted(hung) == ["1-0", "eval-2-0", "score", "step", "train", "weights"]
     lines = [line for line in text.splitlines() if "watchdog: " in line]
     for pattern in (
         r"watchdog: rollout 1-0 \(running, begun \S+ s ago, 0 tokens, none for \S+ s\): it is interrupted and .*",
         r"watchdog: rollout 1-0 \(interrupted, begun .*\): it does not come back, so it is cancelled and continued .*",
+        r"watchdog: the training of step 1 \(begun \S+ s ago\): .* the run waits",
         r"watchdog: the weights of policy version 1 \(being handed to the engine, begun \S+ s ago\): .* the run waits",
         r"watchdog: the event loop has stood still for \S+ s while generating: rollout \d+-\d .*the run waits",
         r"watchdog: the rewards of group \d+ \(scoring, begun \S+ s ago\): it is cancelled and scored again",

@@ -80,7 +80,7 @@ INERT: tuple[Inert, ...] = (
             "train.streaming_min_groups",
             "reroll.max_groups",
             "run.replay_rollouts",
-            *(name for name, _ in leaves() if name.startswith("watchdog.")),
+            "watchdog.max_stalls",  # the other limits are of the engine, of evaluations and of the trainer
         ),
         ("tasks.producer",),
         lambda c: bool(c.tasks.producer),
@@ -93,7 +93,7 @@ INERT: tuple[Inert, ...] = (
             "train.streaming_min_groups",
             "eval.num_tasks",
             "track.rollouts",
-            *(name for name, _ in leaves() if name.startswith("watchdog.")),
+            *_fields("watchdog", without="train_timeout_s"),
         ),
         ("run.replay_rollouts",),
         lambda c: bool(c.run.replay_rollouts),

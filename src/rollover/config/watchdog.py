@@ -33,3 +33,8 @@ class WatchdogConfig(Table):
         description="Handing new weights to the engine gives a warning after so long, again at doubling times; 0 ="
         " off.",
     )
+    train_timeout_s: float = Field(
+        default=1800.0,
+        ge=0,
+        description="Training that takes so long in one step gives a warning, again at doubling times; 0 = off.",
+    )

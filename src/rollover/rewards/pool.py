@@ -60,13 +60,15 @@ class RewardPool:
         return self.config.streaming and self._modes.get(task.reward) == "each"
 
     def stats(self) -> dict[str, float]:
-        """The workers' counters together, and two gauges: workers with a call, and calls that wait for one."""
+        """The workers' counters together, and gauges: workers with a call, waiting calls, age of the oldest call."""
         counters = [worker.stats() for worker in self._workers]
+        busy_s = [health.busy_s for health in self.health() if health.busy_s is not None]
         busy = len(self._workers) - len(self._free)
         return {
             **{name: sum(c[name] for c in counters) for name in counters[0]},
             "rewards/busy_workers": busy,
             "rewards/queue": self._num_calls - busy,
+            "rewards/longest_call_s": max(busy_s, default=0.0),
         }
 
     def health(self) -> list[WorkerHealth]:

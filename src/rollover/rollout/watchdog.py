@@ -26,7 +26,7 @@ import numpy as np
 from rollover.config.watchdog import WatchdogConfig
 from rollover.types import SamplingParams, Segment, StopReason
 
-OFF = WatchdogConfig(rollout_timeout_s=0, reward_timeout_s=0, weights_timeout_s=0)
+OFF = WatchdogConfig(rollout_timeout_s=0, reward_timeout_s=0)  # the other limits are not of this class
 _LOOKS_PER_LIMIT = 4
 _SHORTEST_PAUSE_S = 1e-3
 

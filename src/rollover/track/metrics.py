@@ -57,6 +57,7 @@ METRICS: list[Metric] = [
     Metric("rewards/retries", "counter", "calls", "Calls made again after a timeout or a crash (rewards.retries)."),
     Metric("rewards/busy_workers", "last", "workers", "Reward workers with a group at the end of the step."),
     Metric("rewards/queue", "last", "groups", "Groups that wait for a reward worker at the end of the step."),
+    Metric("rewards/longest_call_s", "last", "s", "Age of the oldest call that a reward worker is at then; 0: none."),
     # Ledger
     Metric("tokens/generated", "counter", "tokens", "Sampled tokens since step 1. Equals trained + dropped + held."),
     Metric("tokens/trained", "counter", "tokens", "Sampled tokens whose rollout was consumed by a step, cumulative."),

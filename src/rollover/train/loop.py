@@ -158,7 +158,7 @@ class Run:
             return False
         return_freed_memory()
         self.view.phase("training")
-        with self._timed("train"):
+        with self._training(version):
             batch = parts.reuse.build(groups, version)
             trained = await self._train(batch, version)
         parts.reuse.after_step(groups, batch, version)
@@ -239,10 +239,23 @@ class Run:
         parts, min_groups = self.parts, self.config.train.streaming_min_groups
 
         async def run(work: Callable[[], None]) -> None:
-            with self._timed("train"):
+            with self._training(version):
                 await self._beside_generation(work)
 
         return await collect_and_accumulate(parts.driver, parts.reuse, parts.trainer, version, min_groups, run)
+
+    @contextmanager
+    def _training(self, version: int) -> Iterator[None]:
+        """Times the trainer's work, and says so if it does not end."""
+
+        def text(seconds: float) -> str:
+            return (
+                f"the training of step {version + 1} (begun {seconds:.3g} s ago): it cannot be ended from here, so the"
+                " run waits"
+            )
+
+        with self._timed("train"), self.alarm.over(text, self.config.watchdog.train_timeout_s):
+            yield
 
     async def _beside_generation(self, work: Callable[[], Result]) -> Result:
         """The trainer's work in its thread, while the engine goes on with the cores that are left to it."""

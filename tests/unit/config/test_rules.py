@@ -233,6 +233,8 @@ def test_refused_in_other_tables(write, text, part):
         '[rollout]\nin_flight_groups = 17\nmax_staleness = 1\non_stale = "drop"',
         "[rollout]\nin_flight_groups = 16\nmax_staleness = 1",
         "[train]\nminibatches_per_step = 4",
+        '[run]\nreplay_rollouts = "x"\n[watchdog]\ntrain_timeout_s = 9',
+        '[tasks]\nproducer = "a:B"\n[watchdog]\nweights_timeout_s = 9',
     ],
 )
 def test_allowed(write, text):

@@ -143,6 +143,7 @@ def test_a_group_goes_whole_to_one_worker_and_groups_run_at_the_same_time(folder
     assert all(first == second for first, _, second in held)
     assert len({first for first, *_ in held}) == 3 and last in {first for first, *_ in held}
     assert (gauges["rewards/busy_workers"], gauges["rewards/queue"]) == (3, 1)
+    assert gauges["rewards/longest_call_s"] > after["rewards/longest_call_s"] == 0
     assert (after["rewards/busy_workers"], after["rewards/queue"]) == (0, 0)
 
 
@@ -186,7 +187,7 @@ def test_rewards_do_not_depend_on_the_number_of_workers_and_one_worker_is_a_rewa
     for num_workers in (1, 3):
         rewards, stats = asyncio.run(run(RewardPool(RewardsConfig(num_workers=num_workers))))
         assert rewards == alone
-        assert stats == counted | {"rewards/busy_workers": 0, "rewards/queue": 0}
+        assert stats == counted | {"rewards/busy_workers": 0, "rewards/queue": 0, "rewards/longest_call_s": 0}
     assert scores(alone[0]) == [1, 2, None, 3]
 
 

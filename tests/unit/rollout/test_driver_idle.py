@@ -83,15 +83,21 @@ def test_with_nothing_in_flight_the_engine_waits_for_the_trainer(clock: Clock) -
     play(story)
 
 
+async def with_scorings_alone_in_flight() -> tuple[Run, Gate]:
+    """While the trainer trains. The gate lets them end."""
+    gate = Gate()
+    gate.is_open.set()
+    run = Run(lengths=lambda seed: 5, scorer=gate, **OVERLAP)
+    assert await run.driver.collect(0)
+    gate.is_open.clear()
+    run.driver.go_on(0)
+    await settle()
+    return run, gate
+
+
 def test_with_scorings_alone_in_flight_it_waits_for_rewards(clock: Clock) -> None:
     async def story() -> None:
-        gate = Gate()
-        gate.is_open.set()
-        run = Run(lengths=lambda seed: 5, scorer=gate, **OVERLAP)
-        assert await run.driver.collect(0)
-        gate.is_open.clear()
-        run.driver.go_on(0)
-        await settle()
+        run, gate = await with_scorings_alone_in_flight()
         clock.now += 4
         assert run.driver.idle_s() == {"trainer": 0.0, "rewards": 4.0}
         gate.is_open.set()
@@ -105,13 +111,7 @@ def test_with_scorings_alone_in_flight_it_waits_for_rewards(clock: Clock) -> Non
 
 def test_rewards_that_the_trainer_waits_for_are_its_own_wait(clock: Clock) -> None:
     async def story() -> None:
-        gate = Gate()
-        gate.is_open.set()
-        run = Run(lengths=lambda seed: 5, scorer=gate, **OVERLAP)
-        assert await run.driver.collect(0)
-        gate.is_open.clear()
-        run.driver.go_on(0)
-        await settle()
+        run, gate = await with_scorings_alone_in_flight()
         clock.now += 4
         run.engine.load_weights(1, ())
         run.driver.after_publish(1)

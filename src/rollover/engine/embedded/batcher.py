@@ -47,7 +47,7 @@ class Batcher:
         """Rows for the next token of all that can decode now; preempts the youngest until the rest fits."""
         ready = [s for s in self.running if s.prefilled]
         for seq in ready:
-            while seq in self.running and not self._reserve_or_evict_idle(seq, len(seq.tokens)):
+            while seq.bucket is not None and not self._reserve_or_evict_idle(seq, len(seq.tokens)):
                 self.preempt(self.running[-1])
         return [s for s in ready if s.bucket is not None]
 

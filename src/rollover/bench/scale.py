@@ -40,14 +40,6 @@ def _peak_memory_gb(*, reset: bool = False) -> float | None:
         return None
 
 
-def _decode_seconds(engine: EmbeddedEngine, vocab: int, num: int, context: int, new_tokens: int) -> float:
-    """Wall seconds to continue one shared prompt of `context` tokens `num` times by `new_tokens`."""
-    prompts = [workload.prompt(vocab, context, 0)] * num
-    started = time.perf_counter()
-    workload.generate(engine, prompts, new_tokens)
-    return time.perf_counter() - started
-
-
 def _decode(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
     model = load_model(config.model, dtype=dtype_of(config), device=device).model
     vocab = model.config.get_text_config().vocab_size
@@ -59,9 +51,7 @@ def _decode(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
             if num * (context + NEW_TOKENS + 1) * engine.kv_bytes_per_token * 1.5 > KV_GB * 1e9:
                 continue  # rows are up to a half longer than what they hold
             _peak_memory_gb(reset=True)
-            # The prefill, its copies and the first token are in both, so the difference is decoding alone.
-            once = _decode_seconds(engine, vocab, num, context, 1)
-            seconds = max(1e-9, _decode_seconds(engine, vocab, num, context, 1 + NEW_TOKENS) - once)
+            seconds = workload.decode_seconds(engine, [workload.prompt(vocab, context, 0)] * num, NEW_TOKENS)
             yield {
                 "case": f"decode_{num}_at_{context}",
                 "setting": f"{num} sequences, context {context}, {seconds / NEW_TOKENS * 1e3:.1f} ms a step",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.types import Sample, SamplingParams, rollout_seed
+from rollover.types import Sample, SamplingParams, Segment, rollout_seed
 
 
 def prompt(vocab: int, num_tokens: int, seed: int) -> tuple[int, ...]:
@@ -21,15 +22,45 @@ def prompt(vocab: int, num_tokens: int, seed: int) -> tuple[int, ...]:
 
 def generate(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], new_tokens: int) -> None:
     """Continue all prompts at once, each by exactly new_tokens."""
+    asyncio.run(_extend(engine, prompts, [()] * len(prompts), new_tokens))
 
-    async def go() -> None:
-        requests = [
-            ExtendRequest(str(i), ids, (), new_tokens, rollout_seed(0, "bench", 0, i), SamplingParams())
-            for i, ids in enumerate(prompts)
-        ]
-        await asyncio.gather(*[engine.extend(request) for request in requests])
 
-    asyncio.run(go())
+def decode_seconds(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], steps: int) -> float:
+    """Wall seconds of so many decode steps of all at once: prefill and the first token come before."""
+
+    async def go() -> float:
+        first = await _extend(engine, prompts, [()] * len(prompts), 1 + steps, pause_after=1)
+        generated = [tuple(of[-1].token_ids.tolist()) for of in first]
+        started = time.perf_counter()
+        await _extend(engine, prompts, generated, steps)
+        seconds = time.perf_counter() - started
+        engine.release(map(str, range(len(prompts))))
+        return seconds
+
+    return asyncio.run(go())
+
+
+async def _extend(
+    engine: EmbeddedEngine,
+    prompts: Sequence[tuple[int, ...]],
+    generated: Sequence[tuple[int, ...]],
+    new_tokens: int,
+    pause_after: int = 0,
+) -> list[list[Segment]]:
+    """Without stop tokens, so that each gets all of its new tokens."""
+    requests = [
+        ExtendRequest(
+            str(i),
+            prompt_ids,
+            generated_ids,
+            new_tokens,
+            rollout_seed(0, "bench", 0, i),
+            SamplingParams(),
+            pause_after=pause_after,
+        )
+        for i, (prompt_ids, generated_ids) in enumerate(zip(prompts, generated, strict=True))
+    ]
+    return await asyncio.gather(*[engine.extend(request) for request in requests])
 
 
 def samples(vocab: int, prompt_tokens: int, lengths: list[int], siblings: int, *, shared: bool = True) -> list[Sample]:

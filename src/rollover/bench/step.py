@@ -42,7 +42,7 @@ micro_batch_tokens = 2048
 [track]
 live = "off"
 """
-PARTIAL = [("rollout.in_flight_groups", "24"), ("rollout.interrupt", "when_enough"), ("rollout.max_staleness", "2")]
+PARTIAL = [("rollout.in_flight_groups", "12"), ("rollout.interrupt", "when_enough"), ("rollout.max_staleness", "1")]
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     fill = 3  # steps that fill what a partial mode has in flight
     times = {
         ("rollover", "synchronous"): run_ours(config, [], fill + runs)[fill:],
-        ("rollover", "partial, 24 groups in flight"): run_ours(config, PARTIAL, fill + runs)[fill:],
+        ("rollover", "partial, 12 groups in flight"): run_ours(config, PARTIAL, fill + runs)[fill:],
     }
     trl_version = None
     try:

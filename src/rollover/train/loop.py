@@ -18,7 +18,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -247,15 +247,17 @@ class Run:
     @contextmanager
     def _training(self, version: int) -> Iterator[None]:
         """Times the trainer's work, and says so if it does not end."""
+        limit_s = self.config.watchdog.train_timeout_s
+        with self._timed("train"), self._alarmed(f"the training of step {version + 1}", "begun", limit_s):
+            yield
+
+    def _alarmed(self, what: str, state: str, limit_s: float) -> AbstractContextManager[object]:
+        """Says so if a block takes longer that nothing can end from outside."""
 
         def text(seconds: float) -> str:
-            return (
-                f"the training of step {version + 1} (begun {seconds:.3g} s ago): it cannot be ended from here, so the"
-                " run waits"
-            )
+            return f"{what} ({state} {seconds:.3g} s ago): it cannot be ended from here, so the run waits"
 
-        with self._timed("train"), self.alarm.over(text, self.config.watchdog.train_timeout_s):
-            yield
+        return self.alarm.over(text, limit_s)
 
     async def _beside_generation(self, work: Callable[[], Result]) -> Result:
         """The trainer's work in its thread, while the engine goes on with the cores that are left to it."""
@@ -268,15 +270,9 @@ class Run:
 
     def _publish(self) -> int:
         """Hand the trainer's weights to the engine; returns their bytes."""
-        version = self.parts.trainer.policy_version
-
-        def text(seconds: float) -> str:
-            return (
-                f"the weights of policy version {version} (being handed to the engine, begun {seconds:.3g} s ago):"
-                " it cannot be ended from here, so the run waits"
-            )
-
-        with self.alarm.over(text, self.config.watchdog.weights_timeout_s):
+        version, limit_s = self.parts.trainer.policy_version, self.config.watchdog.weights_timeout_s
+        state = "being handed to the engine, begun"
+        with self._alarmed(f"the weights of policy version {version}", state, limit_s):
             return self.parts.engine.load_weights(version, self.parts.trainer.publish()).num_bytes
 
     def _row(

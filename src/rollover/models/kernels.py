@@ -35,7 +35,7 @@ _ARGUMENTS = {
     "last_norm": (*(c_void_p,) * 3, c_float, *(c_void_p,) * 2, *(c_int64,) * 2, c_int),
     "rotate": (*(c_void_p,) * 5, c_float, *(c_void_p,) * 2, *(c_int64,) * 4, c_int),
     "silu_gate": (*(c_void_p,) * 2, *(c_int64,) * 2, c_int),
-    "decode_attention": (
+    "cached_attention": (
         *(c_void_p,) * 3, c_int64, *(c_void_p,) * 4, c_int64, c_float, c_void_p, *(c_int64,) * 4, c_int,
     ),
     "draw": (*(c_void_p,) * 5, *(c_int64,) * 2, c_int),
@@ -128,7 +128,7 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 class Kernels:
-    """Operations (models/operations.py), decode attention and the draw. Float32 or bfloat16, contiguous, on the CPU."""
+    """Operations (models/operations.py), cached attention, the draw. Float32 or bfloat16, contiguous, on the CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions = {}
@@ -179,7 +179,7 @@ class Kernels:
         )
         return out_NI
 
-    def decode_attention(
+    def cached_attention(
         self,
         query_NHD: torch.Tensor,
         key_NKD: torch.Tensor,
@@ -192,10 +192,11 @@ class Kernels:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Writes one token's key and value per sequence to the cache, then attends to it; [N, H, D].
+        """Writes the tokens' keys and values to the cache, then each attends to it up to itself; [N, H, D].
 
-        key_rows, value_rows: addresses of each sequence's [K, row length, D]; head_strides: numbers from one head of a
-        row to the next; positions: where the token goes (all int64). `value_NKD` may be a part of a wider row.
+        key_rows, value_rows: addresses of the [K, row length, D] of each token's sequence; head_strides: numbers from
+        one head of it to the next; positions: where the token goes (all int64). `value_NKD` may be a part of a wider
+        row.
         """
         num, heads, size = query_NHD.shape
         kv_heads = key_NKD.shape[1]
@@ -203,7 +204,7 @@ class Kernels:
             value_NKD = value_NKD.contiguous()
         assert query_NHD.dtype == key_NKD.dtype == value_NKD.dtype
         out_NHD = torch.empty_like(query_NHD)
-        self._functions["decode_attention", query_NHD.dtype](
+        self._functions["cached_attention", query_NHD.dtype](
             _pointer(query_NHD), _pointer(key_NKD), value_NKD.data_ptr(), value_NKD.stride(0),
             _pointer(key_rows_N), _pointer(value_rows_N), _pointer(head_strides_N), _pointer(positions_N),
             window or 0, scale, _pointer(out_NHD), num, heads, kv_heads, size, torch.get_num_threads(),

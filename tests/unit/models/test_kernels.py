@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from rollover.engine.embedded.kv_cache import KVCache
-from rollover.engine.embedded.runner import DecodeAttention, KernelDecodeAttention, Runner
+from rollover.engine.embedded.runner import Chunk, DecodeAttention, KernelAttention, PrefillAttention, Runner
 from rollover.engine.embedded.sampler import sample, uniforms
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest
@@ -54,15 +54,8 @@ def test_operations_equal_torch(dtype: torch.dtype, num: int) -> None:
         assert all(close(g, e, tolerance) for g, e in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (4, 4, 16), (14, 2, 64), (5, 1, 128), (6, 2, 80)])
-@pytest.mark.parametrize("window", [None, 5])
-def test_decode_attention_equals_torch(
-    dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None
-) -> None:
-    """Ragged lengths in several buckets, one token and a full row among them; what is written is the same too."""
-    lengths = [1, 64, 2, 65, 100, 33, 300]  # the new token included
-    torch.manual_seed(0)
+def _two_caches(kv_heads: int, size: int, dtype: torch.dtype, lengths: list[int]) -> list[list[Sequence]]:
+    """The same sequences of these many tokens twice, sorted by bucket, in caches filled with the same numbers."""
     caches, orders = [], []
     for _ in range(2):
         cache = KVCache(1, kv_heads, size, dtype, torch.device("cpu"), 10**8)
@@ -70,7 +63,6 @@ def test_decode_attention_equals_torch(
         for i, n in enumerate(lengths):
             seq = Sequence.start(ExtendRequest(str(i), (3,) * n, (), 8, i, SamplingParams()), None)
             assert cache.reserve(seq, n)
-            seq.kv_len = n - 1
             order.append(seq)
         order.sort(key=lambda s: (s.bucket.row_tokens if s.bucket else 0, s.row))
         caches.append(cache)
@@ -79,16 +71,64 @@ def test_decode_attention_equals_torch(
         for mine, theirs in zip((bucket.keys[0], bucket.values[0]), ("keys", "values"), strict=True):
             mine.copy_(torch.randn(mine.shape))
             getattr(caches[1].buckets[row_tokens], theirs)[0].copy_(mine)
+    return orders
+
+
+def _assert_same_cache(orders: list[list[Sequence]]) -> None:
+    for a, b in zip(*orders, strict=True):
+        assert a.bucket is not None and b.bucket is not None
+        assert torch.equal(a.bucket.keys[0], b.bucket.keys[0])
+        assert torch.equal(a.bucket.values[0], b.bucket.values[0])
+
+
+HEADS = pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(9, 3, 64), (4, 4, 16), (14, 2, 64), (5, 1, 128), (6, 2, 80)]
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@HEADS
+@pytest.mark.parametrize("window", [None, 5])
+def test_decode_attention_equals_torch(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None
+) -> None:
+    """Ragged lengths in several buckets, one token and a full row among them; what is written is the same too."""
+    lengths = [1, 64, 2, 65, 100, 33, 300]  # the new token included
+    torch.manual_seed(0)
+    orders = _two_caches(kv_heads, size, dtype, lengths)
+    for seq in (*orders[0], *orders[1]):
+        seq.kv_len = len(seq.tokens) - 1
     query = torch.randn(len(lengths), heads, size).to(dtype)
     key, value = torch.randn(2, len(lengths), kv_heads, size).to(dtype)
     options = {"scale": 0.3, "window": window, "softcap": None}
     expected = DecodeAttention(orders[0], torch.device("cpu")).attend(0, query, key, value, **options)
-    got = KernelDecodeAttention(orders[1], tiny.compiled_kernels()).attend(0, query, key, value, **options)
+    chunks = [Chunk(s, s.kv_len, s.kv_len + 1) for s in orders[1]]
+    got = KernelAttention(chunks, tiny.compiled_kernels()).attend(0, query, key, value, **options)
     # Plain torch rounds scores and probabilities to bfloat16, the kernel does not.
     assert close(got, expected, 3 * TOLERANCE[dtype])
-    for row_tokens, bucket in caches[0].buckets.items():
-        assert torch.equal(bucket.keys[0], caches[1].buckets[row_tokens].keys[0])
-        assert torch.equal(bucket.values[0], caches[1].buckets[row_tokens].values[0])
+    _assert_same_cache(orders)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@HEADS
+@pytest.mark.parametrize("window", [None, 5])
+def test_prefill_attention_equals_torch(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None
+) -> None:
+    """Chunks from the start of a sequence and from its middle, of one token and of many, beside one another."""
+    spans = [(0, 1), (0, 64), (1, 2), (60, 65), (0, 100), (32, 33), (40, 300)]
+    torch.manual_seed(0)
+    orders = _two_caches(kv_heads, size, dtype, [end for _, end in spans])
+    starts = {end: start for start, end in spans}
+    chunks = [[Chunk(s, starts[len(s.tokens)], len(s.tokens)) for s in order] for order in orders]
+    num = sum(end - start for start, end in spans)
+    query = torch.randn(num, heads, size).to(dtype)
+    key, value = torch.randn(2, num, kv_heads, size).to(dtype)
+    options = {"scale": 0.3, "window": window, "softcap": None}
+    expected = PrefillAttention(chunks[0], torch.device("cpu")).attend(0, query, key, value, **options)
+    got = KernelAttention(chunks[1], tiny.compiled_kernels()).attend(0, query, key, value, **options)
+    assert close(got, expected, 3 * TOLERANCE[dtype])
+    _assert_same_cache(orders)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

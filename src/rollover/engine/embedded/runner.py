@@ -31,11 +31,17 @@ from rollover.models.operations import TorchOperations
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, end) of `seq`, to be prefilled; its row has room for them."""
+    """Tokens [start, end) of `seq`, to be computed; its row has room for them."""
 
     seq: Sequence
     start: int
     end: int
+
+    @property
+    def bucket(self) -> Bucket:
+        """Where the sequence's row is."""
+        assert self.seq.bucket is not None
+        return self.seq.bucket
 
 
 class PrefillAttention:
@@ -70,8 +76,7 @@ class PrefillAttention:
         softcap: float | None,
     ) -> torch.Tensor:
         for chunk, part in zip(self.chunks, self.parts, strict=True):
-            bucket, row = chunk.seq.bucket, chunk.seq.row
-            assert bucket is not None
+            bucket, row = chunk.bucket, chunk.seq.row
             bucket.keys[layer][row, :, chunk.start : chunk.end] = key_NKD[part].transpose(0, 1)
             bucket.values[layer][row, :, chunk.start : chunk.end] = value_NKD[part].transpose(0, 1)
         options: Any = {"scale": scale, "window": window, "softcap": softcap}
@@ -95,8 +100,7 @@ class PrefillAttention:
         keys, values = [], []
         for i in batch:
             chunk = self.chunks[i]
-            assert chunk.seq.bucket is not None
-            for rows, tensors in ((keys, chunk.seq.bucket.keys), (values, chunk.seq.bucket.values)):
+            for rows, tensors in ((keys, chunk.bucket.keys), (values, chunk.bucket.values)):
                 rows.append(tensors[layer][chunk.seq.row, :, : chunk.end].transpose(0, 1))
         padded = (pad_sequence(rows, batch_first=True).transpose(1, 2) for rows in (keys, values))
         return next(padded), next(padded)
@@ -207,21 +211,22 @@ class DecodeAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-class KernelDecodeAttention:
-    """DecodeAttention by the compiled kernel, which reads each row up to its last token and no further."""
+class KernelAttention:
+    """Either of the two by the compiled kernel, which reads a row up to the token and no further: nothing is padded."""
 
-    def __init__(self, order: list[Sequence], kernels: Kernels) -> None:
+    def __init__(self, chunks: list[Chunk], kernels: Kernels) -> None:
         self.kernels = kernels
-        self.positions_N = torch.tensor([s.kv_len for s in order])
-        addresses, strides = [], []
-        for seq in order:
-            assert seq.bucket is not None
-            _, kv_heads, length, size = seq.bucket.keys[0].shape
-            strides.append(length * size)
-            row_bytes = kv_heads * length * size * seq.bucket.keys[0].element_size()
-            addresses.append(seq.bucket.addresses + seq.row * row_bytes)
-        self.head_strides_N = torch.tensor(strides)
-        self.rows_2LN = torch.stack(addresses, -1)
+        self.positions_N = torch.tensor([p for c in chunks for p in range(c.start, c.end)])
+        buckets = {bucket: i for i, bucket in enumerate(dict.fromkeys(c.bucket for c in chunks))}
+        keys = chunks[0].bucket.keys[0]
+        _, kv_heads, _, size = keys.shape
+        addresses_2LB = torch.stack([b.addresses for b in buckets], -1)
+        head_strides_B = torch.tensor([b.row_tokens * size for b in buckets])
+        tokens_C = torch.tensor([c.end - c.start for c in chunks])
+        bucket_N = torch.tensor([buckets[c.bucket] for c in chunks]).repeat_interleave(tokens_C)
+        row_N = torch.tensor([c.seq.row for c in chunks]).repeat_interleave(tokens_C)
+        self.head_strides_N = head_strides_B[bucket_N]
+        self.rows_2LN = addresses_2LB[:, :, bucket_N] + row_N * self.head_strides_N * (kv_heads * keys.element_size())
 
     def attend(
         self,
@@ -236,7 +241,7 @@ class KernelDecodeAttention:
     ) -> torch.Tensor:
         assert softcap is None
         keys_N, values_N = self.rows_2LN[0, layer], self.rows_2LN[1, layer]
-        return self.kernels.decode_attention(
+        return self.kernels.cached_attention(
             query_NHD.contiguous(), key_NKD.contiguous(), value_NKD, keys_N, values_N, self.head_strides_N,
             self.positions_N, scale=scale, window=window,
         )  # fmt: skip
@@ -281,11 +286,14 @@ class Runner:
         self.head = Head.of(self.model).precise(self.rows)
         return num_bytes
 
+    def _attention(self, chunks: list[Chunk]) -> KernelAttention | None:
+        return None if self.kernels is None else KernelAttention(chunks, self.kernels)
+
     def prefill(self, chunks: list[Chunk]) -> None:
         """Compute and cache keys and values of the chunks. No logits: the last known token is decoded."""
         tokens = [t for c in chunks for t in c.seq.tokens[c.start : c.end]]
         positions = [p for c in chunks for p in range(c.start, c.end)]
-        self.hidden_states(tokens, positions, PrefillAttention(chunks, self.device))
+        self.hidden_states(tokens, positions, self._attention(chunks) or PrefillAttention(chunks, self.device))
         for chunk in chunks:
             chunk.seq.kv_len = chunk.end
 
@@ -294,10 +302,8 @@ class Runner:
 
         Sequences of a bucket stand together.
         """
-        if self.kernels is None:
-            attention: Attention = DecodeAttention(order, self.device)
-        else:
-            attention = KernelDecodeAttention(order, self.kernels)
+        chunks = [Chunk(s, s.kv_len, s.kv_len + 1) for s in order]
+        attention = self._attention(chunks) or DecodeAttention(order, self.device)
         hidden_NE = self.hidden_states([s.tokens[-1] for s in order], [s.kv_len for s in order], attention)
         for seq in order:
             seq.kv_len += 1

@@ -107,6 +107,12 @@ class RolloutCache:
         self._move(rollout, RolloutState.READY)
         rollout.reward = reward
 
+    def take_reward_back(self, rollout_id: str) -> None:
+        """READY -> SCORING, the one step back: what follows from the reward could not be found out."""
+        rollout = self._rollouts[rollout_id]
+        assert rollout.state is RolloutState.READY, f"rollout {rollout_id} is {rollout.state.value}, not ready"
+        rollout.state, rollout.reward = RolloutState.SCORING, None
+
     def consume(self, group_id: int) -> Group:
         """The whole group leaves for training. Returns it."""
         assert self._groups[group_id].ready, f"group {group_id} is not ready"

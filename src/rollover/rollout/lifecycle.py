@@ -126,7 +126,8 @@ class Lifecycle:
         """Rewards of these rollouts of the group (None: of all). With the last of them the group is READY: True.
 
         Or it is dropped, and the answer False, where too few of its rewards are valid or a filter matches. None:
-        siblings have none yet.
+        siblings have none yet. Where a filter fails, the rewards are as if they had not come: a restarted run asks
+        for them, and the filter, again.
         """
         rollouts = group.rollouts if rollouts is None else rollouts
         assert len(rewards) == len(rollouts), f"{len(rewards)} rewards for {len(rollouts)} rollouts"
@@ -134,8 +135,13 @@ class Lifecycle:
             self.cache.set_reward(rollout.rollout_id, reward)
         if not group.ready:
             return None
+        try:
+            reason = self._why_dropped(group)
+        except BaseException:
+            for rollout in rollouts:
+                self.cache.take_reward_back(rollout.rollout_id)
+            raise
         self.scheduler.on_ready(group)
-        reason = self._why_dropped(group)
         if reason is None:
             self._emit(EventKind.READY, group)
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -65,6 +66,34 @@ def test_a_filtered_group_is_replaced_within_the_step(monkeypatch: pytest.Monkey
     assert (metrics["filtered/hard/groups"], metrics["filtered/easy/groups"]) == (hard, len(filtered) - hard)
     assert metrics["dropped/filtered/groups"] == len(filtered) and metrics["dropped/filtered/tokens"] > 0
     assert set(released) >= {f"{i}-0" for i in filtered}
+
+
+@pytest.mark.parametrize("singly", [False, True], ids=["by group", "one by one"])
+def test_after_a_filter_that_failed_a_restarted_run_asks_it_again(singly: bool) -> None:
+    """The group is not trained unfiltered, and none of its tokens is generated twice."""
+
+    def fails(group: Group) -> tuple[str, str] | None:
+        if group.group_id == 1:
+            raise KeyError("level")
+        return odd_ones(group)
+
+    def run(group_filter: Callable[[Group], tuple[str, str] | None]) -> Run:
+        run = Run(group_filter=group_filter, **PARTIAL)
+        run.driver.scores_singly = lambda task: singly
+        return run
+
+    failing = run(fails)
+    with pytest.raises(KeyError, match="level"):
+        failing.steps(4)
+    failing.ledger.check(failing.cache)
+    generated = sum(r.num_tokens for r in failing.cache.groups[1].rollouts)
+    assert not failing.cache.groups[1].ready and generated > 0
+    resumed = run(odd_ones)
+    resumed.load(failing.save())
+    assert all(i % 2 == 0 for batch in ids(resumed.steps(4)) for i in batch)
+    (dropped,) = [e.group for e in resumed.events if e.kind is EventKind.DROP and e.group.group_id == 1]
+    assert sum(r.num_tokens for r in dropped.rollouts) == generated
+    assert resumed.ledger.metrics(resumed.cache)["filtered/easy/groups"] >= 1
 
 
 def test_a_restarted_run_filters_the_same_groups() -> None:

@@ -7,40 +7,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <utility>
 #include <vector>
 
+#include "kernels_attention.h"
+#include "kernels_numbers.h"
+
 namespace {
-
-struct bf16 {
-    uint16_t bits;
-};
-
-inline float widen(float x) { return x; }
-inline float widen(bf16 x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16); }
-
-inline void narrow(float x, float& out) { out = x; }
-inline void narrow(float x, bf16& out) {
-    const uint32_t bits = __builtin_bit_cast(uint32_t, x);  // to nearest, ties to even
-    out.bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-// exp by range reduction and a polynomial of degree 6 (Cephes' expf): relative error below 2e-7, and it vectorises.
-// Below -87, minus infinity included, it stays at 1.6e-38.
-inline float exponential(float x) {
-    x = std::min(std::max(x, -87.0f), 88.0f);
-    const float n = __builtin_rintf(x * 1.44269504f);
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * __builtin_bit_cast(float, (static_cast<int32_t>(n) + 127) << 23);
-}
 
 template <class T>
 float inverse_rms(const T* x, int64_t size, float eps) {
@@ -73,7 +45,7 @@ void add_norm(float* x_NE, const Y* y_NE, const float* weight_E, float eps, O* o
     }
 }
 
-// One head: RMS norm if it has one, then rotation of its halves by the token's angles.
+// One head: RMS norm if it has one, then rotation of its pairs by the token's angles.
 template <bool NORMED, class T>
 void rotate_head(const T* in, const float* cos, const float* sin, const float* weight, float eps, T* out, int64_t D) {
     const int64_t half = D / 2;
@@ -117,206 +89,6 @@ void silu_gate(const T* gate_up, T* out_NI, int64_t N, int64_t I, int threads) {
             T silu;
             narrow(x / (1.0f + exponential(-x)), silu);
             narrow(widen(silu) * widen(up[i]), out[i]);
-        }
-    }
-}
-
-constexpr int LANES = 16;
-typedef float lanes __attribute__((vector_size(4 * LANES)));
-typedef uint32_t bit_lanes __attribute__((vector_size(4 * LANES)));
-
-// 2 * LANES numbers as two vectors: of bf16 the even and the odd ones, which takes two operations.
-inline void widen_pair(const float* x, lanes* out) { std::memcpy(out, x, 2 * sizeof(lanes)); }
-inline void widen_pair(const bf16* x, lanes* out) {
-    bit_lanes bits;
-    std::memcpy(&bits, x, sizeof bits);
-    out[0] = __builtin_bit_cast(lanes, bits << 16);
-    out[1] = __builtin_bit_cast(lanes, bits & 0xffff0000u);
-}
-inline void narrow_pair(const lanes* x, float* out) { std::memcpy(out, x, 2 * sizeof(lanes)); }
-inline void narrow_pair(const lanes* x, bf16* out) {
-    bit_lanes even = __builtin_bit_cast(bit_lanes, x[0]), odd = __builtin_bit_cast(bit_lanes, x[1]);
-    even += 0x7fff + ((even >> 16) & 1);  // to nearest, ties to even
-    odd += 0x7fff + ((odd >> 16) & 1);
-    const bit_lanes bits = (even >> 16) | (odd & 0xffff0000u);
-    std::memcpy(out, &bits, sizeof bits);
-}
-
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, bit_lanes{__VA_ARGS__})
-#endif
-
-// Sums of numbers at distance W: of a where the lane's number has no bit W, of b where it has.
-template <int W, uint32_t... I>
-inline lanes fold(lanes a, lanes b, std::integer_sequence<uint32_t, I...>) {
-    return SHUFFLE(a, b, (I & W ? LANES + I : I)...) + SHUFFLE(a, b, (I & W ? LANES + (I ^ W) : I ^ W)...);
-}
-template <int W>
-inline lanes fold(lanes a, lanes b) {
-    return fold<W>(a, b, std::make_integer_sequence<uint32_t, LANES>());
-}
-
-template <class T>
-inline void prefetch(const T* x, int64_t size) {
-    for (size_t line = 0; line < size * sizeof(T); line += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(x) + line);
-}
-
-// scores[g * stride + t] = query g . key t, of Q queries and `count` keys of C * LANES numbers: LANES keys at a time,
-// whose products are folded into one vector of sums. The values are read next: fetched meanwhile.
-template <class T, int C, int Q>
-void scores_of(const lanes* query_QC, const T* keys, const T* values, int64_t count, float* scores, int64_t stride) {
-    constexpr int D = C * LANES;
-    for (int64_t start = 0; start < count; start += LANES) {
-        lanes quarters[Q][4];
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            lanes products[Q][4];
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
-                const int64_t t = std::min(start + 4 * i + j, count - 1);  // beyond the last: the last again
-                prefetch(values + t * D, D);
-#pragma GCC unroll 8
-                for (int c = 0; c < C; c += 2) {
-                    lanes pair[2];
-                    widen_pair(keys + t * D + c * LANES, pair);
-#pragma GCC unroll 4
-                    for (int g = 0; g < Q; g++) {
-                        const lanes first = query_QC[g * C + c] * pair[0];
-                        products[g][j] = c ? products[g][j] + first : first;
-                        products[g][j] += query_QC[g * C + c + 1] * pair[1];
-                    }
-                }
-            }
-#pragma GCC unroll 4
-            for (int g = 0; g < Q; g++)
-                quarters[g][i] =
-                    fold<2>(fold<1>(products[g][0], products[g][1]), fold<1>(products[g][2], products[g][3]));
-        }
-#pragma GCC unroll 4
-        for (int g = 0; g < Q; g++) {
-            const lanes all =
-                fold<8>(fold<4>(quarters[g][0], quarters[g][1]), fold<4>(quarters[g][2], quarters[g][3]));
-            std::memcpy(scores + g * stride + start, &all, sizeof all);
-        }
-    }
-}
-
-// out[g] = sum over t of scores[g * stride + t] * value t, 4 * LANES of its numbers at a time. What is read after it
-// starts at `next`.
-template <class T, int C, int Q>
-void weighted_sum(const float* scores, int64_t stride, const T* values, int64_t count, const T* next, T* out) {
-    for (int c0 = 0; c0 < C; c0 += 4) {
-        lanes sums[Q][4] = {};
-        for (int64_t t = 0; t < count; t++) {
-            lanes value[4];
-            prefetch(next + (t * C + c0) * LANES, 4 * LANES);
-            widen_pair(values + (t * C + c0) * LANES, value);
-            widen_pair(values + (t * C + c0 + 2) * LANES, value + 2);
-#pragma GCC unroll 4
-            for (int g = 0; g < Q; g++)
-#pragma GCC unroll 4
-                for (int c = 0; c < 4; c++) sums[g][c] += scores[g * stride + t] * value[c];
-        }
-        for (int g = 0; g < Q; g++)
-            for (int c = 0; c < 4; c += 2) narrow_pair(sums[g] + c, out + (g * C + c0 + c) * LANES);
-    }
-}
-
-void softmax(float* row, int64_t count) {
-    float peak = row[0], total = 0;
-    for (int64_t t = 0; t < count; t++) peak = std::max(peak, row[t]);
-#pragma omp simd reduction(+ : total)
-    for (int64_t t = 0; t < count; t++) {
-        row[t] = exponential(row[t] - peak);
-        total += row[t];
-    }
-    const float share = 1.0f / total;
-#pragma omp simd
-    for (int64_t t = 0; t < count; t++) row[t] *= share;
-}
-
-// One query of any size.
-template <class T>
-void attend_any(const T* query_D, const T* keys, const T* values, int64_t count, float scale, float* scores, T* out_D,
-                int64_t D) {
-    for (int64_t t = 0; t < count; t++) {
-        float total = 0;
-        for (int64_t d = 0; d < D; d++) total += widen(query_D[d]) * scale * widen(keys[t * D + d]);
-        scores[t] = total;
-    }
-    softmax(scores, count);
-    std::vector<float> sums(D);
-    for (int64_t t = 0; t < count; t++)
-#pragma omp simd
-        for (int64_t d = 0; d < D; d++) sums[d] += scores[t] * widen(values[t * D + d]);
-    for (int64_t d = 0; d < D; d++) narrow(sums[d], out_D[d]);
-}
-
-// The G queries of one key/value head against `count` keys and values of D numbers each. C: D / LANES, or 0 if that is
-// not known when compiling. scores: G * stride floats, stride at least `count` and a multiple of LANES.
-template <class T, int C>
-void attend_head(const T* query_GD, const T* keys, const T* values, int64_t count, float scale, float* scores,
-                 int64_t stride, const T* next, T* out_GD, int64_t G, int64_t D) {
-    if constexpr (C > 0) {
-        for (int64_t g = 0; g < G;) {  // as many queries at a time as registers hold
-            auto go = [&]<int Q>() {
-                lanes query[Q * C];
-                for (int i = 0; i < Q * C; i += 2) {
-                    widen_pair(query_GD + g * D + i * LANES, query + i);
-                    query[i] *= scale;
-                    query[i + 1] *= scale;
-                }
-                scores_of<T, C, Q>(query, keys, values, count, scores, stride);
-                for (int i = 0; i < Q; i++) softmax(scores + i * stride, count);
-                weighted_sum<T, C, Q>(scores, stride, values, count, next, out_GD + g * D);
-                g += Q;
-            };
-            const int64_t left = G - g;
-            if (left >= 4)
-                go.template operator()<4>();
-            else if (left == 3)
-                go.template operator()<3>();
-            else if (left == 2)
-                go.template operator()<2>();
-            else
-                go.template operator()<1>();
-        }
-    } else {
-        for (int64_t g = 0; g < G; g++)
-            attend_any(query_GD + g * D, keys, values, count, scale, scores, out_GD + g * D, D);
-    }
-}
-
-// The key and value of each token go to position `positions[n]` of its sequence's cached rows ([K, row length, D], heads
-// `head_strides[n]` numbers apart). Then its queries attend to all up to there, or to the last `window` of them (0: all).
-template <class T>
-void cached_attention(const T* query_NHD, const T* key_NKD, const T* value, int64_t value_stride, T* const* key_rows,
-                      T* const* value_rows, const int64_t* head_strides, const int64_t* positions, int64_t window,
-                      float scale, T* out_NHD, int64_t N, int64_t H, int64_t K, int64_t D, int threads) {
-    const int64_t G = H / K, tasks = N * K;
-    const auto attend = D == 64 ? attend_head<T, 4> : D == 128 ? attend_head<T, 8> : attend_head<T, 0>;
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for
-        for (int64_t task = 0; task < tasks; task++) {
-            const int64_t n = task / K, k = task % K, place = k * head_strides[n] + positions[n] * D;
-            std::copy_n(key_NKD + task * D, D, key_rows[n] + place);
-            std::copy_n(value + n * value_stride + k * D, D, value_rows[n] + place);
-        }
-        std::vector<float> scores;
-#pragma omp for schedule(dynamic, std::clamp<int64_t>(tasks / (8 * threads), 1, 16))
-        for (int64_t task = 0; task < tasks; task++) {
-            const int64_t n = task / K, k = task % K, last = positions[n];
-            const int64_t first = window > 0 ? std::max<int64_t>(0, last - window + 1) : 0, count = last + 1 - first;
-            const int64_t stride = (count + LANES - 1) / LANES * LANES;
-            if (static_cast<int64_t>(scores.size()) < G * stride) scores.resize(2 * G * stride);
-            const int64_t start = k * head_strides[n] + first * D, queries = (n * H + k * G) * D;
-            const int64_t m = std::min(task + 1, tasks - 1) / K;
-            attend(query_NHD + queries, key_rows[n] + start, value_rows[n] + start, count, scale, scores.data(), stride,
-                   key_rows[m] + (task + 1) % K * head_strides[m], out_NHD + queries, G, D);
         }
     }
 }

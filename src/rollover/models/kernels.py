@@ -1,9 +1,9 @@
-"""kernels.cpp, compiled once for this machine with its C++ compiler: the decoder's small operations on a CPU.
+"""kernels.cpp and its headers, compiled once for this machine: the decoder's small operations on a CPU.
 
 Shapes: N tokens, E hidden size, I inner size of the MLP, H query heads, K key/value heads, D head size, V vocabulary.
 
 A decode step of a small model is about a thousand torch operations of microseconds each; these are a few per layer, and
-attention reads what is cached of each sequence and no more. Without a compiler torch does all of it, more slowly.
+attention reads what is cached of each sequence and no more. Without a C++ compiler torch does it all, more slowly.
 The library lies in Rollover's cache folder under a name that tells source, compiler, flags and processor.
 """
 
@@ -28,6 +28,7 @@ from rollover.models.operations import Norm
 from rollover.models.smollm2 import cache_root
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
+_HEADERS = sorted(_SOURCE.parent.glob("kernels_*.h"))
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _ARGUMENTS = {
@@ -77,7 +78,8 @@ def _build() -> Path:
     openmp = _openmp_library()
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
-        identity = [_SOURCE.read_bytes(), version, " ".join(_FLAGS).encode(), openmp.encode(), _processor().encode()]
+        sources = [path.read_bytes() for path in (_SOURCE, *_HEADERS)]
+        identity = [*sources, version, " ".join(_FLAGS).encode(), openmp.encode(), _processor().encode()]
         name = hashlib.blake2b(b"\0".join(identity), digest_size=16).hexdigest()
         folder = cache_root() / "kernels"
         target = folder / f"{name}.so"

@@ -82,7 +82,7 @@ def _assert_same_cache(orders: list[list[Sequence]]) -> None:
 
 
 HEADS = pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"), [(9, 3, 64), (4, 4, 16), (14, 2, 64), (5, 1, 128), (6, 2, 80)]
+    ("heads", "kv_heads", "size"), [(9, 3, 64), (4, 4, 16), (14, 2, 64), (5, 1, 128), (6, 2, 80), (3, 3, 96)]
 )
 
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels_attention.h"
+#include "kernels_draw.h"
 #include "kernels_numbers.h"
 
 namespace {
@@ -89,65 +90,6 @@ void silu_gate(const T* gate_up, T* out_NI, int64_t N, int64_t I, int threads) {
             T silu;
             narrow(x / (1.0f + exponential(-x)), silu);
             narrow(widen(silu) * widen(up[i]), out[i]);
-        }
-    }
-}
-
-constexpr int64_t BLOCK = 256;  // numbers summed in float32 before the sum goes on in float64
-
-template <class T>
-float maximum(const T* x, int64_t size) {
-    float out = widen(x[0]);
-#pragma omp simd reduction(max : out)
-    for (int64_t i = 0; i < size; i++) out = std::max(out, widen(x[i]));
-    return out;
-}
-
-// Sum of exp(x * scale - peak).
-template <class T>
-float weight_of(const T* x, int64_t size, float scale, float peak) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < size; i++) sum += exponential(widen(x[i]) * scale - peak);
-    return sum;
-}
-
-// A token of softmax(logits * scale) for each row, where its cumulative sum passes the row's uniform number, and its
-// log-prob.
-template <class T>
-void draw(const T* logits_NV, const float* scales_N, const double* uniforms_N, int64_t* tokens_N, float* logprobs_N,
-          int64_t N, int64_t V, int threads) {
-    const int64_t blocks = (V + BLOCK - 1) / BLOCK;
-#pragma omp parallel num_threads(threads)
-    {
-        std::vector<double> cumulative(blocks);
-#pragma omp for
-        for (int64_t n = 0; n < N; n++) {
-            const T* x = logits_NV + n * V;
-            const float scale = scales_N[n];
-            const float largest = maximum(x, V);
-            const float peak = largest * scale;
-            double total = 0;
-            for (int64_t b = 0; b < blocks; b++) {
-                const int64_t start = b * BLOCK;
-                total += weight_of(x + start, std::min(BLOCK, V - start), scale, peak);
-                cumulative[b] = total;
-            }
-            const double target = uniforms_N[n] * total;
-            const int64_t b = std::min<int64_t>(
-                std::upper_bound(cumulative.begin(), cumulative.end(), target) - cumulative.begin(), blocks - 1);
-            const int64_t end = std::min(V, (b + 1) * BLOCK);
-            double sum = b ? cumulative[b - 1] : 0;
-            int64_t token = b * BLOCK;
-            for (; token < end; token++) {
-                sum += exponential(widen(x[token]) * scale - peak);
-                if (sum > target) break;
-            }
-            // Rounding at a block's edge could pass its end, or pick a token of probability 0: the likeliest instead.
-            if (token == end || widen(x[token]) * scale - peak < -87.0f)
-                token = std::find_if(x, x + V, [&](T y) { return widen(y) == largest; }) - x;
-            tokens_N[n] = token;
-            logprobs_N[n] = widen(x[token]) * scale - peak - static_cast<float>(std::log(total));
         }
     }
 }
@@ -248,9 +190,10 @@ void norm_backward(const O* grad_NE, const float* x_NE, const float* weight_E, c
         cached_attention(q, k, v, v_stride, key_rows, value_rows, head_strides, positions, window, scale, out, N, H,  \
                          K, D, threads);                                                                              \
     }                                                                                                                 \
-    extern "C" void draw_##NAME(const T* logits, const float* scales, const double* uniforms, int64_t* tokens,        \
-                                float* logprobs, int64_t N, int64_t V, int threads) {                                 \
-        draw(logits, scales, uniforms, tokens, logprobs, N, V, threads);                                              \
+    extern "C" void draw_##NAME(const T* logits, const float* scales, const int64_t* top_k, const float* top_p,       \
+                                const float* min_p, const double* uniforms, int64_t* tokens, float* logprobs,         \
+                                int64_t N, int64_t V, int threads) {                                                  \
+        draw(logits, scales, top_k, top_p, min_p, uniforms, tokens, logprobs, N, V, threads);                         \
     }                                                                                                                 \
     extern "C" void logprobs_##NAME(const T* logits, const int64_t* targets, const float* scales, float* out,         \
                                     float* entropy, float* log_z, int64_t C, int64_t V, int threads) {                \

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -26,6 +27,7 @@ import torch
 
 from rollover.models.operations import Norm
 from rollover.models.smollm2 import cache_root
+from rollover.types import SamplingParams
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _HEADERS = sorted(_SOURCE.parent.glob("kernels_*.h"))
@@ -39,7 +41,7 @@ _ARGUMENTS = {
     "cached_attention": (
         *(c_void_p,) * 3, c_int64, *(c_void_p,) * 4, c_int64, c_float, c_void_p, *(c_int64,) * 4, c_int,
     ),
-    "draw": (*(c_void_p,) * 5, *(c_int64,) * 2, c_int),
+    "draw": (*(c_void_p,) * 8, *(c_int64,) * 2, c_int),
     "logprobs": (*(c_void_p,) * 6, *(c_int64,) * 2, c_int),
     "logprobs_backward": (*(c_void_p,) * 5, *(c_int64,) * 2, c_int),
     "norm_backward": (*(c_void_p,) * 6, *(c_int64,) * 2, c_int),
@@ -214,14 +216,17 @@ class Kernels:
         return out_NHD
 
     def draw(
-        self, logits_NV: torch.Tensor, scales_N: torch.Tensor, uniforms_N: torch.Tensor
+        self, logits_NV: torch.Tensor, params: Sequence[SamplingParams], uniforms_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token of softmax(logits * scale) per row, by its uniform number (float64), and its log-prob."""
+        """One token per row, of the distribution that its params make of its logits, and its log-prob."""
         num, vocab = logits_NV.shape
-        assert scales_N.dtype == torch.float32 and uniforms_N.dtype == torch.float64
+        assert uniforms_N.dtype == torch.float64 and len(params) == num
+        scales_N = torch.tensor([1 / p.temperature if p.temperature > 0 else 0.0 for p in params])
+        top_k_N = torch.tensor([p.top_k for p in params])
+        top_p_N, min_p_N = torch.tensor([(p.top_p, p.min_p) for p in params]).T.contiguous()
         tokens_N, logprobs_N = torch.empty(num, dtype=torch.long), torch.empty(num)
         self._functions["draw", logits_NV.dtype](
-            _pointer(logits_NV), _pointer(scales_N), _pointer(uniforms_N), _pointer(tokens_N), _pointer(logprobs_N),
+            *map(_pointer, (logits_NV, scales_N, top_k_N, top_p_N, min_p_N, uniforms_N, tokens_N, logprobs_N)),
             num, vocab, torch.get_num_threads(),
         )  # fmt: skip
         return tokens_N, logprobs_N

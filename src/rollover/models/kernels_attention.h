@@ -66,8 +66,8 @@ inline lanes fold_all(const lanes* x) {
         return fold<W>(fold_all<W / 2>(x), fold_all<W / 2>(x + W / 2));
 }
 
-// scores[g * stride + t] = query g . key t, of Q queries and `count` keys of D = C * LANES numbers: LANES keys at a time,
-// whose products are folded into one vector of sums. The values are read next: fetched meanwhile.
+// scores[g * stride + t] = query g . key t, of Q queries and `count` keys of D = C * LANES numbers: LANES keys at a
+// time, whose products are folded into one vector of sums. The values are read next: fetched meanwhile.
 template <class T, int Q, int SIZE>
 void scores_of(const lanes* query_CQ, const T* keys, const T* values, int64_t count, float* scores, int64_t stride,
                int64_t size) {
@@ -177,8 +177,8 @@ void attend_any_head(const T* query_GD, const T* keys, const T* values, int64_t 
     }
 }
 
-// The key and value of each token go to position `positions[n]` of its sequence's cached rows ([K, row length, D], heads
-// `head_strides[n]` numbers apart). Then its queries attend to all up to there, or to the last `window` of them (0: all).
+// The key and value of each token go to position `positions[n]` of its sequence's cached rows ([K, row length, D],
+// heads `head_strides[n]` numbers apart). Then its queries attend to all up to there, or to the last `window` (0: all).
 template <class T>
 void cached_attention(const T* query_NHD, const T* key_NKD, const T* value, int64_t value_stride, T* const* key_rows,
                       T* const* value_rows, const int64_t* head_strides, const int64_t* positions, int64_t window,

@@ -1,4 +1,4 @@
-// float and bfloat16, exp and softmax: what the kernels compute with.
+// float and bfloat16, exp, sums of it and softmax: what the kernels compute with.
 
 #pragma once
 
@@ -48,6 +48,25 @@ void softmax(float* row, int64_t count) {
     const float share = 1.0f / total;
 #pragma omp simd
     for (int64_t t = 0; t < count; t++) row[t] *= share;
+}
+
+constexpr int64_t BLOCK = 256;  // numbers summed in float32 before the sum goes on in float64
+
+template <class T>
+float maximum(const T* x, int64_t size) {
+    float out = widen(x[0]);
+#pragma omp simd reduction(max : out)
+    for (int64_t i = 0; i < size; i++) out = std::max(out, widen(x[i]));
+    return out;
+}
+
+// Sum of exp(x * scale - peak).
+template <class T>
+float weight_of(const T* x, int64_t size, float scale, float peak) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; i++) sum += exponential(widen(x[i]) * scale - peak);
+    return sum;
 }
 
 }  // namespace

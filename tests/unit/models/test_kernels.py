@@ -151,6 +151,42 @@ def test_draws_equal_the_sampler(dtype: torch.dtype, vocab: int) -> None:
     assert 3 not in tokens
 
 
+TRUNCATIONS = {
+    "top_k": {"top_k": 7},
+    "top_k of one": {"top_k": 1},
+    "top_k of more than there are": {"top_k": 100_000},
+    "top_p": {"top_p": 0.9},
+    "top_p of nearly all": {"top_p": 0.9999},
+    "top_p of nearly none": {"top_p": 1e-6},
+    "min_p": {"min_p": 0.02},
+    "min_p of little": {"min_p": 1e-9},
+    "top_k, then top_p": {"top_k": 20, "top_p": 0.8},
+    "all three": {"top_k": 50, "top_p": 0.95, "min_p": 0.01},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize("truncation", TRUNCATIONS.values(), ids=TRUNCATIONS)
+def test_truncated_draws_equal_the_sampler(dtype: torch.dtype, spread: float, truncation: dict) -> None:
+    """Flat and steep distributions with many equal logits, beside rows that are greedy or not truncated."""
+    num, vocab = 120, 1500
+    torch.manual_seed(0)
+    logits = (torch.randn(num, vocab) * spread).to(torch.bfloat16).to(dtype)
+    logits[:, 3] = float("-inf")
+    kinds = [{"temperature": 0.5, **truncation}, {"temperature": 1.3, **truncation}, {"temperature": 0.0}, {}]
+    params = [SamplingParams(**kind) for kind in kinds] * (num // 4)
+    draws = uniforms(range(num), [0] * num)
+    draws[:4], draws[4:8] = 0.0, 1.0 - 2**-53
+    tokens, logprobs = sample(logits, params, draws, tiny.compiled_kernels())
+    expected, expected_logprobs = sample(logits, params, draws)
+    same = [a == b for a, b in zip(tokens, expected, strict=True)]
+    assert sum(same) >= num - 3
+    for agrees, got, exact in zip(same, logprobs, expected_logprobs, strict=True):
+        assert not agrees or got == pytest.approx(exact, abs=1e-4)
+    assert 3 not in tokens
+
+
 def test_draws_have_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, float("-inf"), 2.0, -1.0]).expand(20_000, -1).contiguous()
     tokens, _ = sample(

@@ -72,12 +72,11 @@ def sample(
 ) -> tuple[list[int], list[float]]:
     """Token and behavior log-prob per row, of the distribution really sampled from (temperature, truncation included).
 
-    Greedy rows (temperature 0) sample a point mass: log-prob 0. `kernels` draw where nothing is truncated.
+    Greedy rows (temperature 0) sample a point mass: log-prob 0. `kernels` do the same without sorting the vocabulary.
     """
     draws_B = torch.from_numpy(uniforms_B)
-    if kernels is not None and all(p.temperature > 0 and not p.truncated for p in params):
-        scales_B = torch.tensor([1.0 / p.temperature for p in params])
-        drawn, drawn_logprobs = kernels.draw(logits_BV, scales_B, draws_B)
+    if kernels is not None:
+        drawn, drawn_logprobs = kernels.draw(logits_BV, params, draws_B)
         return drawn.tolist(), drawn_logprobs.tolist()
     logits_BV = logits_BV.float()
     rows_of: dict[SamplingParams, list[int]] = {}

@@ -222,7 +222,9 @@ class Driver:
                 if until_enough and self._is_enough(version):
                     return
                 self._start(version)
+            started, generating = time.perf_counter(), bool(self._extends)
             await asyncio.sleep(0)  # the extensions just made begin here: an interruption reaches only what has begun
+            self._count_time(started, generating)  # the engine may have made a step
             if not until_enough and not self._extends and not self._scorings:
                 self._count_idle("trainer")
                 return

@@ -108,7 +108,7 @@ class RolloutCache:
         rollout.reward = reward
 
     def take_reward_back(self, rollout_id: str) -> None:
-        """READY -> SCORING, the one step back: what follows from the reward could not be found out."""
+        """READY -> SCORING: what follows from the reward could not be found out. (`finish` must not do this.)"""
         rollout = self._rollouts[rollout_id]
         assert rollout.state is RolloutState.READY, f"rollout {rollout_id} is {rollout.state.value}, not ready"
         rollout.state, rollout.reward = RolloutState.SCORING, None

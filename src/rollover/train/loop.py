@@ -252,7 +252,7 @@ class Run:
             yield
 
     def _alarmed(self, what: str, state: str, limit_s: float) -> AbstractContextManager[object]:
-        """Says so if a block takes longer that nothing can end from outside."""
+        """Says so if a block that nothing can end from outside takes longer than that."""
 
         def text(seconds: float) -> str:
             return f"{what} ({state} {seconds:.3g} s ago): it cannot be ended from here, so the run waits"

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <vector>
 
 #include "kernels_attention.h"
 #include "kernels_draw.h"
@@ -110,7 +109,7 @@ void logprobs(const T* logits_CV, const int64_t* targets_C, const float* scales_
             float sum = 0, product = 0;
 #pragma omp simd reduction(+ : sum, product)
             for (int64_t v = start; v < end; v++) {
-                const float below = widen(x[v]) * scale - peak, weight = exponential(below);
+                const float below = (widen(x[v]) - largest) * scale, weight = exponential(below);
                 sum += weight;
                 product += weight * std::max(below, -87.0f);
             }
@@ -118,7 +117,7 @@ void logprobs(const T* logits_CV, const int64_t* targets_C, const float* scales_
             weighted += product;
         }
         const double log_total = std::log(total);
-        logprobs_C[c] = static_cast<float>(widen(x[targets_C[c]]) * scale - peak - log_total);
+        logprobs_C[c] = static_cast<float>((widen(x[targets_C[c]]) - largest) * scale - log_total);
         entropy_C[c] = static_cast<float>(log_total - weighted / total);
         log_z_C[c] = static_cast<float>(peak + log_total);
     }

@@ -73,7 +73,7 @@ def _processor() -> str:
     return platform.machine() + "".join(sorted(features))
 
 
-def _build() -> Path:
+def _build(flags: tuple[str, ...]) -> Path:
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         raise KernelsUnavailable("there is no C++ compiler (c++, g++ or clang++, or the one named by $CXX)")
@@ -81,7 +81,7 @@ def _build() -> Path:
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
         sources = [path.read_bytes() for path in (_SOURCE, *_HEADERS)]
-        identity = [*sources, version, " ".join(_FLAGS).encode(), openmp.encode(), _processor().encode()]
+        identity = [*sources, version, " ".join(flags).encode(), openmp.encode(), _processor().encode()]
         name = hashlib.blake2b(b"\0".join(identity), digest_size=16).hexdigest()
         folder = cache_root() / "kernels"
         target = folder / f"{name}.so"
@@ -91,7 +91,7 @@ def _build() -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as work:
             compiled, linked = f"{work}/kernels.o", f"{work}/kernels.so"
             for command in (
-                [compiler, *_FLAGS, "-c", str(_SOURCE), "-o", compiled],
+                [compiler, *flags, "-c", str(_SOURCE), "-o", compiled],
                 [compiler, "-shared", compiled, openmp, "-o", linked],
             ):
                 subprocess.run(command, capture_output=True, check=True, timeout=300)
@@ -105,9 +105,9 @@ def _build() -> Path:
 
 
 @functools.cache
-def load() -> Kernels:
+def load(flags: tuple[str, ...] = _FLAGS) -> Kernels:
     """The compiled operations; the first call on a machine takes seconds. KernelsUnavailable where that fails."""
-    path = _build()
+    path = _build(flags)
     try:
         return Kernels(ctypes.CDLL(str(path)))
     except (OSError, AttributeError) as error:
@@ -221,9 +221,9 @@ class Kernels:
         """One token per row, of the distribution that its params make of its logits, and its log-prob."""
         num, vocab = logits_NV.shape
         assert uniforms_N.dtype == torch.float64 and len(params) == num
-        scales_N = torch.tensor([1 / p.temperature if p.temperature > 0 else 0.0 for p in params])
-        top_k_N = torch.tensor([p.top_k for p in params])
-        top_p_N, min_p_N = torch.tensor([(p.top_p, p.min_p) for p in params]).T.contiguous()
+        numbers = [(1 / p.temperature if p.temperature > 0 else 0.0, p.top_p, p.min_p) for p in params]
+        scales_N, top_p_N, min_p_N = torch.tensor(numbers, dtype=torch.float32).T.contiguous()
+        top_k_N = torch.tensor([p.top_k for p in params], dtype=torch.long)
         tokens_N, logprobs_N = torch.empty(num, dtype=torch.long), torch.empty(num)
         self._functions["draw", logits_NV.dtype](
             *map(_pointer, (logits_NV, scales_N, top_k_N, top_p_N, min_p_N, uniforms_N, tokens_N, logprobs_N)),

@@ -122,7 +122,8 @@ void weighted_sum(const float* scores, int64_t stride, const T* values, int64_t 
 }
 
 // The G queries of one key/value head against `count` keys and values of D numbers each: SIZE if that is known when
-// compiling, else 0. scores: G * stride floats, stride at least `count` and a multiple of LANES; work: 4 * D floats.
+// compiling, else 0. scores: stride floats for each of up to 4 queries, stride at least `count` and a multiple
+// of LANES; work: 4 * D floats.
 template <class T, int SIZE>
 void attend_head(const T* query_GD, const T* keys, const T* values, int64_t count, float scale, float* scores,
                  int64_t stride, lanes* work, T* out_GD, int64_t G, int64_t size) {
@@ -202,7 +203,7 @@ void cached_attention(const T* query_NHD, const T* key_NKD, const T* value, int6
             const int64_t n = task / K, k = task % K, last = positions[n];
             const int64_t first = window > 0 ? std::max<int64_t>(0, last - window + 1) : 0, count = last + 1 - first;
             const int64_t stride = (count + LANES - 1) / LANES * LANES;
-            if (static_cast<int64_t>(scores.size()) < G * stride) scores.resize(2 * G * stride);
+            if (static_cast<int64_t>(scores.size()) < 4 * stride) scores.resize(8 * stride);
             const int64_t start = k * head_strides[n] + first * D, queries = (n * H + k * G) * D;
             attend(query_NHD + queries, key_rows[n] + start, value_rows[n] + start, count, scale, scores.data(), stride,
                    work.data(), out_NHD + queries, G, D);

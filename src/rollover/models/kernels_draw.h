@@ -20,17 +20,18 @@ struct Drawn {
 
 template <class T>
 int64_t likeliest(const T* x, int64_t V, float largest) {
-    return std::find_if(x, x + V, [&](T y) { return widen(y) == largest; }) - x;
+    const T* found = std::find_if(x, x + V, [&](T y) { return widen(y) == largest; });
+    return found == x + V ? 0 : found - x;  // none: they are not numbers
 }
 
 // A token of softmax(x * scale), where its cumulative sum passes the uniform number. cumulative: one for each BLOCK.
 template <class T>
 Drawn draw_from_all(const T* x, int64_t V, float scale, double uniform, std::vector<double>& cumulative) {
-    const float largest = maximum(x, V), peak = largest * scale;
+    const float largest = maximum(x, V);
     double total = 0;
     cumulative.clear();
     for (int64_t start = 0; start < V; start += BLOCK)
-        cumulative.push_back(total += weight_of(x + start, std::min(BLOCK, V - start), scale, peak));
+        cumulative.push_back(total += weight_of(x + start, std::min(BLOCK, V - start), scale, largest));
     const double target = uniform * total;
     const int64_t b = std::min<int64_t>(
         std::upper_bound(cumulative.begin(), cumulative.end(), target) - cumulative.begin(), cumulative.size() - 1);
@@ -38,41 +39,41 @@ Drawn draw_from_all(const T* x, int64_t V, float scale, double uniform, std::vec
     double sum = b ? cumulative[b - 1] : 0;
     int64_t token = b * BLOCK;
     for (; token < end; token++) {
-        sum += exponential(widen(x[token]) * scale - peak);
+        sum += exponential((widen(x[token]) - largest) * scale);
         if (sum > target) break;
     }
     // Rounding at a block's edge could pass its end, or pick a token of probability 0: the likeliest instead.
-    if (token == end || widen(x[token]) * scale - peak < -DEEPEST) token = likeliest(x, V, largest);
-    return {token, widen(x[token]) * scale - peak - static_cast<float>(std::log(total))};
+    if (token == end || (widen(x[token]) - largest) * scale < -DEEPEST) token = likeliest(x, V, largest);
+    return {token, (widen(x[token]) - largest) * scale - static_cast<float>(std::log(total))};
 }
 
 struct Candidate {
-    float x;  // its logit * scale, less the largest one
+    float x;  // (its logit - the largest one) * scale
     int64_t token;
 };
 
 // What truncation leaves of softmax(x * scale), in the order of its tokens: of the top_k likeliest (0: of all) the
 // fewest that have a share of top_p, and of those the ones at least min_p times as likely as the likeliest, which stays
-// in any case. Of equally likely ones the first come first. The vocabulary is not sorted: only what has at least e^-4 of
-// the likeliest's probability, or goes as far down as it takes.
+// in any case. Of equally likely ones the first come first. Not the vocabulary is sorted but the tokens that have at
+// least e^-4 of the likeliest's probability, or less if the truncation reaches further down.
 template <class T>
 void truncate(const T* x, int64_t V, float scale, int64_t top_k, float top_p, float min_p,
               std::vector<Candidate>& kept) {
-    const float peak = maximum(x, V) * scale;
+    const float largest = maximum(x, V);
     double total = 0;
     if (top_k == 0 && top_p < 1)
         for (int64_t start = 0; start < V; start += BLOCK)
-            total += weight_of(x + start, std::min(BLOCK, V - start), scale, peak);
+            total += weight_of(x + start, std::min(BLOCK, V - start), scale, largest);
     bool enough = false;
     for (float depth = 4; !enough; depth = std::min(2 * depth, DEEPEST)) {
         kept.clear();
         double mass = 0;
         for (int64_t start = 0; start < V; start += BLOCK) {
             const int64_t end = std::min(V, start + BLOCK);
-            if (maximum(x + start, end - start) * scale - peak < -depth) continue;
+            if ((maximum(x + start, end - start) - largest) * scale < -depth) continue;
             for (int64_t v = start; v < end; v++) {
-                const float y = widen(x[v]) * scale - peak;
-                if (y < -depth) continue;
+                const float y = (widen(x[v]) - largest) * scale;
+                if (!(y >= -depth)) continue;
                 kept.push_back({y, v});
                 mass += exponential(y);
             }
@@ -81,6 +82,7 @@ void truncate(const T* x, int64_t V, float scale, int64_t top_k, float top_p, fl
                  (top_k == 0 && top_p < 1 && mass >= top_p * total) ||
                  (min_p > 0 && exponential(-depth) <= min_p && (top_k == 0 || top_p == 1));
     }
+    if (kept.empty()) kept.push_back({0, likeliest(x, V, largest)});  // they are not numbers
     std::sort(kept.begin(), kept.end(),
               [](const Candidate& a, const Candidate& b) { return a.x > b.x || (a.x == b.x && a.token < b.token); });
     if (top_k > 0 && static_cast<int64_t>(kept.size()) > top_k) kept.resize(top_k);

@@ -60,12 +60,12 @@ float maximum(const T* x, int64_t size) {
     return out;
 }
 
-// Sum of exp(x * scale - peak).
+// Sum of exp((x - largest) * scale): in this order, so that the largest one's weight is 1 at any scale.
 template <class T>
-float weight_of(const T* x, int64_t size, float scale, float peak) {
+float weight_of(const T* x, int64_t size, float scale, float largest) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < size; i++) sum += exponential(widen(x[i]) * scale - peak);
+    for (int64_t i = 0; i < size; i++) sum += exponential((widen(x[i]) - largest) * scale);
     return sum;
 }
 

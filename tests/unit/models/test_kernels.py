@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,10 @@ def test_operations_equal_torch(dtype: torch.dtype, num: int) -> None:
 
 
 def _two_caches(kv_heads: int, size: int, dtype: torch.dtype, lengths: list[int]) -> list[list[Sequence]]:
-    """The same sequences of these many tokens twice, sorted by bucket, in caches filled with the same numbers."""
+    """The same sequences of these many tokens twice, sorted by bucket, in caches filled with the same numbers.
+
+    In the second cache nothing beyond the sequences is a number.
+    """
     caches, orders = [], []
     for _ in range(2):
         cache = KVCache(1, kv_heads, size, dtype, torch.device("cpu"), 10**8)
@@ -70,17 +74,34 @@ def _two_caches(kv_heads: int, size: int, dtype: torch.dtype, lengths: list[int]
     for row_tokens, bucket in caches[0].buckets.items():
         for mine, theirs in zip((bucket.keys[0], bucket.values[0]), ("keys", "values"), strict=True):
             mine.copy_(torch.randn(mine.shape))
-            getattr(caches[1].buckets[row_tokens], theirs)[0].copy_(mine)
+            getattr(caches[1].buckets[row_tokens], theirs)[0].fill_(torch.nan)
+    for mine, theirs in zip(_cached(orders[0]), _cached(orders[1]), strict=True):
+        theirs.copy_(mine)
     return orders
 
 
+def _cached(order: list[Sequence]) -> list[torch.Tensor]:
+    """Keys and values of each sequence's tokens."""
+    out = []
+    for seq in order:
+        assert seq.bucket is not None
+        out += [x[0][seq.row, :, : len(seq.tokens)] for x in (seq.bucket.keys, seq.bucket.values)]
+    return out
+
+
 def _assert_same_cache(orders: list[list[Sequence]]) -> None:
-    for a, b in zip(*orders, strict=True):
-        assert a.bucket is not None and b.bucket is not None
-        assert torch.equal(a.bucket.keys[0], b.bucket.keys[0])
-        assert torch.equal(a.bucket.values[0], b.bucket.values[0])
+    assert all(torch.equal(a, b) for a, b in zip(_cached(orders[0]), _cached(orders[1]), strict=True))
 
 
+def _of_width(flags: tuple[str, ...]) -> kernels.Kernels:
+    """The kernels for a processor without some of this one's vectors."""
+    if flags and platform.machine() != "x86_64":
+        pytest.skip("there are no such flags")
+    tiny.compiled_kernels()  # skips where there is no compiler
+    return kernels.load((*kernels._FLAGS, *flags))
+
+
+WIDTHS = pytest.mark.parametrize("flags", [(), ("-mno-avx512f",), ("-mno-avx",)], ids=["native", "AVX2", "SSE"])
 HEADS = pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(9, 3, 64), (4, 4, 16), (14, 2, 64), (5, 1, 128), (6, 2, 80), (3, 3, 96)]
 )
@@ -88,9 +109,10 @@ HEADS = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @HEADS
+@WIDTHS
 @pytest.mark.parametrize("window", [None, 5])
 def test_decode_attention_equals_torch(
-    dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, flags: tuple[str, ...], window: int | None
 ) -> None:
     """Ragged lengths in several buckets, one token and a full row among them; what is written is the same too."""
     lengths = [1, 64, 2, 65, 100, 33, 300]  # the new token included
@@ -103,7 +125,7 @@ def test_decode_attention_equals_torch(
     options = {"scale": 0.3, "window": window, "softcap": None}
     expected = DecodeAttention(orders[0], torch.device("cpu")).attend(0, query, key, value, **options)
     chunks = [Chunk(s, s.kv_len, s.kv_len + 1) for s in orders[1]]
-    got = KernelAttention(chunks, tiny.compiled_kernels()).attend(0, query, key, value, **options)
+    got = KernelAttention(chunks, _of_width(flags)).attend(0, query, key, value, **options)
     # Plain torch rounds scores and probabilities to bfloat16, the kernel does not.
     assert close(got, expected, 3 * TOLERANCE[dtype])
     _assert_same_cache(orders)
@@ -111,9 +133,10 @@ def test_decode_attention_equals_torch(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @HEADS
+@WIDTHS
 @pytest.mark.parametrize("window", [None, 5])
 def test_prefill_attention_equals_torch(
-    dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, flags: tuple[str, ...], window: int | None
 ) -> None:
     """Chunks from the start of a sequence and from its middle, of one token and of many, beside one another."""
     spans = [(0, 1), (0, 64), (1, 2), (60, 65), (0, 100), (32, 33), (40, 300)]
@@ -126,7 +149,7 @@ def test_prefill_attention_equals_torch(
     key, value = torch.randn(2, num, kv_heads, size).to(dtype)
     options = {"scale": 0.3, "window": window, "softcap": None}
     expected = PrefillAttention(chunks[0], torch.device("cpu")).attend(0, query, key, value, **options)
-    got = KernelAttention(chunks[1], tiny.compiled_kernels()).attend(0, query, key, value, **options)
+    got = KernelAttention(chunks[1], _of_width(flags)).attend(0, query, key, value, **options)
     assert close(got, expected, 3 * TOLERANCE[dtype])
     _assert_same_cache(orders)
 
@@ -185,6 +208,30 @@ def test_truncated_draws_equal_the_sampler(dtype: torch.dtype, spread: float, tr
     for agrees, got, exact in zip(same, logprobs, expected_logprobs, strict=True):
         assert not agrees or got == pytest.approx(exact, abs=1e-4)
     assert 3 not in tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [1e-3, 1e-7, 1e-8, 1e-30])
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
+def test_next_to_no_temperature_is_greedy(dtype: torch.dtype, temperature: float, truncation: dict) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(40, 300) * 8).clamp(max=20).to(dtype)
+    logits[:, 100] = 27.375
+    logits[:, 250] = logits[:, 20] = -float("inf")
+    params = [SamplingParams(temperature=temperature, **truncation)] * 40
+    tokens, logprobs = sample(logits, params, uniforms(range(40), [0] * 40), tiny.compiled_kernels())
+    assert tokens == logits.argmax(-1).tolist()
+    assert logprobs == pytest.approx([0.0] * 40, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
+def test_what_is_not_a_number_gives_a_token_of_the_vocabulary(kind: dict) -> None:
+    """And no other row's."""
+    logits = torch.randn(4, 300)
+    logits[1], logits[2, ::2] = torch.nan, torch.nan
+    logits[3] = -float("inf")
+    tokens, _ = sample(logits, [SamplingParams(**kind)] * 4, uniforms(range(4), [0] * 4), tiny.compiled_kernels())
+    assert all(0 <= token < 300 for token in tokens)
 
 
 def test_draws_have_the_distribution() -> None:

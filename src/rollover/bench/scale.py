@@ -45,10 +45,11 @@ def _decode(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
     vocab = model.config.get_text_config().vocab_size
     engine = EmbeddedEngine(model, EngineConfig(max_running=max(SEQUENCES), kv_memory_gb=KV_GB))
     for context in CONTEXTS:
-        if context + NEW_TOKENS + 2 > engine.max_tokens:
+        num_tokens = context + workload.TOKENS_BEFORE + NEW_TOKENS
+        if num_tokens > engine.max_tokens:
             continue
         for num in SEQUENCES:
-            if num * (context + NEW_TOKENS + 2) * engine.kv_bytes_per_token * 1.5 > KV_GB * 1e9:
+            if num * num_tokens * engine.kv_bytes_per_token * 1.5 > KV_GB * 1e9:
                 continue  # rows are up to a half longer than what they hold
             _peak_memory_gb(reset=True)
             seconds = workload.decode_seconds(engine, [workload.prompt(vocab, context, 0)] * num, NEW_TOKENS)

@@ -25,14 +25,15 @@ def generate(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], new_tok
     asyncio.run(_extend(engine, prompts, [()] * len(prompts), new_tokens))
 
 
-def decode_seconds(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], steps: int) -> float:
-    """Wall seconds of so many decode steps of all at once: prefill and two tokens come before.
+# The second step caches the first token beyond the prompt: a prompt that fills its KV row moves to a longer one for it.
+TOKENS_BEFORE = 2
 
-    The second is the first beyond the prompt, for which a prompt that fills its KV row moves to a longer one.
-    """
+
+def decode_seconds(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], steps: int) -> float:
+    """Wall seconds of so many decode steps of all at once: prefill and TOKENS_BEFORE tokens come before."""
 
     async def go() -> float:
-        first = await _extend(engine, prompts, [()] * len(prompts), 2 + steps, pause_after=2)
+        first = await _extend(engine, prompts, [()] * len(prompts), TOKENS_BEFORE + steps, pause_after=TOKENS_BEFORE)
         generated = [tuple(of[-1].token_ids.tolist()) for of in first]
         started = time.perf_counter()
         await _extend(engine, prompts, generated, steps)

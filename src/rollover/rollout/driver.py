@@ -18,7 +18,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -222,9 +223,8 @@ class Driver:
                 if until_enough and self._is_enough(version):
                     return
                 self._start(version)
-            started, generating = time.perf_counter(), bool(self._extends)
-            await asyncio.sleep(0)  # the extensions just made begin here: an interruption reaches only what has begun
-            self._count_time(started, generating)  # the engine may have made a step
+            with self._waiting(generating=bool(self._extends)):  # the engine may make a step
+                await asyncio.sleep(0)  # the extensions just made begin: an interruption reaches only what has begun
             if not until_enough and not self._extends and not self._scorings:
                 self._count_idle("trainer")
                 return
@@ -264,10 +264,10 @@ class Driver:
             return
         pending = [*self._extends, *self._scorings]
         assert pending, "nothing runs and there is not enough for a step: the scheduler's proof is broken"
-        started, generating = time.perf_counter(), bool(self._extends)
+        generating = bool(self._extends)
         self._count_idle("rewards" if self._meanwhile is not None and not generating else None)
-        await self._wait(pending)
-        self._count_time(started, generating)
+        with self._waiting(generating=generating):
+            await self._wait(pending)
         self._handle_done()
 
     async def _wind_down(self, version: int | None) -> None:
@@ -283,12 +283,11 @@ class Driver:
         self._watch()  # anew: for the end of an interruption it looks earlier than for a stall
         for tasks in (self._extends, self._scorings):
             # All of them before any is handled, so that the order of parking is not the order of arrival.
-            started, generating = time.perf_counter(), tasks is self._extends
-            while waiting := [task for task in tasks if not task.done()]:
-                everyone = asyncio.ensure_future(asyncio.wait(waiting))
-                await self._wait([everyone])
-                everyone.cancel()
-            self._count_time(started, generating)
+            with self._waiting(generating=tasks is self._extends):
+                while waiting := [task for task in tasks if not task.done()]:
+                    everyone = asyncio.ensure_future(asyncio.wait(waiting))
+                    await self._wait([everyone])
+                    everyone.cancel()
             self._handle_done()
         assert not self._extends and not self._scorings
 
@@ -462,7 +461,11 @@ class Driver:
         for rollout in self.lifecycle.running():
             self.lifecycle.park(rollout)
 
-    def _count_time(self, started: float, generating: bool) -> None:
+    @contextmanager
+    def _waiting(self, *, generating: bool) -> Iterator[None]:
+        """Counts the time of a block as generation, or as scoring."""
+        started = time.perf_counter()
+        yield
         if self._meanwhile is not None:
             return  # nobody waited
         seconds = time.perf_counter() - started

@@ -292,27 +292,29 @@ class Runner:
 
     def prefill(self, chunks: list[Chunk]) -> None:
         """Compute and cache keys and values of the chunks. No logits: the last known token is decoded."""
-        tokens = [t for c in chunks for t in c.seq.tokens[c.start : c.end]]
-        positions = [p for c in chunks for p in range(c.start, c.end)]
         head_size = chunks[0].bucket.keys[0].shape[-1]
         if self.kernels is not None and head_size % _VECTORS == 0:
-            attention: Attention = KernelAttention(chunks, self.kernels)
+            self._compute(chunks, KernelAttention(chunks, self.kernels))
         else:
-            attention = PrefillAttention(chunks, self.device)
-        self.hidden_states(tokens, positions, attention)
-        for chunk in chunks:
-            chunk.seq.kv_len = chunk.end
+            self._compute(chunks, PrefillAttention(chunks, self.device))
 
     def decode(self, order: list[Sequence]) -> torch.Tensor:
         """Logits [N, V] for the next token of each sequence, in float32 or as the output layer computes them.
 
         Sequences of a bucket stand together.
         """
-        if self.kernels is None:
-            attention: Attention = DecodeAttention(order, self.device)
+        chunks = [Chunk(s, s.kv_len, s.kv_len + 1) for s in order]
+        if self.kernels is not None:
+            hidden_NE = self._compute(chunks, KernelAttention(chunks, self.kernels))
         else:
-            attention = KernelAttention([Chunk(s, s.kv_len, s.kv_len + 1) for s in order], self.kernels)
-        hidden_NE = self.hidden_states([s.tokens[-1] for s in order], [s.kv_len for s in order], attention)
-        for seq in order:
-            seq.kv_len += 1
+            hidden_NE = self._compute(chunks, DecodeAttention(order, self.device))
         return self.head.narrow_logits(hidden_NE)
+
+    def _compute(self, chunks: list[Chunk], attention: Attention) -> torch.Tensor:
+        """Last hidden states [N, E] of the chunks' tokens, which are cached then."""
+        tokens = [t for c in chunks for t in c.seq.tokens[c.start : c.end]]
+        positions = [p for c in chunks for p in range(c.start, c.end)]
+        hidden_NE = self.hidden_states(tokens, positions, attention)
+        for chunk in chunks:
+            chunk.seq.kv_len = chunk.end
+        return hidden_NE

@@ -45,7 +45,7 @@ void add_norm(float* x_NE, const Y* y_NE, const float* weight_E, float eps, O* o
     }
 }
 
-// One head: RMS norm if it has one, then rotation of its pairs by the token's angles.
+// One head: RMS norm if it has one, then rotation of its halves by the token's angles.
 template <bool NORMED, class T>
 void rotate_head(const T* in, const float* cos, const float* sin, const float* weight, float eps, T* out, int64_t D) {
     const int64_t half = D / 2;
@@ -111,7 +111,7 @@ void logprobs(const T* logits_CV, const int64_t* targets_C, const float* scales_
             for (int64_t v = start; v < end; v++) {
                 const float below = (widen(x[v]) - largest) * scale, weight = exponential(below);
                 sum += weight;
-                product += weight * std::max(below, -87.0f);
+                product += weight * std::max(below, -DEEPEST);
             }
             total += sum;
             weighted += product;

@@ -11,8 +11,6 @@
 
 namespace {
 
-constexpr float DEEPEST = 87.0f;  // what is less likely than the likeliest by e to this has probability 0
-
 struct Drawn {
     int64_t token;
     float logprob;

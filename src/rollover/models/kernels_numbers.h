@@ -21,10 +21,12 @@ inline void narrow(float x, bf16& out) {
     out.bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+constexpr float DEEPEST = 87.0f;  // what is less likely than the likeliest by e to this has probability 0
+
 // exp by range reduction and a polynomial of degree 6 (Cephes' expf): relative error below 2e-7, and it vectorises.
-// Below -87, minus infinity included, it stays at 1.6e-38.
+// Below -DEEPEST, minus infinity included, it stays at 1.6e-38.
 inline float exponential(float x) {
-    x = std::min(std::max(x, -87.0f), 88.0f);
+    x = std::min(std::max(x, -DEEPEST), 88.0f);
     const float n = __builtin_rintf(x * 1.44269504f);
     const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;

@@ -15,6 +15,7 @@ from rollover.engine.embedded.sampler import sample, uniforms
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest
 from rollover.models import kernels
+from rollover.models.attention import Attention
 from rollover.models.operations import Norm, TorchOperations
 from rollover.types import SamplingParams
 
@@ -93,6 +94,20 @@ def _assert_same_cache(orders: list[list[Sequence]]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(_cached(orders[0]), _cached(orders[1]), strict=True))
 
 
+def _assert_kernel_equals(
+    plain: Attention, chunks: list[Chunk], compiled: kernels.Kernels, heads: int, window: int | None
+) -> None:
+    keys = chunks[0].bucket.keys[0]
+    num, kv_heads, size = sum(c.end - c.start for c in chunks), keys.shape[1], keys.shape[3]
+    query = torch.randn(num, heads, size).to(keys.dtype)
+    key, value = torch.randn(2, num, kv_heads, size).to(keys.dtype)
+    options = {"scale": 0.3, "window": window, "softcap": None}
+    expected = plain.attend(0, query, key, value, **options)
+    got = KernelAttention(chunks, compiled).attend(0, query, key, value, **options)
+    # Plain torch rounds scores and probabilities to bfloat16, the kernel does not.
+    assert close(got, expected, 3 * TOLERANCE[keys.dtype])
+
+
 def _of_width(flags: tuple[str, ...]) -> kernels.Kernels:
     """The kernels for a processor without some of this one's vectors."""
     if flags and platform.machine() != "x86_64":
@@ -120,14 +135,8 @@ def test_decode_attention_equals_torch(
     orders = _two_caches(kv_heads, size, dtype, lengths)
     for seq in (*orders[0], *orders[1]):
         seq.kv_len = len(seq.tokens) - 1
-    query = torch.randn(len(lengths), heads, size).to(dtype)
-    key, value = torch.randn(2, len(lengths), kv_heads, size).to(dtype)
-    options = {"scale": 0.3, "window": window, "softcap": None}
-    expected = DecodeAttention(orders[0], torch.device("cpu")).attend(0, query, key, value, **options)
     chunks = [Chunk(s, s.kv_len, s.kv_len + 1) for s in orders[1]]
-    got = KernelAttention(chunks, _of_width(flags)).attend(0, query, key, value, **options)
-    # Plain torch rounds scores and probabilities to bfloat16, the kernel does not.
-    assert close(got, expected, 3 * TOLERANCE[dtype])
+    _assert_kernel_equals(DecodeAttention(orders[0], torch.device("cpu")), chunks, _of_width(flags), heads, window)
     _assert_same_cache(orders)
 
 
@@ -144,13 +153,8 @@ def test_prefill_attention_equals_torch(
     orders = _two_caches(kv_heads, size, dtype, [end for _, end in spans])
     starts = {end: start for start, end in spans}
     chunks = [[Chunk(s, starts[len(s.tokens)], len(s.tokens)) for s in order] for order in orders]
-    num = sum(end - start for start, end in spans)
-    query = torch.randn(num, heads, size).to(dtype)
-    key, value = torch.randn(2, num, kv_heads, size).to(dtype)
-    options = {"scale": 0.3, "window": window, "softcap": None}
-    expected = PrefillAttention(chunks[0], torch.device("cpu")).attend(0, query, key, value, **options)
-    got = KernelAttention(chunks[1], _of_width(flags)).attend(0, query, key, value, **options)
-    assert close(got, expected, 3 * TOLERANCE[dtype])
+    plain = PrefillAttention(chunks[0], torch.device("cpu"))
+    _assert_kernel_equals(plain, chunks[1], _of_width(flags), heads, window)
     _assert_same_cache(orders)
 
 
@@ -226,7 +230,6 @@ def test_next_to_no_temperature_is_greedy(dtype: torch.dtype, temperature: float
 
 @pytest.mark.parametrize("kind", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
 def test_what_is_not_a_number_gives_a_token_of_the_vocabulary(kind: dict) -> None:
-    """And no other row's."""
     logits = torch.randn(4, 300)
     logits[1], logits[2, ::2] = torch.nan, torch.nan
     logits[3] = -float("inf")

@@ -34,7 +34,11 @@ TIME_SPLIT = (
     ("score", "time/score_s", "magenta"),
     ("train", "time/train_s", "green"),
     ("weights", "time/weights_s", "yellow"),
+    ("checkpoint", "time/checkpoint_s", "blue"),
+    ("eval", "time/eval_s", "blue"),
 )
+_NOT_EVERY_STEP = ("checkpoint", "eval")  # shown in the steps that have them
+_SHARES_A_LINE = 5  # of the time split, in a panel of 80 columns
 
 
 def count(value: float | None) -> str:
@@ -75,11 +79,15 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def time_split(row: Mapping[str, float | int | None]) -> list[tuple[str, float]]:
-    """Shares of time/step_s by label, "other" last; empty if the row has no times."""
+    """Shares of time/step_s by label, "other" last; empty if the row has no times.
+
+    Checkpoint and evaluation are left out of a step that had none.
+    """
     total = row.get("time/step_s")
     if not total:
         return []
-    shares = [(label, (row.get(key) or 0.0) / total) for label, key, _ in TIME_SPLIT]
+    seconds = [(label, row.get(key) or 0.0) for label, key, _ in TIME_SPLIT]
+    shares = [(label, s / total) for label, s in seconds if s or label not in _NOT_EVERY_STEP]
     return [*shares, ("other", max(0.0, 1 - sum(share for _, share in shares)))]
 
 
@@ -209,7 +217,8 @@ class LiveView:
         rows.add_row("speed", self._speed())
         rows.add_row("tokens", self._tokens())
         rows.add_row("staleness", self._partial())
-        rows.add_row("time", self._time())
+        for label, line in zip(("time", ""), self._time(), strict=False):
+            rows.add_row(label, line)
         if self._verdict is not None:
             rows.add_row("waits", Text(self._verdict.text))
             if self._verdict.advice:
@@ -262,9 +271,10 @@ class LiveView:
             f"   partial {percent(self._get('rollouts/partial_share'))}"
         )
 
-    def _time(self) -> Text:
+    def _time(self) -> list[Text]:
+        """The time split, on one line or two."""
         colours = {label: colour for label, _, colour in TIME_SPLIT}
         split = time_split(self._row)
-        if not split:
-            return Text(_DASH)
-        return Text("  ").join(Text(f"{label} {percent(share)}", colours.get(label, "dim")) for label, share in split)
+        shares = [Text(f"{label} {percent(share)}", colours.get(label, "dim")) for label, share in split]
+        lines = [shares[:_SHARES_A_LINE], shares[_SHARES_A_LINE:]]
+        return [Text("  ").join(line) for line in lines if line] or [Text(_DASH)]

@@ -90,6 +90,7 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     """Print the summary: tables on a terminal, plain aligned lines elsewhere (never wrapped, without colour).
 
     Shares of tokens are of those generated; `prefilled again` is a cost beside them, not one of their accounts.
+    An account, a cost or a phase that is zero has no line.
     """
     console = console or Console()
     plain = not console.is_terminal
@@ -183,8 +184,9 @@ def _waste_rows(summary: RunSummary) -> list[list[str]]:
     rows = [
         [label, count(tokens), percent(tokens / generated) if generated and tokens is not None else decimal(None)]
         for label, tokens in accounts
+        if tokens != 0 or label in ("generated", "trained")
     ]
-    if summary.partial_share is not None:
+    if summary.partial_share:
         rows.append(["rollouts of >= 2 policy versions", "", percent(summary.partial_share)])
     return rows
 
@@ -194,7 +196,9 @@ def _time_rows(summary: RunSummary) -> list[list[str]]:
     if total <= 0:
         return []
     return [["total", duration(total), "100%"]] + [
-        [phase, duration(seconds), percent(seconds / total)] for phase, seconds in summary.time_s.items()
+        [phase, duration(seconds), percent(seconds / total)]
+        for phase, seconds in summary.time_s.items()
+        if round(seconds) or round(100 * seconds / total)
     ]
 
 

@@ -206,6 +206,19 @@ def test_sparkline() -> None:
     assert sparkline([9, 0, 0.5, 1], 3) == "▁▅█"
 
 
+def test_evaluation_and_checkpoint_have_names_of_their_own() -> None:
+    row = {**ROW, "time/step_s": 20.0, "time/eval_s": 7.0, "time/checkpoint_s": 2.0}
+    console = plain_console()
+    LiveView("plain", 100, console=console).update(row)
+    assert "generate 31% score 2% train 15% weights 1% checkpoint 10% eval 35% other 7% |" in output(console)
+    for width in (80, 120):
+        console = rich_console(width)
+        view = LiveView("rich", 100, console=console)
+        view.update(row)
+        text = "\n".join(panel(view, console))
+        assert "checkpoint 10%" in text and "eval 35%  other 7%" in text and "…" not in text
+
+
 @given(st.lists(st.floats(0, 5, allow_nan=False), min_size=4, max_size=4))
 def test_time_split_adds_up(seconds: list[float]) -> None:
     keys = ("time/generate_s", "time/score_s", "time/train_s", "time/weights_s")

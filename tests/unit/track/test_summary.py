@@ -83,6 +83,27 @@ def test_numbers(terminal: bool) -> None:
         assert expected in lines, expected
 
 
+def test_what_is_zero_has_no_line() -> None:
+    """A synchronous run without an accident: nothing dropped, held, prefilled again or of two versions."""
+    zeros = {f"dropped/{reason}/tokens": 0 for reason in ("stale", "filtered", "masked")}
+    counts = {"tokens/generated": 90, "tokens/trained": 90, "tokens/dropped": 0, "tokens/held": 0}
+    row = {"step": 3, **counts, **zeros, "engine/reprefill_tokens": 0}
+    times = {"generate": 6.0, "score": 0.01, "schedule": 0.02, "train": 4.0}
+    lines = squeezed(text_of(RunSummary("sync", 3, last_row=row, partial_share=0.0, time_s=times)))
+    assert [line for line in lines if line] == [
+        "sync: 3 steps",
+        "Tokens",
+        "tokens share of generated",
+        "generated 90 100%",
+        "trained 90 100%",
+        "Time",
+        "time share",
+        "total 0:10 100%",
+        "generate 0:06 60%",
+        "train 0:04 40%",
+    ]
+
+
 def test_the_accounts_add_up() -> None:
     shares = {}
     for line in squeezed(text_of(FULL)):

@@ -28,6 +28,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError
 
+from rollover.files import give_usual_mode
 from rollover.track.sinks import atomic_write_text, fsync_dir
 
 FORMAT_VERSION = 1
@@ -379,6 +380,7 @@ def _produce(path: str, content: FileWriter) -> None:
         Path(path).write_bytes(content)
     else:
         content(path)
+        give_usual_mode(path)
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

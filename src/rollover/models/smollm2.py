@@ -11,8 +11,11 @@ import json
 import os
 import shutil
 import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
+
+from rollover.files import give_usual_mode
 
 ALIAS = "smollm2-135m"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -52,6 +55,8 @@ def _convert(source: Path, target: Path) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(target)
+    for weights in target.glob("*.safetensors"):
+        give_usual_mode(weights)
     tokenizer.save_pretrained(target)
 
 
@@ -73,7 +78,8 @@ def smollm2_folder() -> Path:
     if _intact(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{ALIAS}-", dir=folder.parent))
+    work = folder.with_name(f".{ALIAS}-{uuid.uuid4().hex}")  # mkdtemp's are for one user only
+    work.mkdir()
     try:
         _convert(source, work)
         files = {p.name: (p.stat().st_size, _digest(p)) for p in sorted(work.iterdir())}

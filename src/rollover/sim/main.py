@@ -10,6 +10,7 @@ from typing import Any
 
 from rollover.config import Config
 from rollover.config.load import Resolved
+from rollover.files import check_output_file
 from rollover.sim.plan import make_plan, speeds_of_run
 from rollover.sim.report import as_text
 from rollover.sim.timeline import timeline
@@ -22,6 +23,8 @@ _OBSERVED_GROUPS = 20_000
 def run_plan(resolved: Resolved, args: argparse.Namespace) -> int:
     """Exit code. ValueError where the arguments or the run's files cannot be planned with."""
     config = _with_arguments(resolved.config, args)
+    if args.svg is not None:
+        check_output_file(args.svg, "--svg")
     sources = {k.removeprefix("plan."): v for k, v in resolved.origin.items() if k.startswith("plan.")}
     observed = None
     if args.from_run is not None:

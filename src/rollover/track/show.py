@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rollover.files import check_output_file
 from rollover.rollout.lifecycle import EventKind
 from rollover.track.live import count, percent
 from rollover.track.perfetto import perfetto
@@ -18,6 +19,9 @@ def show_traces(run_dirs: Sequence[Path], to_perfetto: Path | None, to_svg: Path
     """Exit code. ValueError where a run has no trace, or an output cannot be written there."""
     if to_perfetto is not None and len(run_dirs) > 1:
         raise ValueError("--perfetto takes one RUN_DIR: a file has one clock")
+    for option, path in (("--perfetto", to_perfetto), ("--svg", to_svg)):
+        if path is not None:
+            check_output_file(path, option)
     traces = [(str(path), _read(path)) for path in run_dirs]
     if to_perfetto is not None:
         _write(to_perfetto, json.dumps(perfetto(traces[0][1])))
@@ -58,7 +62,5 @@ def _read(run_dir: Path) -> list[TraceEvent]:
 
 
 def _write(path: Path, text: str) -> None:
-    if not path.absolute().parent.is_dir() or path.is_dir():
-        raise ValueError(f"{path} cannot be written: there is no such directory, or it is one")
     atomic_write_text(path, text)
     print(path)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rollover.checkpoint.store import CheckpointStore, checkpoint_name
 from rollover.config import Config
+from rollover.files import check_writable
 from rollover.track.metrics import validate
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import JsonlSink, atomic_write_text
@@ -26,7 +27,7 @@ class RunDirectory:
     """run.dir (default runs/<name>-<time>) with its sinks and checkpoint store.
 
     Raises ValueError where a run, or another run's checkpoints, would be overwritten, where --resume finds no run, and
-    where the directory cannot be used.
+    where one of the outputs cannot be written: every place is tried before there is any work to lose.
     """
 
     def __init__(self, config: Config, resume: bool) -> None:
@@ -36,6 +37,8 @@ class RunDirectory:
         self.model = self.path / "model"
         self._checkpointed = self.path / "checkpointed"
         metrics = self.path / "metrics.jsonl"
+        for output in (self.path, self.path / "rollouts", self.model, self.path / "profile"):
+            check_writable(output, "run.dir")
         if resume and not config.run.dir:
             raise ValueError("--resume needs run.dir: add --run.dir <directory of the run>")
         if resume and not metrics.exists():
@@ -48,13 +51,14 @@ class RunDirectory:
                 f"checkpoint.dir = {self.store.dir!r} holds checkpoints of another run ({names[-1]} is the newest):"
                 " give another checkpoint.dir or run.dir, or go on with that run by --resume"
             )
+        check_writable(self.store.dir, "checkpoint.dir")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.metrics = JsonlSink(metrics, check=validate)
             self.evals = JsonlSink(self.path / "eval.jsonl")
             self.trace = TraceFile(self.path / TRACE, config.track.trace)
             self.rollouts = RolloutRecorder(self.path / "rollouts")
-        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        except OSError as error:
             raise ValueError(f"run.dir = {str(self.path)!r} cannot be used: {error}") from error
         if not resume:
             self.truncate(-1)  # an evaluation may have been written before the first step

@@ -172,6 +172,10 @@ class Parts:
         """Loads the model and starts nothing: a reward worker starts at its first call."""
         prepare_process(config)
         torch.manual_seed(config.run.seed)
+        # What a wrong path or name ends comes before the model, which takes longer.
+        stream = TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards)
+        before_produce = load_function(config.tasks.before_produce, ".") if config.tasks.before_produce else None
+        filters = group_filters(config.filters)
         engine: EmbeddedEngine | ProcessEngine | None = None
         if config.engine.process:  # it loads the model while we do
             engine = ProcessEngine(config, Threads.of(config).alone)
@@ -189,14 +193,8 @@ class Parts:
             max_staleness=max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0),
             lora=config.model.lora,
         )
-        prompts = PromptSource(
-            TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards),
-            loaded.tokenizer,
-            prompt_limit(config, engine),
-            load_function(config.tasks.before_produce, ".") if config.tasks.before_produce else None,
-        )
+        prompts = PromptSource(stream, loaded.tokenizer, prompt_limit(config, engine), before_produce)
         rewarder = RewardPool(config.rewards)
-        filters = group_filters(config.filters)
         lifecycle = Lifecycle(
             config.rollout,
             config.engine.max_running,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rollover.config import AlgorithmConfig, LoraConfig, TrainConfig
+from rollover.files import give_usual_mode
 from rollover.models.attention import PackedAttention, hidden_states
 from rollover.models.load import LoadedModel
 from rollover.models.logprobs import Head, chunked_logprobs
@@ -325,3 +326,5 @@ class Trainer:
         tensors = dict(self._weights(adapted_only=False)) if self.lora else model.state_dict()
         model.save_pretrained(folder, state_dict=tensors)
         self.tokenizer.save_pretrained(folder)
+        for weights in folder.glob("*.safetensors"):
+            give_usual_mode(weights)

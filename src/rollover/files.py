@@ -1,0 +1,97 @@
+"""What the file system says, in words: can a place be written to, which existing path was meant, who may read a file.
+
+Owns no file. Imports nothing heavy; fsspec only where a path is a URL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import stat
+from collections.abc import Collection
+from pathlib import Path
+
+
+def check_writable(where: str | Path, name: str) -> None:
+    """Write a file into `where` (a local folder, or an fsspec URL) and remove it, so that a failure comes before the work.
+
+    A local folder that does not exist yet is not made: the nearest one above it is tried. Raises ValueError that begins
+    with `name` (the configuration key or the option that gave the place).
+    """
+    probe = f".rollover-probe-{os.getpid()}"
+    if "://" in str(where):
+        _check_remote(str(where), name, probe)
+        return
+    folder = Path(where).expanduser().absolute()
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    try:
+        with open(folder / probe, "wb") as file:
+            file.write(b"?")
+            file.flush()
+            os.fsync(file.fileno())  # some file systems refuse only then
+    except OSError as error:
+        raise ValueError(
+            f"{name} = {str(where)!r} cannot be written to: {error.strerror} ({folder}). Give another place"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / probe).unlink()
+
+
+def check_output_file(path: Path, name: str) -> None:
+    """As `check_writable`, for a file that an option names: its folder must exist."""
+    if path.is_dir():
+        raise ValueError(f"{name} {path} is a folder: give the name of a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{name} {path}: there is no folder {path.parent}{did_you_mean_path(path.parent)}")
+    check_writable(path.parent, name)
+
+
+def _check_remote(where: str, name: str, probe: str) -> None:
+    from fsspec.core import url_to_fs
+
+    try:
+        filesystem, root = url_to_fs(where)
+        path = f"{root.rstrip('/')}/{probe}"
+        filesystem.makedirs(root, exist_ok=True)
+        filesystem.pipe_file(path, b"?")
+        filesystem.rm_file(path)
+    except Exception as error:  # boundary: every store has errors of its own
+        raise ValueError(f"{name} = {where!r} cannot be written to: {type(error).__name__}: {error}") from error
+
+
+def near_paths(path: str | Path, suffixes: Collection[str] = ()) -> list[str]:
+    """Existing local paths that `path`, which does not exist, may have meant: its first missing part put right.
+
+    `suffixes`: only files that end so (".jsonl") and folders. Empty if nothing is alike.
+    """
+    missing, rest = Path(path).expanduser(), []
+    while not missing.parent.is_dir():
+        rest.insert(0, missing.name)
+        missing = missing.parent
+    entries = [p for p in missing.parent.iterdir() if not suffixes or p.is_dir() or p.suffix in suffixes]
+    # By stem: ".jsonl" alone makes short names half alike.
+    near = difflib.get_close_matches(missing.stem, {p.stem for p in entries}, n=3, cutoff=0.6)
+    candidates = [Path(p, *rest) for p in sorted(entries) if p.stem in near]
+    return [str(c) for c in candidates if c.exists()]
+
+
+def did_you_mean_path(path: str | Path, suffixes: Collection[str] = ()) -> str:
+    """The end of a message about a path that does not exist."""
+    near = near_paths(path, suffixes)
+    return f". Did you mean {' or '.join(near)}?" if near else ". Check the path"
+
+
+def give_usual_mode(path: str | Path) -> None:
+    """Give a file the mode that open() gives (0666 less the umask).
+
+    safetensors leaves 0600, and then nobody else can read the model.
+    """
+    path = Path(path)
+    example = path.with_name(f".{path.name}.mode-{os.getpid()}")
+    with open(example, "wb") as file:  # the umask cannot be read without changing it, for all threads
+        mode = os.fstat(file.fileno()).st_mode
+    example.unlink()
+    path.chmod(stat.S_IMODE(mode))

@@ -1,0 +1,60 @@
+"""The mistakes that a newcomer makes in the first hour: each ends at once, with one message that says what to change."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+import runs
+
+from rollover import cli
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """The message of a command that must end with exit code 2, without its head."""
+    capsys.readouterr()
+    try:
+        code = cli.main([str(w) for w in words])
+    except SystemExit as stop:  # argparse
+        code = stop.code
+    error = capsys.readouterr().err
+    assert code == 2, error
+    assert "Traceback" not in error and "Loading weights" not in error, error
+    return error.removeprefix("rollover: error: ").removesuffix("\n")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return runs.write(tmp_path, steps=1, checkpoint={"every_steps": 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "place", "reason"),
+    [
+        ("run.dir", "/proc/nope", "No such file or directory (/proc)"),
+        ("checkpoint.dir", "/proc/nope/deeper", "No such file or directory (/proc)"),
+        ("checkpoint.dir", "tasks.jsonl", "Not a directory ({folder}/tasks.jsonl)"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_found_before_the_model_is_loaded(
+    recipe: Path, capsys: pytest.CaptureFixture[str], key: str, place: str, reason: str
+) -> None:
+    error = error_of(capsys, "train", recipe, "--model.path", "/no/such/model", f"--{key}", place)
+    reason = reason.format(folder=recipe.parent)
+    assert error == f"{key} = {place!r} cannot be written to: {reason}. Give another place"
+
+
+@pytest.mark.parametrize("part", ["model", "rollouts", "profile"])
+def test_so_is_a_part_of_the_run_directory(recipe: Path, capsys: pytest.CaptureFixture[str], part: str) -> None:
+    (recipe.parent / "run").mkdir()
+    (recipe.parent / "run" / part).write_text("")
+    error = error_of(capsys, "train", recipe, "--model.path", "/no/such/model")
+    assert error.startswith(f"run.dir = '{recipe.parent}/run/{part}' cannot be written to: Not a directory")
+
+
+def test_who_may_read_the_text_of_a_run_may_read_its_weights(recipe: Path) -> None:
+    assert cli.main(["train", str(recipe)]) == 0
+    modes = {p.suffix: stat.S_IMODE(p.stat().st_mode) for p in (recipe.parent / "run").rglob("*") if p.is_file()}
+    assert modes[".safetensors"] == modes[".json"] == modes[".jsonl"]

@@ -38,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     parser = build_parser()
     rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv, parser)
-    args = parser.parse_args(rest)
+    args, unknown = parser.parse_known_args(rest)
+    if unknown:
+        from rollover.config.suggest import unknown_flags
+
+        args.parser.error(unknown_flags(unknown, re.findall(r"--[a-z-]+", args.parser.format_usage())))
     try:
         return args.verb(args, overrides)
     except KeyboardInterrupt:
@@ -93,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
         name: str, run, about: str, *, files: str | None = "+", epilog: str | None = _OVERRIDES
     ) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=about, description=about, epilog=epilog, allow_abbrev=False)
-        sub.set_defaults(verb=run)
+        sub.set_defaults(verb=run, parser=sub)
         if files:
             text = "configuration; later files override earlier ones"
             sub.add_argument("files", nargs=files, metavar="FILE.toml", type=Path, help=text)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def check_writable(where: str | Path, name: str) -> None:
-    """Write a file into `where` (a local folder, or an fsspec URL) and remove it, so that a failure comes before the work.
+    """Write a file into `where` (a local folder or an fsspec URL) and remove it: a failure comes before the work.
 
     A local folder that does not exist yet is not made: the nearest one above it is tried. Raises ValueError that begins
     with `name` (the configuration key or the option that gave the place).

@@ -1,4 +1,4 @@
-"""The mistakes that a newcomer makes in the first hour: each ends at once, with one message that says what to change."""
+"""The mistakes of a newcomer's first hour: each ends at once, with one message that says what to change."""
 
 from __future__ import annotations
 
@@ -58,3 +58,42 @@ def test_who_may_read_the_text_of_a_run_may_read_its_weights(recipe: Path) -> No
     assert cli.main(["train", str(recipe)]) == 0
     modes = {p.suffix: stat.S_IMODE(p.stat().st_mode) for p in (recipe.parent / "run").rglob("*") if p.is_file()}
     assert modes[".safetensors"] == modes[".json"] == modes[".jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[rollout]\ngroup_sise = 4", "mine.toml: unknown key rollout.group_sise. Did you mean rollout.group_size?"),
+        ("[rollouts]\ngroup_size = 4", "mine.toml: unknown table [rollouts]. Did you mean [rollout]?"),
+        (
+            '[rollout]\ngroup_size = "4"',
+            'mine.toml: rollout.group_size = "4": expected an integer, at least 1',
+        ),
+        (
+            "[rollout]\n[train]\n[rollout]",
+            "mine.toml, line 3: not valid TOML: the table [rollout] is there twice. Write all its keys under one"
+            " [rollout]",
+        ),
+    ],
+    ids=["typo in a key", "typo in a table", "wrong type", "a table twice"],
+)
+def test_a_slip_in_the_file(recipe: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
+    (recipe.parent / "mine.toml").write_text(text)
+    assert error_of(capsys, "train", recipe, "mine.toml") == message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num_steps", "3"], "unknown option --num_steps. Did you mean --train.num_steps?"),
+        (["--resme"], "unknown option --resme. Did you mean --resume?"),
+    ],
+)
+def test_a_typo_in_a_flag(recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert error_of(capsys, "train", recipe, *words).endswith(f"\nrollover train: error: {message}")
+
+
+def test_a_typo_in_a_flag_that_names_a_key(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_of(capsys, "train", recipe, "--train.num_step", "3") == (
+        "command line: unknown key train.num_step. Did you mean train.num_steps?"
+    )

@@ -3,5 +3,9 @@
 from pydantic import BaseModel, ConfigDict
 
 
+class ConfigError(ValueError):
+    """A configuration that cannot be used. The message names file, key and fix."""
+
+
 class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=False, validate_default=False, frozen=True)

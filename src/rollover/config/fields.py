@@ -41,6 +41,14 @@ def leaves(table: type[Table] = Config, prefix: str = "") -> Iterator[tuple[str,
             yield from leaves(inner, f"{prefix}{name}.")
 
 
+def tables(table: type[Table] = Config, prefix: str = "") -> Iterator[tuple[str, type[Table]]]:
+    """Every table by its dotted name, without the rows of a list of tables."""
+    for name, info in table.model_fields.items():
+        if inner := table_of(info.annotation):
+            yield prefix + name, inner
+            yield from tables(inner, f"{prefix}{name}.")
+
+
 def field_at(key: str) -> FieldInfo | None:
     """The field behind a dotted key (`tasks.sources.0.kind` too); None if there is none, or it is a table."""
     table: type[Table] | None = Config
@@ -103,6 +111,8 @@ def did_you_mean(name: str, candidates: Sequence[str]) -> str:
 
 def takes_text(annotation: Any) -> bool:
     """Whether a value of this annotation is always a string."""
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        return all(takes_text(part) for part in get_args(annotation))
     return annotation is str or get_origin(annotation) is Literal
 
 

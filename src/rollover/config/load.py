@@ -7,9 +7,7 @@ Tables are merged deeply, arrays are replaced; one element's field is reached as
 from __future__ import annotations
 
 import copy
-import difflib
 import json
-import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollover.config import Config, Table
+from rollover.config.base import ConfigError
 from rollover.config.fields import (
     choices_of,
     default_of,
@@ -26,7 +25,6 @@ from rollover.config.fields import (
     expected,
     field_at,
     leaves,
-    names,
     row_of,
     table_of,
     takes_text,
@@ -42,13 +40,11 @@ from rollover.config.rules import (
     neutral_values,
     source_rules,
 )
+from rollover.config.suggest import unknown_key, unknown_table
+from rollover.config.toml_file import read_toml
 
 COMMAND_LINE = "command line"
 Values = dict[str, Any]
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used. The message names file, key and fix."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,10 @@ def load_config(
     Raises ConfigError for a missing or malformed file, an unknown key, a wrong type, a value out of range, an option
     without effect (see `_settle`) and a refused combination.
     """
-    stack: list[tuple[str, Values]] = [(str(path), _read(Path(path))) for path in files]
+    stack: list[tuple[str, Values]] = []
+    for path in files:
+        label = str(path)
+        stack.append((label, dict(_flatten(read_toml(Path(path)), Config, "", label))))
     for key, text in overrides:
         stack.append((COMMAND_LINE, _override(key, text)))
     stack.insert(0, _preset(stack))
@@ -119,37 +118,13 @@ def load_config(
 # Layers
 
 
-def _read(path: Path) -> Values:
-    """One TOML file as dotted values."""
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder: give a TOML file in it{_near_files(path, path)}")
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file{_near_files(path, path.parent, Path('configs'))}")
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: TOML files are ({error.reason} at byte {error.start})") from error
-    except tomllib.TOMLDecodeError as error:
-        line = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", str(error))
-        place = f", line {line[1]}" if line and line[1] else ""
-        raise ConfigError(f'{path}{place}: not valid TOML: {error}. Strings need quotes: name = "value"') from error
-    return dict(_flatten(data, Config, "", str(path)))
-
-
-def _near_files(path: Path, *folders: Path) -> str:
-    found = [f for folder in dict.fromkeys(folders) if folder.is_dir() for f in sorted(folder.glob("*.toml"))]
-    # By stem: ".toml" alone makes short names half alike.
-    near = difflib.get_close_matches(path.stem, [f.stem for f in found], n=3, cutoff=0.5)
-    hits = [str(f) for f in found if f.stem in near] or [str(f) for f in found[:5]]
-    return f". Did you mean {' or '.join(hits)}?" if hits else ". Check the path"
-
-
 def _flatten(data: Values, table: type[Table], prefix: str, label: str) -> Iterator[tuple[str, Any]]:
     for name, value in data.items():
         key = prefix + name
         info = table.model_fields.get(name)
         if info is None:
-            raise _unknown(key, label)
+            is_table = isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict))
+            raise ConfigError(f"{label}: {unknown_table(key) if is_table else unknown_key(key)}")
         inner, row = table_of(info.annotation), row_of(info.annotation)
         if inner is not None:
             if not isinstance(value, dict):
@@ -161,7 +136,7 @@ def _flatten(data: Values, table: type[Table], prefix: str, label: str) -> Itera
                 raise ConfigError(f"{label}: {key} = {_show(value)}: expected tables, write [[{key}]]")
             for i, item in enumerate(value):
                 for unknown in [name for name in item if name not in row.model_fields]:
-                    raise _unknown(f"{key}.{i}.{unknown}", label)
+                    raise ConfigError(f"{label}: {unknown_key(f'{key}.{i}.{unknown}')}")
         _check_plain(key, value, label)
         yield key, value
 
@@ -178,23 +153,12 @@ def _check_plain(key: str, value: Any, label: str) -> None:
         raise ConfigError(f"{label}: {key} = {value}: dates and nan are not allowed here. Give a number or a string")
 
 
-def _unknown(key: str, label: str) -> ConfigError:
-    """Unknown key, with the nearest valid one over all dotted names: right name in the wrong table included."""
-    index = re.search(r"\.(\d+)(?:\.|$)", key)
-    known = names((int(index[1]),) if index else ())
-    tables = sorted({name.rpartition(".")[0] for name in known})
-    near = difflib.get_close_matches(key, known + tables, n=1, cutoff=0.7)
-    last = key.rpartition(".")[2]
-    same = [name for name in known if name.rpartition(".")[2] == last]
-    if not (near or same):
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return ConfigError(f"{label}: unknown key {key}. Did you mean {' or '.join((same or near)[:2])}?")
-
-
 def _override(key: str, text: str) -> Values:
     """One override as dotted values. Text for a string option needs no quotes; anything else is a TOML value."""
     info = field_at(key)
     value = _parse(text)
+    if info is None and not isinstance(value, dict) and not _is_element(key):
+        raise ConfigError(f"{COMMAND_LINE}: {unknown_key(key)}")
     if info is not None and takes_text(info.annotation) and not isinstance(value, str):
         value = text
     if _is_element(key):
@@ -234,7 +198,7 @@ def _put_element(layers: _Layers, key: str, value: Any) -> None:
         )
     name, *inner = path.split(".")
     if name not in row.model_fields or (inner and row.model_fields[name].annotation != dict[str, Any]):
-        raise _unknown(key, COMMAND_LINE)
+        raise ConfigError(f"{COMMAND_LINE}: {unknown_key(key)}")
     rows = copy.deepcopy(rows)
     place = rows[int(position)]
     for part in [name, *inner][:-1]:

@@ -160,7 +160,7 @@ def test_a_whole_table_as_override(write):
     ("text", "parts"),
     [
         ("[rollout]\ngrup_size = 4", ["unknown key rollout.grup_size", "rollout.group_size?"]),
-        ("[rolout]\ngroup_size = 4", ["unknown key rolout", "rollout?"]),
+        ("[rolout]\ngroup_size = 4", ["unknown table [rolout]", "[rollout]?"]),
         ("group_size = 4", ["unknown key group_size", "rollout.group_size?"]),
         ("[train]\ngroup_size = 4", ["unknown key train.group_size", "rollout.group_size?"]),
         ("[model.lora]\nrnk = 4", ["model.lora.rank?"]),

@@ -1,0 +1,89 @@
+"""Messages about what a configuration names wrongly: which table, key or flag was meant.
+
+Owns the rule of what is alike: a table is compared with tables, a key first with those of its own table; what resembles
+nothing is told so, because a far guess is worse than none.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable
+
+from rollover.config import Config
+from rollover.config.fields import leaves, names, row_of, tables
+
+_IN_ITS_TABLE = 0.65
+_ELSEWHERE = 0.8
+_TABLE = 0.75
+_FLAG = 0.75
+_ALL_KEYS = "`rollover config FILE.toml` prints every key with its doc"
+
+
+def unknown_table(key: str) -> str:
+    """The message of a [table] that there is none of."""
+    known = {name: f"[{name}]" for name, _ in tables()}
+    known |= {name: f"[[{name}]]" for name, info in leaves() if row_of(info.annotation)}
+    near = _near(key, known, _TABLE) or [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    if near:
+        return f"unknown table [{key}]. Did you mean {' or '.join(known[name] for name in near)}?"
+    return f"unknown table [{key}]. The tables are {', '.join(f'[{name}]' for name in Config.model_fields)}"
+
+
+def unknown_key(key: str) -> str:
+    """The message of a key that there is not: with the nearest in its own table, else the same name in another."""
+    index = re.search(r"\.(\d+)(?:\.|$)", key)
+    near = near_keys(key, names((int(index[1]),) if index else ()))
+    if near:
+        return f"unknown key {key}. Did you mean {' or '.join(near)}?"
+    table = key.partition(".")[0]
+    if table == key and (near := _near(key, Config.model_fields, _TABLE)):
+        return f"unknown key {key}. Did you mean the table [{near[0]}]?"
+    return f"unknown key {key}, and none is like it. {_ALL_KEYS}"
+
+
+def near_keys(key: str, known: Collection[str]) -> list[str]:
+    """At most two of the dotted keys `known` that `key`, with or without its table, may have meant; best first."""
+    table, _, name = key.rpartition(".")
+    by_table: dict[str, list[str]] = {}
+    for full in known:
+        owner, _, last = full.rpartition(".")
+        by_table.setdefault(owner, []).append(last)
+    if table and table not in by_table:
+        table = next(iter(_near(table, by_table, _TABLE)), table)
+    for owner in (table,) if table in by_table else ():
+        found = [name] if name in by_table[owner] else _near(name, by_table[owner], _IN_ITS_TABLE)
+        if found:
+            return [f"{owner}.{last}" if owner else last for last in found]
+    same = [full for full in known if full.rpartition(".")[2] == name]
+    if same:
+        return same[:2]
+    near = _near(name, {full.rpartition(".")[2] for full in known}, _ELSEWHERE)
+    return [full for last in near for full in known if full.rpartition(".")[2] == last][:2]
+
+
+def unknown_flags(words: Iterable[str], options: Collection[str]) -> str:
+    """The message of command-line words that nothing takes; `options` are the verb's own."""
+    words = list(words)
+    flag = next((word for word in words if word.startswith("-")), None)
+    if flag is None:
+        return f"unexpected arguments: {' '.join(words)}"
+    flag = flag.partition("=")[0]
+    near = _near(flag, options, _FLAG)
+    near = near or [f"--{key}" for key in near_keys(flag.lstrip("-").replace("-", "_"), names())]
+    if near:
+        return f"unknown option {flag}. Did you mean {' or '.join(near)}?"
+    return f"unknown option {flag}. {_ALL_KEYS}; each can be set as --table.key VALUE"
+
+
+def _near(name: str, known: Iterable[str], cutoff: float) -> list[str]:
+    """Up to two of `known`, best first: alike as strings, or begun by `name`."""
+    known = list(known)
+    found = difflib.get_close_matches(name, known, n=2, cutoff=cutoff)
+    if len(found) == 2 and _ratio(name, found[0]) - _ratio(name, found[1]) > 0.1:
+        found.pop()
+    return found or [k for k in known if len(name) >= 4 and k.startswith(name)][:2]
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()

@@ -1,0 +1,86 @@
+"""Reads one TOML file, and says in words what is wrong with one that is not TOML. Knows no key of the configuration."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from rollover.config.base import ConfigError
+from rollover.files import near_paths
+
+# What tomllib says -> what it means and what to do. {key}, {value}: of the line it was found in; {name}: of the table.
+_MEANINGS = (
+    (r"Cannot declare \((.*)\) twice", "the table [{name}] is there twice. Write all its keys under one [{name}]"),
+    (r"Cannot overwrite a value", "{key} is there twice. Keep one of them"),
+    (r"Duplicate inline table key", "{key} has the same name twice in its braces. Keep one of them"),
+    (r"Expected '=' after a key", "a line that sets something is: key = value"),
+    (r"Expected '\]", "a bracket is not closed. A table begins with [name], one of several with [[name]]"),
+    (r"Unclosed array", "the list is not closed. Add ] at its end"),
+    (
+        r"Unclosed inline table|Invalid initial character",
+        "a table in braces stands on one line: {key} = {{ a = 1, b = 2 }}",
+    ),
+    (r"Illegal character '\\n'|Expected \"'\"", "a string is not closed. It ends with the quote that it begins with"),
+    (r"Invalid hex value|Unescaped '\\\\'", "a backslash in double quotes needs another one. Use single quotes"),
+    (r"Invalid statement", "a line is [table], key = value, or a # comment"),
+    (r"Expected newline", "something is left over after the value of {key}. A comment begins with #"),
+)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The file's tables. ConfigError for one that is not there, is no text or no TOML."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: give a TOML file in it{_tomls(path)}")
+    if not path.is_file():
+        near = near_paths(path, (".toml",)) or near_paths(Path("configs", path.name), (".toml",))
+        files = [name for name in near if Path(name).is_file()]
+        raise ConfigError(
+            f"{path}: no such file" + (f". Did you mean {' or '.join(files)}?" if files else _tomls(path.parent))
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: TOML files are ({error.reason} at byte {error.start})") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", str(error))
+        lines = text.rstrip().splitlines() or [""]
+        number = int(place[1]) if place and place[1] else len(lines)
+        problem = str(error)[: place.start()] if place else str(error)
+        meaning = _meaning(problem, lines[number - 1], text)
+        raise ConfigError(f"{path}, line {number}: not valid TOML: {meaning}") from error
+
+
+def _tomls(folder: Path) -> str:
+    found = sorted(folder.glob("*.toml"))[:5] or sorted(Path("configs").glob("*.toml"))[:5]
+    return f". Did you mean {' or '.join(map(str, found))}?" if found else ". Check the path"
+
+
+def _meaning(problem: str, line: str, text: str) -> str:
+    key, _, value = (part.strip() for part in line.partition("="))
+    header = re.fullmatch(r"\[+([^\[\]]*)\]+", key)
+    key = f"[{header[1]}]" if header else key
+    if problem == "Invalid value":
+        return _wrong_value(key, value.partition("#")[0].strip())
+    if header and re.search(rf"^\s*\[\[{re.escape(header[1])}\]\]", text, re.M):
+        return f"{key} and [{key}] are both there. Use one of the two forms"
+    for pattern, meaning in _MEANINGS:
+        if match := re.search(pattern, problem):
+            name = ".".join(re.findall(r"'([^']*)'", match[1])) if match.groups() else ""
+            return meaning.format(key=key, name=name)
+    return f"{problem} ({line.strip()})"
+
+
+def _wrong_value(key: str, value: str) -> str:
+    if value.lower() in ("true", "false"):
+        return f"true and false have small letters. Write {key} = {value.lower()}"
+    if value.startswith("["):
+        return "the list is not closed. Add ] at its end"
+    if not value or value.lower() in ("none", "null", "nil"):
+        return f"{key} has no value. Give it one, or remove the line"
+    if re.fullmatch(r"[+-]?\.\d+\S*", value):
+        return f"a number begins with a digit. Write {key} = {value.replace('.', '0.', 1)}"
+    return f'{key} = {value} has no quotes, which strings need. Write {key} = "{value}"'

@@ -76,7 +76,8 @@ class Task:
     """One problem to solve.
 
     `task_id` is stable over runs; `attempt` counts earlier visits of the same task (its epoch).
-    Exactly one of `messages` (chat) and `prompt` (plain text, no chat template) is set.
+    Exactly one of `messages` (chat) and `prompt` (plain text, no chat template) is set. `plain`: the data has a text,
+    which `tasks.chat` put into the last of `messages`: rewards get texts.
     `columns` is what the reward needs (answer, ground_truth, data_source, ...): JSON values only.
     `reward` names the reward function (see rewards/registry.py); `source` labels per-source metrics.
     """
@@ -88,6 +89,15 @@ class Task:
     prompt: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)
     attempt: int = 0
+    plain: bool = False
+
+    @property
+    def reward_prompt(self) -> str | list[dict[str, str]]:
+        """The prompt as a reward function gets it, in the form that the data has: a text, or a list of messages."""
+        if self.prompt is not None:
+            return self.prompt
+        messages = [dict(m) for m in self.messages or ()]
+        return messages[-1]["content"] if self.plain else messages
 
     @property
     def content(self) -> str:

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 REWARD = '''
 def reward(prompts, completions, **columns):
     """Share of digits: something a model can learn, and that differs between siblings."""
-    return [sum(c.isdigit() for c in text[-1]["content"]) / 48 for text in completions]
+    return [sum(c.isdigit() for c in text) / 48 for text in completions]
 '''
 
 

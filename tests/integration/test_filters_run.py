@@ -18,7 +18,7 @@ from rollover.cli import main
 FIRST_IS_A_DIGIT = '''
 def reward(prompts, completions, **columns):
     """1 for an answer that begins with a digit, a tenth at first: two thirds of the groups of four agree."""
-    return [float(text[-1]["content"][:1].isdigit()) for text in completions]
+    return [float(text[:1].isdigit()) for text in completions]
 
 def without_tens(group):
     return "a tenth task" if group.group_id % 10 == 0 else None

@@ -16,7 +16,7 @@ QUICKSTART = runs.REPOSITORY / "configs" / "quickstart.toml"
 TWO_REWARDS = """
 def reward(prompts, completions, **columns):
     out = []
-    for text in (c[-1]["content"] for c in completions):
+    for text in completions:
         out.append({"score": sum(c.isdigit() for c in text) / 16, "short": 1.0 - len(text) / 16})
     return out
 """

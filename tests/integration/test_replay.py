@@ -25,7 +25,7 @@ from rollover.train.trainer import Trainer
 SPARSE = '''
 def reward(prompts, completions, **columns):
     """1 for an answer with a 7 in it, else 0: of most groups every rollout fails."""
-    return [float("7" in text[-1]["content"]) for text in completions]
+    return [float("7" in text) for text in completions]
 '''
 SYNC = {"interrupt": "never", "in_flight_groups": 3, "max_staleness": 0}
 MODES: dict[str, dict[str, Any]] = {

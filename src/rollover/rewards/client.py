@@ -320,7 +320,7 @@ def _item(request: ScoreRequest) -> dict[str, Any]:
     """What the worker needs of a request, as JSON."""
     task = request.task
     return {
-        "prompt": task.prompt if task.prompt is not None else [dict(m) for m in task.messages or ()],
+        "prompt": task.reward_prompt,
         "completion": request.completion,
         "completion_ids": list(request.completion_ids),
         "columns": task.columns,

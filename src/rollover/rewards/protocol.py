@@ -10,7 +10,7 @@ from rollover.types import Reward, Task
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """One finished rollout to score: its task, the prompt as given to the reward, the completion text and ids."""
+    """One finished rollout to score: its task, the completion text and ids."""
 
     task: Task
     completion: str

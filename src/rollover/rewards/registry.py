@@ -141,7 +141,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _trl_completion(item: Item) -> str | list[dict[str, str]]:
-    """TRL: plain strings for plain prompts, lists of messages for chat tasks."""
+    """TRL: plain strings for prompts that are strings in the data, lists of messages for those that are messages."""
     if isinstance(item["prompt"], str):
         return item["completion"]
     return [{"role": "assistant", "content": item["completion"]}]

@@ -146,6 +146,7 @@ def _record(
         "outcome": TRAINED if dropped is None else f"dropped:{dropped.value}",
         "messages": None if task.messages is None else list(task.messages),
         "prompt": task.prompt,
+        "plain": task.plain,
         "columns": json.dumps(task.columns, ensure_ascii=False),
         "prompt_ids": list(rollout.prompt_ids),
         "completion": completion,
@@ -193,6 +194,7 @@ def _rollout(record: dict[str, Any]) -> Rollout:
         reward=record["reward"],
         messages=None if messages is None else tuple(messages),
         prompt=record["prompt"],
+        plain=record.get("plain", False),
         columns=json.loads(record["columns"]),
         attempt=record["attempt"],
     )

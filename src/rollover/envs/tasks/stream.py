@@ -77,7 +77,7 @@ def decorated(problem: Task, tasks: TasksConfig) -> Task:
         messages[last] = {"role": "user", "content": messages[last]["content"] + instruction}
     if tasks.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": tasks.system_prompt})
-    return replace(problem, messages=tuple(messages), prompt=None)
+    return replace(problem, messages=tuple(messages), prompt=None, plain=prompt is not None)
 
 
 class TaskStream:

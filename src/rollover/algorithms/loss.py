@@ -287,22 +287,24 @@ def loss_function(kind: str | Callable[..., LossAndClipped]) -> Callable[..., Lo
     return LOSSES[kind]
 
 
+def option_parameters(function: Callable[..., LossAndClipped]) -> dict[str, inspect.Parameter]:
+    """The parameters of a loss that are options: all but the first, which takes the tokens."""
+    parameters = list(inspect.signature(function).parameters.items())[1:]
+    return {name: p for name, p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
 def _options(
     function: Callable[..., LossAndClipped], clip_low: float, clip_high: float, given: dict[str, Any]
 ) -> dict[str, Any]:
     """The keyword arguments of a loss. Clip bounds always have a value; not every loss reads them."""
-    kind = function.__name__
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    names = [p.name for p in parameters]
-    valid = ", ".join(names) or "none"
-    for name in given:
-        if name not in names:
-            raise ValueError(f"{name} is not an option of the policy loss {kind!r}: its options are {valid}")
-    bounds = {"clip_low": clip_low, "clip_high": clip_high}
-    options = {name: bound for name, bound in bounds.items() if name in names} | given
-    for p in parameters:
-        if p.default is p.empty and p.name not in options:
-            raise ValueError(f"the policy loss {kind!r} needs the option {p.name}")
+    kind = getattr(function, "__name__", type(function).__name__)
+    parameters = option_parameters(function)
+    names = ", ".join(parameters)
+    if unknown := next((name for name in given if name not in parameters), None):
+        raise ValueError(f"{unknown} is not an option of the policy loss {kind!r}: its options are {names or 'none'}")
+    options = {n: bound for n, bound in (("clip_low", clip_low), ("clip_high", clip_high)) if n in parameters} | given
+    if lacks := next((n for n, p in parameters.items() if p.default is p.empty and n not in options), None):
+        raise ValueError(f"the policy loss {kind!r} needs the option {lacks}")
     return options
 
 

@@ -1,4 +1,8 @@
-"""The user's own functions, named in the configuration as `module:function` or `path.py:function`."""
+"""The user's own functions, named in the configuration as `module:function` or `path.py:function`.
+
+Owns how one is found, and what is said when one fails: a single line that names the option, the function, file:line and
+what was expected (`OwnFunction`). Rewards are called in another process, which uses `explained` alone. No torch.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,96 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_MAX_ERROR_CHARS = 500
+# Whose code a file is, by the first of these folders that it lies in; the user's if it lies in none.
+_FOLDERS = (
+    (str(Path(__file__).parent), "rollover"),
+    (sysconfig.get_path("purelib"), "installed"),
+    (sysconfig.get_path("platlib"), "installed"),
+    (sysconfig.get_path("stdlib"), "python"),
+    ("<", "python"),
+)
+
+
+class FunctionError(ValueError):
+    """A function of the user's own raised, or did not return what it must."""
+
+
+class OwnFunction:
+    """A function of the user's own that the option `key` names as `spec`; `returns` says in words what it must return.
+
+    Called as the function itself; its signature is that of the function. What it raises becomes a FunctionError.
+    """
+
+    def __init__(self, function: Callable[..., Any], key: str, spec: str, returns: str) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.function, self.key, self.spec, self.returns = function, key, spec, returns
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.function(*args, **kwargs)
+        except (Exception, SystemExit) as error:  # boundary: the user's function
+            raise self.failed(error) from error
+
+    async def awaited(self, *args: Any) -> Any:
+        """Of an `async def` or a plain function alike."""
+        value = self(*args)
+        if not inspect.isawaitable(value):
+            return value
+        try:
+            return await value
+        except (Exception, SystemExit) as error:  # boundary: the user's function
+            raise self.failed(error) from error
+
+    def failed(self, error: BaseException) -> FunctionError:
+        """What to raise where it raised `error`."""
+        return FunctionError(f"{self.key} = {self.spec!r} failed: {explained(error)}; it must return {self.returns}")
+
+    def refused(self, what: str) -> FunctionError:
+        """What to raise where it returned `what` (in words)."""
+        where = _where_defined(self.function)
+        return FunctionError(f"{self.key} = {self.spec!r}{where} returned {what}; it must return {self.returns}")
+
+    @classmethod
+    def over(cls, function: Callable[..., Any], key: str, returns: str) -> OwnFunction:
+        """`function`, which a program may have handed over without a configuration that names it."""
+        return function if isinstance(function, cls) else cls(function, key, _name(function), returns)
+
+
+def own_function(key: str, spec: str, returns: str) -> OwnFunction:
+    """The function that the option `key` names as `spec`, relative to the working directory. See `load_function`."""
+    try:
+        return OwnFunction(load_function(spec, "."), key, spec, returns)
+    except ValueError as error:
+        raise ValueError(f"{key} = {spec!r}: {error}") from error
+
+
+def explained(error: BaseException) -> str:
+    """`TypeError: text (mine.py:7)`, on one line: where in the user's code it was raised, if it was."""
+    text = " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())
+    frames = {_owner(frame.filename): frame for frame in traceback.extract_tb(error.__traceback__)}  # the last of each
+    frame = frames.get("user") or frames.get("installed")  # the function may be one of an installed package
+    where = f" ({_shown(frame.filename)}:{frame.lineno})" if frame is not None else ""
+    return text[:_MAX_ERROR_CHARS] + where
+
+
+def described(value: Any) -> str:
+    """What a function returned, in words: of an array or a tensor its shape."""
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return f"{shortened(value)} ({type(value).__name__})" if value is not None else "None"
+    return (
+        f"a {type(value).__name__} of the shape {list(shape)}" if len(shape) else f"a single number, {value.item()!r}"
+    )
 
 
 def load_function(spec: str, base_dir: str) -> Callable[..., Any]:
@@ -34,6 +123,25 @@ def shortened(value: Any) -> str:
     """What a message shows of a value that the user's code gave."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _owner(filename: str) -> str:
+    return next((owner for folder, owner in _FOLDERS if filename.startswith(folder)), "user")
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _where_defined(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return f" ({_shown(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+
+
+def _shown(filename: str) -> str:
+    """As short as it can be found from the working directory."""
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
 
 
 def _resolve(path: str, base_dir: str) -> Path:
@@ -61,7 +169,7 @@ def _import_file(path: Path, stamp: tuple[int, int]) -> ModuleType:
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # boundary: the user's module
-        raise ValueError(f"importing {path} failed: {type(error).__name__}: {error}") from error
+        raise ValueError(f"importing {path} failed: {explained(error)}") from error
     return module
 
 
@@ -73,7 +181,7 @@ def _import_module(name: str) -> ModuleType:
             raise ValueError(f"there is no module {error.name!r} (for a file, write path.py:function)") from error
         raise ValueError(f"importing {name} failed: {error}") from error
     except (Exception, SystemExit) as error:  # boundary: the user's module
-        raise ValueError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+        raise ValueError(f"importing {name} failed: {explained(error)}") from error
 
 
 def _near(name: str, candidates: list[str]) -> str:

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollover.config import FiltersConfig
-from rollover.functions import load_function
+from rollover.functions import OwnFunction, described, own_function
 from rollover.types import Group, Rollout, StopReason
+
+_WHY = "a text that says why to drop the group, or None to keep it"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def group_filters(config: FiltersConfig) -> list[GroupFilter]:
     if config.zero_variance:
         chosen.append(zero_variance(config.metric))
     if config.custom:
-        chosen.append(custom(load_function(config.custom, "."), "custom"))
+        chosen.append(custom(own_function("filters.custom", config.custom, _WHY), "custom"))
     return chosen
 
 
@@ -131,12 +133,12 @@ def custom(function: Callable[[Group], str | None], reason: str | None = None) -
     `reason` defaults to the function's name.
     """
     name = reason or getattr(function, "__name__", "custom")
+    own = OwnFunction.over(function, "filter", _WHY)
 
     def why(group: Group) -> str | None:
-        answer = function(group)
+        answer = own(group)
         if answer is not None and not isinstance(answer, str):
-            # A bare True or False reads the same as "keep" and as "drop".
-            raise ValueError(f"the filter {name} returned {answer!r}: return why to drop the group, or None to keep it")
+            raise own.refused(described(answer))  # a bare True or False reads the same as "keep" and as "drop"
         return answer
 
     return GroupFilter(name, why)

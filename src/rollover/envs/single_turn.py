@@ -11,9 +11,10 @@ from typing import Any
 from jinja2 import TemplateError
 
 from rollover.envs.tasks.stream import TaskStream
-from rollover.functions import shortened
+from rollover.functions import OwnFunction, described
 from rollover.types import Task
 
+TASK_OR_NONE = "the Task to use, or None to leave it out"
 _MAX_SKIPS = 1000
 
 
@@ -47,7 +48,7 @@ class PromptSource:
         replace: Callable[[Task, int], Task | None] | None = None,
     ) -> None:
         self.stream, self.tokenizer, self.max_prompt_tokens = stream, tokenizer, max_prompt_tokens
-        self.replace = replace
+        self.replace = replace and OwnFunction.over(replace, "tasks.before_produce", TASK_OR_NONE)
         self.version = 0  # of the trainer: set by the loop, for `replace` alone
         self.num_skipped = 0
         self.num_left_out = 0
@@ -58,7 +59,7 @@ class PromptSource:
             if task is None:
                 return None
             if self.replace is not None:
-                task = self._replaced(task, self.replace)
+                task = _replaced(task, self.replace, self.version)
                 if task is None:
                     self.num_left_out += 1
                     continue
@@ -72,14 +73,6 @@ class PromptSource:
             " positions are the limit"
         )
 
-    def _replaced(self, task: Task, replace: Callable[[Task, int], Task | None]) -> Task | None:
-        other = replace(task, self.version)
-        if other is not None and not isinstance(other, Task):
-            raise ValueError(
-                f"tasks.before_produce returned {shortened(other)} for {task.task_id}: give a Task or None"
-            )
-        return other
-
     def state_dict(self) -> dict[str, Any]:
         return {
             "stream": self.stream.state_dict(),
@@ -91,3 +84,10 @@ class PromptSource:
         self.stream.load_state_dict(state["stream"])
         self.num_skipped = state["num_skipped"]
         self.num_left_out = state.get("num_left_out", 0)
+
+
+def _replaced(task: Task, replace: OwnFunction, version: int) -> Task | None:
+    other = replace(task, version)
+    if other is not None and not isinstance(other, Task):
+        raise replace.refused(f"{described(other)} for {task.task_id}")
+    return other

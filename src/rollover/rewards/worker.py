@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from rollover.functions import explained
 from rollover.processes import die_with
 from rollover.rewards.registry import Item, LoadedReward, load_reward, runner
 
@@ -100,7 +101,7 @@ async def _score_together(reward: LoadedReward, items: list[Item], reply: Callab
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    failure: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]}
+    failure: dict[str, Any] = {"error": explained(error)}
     return failure | {"out_of_memory": True} if isinstance(error, MemoryError) else failure
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rollover.functions import load_function
+from rollover.functions import described, own_function
 
 
 class RolloutView(NamedTuple):
@@ -63,12 +63,12 @@ def load_order(name: str) -> Callable[[RolloutView], OrderKey]:
     """The order of that name, or the user's function behind `module:function`. ValueError if there is none."""
     if name in ORDERS:
         return ORDERS[name]
-    function = load_function(name, ".")
+    function = own_function("rollout.order", name, "a tuple of integers for a RolloutView, smallest first")
 
     def key(view: RolloutView) -> OrderKey:
         own = function(view)
         if not isinstance(own, tuple) or not all(isinstance(part, int) for part in own):
-            raise ValueError(f'rollout.order = "{name}" returned {own!r}; it must return a tuple of integers')
+            raise function.refused(described(own))
         return (*own, view.group_id, view.sibling)
 
     return key

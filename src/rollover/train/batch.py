@@ -15,7 +15,7 @@ import torch
 from rollover.algorithms import advantage
 from rollover.algorithms.filters import Masked, RolloutFilter, mask_rollouts
 from rollover.config import AlgorithmConfig
-from rollover.functions import load_function
+from rollover.functions import OwnFunction, described, own_function
 from rollover.types import Group, Rollout, Sample
 
 
@@ -78,7 +78,10 @@ class BatchBuilder:
     def __init__(self, algorithm: AlgorithmConfig, masks: Sequence[RolloutFilter] = ()) -> None:
         self.algorithm, self.masks = algorithm, masks
         self._estimator = _estimator(algorithm.advantage)
-        self._own = load_function(algorithm.after_scoring, ".") if algorithm.after_scoring else None
+        self._own: OwnFunction | None = None
+        if algorithm.after_scoring:
+            returns = "None, or one finite advantage for each of the rollouts"
+            self._own = own_function("algorithm.after_scoring", algorithm.after_scoring, returns)
 
     def build(
         self, groups: list[Group], oldest_version: int = 0, replayed: Mapping[int, int] = MappingProxyType({})
@@ -117,13 +120,7 @@ class BatchBuilder:
         if self._own is None:
             return advantages_N
         changed = self._own(rollouts, advantages_N)
-        advantages_N = advantages_N if changed is None else torch.as_tensor(changed, dtype=torch.float32)
-        if advantages_N.shape != (len(rollouts),) or not torch.isfinite(advantages_N).all():
-            raise ValueError(
-                f"algorithm.after_scoring = {self.algorithm.after_scoring!r} left advantages of the shape"
-                f" {list(advantages_N.shape)} for {len(rollouts)} rollouts, or some that are not finite"
-            )
-        return advantages_N
+        return _one_each(advantages_N if changed is None else changed, len(rollouts), self._own)
 
 
 def build_batch(
@@ -200,18 +197,30 @@ def _estimator(spec: str) -> Estimator:
     """The named estimator, or the user's own function of rewards and groups."""
     if spec in ADVANTAGES:
         return ADVANTAGES[spec]
-    function = load_function(spec, ".")
+    function = own_function("algorithm.advantage", spec, "one finite advantage for each reward that is not NaN")
 
     def own(scored: Scored, _: AlgorithmConfig) -> torch.Tensor:
-        advantages_N = torch.as_tensor(function(scored.rewards_N, scored.group_N), dtype=torch.float32)
-        if advantages_N.shape != scored.rewards_N.shape:
-            raise ValueError(
-                f"algorithm.advantage = {spec!r} returned the shape {tuple(advantages_N.shape)} for"
-                f" {len(scored.rewards_N)} rollouts; it must return one advantage each"
-            )
-        return torch.where(torch.isnan(scored.rewards_N), 0.0, advantages_N)
+        missing_N = torch.isnan(scored.rewards_N)
+        return _one_each(function(scored.rewards_N, scored.group_N), len(missing_N), function, missing_N)
 
     return own
+
+
+def _one_each(value: object, num: int, function: OwnFunction, missing_N: torch.Tensor | None = None) -> torch.Tensor:
+    """What the user's function returned, as advantages [N], 0 where `missing_N`. Raises its FunctionError if it is not
+    one finite number for each of `num` rollouts."""
+    try:
+        advantages_N = torch.as_tensor(value, dtype=torch.float32).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise function.refused(described(value)) from None
+    if advantages_N.shape != (num,):
+        raise function.refused(f"{described(value)} for {num} rollouts")
+    if missing_N is not None:
+        advantages_N = torch.where(missing_N, 0.0, advantages_N)
+    bad = ~torch.isfinite(advantages_N)
+    if bad.any():
+        raise function.refused(f"{advantages_N[bad][0]:g} at {int(bad.sum())} of {num} rollouts")
+    return advantages_N
 
 
 def _at_last(values: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -26,9 +26,10 @@ from rollover.algorithms.correction import (
     rejection_mask,
 )
 from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
-from rollover.algorithms.loss import entropy_bonus, loss_function, policy_loss
+from rollover.algorithms.loss import entropy_bonus, loss_function, option_parameters, policy_loss
+from rollover.algorithms.own_loss import OwnLoss
 from rollover.config import AlgorithmConfig
-from rollover.functions import load_function
+from rollover.functions import FunctionError
 from rollover.types import Sample
 
 Sums = dict[str, torch.Tensor]
@@ -91,8 +92,8 @@ class Objective:
     def __init__(self, config: AlgorithmConfig, max_new_tokens: int) -> None:
         self.config = config
         self.norm = float(max_new_tokens)
-        self.kind = load_function(config.loss, ".") if ":" in config.loss else config.loss
-        self._options: dict[str, Any] = dict(config.loss_options)
+        self.kind = OwnLoss(config.loss) if ":" in config.loss else config.loss
+        self._options: dict[str, Any] = _of_the_same_name(self.kind, config) | config.loss_options
         if self.kind == "decoupled":
             self._options["weight_cap"] = config.correction_cap
         if config.dual_clip:
@@ -159,9 +160,12 @@ class Objective:
 
     def _check_options(self) -> None:
         """ValueError where the loss takes no such options, or is none: before anything is generated."""
-        one = torch.zeros(1, 1)
+        old_BT = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
+        mask_BT, advantages_BT = old_BT < 0, torch.tensor([[1.0], [-0.5]]).expand(2, 3)
         try:
-            self._policy_loss(one, one, one, one, one)
+            self._policy_loss((old_BT * 1.1).requires_grad_(), old_BT, advantages_BT, mask_BT, old_BT)
+        except FunctionError:
+            raise  # it says all
         except (TypeError, ValueError) as error:
             options = self.config.loss_options
             raise ValueError(f"algorithm.loss = {self.config.loss!r}, loss_options = {options}: {error}") from error
@@ -228,6 +232,15 @@ class Objective:
         else:
             kl_BT = kl_penalty(streams.logprobs_BT, reference_BT, cfg.kl_kind, mask_BT=streams.mask_BT)
         return torch.where(streams.mask_BT, kl_BT, 0.0)
+
+
+def _of_the_same_name(kind: str | OwnLoss, config: AlgorithmConfig) -> dict[str, Any]:
+    """Options of a loss of the user's own that have the name of an option of [algorithm]: they get its value. (The
+    clip bounds and dual_clip are handed to every loss that takes them.)"""
+    if isinstance(kind, str):
+        return {}
+    names = option_parameters(kind).keys() - {"clip_low", "clip_high", "dual_clip"}
+    return {name: getattr(config, name) for name in AlgorithmConfig.model_fields if name in names}
 
 
 def combine(totals: dict[str, float], sums: Mapping[str, torch.Tensor | float]) -> None:

@@ -9,14 +9,13 @@ All are behind the one loop, which trains what it is given. Owns what was produc
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from rollover.config import Config
 from rollover.engine.protocol import Engine
-from rollover.functions import load_function, shortened
+from rollover.functions import OwnFunction, described, own_function
 from rollover.rollout.staleness import group_staleness
 from rollover.track.recorder import read_rollouts
 from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
@@ -82,17 +81,17 @@ class OwnProducer:
     def __init__(self, config: Config, tokenizer: Any, engine: Engine) -> None:
         self.name, self.engine = config.tasks.producer, engine
         self.max_staleness = config.rollout.max_staleness
-        self._own = load_function(self.name, ".")(config, tokenizer, engine)
         self._last_group_id = -1
-        if not callable(getattr(self._own, "produce", None)):
-            raise ValueError(f"tasks.producer = {self.name!r}: it has no method produce(step, version)")
+        make = own_function("tasks.producer", self.name, "an object with a method produce(step, version)")
+        own = make(config, tokenizer, engine)
+        if not callable(getattr(own, "produce", None)):
+            raise make.refused(f"{described(own)}, which has no method produce")
+        self._produce = OwnFunction(own.produce, "tasks.producer", self.name, "a list of Groups (of ready_group)")
 
     async def produce(self, step: int, version: int) -> list[Group] | None:
-        groups = self._own.produce(step, version)
-        if inspect.isawaitable(groups):
-            groups = await groups
-        if not isinstance(groups, list | tuple):
-            raise ValueError(f"tasks.producer = {self.name!r} returned {shortened(groups)}: return a list of Groups")
+        groups = await self._produce.awaited(step, version)
+        if not isinstance(groups, list | tuple) or not all(isinstance(g, Group) for g in groups):
+            raise self._produce.refused(described(groups))
         groups = sorted(groups, key=lambda g: g.group_id)
         for group in groups:
             problem = self._problem(group, version)

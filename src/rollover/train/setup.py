@@ -14,9 +14,9 @@ from rollover.algorithms.filters import first_match, group_filters
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process import ProcessEngine
-from rollover.envs.single_turn import PromptSource
+from rollover.envs.single_turn import TASK_OR_NONE, PromptSource
 from rollover.envs.tasks.stream import TaskStream
-from rollover.functions import load_function
+from rollover.functions import own_function
 from rollover.models.allocator import keep_freed_memory
 from rollover.models.load import LoadedModel, cast_parameters, load_model, pick_device, stop_token_ids
 from rollover.rewards.pool import RewardPool
@@ -174,7 +174,8 @@ class Parts:
         torch.manual_seed(config.run.seed)
         # What a wrong path or name ends comes before the model, which takes longer.
         stream = TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards)
-        before_produce = load_function(config.tasks.before_produce, ".") if config.tasks.before_produce else None
+        name = config.tasks.before_produce
+        before_produce = own_function("tasks.before_produce", name, TASK_OR_NONE) if name else None
         filters = group_filters(config.filters)
         engine: EmbeddedEngine | ProcessEngine | None = None
         if config.engine.process:  # it loads the model while we do

@@ -51,7 +51,7 @@ def test_it_sees_the_version_and_its_answer_is_used() -> None:
 
 
 def test_what_is_no_task_is_refused() -> None:
-    with pytest.raises(ValueError, match="before_produce returned .* for t0: give a Task or None"):
+    with pytest.raises(ValueError, match="before_produce.* returned .* for t0; it must return the Task"):
         source(lambda task, version: SimpleNamespace())()
 
 

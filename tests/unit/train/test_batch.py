@@ -94,7 +94,7 @@ def test_an_estimator_of_ones_own(tmp_path, monkeypatch) -> None:
     rollouts = [rollout(0, i, s, [segment([8])]) for i, s in enumerate((3.0, None))]
     samples = build_batch([group(0, rollouts)], AlgorithmConfig(advantage="mine.py:double")).samples
     assert [s.advantages.tolist() for s in samples] == [[6.0], [0.0]]
-    with pytest.raises(ValueError, match="must return one advantage each"):
+    with pytest.raises(ValueError, match="must return one finite advantage for each"):
         build_batch([group(0, rollouts)], AlgorithmConfig(advantage="mine.py:one"))
 
 
@@ -147,7 +147,7 @@ def test_advantages_may_be_read_and_set_after_scoring(tmp_path, monkeypatch) -> 
         return [float(s.advantages[0]) for s in build_batch([group(0, rollouts)], config).samples]
 
     assert advantages("double") == [2.0, -2.0] and advantages("other") == [0.0, 1.0]
-    with pytest.raises(ValueError, match="after_scoring = 'hooks.py:short' left advantages of the shape"):
+    with pytest.raises(ValueError, match="after_scoring = 'hooks.py:short' .* of the shape .1. for 2"):
         advantages("short")
 
 

@@ -150,6 +150,26 @@ def test_options_of_the_loss_are_checked_before_the_run(tmp_path, monkeypatch) -
     assert own == pytest.approx(2 * loss_of(streams(), loss="reinforce")[0])
 
 
+@pytest.mark.parametrize("parameters", ["*, clip_high", "clip_high", "clip_high=5.0", "clip_low=0.1, clip_high=5.0"])
+def test_options_that_an_own_loss_names_come_from_the_configuration(tmp_path, monkeypatch, parameters: str) -> None:
+    """However the parameter is written: every option of [algorithm] is one."""
+    monkeypatch.chdir(tmp_path)
+    lines = f"""
+def loss(t, {parameters}): return -clip_high * t.logprobs_BT * t.advantages_BT, t.mask_BT & False
+def penalty(t, kl_coef=9.0, entropy_coef=9.0, beta=1.0):
+    return -(kl_coef + entropy_coef) * beta * t.logprobs_BT * t.advantages_BT, t.mask_BT & False
+"""
+    (tmp_path / "mine.py").write_text(lines)
+    own, _ = loss_of(streams(), loss="mine.py:loss", clip_high=2.0, correction="none")
+    plain, _ = loss_of(streams(), loss="reinforce", correction="none")
+    assert own == pytest.approx(2 * plain)
+    bonus, _ = loss_of(streams(), loss="reinforce", correction="none", entropy_coef=0.5)
+    own, _ = loss_of(streams(), loss="mine.py:penalty", entropy_coef=0.5, loss_options={"beta": 3.0}, correction="none")
+    assert own == pytest.approx(0.5 * 3.0 * plain + bonus - plain)
+    own, _ = loss_of(streams(), loss="mine.py:penalty", loss_options={"kl_coef": 4.0}, correction="none")
+    assert own == pytest.approx(4.0 * plain), "loss_options is nearer"
+
+
 def test_effective_sample_size_scales_the_rate() -> None:
     objective = Objective(AlgorithmConfig(ess_step_scaling=True), 16)
     _, sums = objective(streams(), COUNTS)

@@ -1,0 +1,54 @@
+"""A policy loss of the user's own (algorithm.loss): found by its name, and checked at every call.
+
+Owns what such a function must return. Never knows the formula.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from rollover.algorithms.loss import LossAndClipped, Tokens
+from rollover.functions import OwnFunction, described, own_function
+
+_RETURNS = (
+    "two tensors of the shape of t.mask_BT: the loss of each token, finite and differentiable in t.logprobs_BT, and a"
+    " bool that says where the gradient was clipped"
+)
+
+
+class OwnLoss:
+    """Called as a function of `LOSSES`, with the signature of the user's. FunctionError where it raises, or returns
+    anything else than a loss per token with a gradient, and what was clipped."""
+
+    def __init__(self, spec: str) -> None:
+        self._function: OwnFunction = own_function("algorithm.loss", spec, _RETURNS)
+        functools.update_wrapper(self, self._function, updated=())
+
+    def __call__(self, t: Tokens, **options: Any) -> LossAndClipped:
+        value = self._function(t, **options)
+        wrong = _what_is_wrong(value, t)
+        if wrong is not None:
+            raise self._function.refused(wrong)
+        return value[0], value[1].bool()
+
+
+def _what_is_wrong(value: Any, t: Tokens) -> str | None:
+    """None: it is a loss and what was clipped."""
+    if not isinstance(value, tuple | list):
+        return described(value)
+    if len(value) != 2 or not all(isinstance(part, torch.Tensor) for part in value):
+        return f"{len(value)} values: {', '.join(map(described, value))}"
+    for name, part in zip(("a loss", "the clipped tokens"), value, strict=True):
+        if part.shape != t.mask_BT.shape:
+            return f"{name} of the shape {list(part.shape)}, where t.mask_BT is {list(t.mask_BT.shape)}"
+    loss_M = value[0].detach()[t.mask_BT]
+    # Where the model's own numbers are not finite the loss is not to blame.
+    if not torch.isfinite(loss_M).all() and torch.isfinite(t.logprobs_BT[t.mask_BT]).all():
+        bad_M = loss_M[~torch.isfinite(loss_M)]
+        return f"a loss that is {bad_M[0]:g} at {len(bad_M)} of {len(loss_M)} tokens"
+    if t.logprobs_BT.requires_grad and not value[0].requires_grad:
+        return "a loss without a gradient (something detached it)"
+    return None

@@ -1,0 +1,183 @@
+"""A function of the user's own that raises or returns the wrong thing: one line that says which, where, and what was
+expected; the same for every kind of function."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from rollover.algorithms.filters import group_filters
+from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig
+from rollover.engine.fake import FakeEngine
+from rollover.envs.single_turn import TASK_OR_NONE, PromptSource
+from rollover.functions import FunctionError, explained, own_function
+from rollover.rollout.order import RolloutView, load_order
+from rollover.train.batch import build_batch
+from rollover.train.objective import Objective
+from rollover.train.producer import OwnProducer
+from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+
+TASK = Task("t0", "test", "reward", prompt="1 + 1 =")
+HEAD = "import torch\ndef helper(x):\n    raise KeyError('absent')\n"
+
+
+def group() -> Group:
+    def segment() -> Segment:
+        ids = torch.tensor([5, 6], dtype=torch.int32).numpy()
+        return Segment(ids, torch.tensor([-1.0, -1.0]).numpy(), 0, SamplingParams(), StopReason.EOS)
+
+    rollouts = [Rollout(0, i, TASK, (1, 2), [segment()], RolloutState.READY) for i in range(2)]
+    for i, rollout in enumerate(rollouts):
+        rollout.reward = Reward(float(i))
+    return Group(0, TASK, rollouts)
+
+
+class Stream:
+    def next(self) -> Task:
+        return TASK
+
+
+def producer(spec: str) -> Any:
+    config = Config(tasks=TasksConfig(producer=spec))
+    return asyncio.run(OwnProducer(config, tiny.tokenizer(), FakeEngine({})).produce(1, 0))
+
+
+# option -> (parameters, a caller of what it names, what is expected, bodies that are wrong and what is said of them)
+VIEW = RolloutView("0-0", 0, 0, 1, 2, 0, 0)
+SCALAR, SHORT = "return 0.5", "return torch.zeros(1)"
+KINDS: dict[str, tuple[str, Callable[[str], Any], str, dict[str, str]]] = {
+    "algorithm.advantage": (
+        "rewards, groups",
+        lambda spec: build_batch([group()], AlgorithmConfig(advantage=spec)),
+        "one finite advantage for each reward",
+        {
+            "return None": "returned None",
+            SCALAR: "returned 0.5 (float) for 2 rollouts",
+            "return rewards.sum()": "returned a single number, 1.0 for 2 rollouts",
+            SHORT: "of the shape [1] for 2 rollouts",
+            "return rewards * float('nan')": "returned nan at 2 of 2 rollouts",
+            "return 'high'": "returned 'high' (str)",
+        },
+    ),
+    "algorithm.after_scoring": (
+        "rollouts, advantages",
+        lambda spec: build_batch([group()], AlgorithmConfig(after_scoring=spec)),
+        "None, or one finite advantage for each of the rollouts",
+        {
+            SHORT: "of the shape [1] for 2 rollouts",
+            "advantages[0] = float('inf')": "returned inf at 1 of 2 rollouts",
+        },
+    ),
+    "algorithm.loss": (
+        "t",
+        lambda spec: Objective(AlgorithmConfig(loss=spec), 16),
+        "two tensors of the shape of t.mask_BT: the loss of each token",
+        {
+            "return None": "returned None",
+            "return t.logprobs_BT": "returned a Tensor of the shape [2, 3]",
+            "return t.logprobs_BT.sum(), t.mask_BT": "returned a loss of the shape []",
+            "return (t.logprobs_BT,)": "returned 1 values",
+            "return t.logprobs_BT.log(), t.mask_BT": "returned a loss that is nan at 5 of 5 tokens",
+            "return t.logprobs_BT.detach(), t.mask_BT": "returned a loss without a gradient",
+            "return t.logprobs_BT, 0.0": "2 values: a Tensor of the shape [2, 3], 0.0 (float)",
+            "return t.logprobs_BT, t.mask_BT[0]": "returned the clipped tokens of the shape [3]",
+        },
+    ),
+    "filters.custom": (
+        "group",
+        lambda spec: group_filters(FiltersConfig(custom=spec))[0].why(group()),
+        "a text that says why to drop the group, or None",
+        {"return True": "returned True (bool)", "return float('nan')": "returned nan (float)"},
+    ),
+    "rollout.order": (
+        "view",
+        lambda spec: load_order(spec)(VIEW),
+        "a tuple of integers",
+        {
+            "return None": "returned None",
+            "return 3": "returned 3 (int)",
+            "return (1, 'a')": "returned (1, 'a')",
+        },
+    ),
+    "tasks.before_produce": (
+        "task, version",
+        lambda spec: PromptSource(
+            Stream(),  # type: ignore[arg-type]
+            tiny.tokenizer(),
+            100,
+            own_function("tasks.before_produce", spec, TASK_OR_NONE),
+        )(),
+        "the Task to use, or None",
+        {"return 'task'": "returned 'task' (str) for t0"},
+    ),
+}
+CASES = [
+    pytest.param(option, body, said, id=f"{option}: {body}")
+    for option, (*_, wrong) in KINDS.items()
+    for body, said in {"helper(1)": "failed: KeyError: 'absent' (mine.py:3)", **wrong}.items()
+]
+
+
+@pytest.mark.parametrize(("option", "body", "said"), CASES)
+def test_one_line_says_which_where_and_what_was_expected(
+    option: str, body: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parameters, call, expected, _ = KINDS[option]
+    (tmp_path / "mine.py").write_text(f"{HEAD}def own({parameters}):\n    {body}\n")
+    with pytest.raises(FunctionError) as caught:
+        call("mine.py:own")
+    message = str(caught.value)
+    assert message.startswith(f"{option} = 'mine.py:own'") and "\n" not in message
+    assert said in message and f"; it must return {expected}" in message, message
+    assert "(mine.py:4)" in message or said.startswith("failed"), "where it is defined"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def produce(self, step, version): helper(1)", "failed: KeyError: 'absent' (mine.py:3)"),
+        ("async def produce(self, step, version): helper(1)", "failed: KeyError: 'absent' (mine.py:3)"),
+        ("def produce(self, step, version): return None", "returned None; it must return a list of Groups"),
+        ("def produce(self, step, version): return [1]", "returned [1] (list); it must return a list of Groups"),
+        ("produce = 3", "which has no method produce; it must return an object with a method produce"),
+    ],
+)
+def test_a_producer_too(body: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = f"class Own:\n    def __init__(self, config, tokenizer, engine): pass\n    {body}\n"
+    (tmp_path / "mine.py").write_text(HEAD + lines)
+    with pytest.raises(FunctionError) as caught:
+        producer("mine.py:Own")
+    assert str(caught.value).startswith("tasks.producer = 'mine.py:Own'") and said in str(caught.value)
+
+
+@pytest.mark.parametrize("option", KINDS)
+def test_a_name_that_is_not_there_is_said_with_its_option(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def own(*values): pass\n")
+    with pytest.raises(ValueError, match=f"{option} = 'mine.py:owm': .*did you mean own"):
+        KINDS[option][1]("mine.py:owm")
+
+
+def test_the_place_is_the_users_line_and_not_that_of_a_library(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import json\ndef own(text):\n    return json.loads(text)\n")
+    own = own_function("filters.custom", f"{tmp_path / 'mine.py'}:own", "nothing")
+    with pytest.raises(FunctionError, match=r"JSONDecodeError: .* \(.*mine\.py:3\)"):
+        own("{")
+
+
+def test_an_error_of_ours_names_no_place_and_is_one_line() -> None:
+    try:
+        AlgorithmConfig.model_validate({"clip_high": "a"})
+    except ValueError as error:
+        assert "\n" in str(error) and "\n" not in explained(error)
+    assert explained(RuntimeError()) == "RuntimeError"

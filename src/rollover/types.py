@@ -238,11 +238,6 @@ class Group:
         """Smallest policy version among the sampled tokens of all siblings; None before the first token."""
         return min((r.min_version for r in self.rollouts if r.min_version is not None), default=None)
 
-    @property
-    def max_version(self) -> int | None:
-        """Largest policy version among the sampled tokens of all siblings; None before the first token."""
-        return max((v for r in self.rollouts for v in r.versions), default=None)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:

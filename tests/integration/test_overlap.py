@@ -90,6 +90,14 @@ def test_weights_may_be_handed_over_every_few_steps(tmp_path: Path) -> None:
     assert max(row["staleness/max"] for row in rows) >= 2
 
 
+@pytest.mark.parametrize(("in_flight", "bound"), [(3, 1), (6, 2)])
+def test_old_weights_make_tokens_stale_without_overlap_too(tmp_path: Path, in_flight: int, bound: int) -> None:
+    rollout = {"interrupt": "never", "in_flight_groups": in_flight, "max_staleness": 3, "max_new_tokens": 8}
+    rows = train(tmp_path, steps=5, rollout=rollout, train={"publish_every": 2})
+    assert {row["staleness/bound"] for row in rows} == {bound}
+    assert max(row["staleness/max"] for row in rows) == bound
+
+
 def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
     """kill -9 with rollouts in flight, then --resume: the ledger balances and no task is trained twice."""
     import os

@@ -62,9 +62,9 @@ def test_a_row_adds_up(mode: Mode) -> None:
 def test_the_bound_holds_and_is_that_of_the_configuration(mode: Mode, tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text(MINE)
-    rollout = modes_table.resolve(mode, mine).config.rollout
-    row = row_of(mode)
-    assert number(row["staleness max"]) <= number(row["bound"]) == rollout.staleness_bound
+    config = modes_table.resolve(mode, mine).config
+    rollout, row = config.rollout, row_of(mode)
+    assert number(row["staleness max"]) <= number(row["bound"]) == config.staleness_bound
     if rollout.complete_fraction == 1 and rollout.complete_by == "group":
         assert number(row["groups trained"]) == modes_table.STEPS * rollout.groups_per_step
     if rollout.nothing_rolls_over:

@@ -44,7 +44,9 @@ class Config(Table):
     @property
     def staleness_bound(self) -> int:
         """The largest staleness that a token in the loss can have, replayed ones aside."""
-        return self.rollout.max_staleness if self.tasks.producer else self.rollout.staleness_bound
+        if self.tasks.producer:
+            return self.rollout.max_staleness
+        return self.rollout.staleness_bound(self.train.publish_every)
 
 
 __all__ = [

@@ -158,13 +158,13 @@ class RolloutConfig(Table):
         """Whether every rollout is finished before the step that follows it."""
         return not self.overlap and (self.interrupt == "never" or self.one_step_in_flight)
 
-    @property
-    def staleness_bound(self) -> int:
+    def staleness_bound(self, publish_every: int) -> int:
         """The largest staleness that a token in the loss can have (docs/staleness.md).
 
-        Never above max_staleness. If nothing rolls over, a group waits at most for those admitted before it:
-        ceil(held / groups_per_step) - 1 steps.
+        Never above max_staleness. If nothing rolls over, a group waits at most for those admitted before it,
+        ceil(held / groups_per_step) - 1 steps, and the weights that sampled it were up to publish_every - 1 steps old.
         """
         if self.nothing_rolls_over:
-            return min(self.max_staleness, -(-self.most_held // self.groups_per_step) - 1)
+            waits = -(-self.most_held // self.groups_per_step) - 1
+            return min(self.max_staleness, waits + publish_every - 1)
         return self.max_staleness

@@ -46,9 +46,10 @@ def _all_sources_set(config: Config, field: str) -> bool:
 
 
 def _nothing_gets_stale(config: Config) -> bool:
-    """Every step trains all that is in flight, so no token is older than the step that trains it."""
+    """Every step trains all that is in flight, by the newest weights, so no token is older than its step."""
     rollout = config.rollout
-    return rollout.nothing_rolls_over and rollout.most_held == rollout.groups_per_step and not config.tasks.producer
+    newest = config.train.publish_every == 1 and not config.tasks.producer
+    return newest and rollout.nothing_rolls_over and rollout.most_held == rollout.groups_per_step
 
 
 def _unknown_order(config: Config) -> bool:
@@ -116,7 +117,7 @@ INERT: tuple[Inert, ...] = (
     ),
     Inert(
         ("rollout.max_staleness", "rollout.on_stale"),
-        ("rollout.interrupt", "rollout.in_flight_groups", "rollout.groups_per_step"),
+        ("rollout.interrupt", "rollout.in_flight_groups", "rollout.groups_per_step", "train.publish_every"),
         _nothing_gets_stale,
         'with rollout.interrupt = "never" and rollout.in_flight_groups = rollout.groups_per_step: nothing gets stale',
         "Raise rollout.in_flight_groups",
@@ -304,7 +305,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         ("train.publish_every", "rollout.max_staleness"),
-        lambda c: c.train.publish_every > c.rollout.max_staleness + 1 and c.rollout.on_stale != "mask",
+        lambda c: c.train.publish_every > c.rollout.max_staleness + 1,
         lambda c: (
             f"train.publish_every = {c.train.publish_every} with rollout.max_staleness = {c.rollout.max_staleness}:"
             " the engine's weights alone would be older than that. Set rollout.max_staleness ="

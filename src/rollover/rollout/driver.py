@@ -189,7 +189,7 @@ class Driver:
 
     def _begin(self, version: int) -> None:
         """From now on generate for the step at trainer `version`."""
-        self.lifecycle.scheduler.lag = version - self.engine.policy_version
+        self.lifecycle.begin(version, self.engine.policy_version)
         for group_id in dict.fromkeys(r.group_id for r in self.lifecycle.unscored()):
             self._score(self.lifecycle.cache.groups[group_id])
         self._watch()
@@ -356,12 +356,12 @@ class Driver:
         self.watchdog.on_scored(key, _now())
         group, rewards = self.lifecycle.cache.groups[rollouts[0].group_id], task.result()
         ready = self.lifecycle.set_rewards(group, rewards, rollouts)
-        if ready:
+        if ready is True:
             self._arrival.set()
             self._patience.on_ready()
-        elif ready is False:
+        elif ready:
             self._release([group])
-            self._patience.on_failed([r.reward for r in group.rollouts if r.reward is not None])
+            self._patience.on_dropped(ready, [r.reward for r in group.rollouts if r.reward is not None])
 
     # What the watchdog finds
 

@@ -74,6 +74,10 @@ class Lifecycle:
         self.scheduler = Scheduler(config, max_running)
         self.ledger = Ledger()
 
+    def begin(self, version: int, engine_version: int) -> None:
+        """From now on generation is for the step at trainer `version`, by an engine that has `engine_version`."""
+        self.scheduler.on_begin(version, version - engine_version)
+
     def admit(self, task: Task, prompt_ids: Sequence[int], version: int) -> Group:
         """A new task becomes a group of WAITING rollouts."""
         group = self.cache.admit(task, prompt_ids, self.config.rollouts_per_group)
@@ -122,19 +126,19 @@ class Lifecycle:
 
     def set_rewards(
         self, group: Group, rewards: Sequence[Reward], rollouts: Sequence[Rollout] | None = None
-    ) -> bool | None:
+    ) -> bool | DropReason:
         """Rewards of these rollouts of the group (None: of all). With the last of them the group is READY: True.
 
-        Or it is dropped, and the answer False, where too few of its rewards are valid or a filter matches. None:
-        siblings have none yet. Where a filter fails, the rewards are as if they had not come: a restarted run asks
-        for them, and the filter, again.
+        Or it is dropped, and the answer is why: too few of its rewards are valid, none of its tokens can be trained in
+        bound any more, or a filter matches. False: siblings have none yet. Where a filter fails, the rewards are as if
+        they had not come: a restarted run asks for them, and the filter, again.
         """
         rollouts = group.rollouts if rollouts is None else rollouts
         assert len(rewards) == len(rollouts), f"{len(rewards)} rewards for {len(rollouts)} rollouts"
         for rollout, reward in zip(rollouts, rewards, strict=True):
             self.cache.set_reward(rollout.rollout_id, reward)
         if not group.ready:
-            return None
+            return False
         try:
             reason = self._why_dropped(group)
         except BaseException:
@@ -146,7 +150,7 @@ class Lifecycle:
             self._emit(EventKind.READY, group)
             return True
         self.drop(group.group_id, reason)
-        return False
+        return reason
 
     def reserve(self, version: int, at_least: int) -> list[Group]:
         """READY groups, in group-id order, that the step at `version` takes in any case; [] if there are fewer.
@@ -162,6 +166,8 @@ class Lifecycle:
         valid = [r for r in group.rollouts if r.reward is not None and not r.reward.missing]
         if len(valid) < self.min_valid_rewards:
             return DropReason.TOO_FEW_REWARDS
+        if self.scheduler.is_too_late(group):
+            return DropReason.STALE
         match = self.group_filter(group) if self.group_filter is not None else None
         if match is None:
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollover.rollout.lifecycle import Lifecycle
-from rollover.types import Reward
+from rollover.types import DropReason, Reward
 
 # So many steps' worth of groups in a row that a reward service, or the engine, must be down.
 _MAX_FAILED_STEPS = 4
@@ -28,16 +28,20 @@ class Patience:
     def on_ready(self) -> None:
         self._num_failed = self._num_filtered = 0
 
-    def on_failed(self, rewards: Sequence[Reward]) -> None:
-        """A group was dropped with these rewards: too few of them are valid, or a filter matched.
+    def on_dropped(self, reason: DropReason, rewards: Sequence[Reward]) -> None:
+        """A group was dropped with these rewards.
 
         ValueError where a reward function never works, or works no more, or filters leave nothing to train on.
         """
-        lifecycle = self._lifecycle
-        if sum(not r.missing for r in rewards) >= lifecycle.min_valid_rewards:
-            self._num_failed = 0
-            self._on_filtered(rewards)
+        if reason is DropReason.TOO_FEW_REWARDS:
+            self._on_failed(rewards)
             return
+        self._num_failed = 0
+        if reason is DropReason.FILTERED:
+            self._on_filtered(rewards)
+
+    def _on_failed(self, rewards: Sequence[Reward]) -> None:
+        lifecycle = self._lifecycle
         self._num_failed += 1
         config, num_failed = lifecycle.config, self._num_failed
         ledger, held = lifecycle.ledger, lifecycle.cache.groups.values()

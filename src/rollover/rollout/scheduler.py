@@ -11,26 +11,24 @@ than `max_staleness` (proof in docs/staleness.md).
 
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import bisect_left, insort
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.order import OrderKey, RolloutView, load_order
+from rollover.rollout.order import RolloutView, load_order
 from rollover.rollout.oversubscription import LengthEstimate
 from rollover.rollout.staleness import expiry, group_deadline, is_feasible, urgencies
+from rollover.rollout.start_queue import StartQueue
 from rollover.types import Group, Rollout, RolloutState
 
 _UNFINISHED = (RolloutState.WAITING, RolloutState.RUNNING, RolloutState.PARKED)
 _WAITING = RolloutState.WAITING  # asked at every parking, and a member of an Enum class is slow to look up
 _MUST_FINISH = -1  # a deadline before all others: the queue of rollouts that may not be interrupted again
 _NO_DEADLINE = math.inf
-
-_Entry = tuple[bool, OrderKey, str]  # is waiting, the order's key, rollout id
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +59,8 @@ class Scheduler:
         self.finish_first = config.finish_first
         self.lengths = LengthEstimate()
         self.in_flight_groups = config.first_in_flight
-        self.lag = 0  # versions that the engine is behind the trainer at the next step; set by the driver
+        self.next_version = 0  # the trainer's at the step that is generated for
+        self.lag = 0  # versions that the engine is behind it
         self._num_enough = config.num_enough
         self._has_budget = config.interrupt == "token_budget"
         self._max_continuations, self._max_staleness = config.max_continuations, config.max_staleness
@@ -74,9 +73,7 @@ class Scheduler:
         self._finished = 0  # rollouts of held groups whose generation stopped
         self._scoring = 0  # groups that are complete, but not READY yet
         self._must_finish: set[str] = set()  # running rollouts that may not be interrupted again
-        # Deadline -> heap of what may start. An entry is void unless it is the one that `_queued` has of the rollout.
-        self._queues: defaultdict[float, list[_Entry]] = defaultdict(list)
-        self._queued: dict[str, tuple[float, _Entry, Rollout]] = {}
+        self._queue = StartQueue()  # what may start
         self._spent: dict[str, Rollout] = {}  # had their token budget of this phase
         self._parked_since: dict[str, int] = {}
         self._next_parking = 0
@@ -106,10 +103,13 @@ class Scheduler:
         places = self.in_flight_groups - len(self._held)
         if self.config.supplement and not self._enough(stream_ended=False):
             places = min(places + len(self._ready) + self._scoring, self.config.most_held - len(self._held))
-        if self.lag and self.config.on_stale != "mask":
+        if self.lag:
             # A first token is `lag` versions old already at the next step (docs/staleness.md, generation goes on).
             most = self.config.most_in_bound - self.lag * self.config.groups_per_step
-            places = min(places, most - len(self._held))
+            if self.config.on_stale != "mask":
+                places = min(places, most - len(self._held))
+            elif most <= 0:
+                return 0
         return max(0, places)
 
     def start(self, version: int) -> list[Rollout]:
@@ -118,11 +118,11 @@ class Scheduler:
         Parked ones by the order function, then waiting ones by group id. Rollouts that may not be interrupted again
         precede all others; under finish_first, next are those of groups that the step at `version` cannot do without.
         """
-        if self._spent and not (self._running or self._queued or self._scoring):
+        if self._spent and not (self._running or self._queue or self._scoring):
             self._next_round()
-        if not self._queued:
+        if not self._queue:
             return []
-        free = len(self._queued) if self.max_running is None else self.max_running - len(self._running)
+        free = len(self._queue) if self.max_running is None else self.max_running - len(self._running)
         if free <= 0:
             return []
         started = self._take(free, version)
@@ -159,7 +159,7 @@ class Scheduler:
         waits_for_all = config.interrupt == "never" and not config.overlap
         if not all_ready and (waits_for_all or self._must_finish):
             return None
-        if config.interrupt == "token_budget" and (self._running or self._queued or self._scoring):
+        if config.interrupt == "token_budget" and (self._running or self._queue or self._scoring):
             return None
         if self.finish_first and not self._leaves_a_feasible_rest(version):
             return None
@@ -195,6 +195,15 @@ class Scheduler:
             return []
         return [r.rollout_id for r in sorted(self._running, key=lambda r: (r.group_id, r.sibling))]
 
+    def is_too_late(self, group: Group) -> bool:
+        """Whether the step that is generated for, and every later one, finds none of the group's tokens in bound.
+
+        Only with "mask": what gets READY after new weights are live may have tokens of earlier ones alone.
+        """
+        too_late = expiry(group, self.config) < self.next_version
+        assert not (too_late and self.finish_first), f"group {group.group_id} is READY beyond the staleness bound"
+        return too_late
+
     def to_drop(self, version: int) -> list[int]:
         """Ids of the groups that can no longer be trained in bound, right after `version` was published."""
         if self.config.on_stale == "mask":
@@ -218,6 +227,10 @@ class Scheduler:
             )
 
     # What was done
+
+    def on_begin(self, next_version: int, lag: int) -> None:
+        """Generation is for the step at `next_version` now; the engine is `lag` versions behind that."""
+        self.next_version, self.lag = next_version, lag
 
     def on_admit(self, group: Group, version: int) -> None:
         self._held[group.group_id] = _Held(group, version, len(group.rollouts))
@@ -288,7 +301,7 @@ class Scheduler:
         for rollout in group.rollouts:
             self._parked_since.pop(rollout.rollout_id, None)
             if held.unfinished:
-                self._queued.pop(rollout.rollout_id, None)
+                self._queue.discard(rollout.rollout_id)
                 self._spent.pop(rollout.rollout_id, None)
 
     def on_publish(self) -> None:
@@ -373,45 +386,15 @@ class Scheduler:
         deadline = self._held[rollout.group_id].deadline if self.finish_first else _NO_DEADLINE
         if self._was_continued_enough(rollout):
             deadline = _MUST_FINISH
-        entry = (waiting, key, rollout.rollout_id)
-        self._queued[rollout.rollout_id] = (deadline, entry, rollout)
-        heapq.heappush(self._queues[deadline], entry)
+        self._queue.put(rollout, deadline, key, waiting)
 
     def _take(self, num: int, version: int) -> list[Rollout]:
         """The first `num` of all queues: by urgency, then parked before waiting, then by the order's key."""
         urgency = urgencies(self._due, version, self.config.groups_per_step) if self.finish_first else {}
-        ranks = {deadline: urgency.get(deadline, self.config.max_staleness + 1) for deadline in self._queues}
+        not_urgent = self.config.max_staleness + 1
+        ranks = {deadline: urgency.get(deadline, not_urgent) for deadline in self._queue.deadlines}
         ranks[_MUST_FINISH] = -1
-        if num >= len(self._queued):  # all of them: sorted at once, which is much faster than one by one
-            everyone = sorted((ranks[deadline], entry, rollout) for deadline, entry, rollout in self._queued.values())
-            self._queued.clear()
-            self._queues.clear()
-            return [rollout for _, _, rollout in everyone]
-        firsts: list[tuple[int, _Entry, float]] = []  # heap of (rank, first entry, deadline) of the queues
-        for deadline in list(self._queues):
-            if (entry := self._first(deadline)) is not None:
-                heapq.heappush(firsts, (ranks[deadline], entry, deadline))
-        taken: list[Rollout] = []
-        while firsts and len(taken) < num:
-            rank, entry, deadline = firsts[0]
-            taken.append(self._queued.pop(entry[2])[2])
-            if (entry := self._first(deadline)) is not None:
-                heapq.heapreplace(firsts, (rank, entry, deadline))
-            else:
-                heapq.heappop(firsts)
-        return taken
-
-    def _first(self, deadline: float) -> _Entry | None:
-        """The first of this queue. Takes what is void off its head: rollouts that left, or stand elsewhere by now."""
-        queue, queued = self._queues[deadline], self._queued
-        while queue:
-            entry = queue[0]
-            current = queued.get(entry[2])
-            if current is not None and current[1] is entry:
-                return entry
-            heapq.heappop(queue)
-        del self._queues[deadline]
-        return None
+        return self._queue.take(num, ranks)
 
     def _next_round(self) -> None:
         """Everyone has a token budget again."""
@@ -429,7 +412,7 @@ class Scheduler:
             return
         self._set_deadline(held, deadline)
         for sibling in held.group.rollouts:
-            if sibling.rollout_id in self._queued:
+            if sibling.rollout_id in self._queue:
                 self._enqueue(sibling)
 
     def _set_deadline(self, held: _Held, deadline: float) -> None:

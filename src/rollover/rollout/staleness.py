@@ -83,10 +83,16 @@ def urgencies(due: Mapping[float, int], trainer_version: int, groups_per_step: i
 def expiry(group: Group, config: RolloutConfig) -> float:
     """The last trainer version whose step may train any of the group's tokens; inf if it has none.
 
-    The order of consumption. With on_stale = "mask" older tokens leave the loss, so the newest one counts.
+    The order of consumption. With on_stale = "mask" older tokens leave the loss, so the newest one counts, of those
+    rollouts that are trained: no greedy baseline, none without a reward.
     """
-    version = group.max_version if config.on_stale == "mask" else group.min_version
+    version = _newest_trained(group) if config.on_stale == "mask" else group.min_version
     return math.inf if version is None else version + config.max_staleness
+
+
+def _newest_trained(group: Group) -> int | None:
+    rewarded = (r for r in group.rollouts if r.reward is None or not r.reward.missing)
+    return max((v for r in rewarded if not r.greedy for v in r.versions), default=None)
 
 
 def oldest_in_loss(config: RolloutConfig, trainer_version: int) -> int:

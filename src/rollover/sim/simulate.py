@@ -149,7 +149,7 @@ class Simulation:
         self.version = version
         before, generating = self.lifecycle.ledger.generated_tokens, self._generating_s
         self._segments.clear()
-        self.lifecycle.scheduler.lag = version - self.engine_version
+        self.lifecycle.begin(version, self.engine_version)
         generate_s, score_s = self._collect(version)
         groups = self.lifecycle.consume(version, self._stream_ended)
         if not groups:
@@ -219,7 +219,7 @@ class Simulation:
         On shared devices the trainer has those of engines with nothing to run, as Run._take_cores.
         """
         started, ends, generating, alone = self.now, self.now + train_s, self._generating_s, False
-        self.lifecycle.scheduler.lag = version + 1 - self.engine_version
+        self.lifecycle.begin(version + 1, self.engine_version)
         if not self.plan.trainers:
             self.fleet.set_speed(_SHARED, self.now)
         while True:
@@ -346,7 +346,8 @@ class Simulation:
             arrived.append(heapq.heappop(self._scoring)[1])
         for group_id in sorted(arrived):
             group = self.lifecycle.cache.groups[group_id]
-            self.lifecycle.set_rewards(group, [_REWARD] * len(group.rollouts))
+            if self.lifecycle.set_rewards(group, [_REWARD] * len(group.rollouts)) is not True:
+                del self._groups[group_id]
 
     def _trained(self, groups: list[Group], version: int) -> tuple[Counter[int], int]:
         """Tokens in the loss by staleness, and tokens that pass through the trainer, prompts (one a group) included."""

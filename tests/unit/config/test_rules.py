@@ -207,6 +207,10 @@ def test_refused(write, rollout, algorithm, part):
         ("[train]\nminibatches_per_step = 3", "does not divide rollout.groups_per_step = 8"),
         ("[train]\nminibatches_per_step = 16", "does not divide rollout.groups_per_step = 8"),
         ("[train]\npublish_every = 3", "Set rollout.max_staleness = 2 or more"),
+        (
+            '[rollout]\nin_flight_groups = 16\non_stale = "mask"\n[train]\npublish_every = 2',
+            "max_staleness = 1 or more",
+        ),
         ('[rollout]\noverlap = true\ninterrupt = "when_enough"', "generation goes on when there is enough"),
         ('[rollout]\ninterrupt = "on_weight_update"', "without rollout.overlap"),
         ('[rollout]\noverlap = true\nmax_staleness = 1\non_stale = "drop"', "rather than that anything gets too old"),
@@ -233,6 +237,7 @@ def test_refused_in_other_tables(write, text, part):
         '[rollout]\nin_flight_groups = 17\nmax_staleness = 1\non_stale = "drop"',
         "[rollout]\nin_flight_groups = 16\nmax_staleness = 1",
         "[train]\nminibatches_per_step = 4",
+        "[rollout]\nmax_staleness = 2\n[train]\npublish_every = 3",
         '[run]\nreplay_rollouts = "x"\n[watchdog]\ntrain_timeout_s = 9',
         '[tasks]\nproducer = "a:B"\n[watchdog]\nweights_timeout_s = 9',
     ],

@@ -71,7 +71,7 @@ class Run:
         self.check()
         if groups:
             if self.config.on_stale != "mask":
-                assert all((group_staleness(g, self.version) or 0) <= self.config.staleness_bound for g in groups)
+                assert all((group_staleness(g, self.version) or 0) <= self.config.staleness_bound(1) for g in groups)
             assert [g.group_id for g in groups] == sorted(g.group_id for g in groups)
             self.publish()
         return groups

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from rollover.config.rollout import RolloutConfig
@@ -9,8 +11,10 @@ from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.order import load_order
 from rollover.rollout.oversubscription import LengthEstimate
 from rollover.rollout.scheduler import Scheduler
-from rollover.types import DropReason, Rollout, rollout_seed
+from rollover.rollout.staleness import expiry
+from rollover.types import DropReason, Group, Reward, Rollout, rollout_seed
 from unit.rollout.run import Run, ids, long_tail, uninterrupted_tokens
+from unit.rollout.world import make_segment, make_task
 
 
 def shortest_group_last(view):
@@ -134,6 +138,71 @@ def test_a_rollout_that_may_not_be_interrupted_again_has_no_token_budget() -> No
 
 
 # on_stale = "mask"
+
+
+def test_what_gets_its_rewards_after_its_tokens_left_the_bound_is_dropped_and_not_trained() -> None:
+    """With overlap, rewards may come after new weights are live: what was sampled before has nothing to train on."""
+    late = asyncio.Event()
+
+    async def score(rollouts: list[Rollout]) -> list[Reward]:
+        if rollouts[0].group_id in (2, 3):
+            await late.wait()
+        return [Reward(1.0)] * len(rollouts)
+
+    run = Run(
+        lambda seed: 3, score, overlap=True, interrupt="on_weight_update", in_flight_groups=4, max_staleness=0,
+        on_stale="mask",
+    )  # fmt: skip
+
+    async def steps() -> list[list[int]]:
+        taken = []
+        for version in range(3):
+            groups = await run.driver.collect(version)
+            assert groups and all(v == version for g in groups for r in g.rollouts for v in r.versions)
+            taken.append([g.group_id for g in groups])
+            run.driver.go_on(version)
+            for _ in range(40):
+                await asyncio.sleep(0)
+            run.engine.load_weights(version + 1, ())
+            run.driver.after_publish(version + 1)
+            late.set()
+        await run.driver.close()
+        return taken
+
+    assert asyncio.run(steps()) == [[0, 1], [4, 5], [8, 9]]
+    dropped = {e.group.group_id: e.reason for e in run.events if e.kind is EventKind.DROP}
+    assert dropped[2] is dropped[3] is DropReason.STALE
+    assert run.lifecycle.metrics()["dropped/masked/tokens"] == 0
+
+
+def test_nothing_new_is_begun_that_would_be_too_old_for_every_step() -> None:
+    """With overlap and no staleness allowed, a first token sampled while training is of no use to the next step."""
+    run = Run(
+        lambda seed: 3, overlap=True, interrupt="on_weight_update", in_flight_groups=4, max_staleness=0, on_stale="mask"
+    )
+
+    async def first_step() -> None:
+        assert await run.driver.collect(0)
+        admitted = run.cache.num_admitted
+        run.driver.go_on(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert run.cache.num_admitted == admitted, "tasks were used up for nothing"
+        await run.driver.close()
+
+    asyncio.run(first_step())
+
+
+def test_a_group_is_too_old_when_only_its_baseline_or_what_has_no_reward_is_in_bound() -> None:
+    config = RolloutConfig(on_stale="mask", max_staleness=1)
+    group = Group(
+        0, make_task(0), [Rollout(0, i, make_task(0), (1,), [make_segment(2, v)]) for i, v in [(0, 3), (1, 5)]]
+    )
+    assert expiry(group, config) == 6
+    group.rollouts[1].reward = Reward(None, error="no reward, no loss")
+    assert expiry(group, config) == 4
+    group.rollouts[1].reward, group.rollouts[1].greedy = Reward(1.0), True
+    assert expiry(group, config) == 4
 
 
 def test_masked_tokens_are_counted_as_dropped_and_bound_nothing() -> None:

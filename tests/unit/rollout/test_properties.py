@@ -55,31 +55,41 @@ MAX_RUNNING = st.none() | st.integers(1, 6)
 FILTER_RATE = st.sampled_from([0.0, 0.4])
 
 
+PUBLISH_EVERY = st.integers(1, 4)  # and at most max_staleness + 1: otherwise no token would be in bound
 WORLDS = (
     configs(), st.integers(), ADVERSARIES, MAX_RUNNING, st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.1]),
-    FILTER_RATE,
+    FILTER_RATE, PUBLISH_EVERY,
 )  # fmt: skip
 
 
 @sequences(1000)
 @given(*WORLDS)
 def test_conservation_staleness_and_append_only(
-    config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate
+    config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate, publish_every
 ):
-    check_conservation(config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate)
+    check_conservation(config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate, publish_every)
 
 
 @pytest.mark.slow
 @sequences(50_000)
 @given(*WORLDS)
-def test_conservation_at_length(config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate):
-    check_conservation(config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate)
+def test_conservation_at_length(
+    config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate, publish_every
+):
+    check_conservation(config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate, publish_every)
 
 
-def check_conservation(config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate):
+def check_conservation(config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate, publish_every):
     """World.step checks all three after every event, and group integrity when a group leaves."""
     world = World(
-        config, random.Random(seed), adversary, max_running, failure_rate, restart_rate, filter_rate=filter_rate
+        config,
+        random.Random(seed),
+        adversary,
+        max_running,
+        failure_rate,
+        restart_rate,
+        filter_rate=filter_rate,
+        publish_every=min(publish_every, config.max_staleness + 1),
     )
     for _ in range(6):
         num = len(world.step())

@@ -30,7 +30,7 @@ class Bench:
             self.lifecycle.set_rewards(complete, [Reward(1.0) for _ in complete.rollouts])
 
     def run(self, rollout_id: str) -> None:
-        self.scheduler._queued.pop(rollout_id)
+        self.scheduler._queue.discard(rollout_id)
         self.scheduler._spent.pop(rollout_id, None)
         self.cache.start(rollout_id)
         self.scheduler._running.add(self.cache.rollout(rollout_id))

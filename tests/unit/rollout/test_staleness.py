@@ -79,19 +79,23 @@ def test_urgencies_are_exactly_the_deadlines_that_make_waiting_infeasible(deadli
 
 
 @pytest.mark.parametrize(
-    ("interrupt", "in_flight", "max_staleness", "on_stale", "bound"),
+    ("interrupt", "in_flight", "max_staleness", "on_stale", "publish_every", "bound"),
     [
-        ("never", 0, 0, "", 0),
-        ("never", 4, 3, "", 0),
-        ("never", 8, 3, "", 1),
-        ("never", 9, 3, "", 2),
-        ("never", 40, 3, "drop", 3),
-        ("when_enough", 4, 3, "", 0),
-        ("when_enough", 5, 3, "", 3),
-        ("when_enough", 40, 0, "drop", 0),
+        ("never", 0, 0, "", 1, 0),
+        ("never", 4, 3, "", 1, 0),
+        ("never", 4, 3, "", 3, 2),
+        ("never", 8, 3, "", 1, 1),
+        ("never", 8, 3, "", 2, 2),
+        ("never", 9, 3, "", 1, 2),
+        ("never", 9, 3, "", 4, 3),
+        ("never", 40, 3, "drop", 1, 3),
+        ("when_enough", 4, 3, "", 1, 0),
+        ("when_enough", 4, 3, "", 2, 1),
+        ("when_enough", 5, 3, "", 1, 3),
+        ("when_enough", 40, 0, "drop", 1, 0),
     ],
 )
-def test_staleness_bound(interrupt, in_flight, max_staleness, on_stale, bound) -> None:
+def test_staleness_bound(interrupt, in_flight, max_staleness, on_stale, publish_every, bound) -> None:
     config = RolloutConfig(
         groups_per_step=4,
         interrupt=interrupt,
@@ -99,7 +103,7 @@ def test_staleness_bound(interrupt, in_flight, max_staleness, on_stale, bound) -
         max_staleness=max_staleness,
         on_stale=on_stale,
     )
-    assert config.staleness_bound == bound
+    assert config.staleness_bound(publish_every) == bound
 
 
 def test_a_rollout_keeps_its_smallest_version_whatever_the_order() -> None:

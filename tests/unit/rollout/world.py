@@ -63,7 +63,7 @@ class World:
     """One run. `num_tasks` None: an endless stream. `adversary` decides who makes progress first: "random", "newest"
     (the oldest groups finish last), or "stubborn" (some rollouts never stop before their whole budget is used).
     `min_pause_tokens`: an interrupted rollout got at least so many tokens. `filter_rate`: share of the groups that are
-    dropped by one of two filters; which ones is known from their ids.
+    dropped by one of two filters; which ones is known from their ids. `publish_every`: steps between two new weights.
     """
 
     def __init__(
@@ -77,16 +77,17 @@ class World:
         num_tasks: int | None = None,
         min_pause_tokens: int = 0,
         filter_rate: float = 0.0,
+        publish_every: int = 1,
     ) -> None:
         self.config, self.rng, self.adversary, self.max_running = config, rng, adversary, max_running
         self.failure_rate, self.restart_rate, self.num_tasks = failure_rate, restart_rate, num_tasks
         self.min_pause_tokens = min_pause_tokens
-        self.filter_rate = filter_rate
+        self.filter_rate, self.publish_every = filter_rate, publish_every
         self.lifecycle = Lifecycle(config, max_running, MIN_VALID, group_filter=self._filter)
         self.singly = rng.random() < 0.5  # whether a rollout is scored when it stops, or with its group
         self.reserves = rng.random() < 0.3  # whether some groups are reserved for a step before it has enough
         self.reserved: set[int] = set()
-        self.version = 0
+        self.version = self.engine_version = 0
         self.next_task = 0
         self.stream_ended = False
         self.lengths: dict[str, int] = {}
@@ -122,6 +123,8 @@ class World:
         if self.rng.random() < self.restart_rate:
             self.restart()
         self.version += 1
+        if self.version % self.publish_every == 0:
+            self.engine_version = self.version
         for group in self.lifecycle.publish(self.version):
             self._dropped(group, DropReason.STALE)
         self.check()
@@ -132,6 +135,7 @@ class World:
 
     def _generate(self) -> None:
         while True:
+            self.lifecycle.begin(self.version, self.engine_version)
             self._admit()
             if self.reserves and self.rng.random() < 0.3:
                 taken = self.lifecycle.reserve(self.version, self.rng.randint(1, 3))
@@ -146,7 +150,7 @@ class World:
                 self.restart()
 
     def _check_staleness(self, group: Group) -> None:
-        bound = self.config.staleness_bound
+        bound = self.config.staleness_bound(self.publish_every)
         assert bound <= self.config.max_staleness
         stale = group_staleness(group, self.version)
         if self.config.on_stale != "mask":
@@ -177,6 +181,8 @@ class World:
         state, arrays = self.lifecycle.state_dict()
         self.lifecycle = Lifecycle(self.config, self.max_running, MIN_VALID, group_filter=self._filter)
         self.lifecycle.load_state_dict(through_json(state), {name: array.copy() for name, array in arrays.items()})
+        self.engine_version = self.version  # a restarted run hands the weights over at once
+        self.lifecycle.begin(self.version, self.engine_version)
         self.check()
         self.reserved = set()
         for rollout in self.lifecycle.unscored():
@@ -224,10 +230,10 @@ class World:
         reason = StopReason.PAUSED
         if num_new == missing:
             reason = StopReason.EOS if self.lengths[name] <= self.config.max_new_tokens else StopReason.LENGTH
-        segment = make_segment(num_new, self.version, reason, first=rollout.num_tokens)
+        segment = make_segment(num_new, self.engine_version, reason, first=rollout.num_tokens)
         self.generated += num_new
         self.seen.setdefault(name, []).extend(
-            (int(t), float(p), self.version) for t, p in zip(segment.token_ids, segment.logprobs, strict=True)
+            (int(t), float(p), self.engine_version) for t, p in zip(segment.token_ids, segment.logprobs, strict=True)
         )
         complete = self.lifecycle.append(rollout, [segment])
         if self.singly and rollout.state is RolloutState.SCORING:
@@ -246,9 +252,11 @@ class World:
     def _score(self, rollouts: Sequence[Rollout]) -> None:
         group = self.cache.groups[rollouts[0].group_id]
         ready = self.lifecycle.set_rewards(group, [self._reward() for _ in rollouts], rollouts)
-        if ready is False:
+        if isinstance(ready, DropReason):
             enough = sum(r.reward is not None and not r.reward.missing for r in group.rollouts) >= MIN_VALID
-            self._dropped(group, DropReason.FILTERED if enough else DropReason.TOO_FEW_REWARDS)
+            assert (ready is DropReason.TOO_FEW_REWARDS) == (not enough)
+            assert ready is not DropReason.STALE or self.config.on_stale == "mask"
+            self._dropped(group, ready)
         elif ready:
             assert self._filter(group) is None
 

@@ -179,7 +179,7 @@ def test_the_ledger_balances_and_the_bound_holds(mode, data) -> None:
     simulation = Simulation(config, plan, 4, workload, on_event, publish_every=publish_every)
     out = simulation.run()
     assert len(out.steps) == plan.steps
-    assert max(max(s.staleness, default=0) for s in out.steps) <= config.staleness_bound
+    assert max(max(s.staleness, default=0) for s in out.steps) <= config.staleness_bound(publish_every)
     ledger = out.ledger
     assert ledger["tokens/generated"] == ledger["tokens/trained"] + ledger["tokens/dropped"] + ledger["tokens/held"]
     assert starts["park"] == 0 and (config.on_stale == "mask" or starts["drop"] == 0)

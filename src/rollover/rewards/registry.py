@@ -66,6 +66,7 @@ class LoadedReward:
     function: Callable[..., Any]
     parameters: frozenset[str] = frozenset()
     takes_any: bool = False  # it has **kwargs: every column is passed
+    required: frozenset[str] = frozenset()  # parameters without a default
 
     @property
     def per_sample(self) -> bool:
@@ -126,7 +127,13 @@ class LoadedReward:
         return runner().run(_awaited(value)) if inspect.isawaitable(value) else value
 
     def _known(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Those that the function takes."""
+        """Those that the function takes. ValueError if it needs one that is not there."""
+        if missing := sorted(self.required - arguments.keys()):
+            near = [n for m in missing for n in difflib.get_close_matches(m, arguments, n=1)]
+            raise ValueError(
+                f"the function takes {', '.join(missing)}, but the data has no such column: it is given"
+                f" {', '.join(arguments)}" + (f". Did you mean {' or '.join(near)}?" if near else "")
+            )
         return arguments if self.takes_any else {n: v for n, v in arguments.items() if n in self.parameters}
 
 
@@ -204,7 +211,8 @@ def load_reward(spec: str, base_dir: str) -> LoadedReward:
 def _with_signature(spec: str, function: Callable[..., Any]) -> LoadedReward:
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    names = frozenset(n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    names = frozenset(named)
     if "solution_str" in names:
         kind = "verl"
     elif "completions" in names:
@@ -214,7 +222,8 @@ def _with_signature(spec: str, function: Callable[..., Any]) -> LoadedReward:
             f"{spec} has the parameters ({', '.join(parameters)}); expected TRL's f(prompts, completions, **columns)"
             " or verl's compute_score(data_source, solution_str, ground_truth, extra_info)"
         )
-    return LoadedReward(spec, kind, function, names, takes_any)
+    required = frozenset(n for n, p in named.items() if p.default is p.empty)
+    return LoadedReward(spec, kind, function, names, takes_any, required)
 
 
 # Built-in rewards

@@ -67,7 +67,7 @@ def test_values_become_json(tmp_path):
     rows.to_parquet(str(tmp_path / "a.parquet"))
     assert make(tmp_path, "a.parquet").problem(0).columns["when"].startswith("2020-01-02")
     datasets.Dataset.from_list([{"prompt": "p", "raw": b"\x00"}]).to_parquet(str(tmp_path / "b.parquet"))
-    with pytest.raises(ValueError, match="row 0: column 'raw' holds a bytes"):
+    with pytest.raises(ValueError, match="row 1: column 'raw' holds a bytes"):
         make(tmp_path, "b.parquet").problem(0)
 
 
@@ -89,7 +89,7 @@ def test_missing_columns_are_named(tmp_path, row, options, error):
 @pytest.mark.parametrize("prompt", ["", 3, [], [{"role": "user"}], [{"role": "user", "content": None}]])
 def test_a_bad_prompt_names_the_row(tmp_path, prompt):
     source = make(tmp_path, jsonl(tmp_path, {"prompt": prompt, "answer": "4"}))
-    with pytest.raises(ValueError, match="data.jsonl', row 0: .*'prompt'"):
+    with pytest.raises(ValueError, match="data.jsonl', line 1: .*'prompt'"):
         source.problem(0)
 
 
@@ -104,7 +104,8 @@ def test_bad_files_name_the_key(tmp_path):
     (tmp_path / "zero.jsonl").write_text("")
     datasets.Dataset.from_dict({"prompt": []}).to_parquet(str(tmp_path / "rowless.parquet"))
     for path, error in {
-        "none.jsonl": "tasks.sources.path: there is no file '.*none.jsonl'",
+        "none.jsonl": "tasks.sources.path = 'none.jsonl': there is no such file. Check the path",
+        "emty.csv": "tasks.sources.path = 'emty.csv': there is no such file. Did you mean .*/empty.csv",
         "data.txt": "expected a file ending in .jsonl",
         "nosuch://x/a.csv": "tasks.sources.path = 'nosuch://x/a.csv' cannot be opened",
         "bad.jsonl": "bad.jsonl' cannot be read as json",

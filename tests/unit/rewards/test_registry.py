@@ -1,3 +1,4 @@
+import asyncio
 import math
 
 import numpy as np
@@ -115,6 +116,32 @@ def test_verl_without_a_ground_truth_says_what_to_set(tmp_path):
     reward = load(tmp_path, "def f(data_source, solution_str, ground_truth, extra_info): return 1")
     with pytest.raises(ValueError, match="tasks.sources.answer_column"):
         reward.score_one(item(label="x"))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "def f(prompts, completions, anwser, **columns): return [1.0] * len(completions)",
+            "the function takes anwser, but the data has no such column: it is given completion_ids, answer, level,"
+            " prompts, completions. Did you mean answer?",
+        ),
+        (
+            "async def f(solution_str, ground_truth, tolerance): return 1.0",
+            "the function takes tolerance, but the data has no such column: it is given data_source, solution_str,"
+            " ground_truth, extra_info",
+        ),
+    ],
+)
+def test_a_column_that_is_not_there_is_named_beside_those_that_are(tmp_path, code, message):
+    reward = load(tmp_path, code)
+    with pytest.raises(ValueError) as error:
+        if reward.per_sample:
+            asyncio.run(reward.score_async(item(answer="8", level=1)))
+        else:
+            reward.score_all([item(answer="8", level=1)])
+    assert str(error.value) == message
+    assert load(tmp_path, "def f(completions, gold=None): return [1.0]").score_all([item()])[0]["score"] == 1
 
 
 def test_async_functions_work(tmp_path):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
+from rollover.files import did_you_mean_path
 from rollover.types import Task
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
@@ -71,7 +72,7 @@ class DatasetSource:
         """Row `index` as a problem: chat messages as they are; a plain prompt as `prompt`."""
         row = dict(self._rows[index])
         prompt = row.pop(self.prompt_column)
-        where = f"dataset {self.path!r}, row {index}"
+        where = f"dataset {self.path!r}, {_place(self.path, index)}"
         columns = {name: _jsonable(value, where, name) for name, value in row.items()}
         if self.answer_column:
             columns["answer"] = _jsonable(
@@ -103,6 +104,12 @@ class DatasetSource:
         return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
 
 
+def _place(path: str, index: int) -> str:
+    """Where an editor shows row `index`: JSON lines have their number, the rows of other files are counted from 1."""
+    lines = PurePosixPath(path.removesuffix(".gz")).suffix.lower() in (".jsonl", ".ndjson")
+    return f"{'line' if lines else 'row'} {index + 1}"
+
+
 def _load(path: str, base_dir: str | os.PathLike[str], key: str) -> Any:
     """The file as a `datasets.Dataset`, through that library's own cache."""
     try:
@@ -121,7 +128,8 @@ def _load(path: str, base_dir: str | os.PathLike[str], key: str) -> Any:
     except (ValueError, ImportError) as error:  # unknown protocol, or its package is not installed
         raise ValueError(f"tasks.sources.{key} = {path!r} cannot be opened: {error}") from error
     if not filesystem.isfile(inside):
-        raise ValueError(f"tasks.sources.{key}: there is no file {located!r}")
+        near = "" if "://" in path else did_you_mean_path(located, _BUILDERS)
+        raise ValueError(f"tasks.sources.{key} = {path!r}: there is no such file{near}")
     if filesystem.size(inside) == 0:
         raise ValueError(f"tasks.sources.{key}: {located!r} is empty")
     bars = datasets.is_progress_bar_enabled()

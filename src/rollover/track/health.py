@@ -6,6 +6,7 @@ not laws: a warning is said once, when a figure was out of its range for several
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,13 +16,24 @@ PATIENCE = 5  # steps in a row
 
 @dataclass(frozen=True)
 class Range:
-    """`low` <= value <= `high`, from step `after` on."""
+    """`low` <= value <= `high`, from step `after` on. `at_zero`, `not_finite`: other advice where it is exactly 0 or is
+    no number; without `not_finite` what is no number is passed over."""
 
     key: str
     low: float
     high: float
     advice: str
     after: int = 0
+    at_zero: str = ""
+    not_finite: str = ""
+
+    def advice_for(self, value: float | None, step: float) -> str:
+        """What to try; "" if nothing is wrong."""
+        if value is None or step <= self.after or self.low <= value <= self.high:
+            return ""
+        if not math.isfinite(value):
+            return self.not_finite
+        return self.at_zero if value == 0 and self.at_zero else self.advice
 
 
 RANGES = (
@@ -34,7 +46,13 @@ RANGES = (
         "most groups agree and teach nothing: try harder or easier tasks, a higher rollout.temperature, or a larger"
         " rollout.group_size",
     ),
-    Range("grad_norm", 1e-3, float("inf"), "almost nothing is learned: try a higher train.learning_rate"),
+    Range(
+        "grad_norm", 1e-3, float("inf"), "almost nothing is learned: try a higher train.learning_rate",
+        at_zero="no token has a gradient: the rewards of each group are the same (groups/zero_variance), all tokens are"
+        " masked, or algorithm.loss does not depend on the policy",
+        not_finite="those steps were skipped: try a lower train.learning_rate, and look at algorithm.loss if it is your"
+        " own",
+    ),
     Range("entropy", 0.05, float("inf"), "the policy has collapsed: try algorithm.entropy_coef or a larger clip_high"),
     Range("kl/reference", -float("inf"), 0.5, "it is far from the initial policy: try a larger algorithm.kl_coef"),
     Range(
@@ -63,12 +81,11 @@ class Health:
         warnings = []
         for wanted in RANGES:
             value = row.get(wanted.key)
-            is_out = value is not None and row["step"] > wanted.after and not wanted.low <= value <= wanted.high
-            self._out[wanted.key] = self._out[wanted.key] + 1 if is_out else 0
-            if self._out[wanted.key] == PATIENCE and wanted.key not in self._said:
+            advice = wanted.advice_for(value, row["step"])
+            self._out[wanted.key] = self._out[wanted.key] + 1 if advice else 0
+            if value is not None and self._out[wanted.key] == PATIENCE and wanted.key not in self._said:
                 self._said.add(wanted.key)
-                bound = (
-                    f"below {wanted.low:g}" if value is not None and value < wanted.low else f"above {wanted.high:g}"
-                )
-                warnings.append(f"{wanted.key} = {value:.3g} has been {bound} for {PATIENCE} steps: {wanted.advice}")
+                where = f"below {wanted.low:g}" if value < wanted.low else f"above {wanted.high:g}"
+                where = where if math.isfinite(value) else "no finite number"
+                warnings.append(f"{wanted.key} = {value:.3g} has been {where} for {PATIENCE} steps: {advice}")
         return warnings

@@ -41,7 +41,8 @@ class RunSummary:
     `eval_before`, `eval_after`: {"mean", "ci": [low, high], "pass@1", ..., "sources": {name: the same}} or None.
     `last_row`: the last metrics row (the waste report is read from its cumulative counters). `time_s`: seconds by
     phase. `waits`: who waited for whom, over all steps. `partial_share`: share of all trained rollouts with segments of
-    >= 2 policy versions. `paths`: by label. `resume_command` is shown if the run can go on.
+    >= 2 policy versions. `paths`: by label. `reward_errors`: how many rewards failed, and why most often.
+    `resume_command` is shown if the run can go on.
     """
 
     title: str
@@ -54,11 +55,16 @@ class RunSummary:
     time_s: Mapping[str, float] = field(default_factory=dict)
     waits: Verdict | None = None
     paths: Mapping[str, str] = field(default_factory=dict)
+    reward_errors: str = ""
     resume_command: str = ""
 
 
 def run_summary(
-    title: str, rows: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], paths: Mapping[str, str]
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    evals: Sequence[Mapping[str, Any]],
+    paths: Mapping[str, str],
+    reward_errors: str = "",
 ) -> RunSummary:
     """The summary of a whole run, resumptions included, from the rows of metrics.jsonl and eval.jsonl."""
     before, after = (evals[0], evals[-1]) if len(evals) >= 2 else (None, None)
@@ -83,6 +89,7 @@ def run_summary(
         time_s={phase: seconds for phase, seconds in time_s.items() if seconds > 0},
         waits=verdict(aggregate({k: v for k, v in row.items() if k.startswith(("time/", "wait/"))} for row in rows)),
         paths=paths,
+        reward_errors=reward_errors,
     )
 
 
@@ -109,6 +116,8 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
         if title == "Time" and summary.waits is not None:
             hint = f" (try {summary.waits.advice})" if summary.waits.advice else ""
             _print(console, Text(f"  {summary.waits.text}{hint}"))
+    if summary.reward_errors:
+        _print(console, Text(f"\nRewards: {summary.reward_errors}"))
     if summary.resume_command:
         _print(console, Text(f"\nTo go on: {summary.resume_command}"))
 

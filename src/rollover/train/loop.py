@@ -86,11 +86,10 @@ class Run:
         """Set up, (resume,) evaluate, train, evaluate, summarise. Returns the exit code."""
         with LiveView(self.config.track.live, self.config.train.num_steps, title=self.config.run.name) as self.view:
             self.view.phase("loading the model")
-            self.parts = Parts.build(self.config)
+            parts = self.parts = Parts.build(self.config)
             self.producer = self._producer()
-            parts = self.parts
             parts.lifecycle.on_event = self._on_event
-            parts.driver.say = self.view.message
+            parts.driver.say = parts.observed.say = self.view.message
             if self.overlaps:
                 parts.trainer.before_micro_batch = self._take_cores
             self.alarm = Alarm(self.view.message)
@@ -372,7 +371,7 @@ class Run:
                 if self.stopping:
                     return
                 result = await evaluate(
-                    self.held_out, parts.engine, parts.rewarder, parts.loaded.tokenizer, config, parts.stop_token_ids
+                    self.held_out, parts.engine, parts.observed, parts.loaded.tokenizer, config, parts.stop_token_ids
                 )
         except ValueError as error:
             if version == 0 and not self.stopping:
@@ -431,7 +430,8 @@ class Run:
         paths = {"run": str(directory.path)}
         if config.checkpoint.save_final_model:
             paths["model"] = str(directory.model)
-        return run_summary(config.run.name, directory.metrics.rows(), directory.evals.rows(), paths)
+        errors = self.parts.observed.commonest_error()
+        return run_summary(config.run.name, directory.metrics.rows(), directory.evals.rows(), paths, errors)
 
     def _on_event(self, event: Event) -> None:
         self.chronicle.on_event(event)

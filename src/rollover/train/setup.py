@@ -19,8 +19,9 @@ from rollover.envs.tasks.stream import TaskStream
 from rollover.functions import own_function
 from rollover.models.allocator import keep_freed_memory
 from rollover.models.load import LoadedModel, cast_parameters, load_model, pick_device, stop_token_ids
+from rollover.rewards.observer import RewardObserver
 from rollover.rewards.pool import RewardPool
-from rollover.rewards.protocol import ScoreRequest
+from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.reroll import Reroll
@@ -96,9 +97,7 @@ async def probe_rewards(config: Config, rewarder: RewardPool) -> None:
             await rewarder.probe(task)
 
 
-def make_scorer(
-    rewarder: RewardPool, tokenizer: Any, repetition_penalty: float = 0.0
-) -> Callable[[list[Rollout]], Any]:
+def make_scorer(rewarder: Rewarder, tokenizer: Any, repetition_penalty: float = 0.0) -> Callable[[list[Rollout]], Any]:
     """The driver's scorer: decodes a group's completions and asks the reward pool.
 
     `repetition_penalty` is subtracted from the score of a rollout that was stopped for repeating itself.
@@ -128,7 +127,7 @@ class EvalParts:
     config: Config
     tokenizer: Any
     engine: EmbeddedEngine
-    rewarder: RewardPool | None
+    rewarder: Rewarder | None
     stop_token_ids: frozenset[int]
 
     @classmethod
@@ -140,7 +139,7 @@ class EvalParts:
             config=config,
             tokenizer=loaded.tokenizer,
             engine=EmbeddedEngine.over(loaded.model, loaded.tokenizer, config),
-            rewarder=RewardPool(config.rewards) if with_rewards else None,
+            rewarder=RewardObserver(RewardPool(config.rewards)) if with_rewards else None,
             stop_token_ids=stop_token_ids(loaded, []),
         )
 
@@ -163,6 +162,7 @@ class Parts:
     prompts: PromptSource
     engine: EmbeddedEngine | ProcessEngine
     rewarder: RewardPool
+    observed: RewardObserver  # over `rewarder`: what scores
     driver: Driver
     stop_token_ids: frozenset[int]
     reuse: Reuse
@@ -203,12 +203,13 @@ class Parts:
             group_filter=(lambda group: first_match(group, filters)) if filters else None,
             max_filtered_steps=config.filters.give_up_after_steps,
         )
-        scorer = make_scorer(rewarder, loaded.tokenizer, config.rewards.repetition_penalty)
+        observed = RewardObserver(rewarder, num_equal=2 * config.rollout.groups_per_step * config.rollout.group_size)
+        scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
         watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
         reroll = Reroll(config.reroll, config.train.num_steps, prompts)
         driver = Driver(lifecycle, engine, reroll, scorer, config.run.seed, stops, watchdog, rewarder.scores_singly)
         reuse = Reuse(config, reroll)
-        return cls(loaded, trainer, lifecycle, prompts, engine, rewarder, driver, stops, reuse)
+        return cls(loaded, trainer, lifecycle, prompts, engine, rewarder, observed, driver, stops, reuse)
 
     async def close(self) -> None:
         await self.driver.close()

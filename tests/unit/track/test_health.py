@@ -37,3 +37,22 @@ def test_ranges_are_of_real_metrics_and_name_real_options(wanted) -> None:
     words = [w.strip(',;:"') for w in wanted.advice.split()]
     tables = ("rollout.", "train.", "algorithm.")
     assert all(field_at(word) for word in words if word.startswith(tables))
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "wrong"),
+    [
+        (1e-5, "try a higher train.learning_rate", "no token has a gradient"),
+        (0.0, "no token has a gradient", "learning_rate"),
+        (float("nan"), "nan has been no finite number for 5 steps: those steps were skipped", "higher"),
+    ],
+)
+def test_a_higher_learning_rate_is_no_remedy_for_a_gradient_of_zero(value: float, wanted: str, wrong: str) -> None:
+    health = Health()
+    (warning,) = [w for i in range(2 * PATIENCE) for w in health.look({"step": i, "grad_norm": value})]
+    assert wanted in warning and wrong not in warning
+
+
+def test_what_is_no_number_is_no_warning_where_that_says_nothing() -> None:
+    health = Health()
+    assert not [w for i in range(50) for w in health.look({"step": i, "reward/mean": float("nan")})]

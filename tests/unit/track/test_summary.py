@@ -161,3 +161,9 @@ def test_answers_cannot_control_the_terminal_or_break_its_encoding(terminal: boo
     assert "\x1b[2J" not in text and "\x07" not in text
     assert "? ?" in text
     assert "x" * 397 + "..." in text and "x" * 398 not in text
+
+
+def test_failed_rewards_are_told_if_there_are_any() -> None:
+    text = "4 of 5 rewards failed; most often (3 times): KeyError: 0 (mine.py:7)"
+    assert f"Rewards: {text}" in text_of(RunSummary("run", 3, reward_errors=text))
+    assert "Rewards:" not in text_of(RunSummary("run", 3))

@@ -1,0 +1,107 @@
+"""What a user should be told about the rewards: the first failure of a function, and scores that are all the same.
+
+Stands before the reward pool as another Rewarder, so that training and evaluation are both seen. Owns what has been
+said and the count of the errors. Never changes a reward.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rollover.rewards.protocol import Rewarder, ScoreRequest
+from rollover.rewards.registry import BUILTINS, answer_of, extract_answer, reference_answer
+from rollover.types import Reward, Task
+
+_MAX_CHARS = 160
+
+
+class RewardObserver:
+    """Scores by `rewarder`. Of each reward function it says one line at its first failure, and one if its first
+    `num_equal` scores are all the same (0: never). `say` prints a line."""
+
+    def __init__(self, rewarder: Rewarder, num_equal: int = 0) -> None:
+        self.rewarder, self.num_equal = rewarder, num_equal
+        self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
+        self._failed: set[str] = set()  # functions of which a failure was told
+        self._num_scored = self._num_missing = 0
+        self._errors: Counter[str] = Counter()  # by the text without its numbers
+        self._examples: dict[str, str] = {}
+        self._equal: dict[str, tuple[float, int]] = {}  # function -> first score, and how many equal it (-1: not all)
+
+    async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
+        rewards = await self.rewarder.score(requests)
+        for request, reward in zip(requests, rewards, strict=True):
+            if reward.score is None:
+                self._on_missing(request.task, reward.error or "no reason given")
+            else:
+                self._on_score(request, reward.score)
+        return rewards
+
+    async def close(self) -> None:
+        await self.rewarder.close()
+
+    def commonest_error(self) -> str:
+        """`31 of 400 rewards failed; most often (28 times): KeyError: 'x' (mine.py:7)`; "" if none did."""
+        if not self._errors:
+            return ""
+        (key, num), *others = self._errors.most_common()
+        often = f"most often ({num} times): " if others else ""
+        text = self._examples[key]
+        return f"{self._num_missing} of {self._num_scored + self._num_missing} rewards failed; {often}{text}"
+
+    def _on_missing(self, task: Task, error: str) -> None:
+        self._num_missing += 1
+        key = re.sub(r"\d+", "0", error)
+        self._errors[key] += 1
+        self._examples.setdefault(key, error)
+        if task.reward not in self._failed:
+            self._failed.add(task.reward)
+            self.say(
+                f"reward {_name(task.reward)} failed for task {task.task_id}: {error}."
+                " Its reward is missing; later failures are counted (rewards/*)"
+            )
+
+    def _on_score(self, request: ScoreRequest, score: float) -> None:
+        self._num_scored += 1
+        task = request.task
+        first, num = self._equal.get(task.reward, (score, 0))
+        if num < 0:
+            return
+        self._equal[task.reward] = first, num + 1 if score == first else -1
+        if num + 1 == self.num_equal and score == first:
+            self.say(
+                f"every reward of {_name(task.reward)} so far is {score:g} ({num + 1} of them), from which nothing can"
+                f" be learned. For example task {task.task_id}: the answer {_shown(request.completion)} scored"
+                f" {score:g}. The function {_given(task, request.completion)}"
+            )
+
+
+def _given(task: Task, completion: str) -> str:
+    """What the function was given, in words."""
+    name, _, rule = task.reward.partition("/")
+    if name in BUILTINS:
+        answer, expected = extract_answer(completion, rule), answer_of(task.columns)
+        read = "no answer" if answer is None else f"the answer {_shown(answer)}"
+        expected = "none" if expected is None else _shown(reference_answer(expected))
+        return f"read {read} by tasks.answer_rule = {rule!r}; expected is {expected}"
+    columns = ", ".join(f"{key} = {_shown(value)}" for key, value in task.columns.items()) or "no further columns"
+    if isinstance(task.reward_prompt, str):
+        forms = "prompts and completions as strings"
+    else:
+        forms = 'prompts and completions as lists of messages (the text is completion[-1]["content"])'
+    return f"was given {forms} (solution_str: the text alone), and {columns}"
+
+
+def _name(spec: str) -> str:
+    name = spec.partition("/")[0]
+    return name if name in BUILTINS else spec
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."

@@ -113,7 +113,8 @@ class Segment:
 
     token_ids: int32 [n]. logprobs: float32 [n], behavior log-prob of each token under the distribution it was
     sampled from (0 where not `trainable`). All tokens were sampled under `policy_version`, or written by the
-    environment (`trainable=False`).
+    environment (`trainable=False`). start: index of the first token, counted from the end of the prompt, as an engine
+    stamps it, so that tokens that come twice are noticed; None: whoever made the segment does not say.
     """
 
     token_ids: np.ndarray
@@ -122,6 +123,7 @@ class Segment:
     sampling: SamplingParams
     stop_reason: StopReason
     trainable: bool = True
+    start: int | None = None
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,6 +135,12 @@ class Segment:
     def __len__(self) -> int:
         return self.num_tokens
 
+    @classmethod
+    def nothing(cls, policy_version: int, sampling: SamplingParams, start: int) -> Segment:
+        """What an interrupted rollout of `start` tokens returns when it got no new one: an empty PAUSED segment."""
+        empty = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+        return cls(*empty, policy_version, sampling, StopReason.PAUSED, start=start)
+
     def to_json(self) -> dict[str, Any]:
         """All but its two arrays, as JSON can hold it."""
         return {
@@ -140,6 +148,7 @@ class Segment:
             "sampling": asdict(self.sampling),
             "stop_reason": self.stop_reason.value,
             "trainable": self.trainable,
+            "start": self.start,
         }
 
     @classmethod
@@ -152,6 +161,7 @@ class Segment:
             sampling=SamplingParams(**saved["sampling"]),
             stop_reason=StopReason(saved["stop_reason"]),
             trainable=saved["trainable"],
+            start=saved.get("start"),  # absent in checkpoints from before engines stamped it
         )
 
 

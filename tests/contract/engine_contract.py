@@ -44,6 +44,7 @@ class Subject:
     `make_engine` returns a fresh one, every time with the same weights. `prompts`: at least two, token ids.
     `tensors` gives weights for `load_weights` (the same ones again are fine).
     `max_new_tokens` bounds every rollout; `sampling` are the distributions to check.
+    `decode_text`: what the engine turns token ids into text with; None if it knows no stop strings.
     `resumes_exactly`: under frozen weights, interrupted == uninterrupted with sampling (engines whose random state
     restarts per request claim it for greedy decoding only).
     """
@@ -53,6 +54,7 @@ class Subject:
     tensors: Callable[[], Iterable[tuple[str, Any]]] = tuple
     stop_token_ids: frozenset[int] = frozenset()
     max_new_tokens: int = 24
+    decode_text: Callable[[list[int]], str] | None = None
     resumes_exactly: bool = True
     sampling: list[SamplingParams] = field(default_factory=lambda: [SamplingParams(), SamplingParams(temperature=0.0)])
 
@@ -87,6 +89,10 @@ def check_segments(segments: list[Segment], request: ExtendRequest) -> None:
     assert all(s.stop_reason is StopReason.PAUSED and len(s) for s in segments[:-1])
     versions = [s.policy_version for s in segments]
     assert versions == sorted(set(versions)), "one segment per policy version, in order"
+    start = len(request.generated_ids)
+    for segment in segments:
+        assert segment.start == start, "each segment says where it begins"
+        start += len(segment)
     tokens = tokens_of(segments)
     assert len(tokens) <= request.max_new_tokens
     stopped_by = segments[-1].stop_reason
@@ -272,6 +278,29 @@ async def check_tokens_carry_the_version_that_sampled_them(subject: Subject) -> 
     await engine.close()
 
 
+async def check_stop_strings_are_looked_for_in_the_present_text_only(subject: Subject) -> None:
+    """Across an interruption, but not in, nor reaching back into, what was there before the present turn began."""
+    if subject.decode_text is None:
+        return
+    engine = subject.make_engine()
+    request = subject.request(0, SamplingParams(temperature=0.0), stop_token_ids=frozenset())
+    tokens = tokens_of(await engine.extend(dataclasses.replace(request, max_new_tokens=8)))
+    stop = subject.decode_text(tokens[:4])  # the first four tokens are text, then it is there
+    request = dataclasses.replace(request, stop_strings=(stop,))
+    (whole,) = await engine.extend(request)
+    assert whole.stop_reason is StopReason.STOP_STRING and whole.token_ids.tolist() == tokens[:4]
+    for num_before, text_start, stops in ((2, 0, True), (3, 0, True), (2, 2, False), (3, 1, False), (4, 4, False)):
+        part = dataclasses.replace(
+            request, generated_ids=tuple(tokens[:num_before]), max_new_tokens=1, text_start=text_start
+        )
+        if num_before == 2:
+            part = dataclasses.replace(part, max_new_tokens=2)
+        segments = await engine.extend(part)
+        check_segments(segments, part)
+        assert (segments[-1].stop_reason is StopReason.STOP_STRING) == stops, (num_before, text_start)
+    await engine.close()
+
+
 async def check_release_and_stats(subject: Subject) -> None:
     engine = subject.make_engine()
     before = engine.stats()
@@ -306,5 +335,6 @@ CHECKS = [
     check_progress_is_a_prefix,
     check_queued_are_among_those_asked_for,
     check_tokens_carry_the_version_that_sampled_them,
+    check_stop_strings_are_looked_for_in_the_present_text_only,
     check_release_and_stats,
 ]

@@ -19,13 +19,18 @@ def subject(family: str, kv_on_resume, **config: float) -> engine_contract.Subje
         return tiny.model(family, head_dim=32)  # which the compiled kernel prefills
 
     def make_engine() -> EmbeddedEngine:
-        return EmbeddedEngine(model(), EngineConfig.model_validate(config), kv_on_resume=kv_on_resume)
+        engine_config = EngineConfig.model_validate(config)
+        return EmbeddedEngine(model(), engine_config, kv_on_resume=kv_on_resume, decode_text=tiny.tokenizer().decode)
 
     def tensors():
         return model().named_parameters()
 
     return engine_contract.Subject(
-        make_engine=make_engine, prompts=PROMPTS, tensors=tensors, stop_token_ids=frozenset({3, 4})
+        make_engine=make_engine,
+        prompts=PROMPTS,
+        tensors=tensors,
+        stop_token_ids=frozenset({3, 4}),
+        decode_text=tiny.tokenizer().decode,
     )
 
 

@@ -12,11 +12,21 @@ from rollover.engine.fake import FakeEngine
 from rollover.types import StopReason
 
 PROMPTS = [(1, 2, 3), (4, 5)]
+
+
+def decode_text(ids: list[int]) -> str:
+    return " ".join(map(str, ids))
+
+
 SUBJECTS = {
     "stops by itself": engine_contract.Subject(
         make_engine=lambda: FakeEngine(lambda seed: 8 + seed % 12), prompts=PROMPTS, stop_token_ids=frozenset({7, 11})
     ),
-    "out of budget": engine_contract.Subject(make_engine=lambda: FakeEngine(lambda seed: 1000), prompts=PROMPTS),
+    "out of budget": engine_contract.Subject(
+        make_engine=lambda: FakeEngine(lambda seed: 1000, decode_text=decode_text),
+        prompts=PROMPTS,
+        decode_text=decode_text,
+    ),
 }
 
 
@@ -63,6 +73,21 @@ class OverrunsTheBudget(FakeEngine):
         return await super().extend(dataclasses.replace(request, max_new_tokens=request.max_new_tokens + 1))
 
 
+class LooksBackForStopStrings(FakeEngine):
+    async def extend(self, request):
+        return await super().extend(dataclasses.replace(request, text_start=0))
+
+
+class LosesWhatIsHalfAStopString(FakeEngine):
+    async def extend(self, request):
+        return await super().extend(dataclasses.replace(request, text_start=len(request.generated_ids)))
+
+
+class DoesNotSayWhatItContinues(FakeEngine):
+    async def extend(self, request):
+        return [dataclasses.replace(s, start=0) for s in await super().extend(request)]
+
+
 @pytest.mark.parametrize(
     ("engine_class", "check"),
     [
@@ -72,9 +97,16 @@ class OverrunsTheBudget(FakeEngine):
         (StampsTheWrongVersion, engine_contract.check_tokens_carry_the_version_that_sampled_them),
         (ReportsNoStop, engine_contract.check_extend_to_the_end),
         (OverrunsTheBudget, engine_contract.check_extend_to_the_end),
+        (LooksBackForStopStrings, engine_contract.check_stop_strings_are_looked_for_in_the_present_text_only),
+        (LosesWhatIsHalfAStopString, engine_contract.check_stop_strings_are_looked_for_in_the_present_text_only),
+        (DoesNotSayWhatItContinues, engine_contract.check_interrupted_equals_uninterrupted),
     ],
 )
 def test_a_broken_engine_is_found_out(engine_class, check) -> None:
-    subject = engine_contract.Subject(make_engine=lambda: engine_class(lambda seed: 1000), prompts=PROMPTS)
+    subject = engine_contract.Subject(
+        make_engine=lambda: engine_class(lambda seed: 1000, decode_text=decode_text),
+        prompts=PROMPTS,
+        decode_text=decode_text,
+    )
     with pytest.raises(AssertionError):
         asyncio.run(check(subject))

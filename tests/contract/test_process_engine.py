@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +23,7 @@ import torch
 
 import tiny
 from contract import engine_contract
+from contract.engine_contract import tokens_of
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process import EngineDied, ProcessEngine
@@ -46,8 +53,8 @@ def made(model: Path) -> Iterator[list[ProcessEngine]]:
     engines: list[ProcessEngine] = []
     yield engines
     for engine in engines:
-        engine._process.kill()
-        engine._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine.pid, signal.SIGKILL)
 
 
 def weights(model: Path) -> list[tuple[str, torch.Tensor]]:
@@ -71,7 +78,10 @@ def test_contract(model: Path, made: list[ProcessEngine]) -> None:
     engine = Reused(config(model), threads=1)
     made.append(engine)
     subject = engine_contract.Subject(
-        make_engine=lambda: engine.as_new(original), prompts=PROMPTS, tensors=lambda: original
+        make_engine=lambda: engine.as_new(original),
+        prompts=PROMPTS,
+        tensors=lambda: original,
+        decode_text=tiny.tokenizer().decode,
     )
 
     async def all_checks() -> None:
@@ -125,7 +135,7 @@ def test_a_process_that_dies_is_started_again_with_the_last_weights(model: Path,
         if kill:
             while not any(map(len, engine.progress([request.rollout_id]).get(request.rollout_id, []))):
                 await asyncio.sleep(0.01)
-            os.kill(engine._process.pid, signal.SIGKILL)
+            os.kill(engine.pid, signal.SIGKILL)
         segments = await work
         assert engine.stats()["engine/restarts"] == kill and engine.stats()["engine/decode_steps"] > 0
         await engine.close()
@@ -150,7 +160,7 @@ def test_a_process_that_hangs_is_killed_and_started_again(model: Path, made: lis
         if stop:
             while not any(map(len, engine.progress([request.rollout_id]).get(request.rollout_id, []))):
                 await asyncio.sleep(0.01)
-            os.kill(engine._process.pid, signal.SIGSTOP)
+            os.kill(engine.pid, signal.SIGSTOP)
             before = time.monotonic()
             engine.progress([request.rollout_id])  # as the watchdog does
             assert 1 <= time.monotonic() - before < 10
@@ -174,15 +184,14 @@ def test_an_extend_made_while_it_is_started_again_waits_for_the_last_weights(mod
         made.append(engine)
         await engine.extend(SUBJECT.request(2, max_new_tokens=2))
         engine.load_weights(5, changed)
-        sent: list[int] = []
-        send = engine._send_extend
-        engine._send_extend = lambda call, request: (sent.append(call), send(call, request))  # type: ignore[assignment]
-        os.kill(engine._process.pid, signal.SIGKILL)
+        before = engine.stats()["engine/prefill_tokens"]
+        os.kill(engine.pid, signal.SIGKILL)
         while not engine.num_restarts:
             await asyncio.sleep(0.001)
         found = await asyncio.gather(*(engine.extend(request) for request in requests))
         assert [s.policy_version for segments in found for s in segments if len(s)] == [5, 5]
-        assert len(sent) == len(set(sent)) == 2, "a call must reach the new process once"
+        num_prompt = sum(len(request.prompt_ids) - 1 for request in requests)
+        assert engine.stats()["engine/prefill_tokens"] - before == num_prompt, "a call must reach the new process once"
         await engine.close()
 
     asyncio.run(run())
@@ -208,11 +217,162 @@ def test_errors_of_a_request_are_raised_here(model: Path, made: list[ProcessEngi
 
 
 def test_an_error_of_the_process_is_raised_here_and_it_goes_on(model: Path, made: list[ProcessEngine]) -> None:
-    engine = ProcessEngine(config(model), 1)
-    made.append(engine)
-    with pytest.raises(RuntimeError, match="the engine process failed in progress: TypeError"):
-        engine._ask("progress", ids=5)
-    assert engine.progress([]) == {}
+    made.append(ProcessEngine(config(model), threads=1))
+
+    async def run() -> None:
+        await made[0].extend(SUBJECT.request(0, max_new_tokens=3))
+        with pytest.raises(RuntimeError, match="the engine process failed in load: .*no such weight"):
+            made[0].load_weights(1, [("no such weight", torch.zeros(3))])
+        assert len(tokens_of(await made[0].extend(SUBJECT.request(0, max_new_tokens=3)))) == 3
+        await made[0].close()
+
+    asyncio.run(run())
+
+
+async def until_it_has_tokens(engine: ProcessEngine, rollout_id: str) -> None:
+    while not tokens_of(engine.progress([rollout_id]).get(rollout_id, [])):
+        await asyncio.sleep(0.01)
+
+
+def test_nothing_is_known_of_what_a_process_does_that_is_gone(model: Path, made: list[ProcessEngine]) -> None:
+    """Not what it said last: that was of an earlier extend of the rollout, or of other rollouts."""
+    request = SUBJECT.request(0, max_new_tokens=400)
+
+    async def run() -> None:
+        engine = ProcessEngine(config(model), threads=1, say=lambda text: None)
+        made.append(engine)
+        first = asyncio.ensure_future(engine.extend(request))
+        await until_it_has_tokens(engine, request.rollout_id)
+        engine.queued([request.rollout_id])
+        engine.interrupt()
+        so_far = tuple(tokens_of(await first))
+        rest = dataclasses.replace(request, generated_ids=so_far, max_new_tokens=400 - len(so_far))
+        second = asyncio.ensure_future(engine.extend(rest))
+        await asyncio.sleep(0)
+        os.kill(engine.pid, signal.SIGKILL)
+        while not second.done():
+            for rollout_id in (request.rollout_id, "7-7"):
+                for known, segments in engine.progress([rollout_id]).items():
+                    assert known == rollout_id and all(s.start is not None and s.start >= len(so_far) for s in segments)
+                assert engine.queued([rollout_id]) <= {rollout_id}
+            await asyncio.sleep(0.02)
+        assert engine.num_restarts == 1
+        assert len(so_far) + len(tokens_of(second.result())) == 400
+        await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["before it dies", "while the next one starts"])
+def test_an_interruption_is_not_lost_with_its_process(model: Path, made: list[ProcessEngine], how: str) -> None:
+    requests = [SUBJECT.request(i, max_new_tokens=400) for i in range(2)]
+    limits = config(model).watchdog.model_copy(update={"rollout_timeout_s": 2.0})
+
+    async def run() -> None:
+        engine = ProcessEngine(config(model).model_copy(update={"watchdog": limits}), threads=1, say=lambda text: None)
+        made.append(engine)
+        extends = [asyncio.ensure_future(engine.extend(request)) for request in requests]
+        await until_it_has_tokens(engine, requests[0].rollout_id)
+        if how == "before it dies":
+            os.kill(engine.pid, signal.SIGSTOP)  # it hangs: the interruption is sent, and never read
+            engine.interrupt([requests[0].rollout_id])
+            engine.progress([requests[0].rollout_id])  # as the watchdog does
+        else:
+            os.kill(engine.pid, signal.SIGKILL)
+            while not engine.num_restarts:
+                await asyncio.sleep(0.001)
+            engine.interrupt([requests[0].rollout_id])
+        interrupted, other = await asyncio.wait_for(asyncio.gather(*extends), 120)
+        assert [(len(s), s.stop_reason, s.start) for s in interrupted] == [(0, StopReason.PAUSED, 0)]
+        assert len(tokens_of(other)) == 400 and other[-1].stop_reason is StopReason.LENGTH
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_one_that_dies_while_it_is_started_again_is_started_once_more(model: Path, made: list[ProcessEngine]) -> None:
+    async def run() -> None:
+        engine = ProcessEngine(config(model), threads=1, say=lambda text: None)
+        made.append(engine)
+        await engine.extend(SUBJECT.request(0, max_new_tokens=2))
+        for num in (1, 2):
+            os.kill(engine.pid, signal.SIGKILL)
+            while engine.num_restarts < num:
+                await asyncio.sleep(0.001)
+        assert len(tokens_of(await engine.extend(SUBJECT.request(0, max_new_tokens=3)))) == 3
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_one_that_dies_again_and_again_ends_the_run(model: Path, made: list[ProcessEngine]) -> None:
+    async def run() -> None:
+        engine = ProcessEngine(config(model), threads=1, say=lambda text: None)
+        made.append(engine)
+        await engine.extend(SUBJECT.request(0, max_new_tokens=2))
+        work = asyncio.ensure_future(engine.extend(SUBJECT.request(0, max_new_tokens=400)))
+        seen = set()
+        while not work.done():
+            if engine.pid not in seen:
+                seen.add(engine.pid)
+                os.kill(engine.pid, signal.SIGKILL)
+            await asyncio.sleep(0.001)
+        for extend in (work, engine.extend(SUBJECT.request(1))):
+            with pytest.raises(EngineDied, match="died 4 times in a row"):
+                await extend
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_without_room_in_memory_weights_go_through_another_folder(
+    model: Path, made: list[ProcessEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known, and said, before anything is trained; and the weights arrive."""
+    full_above(monkeypatch, "/dev/shm", 10_000)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said: list[str] = []
+    changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
+
+    async def run(engine: ProcessEngine) -> list[int]:
+        made.append(engine)
+        _ = engine.max_tokens
+        assert not said or len(said) == 1
+        engine.load_weights(1, changed)
+        segments = await engine.extend(SUBJECT.request(0, max_new_tokens=30))
+        await engine.close()
+        return tokens_of(segments)
+
+    found = asyncio.run(run(ProcessEngine(config(model), threads=1, say=said.append)))
+    assert len(said) == 1
+    assert re.fullmatch(rf"/dev/shm has no room for the \S+ MB of weights: .* a file in {tmp_path}, .*", said[0])
+    monkeypatch.undo()
+    assert found == asyncio.run(run(ProcessEngine(config(model), threads=1, say=said.append))) and len(said) == 1
+
+
+def test_without_room_anywhere_it_says_what_to_do(
+    model: Path, made: list[ProcessEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    full_above(monkeypatch, "/", 10_000)
+    made.append(ProcessEngine(config(model), threads=1))
+    with pytest.raises(ValueError, match=r"room for \S+ MB of weights in /dev/shm or .*TMPDIR.*engine.process = false"):
+        _ = made[0].max_tokens
+
+
+def full_above(monkeypatch: pytest.MonkeyPatch, folder: str, num_bytes: int) -> None:
+    """No file in `folder` may become larger."""
+
+    def checked(function: Callable, size: Callable[..., int]) -> Callable:
+        def call(file: int, *rest: Any) -> Any:
+            if os.readlink(f"/proc/self/fd/{file}").startswith(folder) and size(*rest) > num_bytes:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return function(file, *rest)
+
+        return call
+
+    monkeypatch.setattr(os, "posix_fallocate", checked(os.posix_fallocate, lambda offset, length: offset + length))
+    monkeypatch.setattr(os, "pwrite", checked(os.pwrite, lambda data, offset: offset + len(data)))
 
 
 def test_it_dies_with_a_parent_that_is_killed(model: Path) -> None:
@@ -221,7 +381,7 @@ def test_it_dies_with_a_parent_that_is_killed(model: Path) -> None:
         "from rollover.config import Config\n"
         "from rollover.engine.process import ProcessEngine\n"
         "engine = ProcessEngine(Config.model_validate_json(sys.argv[1]), threads=1)\n"
-        "print(engine.max_tokens and engine._process.pid, flush=True)\n"
+        "print(engine.max_tokens and engine.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     source = Path(__file__).parents[2] / "src"

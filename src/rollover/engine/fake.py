@@ -47,7 +47,7 @@ class _Sequence:
     def segments(self, stop_reason: StopReason, current_version: int) -> list[Segment]:
         """One per policy version met, the last with `stop_reason`; one empty if there is no token."""
         versions = list(dict.fromkeys(version for _, _, version in self.tokens)) or [current_version]
-        segments = []
+        segments, start = [], len(self.request.generated_ids)
         for version in versions:
             part = [(token, logprob) for token, logprob, v in self.tokens if v == version]
             segments.append(
@@ -57,8 +57,10 @@ class _Sequence:
                     policy_version=version,
                     sampling=self.request.sampling,
                     stop_reason=stop_reason if version == versions[-1] else StopReason.PAUSED,
+                    start=start,
                 )
             )
+            start += len(part)
         return segments
 
 
@@ -68,7 +70,8 @@ class FakeEngine:
     `lengths` gives it: by rollout id, or as a function of the request's seed. A rollout whose length is within its
     budget ends with EOS (the smallest of its stop token ids, if any, is its last token), a longer one with LENGTH.
     Between two steps others get `turns_between_steps` turns of the event loop; with 16, as the embedded engine gives,
-    whatever a step's end leads to has happened before the next step.
+    whatever a step's end leads to has happened before the next step. `decode_text` turns token ids into text, for stop
+    strings; without it there are none.
     """
 
     def __init__(
@@ -77,11 +80,13 @@ class FakeEngine:
         policy_version: int = 0,
         vocab_size: int = 1000,
         turns_between_steps: int = 1,
+        decode_text: Callable[[list[int]], str] | None = None,
     ) -> None:
         self._lengths = lengths
         self._policy_version = policy_version
         self._vocab_size = vocab_size
         self._turns = turns_between_steps
+        self._decode_text = decode_text
         self._running: dict[str, _Sequence] = {}
         self._loop_task: asyncio.Task[None] | None = None
         self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0)
@@ -167,9 +172,13 @@ class FakeEngine:
         sequence.tokens.append((token_id, logprob, self._policy_version))
         if ends:
             return StopReason.EOS
+        generated = [*request.generated_ids, *(token for token, _, _ in sequence.tokens)]
+        if request.stop_strings and self._decode_text is not None:
+            text = self._decode_text(generated[request.text_start :])
+            if any(stop in text for stop in request.stop_strings):
+                return StopReason.STOP_STRING
         if len(sequence.tokens) >= request.max_new_tokens:
             return StopReason.LENGTH
-        generated = [*request.generated_ids, *(token for token, _, _ in sequence.tokens)]
         if repeats_itself(generated, request.stop_repetition_tokens):
             return StopReason.REPETITION
         return StopReason.PAUSED if len(sequence.tokens) == request.pause_after else None

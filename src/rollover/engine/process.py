@@ -1,46 +1,45 @@
-"""An embedded engine in a process of its own, beside the trainer. No torch is run here but to read weights.
+"""An embedded engine in a process of its own, beside the trainer (engine/child.py: its channels).
 
-    requests   pipe, JSON lines    extend, cancel, interrupt, release    written and read without blocking
-    replies    pipe, JSON lines    what an extend returned, and counters
-    control    socket, JSON lines  load, threads, progress, queued, stats: each is answered, and waited for
-    weights    a file in memory    tensors at fixed offsets, copied once into it and once out of it; nothing is pickled
+    extend ──▶ calls under way ──▶ the present process ──reply──▶ the call that it answers
+                    └── it died: what was interrupted returns as it is, the rest is asked again of the next one
 
-Owns the process, the file and the calls under way. A process that dies is started again with the last weights, and
-what it was asked is asked again: a rollout loses the tokens of its current `extend`, nothing else. One that hangs,
-so that it does not answer on control within watchdog.rollout_timeout_s, is killed first.
+Owns the calls under way, the last weights, and which process is the present one. A process that dies is started again
+with the last weights, and what it was asked is asked again: a rollout loses the tokens of its current `extend`, nothing
+else. One that hangs, so that it does not answer on control within watchdog.rollout_timeout_s, is killed first. While
+there is none, nothing is known of what it does: `progress` and `queued` are empty.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
-import select
-import socket
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollover.config import Config
+from rollover.engine.child import EngineChild, EngineDied, replies_of
 from rollover.engine.protocol import ExtendRequest, WeightLoad
+from rollover.engine.weights_file import WeightsFile
 from rollover.engine.wire import request_to_json, segment_from_json
-from rollover.processes import child_command, child_environment
 from rollover.types import Segment
 
 if TYPE_CHECKING:
     import torch
 
 _MAX_RESTARTS = 3  # without a finished extend in between
-_ALIGNMENT = 64
+_EXIT_S = 1.0  # between the end of its replies and its exit code
+_SLOWER_START = 10  # a start that takes so many times the first one's time hangs
 
 
-class EngineDied(RuntimeError):
-    """The engine's process ended again and again."""
+@dataclass(eq=False)
+class _Call:
+    """An `extend` under way. `interrupted`: should its process die, it returns with what it began with."""
+
+    request: ExtendRequest
+    future: asyncio.Future[list[Segment]]
+    interrupted: bool = False
 
 
 class ProcessEngine:
@@ -55,163 +54,146 @@ class ProcessEngine:
         self.policy_version = 0
         self.num_restarts = 0
         self._failures = 0
-        self._closing = False
-        self._calls: dict[int, tuple[ExtendRequest, asyncio.Future[list[Segment]]]] = {}
-        self._next_call = 0
-        self._unsent: list[dict[str, Any]] = []
-        self._opening: asyncio.Task[None] | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._writer: asyncio.WriteTransport | None = None
-        self._table: dict[str, tuple[str, list[int], int]] = {}  # name -> dtype, shape, offset in the file
-        self._num_bytes = 0
-        self._last: dict[str, Any] = {}  # answers by question
+        self._calls: dict[int, _Call] = {}
+        self._num_calls = 0
+        self._unsent: list[int] = []
+        self._weights = WeightsFile(self.say)
         self._stats: dict[str, float] = {}
         self._before: dict[str, float] = {}  # counters of the processes that died
-        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        self._weights = tempfile.TemporaryFile(dir=memory)  # has no name: it vanishes with its last process
-        self._hello_lock = threading.Lock()
-        self._spawn()
+        self._child = EngineChild(config, threads)
+        self._said: dict[str, Any] | None = None
+        self._up = False  # the present process has the last weights and gets the calls
+        self._start_limit_s: float | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._error: Exception | None = None  # it has ended for good
+        self._closing = False
+
+    @property
+    def pid(self) -> int:
+        """Of the present process."""
+        return self._child.pid
 
     # The process
 
-    def _spawn(self) -> None:
-        """Start it. It loads the model while we do other things; `_hello` waits for it."""
-        ours, theirs = socket.socketpair()
-        fds = (theirs.fileno(), self._weights.fileno())
-        self._process = subprocess.Popen(
-            child_command("rollover.engine.process_worker", *fds),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=fds,
-            env=child_environment(),
-            start_new_session=True,  # Ctrl-C is for the loop
-        )
-        theirs.close()
-        self._control, self._answers = ours, ours.makefile("rb")
-        first = {"config": self.config.model_dump(mode="json"), "threads": self.threads}
-        self._control.sendall(json.dumps(first).encode() + b"\n")
-        self._ready: dict[str, int] | None = None
+    def _hello(self) -> dict[str, Any]:
+        """What the first process says, once its model is loaded; there is room for its weights then."""
+        if self._said is None:
+            said = self._child.hello()
+            self._weights.reserve(said["weight_bytes"])
+            self._said = said
+        return self._said
 
-    def _hello(self) -> dict[str, int]:
-        """Wait until the model is loaded."""
-        with self._hello_lock:
-            if self._ready is None:
-                line = self._answers.readline()
-                if not line:
-                    code = self._process.wait()
-                    raise EngineDied(f"the engine process ended while it was loading the model (exit code {code})")
-                self._ready = json.loads(line)
-            assert self._ready is not None
-            return self._ready
+    def _serve(self) -> None:
+        """Begin to serve calls, with the first of them. Raises what ended it."""
+        if self._error is not None:
+            raise self._error
+        if self._serving is None:
+            self._serving = asyncio.ensure_future(self._serve_to_the_end())
 
-    async def _connect(self) -> None:
-        """Open the pipes, once: whoever comes meanwhile waits for the same opening."""
-        if self._opening is None:
-            self._opening = asyncio.ensure_future(self._open())
-        await asyncio.shield(self._opening)
+    async def _serve_to_the_end(self) -> None:
+        try:
+            while True:
+                await self._serve_by_one_process()
+                code = await self._child.end(grace_s=_EXIT_S)
+                if self._closing:
+                    return
+                self._replace_process(code)
+        except Exception as error:
+            self._error = error
+            calls, self._calls = self._calls, {}
+            for call in calls.values():
+                if not call.future.done():
+                    call.future.set_exception(error)
 
-    async def _open(self, *, again: bool = False) -> None:
-        """`again`: the process was started again, and nothing may be sampled under the weights that it has loaded."""
-        await asyncio.to_thread(self._hello)
-        if again and self._table:
-            self._load(self.policy_version, list(self._table))
-        loop = asyncio.get_running_loop()
-        replies = asyncio.StreamReader(limit=2**30)
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(replies), self._process.stdout)
-        self._writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._process.stdin)
-        self._reader = asyncio.ensure_future(self._read(replies))
+    async def _serve_by_one_process(self) -> None:
+        """Returns when it has ended."""
+        started = time.monotonic()
+        try:
+            await asyncio.to_thread(self._child.hello, self._start_limit_s)
+        except EngineDied:
+            if self.num_restarts == 0:
+                raise  # it cannot be loaded at all
+            return
+        if self._start_limit_s is None and self.config.watchdog.rollout_timeout_s:
+            taken_s = time.monotonic() - started
+            self._start_limit_s = max(self.config.watchdog.rollout_timeout_s, _SLOWER_START * taken_s)
+        replies = await self._child.open()
+        self._hello()
+        # From here to `_up` nothing else runs, so it has the last weights when its first call begins.
+        self._tell("threads", num=self.threads)
+        if self._weights.table():
+            self._load(None)
+        self._up = True
+        self._send_extends(list(self._calls))
+        async for reply in replies_of(replies):
+            self._settle(reply)
+        self._up = False
 
-    async def _read(self, replies: asyncio.StreamReader) -> None:
-        while (line := await replies.readline()).endswith(b"\n"):
-            reply = json.loads(line)
-            self._stats = reply["stats"]
-            self._failures = 0
-            _, future = self._calls.pop(reply["call"], (None, None))
-            if future is None or future.done():
-                continue
-            if "segments" in reply:
-                future.set_result([segment_from_json(s) for s in reply["segments"]])
-            else:
-                future.set_exception((ValueError if reply["user"] else RuntimeError)(reply["error"]))
-        if not self._closing:
-            await self._restart()
+    def _settle(self, reply: dict[str, Any]) -> None:
+        self._stats = reply["stats"]
+        self._failures = 0
+        call = self._calls.pop(reply["call"], None)
+        if call is None or call.future.done():
+            return
+        if "segments" in reply:
+            call.future.set_result([segment_from_json(s) for s in reply["segments"]])
+        else:
+            call.future.set_exception((ValueError if reply["user"] else RuntimeError)(reply["error"]))
 
-    async def _restart(self) -> None:
-        """The process died: start it again, give it the last weights and ask again what it was asked."""
-        code = self._process.wait()
-        self._drop_process()
+    def _replace_process(self, code: int) -> None:
+        """It died with this exit code: start the next one."""
         self._failures += 1
         self.num_restarts += 1
         self._before, self._stats = self._counters(), {}
-        try:
-            if self._failures > _MAX_RESTARTS:
-                raise EngineDied(f"the engine process died {self._failures} times in a row (exit code {code})")
-            self.say(
-                f"the engine process died (exit code {code}): it is started again, and {len(self._calls)} rollouts"
-                " go on from their last segment"
-            )
-            lost = list(self._calls.items())  # what is asked from now on waits for the new process by itself
-            self._spawn()
-            self._opening = asyncio.ensure_future(self._open(again=True))
-            await self._connect()
-            for call, (request, _) in lost:
-                if call in self._calls:
-                    self._send_extend(call, request)
-        except Exception as error:
-            calls, self._calls = self._calls, {}
-            for _, future in calls.values():
-                if not future.done():
-                    future.set_exception(error)
+        if self._failures > _MAX_RESTARTS:
+            raise EngineDied(f"the engine process died {self._failures} times in a row (exit code {code})")
+        self._return([number for number, call in self._calls.items() if call.interrupted])
+        self.say(
+            f"the engine process died (exit code {code}): it is started again, and {len(self._calls)} rollouts"
+            " go on from their last segment"
+        )
+        self._child = EngineChild(self.config, self.threads)
 
-    def _drop_process(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._opening, self._reader, self._writer = None, None, None
-        self._answers.close()
-        self._control.close()
-
-    # Channels
+    def _return(self, numbers: Iterable[int]) -> None:
+        """No process has these calls, and they were interrupted: they return with what they began with."""
+        for number in numbers:
+            call = self._calls.pop(number)
+            if not call.future.done():
+                request = call.request
+                nothing = Segment.nothing(self.policy_version, request.sampling, len(request.generated_ids))
+                call.future.set_result([nothing])
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._flush()
-        if self._writer is not None:
-            self._writer.write(json.dumps(message).encode() + b"\n")
+        if self._up:
+            self._flush()
+            self._child.write(message)
 
-    def _send_extend(self, call: int, request: ExtendRequest) -> None:
+    def _send_extends(self, numbers: Iterable[int]) -> None:
         """Calls made together arrive together, so that they are decoded in one batch from their first token on."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._unsent.append({"call": call, "request": request_to_json(request)})
+        self._unsent += numbers
 
     def _flush(self) -> None:
-        if self._unsent and self._writer is not None:
-            message = {"op": "extend", "calls": self._unsent}
-            self._writer.write(json.dumps(message).encode() + b"\n")
-        self._unsent = []
+        numbers, self._unsent = self._unsent, []
+        calls = [{"call": n, "request": request_to_json(self._calls[n].request)} for n in numbers if n in self._calls]
+        if calls and self._up:
+            self._child.write({"op": "extend", "calls": calls})
 
-    def _ask(self, op: str, **values: Any) -> dict[str, Any]:
-        """The answer, after the current decode step. ConnectionError if the process is gone, or hangs and is killed."""
-        self._hello()
-        self._control.sendall(json.dumps({"op": op, **values}).encode() + b"\n")
-        limit_s = self.config.watchdog.rollout_timeout_s
-        if not select.select([self._control], [], [], limit_s or None)[0]:
+    def _tell(self, op: str, **values: Any) -> dict[str, Any]:
+        """The answer; {} if the process is gone, or hangs and is killed: the next one learns it at its start."""
+        limit_s = self.config.watchdog.rollout_timeout_s or None
+        try:
+            return self._child.ask(op, limit_s=limit_s, **values)
+        except TimeoutError:
             self.say(f"watchdog: the engine process has not answered for {limit_s:.3g} s: it is killed")
-            self._process.kill()
-            raise ConnectionError("the engine process did not answer")
-        line = self._answers.readline()
-        if not line:
-            raise ConnectionError("the engine process is gone")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(f"the engine process failed in {op}: {answer['error']}")
-        return answer
+            self._child.kill()
+        except ConnectionError:
+            self._child.kill()
+        return {}
 
-    def _ask_or_last(self, op: str, **values: Any) -> dict[str, Any]:
-        """The answer; while the process is being started again, what it said last."""
-        if self._reader is not None:
-            with contextlib.suppress(ConnectionError, EngineDied):
-                self._last[op] = self._ask(op, **values)
-        return self._last.get(op, {})
+    def _load(self, names: list[str] | None) -> None:
+        self._tell("load", version=self.policy_version, tensors=self._weights.table(names), file=self._weights.fileno())
 
     # The contract
 
@@ -224,28 +206,45 @@ class ProcessEngine:
         return self._hello()["kv_bytes_per_token"]
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
-        """See Engine."""
-        await self._connect()
-        call, self._next_call = self._next_call, self._next_call + 1
+        """See Engine. EngineDied if the process ends again and again."""
+        self._serve()
+        number, self._num_calls = self._num_calls, self._num_calls + 1
         future: asyncio.Future[list[Segment]] = asyncio.get_running_loop().create_future()
-        self._calls[call] = (request, future)
-        self._send_extend(call, request)
+        self._calls[number] = _Call(request, future)
+        if self._up:
+            self._send_extends([number])
         try:
             return await future
         except asyncio.CancelledError:
-            self._calls.pop(call, None)
-            self._send({"op": "cancel", "call": call})
+            self._calls.pop(number, None)
+            self._send({"op": "cancel", "call": number})
             raise
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
-        self._send({"op": "interrupt", "ids": None if rollout_ids is None else list(rollout_ids)})
+        wanted = None if rollout_ids is None else set(rollout_ids)
+        numbers = [n for n, c in self._calls.items() if wanted is None or c.request.rollout_id in wanted]
+        if not self._up:
+            self._return(numbers)
+            return
+        for number in numbers:
+            self._calls[number].interrupted = True
+        self._send({"op": "interrupt", "ids": None if wanted is None else sorted(wanted)})
 
     def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
-        found = self._ask_or_last("progress", ids=list(rollout_ids))
-        return {i: [segment_from_json(s) for s in segments] for i, segments in found.items()}
+        ids = self._ids_of_calls(rollout_ids)
+        found = self._tell("progress", calls=list(ids)).get("calls", []) if self._up and ids else []
+        return {ids[number]: [segment_from_json(s) for s in segments] for number, segments in found}
 
     def queued(self, rollout_ids: Iterable[str]) -> set[str]:
-        return set(self._ask_or_last("queued", ids=list(rollout_ids)).get("ids", ()))
+        ids = self._ids_of_calls(rollout_ids)
+        found = self._tell("queued", calls=list(ids)).get("calls", []) if self._up and ids else []
+        return {ids[number] for number in found}
+
+    def _ids_of_calls(self, rollout_ids: Iterable[str]) -> dict[int, str]:
+        """Rollout id by number of call, of these rollouts' calls under way."""
+        wanted = set(rollout_ids)
+        calls = ((number, call.request.rollout_id) for number, call in self._calls.items() if not call.future.done())
+        return {number: rollout_id for number, rollout_id in calls if rollout_id in wanted}
 
     def release(self, rollout_ids: Iterable[str]) -> None:
         self._send({"op": "release", "ids": list(rollout_ids)})
@@ -256,58 +255,34 @@ class ProcessEngine:
         names, num_bytes = [], 0
         for name, tensor in tensors:
             names.append(name)
-            num_bytes += self._write(name, tensor)
+            num_bytes += self._weights.write(name, tensor)
         self.policy_version = version
-        with contextlib.suppress(ConnectionError):  # it is being started again, and gets these weights then
-            self._load(version, names)
+        if self._up:
+            self._load(names)
         return WeightLoad(num_bytes, time.perf_counter() - started)
-
-    def _write(self, name: str, tensor: torch.Tensor) -> int:
-        import torch
-
-        flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-        if name not in self._table:
-            self._table[name] = (dtype, shape, self._num_bytes)
-            self._num_bytes += -(-len(flat) // _ALIGNMENT) * _ALIGNMENT
-            os.ftruncate(self._weights.fileno(), self._num_bytes)
-        assert self._table[name][:2] == (dtype, shape), f"{name} has changed its shape or dtype"
-        view, offset = flat.data, self._table[name][2]
-        while view:
-            written = os.pwrite(self._weights.fileno(), view, offset)
-            view, offset = view[written:], offset + written
-        return len(flat)
-
-    def _load(self, version: int, names: list[str]) -> None:
-        table = [[name, *self._table[name]] for name in names]
-        self._ask("load", version=version, tensors=table)
 
     def use_threads(self, num: int) -> None:
         """Decode with so many CPU threads from now on."""
         self.threads = num
-        with contextlib.suppress(ConnectionError):
-            self._ask("threads", num=num)
+        if self._up:
+            self._tell("threads", num=num)
 
     def stats(self) -> dict[str, float]:
         """Counters as of the last extend that returned, over all processes; engine/restarts: how often one died."""
-        if not self._stats:
-            self._stats = self._ask_or_last("stats")
+        if not self._stats and not self._before:
+            self._stats = self._hello()["stats"]
         return self._counters() | {"engine/restarts": float(self.num_restarts)}
 
     def _counters(self) -> dict[str, float]:
-        gauge = "kv/bytes"
-        return {key: value + (0 if key == gauge else self._before.get(key, 0.0)) for key, value in self._stats.items()}
+        before = {key: value for key, value in self._before.items() if key != "kv/bytes"}  # a gauge
+        return {key: self._stats.get(key, 0.0) + before.get(key, 0.0) for key in self._before | self._stats}
 
     async def close(self) -> None:
         """End the process."""
         self._closing = True
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await asyncio.to_thread(self._process.wait)
-        if self._reader is not None:
-            self._reader.cancel()
-        self._drop_process()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        await self._child.end()
+        if self._serving is not None:
+            await asyncio.wait([self._serving])
+        for call in self._calls.values():
+            call.future.cancel()
         self._weights.close()

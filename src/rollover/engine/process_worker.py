@@ -1,6 +1,6 @@
-"""The engine process: `python -m rollover.engine.process_worker PARENT_PID CONTROL_FD WEIGHTS_FD`.
+"""The engine process: `python -m rollover.engine.process_worker PARENT_PID CONTROL_FD`.
 
-Runs one EmbeddedEngine for its parent (engine/process.py, which describes the three channels). Dies with its parent.
+Runs one EmbeddedEngine for its parent (engine/child.py describes the channels). Dies with its parent.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch
 
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.wire import request_from_json, segment_to_json
+from rollover.engine.weights_file import aligned
+from rollover.engine.wire import Channel, request_from_json, segment_to_json
 from rollover.models.allocator import keep_freed_memory
 from rollover.models.load import load_model, pick_device
 from rollover.processes import die_with
 
 
 def main() -> None:
-    parent, control_fd, weights_fd = (int(word) for word in sys.argv[1:4])
+    parent, control_fd = (int(word) for word in sys.argv[1:3])
     die_with(parent)
     replies = os.dup(1)
     os.dup2(2, 1)  # what a library prints must not be taken for a reply
     keep_freed_memory()
-    control = socket.socket(fileno=control_fd)
-    reader = control.makefile("r", encoding="utf-8")
-    first = json.loads(reader.readline())
+    control = Channel(socket.socket(fileno=control_fd))
+    first = control.receive()
     torch.set_num_threads(first["threads"])
     config = Config.model_validate(first["config"])
     loaded = load_model(config.model, dtype=getattr(torch, config.model.dtype), device=pick_device(config.model.device))
@@ -42,20 +42,26 @@ def main() -> None:
         # otherwise.
         parameter.data = parameter.data.clone()
     engine = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config)
-    _answer(control, {"max_tokens": engine.max_tokens, "kv_bytes_per_token": engine.kv_bytes_per_token})
-    asyncio.run(_Worker(engine, control, reader, weights_fd, replies).serve())
+    hello = {
+        "max_tokens": engine.max_tokens,
+        "kv_bytes_per_token": engine.kv_bytes_per_token,
+        "weight_bytes": sum(aligned(p.nbytes) for p in loaded.model.parameters()),
+        "stats": engine.stats(),
+    }
+    control.send(hello)
+    asyncio.run(_Worker(engine, control, replies).serve())
 
 
 class _Worker:
-    def __init__(self, engine: EmbeddedEngine, control: socket.socket, reader: Any, weights_fd: int, replies: int):
-        self.engine, self.control, self.reader, self.weights_fd = engine, control, reader, weights_fd
-        self.replies_fd = replies
+    def __init__(self, engine: EmbeddedEngine, control: Channel, replies: int) -> None:
+        self.engine, self.control, self.replies_fd = engine, control, replies
         self.running: dict[int, asyncio.Task[None]] = {}
+        self.rollout_ids: dict[int, str] = {}  # of the calls that run
 
     async def serve(self) -> None:
         """Answer until the requests end."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(self.control, self._control)
+        loop.add_reader(self.control, self._answer_all)
         requests = asyncio.StreamReader(limit=2**30)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), os.fdopen(0, "rb"))
         # A writer that buffers: a parent that waits for an answer on the other channel reads no replies meanwhile.
@@ -66,6 +72,7 @@ class _Worker:
             match message["op"]:
                 case "extend":
                     for call in message["calls"]:
+                        self.rollout_ids[call["call"]] = call["request"]["rollout_id"]
                         self.running[call["call"]] = asyncio.create_task(self._extend(call))
                     await asyncio.sleep(0)  # they begin: an interruption that comes next must reach them
                 case "cancel":
@@ -85,18 +92,23 @@ class _Worker:
         except Exception as error:  # boundary: it is raised in the parent
             reply = {"call": call, "error": str(error), "user": isinstance(error, ValueError)}
         finally:
-            del self.running[call]
+            del self.running[call], self.rollout_ids[call]
         self.replies.write(json.dumps(reply | {"stats": self.engine.stats()}).encode() + b"\n")
 
-    def _control(self) -> None:
-        line = self.reader.readline()
-        if not line:
-            sys.exit(0)
-        try:
-            answer = self._answer_to(json.loads(line))
-        except Exception as error:  # boundary: it is raised in the parent, which waits for an answer
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        _answer(self.control, answer)
+    def _answer_all(self) -> None:
+        """Every question that has come."""
+        while True:
+            try:
+                message = self.control.receive()
+            except ConnectionError:
+                sys.exit(0)
+            try:
+                answer = self._answer_to(message)
+            except Exception as error:  # boundary: it is raised in the parent, which waits for an answer
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            self.control.send(answer | {"id": message["id"]})
+            if not self.control.pending:
+                return
 
     def _answer_to(self, message: dict[str, Any]) -> dict[str, Any]:
         match message["op"]:
@@ -105,24 +117,28 @@ class _Worker:
             case "threads":
                 self.engine.use_threads(message["num"])
             case "progress":
-                found = self.engine.progress(message["ids"])
-                return {i: [segment_to_json(s) for s in segments] for i, segments in found.items()}
+                ids = self._ids(message["calls"])
+                found = self.engine.progress(ids.values())
+                calls = [n for n, rollout_id in ids.items() if rollout_id in found]
+                return {"calls": [(n, [segment_to_json(s) for s in found[ids[n]]]) for n in calls]}
             case "queued":
-                return {"ids": sorted(self.engine.queued(message["ids"]))}
-            case "stats":
-                return self.engine.stats()
+                ids = self._ids(message["calls"])
+                queued = self.engine.queued(ids.values())
+                return {"calls": [n for n, rollout_id in ids.items() if rollout_id in queued]}
         return {}
 
+    def _ids(self, calls: list[int]) -> dict[int, str]:
+        """Rollout id by number of call, of those of these calls that run here."""
+        return {number: self.rollout_ids[number] for number in calls if number in self.rollout_ids}
+
     def _tensors(self, table: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the shared memory, by (name, dtype, shape, offset)."""
-        memory = mmap.mmap(self.weights_fd, 0, access=mmap.ACCESS_COPY)  # unmapped with its last view
+        """Views of the file that came with the message, by (name, dtype, shape, offset)."""
+        file = self.control.take_file()
+        memory = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)  # unmapped with its last view
+        os.close(file)
         for name, dtype, shape, offset in table:
             count = math.prod(shape)
             yield name, torch.frombuffer(memory, dtype=getattr(torch, dtype), count=count, offset=offset).view(shape)
-
-
-def _answer(control: socket.socket, message: dict[str, Any]) -> None:
-    control.sendall(json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ class ExtendRequest:
     `max_new_tokens` is the remaining budget (>= 1). `seed` is `types.rollout_seed(...)`; the draw of a token depends on
     `seed` and its absolute index in the generated part only. After `pause_after` new tokens (0: never) the rollout is
     interrupted, its KV kept as for any interruption. It stops with REPETITION as engine/repetition.py says
-    (`stop_repetition_tokens` 0: never).
+    (`stop_repetition_tokens` 0: never). `stop_strings` are looked for in the text of the tokens from index `text_start`
+    of the generated part on: 0 for an answer that began after the prompt, however often it was interrupted; the first
+    token of the present turn where an environment wrote some of what came before.
     """
 
     rollout_id: str
@@ -35,6 +37,7 @@ class ExtendRequest:
     stop_strings: tuple[str, ...] = ()
     pause_after: int = 0
     stop_repetition_tokens: int = 0
+    text_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ class Engine(Protocol):
 
     `extend` returns one Segment per policy version met on the way, at least one; every Segment but the last ends with
     PAUSED; the last one with PAUSED iff the rollout was interrupted (or got its `pause_after` tokens). The engine
-    stamps versions, not the caller.
+    stamps versions, not the caller, and each segment's `start`: what it continues, so that an answer that belongs to
+    another call of the same rollout can be refused.
     An interrupted rollout that got no new token returns one empty PAUSED segment.
     """
 
@@ -64,7 +68,9 @@ class Engine(Protocol):
         ...
 
     def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
-        """The running ones' segments of their current `extend` so far, for snapshots and the watchdog."""
+        """The running ones' segments of their current `extend` so far, for snapshots and the watchdog.
+
+        Of a rollout that is not known to run nothing is said: never what was known of an earlier `extend`."""
         ...
 
     def queued(self, rollout_ids: Iterable[str]) -> set[str]:

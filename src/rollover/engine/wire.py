@@ -1,10 +1,13 @@
-"""Requests and segments as JSON, for an engine in another process. No torch.
+"""What goes between an engine's process and its parent: requests and segments as JSON, the control channel. No torch.
 
 A float32 survives as the shortest decimal of the same double: what comes out has the bits of what went in.
 """
 
 from __future__ import annotations
 
+import json
+import socket
+import time
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -40,3 +43,51 @@ def segment_to_json(segment: Segment) -> dict[str, Any]:
 def segment_from_json(data: dict[str, Any]) -> Segment:
     token_ids = np.array(data["token_ids"], dtype=np.int32)
     return Segment.from_json(data, token_ids, np.array(data["logprobs"], dtype=np.float32))
+
+
+class Channel:
+    """JSON lines over one end of a socket pair; a message may carry one open file. Knows nothing of their meaning."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._buffer = b""
+        self._files: list[int] = []
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a message, or its beginning, was received together with an earlier one."""
+        return bool(self._buffer)
+
+    def send(self, message: dict[str, Any], *, file: int | None = None, limit_s: float | None = None) -> None:
+        """TimeoutError if the other end takes nothing for `limit_s` (None: no limit), ConnectionError if it is gone."""
+        line = json.dumps(message).encode() + b"\n"
+        self._socket.settimeout(limit_s)
+        if file is not None:
+            line = line[socket.send_fds(self._socket, [line], [file]) :]
+        self._socket.sendall(line)
+
+    def receive(self, limit_s: float | None = None) -> dict[str, Any]:
+        """The next message. TimeoutError if it is not there whole within `limit_s`, ConnectionError at the end."""
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        while b"\n" not in self._buffer:
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left_s)
+            data, files, _, _ = socket.recv_fds(self._socket, 2**16, 1)
+            if not data:
+                raise ConnectionError("the other end is closed")
+            self._buffer += data
+            self._files += files
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+    def take_file(self) -> int:
+        """The file that came with the message; the caller closes it."""
+        return self._files.pop(0)
+
+    def close(self) -> None:
+        self._socket.close()

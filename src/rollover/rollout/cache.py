@@ -72,12 +72,20 @@ class RolloutCache:
         assert rollout.num_tokens < self.max_new_tokens, f"rollout {rollout_id} has no budget left"
         self._move(rollout, _RUNNING)
 
+    def why_refused(self, rollout_id: str, segments: Sequence[Segment]) -> str | None:
+        """Why `segments` cannot be what comes next for this rollout (see `why_no_continuation`); None: they can."""
+        return why_no_continuation(segments, self._rollouts[rollout_id].num_tokens, self.remaining(rollout_id))
+
     def append(self, rollout_id: str, segments: Sequence[Segment]) -> None:
-        """Add what `extend` returned to a RUNNING rollout, but for empty segments. Earlier ones are never touched."""
+        """Add what `extend` returned to a RUNNING rollout, but for empty segments. Earlier ones are never touched.
+
+        An answer that may be wrong is looked at by `why_refused` first.
+        """
         rollout = self._rollouts[rollout_id]
         assert rollout.state is _RUNNING, f"rollout {rollout_id} is {rollout.state.value}, not running"
         num_new = 0
         for segment in segments:
+            assert segment.start in (None, rollout.num_tokens + num_new), f"rollout {rollout_id}: tokens come twice"
             num_new += segment.num_tokens
         assert rollout.num_tokens + num_new <= self.max_new_tokens, (
             f"rollout {rollout_id}: {num_new} new tokens exceed the remaining budget of {self.remaining(rollout_id)}"
@@ -172,3 +180,28 @@ class RolloutCache:
             f"rollout {rollout.rollout_id}: {rollout.state.value} -> {state.value} is not a legal transition"
         )
         rollout.state = state
+
+
+def why_no_continuation(segments: Sequence[Segment], num_tokens: int, remaining: int) -> str | None:
+    """Why `segments` cannot come next for a rollout that has `num_tokens` and may get `remaining` more; None: they can.
+
+    They must begin where the rollout ends (if the engine stamps where), so that no token comes twice and none is
+    missing, stay within its budget, be in order of version, and only the last may end otherwise than PAUSED.
+    """
+    next_token, num_new = num_tokens, 0
+    for segment in segments:
+        if segment.start not in (None, next_token):
+            return f"it begins with token {segment.start}, and token {next_token} comes next"
+        num_new += segment.num_tokens
+        next_token += segment.num_tokens
+    if num_new > remaining:
+        return f"it has {num_new} tokens, and the rollout may get {remaining}"
+    reasons = [segment.stop_reason for segment in segments]
+    if any(reason is not StopReason.PAUSED for reason in reasons[:-1]):
+        return "it goes on after the rollout has stopped"
+    if reasons[-1] is StopReason.PAUSED and num_new == remaining:
+        return "it is paused, with nothing left to generate"
+    versions = [segment.policy_version for segment in segments if segment.num_tokens]
+    if versions != sorted(versions):
+        return f"its policy versions go back: {versions}"
+    return None

@@ -329,6 +329,9 @@ class Driver:
 
     def _end_extend(self, task: asyncio.Future, rollout: Rollout, segments: list[Segment]) -> None:
         del self._extends[task]
+        why = self.lifecycle.cache.why_refused(rollout.rollout_id, segments)
+        if why is not None:
+            segments = self._refuse(rollout, why)
         complete = self.lifecycle.append(rollout, segments)
         self.watchdog.on_end(rollout.rollout_id, rollout.num_tokens, _now())
         if complete is not None:
@@ -336,6 +339,15 @@ class Driver:
             self._dropping.discard(complete.group_id)  # it came round at the last moment
         if rollout.state is RolloutState.SCORING:
             self._score(self.lifecycle.cache.groups[rollout.group_id])
+
+    def _refuse(self, rollout: Rollout, why: str) -> list[Segment]:
+        """An answer that cannot be what comes next counts as none, and its tokens as never generated."""
+        last = self.watchdog.on_refused(rollout.rollout_id)
+        then = "its group is dropped (stalled)" if last else f"it goes on from its {rollout.num_tokens} tokens"
+        self.say(f"the engine's answer for rollout {rollout.rollout_id} is refused, as {why}: {then}")
+        if last:
+            self._drop_soon(rollout.group_id)
+        return [Segment.nothing(self.engine.policy_version, self._sampling_of(rollout), rollout.num_tokens)]
 
     def _score(self, group: Group) -> None:
         """Score what has stopped of a group: one by one if that may be, else together once the group is complete."""
@@ -397,10 +409,9 @@ class Driver:
             case Action.CONTINUE:
                 self.engine.interrupt([rollout.rollout_id])
             case Action.CANCEL | Action.CANCEL_DROPPED:
-                remaining = self.lifecycle.cache.remaining(rollout.rollout_id)
-                self._salvaged[task] = salvaged(
-                    segments, remaining, self.engine.policy_version, self._sampling_of(rollout)
-                )
+                remaining, version = self.lifecycle.cache.remaining(rollout.rollout_id), self.engine.policy_version
+                sampling = self._sampling_of(rollout)
+                self._salvaged[task] = salvaged(segments, rollout.num_tokens, remaining, version, sampling)
                 task.cancel()
             case Action.DROP:
                 self._drop_soon(rollout.group_id)

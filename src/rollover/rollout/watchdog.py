@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from rollover.config.watchdog import WatchdogConfig
+from rollover.rollout.cache import why_no_continuation
 from rollover.types import SamplingParams, Segment, StopReason
 
 OFF = WatchdogConfig(rollout_timeout_s=0, reward_timeout_s=0)  # the other limits are not of this class
@@ -120,7 +120,8 @@ class Watchdog:
         self._any_token = 0.0  # when a token of any rollout was last seen
         self._due = math.inf
         self._stood_still = 0.0  # seconds in which nobody could look: they count for nobody
-        self._counts = dict.fromkeys(("stalled_rollouts", "stalled_rewards", "redispatched"), 0)
+        self._refused: Counter[str] = Counter()  # answers, by rollout id
+        self._counts = dict.fromkeys(("stalled_rollouts", "stalled_rewards", "redispatched", "refused_answers"), 0)
 
     @property
     def is_on(self) -> bool:
@@ -159,6 +160,12 @@ class Watchdog:
         """Its `extend` returned, or nobody waits for it any more; it has `num_tokens` now."""
         self._see(rollout_id, self._extends.pop(rollout_id), num_tokens, now - self._stood_still)
 
+    def on_refused(self, rollout_id: str) -> bool:
+        """The engine's answer cannot be what comes next. Whether that was once too often: its group must be dropped."""
+        self._counts["refused_answers"] += 1
+        self._refused[rollout_id] += 1
+        return self._refused[rollout_id] >= self.config.max_stalls
+
     def on_score(self, group_id: int, now: float, key: int | str | None = None) -> None:
         """A scoring begins, or begins again: then it is the newest.
 
@@ -176,6 +183,7 @@ class Watchdog:
         """They left the system."""
         for rollout_id in rollout_ids:
             self._stalls.pop(rollout_id, None)
+            self._refused.pop(rollout_id, None)
 
     def clear(self) -> None:
         """Nothing is in flight any more, and nobody looks until the next `pause`."""
@@ -205,9 +213,11 @@ class Watchdog:
         """What stalls, and what to do about it: that counts as done.
 
         `progress`: of every `extend` still under way, its segments so far; `queued`: those of them that wait for room.
-        `scoring`: the groups, and single rollouts, whose scoring is still under way.
+        What an engine says of others is of no account. `scoring`: the groups, and single rollouts, whose scoring is
+        still under way.
         """
         now = self._forgive(now)
+        progress = {i: segments for i, segments in progress.items() if i in self._extends}
         for rollout_id, segments in progress.items():
             extend = self._extends[rollout_id]
             self._see(rollout_id, extend, extend.began_with + sum(map(len, segments)), now)
@@ -304,20 +314,18 @@ class Watchdog:
 
 
 def salvaged(
-    segments: Sequence[Segment], remaining: int, policy_version: int, sampling: SamplingParams
+    segments: Sequence[Segment], num_tokens: int, remaining: int, policy_version: int, sampling: SamplingParams
 ) -> list[Segment]:
     """What a cancelled `extend` is taken to have returned, when `progress` had shown `segments`.
 
-    These, if the rollout can go on from them within its `remaining` tokens; else one empty PAUSED segment of the
-    engine's `policy_version`, as of a rollout that got nothing.
+    These, if a rollout that has `num_tokens` and may get `remaining` more can go on from them; else one empty PAUSED
+    segment of the engine's `policy_version`, as of a rollout that got nothing.
     """
     kept = [s for s in segments if len(s)]
-    versions = [s.policy_version for s in kept]
-    fits = 0 < sum(map(len, kept)) < remaining and versions == sorted(versions)
-    if fits and all(s.stop_reason is StopReason.PAUSED for s in kept):
+    paused = all(s.stop_reason is StopReason.PAUSED for s in kept)
+    if kept and paused and why_no_continuation(kept, num_tokens, remaining) is None:
         return kept
-    empty = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
-    return [Segment(*empty, policy_version, sampling, StopReason.PAUSED)]
+    return [Segment.nothing(policy_version, sampling, num_tokens)]
 
 
 def _seconds(seconds: float) -> str:

@@ -94,6 +94,12 @@ METRICS: list[Metric] = [
         "",
         "Of these, rollouts that were continued and scorings that were repeated.",
     ),
+    Metric(
+        "watchdog/refused_answers",
+        "counter",
+        "",
+        "Answers of the engine that cannot come next for their rollout; their tokens count as never generated.",
+    ),
     Metric("groups/admitted", "counter", "groups", "Groups admitted since step 1. Equals consumed + dropped + held."),
     Metric("groups/consumed", "counter", "groups", "Groups trained, cumulative."),
     Metric("groups/dropped", "counter", "groups", "Groups dropped, cumulative, all reasons."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -66,6 +67,7 @@ def test_the_steps_of_a_rollout_that_never_moves() -> None:
         "watchdog/stalled_rollouts": 1,
         "watchdog/stalled_rewards": 0,
         "watchdog/redispatched": 1,
+        "watchdog/refused_answers": 0,
     }
 
 
@@ -197,6 +199,12 @@ def test_a_message_is_one_line_with_all_that_was_asked_for() -> None:
     )
 
 
+def test_what_the_engine_says_of_rollouts_that_do_not_run_is_of_no_account() -> None:
+    bench = Bench(r0_0=0)
+    bench.tokens["7-7"] = 9
+    assert [s.rollout_id for s in bench.run(1000)] == ["0-0"]
+
+
 def test_describes_the_longest_silent_first() -> None:
     bench = Bench(r0_0=1)
     bench.now += 10
@@ -212,7 +220,7 @@ def test_describes_the_longest_silent_first() -> None:
 
 
 def salvage(*segments, remaining: int = 10):
-    return salvaged(segments, remaining, 3, SamplingParams())
+    return salvaged(segments, 0, remaining, 3, SamplingParams())
 
 
 def test_salvages_what_a_rollout_can_go_on_from() -> None:
@@ -224,6 +232,7 @@ def test_salvages_what_a_rollout_can_go_on_from() -> None:
         [make_segment(10, 3)],  # all of its budget: it would have stopped
         [make_segment(2, 3), make_segment(2, 2)],
         [make_segment(2, 3, StopReason.EOS)],
+        [dataclasses.replace(make_segment(2, 3), start=1)],
     ):
         (nothing,) = salvage(*unusable)
         assert (len(nothing), nothing.policy_version, nothing.stop_reason) == (0, 3, StopReason.PAUSED)

@@ -220,7 +220,7 @@ class EmbeddedEngine:
         if request.stop_strings and self._decode_text is not None:
             # A character takes at most four tokens, so this tail holds any stop string that just ended.
             tail = max(map(len, request.stop_strings)) * 4 + 8
-            text = self._decode_text(seq.tokens[max(seq.num_prompt, len(seq.tokens) - tail) :])
+            text = self._decode_text(seq.tokens[max(seq.num_prompt + request.text_start, len(seq.tokens) - tail) :])
             if any(stop in text for stop in request.stop_strings):
                 return StopReason.STOP_STRING
         if seq.num_new >= request.max_new_tokens:
@@ -248,7 +248,8 @@ class EmbeddedEngine:
         return {
             s.request.rollout_id: [*s.segments, s.open_segment(self._version, StopReason.PAUSED)]
             for s in self._batcher.active()
-            if s.request.rollout_id in wanted
+            # One that was cancelled stands here until the next step, beside the call that goes on from it.
+            if s.request.rollout_id in wanted and s.future is not None and not s.future.cancelled()
         }
 
     def queued(self, rollout_ids: Iterable[str]) -> set[str]:

@@ -79,6 +79,7 @@ class Sequence:
             policy_version=version,
             sampling=self.request.sampling,
             stop_reason=reason,
+            start=self.next_index - num,
         )
 
     def cut(self, version: int, reason: StopReason) -> None:

@@ -1,0 +1,131 @@
+"""One process of the engine, from its start to its end: whoever asks it asks this process and no other.
+
+    requests   pipe, JSON lines    extend, cancel, interrupt, release    written and read without blocking
+    replies    pipe, JSON lines    what an extend returned, and counters
+    control    socket, JSON lines  load, threads, progress, queued: each is answered under its id, and waited for
+
+Owns the process and its channels. Knows nothing of the calls under way and never starts a second process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rollover.config import Config
+from rollover.engine.wire import Channel
+from rollover.processes import child_command, child_environment
+
+_MAX_LINE_BYTES = 2**30
+
+
+class EngineDied(RuntimeError):
+    """The engine's process ended, for good or while it was loading."""
+
+
+class EngineChild:
+    """Starts at once, and loads the model while its parent does other things; `hello` waits for it."""
+
+    def __init__(self, config: Config, threads: int) -> None:
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            child_command("rollover.engine.process_worker", theirs.fileno()),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            env=child_environment(),
+            start_new_session=True,  # Ctrl-C is for the loop
+        )
+        theirs.close()
+        self._control = Channel(ours)
+        self._hello: dict[str, Any] | None = None
+        self._hello_lock = threading.Lock()
+        self._num_asked = 0
+        self._gone = False
+        self._writer: asyncio.WriteTransport | None = None
+        with contextlib.suppress(ConnectionError):  # `hello` says how it ended
+            self._control.send({"config": config.model_dump(mode="json"), "threads": threads})
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def hello(self, limit_s: float | None = None) -> dict[str, Any]:
+        """What it says when the model is loaded. For any thread. EngineDied if it ends first, or takes longer."""
+        with self._hello_lock:
+            if self._hello is None:
+                try:
+                    self._hello = self._control.receive(limit_s)
+                except TimeoutError:
+                    self.kill()
+                    raise EngineDied(f"the engine process did not load the model within {limit_s:.3g} s") from None
+                except ConnectionError:
+                    code = self._process.wait()
+                    raise EngineDied(
+                        f"the engine process ended while it was loading the model (exit code {code})"
+                    ) from None
+            return self._hello
+
+    def ask(self, op: str, *, limit_s: float | None, file: int | None = None, **values: Any) -> dict[str, Any]:
+        """The answer, after the current decode step. The process must have said hello.
+
+        TimeoutError if it does not answer within `limit_s`, ConnectionError if it has ended; from then on nothing more
+        is asked of it. RuntimeError if it failed.
+        """
+        if self._gone:
+            raise ConnectionError("the engine process is gone")
+        self._num_asked += 1
+        self._gone = True  # unless its answer comes
+        self._control.send({"id": self._num_asked, "op": op, **values}, file=file, limit_s=limit_s)
+        answer = self._control.receive(limit_s)
+        if answer.pop("id") != self._num_asked:
+            raise ConnectionError("the engine process answered another question")
+        self._gone = False
+        if "error" in answer:
+            raise RuntimeError(f"the engine process failed in {op}: {answer['error']}")
+        return answer
+
+    async def open(self) -> asyncio.StreamReader:
+        """Open the pipes: its replies, as lines."""
+        loop = asyncio.get_running_loop()
+        replies = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(replies), self._process.stdout)
+        self._writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._process.stdin)
+        return replies
+
+    def write(self, message: dict[str, Any]) -> None:
+        """Send a request. If the process has ended nothing comes of it."""
+        if self._writer is not None:
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+    def kill(self) -> None:
+        self._gone = True
+        self._process.kill()
+
+    async def end(self, grace_s: float = 0.0) -> int:
+        """Kill it if it lives on for `grace_s`, and close its channels. Returns its exit code."""
+        if grace_s and not self._gone:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, grace_s)
+        self.kill()
+        code = await asyncio.to_thread(self._process.wait)
+        if self._writer is not None:
+            self._writer.close()
+        self._control.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        return code
+
+
+async def replies_of(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """Its replies until its end; half a line at the end is none."""
+    while (line := await reader.readline()).endswith(b"\n"):
+        yield json.loads(line)

@@ -1,0 +1,126 @@
+"""An engine's answer that cannot be what comes next for its rollout: refused, counted, said, and the run goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rollover.rollout.cache import RolloutCache, why_no_continuation
+from rollover.types import DropReason, Segment, StopReason
+from unit.rollout.hanging import Hanging, assert_said, short, steps, watchdog
+from unit.rollout.run import Run, ids, uninterrupted_tokens
+from unit.rollout.world import make_segment, make_task
+
+
+def segment(num: int, start: int | None, version: int = 0, stop: StopReason = StopReason.PAUSED) -> Segment:
+    return dataclasses.replace(make_segment(num, version, stop), start=start)
+
+
+@pytest.mark.parametrize(
+    ("segments", "why"),
+    [
+        ([segment(3, 5), segment(1, 8)], None),
+        ([segment(2, None), segment(2, None)], None),
+        ([segment(0, 5)], None),
+        ([segment(5, 5, stop=StopReason.LENGTH)], None),
+        ([segment(4, 0)], "it begins with token 0, and token 5 comes next"),
+        ([segment(2, 6)], "it begins with token 6, and token 5 comes next"),
+        ([segment(2, 5), segment(2, 5)], "it begins with token 5, and token 7 comes next"),
+        ([segment(0, 3)], "it begins with token 3, and token 5 comes next"),
+        ([segment(6, 5, stop=StopReason.LENGTH)], "it has 6 tokens, and the rollout may get 5"),
+        ([segment(5, 5)], "it is paused, with nothing left to generate"),
+        ([segment(1, 5, stop=StopReason.EOS), segment(1, 6)], "it goes on after the rollout has stopped"),
+        ([segment(1, 5, version=3), segment(1, 6, version=2)], "its policy versions go back: [3, 2]"),
+    ],
+)
+def test_why_segments_cannot_come_next(segments: list[Segment], why: str | None) -> None:
+    assert why_no_continuation(segments, num_tokens=5, remaining=5) == why
+    if why is None and any(map(len, segments)):
+        cache = RolloutCache(10)
+        cache.admit(make_task(0), [1], 1)
+        cache.start("0-0")
+        cache.append("0-0", [segment(5, 0)])
+        cache.append("0-0", segments)
+        assert cache.rollout("0-0").num_tokens == 5 + sum(map(len, segments))
+
+
+def test_the_cache_holds_no_token_twice() -> None:
+    cache = RolloutCache(10)
+    cache.admit(make_task(0), [1], 1)
+    cache.start("0-0")
+    cache.append("0-0", [segment(3, 0)])
+    with pytest.raises(AssertionError, match="tokens come twice"):
+        cache.append("0-0", [segment(3, 0)])
+
+
+class Repeats(Hanging):
+    """Returns what an earlier extension of the rollout returned, `times` times."""
+
+    def __init__(self, rollout_id: str, times: int) -> None:
+        super().__init__(rollout_id)
+        self.of, self.left, self.first = rollout_id, times, []
+
+    async def extend(self, request):
+        segments = await super().extend(request)
+        if request.rollout_id != self.of or not request.generated_ids:
+            self.first = segments if request.rollout_id == self.of else self.first
+            return segments
+        if self.left:
+            self.left -= 1
+            return self.first
+        return segments
+
+
+def test_an_answer_that_belongs_to_an_earlier_extension_is_refused_and_the_rollout_goes_on() -> None:
+    run = Run(engine=Repeats("0-1", times=1), watchdog=watchdog())
+    (batch,) = steps(run, 1)
+    assert ids([batch]) == [[0, 1]]
+    rollout = batch[0].rollouts[1]
+    assert rollout.token_ids() == uninterrupted_tokens(rollout, 40, short)
+    refused = "the engine's answer for rollout 0-1 is refused, as it begins with token 0, and token 3 comes next"
+    assert_said(run, r"watchdog: rollout 0-1 \(running, .*", f"{refused}: it goes on from its 3 tokens")
+    assert run.driver.watchdog.stats()["watchdog/refused_answers"] == 1
+
+
+def test_a_rollout_whose_answers_are_refused_again_and_again_is_dropped() -> None:
+    run = Run(engine=Repeats("0-1", times=99), watchdog=watchdog())
+    assert ids(steps(run, 1)) == [[1, 2]]
+    assert run.ledger.dropped[DropReason.STALLED].groups == 1
+    assert run.said[-1].endswith("token 3 comes next: its group is dropped (stalled)")
+    assert run.driver.watchdog.stats()["watchdog/refused_answers"] == 2
+
+
+def test_what_the_engine_says_of_an_earlier_extension_is_not_salvaged() -> None:
+    """Deaf while it hangs, and `progress` shows the tokens of the rollout's first extension."""
+
+    class Stale(Hanging):
+        def progress(self, rollout_ids):
+            rollout_ids = list(rollout_ids)
+            known = super().progress(rollout_ids)
+            if "0-1" in known and len(self.extensions["0-1"]) == 2:
+                self.seen = True
+                return known | {"0-1": [segment(3, 0)], "9-9": [segment(3, 0)]}
+            return known
+
+    engine = Stale("0-1", times=2, deaf=True)
+    run = Run(engine=engine, watchdog=watchdog(max_stalls=5))
+    (batch,) = steps(run, 1)
+    rollout = batch[0].rollouts[1]
+    assert engine.seen and rollout.token_ids() == uninterrupted_tokens(rollout, 40, short)
+    run.check()
+
+
+def test_an_answer_beyond_the_budget_does_not_end_the_run() -> None:
+    class Overruns(Hanging):
+        async def extend(self, request):
+            if request.rollout_id == "0-0" and len(self.extensions.get("0-0", ())) == 0:
+                await super().extend(request)
+                return [segment(41, 0, stop=StopReason.LENGTH)]
+            return await super().extend(request)
+
+    run = Run(engine=Overruns("none"), watchdog=watchdog())
+    assert ids(steps(run, 1)) == [[0, 1]]
+    assert_said(
+        run, "the engine's answer for rollout 0-0 .* it has 41 tokens, and the rollout may get 40: it goes on .*"
+    )

@@ -1,10 +1,18 @@
-"""Child processes: how one of ours is started, and that it does not outlive its parent. Starts none itself."""
+"""Child processes: how one of ours is started, and that neither it nor what it starts outlives its parent.
+
+`keep` puts a process of its own, the keeper, between a child of ours that runs foreign code and us:
+
+    trainer ──▶ keeper ──fork──▶ child ──▶ whatever its code starts
+                  └── adopts what that leaves behind (Linux), and kills all of it when the child or the trainer ends
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import resource
+import select
 import signal
 import sys
 import threading
@@ -12,7 +20,10 @@ import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_PARENT_S = 0.5
+_KILL_LIMIT_S = 5.0
+_KILL_PAUSE_S = 0.002
 
 
 def child_command(module: str, *arguments: object) -> list[str]:
@@ -30,8 +41,7 @@ def child_environment(**defaults: str) -> dict[str, str]:
 
 def die_with(parent: int) -> None:
     """SIGKILL this process when `parent` dies: by the kernel on Linux, by a thread that watches getppid anywhere."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -39,3 +49,92 @@ def die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def keep(parent: int) -> None:
+    """Go on in a child of this process, which becomes its keeper. Returns in the child only.
+
+    When the child ends, when `parent` dies or when it gets SIGTERM, the keeper kills what is left of the child and of
+    all that descends from it, wherever that has gone (its own session, its own group, orphans), and ends as the child
+    did. On other systems than Linux it knows the child's process group only. Call it before any thread is started.
+    """
+    woken, wake = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wake, False)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)  # wakes the keeper through its pipe
+    signal.set_wakeup_fd(wake)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    keeper, child = os.getpid(), os.fork()
+    if child == 0:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        for end in (woken, wake):
+            os.close(end)
+        os.setpgid(0, 0)  # what it sends to its own group must not reach the keeper
+        die_with(keeper)
+        return
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    with open(os.devnull, "r+b") as null:  # its pipes are the child's
+        for standard in (0, 1):
+            os.dup2(null.fileno(), standard)
+    status = _wait_for(child, parent, woken)
+    with contextlib.suppress(OSError):
+        os.killpg(child, signal.SIGKILL)
+    _kill_descendants()
+    _end_as(status)
+
+
+def _wait_for(child: int, parent: int, woken: int) -> int | None:
+    """The child's exit status; None if `parent` died, or this process was told to end."""
+    while os.getppid() == parent:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # it, or an orphan that was adopted
+            if ended[0] == child:
+                return ended[1]
+        if select.select([woken], [], [], _POLL_PARENT_S)[0] and signal.SIGTERM in os.read(woken, 2**12):
+            return None
+    return None
+
+
+def _kill_descendants() -> None:
+    """SIGKILL what descends from this process until nothing does."""
+    deadline = time.monotonic() + _KILL_LIMIT_S
+    while time.monotonic() < deadline:
+        for pid in _descendants():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(_KILL_PAUSE_S)
+
+
+def _descendants() -> set[int]:
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as stat:
+                parents[int(name)] = int(stat.read().rpartition(b")")[2].split()[1])
+    found, new = set(), {os.getpid()}
+    while new:
+        new = {pid for pid, parent in parents.items() if parent in new}
+        found |= new
+    return found
+
+
+def _end_as(status: int | None) -> None:
+    if status is not None and os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(1 if status is None else os.waitstatus_to_exitcode(status))
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value)

@@ -2,6 +2,7 @@
 
     score -> group by reward spec -> [load, once per process] -> score -> Reward per request
                  timeout or death -> kill; try again, or missing reward; a fresh process for the next call
+                 no reply to this call -> kill; try again, though nothing is held against the task
                  out of memory    -> missing reward; a fresh process for the next call
 
 Owns the process, its time limits, the tries and the counters. Never runs user code itself. Several of them are a
@@ -25,10 +26,11 @@ from rollover.processes import child_command, child_environment
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import RETURNED_NONE, Mode
+from rollover.rewards.wire import MAX_LINE_BYTES, BadReply, checked_results, reply_of
 from rollover.types import Reward, Task
 
-_MAX_LINE_BYTES = 64 * 2**20
-_EXIT_LIMIT_S = 1.0
+_EXIT_LIMIT_S = 5.0
+_MAX_BAD_REPLIES = 3  # to one call, until it is given up
 _STANDSTILL_GRACE_S = 0.05
 _DUMMY_COMPLETION = "The answer is 0."
 _COUNTERS = ("timeouts", "crashes", "errors", "out_of_memory", "quarantined", "retries")
@@ -39,8 +41,9 @@ class RewardProbeError(ValueError):
 
 
 class WorkerHealth(NamedTuple):
-    """A worker's last sign of life. `pid` None: no process, one starts with the next call. Seconds are None where there
-    is nothing to measure: `busy_s` since its call began, `silent_s` since its process was started or last replied."""
+    """A worker's last sign of life. `pid`: where functions run; None before it has loaded one, or with no process, as
+    one starts with the next call. Seconds are None where there is nothing to measure: `busy_s` since its call began,
+    `silent_s` since its process was started or last replied."""
 
     index: int
     pid: int | None
@@ -72,7 +75,9 @@ class RewardWorker:
         self.base_dir = os.path.abspath(base_dir)
         self.quarantine = quarantine or Quarantine(self.config.quarantine_after)
         self._lock = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | None = None  # the keeper of the one that runs functions
+        self._pid: int | None = None  # of that one
+        self._call = 0  # id of the present call; over all processes, so that none is ever used again
         self._modes: dict[str, Mode] = {}  # of the specs loaded in the current process
         self.seen_modes = {} if modes is None else modes  # of all specs that were ever loaded
         self._counts: Counter[str] = Counter()
@@ -127,7 +132,7 @@ class RewardWorker:
         busy_s = None if self._busy_since is None else now - self._busy_since
         if process is None or process.returncode is not None:
             return WorkerHealth(index, None, busy_s, None)
-        return WorkerHealth(index, process.pid, busy_s, now - self._last_sign)
+        return WorkerHealth(index, self._pid, busy_s, now - self._last_sign)
 
     async def close(self) -> None:
         """Kill the child and reap it. The next `score` would start a new one."""
@@ -136,6 +141,7 @@ class RewardWorker:
     async def _score_spec(self, spec: str, requests: dict[int, ScoreRequest], rewards: dict[int, Reward]) -> None:
         """Add the reward of each request to `rewards`, under the request's key."""
         tries: Counter[int] = Counter()
+        num_bad_replies = 0
         while left := self._left(requests, rewards):
             loaded = False
             try:
@@ -151,6 +157,14 @@ class RewardWorker:
                 error = f"timeout after {limit_s:g} s"
             except _WorkerDied as death:
                 kind, error = "crashes", str(death)
+            except BadReply as bad:
+                kind, error = "crashes", f"the reward worker {bad}"
+                num_bad_replies += 1
+                if num_bad_replies < _MAX_BAD_REPLIES:  # it may be the doing of an earlier call
+                    self._counts[kind] += 1
+                    self._counts["retries"] += 1
+                    await self._kill()
+                    continue
             except asyncio.CancelledError:
                 await self._kill()  # a reply may still come: this process cannot be asked again
                 raise
@@ -190,10 +204,13 @@ class RewardWorker:
         def take(reply: dict[str, Any]) -> bool:
             """Whether nothing more is expected."""
             if mode == "batch":
-                results = [reply] * len(keys) if "error" in reply else reply["results"]
-                scored = dict(zip(keys, results, strict=True))
+                results = [reply] * len(keys) if "error" in reply else reply.get("results")
+                scored = dict(zip(keys, checked_results(results, len(keys)), strict=True))
             else:
-                scored = {keys[reply["index"]]: reply["result"]}
+                index = reply.get("index")
+                if not isinstance(index, int) or not 0 <= index < len(keys) or keys[index] in rewards:
+                    raise BadReply("scored another sample")
+                scored = {keys[index]: checked_results([reply.get("result")], 1)[0]}
             rewards.update((key, self._reward(result)) for key, result in scored.items())
             spent.extend(key for key, result in scored.items() if "out_of_memory" in result)
             return bool(spent) and mode == "each"
@@ -224,6 +241,9 @@ class RewardWorker:
             return None
         replies: list[dict[str, Any]] = []
         await self._ask({"op": "load", "spec": spec}, self.config.startup_timeout_s, replies.append)
+        if not {"error", "mode"} & replies[0].keys() or not isinstance(replies[0].get("pid"), int):
+            raise BadReply("said something that is no reply")
+        self._pid = replies[0]["pid"]
         if "error" in replies[0]:
             return replies[0]
         self._modes[spec] = self.seen_modes[spec] = replies[0]["mode"]
@@ -236,9 +256,9 @@ class RewardWorker:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(OMP_NUM_THREADS="1"),  # the trainer owns the cores
-            limit=_MAX_LINE_BYTES,
-            # Ctrl-C is for the loop; a kill reaches what the function started. Not a session of its own: Linux shares
-            # the cores between sessions first, and each worker would weigh as much as the trainer.
+            limit=MAX_LINE_BYTES,
+            # Ctrl-C is for the loop. Not a session of its own: Linux shares the cores between sessions first, and each
+            # worker would weigh as much as the trainer.
             process_group=0,
         )
 
@@ -277,7 +297,8 @@ class RewardWorker:
         self, message: dict[str, Any], take: Callable[[dict[str, Any]], object], num_replies: int
     ) -> None:
         assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        self._call += 1
+        self._process.stdin.write(json.dumps(message | {"call": self._call}).encode() + b"\n")
         with contextlib.suppress(ConnectionError):  # it died: the reply says so
             await self._process.stdin.drain()
         for _ in range(num_replies):
@@ -285,26 +306,37 @@ class RewardWorker:
                 break
 
     async def _receive(self) -> dict[str, Any]:
-        """The next reply. Raises _WorkerDied with how it ended."""
+        """The next reply to the present call. Raises BadReply, or _WorkerDied with how it ended."""
         process = self._process
         assert process is not None and process.stdout is not None
-        line = await process.stdout.readline()
+        try:
+            line = await process.stdout.readline()
+        except ValueError:
+            raise BadReply(f"said a line of more than {MAX_LINE_BYTES >> 20} MiB") from None
         if line.endswith(b"\n"):
             self._last_sign = time.monotonic()
-            return json.loads(line)
+            return reply_of(line, self._call)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), _EXIT_LIMIT_S)
         raise _WorkerDied(f"the reward worker died in this call ({_how_it_ended(process.returncode)})")
 
     async def _kill(self) -> None:
-        process, self._process, self._modes = self._process, None, {}
+        """End the process and all that it started: its keeper does, unless that is not able to."""
+        process, self._process, self._modes, pid, self._pid = self._process, None, {}, self._pid, None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
         if process.stdin is not None:
             process.stdin.close()
-        await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), _EXIT_LIMIT_S)
+        except TimeoutError:
+            for group in (process.pid, pid):
+                with contextlib.suppress(ProcessLookupError):
+                    if group is not None:
+                        os.killpg(group, signal.SIGKILL)
+            await process.wait()
 
 
 def _how_it_ended(code: int | None) -> str:

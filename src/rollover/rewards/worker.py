@@ -1,15 +1,18 @@
 """The reward worker: `python -m rollover.rewards.worker PARENT_PID BASE_DIR MEMORY_BYTES`. Runs reward functions.
 
-Owns the child's end of the protocol (JSON lines, never pickle), its memory limit and the rule that it dies with its
-parent. Functions run in the main thread, so they may use signal.alarm. It never limits time: the parent kills it.
+Owns the child's end of the protocol (JSON lines, never pickle; rewards/wire.py), its memory limit, and the rule that
+it dies with its parent and all that it started with it (processes.keep). Functions run in the main thread, so they may
+use signal.alarm. It never limits time: the parent kills it. A copy of it that a function forked, and that comes back
+out of the function, ends there.
 
-    in   {"op": "load", "spec"}                    out  {"mode": "each" | "together" | "batch"} | a failure
+    in   {"op": "load", "spec"}                    out  {"pid", "mode": "each" | "together" | "batch"} | a failure
     in   {"op": "score", "spec", "items": [...]}   out  each, together: a line for each item as it is scored,
                                                         {"index", "result": {"score", "extras"} | a failure}
                                                         batch: {"results": [...]} | a failure
 
-A failure is {"error": text}, with "out_of_memory": true after a MemoryError. "each" calls the function for one item
-after the other, "together" (async def) for all of them at a time on one event loop, "batch" once for all of them.
+Each line in has a "call", and each line out that of what it answers. A failure is {"error": text}, with
+"out_of_memory": true after a MemoryError. "each" calls the function for one item after the other, "together" (async
+def) for all of them at a time on one event loop, "batch" once for all of them.
 """
 
 from __future__ import annotations
@@ -24,15 +27,16 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from rollover.functions import explained
-from rollover.processes import die_with
+from rollover.processes import keep
 from rollover.rewards.registry import Item, LoadedReward, load_reward, runner
+from rollover.rewards.wire import line_of
 
 _MAX_ERROR_CHARS = 2000
 
 
 def main() -> None:
     parent, base_dir, memory_bytes = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    die_with(parent)
+    keep(parent)
     if memory_bytes:
         _limit_memory(memory_bytes)
     # User code may print and read: the protocol gets private descriptors, its fd 1 is stderr and its fd 0 is empty.
@@ -48,21 +52,24 @@ def main() -> None:
 def serve(requests: TextIO, replies: TextIO, base_dir: str) -> None:
     """Answer requests until the input ends."""
     loaded: dict[str, LoadedReward] = {}
+    own_pid, call = os.getpid(), 0
 
     def reply(message: dict[str, Any]) -> None:
-        replies.write(json.dumps(message) + "\n")
+        if os.getpid() != own_pid:
+            os._exit(0)  # a copy that the function forked: neither reply nor the next request are for it
+        replies.write(line_of({"call": call, **message}))
         replies.flush()
 
     for line in requests:
         request = json.loads(line)
-        spec = request["spec"]
+        spec, call = request["spec"], request["call"]
         if request["op"] == "load":
             try:
                 loaded[spec] = load_reward(spec, base_dir)
             except ValueError as error:
-                reply({"error": str(error)[:_MAX_ERROR_CHARS]})
+                reply({"pid": own_pid, "error": str(error)[:_MAX_ERROR_CHARS]})
             else:
-                reply({"mode": loaded[spec].mode})
+                reply({"pid": own_pid, "mode": loaded[spec].mode})
         else:
             _score(loaded[spec], request["items"], reply)
 

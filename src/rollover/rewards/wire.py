@@ -1,0 +1,60 @@
+"""What a reward worker may say, and what of it is believed. Import-light: both ends use it. No I/O.
+
+Every request has a call id, and every reply to it the same one. A line that is not such a reply is nobody's reward: it
+is a failure of the worker.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+MAX_LINE_BYTES = 64 * 2**20
+
+
+class BadReply(Exception):
+    """What came out of the worker is not a reply to the present call; the text completes "the reward worker ..."."""
+
+
+def reply_of(line: bytes, call: int) -> dict[str, Any]:
+    """The reply in this line. BadReply unless it is one to `call`."""
+    try:
+        reply = json.loads(line)
+    except ValueError:
+        raise BadReply("said something that is no reply") from None
+    if not isinstance(reply, dict) or not isinstance(reply.get("call"), int):
+        raise BadReply("said something that is no reply")
+    if reply["call"] != call:
+        raise BadReply("answered another call")
+    return reply
+
+
+def checked_results(results: Any, num: int) -> list[dict[str, Any]]:
+    """`results`, if they are those of `num` items: each {"score", "extras"}, finite numbers, or {"error"}."""
+    if not isinstance(results, list) or len(results) != num or not all(map(_is_result, results)):
+        raise BadReply("gave results that are none")
+    return results
+
+
+def _is_result(result: Any) -> bool:
+    if not isinstance(result, dict):
+        return False
+    if "error" in result:
+        return isinstance(result["error"], str)
+    extras = result.get("extras")
+    return _is_finite(result.get("score")) and isinstance(extras, dict) and all(map(_is_finite, extras.values()))
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def line_of(message: dict[str, Any]) -> str:
+    """A reply as a line. One that is too long for a line is a failure instead, under the same call and index."""
+    line = json.dumps(message) + "\n"
+    if len(line) <= MAX_LINE_BYTES:  # JSON of ASCII characters
+        return line
+    failure = {"error": f"the function's result is {len(line) / 2**20:.0f} MiB long, above {MAX_LINE_BYTES >> 20} MiB"}
+    rest = {key: message[key] for key in ("call", "index") if key in message}
+    return json.dumps(rest | ({"result": failure} if "index" in rest else failure)) + "\n"

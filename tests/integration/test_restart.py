@@ -137,6 +137,9 @@ def test_a_finished_run_is_not_evaluated_again(tmp_path: Path, capsys: pytest.Ca
     [
         (["--rollout.temperature", "0.5"], "rollout.temperature = 1"),
         (["--rollout.groups_per_step", "1", "--rollout.in_flight_groups", "3"], "rollout.groups_per_step = 1"),
+        (["--rollout.max_new_tokens", "1010"], "--resume with rollout.max_new_tokens = 1010"),
+        (["--rollout.max_new_tokens", "1"], "rollout.max_new_tokens = 1"),
+        (["--engine.kv_memory_gb", "0.00005"], "(and engine.kv_memory_gb) back"),
     ],
 )
 def test_held_rollouts_must_suit_the_configuration(

@@ -63,13 +63,13 @@ def test_goes_on(started: list[Segment], changes: dict, max_tokens: int) -> None
         ([], {}, ROOM - 1, 0),
         ([sampled(1.0)], {}, ROOM - 1, SO_FAR),
     ],
-    ids=["a larger budget, waiting", "a larger budget, parked", "a smaller engine, waiting", "a smaller engine, parked"],
+    ids=["larger budget, waiting", "larger budget, parked", "smaller engine, waiting", "smaller engine, parked"],
 )  # fmt: skip
 def test_refuses_what_would_not_fit(started: list[Segment], changes: dict, max_tokens: int, num_tokens: int) -> None:
     budget = changes.get("max_new_tokens", BUDGET)
     message = (
-        rf"--resume with rollout.max_new_tokens = {budget}: .*rollout 0-0 has a prompt of {len(PROMPT)} and {num_tokens}"
-        rf" tokens.* takes {max_tokens} in all\. Set it \(and engine.kv_memory_gb\) back"
+        rf"--resume with rollout.max_new_tokens = {budget}: .*rollout 0-0 has a prompt of {len(PROMPT)}"
+        rf" and {num_tokens} tokens.* takes {max_tokens} in all\. Set it \(and engine.kv_memory_gb\) back"
     )
     with pytest.raises(ValueError, match=message):
         restored(*started, **changes).check_restored(0, max_tokens)

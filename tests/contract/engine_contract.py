@@ -305,6 +305,7 @@ async def check_release_and_stats(subject: Subject) -> None:
     engine = subject.make_engine()
     before = engine.stats()
     assert before.keys() >= STATS
+    assert all(before[k] == 0 for k in STATS - {"kv/bytes"}), "counters begin at 0"
     tokens = tokens_of(await engine.extend(subject.request()))
     engine.release(["0-0", "no such rollout"])
     engine.release(["0-0"])

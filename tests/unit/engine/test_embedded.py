@@ -195,6 +195,7 @@ def test_short_memory_preempts_and_changes_nothing(family: str) -> None:
         np.testing.assert_array_equal(a[0].token_ids, b[0].token_ids)
         np.testing.assert_allclose(a[0].logprobs, b[0].logprobs, atol=2e-5)
     assert tight.stats()["engine/preemptions"] > 0 and tight.stats()["engine/reprefill_tokens"] > 0
+    assert roomy.stats()["engine/preemptions"] == 0 and roomy.stats()["engine/reprefill_tokens"] == 0
     assert 0 < peak <= token_bytes * 1000
 
 

@@ -1,7 +1,19 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from rollover.config import rollout as config
-from rollover.rollout.order import ORDERS, RolloutView, fifo, longest_first, oldest_first, shortest_remaining
+from rollover.rollout.order import (
+    ORDERS,
+    RolloutView,
+    fifo,
+    load_order,
+    longest_first,
+    oldest_first,
+    shortest_remaining,
+)
 
 VIEWS = [
     RolloutView("0-0", 0, 0, num_tokens=5, remaining=9, admitted_at=0, parked_since=3),
@@ -35,3 +47,31 @@ def test_fifo() -> None:
 
 def test_every_order_of_the_config_exists() -> None:
     assert set(config.ORDERS) == set(ORDERS)
+
+
+def own(folder: Path, returned: str) -> str:
+    """The name of a user's order that returns this expression of `view`."""
+    path = folder / "mine.py"
+    path.write_text(f"def order(view):\n    return {returned}\n")
+    return f"{path}:order"
+
+
+@pytest.mark.parametrize("returned", ["()", "(-view.num_tokens,)", "(view.remaining, view.num_tokens > 5)"])
+def test_a_users_order_is_made_total_by_admission(tmp_path: Path, returned: str) -> None:
+    key = load_order(own(tmp_path, returned))
+    assert all(key(view)[-2:] == (view.group_id, view.sibling) for view in VIEWS)
+    expected = sorted(VIEWS, key=lambda view: (*eval(returned, {"view": view}), view.group_id, view.sibling))
+    assert order(key) == [view.rollout_id for view in expected]
+
+
+@pytest.mark.parametrize("returned", ['(1, "a")', '("a", 1)', "(1, 1.5)", "(None,)", "[1, 2]", "7", "None", '"ab"'])
+def test_a_users_order_that_is_no_tuple_of_integers_is_refused(tmp_path: Path, returned: str) -> None:
+    name = own(tmp_path, returned)
+    with pytest.raises(ValueError) as refusal:
+        load_order(name)(VIEWS[0])
+    for part in ("rollout.order", name, f"returned {eval(returned)!r}", "tuple of integers"):
+        assert part in str(refusal.value)
+
+
+def test_the_names_of_ours_are_looked_up_first() -> None:
+    assert all(load_order(name) is function for name, function in ORDERS.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -192,6 +193,43 @@ def test_what_arrives_together_is_handled_in_group_order() -> None:
     assert [e.group.group_id for e in run.events if e.kind is EventKind.READY] == [0, 1, 2, 3]
     finished = [e.rollout.rollout_id for e in run.events if e.kind is EventKind.FINISH and e.rollout]
     assert finished == [f"{group}-{sibling}" for group in range(4) for sibling in range(2)]
+
+
+def test_what_arrives_together_is_handled_in_group_order_however_it_was_started(tmp_path: Path) -> None:
+    """An order of one's own resumes the newest first: they begin, and end, in the reverse of the group order."""
+    (tmp_path / "mine.py").write_text("def newest(view):\n    return (-view.group_id, -view.sibling)\n")
+    run = Run(
+        lengths=lambda seed: 4, groups_per_step=3, interrupt="token_budget", token_budget=2, max_staleness=1,
+        order=f"{tmp_path / 'mine.py'}:newest",
+    )  # fmt: skip
+    run.steps(1)
+    everyone = [f"{group}-{sibling}" for group in range(3) for sibling in range(2)]
+
+    def told(kind: EventKind) -> list[str]:
+        return [e.rollout.rollout_id for e in run.events if e.kind is kind and e.rollout]
+
+    assert told(EventKind.RESUME) == everyone[::-1]
+    assert told(EventKind.PARK) == told(EventKind.FINISH) == everyone
+    assert [e.group.group_id for e in run.events if e.kind is EventKind.READY] == [0, 1, 2]
+
+
+def test_scores_that_arrive_together_are_handled_in_group_order() -> None:
+    """The second group is finished, and its scoring begun, long before the first."""
+    all_asked = asyncio.Event()
+    asked: list[int] = []
+
+    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
+        asked.append(rollouts[0].group_id)
+        if len(asked) == 3:
+            all_asked.set()
+        await all_asked.wait()
+        return await score_by_tokens(rollouts)
+
+    lengths = {"0-0": 30, "0-1": 30, "1-0": 5, "1-1": 5, "2-0": 9, "2-1": 15}
+    run = Run(engine=FakeEngine(lengths), scorer=scorer, groups_per_step=3)
+    run.steps(1)
+    assert asked == [1, 2, 0]
+    assert [e.group.group_id for e in run.events if e.kind is EventKind.READY] == [0, 1, 2]
 
 
 def test_a_batch_is_in_group_id_order_even_if_the_later_group_is_staler() -> None:

@@ -279,6 +279,19 @@ def test_forgets_groups_that_left() -> None:
     assert not state["admitted_at"] and not state["parked_since"]
 
 
+def test_supplement_never_holds_more_than_the_bound() -> None:
+    """Groups whose scores are slow leave their places to new ones, but for one step's worth of them only."""
+    bench = Bench(groups_per_step=2, in_flight_groups=4, max_staleness=2, interrupt="when_enough", supplement=True)
+    assert bench.config.most_held == 6
+    for expected in (4, 2, 0):
+        assert bench.scheduler.num_to_admit() == expected
+        for group in bench.admit(expected):
+            (rollout,) = group.rollouts
+            bench.run(rollout.rollout_id)
+            bench.lifecycle.append(rollout, [make_segment(1, 0, StopReason.EOS)])  # finished, and not scored
+    assert len(bench.cache.groups) == bench.config.most_held
+
+
 def test_groups_that_another_config_left_behind() -> None:
     bench = Bench(groups_per_step=2, in_flight_groups=6, max_staleness=2, interrupt="when_enough")
     bench.admit(6)

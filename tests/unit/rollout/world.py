@@ -85,6 +85,8 @@ class World:
         self.filter_rate, self.publish_every = filter_rate, publish_every
         self.lifecycle = Lifecycle(config, max_running, MIN_VALID, group_filter=self._filter)
         self.singly = rng.random() < 0.5  # whether a rollout is scored when it stops, or with its group
+        self.slow_scores = rng.random() < 0.3  # whether rewards come some time after they were asked for
+        self.awaited: list[Sequence[Rollout]] = []
         self.reserves = rng.random() < 0.3  # whether some groups are reserved for a step before it has enough
         self.reserved: set[int] = set()
         self.version = self.engine_version = 0
@@ -184,7 +186,7 @@ class World:
         self.engine_version = self.version  # a restarted run hands the weights over at once
         self.lifecycle.begin(self.version, self.engine_version)
         self.check()
-        self.reserved = set()
+        self.reserved, self.awaited = set(), []
         for rollout in self.lifecycle.unscored():
             if self.singly or is_complete(self.cache.groups[rollout.group_id]):
                 self._score([rollout])
@@ -209,7 +211,10 @@ class World:
     def _random_event(self) -> None:
         """A running rollout stops, or is paused with some tokens (its token budget, where there is one)."""
         running = self.lifecycle.running()
-        assert running, "nothing runs and there is not enough for a step"
+        assert running or self.awaited, "nothing runs and there is not enough for a step"
+        if self.awaited and (not running or self.rng.random() < 0.2):
+            self._give_rewards(self.awaited.pop(self.rng.randrange(len(self.awaited))))
+            return
         if self.adversary == "newest":
             rollout = running[-1]
         elif self.adversary == "stubborn":
@@ -248,8 +253,16 @@ class World:
         self.rng.shuffle(running)
         for rollout in running:
             self._extend(rollout, self.rng.randint(self.min_pause_tokens, 4))
+        while self.awaited:
+            self._give_rewards(self.awaited.pop())
 
     def _score(self, rollouts: Sequence[Rollout]) -> None:
+        if self.slow_scores:
+            self.awaited.append(rollouts)
+        else:
+            self._give_rewards(rollouts)
+
+    def _give_rewards(self, rollouts: Sequence[Rollout]) -> None:
         group = self.cache.groups[rollouts[0].group_id]
         ready = self.lifecycle.set_rewards(group, [self._reward() for _ in rollouts], rollouts)
         if isinstance(ready, DropReason):

@@ -1,7 +1,9 @@
 """`python -m rollover.bench.learning`: does a sample teach as much as with TRL? Mean reward by step, two seeds.
 
+    python -m rollover.bench.learning --systems partial --rollout.in_flight_groups 24 --rollout.max_staleness 2
+
 The tasks, scorer, group size, lengths and learning rate of `rollover bench step`. Not one of its verbs: TRL takes half
-an hour a seed on two cores.
+an hour a seed on two cores. Keys of the configuration change what `partial` runs with.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import sys
 from contextlib import redirect_stdout
 
 from rollover.bench.step import PARTIAL, run_ours, run_trl
+from rollover.cli import split_overrides
 from rollover.config import Config
+from rollover.config.load import ConfigError, load_config
 from rollover.train.setup import prepare_process
 
 LAST = 5  # steps at the end whose mean reward is compared
@@ -26,7 +30,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--systems", nargs="+", default=["synchronous", "partial", "trl"])
-    args = parser.parse_args()
+    rest, overrides = split_overrides(sys.argv[1:], parser)
+    args = parser.parse_args(rest)
+    try:  # a wrong key ends it now, not after the other systems
+        load_config([], [*PARTIAL, *overrides], require_sources=False)
+    except ConfigError as error:
+        parser.error(str(error))
     config = Config()
     prepare_process(config)
     curves: dict[str, dict[int, list[float]]] = {system: {} for system in args.systems}
@@ -39,7 +48,9 @@ def main() -> None:
                     rate = args.learning_rate
                     steps = run_trl(config, args.steps, seed=seed, learning_rate=rate, autocast=True, micro_batch=8)
                 else:
-                    steps = run_ours(config, [*common, *(PARTIAL if system == "partial" else [])], args.steps)
+                    steps = run_ours(
+                        config, [*common, *([*PARTIAL, *overrides] if system == "partial" else [])], args.steps
+                    )
             curves[system][seed] = [step.reward for step in steps]
             print(json.dumps({"system": system, "seed": seed, "rewards": curves[system][seed]}), flush=True)
     ends = {s: [statistics.mean(c[-LAST:]) for c in of.values()] for s, of in curves.items()}

@@ -1,0 +1,118 @@
+"""Every code block of README.md and docs: TOML loads, Python runs and tells right from wrong, JSON is JSON.
+
+Shell blocks are checked by test_commands_in_docs.py, and sessions (>>>) by test_algorithms_doc.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from documents import PAGES, ROOT, Block, blocks
+from rollover.config import RewardsConfig
+from rollover.config.load import load_config
+from rollover.envs.tasks.stream import TaskStream
+from rollover.functions import load_function
+from rollover.rewards.pool import RewardPool
+from rollover.rewards.protocol import ScoreRequest
+from rollover.rollout.order import RolloutView
+
+BLOCKS = blocks()
+
+
+def of(language: str) -> pytest.MarkDecorator:
+    found = [block for block in BLOCKS if block.language == language]
+    return pytest.mark.parametrize("block", found, ids=[block.name for block in found])
+
+
+def test_every_block_says_what_it_is() -> None:
+    """A block without a language is a picture or what a program printed, and no line of it is a command."""
+    for block in BLOCKS:
+        assert block.language in ("", "bash", "json", "python", "toml"), block.name
+        if not block.language:
+            code = r"^(rollover [a-z]+ |make |python |git )|^\[\w+\]$"
+            assert not re.search(code, block.text, re.MULTILINE), block.name
+
+
+@of("toml")
+def test_toml_loads(block: Block, tmp_path: Path) -> None:
+    """Alone if it has tasks, else over the quickstart; and nothing in it is reset or without effect."""
+    text = block.text
+    if not re.search(r"^\[", text, re.MULTILINE):
+        assert block.page.name == "modes.md", block.name
+        text = f"[rollout]\ngroups_per_step = 8\n{text}"
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    files = [path] if "[[tasks.sources]]" in text else [ROOT / "configs" / "quickstart.toml", path]
+    resolved = load_config(files)
+    assert not [notice for notice in resolved.notices if f"({path})" in notice.partition(" was reset")[0]]
+
+
+@of("json")
+def test_json_is_json(block: Block) -> None:
+    assert isinstance(json.loads(block.text), dict)
+
+
+@of("python")
+def test_python_tells_right_from_wrong(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ">>>" in block.text:
+        assert block.page.name == "algorithms.md", "sessions are run there"
+        return
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(block.text)
+    names = re.findall(r"^(?:async )?def (\w+)|^class (\w+)", block.text, re.MULTILINE)
+    assert names
+    for name in map("".join, names):
+        CHECKS[block.page.name, name](f"mine.py:{name}")
+
+
+def scores(spec: str, row: dict[str, object], *completions: str) -> list[float | None]:
+    """What the reward `spec` gives for completions of one row of a data set: through the task stream and the pool."""
+    Path("problems.jsonl").write_text("".join(json.dumps({**row, "n": i}) + "\n" for i in range(4)))
+    toml = next(b.text for b in BLOCKS if b.page.name == "README.md" and 'kind = "dataset"' in b.text)
+    Path("mine.toml").write_text(re.sub(r'^reward = "[^"]*"', f'reward = "{spec}"', toml, flags=re.MULTILINE))
+    config = load_config(["mine.toml"], [("tasks.eval_fraction", "0.001")]).config
+    task = TaskStream(config.tasks, seed=0, split="train", rewards=config.rewards).next()
+    assert task is not None
+
+    async def ask() -> list[float | None]:
+        pool = RewardPool(RewardsConfig(num_workers=1))
+        try:
+            rewards = await pool.score([ScoreRequest(task, text, (1,)) for text in completions])
+        finally:
+            await pool.close()
+        assert [r.error for r in rewards if r.error] == []
+        return [r.score for r in rewards]
+
+    return asyncio.run(ask())
+
+
+def check_trl(spec: str) -> None:
+    """Plain prompts, for which it is written."""
+    assert scores(spec, {"prompt": "2 + 2 =", "answer": "4"}, "It is 4.", "It is 5.") == [1.0, 0.0]
+
+
+def check_verl(spec: str) -> None:
+    for prompt in ("2 + 2 =", [{"role": "user", "content": "2 + 2 ="}]):
+        assert scores(spec, {"prompt": prompt, "answer": "4"}, "It is 4.", "It is 5.") == [1.0, 0.0], prompt
+
+
+def check_order(spec: str) -> None:
+    order = load_function(spec, ".")
+    long, short = (RolloutView("0-0", 0, 0, num_tokens, 9, 0, 0) for num_tokens in (3, 1))
+    assert order(short) < order(long)
+
+
+CHECKS = {
+    ("README.md", "accuracy"): check_trl,
+    ("README.md", "compute_score"): check_verl,
+    ("modes.md", "fewest_tokens_first"): check_order,
+}
+
+
+def test_pages_are_found() -> None:
+    assert {"README.md", "modes.md", "rewards.md"} <= {page.name for page in PAGES}

@@ -82,7 +82,10 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
-        """Replace weights in place (names as in the model's state dict) and stamp `version` from now on."""
+        """Replace weights in place (names as in the model's state dict) and stamp `version` from now on.
+
+        With LoRA the weights come once, then adapters alone, by the names of models/adapters.py.
+        """
         ...
 
     def stats(self) -> dict[str, float]:

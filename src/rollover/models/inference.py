@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from rollover.models.adapters import Adapter, Adapters
 from rollover.models.attention import Attention
 from rollover.models.operations import Norm, Operations
 from rollover.models.packed import PackedWeight
@@ -29,9 +30,15 @@ class PlainWeights:
 
     def __init__(self, linears: Sequence[torch.nn.Linear]) -> None:
         self.linears = linears
+        self.adapters: Sequence[Adapter | None] = [None] * len(linears)
+
+    def refresh(self, adapters: Sequence[Adapter | None]) -> None:
+        """Compute with these adapters from now on."""
+        self.adapters = adapters
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
         out = [F.linear(x_NI, linear.weight, linear.bias) for linear in self.linears]
+        out = [y if adapter is None else y + adapter(x_NI) for y, adapter in zip(out, self.adapters, strict=True)]
         return out[0] if len(out) == 1 else torch.cat(out, -1)
 
 
@@ -43,8 +50,9 @@ class PackedWeights:
         assert len({bias is None for bias in self.biases}) == 1, "biases in all of them or in none"
         self.sizes = [linear.out_features for linear in linears]
         self.new: dict[int, torch.Tensor] = {}
+        self.rows = rows
         self.packed = PackedWeight(torch.cat([linear.weight.detach() for linear in linears]), None, rows)
-        self.refresh()
+        self.refresh([None] * len(linears))
 
     def load(self, index: int, weight_OI: torch.Tensor) -> None:
         """Replace one layer's weight: packed when all have come, else at the next `refresh`."""
@@ -53,27 +61,38 @@ class PackedWeights:
             self._pack()
 
     def _pack(self) -> None:
-        if len(self.new) < len(self.sizes):  # an update may bring one of several alone (LoRA)
+        if len(self.new) < len(self.sizes):  # an update may bring one of several alone
             old = self.packed.plain().split(self.sizes)
             self.new = {i: self.new.get(i, weight) for i, weight in enumerate(old)}
         self.packed.load(torch.cat([self.new[i] for i in range(len(self.sizes))]))
         self.new = {}
 
-    def refresh(self) -> None:
-        """Pack what was loaded, and take the modules' biases as they are now."""
+    def refresh(self, adapters: Sequence[Adapter | None]) -> None:
+        """Pack what was loaded, take the modules' biases as they are now, and these adapters."""
         if self.new:
             self._pack()
         biases = [bias.detach() for bias in self.biases if bias is not None]
         self.packed.bias_O = torch.cat(biases) if biases else None
+        self.adapter = Adapter.side_by_side(adapters, self.sizes)
+        if self.adapter is not None:
+            self.down = PackedWeight(self.adapter.down_RI, None, self.rows)
+            self.up = PackedWeight(self.adapter.up_OR, None, self.rows)
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
-        return self.packed(x_NI)
+        out_NO = self.packed(x_NI)
+        if self.adapter is None:
+            return out_NO
+        # Each product is rounded by itself, as in the trainer, though one operation could add the last one.
+        return out_NO.add_(self.adapter.scaled(self.up(self.down(x_NI))))
 
 
 class InferenceDecoder:
-    """`hidden_states` of one model. `rows`: the usual number of tokens in a decode step."""
+    """`hidden_states` of one model. `rows`: the usual number of tokens in a decode step.
 
-    def __init__(self, model: Any, rows: int, operations: Operations) -> None:
+    `adapters` are those of the model's layers; what is loaded into them is seen after `refresh`.
+    """
+
+    def __init__(self, model: Any, rows: int, operations: Operations, adapters: Adapters | None = None) -> None:
         assert self.supported(model)
         backbone = model.model
         first = next(model.parameters())
@@ -84,17 +103,17 @@ class InferenceDecoder:
         # In float32 the plain layout stays: it is the one in which engine and trainer are compared bit by bit.
         packs = self.dtype == torch.bfloat16 and PackedWeight.supported(first.device, self.dtype)
 
-        def weights(*linears: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-            if not packs:
-                return PlainWeights(linears)
-            packed = PackedWeights(linears, rows)
-            for index, linear in enumerate(linears):
-                linear.weight.data = linear.weight.data.new_empty(0)
-                self._packed[f"{names[linear]}.weight"] = partial(packed.load, index)
-            self._loaded.append(packed)
-            return packed
+        def weights(*linears: torch.nn.Linear) -> PlainWeights | PackedWeights:
+            out = PackedWeights(linears, rows) if packs else PlainWeights(linears)
+            if isinstance(out, PackedWeights):
+                for index, linear in enumerate(linears):
+                    linear.weight.data = linear.weight.data.new_empty(0)
+                    self._packed[f"{names[linear]}.weight"] = partial(out.load, index)
+            self._groups.append((out, [names[linear] for linear in linears]))
+            return out
 
-        self._loaded: list[PackedWeights] = []
+        self._adapters = adapters
+        self._groups: list[tuple[PlainWeights | PackedWeights, list[str]]] = []
         self.layers = [_Layer(layer, weights) for layer in backbone.layers]
         self.norm = Norm(backbone.norm)
 
@@ -110,9 +129,9 @@ class InferenceDecoder:
         return len(model.model.rotary_emb.inv_freq) * 2 == head_size
 
     def refresh(self) -> None:
-        """The weights were replaced: take norms and biases again, and pack."""
-        for packed in self._loaded:
-            packed.refresh()
+        """The weights were replaced: take norms, biases and adapters again, and pack."""
+        for weights, layers in self._groups:
+            weights.refresh([None if self._adapters is None else self._adapters.of(layer) for layer in layers])
         for norm in (self.norm, *(norm for layer in self.layers for norm in layer.norms)):
             norm.reload()
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rollover.config import LoraConfig
+from rollover.models.adapters import names
 
 
 def add_lora(model: Any, lora: LoraConfig) -> Any:
@@ -40,26 +41,41 @@ def add_lora(model: Any, lora: LoraConfig) -> Any:
         raise ValueError(f"model.lora.target_modules = {lora.target_modules}: {error}") from error
 
 
-@torch.no_grad()
-def merged_weights(plain: Any, *, adapted_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named weights of the plain model, adapters merged: W + scale * B A, rounded once from the unchanged W.
-
-    `adapted_only`: those of adapted layers alone.
-    """
+def _adapted(plain: Any) -> Iterator[tuple[str, Any]]:
+    """Names and layers of the plain model that have an adapter."""
     from peft.tuners.lora import LoraLayer
 
-    merged = set()
-    for name, layer in plain.named_modules():
-        if isinstance(layer, LoraLayer):
-            base = layer.get_base_layer()
-            assert isinstance(base, torch.nn.Module)
-            weight = base.weight
-            assert isinstance(weight, torch.Tensor)
-            merged.add(f"{name}.base_layer.weight")
-            delta: Any = layer.get_delta_weight  # pyright: ignore[reportAttributeAccessIssue]
-            yield f"{name}.weight", (weight.float() + delta("default").float()).to(weight.dtype)
-    if adapted_only:
-        return
+    yield from ((name, layer) for name, layer in plain.named_modules() if isinstance(layer, LoraLayer))
+
+
+def _parts(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """A [R, I], B [O, R] and alpha / rank."""
+    down_RI, up_OR = (part["default"].weight.detach() for part in (layer.lora_A, layer.lora_B))
+    return down_RI, up_OR, layer.scaling["default"]
+
+
+def base_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Named weights of the plain model without its adapters. Views."""
     for name, parameter in plain.named_parameters():
-        if name not in merged and ".lora_" not in name:
+        if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), parameter.detach()
+
+
+def adapter_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """A, B and scale of every adapted layer, by the names of models/adapters.py. A and B are views."""
+    for name, layer in _adapted(plain):
+        down_RI, up_OR, scale = _parts(layer)
+        yield from zip(names(name), (down_RI, up_OR, torch.tensor(scale)), strict=True)
+
+
+def merged_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Named weights of the plain model, adapters merged: W + scale * B A in float32, rounded once to W's dtype."""
+    merged = {}
+    for name, layer in _adapted(plain):
+        down_RI, up_OR, scale = _parts(layer)
+        delta_OI = scale * (up_OR.float() @ down_RI.float())
+        # GPT-2's layers have their weight the other way round.
+        weight, delta = layer.get_base_layer().weight.detach(), delta_OI.T if layer.fan_in_fan_out else delta_OI
+        merged[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
+    for name, parameter in base_weights(plain):
+        yield name, merged.get(name, parameter)

@@ -23,7 +23,7 @@ from rollover.models.norms import compile_norms
 from rollover.rollout.staleness import staleness
 from rollover.train.batch import Batch
 from rollover.train.critic import Critic, Stream
-from rollover.train.lora import add_lora, merged_weights
+from rollover.train.lora import adapter_weights, add_lora, base_weights, merged_weights
 from rollover.train.objective import Counts, Objective, Streams, Sums, combine, step_metrics
 from rollover.train.optimizer import Optimizer
 from rollover.train.packing import Packed, micro_batches, pack, split_groups
@@ -271,17 +271,15 @@ class Trainer:
     def publish(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights for an engine, by the plain model's parameter names, tied ones once. Views: copy them at once.
 
-        With LoRA only what differs from the first hand-over: the merged weights of adapted layers.
+        With LoRA the weights once, and every time the adapters (models/adapters.py): merged they would be rounded away.
         """
-        yield from self._weights(adapted_only=self._published)
-        self._published = self.lora
-
-    def _weights(self, *, adapted_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Named weights of the plain model, adapters merged."""
-        if self.lora:
-            yield from merged_weights(self._plain, adapted_only=adapted_only)
-        else:
-            yield from ((n, p.detach()) for n, p in self._plain.named_parameters())
+        if not self.lora:
+            yield from ((name, parameter.detach()) for name, parameter in self._plain.named_parameters())
+            return
+        if not self._published:
+            yield from base_weights(self._plain)
+        yield from adapter_weights(self._plain)
+        self._published = True
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(tensors, JSON-able rest) from which `load_state` continues exactly."""
@@ -323,7 +321,7 @@ class Trainer:
     def save_model(self, folder: Path) -> None:
         """A folder that transformers' from_pretrained loads: compute dtype, adapters merged, tokenizer included."""
         model = self._plain
-        tensors = dict(self._weights(adapted_only=False)) if self.lora else model.state_dict()
+        tensors = dict(merged_weights(model)) if self.lora else model.state_dict()
         model.save_pretrained(folder, state_dict=tensors)
         self.tokenizer.save_pretrained(folder)
         for weights in folder.glob("*.safetensors"):

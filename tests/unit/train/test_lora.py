@@ -1,4 +1,4 @@
-"""LoRA: only adapters train, and what is published and saved is the merged plain model."""
+"""LoRA: only adapters train, and what is saved is the merged plain model."""
 
 from __future__ import annotations
 
@@ -46,32 +46,44 @@ def test_only_adapters_have_masters_and_change() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_published_weights_equal_pefts_own_merge(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_saved_model_is_the_merge(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In float32, rounded once; peft's own merge rounds the product before the sum."""
     t = trainer(dtype)
-    t.save_model(tmp_path / "early")  # saving before the first hand-over must not shorten it
-    first = dict(t.publish())
-    assert first.keys() == dict(tiny.model().named_parameters()).keys()
     for _ in range(3):
         t.train_step(Batch(SAMPLES))
-    second = dict(t.publish())
-    assert second.keys() == {n for n in first if any(f".{x}." in n for x in TARGETS)}
-    assert all(not torch.equal(second[n], first[n]) for n in second)
-
-    merged = dict(copy.deepcopy(t.model).merge_and_unload().named_parameters())
-    for name, tensor in {**first, **second}.items():
-        assert tensor.dtype == dtype
-        torch.testing.assert_close(tensor, merged[name].detach())
+    t.save_model(tmp_path / "merged")
+    saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters())
+    in_float32 = copy.deepcopy(t.model).float()
+    merged = dict(in_float32.merge_and_unload().named_parameters())
+    start = dict(tiny.model().named_parameters())
+    assert saved.keys() == merged.keys() == start.keys()
+    for name, parameter in saved.items():
+        assert parameter.dtype == dtype
+        torch.testing.assert_close(parameter.float(), merged[name].to(dtype).float(), atol=1e-6, rtol=0)
+        assert torch.equal(parameter, start[name].to(dtype)) != any(f".{x}." in name for x in TARGETS)
 
     reference = Trainer(tiny.loaded(), TrainConfig(), AlgorithmConfig(), dtype=dtype, max_new_tokens=16)
-    reference.model.load_state_dict({**first, **second}, strict=False)
+    reference.model.load_state_dict(saved, strict=False)
     expected, got = reference.compute_logprobs(SAMPLES), t.compute_logprobs(SAMPLES)
     for key, value in expected.items():
         np.testing.assert_allclose(got[key], value, atol=2e-5 if dtype == torch.float32 else 0.15)
 
-    t.save_model(tmp_path / "late")
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "late")
-    for name, parameter in saved.named_parameters():
-        assert torch.equal(parameter, {**first, **second}[name]), name
+
+def test_layers_with_the_weight_the_other_way_round_are_merged(tmp_path: Path) -> None:
+    t = Trainer(
+        tiny.loaded("gpt2", n_embd=64, n_head=4, n_layer=2, n_positions=256),
+        TrainConfig(learning_rate=1e-2, num_steps=10),
+        AlgorithmConfig(),
+        dtype=torch.float32,
+        max_new_tokens=16,
+        lora=LoraConfig(rank=4, alpha=8.0, target_modules=["c_attn"]),
+    )
+    for _ in range(3):
+        t.train_step(Batch(SAMPLES))
+    t.save_model(tmp_path / "merged")
+    saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters())
+    for name, parameter in copy.deepcopy(t.model).merge_and_unload().named_parameters():
+        torch.testing.assert_close(saved[name], parameter, atol=1e-6, rtol=0)
 
 
 def test_resumed_adapters_publish_everything_again() -> None:
@@ -81,7 +93,7 @@ def test_resumed_adapters_publish_everything_again() -> None:
     resumed = trainer()
     resumed.load_state({k: v.clone() for k, v in tensors.items()}, meta)
     expected, got = dict(t.publish()), dict(resumed.publish())
-    assert got.keys() == expected.keys() and len(got) == len(dict(tiny.model().named_parameters()))
+    assert got.keys() == expected.keys() > dict(tiny.model().named_parameters()).keys()
     assert all(torch.equal(got[n], expected[n]) for n in got)
     assert resumed.train_step(Batch(SAMPLES)) == t.train_step(Batch(SAMPLES))
 

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rollover.engine.embedded.kv_cache import Bucket
 from rollover.engine.embedded.sequence import Sequence
 from rollover.models import kernels
+from rollover.models.adapters import Adapters
 from rollover.models.attention import (
     Attention,
     PackedAttention,
@@ -259,8 +260,9 @@ class Runner:
         self.device = next(model.parameters()).device
         self.rows = rows
         self.kernels = kernels.on(self.device.type)
-        operations = self.kernels or TorchOperations()
-        self.decoder = InferenceDecoder(model, rows, operations) if InferenceDecoder.supported(model) else None
+        operations, fast = self.kernels or TorchOperations(), InferenceDecoder.supported(model)
+        self.adapters = Adapters(model, attach=not fast)
+        self.decoder = InferenceDecoder(model, rows, operations, self.adapters) if fast else None
         if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
             self.kernels = None  # whose attention has none
         self.head = Head.of(model).precise(rows)
@@ -275,16 +277,19 @@ class Runner:
         return hidden_states(self.model, input_ids_N, position_ids_N, attention)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Replace weights in place, then the copies made of them. Returns the bytes written."""
+        """Replace weights and adapters, then the copies made of them. Returns the bytes written."""
         num_bytes = 0
         for name, tensor in tensors:
-            parameter = self._parameters.get(name)
-            assert parameter is not None, f"the engine's model has no parameter {name}"
-            packed = None if self.decoder is None else self.decoder.load(name, tensor)
-            if packed is None:
+            written = self.adapters.load(name, tensor)
+            if written is None and self.decoder is not None:
+                written = self.decoder.load(name, tensor)
+            if written is None:
+                parameter = self._parameters.get(name)
+                assert parameter is not None, f"the engine's model has no parameter {name}"
                 parameter.copy_(tensor)
-                packed = parameter.numel() * parameter.element_size()
-            num_bytes += packed
+                written = parameter.numel() * parameter.element_size()
+            num_bytes += written
+        self.adapters.refresh()
         if self.decoder is not None:
             self.decoder.refresh()
         self.head = Head.of(self.model).precise(self.rows)

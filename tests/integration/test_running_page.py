@@ -1,0 +1,40 @@
+"""docs/running.md: its tables are those of a real run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import runs
+
+from documents import ROOT
+from rollover import cli
+from rollover.types import StopReason
+
+PAGE = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+
+
+def first_column(section: str) -> list[str]:
+    """The names in the first column of the table under a heading."""
+    text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    assert text, section
+    return [name for row in re.findall(r"^\| (.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
+
+
+def test_the_page_lists_the_files_of_a_run_and_the_keys_in_them(tmp_path: Path) -> None:
+    recipe = runs.write(tmp_path, steps=1, eval={"num_tasks": 4, "samples_per_task": 2}, train={"profile_steps": [1]})
+    assert cli.main(["train", str(recipe)]) == 0
+    run = tmp_path / "run"
+    assert sorted(first_column("The run directory")) == sorted(p.name + "/" * p.is_dir() for p in run.iterdir())
+    (line, *_) = runs.json_lines(run / "rollouts" / "step-000001.jsonl")
+    assert first_column("`rollouts/step-000012.jsonl`") == list(line)
+    assert list(json.loads(line["columns"])) == ["answer"]
+    (before, after) = runs.json_lines(run / "eval.jsonl")
+    evaluation = PAGE.partition("## Evaluation")[2].partition("```")[0]
+    assert [key for key in after if f"`{key}`" not in evaluation and not re.match(r"pass@2", key)] == []
+
+
+def test_stop_reasons_are_listed() -> None:
+    (row,) = re.findall(r"^\| `stop_reason` \| (.*) \|$", PAGE, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == {reason.value for reason in StopReason} - {"paused"}

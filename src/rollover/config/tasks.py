@@ -30,6 +30,13 @@ class TaskSourceConfig(Table):
         description="dataset: answer column; empty = reward_model.ground_truth (verl), answer, solution or"
         " ground_truth.",
     )
+    problem_key: str = Field(
+        default="",
+        description="What makes two problems the same, so that one is not trained where the other is held out. dataset:"
+        " a column; or your own function (module:function or path.py:function) of a task to a text. Empty: the prompt"
+        " without regard to case and white space; of some generators (chain_sum, products, ...) also without regard"
+        " to the order of operands.",
+    )
     reward: str = Field(
         default="",
         description="Reward of this source: module:function, path.py:function, or a built-in name; empty ="
@@ -74,7 +81,8 @@ class TasksConfig(Table):
         default=0.1,
         gt=0,
         lt=1,
-        description="Share of all distinct problems held out for evaluation (by a hash of the problem's text).",
+        description="Share of all distinct problems held out for evaluation (by a hash of what makes them the same:"
+        " tasks.sources.problem_key).",
     )
     max_prompt_tokens: int = Field(
         default=1024, ge=1, description="A task with a longer prompt is skipped, and counted."

@@ -50,7 +50,7 @@ from rollover.train.report import (
     staleness_metrics,
     waste_metrics,
 )
-from rollover.train.setup import Parts, Threads, held_out_tasks, probe_rewards
+from rollover.train.setup import Parts, Threads, held_out_tasks, look_at_tasks
 from rollover.train.streaming import collect_and_accumulate
 from rollover.types import DropReason, Group
 
@@ -109,8 +109,7 @@ class Run:
 
     async def _main(self) -> int:
         if isinstance(self.producer, Generation):
-            self.view.phase("checking the reward functions")
-            await probe_rewards(self.config, self.parts.rewarder)
+            await look_at_tasks(self.config, self.parts.rewarder, self.view)
         if self.resume:
             self._restore()
         self.directory.write_config()

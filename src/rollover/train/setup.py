@@ -15,6 +15,7 @@ from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process import ProcessEngine
 from rollover.envs.single_turn import TASK_OR_NONE, PromptSource
+from rollover.envs.tasks.report import tasks_line
 from rollover.envs.tasks.stream import TaskStream
 from rollover.functions import own_function
 from rollover.models.allocator import keep_freed_memory
@@ -26,6 +27,7 @@ from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.reroll import Reroll
 from rollover.rollout.watchdog import Watchdog
+from rollover.track.live import LiveView
 from rollover.train.reuse import Reuse
 from rollover.train.trainer import Trainer
 from rollover.types import Reward, Rollout, StopReason, Task
@@ -88,13 +90,17 @@ def held_out_tasks(config: Config) -> list[Task]:
     return stream.take(config.eval.num_tasks)
 
 
-async def probe_rewards(config: Config, rewarder: RewardPool) -> None:
-    """Call every source's reward function once. RewardProbeError names what is wrong with one."""
+async def look_at_tasks(config: Config, rewarder: RewardPool, view: LiveView) -> None:
+    """Call every source's reward function once, and say what the tasks are. RewardProbeError names what is wrong."""
+    view.phase("checking the reward functions")
     for source in config.tasks.sources:
         alone = config.tasks.model_copy(update={"sources": [source]})
         task = TaskStream(alone, seed=config.run.seed, split="train", rewards=config.rewards).next()
         if task is not None:
             await rewarder.probe(task)
+    view.phase("looking at the tasks")
+    if line := tasks_line(config):
+        view.message(line)
 
 
 def make_scorer(rewarder: Rewarder, tokenizer: Any, repetition_penalty: float = 0.0) -> Callable[[list[Rollout]], Any]:

@@ -38,6 +38,7 @@ class DatasetSource:
         prompt_column: str = "",
         answer_column: str = "",
         needs_answer: bool = False,
+        problem_key: str = "",
         chat: bool = True,
         key: str = "path",
         task_prefix: str = "",
@@ -57,6 +58,10 @@ class DatasetSource:
         if answer_column and answer_column not in columns:
             raise ValueError(
                 f"dataset {path!r} has no answer column {answer_column!r}; {found}: set tasks.sources.answer_column"
+            )
+        if problem_key and ":" not in problem_key and problem_key not in columns:
+            raise ValueError(
+                f"dataset {path!r} has no column {problem_key!r}; {found}: correct tasks.sources.problem_key"
             )
         has_answer = answer_column or "reward_model" in columns or any(c in columns for c in ANSWER_COLUMNS)
         if needs_answer and not has_answer:

@@ -1,7 +1,8 @@
 """Which problems are held out for evaluation. Pure: no files, no randomness, no state.
 
 Owns the rule that train and eval never share a problem, however small the space of problems: a problem belongs to one
-side by a hash of its own text, not by a seed or a row number. Never decides an order.
+side by a hash of what makes it the same as another (same.py), not by a seed or a row number: the sides are the same in
+every run. Never decides an order.
 """
 
 from __future__ import annotations
@@ -10,29 +11,17 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.types import Task
-
 SplitName = Literal["train", "eval"]
 
 
-def problem_key(problem: Task) -> int:
-    """64-bit identity of a problem: blake2b of its text, without system messages.
-
-    Pass the problem before tasks.instruction is added. A plain prompt and the same text in a user message are one.
-    """
-    turns = [m for m in problem.messages or () if m["role"] != "system"]
-    if problem.prompt is not None:
-        text = problem.prompt
-    elif len(turns) == 1:
-        text = turns[0]["content"]
-    else:
-        text = "\n".join(f"{m['role']}: {m['content']}" for m in turns)
+def key_of(text: str) -> int:
+    """64-bit key of the text that identifies a problem: blake2b."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The side of every problem key.
+    """The side of every problem, by its key.
 
     A source with a held-out file of its own (tasks.sources.eval_path) is split by the two files; every other source by
     key / 2^64 < eval_fraction. `eval_file_keys` are the problems of all held-out files, `train_file_keys` those of the

@@ -19,12 +19,14 @@ from typing import Any
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.envs.tasks.dataset import DatasetSource
 from rollover.envs.tasks.reasoning_gym import ReasoningGymSource
-from rollover.envs.tasks.split import Split, SplitName, problem_key
+from rollover.envs.tasks.same import Same, problem_text, same_by
+from rollover.envs.tasks.split import Split, SplitName, key_of
 from rollover.rewards.registry import spec_for
 from rollover.types import Task
 
 # A generator that gives no new problem of the wanted side in so many attempts has none (left).
 MAX_CANDIDATES = 10_000
+MAX_ROWS = 50_000  # of a dataset that are looked at before the run: what is said of it must not take minutes
 
 
 @dataclass(slots=True)
@@ -32,6 +34,7 @@ class _Cursor:
     """A source and where the stream stands in it: problem `position` of pass `epoch`."""
 
     source: ReasoningGymSource | DatasetSource
+    same: Same
     weight: float
     by_file: bool
     seed: int
@@ -84,8 +87,8 @@ class TaskStream:
     """Tasks of one side of the split, in an order that depends on (tasks, seed, split) only.
 
     train: generators are endless, datasets make `tasks.epochs` passes, and `Task.attempt` is the pass. eval: every
-    problem once. No problem is on both sides (split.py). Relative paths are relative to `base_dir`; `rewards` names the
-    reward of sources that name none.
+    text once. No problem is on both sides (split.py), whichever of its texts it has (same.py). Relative paths are
+    relative to `base_dir`; `rewards` names the reward of sources that name none.
 
     A row's own system message is kept in place of tasks.system_prompt. Raises ValueError for sources that cannot be
     used, and when no problem is left for the side.
@@ -108,7 +111,7 @@ class TaskStream:
         self.split: SplitName = split
         self._base_dir, self._rewards = base_dir, rewards
         self._draws = 0
-        self._seen: set[int] = set()  # eval only: problems already given
+        self._seen: set[int] = set()  # eval only: texts already given
         labels = _labels(tasks.sources)
         self._cursors = [self._cursor(i, source, labels[i]) for i, source in enumerate(tasks.sources)]
         self._rule = self._make_split(labels)
@@ -118,7 +121,7 @@ class TaskStream:
         while active := [cursor for cursor in self._cursors if not cursor.exhausted]:
             cursor = self._choose(active)
             for tried, problem in enumerate(cursor.candidates(), start=1):
-                if self._take_if_wanted(problem, cursor.by_file):
+                if self._take_if_wanted(problem, cursor):
                     return decorated(problem, self.tasks)
                 if tried >= cursor.max_candidates:
                     if self.split == "train":
@@ -145,6 +148,18 @@ class TaskStream:
             "seen": sorted(self._seen),
         }
 
+    def files(self) -> list[tuple[TaskSourceConfig, DatasetSource, list[int]]]:
+        """Each dataset of this side with the key of every row (of the first MAX_ROWS), in file order."""
+        return [
+            (config, cursor.source, [key_of(cursor.same(cursor.source.problem(i))) for i in range(num)])
+            for config, cursor in zip(self.tasks.sources, self._cursors, strict=True)
+            if isinstance(cursor.source, DatasetSource) and (num := min(len(cursor.source), MAX_ROWS))
+        ]
+
+    def accepts(self, key: int, by_file: bool) -> bool:
+        """Whether a problem with this key is on this side of the split."""
+        return self._rule.accepts(key, self.split, by_file)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`. Raises ValueError if it belongs to other sources."""
         labels, saved = [c.source.label for c in self._cursors], [s["label"] for s in state["sources"]]
@@ -162,12 +177,14 @@ class TaskStream:
         self._draws += 1
         return active[min(bisect.bisect_right(bounds, draw * bounds[-1]), len(active) - 1)]
 
-    def _take_if_wanted(self, problem: Task, by_file: bool) -> bool:
-        key = problem_key(problem)
-        if key in self._seen or not self._rule.accepts(key, self.split, by_file):
+    def _take_if_wanted(self, problem: Task, cursor: _Cursor) -> bool:
+        if not self.accepts(key_of(cursor.same(problem)), cursor.by_file):
             return False
         if self.split == "eval":
-            self._seen.add(key)
+            text = key_of(problem_text(problem))
+            if text in self._seen:
+                return False
+            self._seen.add(text)
         return True
 
     # Construction
@@ -181,7 +198,8 @@ class TaskStream:
         else:
             made = self._dataset(source, label, reward, held_out=self.split == "eval")
         max_epochs = 1 if self.split == "eval" else self.tasks.epochs
-        return _Cursor(made, source.weight, bool(source.eval_path), seed, max_epochs, self.tasks.shuffle)
+        same = same_by(source)
+        return _Cursor(made, same, source.weight, bool(source.eval_path), seed, max_epochs, self.tasks.shuffle)
 
     def _dataset(self, source: TaskSourceConfig, label: str, reward: str, held_out: bool) -> DatasetSource:
         """The file of one side: the held-out one if there is one and it is asked for, else the training file."""
@@ -194,6 +212,7 @@ class TaskStream:
             prompt_column=source.prompt_column,
             answer_column=source.answer_column,
             needs_answer=reward.startswith("exact_match/"),
+            problem_key=source.problem_key,
             chat=self.tasks.chat,
             key="eval_path" if own_file else "path",
             task_prefix=f"{label}/eval" if own_file else label,
@@ -203,8 +222,8 @@ class TaskStream:
         split_by_file = [i for i, cursor in enumerate(self._cursors) if cursor.by_file]
 
         def keys(held_out: bool) -> frozenset[int]:
-            files = [self._dataset(self.tasks.sources[i], labels[i], "", held_out) for i in split_by_file]
-            return frozenset(problem_key(problem) for file in files for problem in file.problems())
+            files = [(i, self._dataset(self.tasks.sources[i], labels[i], "", held_out)) for i in split_by_file]
+            return frozenset(key_of(self._cursors[i].same(problem)) for i, file in files for problem in file.problems())
 
         # Training files matter only to the held-out side of a source that is split by hash.
         mixed = self.split == "eval" and 0 < len(split_by_file) < len(self._cursors)

@@ -1,0 +1,109 @@
+"""What makes two problems the same: a text of each, equal where they are. Pure: no files, no state.
+
+Owns the rule of each kind of source. It decides nothing else: the split (split.py) keeps what is the same on one side.
+
+    tasks.sources.problem_key     a column's value, or what a function of the user's returns
+    generators named in UNORDERED the problem's text with its operands in one order: 3 + 4 is 4 + 3
+    every other source            the problem's text, without regard to case and white space
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from rollover.config import TaskSourceConfig
+from rollover.functions import described, own_function
+from rollover.types import Task
+
+Same = Callable[[Task], str]
+
+_NUMBER = r"\d+(?:\.\d+)?"
+_SUM = re.compile(rf"-?{_NUMBER}(?: [+-] {_NUMBER})+")
+_PRODUCT = re.compile(rf"-?{_NUMBER}(?: \* -?{_NUMBER})+")
+_LIST = re.compile(rf"-?{_NUMBER}(?:, -?{_NUMBER})+")
+
+
+def same_by(source: TaskSourceConfig) -> Same:
+    """The text by which problems of this source are compared. ValueError if problem_key names none."""
+    key = source.problem_key
+    if ":" in key:
+        return _by_function(key)
+    if key and source.kind == "reasoning_gym":
+        raise ValueError(
+            f"tasks.sources.problem_key = {key!r}: a generator has no columns. Name a function, or remove it"
+        )
+    if key:
+        return lambda problem: _of_column(problem, key)
+    ordered = UNORDERED.get(source.name) if source.kind == "reasoning_gym" else None
+    return problem_text if ordered is None else lambda problem: ordered(problem_text(problem))
+
+
+def problem_text(problem: Task) -> str:
+    """The text of a problem without system messages, in lower case, with single spaces.
+
+    Pass the problem before tasks.instruction is added. A plain prompt and the same text in a user message are one.
+    """
+    turns = [m for m in problem.messages or () if m["role"] != "system"]
+    if problem.prompt is not None:
+        text = problem.prompt
+    elif len(turns) == 1:
+        text = turns[0]["content"]
+    else:  # a line break that no text below has keeps the turns apart
+        return "\n".join(f"{m['role']}: {_normalised(m['content'])}" for m in turns)
+    return _normalised(text)
+
+
+def _normalised(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _of_column(problem: Task, column: str) -> str:
+    """A row without a value is compared by its text."""
+    value = problem.columns.get(column)
+    return problem_text(problem) if value is None else f"{column} = {json.dumps(value, sort_keys=True)}"
+
+
+def _by_function(spec: str) -> Same:
+    own = own_function("tasks.sources.problem_key", spec, "a text, the same for problems that are the same")
+
+    def same(problem: Task) -> str:
+        text = own(problem)
+        if not isinstance(text, str):
+            raise own.refused(f"{described(text)} for {problem.task_id}")
+        return text
+
+    return same
+
+
+def _terms_sorted(text: str) -> str:
+    """`5 - 9 + 1` as `+1 +5 -9`."""
+
+    def in_order(match: re.Match[str]) -> str:
+        expression = match[0] if match[0].startswith("-") else f"+ {match[0]}"
+        signs = expression.replace("-", "- ", 1) if match[0].startswith("-") else expression
+        words = signs.split()
+        return " ".join(sorted(sign + number for sign, number in zip(words[::2], words[1::2], strict=True)))
+
+    return _SUM.sub(in_order, text)
+
+
+def _factors_sorted(text: str) -> str:
+    return _PRODUCT.sub(lambda match: " * ".join(sorted(match[0].split(" * "))), text)
+
+
+def _lists_sorted(text: str) -> str:
+    return _LIST.sub(lambda match: ", ".join(sorted(match[0].split(", "))), text)
+
+
+# Generators whose problems have the same answer whatever the order of their operands.
+UNORDERED: dict[str, Callable[[str], str]] = {
+    "chain_sum": _terms_sorted,
+    "decimal_chain_sum": _terms_sorted,
+    "products": _factors_sorted,
+    "gcd": _lists_sorted,
+    "lcm": _lists_sorted,
+    "countdown": _lists_sorted,
+    "number_sorting": _lists_sorted,
+}

@@ -1,0 +1,133 @@
+"""What makes two problems the same, by kind of source; and that no problem is on both sides of the split."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
+from rollover.envs.tasks.same import UNORDERED, problem_text, same_by
+from rollover.envs.tasks.stream import TaskStream
+from rollover.functions import FunctionError
+from rollover.types import Task
+
+
+def problem(text: str, **columns: Any) -> Task:
+    return Task("rows/3", "rows", "r", prompt=text, columns=columns)
+
+
+def gym(name: str, **options: Any) -> TaskSourceConfig:
+    return TaskSourceConfig(kind="reasoning_gym", name=name, **options)
+
+
+def file(path: Path | str = "rows.jsonl", **options: Any) -> TaskSourceConfig:
+    return TaskSourceConfig(kind="dataset", path=str(path), **options)
+
+
+def test_the_text_of_a_problem_has_no_case_and_no_layout() -> None:
+    chat = Task("t", "s", "r", messages=({"role": "system", "content": "x"}, {"role": "user", "content": "Two  + 2\n"}))
+    assert problem_text(chat) == problem_text(problem("two + 2")) == "two + 2"
+    turns = ({"role": "user", "content": "2"}, {"role": "assistant", "content": "+ 2"})
+    assert problem_text(Task("t", "s", "r", messages=turns)) != problem_text(problem("2\n+ 2"))
+    assert problem_text(problem("2 + 3")) != problem_text(problem("3 + 2")), "a file's texts are taken as they are"
+
+
+@pytest.mark.parametrize(
+    ("generator", "same", "other"),
+    [
+        ("chain_sum", ["What is 3 + 4 =", "What is 4 + 3 ="], "What is 3 - 4 ="),
+        ("chain_sum", ["7 - 2 + 5 - 3", "5 - 3 + 7 - 2", "7 - 3 - 2 + 5"], "7 - 2 - 5 + 3"),
+        ("chain_sum", ["-3 + 4", "4 - 3"], "3 - 4"),
+        ("decimal_chain_sum", ["1.5 + 2.25", "2.25 + 1.5"], "15 + 2.25"),
+        ("products", ["5 * 9. Give", "9 * 5. Give"], "5 * 8. Give"),
+        ("products", ["5 * -9 * 2", "2 * 5 * -9"], "5 * 9 * 2"),
+        (
+            "gcd",
+            ["of these numbers: 641, 595. Give", "of these numbers: 595, 641. Give"],
+            "of these numbers: 641, 59. Give",
+        ),
+        ("countdown", ["make 119 of: 67, 50, 20", "make 119 of: 20, 67, 50"], "make 118 of: 67, 50, 20"),
+    ],
+)
+def test_operands_have_no_order(generator: str, same: list[str], other: str) -> None:
+    key = same_by(gym(generator))
+    assert len({key(problem(text)) for text in same}) == 1
+    assert key(problem(other)) != key(problem(same[0]))
+
+
+@pytest.mark.parametrize("name", UNORDERED)
+def test_generated_problems_of_one_key_have_one_answer(name: str) -> None:
+    """Otherwise a key would be too coarse; and permuted operands have one key, or the rule would do nothing."""
+    params = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+    params["products"] = params["chain_sum"]
+    source = gym(name, params=params.get(name, {}))
+    stream = TaskStream(TasksConfig(sources=[source]), 0, "train", rewards=RewardsConfig())
+    key, answers = same_by(source), {}
+    for task in itertools.islice(iter(stream.next, None), 30 if name == "countdown" else 300):
+        text = key(Task("t", "s", "r", prompt=task.reward_prompt))  # type: ignore[arg-type]
+        answer = task.columns["answer"]
+        if name != "countdown":  # many expressions give its target
+            assert answers.setdefault(text, answer) == answer
+        assert sorted(re.findall(r"\d", text)) == sorted(
+            re.findall(r"\d", problem_text(problem(str(task.reward_prompt))))
+        )
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps({"answer": "1", **row}) + "\n" for row in rows))
+    return path
+
+
+def both_sides(*sources: TaskSourceConfig, **options: Any) -> tuple[list[Task], list[Task]]:
+    config = TasksConfig(sources=list(sources), epochs=1, **options)
+    train, held = (TaskStream(config, 0, side, rewards=RewardsConfig()) for side in ("train", "eval"))
+    return list(iter(train.next, None)), list(iter(held.next, None))
+
+
+def test_rows_with_one_value_of_a_column_are_on_one_side(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": f"text {i}", "family": i // 5} for i in range(100)])
+    trained, held = both_sides(file(rows, problem_key="family"), eval_fraction=0.3)
+    families = [{t.columns["family"] for t in side} for side in (trained, held)]
+    assert not families[0] & families[1] and len(trained) + len(held) == 100
+    assert len(held) == 5 * len(families[1]) > 0, "every row of a held-out family is evaluated"
+    plain, _ = both_sides(file(rows), eval_fraction=0.3)
+    assert len({t.columns["family"] for t in plain}) == 20, "without the key families are on both sides"
+
+
+def test_a_row_without_a_value_is_compared_by_its_text() -> None:
+    key = same_by(file(problem_key="family"))
+    assert key(problem("A  b", family=None)) == key(problem("a b")) == "a b"
+    assert key(problem("a", family=3)) == key(problem("b", family=3)) != key(problem("a", family=4))
+
+
+def test_rows_that_a_held_out_file_has_in_other_words_are_not_trained(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", [{"prompt": f"Problem {i}"} for i in range(10)])
+    held = write(tmp_path / "held.jsonl", [{"prompt": f"problem  {i}\n"} for i in range(5)])
+    trained, evaluated = both_sides(file(train, eval_path=str(held)))
+    assert len(trained) == 5 and len(evaluated) == 5
+
+
+def test_a_function_of_ones_own_says_what_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def length(task): return str(len(task.prompt))\ndef number(task): return len(task.prompt)\n"
+    )
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": "x" * (1 + i // 5) + str(i % 5)} for i in range(50)])
+    spec = f"{tmp_path / 'mine.py'}:length"
+    trained, held = both_sides(file(rows, problem_key=spec), eval_fraction=0.3, chat=False)
+    lengths = [{len(t.prompt or "") for t in side} for side in (trained, held)]
+    assert not lengths[0] & lengths[1] and len(held) == 5 * len(lengths[1]) > 0
+    with pytest.raises(FunctionError, match="problem_key = .*returned 4 .int. for rows/3; it must return a text"):
+        same_by(file(problem_key=f"{tmp_path / 'mine.py'}:number"))(problem("four"))
+
+
+def test_a_key_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": "a", "family": 1}])
+    with pytest.raises(ValueError, match="has no column 'famly'; .*family.* correct tasks.sources.problem_key"):
+        both_sides(file(rows, problem_key="famly"))
+    with pytest.raises(ValueError, match="problem_key = 'answer': a generator has no columns"):
+        same_by(gym("chain_sum", problem_key="answer"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import stat
 from pathlib import Path
 
@@ -159,3 +161,69 @@ def test_a_column_that_the_reward_needs(recipe: Path, capsys: pytest.CaptureFixt
         "the function takes anwser, but the data has no such column: it is given completion_ids, answer, prompts,"
         " completions. Did you mean answer?"
     ) in error_of(capsys, "train", recipe, "--rewards.function", "mine.py:reward", loads=True)
+
+
+OWN = """import os, signal
+
+def always(prompts, completions, answer, **columns):
+    return [1.0 / float(a == "x") for a in answer]
+
+def sometimes(prompts, completions, answer, **columns):
+    if len(answer[0]) == 3:  # not the task of the start-up call
+        raise KeyError("no rule for " + answer[0][0])
+    return [len(c) / 9 for c in completions]
+
+def stop(rollouts, advantages):
+    os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does
+"""
+
+
+@pytest.fixture
+def own(recipe: Path) -> Path:
+    (recipe.parent / "mine.py").write_text(OWN)
+    rows = [{"prompt": f"count to {i}", "answer": str(i)} for i in (7, *range(300, 360), *range(20, 80))]
+    (recipe.parent / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return recipe
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err, said.err
+    return said.out.splitlines()
+
+
+def test_a_reward_that_raises(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--tasks.shuffle", "false", "--rewards.function", "mine.py:always"]
+    assert error_of(capsys, "train", own, *words, loads=True) == (
+        "reward 'mine.py:always' of task 'tasks/0' failed its start-up call: ZeroDivisionError: float division by zero"
+        " (mine.py:4). Fix the function, or name another in rewards.function or tasks.sources.reward"
+    )
+
+
+def test_a_reward_that_raises_sometimes(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--tasks.shuffle", "false", "--rewards.function", "mine.py:sometimes"]
+    cli.main(["train", str(own), *words])
+    said = lines_of(capsys)
+    (first,) = [line for line in said if " failed for task " in line]
+    assert re.fullmatch(
+        r"reward mine\.py:sometimes failed for task tasks/\d+: KeyError: 'no rule for 3' \(mine\.py:8\)\. Its reward is"
+        r" missing; later failures are counted \(rewards/\*\)",
+        first,
+    )
+
+
+def test_ctrl_c(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--algorithm.after_scoring", "mine.py:stop", "--train.num_steps", "9"]
+    assert cli.main(["train", str(own), *words]) == 130
+    said = lines_of(capsys)
+    assert said[0] == "stopping: parking rollouts and writing a checkpoint (again: stop at once)"
+    where = said.index("stopped after step 1; continue with:")
+    (command,) = said[where + 1 :]
+    assert command.endswith(f"train {own} {words[0]}={words[1]} {words[2]}=9 --run.dir={own.parent}/run --resume")
+
+
+def test_a_second_run_in_the_same_directory(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", str(recipe)]) == 0
+    assert error_of(capsys, "train", recipe) == (
+        f"run.dir = '{recipe.parent}/run' holds a run already: add --resume, or give another run.dir"
+    )

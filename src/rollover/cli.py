@@ -107,6 +107,8 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="continue the run in run.dir from its newest checkpoint")
 
     evaluate = verb("eval", _eval, "Evaluate on held-out tasks: mean reward, pass@1 and pass@k per source.")
+    evaluate.add_argument("--answers", metavar="OUT.jsonl", type=Path, help="write every answer, with task and score")
+    evaluate.add_argument("--worst", metavar="N", type=_positive, default=0, help="print the N answers scored lowest")
     evaluate.add_argument("--model", metavar="DIR", help="model to evaluate in place of model.path")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
 
@@ -160,7 +162,7 @@ def _eval(args: argparse.Namespace, overrides: Overrides) -> int:
     resolved = _load(args.files, overrides)
     from rollover.train.evaluate import run_eval
 
-    return run_eval(resolved, args.model, args.json)
+    return run_eval(resolved, args.model, args.json, args.answers, args.worst)
 
 
 def _sample(args: argparse.Namespace, overrides: Overrides) -> int:

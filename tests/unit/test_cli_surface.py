@@ -99,7 +99,7 @@ def test_eval_sample_and_bench_arguments(monkeypatch, recipe):
     fake(
         monkeypatch,
         "rollover.train.evaluate",
-        run_eval=lambda resolved, model, as_json: calls.append((model, as_json)) or 0,
+        run_eval=lambda resolved, *arguments: calls.append(arguments) or 0,
         run_sample=lambda resolved, prompt, num: calls.append((prompt, num)) or 0,
     )
     fake(
@@ -109,11 +109,13 @@ def test_eval_sample_and_bench_arguments(monkeypatch, recipe):
     )
     assert cli.main(["eval", recipe, "--model", "out/model", "--json"]) == 0
     assert cli.main(["eval", recipe, "--eval.num_tasks", "4"]) == 0
+    assert cli.main(["eval", recipe, "--answers", "out.jsonl", "--worst", "5"]) == 0
     assert cli.main(["sample", recipe, "--prompt", "1 + 1 = ", "--num", "3"]) == 0
     assert cli.main(["bench", "engine", "--json", "--engine.max_running", "8"]) == 0
     assert calls == [
-        ("out/model", True),
-        (None, False),
+        ("out/model", True, None, 0),
+        (None, False, None, 0),
+        (None, False, Path("out.jsonl"), 5),
         ("1 + 1 = ", 3),
         ("engine", 8, True),
     ]

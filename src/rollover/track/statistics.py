@@ -96,6 +96,12 @@ def summarise_eval(
     return summary
 
 
+def parts_of(evaluation: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Label -> figures of the parts of an evaluation: by file (or generator), then by the rows' own data_source."""
+    parts = dict(evaluation.get("sources", {}))
+    return parts | {f"data_source {name}": row for name, row in evaluation.get("data_sources", {}).items()}
+
+
 def _summarise(tasks: list[list[float | None]], threshold: float, ks: list[int]) -> dict[str, Any]:
     valid = [present for values in tasks if (present := [v for v in values if v is not None])]
     counts = {

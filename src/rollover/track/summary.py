@@ -16,6 +16,7 @@ from rich.text import Text
 
 from rollover.track.live import count, decimal, duration, percent
 from rollover.track.metrics import aggregate
+from rollover.track.statistics import parts_of
 from rollover.track.waits import Verdict, verdict
 
 _DROPPED_TOKENS = re.compile(r"dropped/(.+)/tokens")
@@ -154,9 +155,10 @@ def _eval_rows(summary: RunSummary) -> list[list[str]]:
     keys = dict.fromkeys(k for e in (before, after) if e for k in e if re.fullmatch(r"pass@\d+", k))
     for key in keys:
         rows.append([key, _number(before, key), _number(after, key), _change(before, after, key)])
-    sources = dict.fromkeys(name for e in (before, after) if e for name in e.get("sources", {}))
-    for name in sources if len(sources) > 1 else ():
-        b, a = (e.get("sources", {}).get(name) if e else None for e in (before, after))
+    parts = [parts_of(e) if e else {} for e in (before, after)]
+    names = dict.fromkeys(name for part in parts for name in part)
+    for name in names if len(names) > 1 else ():
+        b, a = (part.get(name) for part in parts)
         rows.append([f"  {name}", _with_ci(b), _with_ci(a), _change(b, a, "mean")])
     return rows
 
@@ -216,18 +218,19 @@ def _print_samples(console: Console, samples: Sequence[SampleAnswer], plain: boo
         return
     _print(console, Text("\nAnswers before and after", style="" if plain else "bold"))
     for sample in samples:
-        _print(console, Text("  " + _excerpt(sample.prompt, console), style="" if plain else "dim"))
+        _print(console, Text("  " + excerpt(sample.prompt, console), style="" if plain else "dim"))
         for label, answer, score in (
             ("before", sample.before, sample.before_score),
             ("after", sample.after, sample.after_score),
         ):
             style = "" if plain or score is None else "green" if score > 0 else "red"
             _print(
-                console, Text.assemble(f"    {label:6} ", (f"[{decimal(score, 2)}] ", style), _excerpt(answer, console))
+                console, Text.assemble(f"    {label:6} ", (f"[{decimal(score, 2)}] ", style), excerpt(answer, console))
             )
 
 
-def _excerpt(text: str, console: Console) -> str:
+def excerpt(text: str, console: Console) -> str:
+    """The beginning of a text on one line, as this console can show it."""
     line = _printable(" ".join(text.split()), console)
     return line if len(line) <= _MAX_ANSWER_CHARS else line[: _MAX_ANSWER_CHARS - 3] + "..."
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rollover.config import Config
 from rollover.config.load import Resolved
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.envs.single_turn import encode_prompt
-from rollover.envs.tasks.stream import decorated
+from rollover.envs.tasks.stream import decorated, held_out_names
+from rollover.files import check_output_file
+from rollover.rewards.answers import reference_answer
 from rollover.rewards.protocol import Rewarder, ScoreRequest
+from rollover.rewards.registry import answer_of
 from rollover.rollout.watchdog import Watchdog
-from rollover.track.statistics import summarise_eval
-from rollover.types import Reward, SamplingParams, Task, rollout_seed
+from rollover.track.answers import Answer, print_worst, summary_of, worst, write_answers
+from rollover.track.statistics import parts_of
+from rollover.types import SamplingParams, Segment, Task, rollout_seed
 
 _Result = TypeVar("_Result")
 
@@ -46,20 +51,48 @@ async def evaluate(
     config: Config,
     stop_token_ids: frozenset[int],
 ) -> dict[str, Any]:
+    """Answer, score and summarise: see `summarised`. ValueErrors as `answers_of`."""
+    return summarised(await answers_of(held_out, engine, rewarder, tokenizer, config, stop_token_ids), config)
+
+
+def summarised(answers: Sequence[Answer], config: Config) -> dict[str, Any]:
     """{"mean", "ci", "pass@1", ..., "sources", "missing", "samples"}; a missing reward leaves the statistics.
 
-    `samples` holds the first answers of the first tasks, for the summary.
-    ValueError if every reward failed, or if a rollout or a task's scoring stalls ([watchdog]).
+    `samples` holds the first answers of the first tasks, for the summary. ValueError if every reward failed.
+    """
+    if all(a.score is None for a in answers):
+        error = next((a.error for a in answers), None)
+        raise ValueError(f"rewards: every reward of the evaluation failed; the last error is: {error}")
+    cfg = config.eval
+    ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < cfg.samples_per_task] + [cfg.samples_per_task]
+    first = [a for a in answers if a.sibling == 0][: config.track.show_samples]
+    samples = [{"prompt": a.prompt, "completion": a.answer, "score": a.score} for a in first]
+    return {**summary_of(answers, cfg.pass_threshold, ks), "samples": samples}
+
+
+async def answers_of(
+    held_out: EvalTasks,
+    engine: Engine,
+    rewarder: Rewarder,
+    tokenizer: Any,
+    config: Config,
+    stop_token_ids: frozenset[int],
+) -> list[Answer]:
+    """eval.samples_per_task answers to every task, scored; in the order of the tasks.
+
+    ValueError if a rollout or a task's scoring stalls ([watchdog]).
     """
     cfg = config.eval
     watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(cfg.samples_per_task))
     clock = asyncio.get_running_loop().time
     sampling = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
 
-    async def one_task(index: int) -> tuple[list[str], list[Reward]]:
+    names = held_out_names(config.tasks.sources)
+
+    async def one_task(index: int) -> list[Answer]:
         task, prompt = held_out.tasks[index], held_out.prompts[index]
 
-        async def one(sibling: int) -> tuple[int, ...]:
+        async def one(sibling: int) -> list[Segment]:
             rollout_id = f"eval-{index}-{sibling}"
             watchdog.on_start(rollout_id, index, 0, clock())
             segments = await engine.extend(
@@ -75,35 +108,37 @@ async def evaluate(
                 )
             )
             watchdog.on_end(rollout_id, sum(map(len, segments)), clock())
-            return tuple(int(t) for s in segments for t in s.token_ids)
+            return segments
 
-        ids = await asyncio.gather(*[one(s) for s in range(cfg.samples_per_task)])
+        rollouts = await asyncio.gather(*[one(s) for s in range(cfg.samples_per_task)])
+        ids = [tuple(int(t) for s in segments for t in s.token_ids) for segments in rollouts]
         texts = [tokenizer.decode(i, skip_special_tokens=True) for i in ids]
         watchdog.on_score(index, clock())
         rewards = await rewarder.score([ScoreRequest(task, text, i) for text, i in zip(texts, ids, strict=True)])
         watchdog.on_scored(index, clock())
-        return texts, rewards
+        data_source, expected = task.columns.get("data_source"), answer_of(task.columns)
+        return [
+            Answer(
+                task_id=task.task_id,
+                sibling=sibling,
+                source=names.get(task.source, task.source),
+                data_source=data_source if isinstance(data_source, str) else None,
+                expected=None if expected is None else reference_answer(expected),
+                stop_reason=segments[-1].stop_reason.value,
+                num_tokens=sum(map(len, segments)),
+                score=reward.score,
+                error=reward.error,
+                prompt=task.content,
+                answer=text,
+            )
+            for sibling, (segments, text, reward) in enumerate(zip(rollouts, texts, rewards, strict=True))
+        ]
 
-    async def all_tasks() -> list[tuple[list[str], list[Reward]]]:
-        return await asyncio.gather(*[one_task(i) for i in range(len(held_out.tasks))])
+    async def all_tasks() -> list[Answer]:
+        tasks = await asyncio.gather(*[one_task(i) for i in range(len(held_out.tasks))])
+        return [answer for of_task in tasks for answer in of_task]
 
-    results = await _unless_it_stalls(all_tasks(), engine, watchdog)
-    scored = [
-        (task.source, task.task_id, valid)
-        for task, (_, rewards) in zip(held_out.tasks, results, strict=True)
-        if (valid := [r.score for r in rewards if r.score is not None])
-    ]
-    missing = sum(r.missing for _, rewards in results for r in rewards)
-    if not scored:
-        error = next((r.error for _, rewards in results for r in rewards if r.missing), None)
-        raise ValueError(f"rewards: every reward of the evaluation failed; the last error is: {error}")
-    samples = [
-        {"prompt": held_out.tasks[i].content, "completion": results[i][0][0], "score": results[i][1][0].score}
-        for i in range(min(config.track.show_samples, len(results)))
-    ]
-    ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < cfg.samples_per_task] + [cfg.samples_per_task]
-    summary = summarise_eval(scored, cfg.pass_threshold, ks)
-    return {**summary, "missing": missing, "samples": samples}
+    return await _unless_it_stalls(all_tasks(), engine, watchdog)
 
 
 async def _unless_it_stalls(evaluation: Coroutine[Any, Any, _Result], engine: Engine, watchdog: Watchdog) -> _Result:
@@ -127,7 +162,9 @@ async def _unless_it_stalls(evaluation: Coroutine[Any, Any, _Result], engine: En
     return work.result()
 
 
-def run_eval(resolved: Resolved, model: str | None, as_json: bool) -> int:
+def run_eval(
+    resolved: Resolved, model: str | None, as_json: bool, answers_file: Path | None = None, num_worst: int = 0
+) -> int:
     """`rollover eval`: exit code."""
     from rollover.train.setup import EvalParts, prompt_limit
 
@@ -135,31 +172,40 @@ def run_eval(resolved: Resolved, model: str | None, as_json: bool) -> int:
     if config.eval.num_tasks == 0:
         raise ValueError("eval.num_tasks = 0 means no evaluation: set it, for instance --eval.num_tasks 100")
 
-    async def go() -> dict[str, Any]:
+    if answers_file is not None:
+        check_output_file(answers_file, "--answers")
+
+    async def go() -> list[Answer]:
         parts = EvalParts.build(config, model)
         try:
             assert parts.rewarder is not None
             held_out = encode_tasks(parts.held_out_tasks(), parts.tokenizer, prompt_limit(config, parts.engine))
-            return await evaluate(held_out, parts.engine, parts.rewarder, parts.tokenizer, config, parts.stop_token_ids)
+            return await answers_of(
+                held_out, parts.engine, parts.rewarder, parts.tokenizer, config, parts.stop_token_ids
+            )
         finally:
             await parts.close()
 
-    result = asyncio.run(go())
+    answers = asyncio.run(go())
+    if answers_file is not None:  # first: where every reward failed it says why
+        write_answers(answers_file, answers)
+    result, chosen = summarised(answers, config), worst(answers, num_worst)
     if as_json:
-        print(json.dumps(result))
+        print(json.dumps({**result, "worst": [asdict(a) for a in chosen]} if num_worst else result))
         return 0
     print_eval(result)
+    print_worst(chosen)
     return 0
 
 
 def print_eval(result: dict[str, Any]) -> None:
-    """A table of mean reward and pass@k with 95 % intervals, per source."""
+    """A table of mean reward and pass@k with 95 % intervals: by file or generator, by data_source, and of all."""
     from rich.console import Console
     from rich.table import Table
 
     names = [k for k in result if k.startswith("pass@") and not k.endswith("_ci")]
     table = Table("source", "tasks", "mean reward", *names)
-    for source, row in [*result["sources"].items(), ("all", result)]:
+    for source, row in [*parts_of(result).items(), ("all", result)]:
         interval = f" [{row['ci'][0]:.3f}, {row['ci'][1]:.3f}]" if row["ci"] else ""
         cells = []
         for name in names:

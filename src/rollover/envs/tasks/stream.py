@@ -242,6 +242,12 @@ class TaskStream:
         )
 
 
+def held_out_names(sources: list[TaskSourceConfig]) -> dict[str, str]:
+    """The label of each source -> the name for what is held out of it: that of its held-out file, if it has one."""
+    files = [s.model_copy(update={"path": s.eval_path}) if s.eval_path else s for s in sources]
+    return dict(zip(_labels(sources), _labels(files), strict=True))
+
+
 def _labels(sources: list[TaskSourceConfig]) -> list[str]:
     """A label per source, for task ids and metrics: its name, a dataset's file name; a repeated one gets #2, #3, ..."""
     labels: list[str] = []

@@ -1,0 +1,79 @@
+"""The answers of an evaluation, to be read: a JSONL file of all of them, and the worst ones on the console.
+
+Owns the record (below) and what "worst" means. It scores nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from rollover.track.live import decimal
+from rollover.track.sinks import atomic_write_text, to_json
+from rollover.track.statistics import summarise_eval
+from rollover.track.summary import excerpt
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer to one held-out task. `source`: the file (or generator) that the task is from; `data_source`: the
+    row's own, if it has one. `expected`: the reference answer, if there is one. `score` None: missing, for `error`."""
+
+    task_id: str
+    sibling: int
+    source: str
+    data_source: str | None
+    expected: str | None
+    stop_reason: str
+    num_tokens: int
+    score: float | None
+    error: str | None
+    prompt: str
+    answer: str
+
+
+def write_answers(path: Path, answers: Sequence[Answer]) -> None:
+    """One JSON object a line, in the order of tasks; an existing file is replaced."""
+    lines = [json.dumps({**asdict(a), "score": to_json(a.score)}, ensure_ascii=False) + "\n" for a in answers]
+    # A lone surrogate in an answer is not UTF-8.
+    atomic_write_text(path, "".join(lines).encode("utf-8", "replace").decode("utf-8"))
+
+
+def worst(answers: Sequence[Answer], num: int) -> list[Answer]:
+    """Those of the lowest scores, in the order of tasks where scores are equal; then those without a score."""
+    return sorted(answers, key=lambda a: (a.score is None, a.score or 0.0))[:num]
+
+
+def print_worst(answers: Sequence[Answer], console: Console | None = None) -> None:
+    """Each with its task, score and stop reason, what was expected, and the beginnings of prompt and answer."""
+    console = console or Console()
+    for a in answers:
+        score = f"no score: {a.error}" if a.score is None else f"score {decimal(a.score, 2)}"
+        expected = "" if a.expected is None else f", expected {a.expected!r}"
+        head = f"{a.task_id} ({a.source}): {score}, {a.stop_reason} after {a.num_tokens} tokens{expected}"
+        for text in (
+            f"\n{excerpt(head, console)}",
+            f"  {excerpt(a.prompt, console)}",
+            f"  -> {excerpt(a.answer, console)}",
+        ):
+            console.print(Text(text), soft_wrap=True)
+
+
+def summary_of(answers: Sequence[Answer], threshold: float, ks: Sequence[int]) -> dict[str, Any]:
+    """`summarise_eval` of the answers, with the same under "data_sources" where rows name theirs and these are not the
+    sources. "missing" counts every missing reward; a task without any is in no statistic."""
+    tasks: dict[str, list[Answer]] = {}
+    for answer in answers:
+        tasks.setdefault(answer.task_id, []).append(answer)
+    scored = {of: valid for of in tasks if (valid := [a.score for a in tasks[of] if a.score is not None])}
+    summary = summarise_eval([(tasks[of][0].source, of, valid) for of, valid in scored.items()], threshold, ks)
+    named = [(tasks[of][0].data_source or tasks[of][0].source, of, valid) for of, valid in scored.items()]
+    if len({name for name, *_ in named}) > 1 and any(name != tasks[of][0].source for name, of, _ in named):
+        summary["data_sources"] = summarise_eval(named, threshold, ks)["sources"]
+    return {**summary, "missing": sum(a.score is None for a in answers)}

@@ -1,0 +1,59 @@
+"""`rollover eval`: the table by file and data_source, every answer in a file, the worst on the console."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import runs
+
+from rollover.cli import main
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = runs.write(tmp_path, rollout={"max_new_tokens": 12}, eval={"num_tasks": 6, "samples_per_task": 2})
+    rows = [{"prompt": f"say {i}", "answer": f"#### {i}", "data_source": "ab"[i % 2]} for i in range(6)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_answers_and_the_worst_of_them(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", str(recipe), "--tasks.sources.0.eval_path", "test.jsonl", "--rewards.function", "reward.py:reward"]
+    assert main([*words, "--answers", "out.jsonl", "--worst", "3"]) == 0
+    said = capsys.readouterr().out
+    rows = runs.json_lines(tmp_path / "out.jsonl")
+    assert len(rows) == 12 and {(r["source"], r["data_source"]) for r in rows} == {("test", "a"), ("test", "b")}
+    for row in rows:
+        number = row["prompt"].removeprefix("user: say ")
+        assert row["expected"] == number and row["task_id"] == f"tasks/eval/{number}"
+        assert row["score"] == pytest.approx(sum(c.isdigit() for c in row["answer"]) / 48) and row["error"] is None
+        assert row["stop_reason"] in ("eos", "length") and 0 < row["num_tokens"] <= 12
+    for label in ("test", "data_source a", "data_source b", "all"):
+        assert f" {label} " in said
+    lowest = sorted(rows, key=lambda r: r["score"])[:3]
+    for row in lowest:
+        assert f"{row['task_id']} (test): score {row['score']:.2f}, {row['stop_reason']}" in said
+    assert said.count("\n  -> ") == 3
+    assert main([*words, "--json", "--worst", "2"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["worst"] == lowest[:2] and set(result["data_sources"]) == {"a", "b"}
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_the_model_is_loaded(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(recipe), "--answers", "nowhere/out.jsonl", "--model.path", "/no/such/model"]) == 2
+    assert "--answers nowhere/out.jsonl: there is no folder nowhere" in capsys.readouterr().err
+
+
+def test_answers_are_kept_where_every_reward_failed(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "reward.py").write_text("def reward(completions, **columns):\n    raise KeyError('x')\n")
+    assert main(["eval", str(recipe), "--answers", "out.jsonl"]) == 2
+    assert "the last error is: KeyError: 'x'" in capsys.readouterr().err
+    rows = runs.json_lines(tmp_path / "out.jsonl")
+    assert len(rows) == 12 and all(r["score"] is None and "reward.py:2" in r["error"] for r in rows)

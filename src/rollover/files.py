@@ -19,11 +19,15 @@ def check_writable(where: str | Path, name: str) -> None:
     A local folder that does not exist yet is not made: the nearest one above it is tried. Raises ValueError that begins
     with `name` (the configuration key or the option that gave the place).
     """
-    probe = f".rollover-probe-{os.getpid()}"
+    probe = _probe_name()
     if "://" in str(where):
         _check_remote(str(where), name, probe)
-        return
-    folder = Path(where).expanduser().absolute()
+    elif reason := _why_not(Path(where).expanduser().absolute(), probe):
+        raise ValueError(f"{name} = {str(where)!r} cannot be written to: {reason}. Give another place")
+
+
+def _why_not(folder: Path, probe: str) -> str:
+    """Why nothing can be written into a folder, or the nearest above it that exists; empty if something can."""
     while not os.path.lexists(folder):
         folder = folder.parent
     try:
@@ -32,12 +36,11 @@ def check_writable(where: str | Path, name: str) -> None:
             file.flush()
             os.fsync(file.fileno())  # some file systems refuse only then
     except OSError as error:
-        raise ValueError(
-            f"{name} = {str(where)!r} cannot be written to: {error.strerror} ({folder}). Give another place"
-        ) from error
+        return f"{error.strerror} ({folder})"
     finally:
         with contextlib.suppress(OSError):
             (folder / probe).unlink()
+    return ""
 
 
 def check_output_file(path: Path, name: str) -> None:
@@ -46,7 +49,12 @@ def check_output_file(path: Path, name: str) -> None:
         raise ValueError(f"{name} {path} is a folder: give the name of a file in it")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{name} {path}: there is no folder {path.parent}{did_you_mean_path(path.parent)}")
-    check_writable(path.parent, name)
+    if reason := _why_not(path.absolute().parent, _probe_name()):
+        raise ValueError(f"{name} {path} cannot be written: {reason}. Give another place")
+
+
+def _probe_name() -> str:
+    return f".rollover-probe-{os.getpid()}"
 
 
 def _check_remote(where: str, name: str, probe: str) -> None:
@@ -71,7 +79,10 @@ def near_paths(path: str | Path, suffixes: Collection[str] = ()) -> list[str]:
     while not missing.parent.is_dir():
         rest.insert(0, missing.name)
         missing = missing.parent
-    entries = [p for p in missing.parent.iterdir() if not suffixes or p.is_dir() or p.suffix in suffixes]
+    try:
+        entries = [p for p in missing.parent.iterdir() if not suffixes or p.is_dir() or p.suffix in suffixes]
+    except OSError:  # a folder that may not be listed
+        return []
     # By stem: ".jsonl" alone makes short names half alike.
     near = difflib.get_close_matches(missing.stem, {p.stem for p in entries}, n=3, cutoff=0.6)
     candidates = [Path(p, *rest) for p in sorted(entries) if p.stem in near]

@@ -107,6 +107,8 @@ def load_function(spec: str, base_dir: str) -> Callable[..., Any]:
     an error raised while importing the user's module becomes one too. A file is run once, so that all its functions
     share the state of one module; again only if it was changed in between."""
     place, _, attribute = spec.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(f"{spec!r} is neither module:function nor path.py:function")
     module = _import_resolved(_resolve(place, base_dir)) if place.endswith(".py") else _import_module(place)
     function: Any = module
     for part in attribute.split("."):

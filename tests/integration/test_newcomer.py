@@ -216,7 +216,7 @@ def test_ctrl_c(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--algorithm.after_scoring", "mine.py:stop", "--train.num_steps", "9"]
     assert cli.main(["train", str(own), *words]) == 130
     said = lines_of(capsys)
-    assert said[0] == "stopping: parking rollouts and writing a checkpoint (again: stop at once)"
+    assert said.count("stopping: parking rollouts and writing a checkpoint (again: stop at once)") == 1
     where = said.index("stopped after step 1; continue with:")
     (command,) = said[where + 1 :]
     assert command.endswith(f"train {own} {words[0]}={words[1]} {words[2]}=9 --run.dir={own.parent}/run --resume")
@@ -227,3 +227,30 @@ def test_a_second_run_in_the_same_directory(recipe: Path, capsys: pytest.Capture
     assert error_of(capsys, "train", recipe) == (
         f"run.dir = '{recipe.parent}/run' holds a run already: add --resume, or give another run.dir"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trace", "rnu"], "there is no folder rnu. Did you mean run?"),
+        (
+            ["plan", "recipe.toml", "--from-run", "rnu"],
+            "--from-run rnu: there is no such folder. Did you mean run?",
+        ),
+        (
+            ["plan", "recipe.toml", "--svg", "/proc/plan.svg"],
+            "--svg /proc/plan.svg cannot be written: No such file or directory (/proc). Give another place",
+        ),
+        (
+            ["train", "recipe.toml", "--rewards.function", "rewrad.py:reward"],
+            "reward 'rewrad.py:reward' of task '{task}' failed its start-up call: there is no file {folder}/rewrad.py;"
+            " did you mean reward.py? Fix the function, or name another in rewards.function or tasks.sources.reward",
+        ),
+    ],
+    ids=["trace", "plan", "picture", "reward"],
+)
+def test_other_paths(recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    (recipe.parent / "run").mkdir()
+    error = error_of(capsys, *words, loads=words[0] == "train")
+    task = re.search(r"of task '(.*?)'", error)
+    assert error == message.format(folder=recipe.parent, task=task and task[1])

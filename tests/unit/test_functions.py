@@ -20,6 +20,12 @@ def test_functions_of_one_file_share_its_state(tmp_path: Path, monkeypatch: pyte
     assert load_function(f"{tmp_path / 'mine.py'}:seen", "/")() == [1, 2]
 
 
+@pytest.mark.parametrize("spec", ["mine", "mine.py", "mine.py:", ":f"])
+def test_a_name_without_a_function_is_told_so(spec: str) -> None:
+    with pytest.raises(ValueError, match=f"^'{spec}' is neither module:function nor path.py:function$"):
+        load_function(spec, ".")
+
+
 def test_a_file_that_was_changed_is_run_again(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def f(): return 1\n")

@@ -8,9 +8,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import logging
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from safetensors import SafetensorError
@@ -95,6 +98,8 @@ def load_model(
     source: dict[str, Any] = {"trust_remote_code": cfg.trust_remote_code}
     if cfg.revision:
         source["revision"] = cfg.revision
+    if not Path(path).is_dir():
+        source |= _hub_source(cfg)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         config = AutoConfig.from_pretrained(path, **source)
@@ -125,6 +130,30 @@ def load_model(
     except ValueError as error:
         raise ValueError(f"model.path = {cfg.path!r}: {error}") from error
     return LoadedModel(model, tokenizer, path)
+
+
+def _hub_source(cfg: ModelConfig) -> dict[str, Any]:
+    """How from_pretrained shall get a hub id: from the cache alone where the hub has no address.
+
+    transformers would try again for half a minute. Raises ValueError where it is not in the cache either.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    host = urlsplit(constants.ENDPOINT).hostname or ""
+    away = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+    if not away and not getproxies():  # a proxy looks names up itself
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            away = f"{host} cannot be reached"
+    if not away:
+        return {}
+    if isinstance(try_to_load_from_cache(cfg.path, "config.json", revision=cfg.revision or None), str):
+        return {"local_files_only": True}
+    raise ValueError(
+        f"model.path = {cfg.path!r}: there is no such folder, no model of that name in the hub's cache, and"
+        f" {away}{did_you_mean_path(cfg.path)}"
+    )
 
 
 def _tokenizer(path: str, source: dict[str, Any]) -> Any:

@@ -116,8 +116,9 @@ class RewardWorker:
             self._counts, self.quarantine = counts, quarantine
         if error is not None:
             name = task.reward.partition("/")[0] if ":" not in task.reward else task.reward
+            end = "" if error.endswith(("?", ".")) else "."
             raise RewardProbeError(
-                f"reward {name!r} of task {task.task_id!r} failed its start-up call: {error}."
+                f"reward {name!r} of task {task.task_id!r} failed its start-up call: {error}{end}"
                 " Fix the function, or name another in rewards.function or tasks.sources.reward"
             )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollover.config import Config
 from rollover.config.load import Resolved
-from rollover.files import check_output_file
+from rollover.files import check_output_file, did_you_mean_path
 from rollover.sim.plan import make_plan, speeds_of_run
 from rollover.sim.report import as_text
 from rollover.sim.timeline import timeline
@@ -71,6 +71,8 @@ def _read_run(directory: Path) -> tuple[list[list[int]], dict[str, Any]]:
     """(Lengths of its groups, what its metrics say about speeds)."""
     metrics = directory / "metrics.jsonl"
     if not metrics.is_file():
+        if not directory.is_dir():
+            raise ValueError(f"--from-run {directory}: there is no such folder{did_you_mean_path(directory)}")
         raise ValueError(f"--from-run {directory}: there is no metrics.jsonl. Give the directory of a run")
     observed: list[list[int]] = []
     prompts: list[int] = []

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollover.files import check_output_file
+from rollover.files import check_output_file, did_you_mean_path
 from rollover.rollout.lifecycle import EventKind
 from rollover.track.live import count, percent
 from rollover.track.perfetto import perfetto
@@ -57,6 +57,8 @@ def summary(title: str, events: Sequence[TraceEvent]) -> str:
 def _read(run_dir: Path) -> list[TraceEvent]:
     path = run_dir / TRACE
     if not path.is_file():
+        if not run_dir.is_dir():
+            raise ValueError(f"there is no folder {run_dir}{did_you_mean_path(run_dir)}")
         raise ValueError(f"{run_dir} has no {TRACE}: it is no run directory, or the run had track.trace = false")
     return read_trace(path)
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from rollover.config import Config
 from rollover.engine.protocol import Engine
+from rollover.files import did_you_mean_path
 from rollover.functions import OwnFunction, described, own_function
 from rollover.rollout.staleness import group_staleness
 from rollover.track.recorder import read_rollouts
@@ -55,7 +56,7 @@ class RecordedRollouts:
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise ValueError(
-                f"run.replay_rollouts = {str(folder)!r}: no such directory (give a run's rollouts/ folder)"
+                f"run.replay_rollouts = {str(folder)!r}: there is no such folder{did_you_mean_path(folder)}"
             )
         self._steps: Iterator[list[Group]] = (groups for groups in read_rollouts(folder) if groups)
         self._step = 0

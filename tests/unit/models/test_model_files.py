@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -115,6 +117,28 @@ def test_a_mistyped_path_is_not_asked_of_the_hub(
     with pytest.raises(ValueError) as error:
         resolve_path(ModelConfig(path=path))
     assert str(error.value) == f"model.path = {path!r}: there is no such folder. {hint}"
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_hub_that_has_no_address_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: bool
+) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+
+    def no_address(*args: object) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_address)
+    with pytest.raises(ValueError) as error:
+        load_model(ModelConfig(path="mdoel"))
+    assert str(error.value) == (
+        "model.path = 'mdoel': there is no such folder, no model of that name in the hub's cache, and"
+        f" {'HF_HUB_OFFLINE is set' if offline else 'huggingface.co cannot be reached'}. Did you mean model?"
+    )
 
 
 @pytest.mark.parametrize("path", ["gpt2", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import own_functions
 from documents import PAGES, ROOT, Block, blocks
 from rollover.config import RewardsConfig
 from rollover.config.load import load_config
@@ -108,6 +109,8 @@ def check_order(spec: str) -> None:
 
 
 CHECKS = {
+    **own_functions.CHECKS,
+    ("own-functions.md", "has_answer"): check_trl,
     ("README.md", "accuracy"): check_trl,
     ("README.md", "compute_score"): check_verl,
     ("modes.md", "fewest_tokens_first"): check_order,

@@ -4,6 +4,8 @@ expected; the same for every kind of function."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import torch
 
 import tiny
 from rollover.algorithms.filters import group_filters
-from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig
+from rollover.algorithms.loss import Tokens
+from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig, TaskSourceConfig
+from rollover.config.fields import leaves
 from rollover.engine.fake import FakeEngine
 from rollover.envs.single_turn import TASK_OR_NONE, PromptSource
 from rollover.functions import FunctionError, explained, own_function
@@ -181,3 +185,18 @@ def test_an_error_of_ours_names_no_place_and_is_one_line() -> None:
     except ValueError as error:
         assert "\n" in str(error) and "\n" not in explained(error)
     assert explained(RuntimeError()) == "RuntimeError"
+
+
+def test_the_page_lists_what_each_function_may_look_at_and_every_option() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "own-functions.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
+    properties = {name for name, value in vars(Tokens).items() if isinstance(value, property)}
+    assert {f.name for f in dataclasses.fields(Tokens)} | properties | set(RolloutView._fields) <= named
+    options = {key for key in named if "." in key}
+    # Every option whose description speaks of the user's own function or class has its row.
+    own = {name for name, info in leaves() if re.search(r"[Yy]our own (function|class)", info.description or "")}
+    sources = {
+        name for name, info in leaves(TaskSourceConfig, "tasks.sources.") if "path.py:" in (info.description or "")
+    }
+    assert options == own | sources | {"rewards.function"}

@@ -1,0 +1,125 @@
+"""Each example of docs/own-functions.md does what it says, where a wrong one would not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import tiny
+from rollover.algorithms.filters import group_filters
+from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig, TaskSourceConfig
+from rollover.engine.fake import FakeEngine
+from rollover.envs.single_turn import TASK_OR_NONE, PromptSource
+from rollover.envs.tasks.same import same_by
+from rollover.functions import own_function
+from rollover.rollout.order import RolloutView, load_order
+from rollover.train.batch import build_batch
+from rollover.train.objective import Counts, Objective, Streams
+from rollover.train.producer import OwnProducer
+from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+
+TASK = Task("t", "docs", "reward", prompt="1 + 1 =")
+
+
+def group(*answers: tuple[int, float | None]) -> Group:
+    """Of rollouts with so many tokens and that score."""
+    rollouts = []
+    for i, (num, score) in enumerate(answers):
+        arrays = np.full(num, 5, dtype=np.int32), np.full(num, -1.0, dtype=np.float32)
+        segment = Segment(*arrays, 0, SamplingParams(), StopReason.EOS)
+        rollout = Rollout(0, i, TASK, (1, 2), [segment], RolloutState.READY)
+        rollout.reward = Reward(score, error=None if score is not None else "failed")
+        rollouts.append(rollout)
+    return Group(0, TASK, rollouts)
+
+
+def advantages(of: Group, **algorithm: Any) -> list[float]:
+    samples = build_batch([of], AlgorithmConfig.model_validate(algorithm)).samples
+    return [float(s.advantages[0]) for s in samples]
+
+
+def check_advantage(spec: str) -> None:
+    assert advantages(group((1, 1.0), (1, 0.0), (1, None)), advantage=spec) == [0.5, -0.5, 0.0]
+
+
+def check_after_scoring(spec: str) -> None:
+    of = group((101, 1.0), (100, 1.0), (101, -2.0))
+    assert advantages(of, advantage="dr_grpo", after_scoring=spec) == [0.5, 1.0, -2.0]
+
+
+def check_loss(spec: str) -> None:
+    def loss(**algorithm: Any) -> float:
+        ones = torch.ones(1, 2)
+        streams = Streams(
+            torch.log(torch.tensor([[1.5, 0.5]])).requires_grad_(), ones, ones * 0, ones * 0, None,
+            torch.tensor([[1.0, -1.0]]), ones.bool(), ones.int(), ones.int(), torch.zeros(1, dtype=torch.int64),
+        )  # fmt: skip
+        config = AlgorithmConfig.model_validate({"loss": spec, "correction": "none", **algorithm})
+        return float(Objective(config, 16)(streams, Counts(2, 1, {0: 2}))[0].detach())
+
+    # min(1.5, 1 + clip_high) and the larger of 0.5 and 1 - clip_high, over two tokens.
+    assert abs(loss(clip_high=0.2) - (-1.2 + 0.8) / 2) < 1e-6
+    assert abs(loss(clip_high=0.4) - (-1.4 + 0.6) / 2) < 1e-6
+    assert abs(loss(clip_high=0.4, loss_options={"width": 0.5}) - (-1.2 + 0.8) / 2) < 1e-6
+
+
+def check_filter(spec: str) -> None:
+    (own,) = group_filters(FiltersConfig(custom=spec))
+    assert own.why(group((1, 1.0), (1, None), (1, 1.0))) == "every answer is right"
+    assert own.why(group((1, 1.0), (1, 0.0))) is None
+
+
+def check_order(spec: str) -> None:
+    first, second, third = (RolloutView(f"{i}-0", i, 0, 9 - left, left, at, 0) for i, left, at in
+                            ((2, 1, 5), (1, 4, 3), (0, 4, 4)))  # fmt: skip
+    assert sorted((third, second, first), key=load_order(spec)) == [first, second, third]
+
+
+def check_before_produce(spec: str) -> None:
+    class Stream:
+        def __init__(self) -> None:
+            self.left = [Task(f"t{n}", "docs", "reward", prompt="x" * n) for n in (201, 200)]
+
+        def next(self) -> Task | None:
+            return self.left.pop(0) if self.left else None
+
+    for version, expected in ((9, ["t200"]), (10, ["t201", "t200"])):
+        own = own_function("tasks.before_produce", spec, TASK_OR_NONE)
+        prompts = PromptSource(Stream(), tiny.tokenizer(), 500, own)  # type: ignore[arg-type]
+        prompts.version = version
+        assert [task.task_id for task, _ in iter(prompts, None)] == expected
+
+
+def check_producer(spec: str) -> None:
+    config = Config(tasks=TasksConfig(producer=spec))
+
+    async def produce() -> list[Group] | None:
+        own = OwnProducer(config, tiny.tokenizer(), FakeEngine({f"1-{i}": 2 + i for i in range(4)}))
+        return await own.produce(1, 0)
+
+    (made,) = asyncio.run(produce()) or []
+    assert made.group_id == 1 and [r.num_tokens for r in made.rollouts] == [2, 3, 4, 5]
+    assert [r.reward.score for r in made.rollouts if r.reward] == [2.0, 3.0, 4.0, 5.0]
+
+
+def check_problem_key(spec: str) -> None:
+    same = same_by(TaskSourceConfig(kind="dataset", path="rows.jsonl", problem_key=spec))
+    texts = [same(Task("t", "docs", "r", prompt=text)) for text in ("Add 3 and 14.", "What is 14 + 3?", "Add 3 and 4.")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+PAGE = "own-functions.md"
+CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
+    (PAGE, "over_mean"): check_advantage,
+    (PAGE, "half_for_long"): check_after_scoring,
+    (PAGE, "two_sided"): check_loss,
+    (PAGE, "solved"): check_filter,
+    (PAGE, "nearly_done_first"): check_order,
+    (PAGE, "short_ones_first"): check_before_produce,
+    (PAGE, "Counting"): check_producer,
+    (PAGE, "by_its_numbers"): check_problem_key,
+}

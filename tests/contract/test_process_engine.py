@@ -9,11 +9,12 @@ import errno
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from contract.engine_contract import tokens_of
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process import EngineDied, ProcessEngine
+from rollover.engine.protocol import ExtendRequest
+from rollover.engine.weights_file import WeightsFile
+from rollover.engine.wire import Channel
 from rollover.models.load import load_model
 from rollover.types import SamplingParams, StopReason
 
@@ -121,77 +125,122 @@ def test_it_samples_the_bits_that_the_embedded_engine_samples(model: Path, made:
         assert ours.policy_version == theirs.policy_version and ours.stop_reason == theirs.stop_reason
 
 
+def uninterrupted(
+    model: Path, tensors: Iterable[tuple[str, torch.Tensor]], *requests: ExtendRequest
+) -> list[list[int]]:
+    """Tokens of each request under these weights, generated in this process."""
+    torch.set_num_threads(1)
+    loaded = load_model(config(model).model)
+    inline = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config(model))
+
+    async def run() -> list[list[int]]:
+        inline.load_weights(5, tensors)
+        answers = await asyncio.gather(*map(inline.extend, requests))
+        await inline.close()
+        return [tokens_of(segments) for segments in answers]
+
+    return asyncio.run(run())
+
+
+async def until_it_has_tokens(engine: ProcessEngine, rollout_id: str) -> None:
+    while not tokens_of(engine.progress([rollout_id]).get(rollout_id, [])):
+        await asyncio.sleep(0.01)
+
+
 def test_a_process_that_dies_is_started_again_with_the_last_weights(model: Path, made: list[ProcessEngine]) -> None:
+    """What it did is forgotten, also what it said of an earlier `extend` of the same rollout; what was interrupted
+    returns; what was asked, before or meanwhile, is asked of the next process, once."""
     said: list[str] = []
     changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
-    request = SUBJECT.request(0, SamplingParams(), max_new_tokens=400)
+    cut, interrupted, late = (SUBJECT.request(i, max_new_tokens=400) for i in range(3))
 
-    async def run(kill: bool) -> list:
+    async def run() -> list[list[int]]:
         engine = ProcessEngine(config(model), threads=1, say=said.append)
         made.append(engine)
         await engine.extend(SUBJECT.request(1, max_new_tokens=2))
         engine.load_weights(5, changed)
-        work = asyncio.ensure_future(engine.extend(request))
-        if kill:
-            while not any(map(len, engine.progress([request.rollout_id]).get(request.rollout_id, []))):
-                await asyncio.sleep(0.01)
-            os.kill(engine.pid, signal.SIGKILL)
-        segments = await work
-        assert engine.stats()["engine/restarts"] == kill and engine.stats()["engine/decode_steps"] > 0
+        first = asyncio.ensure_future(engine.extend(cut))
+        await until_it_has_tokens(engine, cut.rollout_id)
+        assert engine.queued([cut.rollout_id, "7-7"]) <= {cut.rollout_id}
+        engine.interrupt()
+        so_far = tokens_of(await first)
+        rest = dataclasses.replace(cut, generated_ids=tuple(so_far), max_new_tokens=400 - len(so_far))
+        extends = [asyncio.ensure_future(engine.extend(request)) for request in (rest, interrupted)]
+        await asyncio.sleep(0)
+        before = engine.stats()["engine/prefill_tokens"], engine.stats()["engine/reprefill_tokens"]
+        os.kill(engine.pid, signal.SIGKILL)
+        for rollout_id in (cut.rollout_id, "7-7"):
+            assert engine.progress([rollout_id]) == {} and engine.queued([rollout_id]) == set()
+        while not engine.num_restarts:
+            await asyncio.sleep(0.001)
+        assert engine.progress([cut.rollout_id]) == {}
+        engine.interrupt([interrupted.rollout_id])
+        (nothing,) = await extends[1]
+        assert (len(nothing), nothing.stop_reason, nothing.start) == (0, StopReason.PAUSED, 0)
+        meanwhile = asyncio.ensure_future(engine.extend(late))
+        answers = [await extends[0], await meanwhile]
+        assert [s.policy_version for segments in answers for s in segments] == [5, 5]
+        assert [segments[0].start for segments in answers] == [len(so_far), 0]
+        stats = engine.stats()
+        assert stats["engine/restarts"] == 1 and stats["engine/decode_steps"] > 0
+        # The last token of what is prefilled is decoded.
+        assert stats["engine/prefill_tokens"] - before[0] == len(late.prompt_ids) - 1
+        assert stats["engine/reprefill_tokens"] - before[1] == len(cut.prompt_ids) + len(so_far) - 1
         await engine.close()
-        return segments
+        return [so_far + tokens_of(answers[0]), tokens_of(answers[1])]
 
-    (once,), (again,) = asyncio.run(run(False)), asyncio.run(run(True))
-    np.testing.assert_array_equal(once.token_ids, again.token_ids)
-    assert again.policy_version == 5 and len(said) == 1 and "started again, and 1 rollouts go on" in said[0]
+    assert asyncio.run(run()) == uninterrupted(model, changed, cut, late)
+    assert len(said) == 1 and "exit code -9" in said[0] and "started again, and 2 rollouts go on" in said[0]
 
 
 def test_a_process_that_hangs_is_killed_and_started_again(model: Path, made: list[ProcessEngine]) -> None:
-    """It is stopped, not dead: it answers nothing, and nothing tells its parent."""
+    """It is stopped, not dead: it answers nothing, and nothing tells its parent. It never reads the interruption."""
     said: list[str] = []
-    request = SUBJECT.request(0, SamplingParams(), max_new_tokens=400)
-    limits = config(model).watchdog.model_copy(update={"rollout_timeout_s": 1.0})
+    goes_on, interrupted = (SUBJECT.request(i, max_new_tokens=400) for i in range(2))
+    limits = config(model).watchdog.model_copy(update={"rollout_timeout_s": 2.0})
 
-    async def run(stop: bool) -> list:
+    async def run() -> list[list[int]]:
         engine = ProcessEngine(config(model).model_copy(update={"watchdog": limits}), threads=1, say=said.append)
         made.append(engine)
-        await engine.extend(SUBJECT.request(1, max_new_tokens=2))
-        work = asyncio.ensure_future(engine.extend(request))
-        if stop:
-            while not any(map(len, engine.progress([request.rollout_id]).get(request.rollout_id, []))):
-                await asyncio.sleep(0.01)
-            os.kill(engine.pid, signal.SIGSTOP)
-            before = time.monotonic()
-            engine.progress([request.rollout_id])  # as the watchdog does
-            assert 1 <= time.monotonic() - before < 10
-        segments = await asyncio.wait_for(work, 120)
-        assert engine.stats()["engine/restarts"] == stop
+        extends = [asyncio.ensure_future(engine.extend(request)) for request in (goes_on, interrupted)]
+        await until_it_has_tokens(engine, goes_on.rollout_id)
+        os.kill(engine.pid, signal.SIGSTOP)
+        engine.interrupt([interrupted.rollout_id])
+        before = time.monotonic()
+        assert engine.progress([goes_on.rollout_id]) == {}  # as the watchdog asks
+        assert 2 <= time.monotonic() - before < 60
+        whole, (nothing,) = await asyncio.wait_for(asyncio.gather(*extends), 300)
+        assert (len(nothing), nothing.stop_reason, nothing.start) == (0, StopReason.PAUSED, 0)
         await engine.close()
-        return segments
+        return [tokens_of(whole)]
 
-    (once,), (again,) = asyncio.run(run(False)), asyncio.run(run(True))
-    np.testing.assert_array_equal(once.token_ids, again.token_ids)
-    assert len(said) == 2 and said[0] == "watchdog: the engine process has not answered for 1 s: it is killed"
+    assert asyncio.run(run()) == uninterrupted(model, (), goes_on)
+    assert said[0] == "watchdog: the engine process has not answered for 2 s: it is killed"
     assert "exit code -9" in said[1] and "1 rollouts go on" in said[1]
 
 
-def test_an_extend_made_while_it_is_started_again_waits_for_the_last_weights(model: Path, made: list) -> None:
-    changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
-    requests = [SUBJECT.request(i, SamplingParams(), max_new_tokens=60) for i in range(2)]
-
+def test_one_that_dies_at_its_start_is_started_once_more_but_not_for_ever(
+    model: Path, made: list[ProcessEngine]
+) -> None:
     async def run() -> None:
         engine = ProcessEngine(config(model), threads=1, say=lambda text: None)
         made.append(engine)
-        await engine.extend(SUBJECT.request(2, max_new_tokens=2))
-        engine.load_weights(5, changed)
-        before = engine.stats()["engine/prefill_tokens"]
-        os.kill(engine.pid, signal.SIGKILL)
-        while not engine.num_restarts:
+        await engine.extend(SUBJECT.request(0, max_new_tokens=2))
+        for num in (1, 2):
+            os.kill(engine.pid, signal.SIGKILL)
+            while engine.num_restarts < num:
+                await asyncio.sleep(0.001)
+        assert len(tokens_of(await engine.extend(SUBJECT.request(0, max_new_tokens=3)))) == 3
+        work, seen = asyncio.ensure_future(engine.extend(SUBJECT.request(0, max_new_tokens=400))), set()
+        while not work.done():
+            if engine.pid not in seen:
+                seen.add(engine.pid)
+                os.kill(engine.pid, signal.SIGKILL)
             await asyncio.sleep(0.001)
-        found = await asyncio.gather(*(engine.extend(request) for request in requests))
-        assert [s.policy_version for segments in found for s in segments if len(s)] == [5, 5]
-        num_prompt = sum(len(request.prompt_ids) - 1 for request in requests)
-        assert engine.stats()["engine/prefill_tokens"] - before == num_prompt, "a call must reach the new process once"
+        for extend in (work, engine.extend(SUBJECT.request(1))):
+            with pytest.raises(EngineDied, match="died 4 times in a row"):
+                await extend
+        assert len(seen) == 4
         await engine.close()
 
     asyncio.run(run())
@@ -203,12 +252,14 @@ def test_an_engine_that_cannot_load_says_so(tmp_path: Path, made: list[ProcessEn
         _ = made[0].max_tokens
 
 
-def test_errors_of_a_request_are_raised_here(model: Path, made: list[ProcessEngine]) -> None:
+def test_errors_of_a_request_and_of_the_process_are_raised_here_and_it_goes_on(model: Path, made: list) -> None:
     made.append(ProcessEngine(config(model), threads=1))
 
     async def run() -> None:
         with pytest.raises(ValueError, match="Lower rollout.max_new_tokens"):
             await made[0].extend(SUBJECT.request(0, max_new_tokens=10**7))
+        with pytest.raises(RuntimeError, match="the engine process failed in load: .*no such weight"):
+            made[0].load_weights(1, [("no such weight", torch.zeros(3))])
         segments = await made[0].extend(SUBJECT.request(0, max_new_tokens=3))
         assert sum(map(len, segments)) == 3 and segments[-1].stop_reason is StopReason.LENGTH
         await made[0].close()
@@ -216,113 +267,19 @@ def test_errors_of_a_request_are_raised_here(model: Path, made: list[ProcessEngi
     asyncio.run(run())
 
 
-def test_an_error_of_the_process_is_raised_here_and_it_goes_on(model: Path, made: list[ProcessEngine]) -> None:
-    made.append(ProcessEngine(config(model), threads=1))
-
-    async def run() -> None:
-        await made[0].extend(SUBJECT.request(0, max_new_tokens=3))
-        with pytest.raises(RuntimeError, match="the engine process failed in load: .*no such weight"):
-            made[0].load_weights(1, [("no such weight", torch.zeros(3))])
-        assert len(tokens_of(await made[0].extend(SUBJECT.request(0, max_new_tokens=3)))) == 3
-        await made[0].close()
-
-    asyncio.run(run())
-
-
-async def until_it_has_tokens(engine: ProcessEngine, rollout_id: str) -> None:
-    while not tokens_of(engine.progress([rollout_id]).get(rollout_id, [])):
-        await asyncio.sleep(0.01)
-
-
-def test_nothing_is_known_of_what_a_process_does_that_is_gone(model: Path, made: list[ProcessEngine]) -> None:
-    """Not what it said last: that was of an earlier extend of the rollout, or of other rollouts."""
-    request = SUBJECT.request(0, max_new_tokens=400)
-
-    async def run() -> None:
-        engine = ProcessEngine(config(model), threads=1, say=lambda text: None)
-        made.append(engine)
-        first = asyncio.ensure_future(engine.extend(request))
-        await until_it_has_tokens(engine, request.rollout_id)
-        engine.queued([request.rollout_id])
-        engine.interrupt()
-        so_far = tuple(tokens_of(await first))
-        rest = dataclasses.replace(request, generated_ids=so_far, max_new_tokens=400 - len(so_far))
-        second = asyncio.ensure_future(engine.extend(rest))
-        await asyncio.sleep(0)
-        os.kill(engine.pid, signal.SIGKILL)
-        while not second.done():
-            for rollout_id in (request.rollout_id, "7-7"):
-                for known, segments in engine.progress([rollout_id]).items():
-                    assert known == rollout_id and all(s.start is not None and s.start >= len(so_far) for s in segments)
-                assert engine.queued([rollout_id]) <= {rollout_id}
-            await asyncio.sleep(0.02)
-        assert engine.num_restarts == 1
-        assert len(so_far) + len(tokens_of(second.result())) == 400
-        await engine.close()
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("how", ["before it dies", "while the next one starts"])
-def test_an_interruption_is_not_lost_with_its_process(model: Path, made: list[ProcessEngine], how: str) -> None:
-    requests = [SUBJECT.request(i, max_new_tokens=400) for i in range(2)]
-    limits = config(model).watchdog.model_copy(update={"rollout_timeout_s": 2.0})
-
-    async def run() -> None:
-        engine = ProcessEngine(config(model).model_copy(update={"watchdog": limits}), threads=1, say=lambda text: None)
-        made.append(engine)
-        extends = [asyncio.ensure_future(engine.extend(request)) for request in requests]
-        await until_it_has_tokens(engine, requests[0].rollout_id)
-        if how == "before it dies":
-            os.kill(engine.pid, signal.SIGSTOP)  # it hangs: the interruption is sent, and never read
-            engine.interrupt([requests[0].rollout_id])
-            engine.progress([requests[0].rollout_id])  # as the watchdog does
-        else:
-            os.kill(engine.pid, signal.SIGKILL)
-            while not engine.num_restarts:
-                await asyncio.sleep(0.001)
-            engine.interrupt([requests[0].rollout_id])
-        interrupted, other = await asyncio.wait_for(asyncio.gather(*extends), 120)
-        assert [(len(s), s.stop_reason, s.start) for s in interrupted] == [(0, StopReason.PAUSED, 0)]
-        assert len(tokens_of(other)) == 400 and other[-1].stop_reason is StopReason.LENGTH
-        await engine.close()
-
-    asyncio.run(run())
-
-
-def test_one_that_dies_while_it_is_started_again_is_started_once_more(model: Path, made: list[ProcessEngine]) -> None:
-    async def run() -> None:
-        engine = ProcessEngine(config(model), threads=1, say=lambda text: None)
-        made.append(engine)
-        await engine.extend(SUBJECT.request(0, max_new_tokens=2))
-        for num in (1, 2):
-            os.kill(engine.pid, signal.SIGKILL)
-            while engine.num_restarts < num:
-                await asyncio.sleep(0.001)
-        assert len(tokens_of(await engine.extend(SUBJECT.request(0, max_new_tokens=3)))) == 3
-        await engine.close()
-
-    asyncio.run(run())
-
-
-def test_one_that_dies_again_and_again_ends_the_run(model: Path, made: list[ProcessEngine]) -> None:
-    async def run() -> None:
-        engine = ProcessEngine(config(model), threads=1, say=lambda text: None)
-        made.append(engine)
-        await engine.extend(SUBJECT.request(0, max_new_tokens=2))
-        work = asyncio.ensure_future(engine.extend(SUBJECT.request(0, max_new_tokens=400)))
-        seen = set()
-        while not work.done():
-            if engine.pid not in seen:
-                seen.add(engine.pid)
-                os.kill(engine.pid, signal.SIGKILL)
-            await asyncio.sleep(0.001)
-        for extend in (work, engine.extend(SUBJECT.request(1))):
-            with pytest.raises(EngineDied, match="died 4 times in a row"):
-                await extend
-        await engine.close()
-
-    asyncio.run(run())
+def test_half_an_answer_is_not_waited_for_for_ever() -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    theirs.sendall(b'{"id": 1}\n{"id"')
+    assert channel.receive(5) == {"id": 1} and channel.pending
+    with pytest.raises(TimeoutError):
+        channel.receive(0.05)
+    with pytest.raises(TimeoutError):
+        channel.send({"ids": "x" * 2**24}, limit_s=0.05)
+    theirs.close()
+    with pytest.raises(ConnectionError):
+        channel.receive(5)
+    channel.close()
 
 
 def test_without_room_in_memory_weights_go_through_another_folder(
@@ -334,30 +291,40 @@ def test_without_room_in_memory_weights_go_through_another_folder(
     said: list[str] = []
     changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
 
-    async def run(engine: ProcessEngine) -> list[int]:
+    async def run(request: ExtendRequest) -> list[int]:
+        engine = ProcessEngine(config(model), threads=1, say=said.append)
         made.append(engine)
-        _ = engine.max_tokens
-        assert not said or len(said) == 1
+        assert engine.max_tokens and len(said) == 1
         engine.load_weights(1, changed)
-        segments = await engine.extend(SUBJECT.request(0, max_new_tokens=30))
+        segments = await engine.extend(request)
         await engine.close()
         return tokens_of(segments)
 
-    found = asyncio.run(run(ProcessEngine(config(model), threads=1, say=said.append)))
+    request = SUBJECT.request(0, max_new_tokens=30)
+    assert [asyncio.run(run(request))] == uninterrupted(model, changed, request)
     assert len(said) == 1
     assert re.fullmatch(rf"/dev/shm has no room for the \S+ MB of weights: .* a file in {tmp_path}, .*", said[0])
-    monkeypatch.undo()
-    assert found == asyncio.run(run(ProcessEngine(config(model), threads=1, say=said.append))) and len(said) == 1
 
 
-def test_without_room_anywhere_it_says_what_to_do(
-    model: Path, made: list[ProcessEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_grows_out_of_memory_takes_what_it_has_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And without room anywhere it says what to do."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said: list[str] = []
+    file = WeightsFile(said.append)
+    file.reserve(1000)
+    file.write("a", torch.arange(100))
+    full_above(monkeypatch, "/dev/shm", 1000)
+    file.write("b", torch.ones(300))
+    assert len(said) == 1 and [entry[0] for entry in file.table()] == ["a", "b"]
+    (_, _, _, offset_a), (_, _, _, offset_b) = file.table()
+    assert np.frombuffer(os.pread(file.fileno(), 800, offset_a), dtype=np.int64).tolist() == list(range(100))
+    assert (np.frombuffer(os.pread(file.fileno(), 1200, offset_b), dtype=np.float32) == 1).all()
     full_above(monkeypatch, "/", 10_000)
-    made.append(ProcessEngine(config(model), threads=1))
-    with pytest.raises(ValueError, match=r"room for \S+ MB of weights in /dev/shm or .*TMPDIR.*engine.process = false"):
-        _ = made[0].max_tokens
+    with pytest.raises(ValueError, match=r"room for \S+ MB of weights in .*TMPDIR.*engine.process = false"):
+        file.write("c", torch.ones(10_000))
+    file.close()
 
 
 def full_above(monkeypatch: pytest.MonkeyPatch, folder: str, num_bytes: int) -> None:

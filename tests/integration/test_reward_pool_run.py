@@ -85,3 +85,21 @@ def test_training_goes_on_while_rewards_misbehave(
     assert min(of_kind) >= 1, "the run met every kind"
     assert sum(row["reward/missing"] for row in rows) > 0 and last["dropped/too_few_rewards/groups"] == 0
     assert last["rewards/busy_workers"] == last["rewards/queue"] == 0
+
+
+RANKS = """
+def reward(prompts, completions, **columns):
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    places = sorted(range(len(texts)), key=lambda i: (sum(map(str.isdigit, texts[i])), texts[i], i))
+    return [float(places.index(i)) for i in range(len(texts))]
+"""
+
+
+def test_a_function_that_compares_siblings_sees_each_group_whole(tmp_path: Path) -> None:
+    recipe = runs.write(tmp_path, steps=2, rewards={"function": f"{tmp_path / 'ranks.py'}:reward"})
+    (tmp_path / "ranks.py").write_text(RANKS)
+    assert cli.main(["train", str(recipe)]) == 0
+    groups: dict[int, list[float]] = {}
+    for record in runs.records(tmp_path / "run"):
+        groups.setdefault(record["group_id"], []).append(record["score"])
+    assert len(groups) >= 6 and all(sorted(scores) == [0.0, 1.0, 2.0] for scores in groups.values()), groups

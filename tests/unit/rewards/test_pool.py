@@ -221,6 +221,25 @@ def test_the_default_leaves_a_core_to_the_trainer(monkeypatch):
     assert RewardsConfig(num_workers=7).num_processes == 7
 
 
+def test_only_a_function_of_one_sample_that_is_known_to_be_one_is_called_for_each_rollout():
+    def task(name):
+        return Task("t", "file", f"functions.py:{name}", prompt="2 + 2")
+
+    async def run(streaming):
+        async with pool_of(2, streaming=streaming) as pool:
+            unknown = pool.scores_singly(task("one"))
+            found = {}
+            for name in ("one", "batch", "together", "judge", "async_batch"):
+                await pool.probe(task(name))
+                found[name] = pool.scores_singly(task(name))
+            return unknown, found
+
+    for streaming in (True, False):
+        unknown, found = asyncio.run(run(streaming))
+        assert unknown is False, "a batch function would be called with one completion"
+        assert found == {"one": streaming, "batch": False, "together": False, "judge": False, "async_batch": False}
+
+
 # Time limits
 
 

@@ -1,0 +1,134 @@
+"""What a reward function starts ends with its worker and with the trainer, wherever it has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rollover.config import RewardsConfig
+from rollover.rewards.client import RewardWorker
+from rollover.rewards.protocol import ScoreRequest
+from rollover.types import Task
+from unit.rewards.children import alive, wait_until_dead
+
+FUNCTIONS = """
+import os, signal, subprocess, sys, time
+
+def daemon(write):
+    "The way of daemons: an orphan in a session of its own."
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.write(write, str(os.getpid()).encode())
+            os.closerange(0, 100)
+            time.sleep(1000)
+        os._exit(0)
+
+def start(how):
+    if how == "child":
+        return subprocess.Popen(["sleep", "1000"]).pid
+    if how == "session":
+        return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
+    read, write = os.pipe()
+    daemon(write)
+    return int(os.read(read, 20))
+
+def one(solution_str):
+    word, _, rest = solution_str.partition(" ")
+    if word == "pid":
+        return os.getpid()
+    if word == "exit":
+        os._exit(3)
+    if word == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if word == "group":
+        os.killpg(0, signal.SIGKILL)
+    if word == "sleep":
+        time.sleep(1000)
+    return start(word)
+"""
+WAYS = ["child", "session", "daemon"]
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def requests_of(*texts):
+    return [ScoreRequest(Task("t", "file", "functions.py:one", prompt="2 + 2"), text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        ("close", None),
+        ("exit", "exit code 3"),
+        ("segfault", "killed by SIGSEGV"),
+        ("group", "killed by SIGKILL"),
+        ("sleep", "timeout after 2 s"),
+    ],
+)
+def test_it_ends_with_its_worker_however_that_ends(end, error):
+    async def run():
+        worker = RewardWorker(RewardsConfig(timeout_s=2.0))
+        try:
+            rewards = await worker.score(requests_of("pid", *WAYS))
+            pids = [int(r.score or 0) for r in rewards]
+            assert all(map(alive, pids))
+            if end != "close":
+                (ended,) = await worker.score(requests_of(end))
+                assert ended.missing and error in ended.error
+                assert wait_until_dead(pids)
+        finally:
+            await worker.close()
+        return pids
+
+    assert wait_until_dead(asyncio.run(run()))
+
+
+def test_a_worker_whose_keeper_was_killed_dies_and_is_replaced():
+    async def run():
+        worker = RewardWorker(RewardsConfig(timeout_s=10.0))
+        try:
+            (reward,) = await worker.score(requests_of("pid"))
+            pid = int(reward.score or 0)
+            with open(f"/proc/{pid}/stat") as stat:
+                os.kill(int(stat.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
+            assert wait_until_dead([pid])
+            await worker.score(requests_of("pid"))
+            (again,) = await worker.score(requests_of("pid"))
+            assert again.score and again.score != pid
+        finally:
+            await worker.close()
+
+    asyncio.run(run())
+
+
+PARENT = """
+import asyncio
+from rollover.config import RewardsConfig
+from rollover.rewards.client import RewardWorker
+from rollover.rewards.protocol import ScoreRequest
+from rollover.types import Task
+
+async def main():
+    worker = RewardWorker(RewardsConfig())
+    task = Task("t", "s", "functions.py:one", prompt="p")
+    rewards = await worker.score([ScoreRequest(task, text) for text in ("pid", "child", "session", "daemon")])
+    print(*(int(r.score) for r in rewards), flush=True)
+    await worker.score([ScoreRequest(task, "sleep")])
+
+asyncio.run(main())
+"""
+
+
+def test_it_ends_with_a_trainer_that_is_killed():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 4 and all(map(alive, pids))
+        parent.send_signal(signal.SIGKILL)
+    assert wait_until_dead(pids)

@@ -1,4 +1,4 @@
-"""Engines and runs that hang, for the tests of driver and watchdog."""
+"""Engines and runs that hang, for the tests of driver and watchdog. Their seconds are those of a virtual loop."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+import virtual_time
 from rollover.config.watchdog import WatchdogConfig
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
@@ -17,7 +18,7 @@ from unit.rollout.run import Run
 
 LIMIT_S = 0.08
 SCORING_S = 0.12
-TOO_LONG_S = 0.5  # several limits: who waits so long waits for ever
+TOO_LONG_S = 5  # several limits: who waits so long waits for ever
 
 
 def short(seed: int) -> int:
@@ -30,7 +31,7 @@ def watchdog(**changes: float) -> Watchdog:
 
 
 def steps(run: Run, num: int, seconds: float = 10) -> list[list[Group]]:
-    """So many steps, the first of them possibly with a stall, in a bounded time; the ledger balances after each."""
+    """So many steps, within so many virtual seconds; the ledger balances after each."""
 
     async def go() -> list[list[Group]]:
         async with asyncio.timeout(seconds):
@@ -41,7 +42,7 @@ def steps(run: Run, num: int, seconds: float = 10) -> list[list[Group]]:
         assert not run.driver._strays
         return batches  # type: ignore[return-value]
 
-    return asyncio.run(go())
+    return virtual_time.run(go())
 
 
 def assert_waits_for_ever(run: Run) -> None:

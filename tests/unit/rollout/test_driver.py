@@ -165,16 +165,6 @@ def test_one_scorer_call_per_group_with_all_its_siblings() -> None:
     assert all(call == [f"{call[0].split('-')[0]}-{i}" for i in range(3)] for call in calls)
 
 
-def test_waiting_for_scores_alone_is_not_generation() -> None:
-    async def slow(rollouts: list[Rollout]) -> list[Reward]:
-        await asyncio.sleep(0.05)
-        return await score_by_tokens(rollouts)
-
-    run = Run(scorer=slow)
-    run.steps(1)
-    assert 0.03 < run.driver.scoring_s < 1 and run.driver.generation_s > 0
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_sync_does_not_depend_on_the_order_in_which_scores_arrive(random) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rollover.engine.fake import FakeEngine
 from rollover.rollout import driver as driver_module
 from rollover.types import Reward, Rollout
 from unit.rollout.run import Run
@@ -53,6 +54,23 @@ async def settle() -> None:
 
 def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(story())
+
+
+def test_waiting_for_scores_alone_is_not_generation(clock: Clock) -> None:
+    class Ticking(FakeEngine):
+        def _step(self) -> None:
+            clock.now += 1
+            super()._step()
+
+    async def slow(rollouts: list[Rollout]) -> list[Reward]:
+        await settle()
+        clock.now += 100
+        return [Reward(1.0) for _ in rollouts]
+
+    run = Run(engine=Ticking({"0-0": 5, "0-1": 5, "1-0": 5, "1-1": 5}), scorer=slow)
+    run.steps(1)
+    driver = run.driver
+    assert (driver.generation_s, driver.scoring_s, driver.scheduling_s) == (5, 200, 0)
 
 
 def test_without_overlap_nobody_counts(clock: Clock) -> None:

@@ -21,6 +21,7 @@ from hanging import (
     watchdog,
 )
 
+import virtual_time
 from rollover.engine.fake import FakeEngine
 from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.watchdog import Watchdog
@@ -188,7 +189,7 @@ def test_one_that_ignores_its_cancellation_is_left_alone() -> None:
     engine = Hanging("0-0", times=9, deaf=True, stubborn=True)
     run = Run(engine=engine, watchdog=watchdog())
 
-    groups = asyncio.run(step_and_let_go(run, engine))
+    groups = virtual_time.run(step_and_let_go(run, engine))
     assert groups is not None and ids([groups]) == [[1, 2]]
     assert_said(
         run,
@@ -225,7 +226,7 @@ def test_one_that_does_not_return_when_the_phase_ends(stubborn: bool) -> None:
         await asyncio.sleep(0.01)
         return batches  # type: ignore[return-value]
 
-    batches = asyncio.run(go())
+    batches = virtual_time.run(go())
     assert ids(batches)[0] == [0, 1]
     lines = [said("2-0", "interrupted", 1, CANCELLED)]
     if stubborn:
@@ -253,7 +254,7 @@ def test_a_group_dropped_while_winding_down_may_leave_too_few_to_train() -> None
         max_staleness=2,
     )
 
-    groups = asyncio.run(step_and_let_go(run, engine))
+    groups = virtual_time.run(step_and_let_go(run, engine))
     assert groups is not None and 1 not in [g.group_id for g in groups]
     assert_said(run, said("1-0", "interrupted", 1, CANCELLED), said("1-0", "cancelled", 1, ABANDONED))
     assert len(engine.extensions["2-1"]) == 2, "it was interrupted, and went on when its group was needed after all"
@@ -271,7 +272,7 @@ def test_ctrl_c_does_not_wait_for_what_hangs(deaf: bool) -> None:
         async with asyncio.timeout(5):
             assert await collecting is None
 
-    asyncio.run(stop())
+    virtual_time.run(stop())
     run.check()
     assert {r.num_tokens for g in run.cache.groups.values() for r in g.rollouts} == {3}
     assert len(run.said) == (4 if deaf else 0)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from hanging import assert_said, assert_waits_for_ever, short, stats, steps, watchdog
 
+import virtual_time
 from rollover.engine.fake import FakeEngine
 from rollover.rollout.lifecycle import EventKind
 from rollover.types import DropReason, Group, Reward, Rollout
@@ -99,7 +100,7 @@ def test_a_scorer_that_ignores_its_cancellation_is_left_alone() -> None:
         await asyncio.sleep(0.01)
         return groups
 
-    groups = asyncio.run(go())
+    groups = virtual_time.run(go())
     assert groups is not None and ids([groups]) == [[0, 1]]
     assert_said(run, REWARDS.format(0) + RESCORED)
     assert not run.driver._strays

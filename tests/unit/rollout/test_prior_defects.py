@@ -17,6 +17,7 @@ import safetensors.numpy
 import torch
 
 import tiny
+import virtual_time
 from rollover.algorithms.correction import importance_weights
 from rollover.config import AlgorithmConfig, EngineConfig, RewardsConfig, TasksConfig
 from rollover.config.rollout import RolloutConfig
@@ -314,7 +315,7 @@ def test_apr_3_waiting_costs_nothing() -> None:
         return to_consume(version, stream_ended)
 
     run.scheduler.to_consume = counted  # type: ignore[method-assign]
-    run.steps(1)
+    assert virtual_time.run(run.step())
     # Four rollouts and two scores arrive; at 10 ms it would be 50 times more.
     assert asked <= 16
 

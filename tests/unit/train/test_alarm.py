@@ -1,11 +1,14 @@
-"""The alarm speaks from its own thread while the main thread is held up, and only then."""
+"""The alarm speaks from its own thread while the main thread is held up, and only then. Time is the tests' own."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
+import pytest
+
+import virtual_time
+from rollover.train import alarm as alarm_module
 from rollover.train.alarm import Alarm
 
 
@@ -23,70 +26,95 @@ def text(seconds: float) -> str:
     return f"this takes {seconds:.2f} s"
 
 
-def alarm_threads() -> int:
-    return sum(t.name == "alarm" for t in threading.enumerate())
+def lines(*seconds: float) -> list[str]:
+    return [f"watchdog: {text(of)}" for of in seconds]
 
 
-def times(heard: Heard) -> list[float]:
-    return [float(line.split()[-2]) for line in heard]
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> virtual_time.ThreadClock:
+    clock = virtual_time.ThreadClock()
+    monkeypatch.setattr(alarm_module, "time", clock)
+    monkeypatch.setattr(alarm_module, "threading", clock)
+    return clock
 
 
-def test_warns_in_time_and_at_doubling_times() -> None:
-    heard = Heard()
-    with Alarm(heard).over(text, 0.05):
-        time.sleep(0.5)
-    assert heard[0].startswith("watchdog: this takes 0.0") and heard.threads == {"alarm"}
-    assert 3 <= len(heard) <= 4
-    assert all(b >= 2 * a - 0.02 for a, b in zip(times(heard), times(heard)[1:], strict=False))
-
-
-def test_is_silent_when_nothing_takes_long_and_when_it_is_off() -> None:
+def test_warns_in_time_and_at_doubling_times(clock: virtual_time.ThreadClock) -> None:
     heard = Heard()
     with Alarm(heard).over(text, 5):
-        pass
+        clock.let_pass(4.9)
+        assert heard == []
+        clock.let_pass(50)
+    assert heard == lines(5, 10, 20, 40) and heard.threads == {"alarm"}
+    clock.let_pass(1000)
+    assert len(heard) == 4 and clock.num_alive == 0
+
+
+def test_is_silent_when_nothing_takes_long_and_when_it_is_off(clock: virtual_time.ThreadClock) -> None:
+    heard = Heard()
+    with Alarm(heard).over(text, 5):
+        clock.let_pass(1)
+    clock.let_pass(100)
+    assert len(clock.threads) == 1 and clock.num_alive == 0
     with Alarm(heard).over(text, 0) as restart:
         restart()
-        time.sleep(0.02)
-    time.sleep(0.02)
-    assert heard == [] and alarm_threads() == 0
+        clock.let_pass(100)
+    assert heard == [] and len(clock.threads) == 1, "what is off has no thread"
 
 
-def test_a_sign_of_life_starts_the_time_anew() -> None:
+def test_a_sign_of_life_starts_the_time_anew(clock: virtual_time.ThreadClock) -> None:
     heard = Heard()
-    with Alarm(heard).over(text, 0.2) as restart:
+    with Alarm(heard).over(text, 5) as restart:
         for _ in range(8):
-            time.sleep(0.04)
+            clock.let_pass(4)
             restart()
+            clock.settle()
         assert heard == []
-        time.sleep(0.3)
-    assert len(heard) == 1 and 0.2 <= times(heard)[0] < 0.3
+        clock.let_pass(11)
+        assert heard == lines(5, 10)
+        restart()
+        clock.let_pass(6)
+    assert heard == lines(5, 10, 5)
 
 
-def test_an_event_loop_that_waits_is_no_reason_one_that_stands_still_is() -> None:
-    heard, num_heard = Heard(), []
+def test_an_event_loop_that_waits_is_no_reason_one_that_stands_still_is(clock: virtual_time.ThreadClock) -> None:
+    heard = Heard()
 
     async def go() -> None:
-        with Alarm(heard).over_loop(text, 0.1, asyncio.get_running_loop().call_later):
-            await asyncio.sleep(0.3)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, virtual_time.VirtualLoop)
+        with Alarm(heard).over_loop(text, 8, loop.call_later):
+            await asyncio.sleep(100)
             assert heard == []
-            time.sleep(0.25)  # a step of the engine that does not end
-            assert 1 <= len(heard) <= 2
-            num_heard.append(len(heard))
-            await asyncio.sleep(0.15)
-        await asyncio.sleep(0.15)
-        with Alarm(heard).over_loop(text, 0, asyncio.get_running_loop().call_later):
-            time.sleep(0.05)
+            loop.let_pass(20)  # a step of the engine that does not end
+            assert heard == lines(8, 16)
+            await asyncio.sleep(100)
+            assert len(heard) == 2
+        await asyncio.sleep(100)
+        with Alarm(heard).over_loop(text, 0, loop.call_later):
+            loop.let_pass(100)
 
-    asyncio.run(go())
-    assert num_heard == [len(heard)] and alarm_threads() == 0
+    virtual_time.run(go(), clock.let_pass)
+    assert heard == lines(8, 16) and clock.num_alive == 0 and len(clock.threads) == 1
 
 
-def test_an_error_ends_it_too() -> None:
+def test_an_error_ends_it_too(clock: virtual_time.ThreadClock) -> None:
     heard = Heard()
-    try:
-        with Alarm(heard).over(text, 0.05):
-            raise RuntimeError
-    except RuntimeError:
-        pass
-    time.sleep(0.1)
-    assert heard == []
+    with pytest.raises(RuntimeError), Alarm(heard).over(text, 5):
+        raise RuntimeError
+    clock.let_pass(100)
+    assert heard == [] and clock.num_alive == 0
+
+
+def test_in_real_time() -> None:
+    """The one test on a clock and threads of the system: held up until it has spoken twice."""
+    heard, spoken = Heard(), threading.Event()
+
+    def say(line: str) -> None:
+        heard(line)
+        if len(heard) == 2:
+            spoken.set()
+
+    with Alarm(say).over(text, 0.01):
+        assert spoken.wait(120)
+    first, second = (float(line.split()[-2]) for line in heard[:2])
+    assert first >= 0.01 and second >= 2 * first - 0.02 and heard.threads == {"alarm"}

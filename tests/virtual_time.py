@@ -6,6 +6,7 @@ import asyncio
 import selectors
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -48,6 +49,32 @@ def run(main: Coroutine[Any, Any, _T], on_pass: Callable[[float], None] = lambda
     """asyncio.run on a VirtualLoop."""
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(on_pass)) as runner:
         return runner.run(main)
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop of real time, for real processes, that a test may send ahead once it knows that something hangs."""
+
+    def __init__(self) -> None:
+        self._skipped = 0.0
+        super().__init__()
+
+    def time(self) -> float:
+        return super().time() + self._skipped
+
+    def monotonic(self) -> float:
+        """For what reads the clock itself."""
+        return self.time()
+
+    def skip(self, seconds: float) -> None:
+        self._skipped += seconds
+
+    async def skip_where_it_hangs(self, sign: Path, seconds: float) -> None:
+        """As often as the file `sign` appears, which what hangs makes first. Until cancelled."""
+        while True:
+            while not sign.exists():
+                await asyncio.sleep(0.01)
+            sign.unlink()
+            self.skip(seconds)
 
 
 class ThreadClock:

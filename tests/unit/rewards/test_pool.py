@@ -1,23 +1,19 @@
 """The reward pool with its real child processes: who scores what, tries, quarantine, memory, async functions."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
-import virtual_time
 from rollover.config import RewardsConfig
-from rollover.rewards import client
 from rollover.rewards.client import RewardProbeError, RewardWorker
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Task
-from unit.rewards.children import alive, wait_until_dead
+from unit.rewards.children import LIMIT, alive, skipping, wait_until_dead
 
 FUNCTIONS = """
 import asyncio, os, signal, threading, time
@@ -121,29 +117,6 @@ async def pool_of(num_workers=1, **options):
         yield pool
     finally:
         await pool.close()
-
-
-LIMIT = {"timeout_s": 100.0}  # that nothing comes near but what hangs: its time is skipped
-
-
-def skipping(work, sign="hangs"):
-    """Run it on a loop that goes on by 150 s whenever the file `sign` says that a function hangs."""
-
-    async def run():
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, virtual_time.SkippingLoop)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(client, "time", loop)
-            skips = asyncio.create_task(loop.skip_where_it_hangs(Path(sign), 150))
-            try:
-                return await work
-            finally:
-                skips.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await skips
-
-    with asyncio.Runner(loop_factory=virtual_time.SkippingLoop) as runner:
-        return runner.run(run())
 
 
 def score(*groups, **options):

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -13,7 +12,7 @@ from rollover.config import RewardsConfig
 from rollover.rewards.client import RewardProbeError, RewardWorker
 from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Task
-from unit.rewards.children import alive, wait_until_dead
+from unit.rewards.children import LIMIT, alive, skipping, wait_until_dead
 
 FUNCTIONS = """
 import os, signal, sys, time
@@ -25,6 +24,7 @@ def raises(prompts, completions, **columns):
     raise KeyError("no such thing")
 
 def loops(prompts, completions, **columns):
+    open("hangs", "w").close()
     while True:
         pass
 
@@ -63,7 +63,8 @@ def per_sample(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "exit":
         os._exit(7)
     if solution_str == "loop":
-        time.sleep(100)
+        open("hangs", "w").close()
+        time.sleep(1000)
     if solution_str == "pid":
         return os.getpid()
     if solution_str == "child":
@@ -81,18 +82,18 @@ def task(name, **columns):
     return Task("t", "file", f"functions.py:{name}", prompt="2 + 2", columns={"answer": "4", **columns})
 
 
-def score(*calls, timeout_s=10.0):
+def score(*calls):
     """Rewards of each (name, completions) call on one worker, and its counters."""
 
     async def run():
-        worker = RewardWorker(RewardsConfig(timeout_s=timeout_s))
+        worker = RewardWorker(RewardsConfig(**LIMIT))
         try:
             rewards = [await worker.score([ScoreRequest(task(name), c) for c in texts]) for name, texts in calls]
             return rewards, worker.stats()
         finally:
             await worker.close()
 
-    return asyncio.run(run())
+    return skipping(run())
 
 
 def counts(**of_kind):
@@ -127,10 +128,8 @@ def test_a_dead_worker_is_missing_and_replaced():
 
 
 def test_an_endless_loop_is_killed_at_the_limit():
-    started = time.monotonic()
-    (failed, fine), stats = score(("loops", ["4", "5"]), ("good", ["4", "5"]), timeout_s=1.0)
-    assert time.monotonic() - started < 30
-    assert [r.error for r in failed] == ["timeout after 1 s"] * 2
+    (failed, fine), stats = score(("loops", ["4", "5"]), ("good", ["4", "5"]))
+    assert [r.error for r in failed] == ["timeout after 100 s"] * 2
     assert [r.score for r in fine] == [1, 0]
     assert stats == counts(timeouts=1)
 
@@ -147,11 +146,11 @@ def test_a_function_may_use_alarms():
 
 def test_a_per_sample_failure_leaves_the_others_valid():
     texts = ["a", "raise", "b", "exit", "c", "loop", "d"]
-    (rewards,), stats = score(("per_sample", texts), timeout_s=1.0)
+    (rewards,), stats = score(("per_sample", texts))
     assert [r.score for r in rewards] == [1, None, 1, None, 1, None, 1]
     assert rewards[0].extras == {"acc": 0.5}
     errors = [r.error for r in rewards if r.missing]
-    assert "bad sample" in errors[0] and "exit code 7" in errors[1] and errors[2] == "timeout after 1 s"
+    assert "bad sample" in errors[0] and "exit code 7" in errors[1] and errors[2] == "timeout after 100 s"
     assert stats == counts(timeouts=1, crashes=1, errors=1)
 
 
@@ -184,7 +183,7 @@ def test_a_module_of_the_base_directory_and_a_large_request(folder):
     ("name", "error"),
     [
         ("raises", "KeyError"),
-        ("loops", "timeout after 1 s"),
+        ("loops", "timeout after 100 s"),
         ("short", "1 scores for 2 completions"),
         ("exits", "exit code 3"),
         ("nan", "not finite"),
@@ -193,7 +192,7 @@ def test_a_module_of_the_base_directory_and_a_large_request(folder):
 )
 def test_the_probe_names_the_function_and_the_fault(name, error):
     async def run():
-        worker = RewardWorker(RewardsConfig(timeout_s=1.0))
+        worker = RewardWorker(RewardsConfig(**LIMIT))
         try:
             with pytest.raises(RewardProbeError, match=error) as caught:
                 await worker.probe(task(name))
@@ -202,7 +201,7 @@ def test_the_probe_names_the_function_and_the_fault(name, error):
         finally:
             await worker.close()
 
-    asyncio.run(run())
+    skipping(run())
 
 
 def test_the_probe_passes_a_good_function():

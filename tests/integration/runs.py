@@ -69,7 +69,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def rollover(*words: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def rollover(*words: str | Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*words), env=environment(), capture_output=True, text=True, timeout=timeout, check=False
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import async_speed
 import numpy as np
 import pytest
 
+import virtual_time
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import SamplingParams, Segment, StopReason
 
@@ -21,7 +23,12 @@ def test_both_modes_are_compared_at_equal_samples() -> None:
     assert result["synchronous"]["generate_s"] >= 0.9 * out["token_s"] * 80  # the longest of 64 answers
 
 
-def test_new_weights_cut_an_answer_and_an_interrupted_one_goes_on_where_it_was() -> None:
+def test_new_weights_cut_an_answer_and_an_interrupted_one_goes_on_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time())
+    monkeypatch.setattr(async_speed, "time", clock)
+
     class Quick(async_speed.Sleeping):
         token_s = 5e-3
 
@@ -31,17 +38,18 @@ def test_new_weights_cut_an_answer_and_an_interrupted_one_goes_on_where_it_was()
     async def answers() -> tuple[list[Segment], list[Segment]]:
         engine = Quick()
         extension = asyncio.ensure_future(engine.extend(request([])))
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(0.032)
         engine.load_weights(1, ())
         whole = await extension
         extension = asyncio.ensure_future(engine.extend(request([])))
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(0.032)
         engine.interrupt()
         parts = await extension
         return whole, parts + await engine.extend(request(parts[0].token_ids.tolist()))
 
-    whole, parts = asyncio.run(answers())
+    whole, parts = virtual_time.run(answers())
     assert [(s.policy_version, s.stop_reason) for s in whole] == [(0, StopReason.PAUSED), (1, StopReason.EOS)]
     assert [(s.policy_version, s.stop_reason) for s in parts] == [(1, StopReason.PAUSED), (1, StopReason.EOS)]
     tokens = [np.concatenate([s.token_ids for s in segments]).tolist() for segments in (whole, parts)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 12
+    assert [len(segments[0]) for segments in (whole, parts)] == [6, 6]

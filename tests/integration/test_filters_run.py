@@ -156,7 +156,7 @@ def test_masked_rollouts_leave_the_loss_and_stay_in_their_groups(tmp_path: Path)
 def test_killed_and_resumed_it_counts_each_filtered_group_once(tmp_path: Path) -> None:
     file = recipe(tmp_path, {"zero_variance": True}, MODES["partial"], steps=8)
     process = subprocess.Popen(runs.command("train", file), env=runs.environment(), stderr=subprocess.DEVNULL)
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.time() + 100
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.time() + 600
     while time.time() < deadline and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 3):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)

@@ -19,7 +19,7 @@ from rollover.train.trainer import Trainer
 
 
 def train(folder: Path, *, steps: int = 6, **tables: Any) -> list[dict[str, float]]:
-    tables.setdefault("watchdog", {"rollout_timeout_s": 20.0})
+    tables.setdefault("watchdog", {"rollout_timeout_s": 200.0})
     recipe = runs.write(folder, steps=steps, **tables)
     assert main(["train", str(recipe)]) == 0
     rows = runs.json_lines(folder / "run" / "metrics.jsonl")
@@ -107,7 +107,7 @@ def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
     recipe = runs.write(tmp_path, steps=12, rollout=AHEAD | {"interrupt": "on_weight_update"}, engine={"process": True})
     process = subprocess.Popen(runs.command("train", recipe), env=runs.environment(), stderr=subprocess.PIPE)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.time() + 240
+    deadline = time.time() + 600
     while time.time() < deadline and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 5):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)

@@ -61,7 +61,7 @@ def test_training_goes_on_while_rewards_misbehave(
             "function": f"{tmp_path / 'reward.py'}:reward",
             "num_workers": 2,
             "memory_gb": 1.0,
-            "timeout_s": 2.0,
+            "timeout_s": 3.0,
         },
     )
     (tmp_path / "reward.py").write_text(REWARD)

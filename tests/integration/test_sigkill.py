@@ -72,7 +72,7 @@ def test_sigkill_at_random_moments(tmp_path: Path, seed: int) -> None:
         )
         try:
             # A resumed run goes on from the committed step, not from the start.
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 600
             fresh = committed + 1 + (kill % 4)
             while (rows := runs.json_lines(metrics)) == [] or rows[-1]["step"] < fresh:
                 assert process.poll() is None, process.stdout.read() if process.stdout else ""
@@ -83,7 +83,7 @@ def test_sigkill_at_random_moments(tmp_path: Path, seed: int) -> None:
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
-        assert not psutil.wait_procs(workers, timeout=5)[1], "a child process outlived its killed parent"
+        assert not psutil.wait_procs(workers, timeout=60)[1], "a child process outlived its killed parent"
         steps = [row["step"] for row in runs.json_lines(metrics)]
         assert steps == list(range(1, len(steps) + 1)), "duplicate or missing steps"
         if not CheckpointStore(str(run_dir / "checkpoints"), keep=2).list():

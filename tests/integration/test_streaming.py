@@ -18,11 +18,34 @@ from rollover.config.load import ConfigError, load_config
 from rollover.train.trainer import Trainer
 
 SLOW = '''
-import hashlib, time
+import hashlib, os, time
+
+HERE = os.path.dirname(__file__)
+
+def note(name):
+    """How many times this was called."""
+    file = os.open(f"{HERE}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(file, b"x")
+    size = os.fstat(file).st_size
+    os.close(file)
+    return size
+
+def wait_for(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     """Share of digits, after a time that differs from rollout to rollout."""
     time.sleep(0.002 + 0.03 * (hashlib.md5(solution_str.encode()).digest()[0] % 2))
+    call = note("calls")
+    if os.path.exists(f"{HERE}/parts") and call > 1 and (call - 1) % 9 == 0:
+        # The last of the nine rollouts of a step, after the probe's: what is ready is trained while this one takes.
+        before = os.path.getsize(f"{HERE}/parts")
+        wait_for(lambda: os.path.getsize(f"{HERE}/parts") > before, 3)
+    if os.path.exists(f"{HERE}/hold") and call > 14:
+        note("held")  # in the middle of the second step
+        wait_for(lambda: not os.path.exists(f"{HERE}/hold"), 120)
     return sum(c.isdigit() for c in solution_str) / 48
 '''
 SYNC = {"in_flight_groups": None, "interrupt": "never", "max_staleness": None}
@@ -57,13 +80,16 @@ def assert_close(ours: Path, theirs: Path) -> None:
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[set[int]]:
     """Ids of the groups of every part that was accumulated before its step."""
     seen: list[set[int]] = []
     plain = Trainer.accumulate
 
     def spy(self: Trainer, samples: list) -> None:
         seen.append({s.group_id for s in samples})
+        if (tmp_path / "streaming" / "parts").exists():
+            with (tmp_path / "streaming" / "parts").open("a") as file:
+                file.write("x")
         plain(self, samples)
 
     monkeypatch.setattr(Trainer, "accumulate", spy)
@@ -73,6 +99,8 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 def test_a_synchronous_run_learns_the_same(tmp_path: Path, parts: list[set[int]]) -> None:
     plain = train(tmp_path / "plain", rollout=SYNC, train={"adam_eps": 1e-3})
     assert not parts
+    (tmp_path / "streaming").mkdir()
+    (tmp_path / "streaming" / "parts").touch()
     streaming = train(tmp_path / "streaming", rollout=SYNC, train={"adam_eps": 1e-3, "streaming_min_groups": 1})
     assert len(parts) >= 4, "a step of three groups has parts"
     for one, other in zip(plain, streaming, strict=True):
@@ -98,14 +126,16 @@ def test_a_stop_in_the_middle_of_a_step_loses_nothing(tmp_path: Path) -> None:
     tables = {"rollout": SYNC, "train": {"adam_eps": 1e-3, "streaming_min_groups": 1}, "steps": 6}
     train(tmp_path / "whole", **tables)
     file = recipe(tmp_path / "stopped", **tables)
+    (tmp_path / "stopped" / "hold").touch()
     process = subprocess.Popen(runs.command("train", file), env=runs.environment(), stderr=subprocess.DEVNULL)
-    metrics, deadline = tmp_path / "stopped" / "run" / "metrics.jsonl", time.time() + 100
-    while time.time() < deadline and not metrics.exists():
+    deadline = time.monotonic() + 600
+    while not (tmp_path / "stopped" / "held").exists():
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
-    time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    assert len(runs.json_lines(metrics)) < 6
+    (tmp_path / "stopped" / "hold").unlink()
+    assert process.wait(timeout=600) == 130
+    assert len(runs.json_lines(tmp_path / "stopped" / "run" / "metrics.jsonl")) < 6
     assert main(["train", str(file), "--resume"]) == 0
     assert_close(tmp_path / "whole", tmp_path / "stopped")
 

@@ -185,7 +185,7 @@ def test_ctrl_c_parks_and_the_printed_command_resumes(tmp_path: Path) -> None:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in output, output

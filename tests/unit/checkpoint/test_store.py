@@ -259,7 +259,7 @@ except CheckpointWriteError as error:
 
 
 def test_a_file_size_limit_stands_in_for_a_full_disk(store: CheckpointStore) -> None:
-    done = subprocess.run([sys.executable, "-c", WRITE_LIMITED, store.dir], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", WRITE_LIMITED, store.dir], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1, done.stderr
     assert "File too large" in done.stdout and "Earlier checkpoints are untouched" in done.stdout
     assert os.listdir(store.dir) == ["step-000010"]
@@ -323,7 +323,7 @@ print(calls, len(seen))
 def test_sigkill_before_every_file_operation(store: CheckpointStore) -> None:
     """Replacing one checkpoint and deleting another, killed before each call: all that is listed is whole."""
     command = [sys.executable, "-c", KILL_AT_EVERY_CALL, store.dir]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     calls, states = map(int, done.stdout.split())
     # The four states: a b, a c (replaced), a c d (committed), c d (the oldest deleted).

@@ -154,16 +154,8 @@ def plain_rate(name, num_processes, num):
         return sum(float(process.stdout.readline()) for process in processes)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "sleep_batch",
-        # These need the cores for themselves.
-        pytest.param("sleep_one", marks=pytest.mark.slow),
-        pytest.param("compute_batch", marks=pytest.mark.slow),
-        pytest.param("compute_one", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # it needs the cores for itself
+@pytest.mark.parametrize("name", ["sleep_batch", "sleep_one", "compute_batch", "compute_one"])
 def test_a_reward_of_5_ms_is_at_least_nine_tenths_as_fast_as_the_plain_function_on_every_core(name):
     num_workers, num_groups = 2, 50
     plain = name.partition("_")[0] + "_batch"

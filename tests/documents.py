@@ -57,9 +57,10 @@ def commands() -> list[tuple[str, str]]:
             if _COMMAND.match(span):
                 found[page.name, span] = None
     for block in blocks():
-        for line in block.text.splitlines():
-            if block.language in ("bash", "sh") and _COMMAND.match(line):
-                found[block.page.name, line] = None
+        # An indented line goes on with the command above it.
+        text = re.sub(r"\s*(?:#.*)?\n[ \t]+(?=\S)", " ", block.text) if block.language == "bash" else ""
+        for line in filter(_COMMAND.match, text.splitlines()):
+            found[block.page.name, line] = None
     for recipe in RECIPES:
         for match in re.finditer(r"^#\s+(rollover .*?)(?:  .*)?$", recipe.read_text(encoding="utf-8"), re.MULTILINE):
             found[recipe.name, match[1]] = None

@@ -4,9 +4,8 @@ Owns the layout of a checkpoint directory (docs/checkpoint-format.md) and its gu
 committed and complete, or invisible; a failing write leaves the earlier ones untouched; what is read was verified.
 It never knows what is in the files: train/ and checkpoint/snapshot.py do. One process writes at a time.
 
-Hashes are SHA-256: with the CPU's SHA instructions it is twice as fast as BLAKE2b (1.8 against 0.8 GB/s measured in
-memory), so 1.6 GB should cost about a second. A CRC would be faster still, but this also catches a file swapped for
-another.
+Hashes are SHA-256: with the CPU's SHA instructions it is twice as fast as BLAKE2b. A CRC would be faster still, but
+this also catches a file swapped for another.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _IN_ITS_TABLE = 0.65
 _ELSEWHERE = 0.8
 _TABLE = 0.75
 _FLAG = 0.75
-_ALL_KEYS = "`rollover config FILE.toml` prints every key with its doc"
+ALL_KEYS = "`rollover config FILE.toml` prints every key with its doc"
 
 
 def unknown_table(key: str) -> str:
@@ -39,7 +39,7 @@ def unknown_key(key: str) -> str:
     table = key.partition(".")[0]
     if table == key and (near := _near(key, Config.model_fields, _TABLE)):
         return f"unknown key {key}. Did you mean the table [{near[0]}]?"
-    return f"unknown key {key}, and none is like it. {_ALL_KEYS}"
+    return f"unknown key {key}, and none is like it. {ALL_KEYS}"
 
 
 def near_keys(key: str, known: Collection[str]) -> list[str]:
@@ -73,7 +73,7 @@ def unknown_flags(words: Iterable[str], options: Collection[str]) -> str:
     near = near or [f"--{key}" for key in near_keys(flag.lstrip("-").replace("-", "_"), names())]
     if near:
         return f"unknown option {flag}. Did you mean {' or '.join(near)}?"
-    return f"unknown option {flag}. {_ALL_KEYS}; each can be set as --table.key VALUE"
+    return f"unknown option {flag}. {ALL_KEYS}; each can be set as --table.key VALUE"
 
 
 def _near(name: str, known: Iterable[str], cutoff: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reads one TOML file, and says in words what is wrong with one that is not TOML. Knows no key of the configuration."""
+"""Reads one TOML file, and says in words what is wrong with one that is not TOML, or not a file at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rollover.config.base import ConfigError
+from rollover.config.fields import names
+from rollover.config.suggest import ALL_KEYS, near_keys
 from rollover.files import near_paths
 
 # What tomllib says -> what it means and what to do. {key}, {value}: of the line it was found in; {name}: of the table.
@@ -33,6 +35,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The file's tables. ConfigError for one that is not there, is no text or no TOML."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: give a TOML file in it{_tomls(path)}")
+    if not path.is_file() and "=" in path.name:  # hydra's form of an override
+        key, _, value = str(path).partition("=")
+        near = near_keys(key.lstrip("+~"), names())
+        raise ConfigError(f"{path}: no such file{f'. Did you mean --{near[0]} {value}?' if near else f'. {ALL_KEYS}'}")
     if not path.is_file():
         near = near_paths(path, (".toml",)) or near_paths(Path("configs", path.name), (".toml",))
         files = [name for name in near if Path(name).is_file()]

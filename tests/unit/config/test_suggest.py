@@ -90,6 +90,20 @@ def test_flags_name_the_dotted_key(words: list[str], message: str) -> None:
     assert unknown_flags(words, ["--resume", "--help"]) == message
 
 
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("train.num_steps=3", "Did you mean --train.num_steps 3?"),
+        ("+num_steps=3", "Did you mean --train.num_steps 3?"),
+        ("trainer.total_epochs=3", ALL_KEYS),
+    ],
+)
+def test_an_override_without_dashes_is_no_file(word: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([word])
+    assert str(error.value) == f"{word}: no such file. {hint}"
+
+
 def test_a_union_of_words_is_words() -> None:
     """tasks.sources.0.answer_rule may be empty as well, and takes no integer."""
     info = field_at("tasks.sources.0.answer_rule")

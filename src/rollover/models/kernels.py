@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -126,13 +127,67 @@ def on(device_type: str) -> Kernels | None:
         return None
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    assert tensor is None or tensor.is_contiguous()
-    return None if tensor is None else tensor.data_ptr()
+def _pointer(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
+    """Address of what a kernel is told that it gets. ValueError if it is anything else: a kernel checks nothing."""
+    if tensor is None:
+        return None
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(
+            f"a kernel needs contiguous {dtype} of the shape {list(shape)} on the CPU, not {tensor.dtype} of the shape"
+            f" {list(tensor.shape)} and the strides {list(tensor.stride())} on {tensor.device}"
+        )
+    return tensor.data_ptr()
+
+
+def _check_range(what: str, index_N: torch.Tensor, size: int | torch.Tensor) -> None:
+    """ValueError unless 0 <= index < size everywhere."""
+    outside_N = (index_N < 0) | (index_N >= size)
+    if outside_N.any():
+        first = int(outside_N.nonzero()[0])
+        limit = int(torch.as_tensor(size).expand(outside_N.shape)[first])
+        raise ValueError(f"{what} {int(index_N[first])}, number {first} of a kernel's, is not within [0, {limit})")
+
+
+class CachedRows:
+    """Where the tokens of one forward pass are cached, for all layers. Keeps those tensors alive.
+
+    `buckets`: keys and values, [R, K, T, D] for each layer. Token n is at `positions_N[n]` of row `rows_N[n]` of bucket
+    `bucket_N[n]` (all int64). ValueError where that is outside of it.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+        bucket_N: torch.Tensor,
+        rows_N: torch.Tensor,
+        positions_N: torch.Tensor,
+    ) -> None:
+        first = buckets[0][0][0]
+        self.dtype, self.kv_heads, self.size = first.dtype, first.shape[1], first.shape[3]
+        addresses, lengths = [], []
+        for parts in buckets:
+            num_rows, _, row_tokens, _ = parts[0][0].shape
+            lengths.append((num_rows, row_tokens))
+            shape = (num_rows, self.kv_heads, row_tokens, self.size)
+            addresses.append([[_pointer(tensor, self.dtype, *shape) for tensor in part] for part in parts])
+        self._buckets, self.num_tokens = buckets, len(positions_N)
+        for index_N in (bucket_N, rows_N, positions_N):
+            _pointer(index_N, torch.long, self.num_tokens)
+        _check_range("bucket", bucket_N, len(buckets))
+        num_rows_N, row_tokens_N = torch.tensor(lengths)[bucket_N].T
+        _check_range("row", rows_N, num_rows_N)
+        _check_range("position", positions_N, row_tokens_N)
+        self.positions_N = positions_N
+        self.head_strides_N = row_tokens_N * self.size
+        row_bytes_N = self.head_strides_N * (self.kv_heads * self.dtype.itemsize)
+        self.rows_2LN = torch.tensor(addresses).permute(1, 2, 0)[:, :, bucket_N] + rows_N * row_bytes_N
 
 
 class Kernels:
-    """Operations (models/operations.py), cached attention, the draw. Float32 or bfloat16, contiguous, on the CPU."""
+    """Operations (models/operations.py), cached attention, the draw. Float32 or bfloat16, contiguous, on the CPU.
+
+    What a kernel reads and writes is checked here: ValueError for another shape, dtype or layout, or an index outside.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions = {}
@@ -142,13 +197,20 @@ class Kernels:
                 symbol.argtypes, symbol.restype = arguments, None
                 self._functions[function, dtype] = symbol
 
+    def _function(self, name: str, dtype: torch.dtype) -> Any:
+        if dtype not in _NAMES:
+            raise ValueError(f"there is no kernel for {dtype}")
+        return self._functions[name, dtype]
+
     def add_norm(self, x_NE: torch.Tensor, y_NE: torch.Tensor | None, norm: Norm, dtype: torch.dtype) -> torch.Tensor:
-        out_NE = torch.empty(x_NE.shape, dtype=dtype)
+        num, size = x_NE.shape
+        out_NE = torch.empty(num, size, dtype=dtype)
         kind = dtype if y_NE is None else y_NE.dtype
-        function = self._functions["add_norm" if dtype == kind else "last_norm", kind]
-        assert dtype in (kind, torch.float32) and x_NE.dtype == torch.float32
-        function(
-            _pointer(x_NE), _pointer(y_NE), _pointer(norm.weight), norm.eps, _pointer(out_NE), None, *x_NE.shape,
+        if dtype not in (kind, torch.float32):
+            raise ValueError(f"the norm of {kind} comes out in that dtype or in float32, not in {dtype}")
+        self._function("add_norm" if dtype == kind else "last_norm", kind)(
+            _pointer(x_NE, torch.float32, num, size), _pointer(y_NE, kind, num, size),
+            _pointer(norm.weight, torch.float32, size), norm.eps, out_NE.data_ptr(), None, num, size,
             torch.get_num_threads(),
         )  # fmt: skip
         return out_NE
@@ -162,24 +224,27 @@ class Kernels:
         heads: int,
         kv_heads: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num, size = cos_ND.shape
-        assert query_key_value.shape == (num, (heads + 2 * kv_heads) * size)
-        assert cos_ND.dtype == sin_ND.dtype == torch.float32
+        (num, size), dtype = cos_ND.shape, query_key_value.dtype
+        if size % 2:
+            raise ValueError(f"heads of {size} numbers have no two halves to rotate")
         query_NHD = query_key_value.new_empty(num, heads, size)
         key_NKD = query_key_value.new_empty(num, kv_heads, size)
         weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
-        self._functions["rotate", query_key_value.dtype](
-            _pointer(query_key_value), _pointer(cos_ND), _pointer(sin_ND), *map(_pointer, weights),
-            0.0 if norms is None else norms[0].eps, _pointer(query_NHD), _pointer(key_NKD),
+        self._function("rotate", dtype)(
+            _pointer(query_key_value, dtype, num, (heads + 2 * kv_heads) * size),
+            *(_pointer(angles, torch.float32, num, size) for angles in (cos_ND, sin_ND)),
+            *(_pointer(weight, torch.float32, size) for weight in weights),
+            0.0 if norms is None else norms[0].eps, query_NHD.data_ptr(), key_NKD.data_ptr(),
             num, heads, kv_heads, size, torch.get_num_threads(),
         )  # fmt: skip
         return query_NHD, key_NKD
 
     def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        num, inner = gate_up.shape[0], gate_up.shape[1] // 2
+        (num, both), dtype = gate_up.shape, gate_up.dtype
+        inner = both // 2
         out_NI = gate_up.new_empty(num, inner)
-        self._functions["silu_gate", gate_up.dtype](
-            _pointer(gate_up), _pointer(out_NI), num, inner, torch.get_num_threads()
+        self._function("silu_gate", dtype)(
+            _pointer(gate_up, dtype, num, 2 * inner), out_NI.data_ptr(), num, inner, torch.get_num_threads()
         )
         return out_NI
 
@@ -188,30 +253,34 @@ class Kernels:
         query_NHD: torch.Tensor,
         key_NKD: torch.Tensor,
         value_NKD: torch.Tensor,
-        key_rows_N: torch.Tensor,
-        value_rows_N: torch.Tensor,
-        head_strides_N: torch.Tensor,
-        positions_N: torch.Tensor,
+        cached: CachedRows,
+        layer: int,
         *,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
         """Writes the tokens' keys and values to the cache, then each attends to it up to itself; [N, H, D].
 
-        key_rows, value_rows: addresses of the [K, row length, D] of each token's sequence; head_strides: numbers from
-        one head of it to the next; positions: where the token goes (all int64). `value_NKD` may be a part of a wider
-        row.
+        `value_NKD` may be a part of a wider row.
         """
         num, heads, size = query_NHD.shape
-        kv_heads = key_NKD.shape[1]
+        dtype, kv_heads = cached.dtype, cached.kv_heads
         if value_NKD.stride()[1:] != (size, 1):
             value_NKD = value_NKD.contiguous()
-        assert query_NHD.dtype == key_NKD.dtype == value_NKD.dtype
-        out_NHD = torch.empty_like(query_NHD)
-        self._functions["cached_attention", query_NHD.dtype](
-            _pointer(query_NHD), _pointer(key_NKD), value_NKD.data_ptr(), value_NKD.stride(0),
-            _pointer(key_rows_N), _pointer(value_rows_N), _pointer(head_strides_N), _pointer(positions_N),
-            window or 0, scale, _pointer(out_NHD), num, heads, kv_heads, size, torch.get_num_threads(),
+        if num != cached.num_tokens or size != cached.size or heads % kv_heads or (window is not None and window < 1):
+            raise ValueError(
+                f"queries of the shape {list(query_NHD.shape)} (window {window}) and {cached.num_tokens} tokens cached"
+                f" as {kv_heads} heads of {cached.size} numbers do not fit together"
+            )
+        if value_NKD.shape != (num, kv_heads, size) or value_NKD.dtype != dtype or value_NKD.device.type != "cpu":
+            raise ValueError(f"values of the shape {list(value_NKD.shape)} in {value_NKD.dtype} do not fit the cache")
+        out_NHD = torch.empty(num, heads, size, dtype=dtype)
+        self._function("cached_attention", dtype)(
+            _pointer(query_NHD, dtype, num, heads, size), _pointer(key_NKD, dtype, num, kv_heads, size),
+            value_NKD.data_ptr(), value_NKD.stride(0),
+            *(_pointer(rows_LN[layer], torch.long, num) for rows_LN in cached.rows_2LN),
+            cached.head_strides_N.data_ptr(), cached.positions_N.data_ptr(),
+            window or 0, scale, out_NHD.data_ptr(), num, heads, kv_heads, size, torch.get_num_threads(),
         )  # fmt: skip
         return out_NHD
 
@@ -219,14 +288,17 @@ class Kernels:
         self, logits_NV: torch.Tensor, params: Sequence[SamplingParams], uniforms_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One token per row, of the distribution that its params make of its logits, and its log-prob."""
-        num, vocab = logits_NV.shape
-        assert uniforms_N.dtype == torch.float64 and len(params) == num
+        (num, vocab), dtype = logits_NV.shape, logits_NV.dtype
+        if len(params) != num or not vocab:
+            raise ValueError(f"{len(params)} sampling parameters for logits of the shape {list(logits_NV.shape)}")
         numbers = [(1 / p.temperature if p.temperature > 0 else 0.0, p.top_p, p.min_p) for p in params]
         scales_N, top_p_N, min_p_N = torch.tensor(numbers, dtype=torch.float32).T.contiguous()
         top_k_N = torch.tensor([p.top_k for p in params], dtype=torch.long)
         tokens_N, logprobs_N = torch.empty(num, dtype=torch.long), torch.empty(num)
-        self._functions["draw", logits_NV.dtype](
-            *map(_pointer, (logits_NV, scales_N, top_k_N, top_p_N, min_p_N, uniforms_N, tokens_N, logprobs_N)),
+        self._function("draw", dtype)(
+            _pointer(logits_NV, dtype, num, vocab),
+            *(of_N.data_ptr() for of_N in (scales_N, top_k_N, top_p_N, min_p_N)),
+            _pointer(uniforms_N, torch.float64, num), tokens_N.data_ptr(), logprobs_N.data_ptr(),
             num, vocab, torch.get_num_threads(),
         )  # fmt: skip
         return tokens_N, logprobs_N
@@ -235,10 +307,13 @@ class Kernels:
         self, logits_CV: torch.Tensor, targets_C: torch.Tensor, scales_C: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(log-prob of the target, entropy, log Z) of softmax(logits * scale), float32 [C]."""
-        out_3C = torch.empty(3, len(logits_CV))
-        self._functions["logprobs", logits_CV.dtype](
-            _pointer(logits_CV), _pointer(targets_C), _pointer(scales_C), *map(_pointer, out_3C),
-            *logits_CV.shape, torch.get_num_threads(),
+        (num, vocab), dtype = logits_CV.shape, logits_CV.dtype
+        out_3C = torch.empty(3, num)
+        _check_range("token id", targets_C, vocab)
+        self._function("logprobs", dtype)(
+            _pointer(logits_CV, dtype, num, vocab), _pointer(targets_C, torch.long, num),
+            _pointer(scales_C, torch.float32, num), *(of_C.data_ptr() for of_C in out_3C),
+            num, vocab, torch.get_num_threads(),
         )  # fmt: skip
         return out_3C[0], out_3C[1], out_3C[2]
 
@@ -251,19 +326,23 @@ class Kernels:
         grads_C: torch.Tensor,
     ) -> None:
         """logits <- gradient of sum(grads * log-probs) with respect to the logits, in place."""
-        self._functions["logprobs_backward", logits_CV.dtype](
-            _pointer(logits_CV), _pointer(targets_C), _pointer(scales_C), _pointer(log_z_C), _pointer(grads_C),
-            *logits_CV.shape, torch.get_num_threads(),
+        (num, vocab), dtype = logits_CV.shape, logits_CV.dtype
+        _check_range("token id", targets_C, vocab)
+        self._function("logprobs_backward", dtype)(
+            _pointer(logits_CV, dtype, num, vocab), _pointer(targets_C, torch.long, num),
+            *(_pointer(of_C, torch.float32, num) for of_C in (scales_C, log_z_C, grads_C)),
+            num, vocab, torch.get_num_threads(),
         )  # fmt: skip
 
     def norm(
         self, x_NE: torch.Tensor, weight_E: torch.Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(RMS norm of float32 x in `dtype` [N, E], 1 / rms [N])."""
-        out_NE, scales_N = torch.empty(x_NE.shape, dtype=dtype), torch.empty(len(x_NE))
-        self._functions["add_norm", dtype](
-            _pointer(x_NE), None, _pointer(weight_E), eps, _pointer(out_NE), _pointer(scales_N), *x_NE.shape,
-            torch.get_num_threads(),
+        num, size = x_NE.shape
+        out_NE, scales_N = torch.empty(num, size, dtype=dtype), torch.empty(num)
+        self._function("add_norm", dtype)(
+            _pointer(x_NE, torch.float32, num, size), None, _pointer(weight_E, torch.float32, size), eps,
+            out_NE.data_ptr(), scales_N.data_ptr(), num, size, torch.get_num_threads(),
         )  # fmt: skip
         return out_NE, scales_N
 
@@ -271,10 +350,11 @@ class Kernels:
         self, grad_NE: torch.Tensor, x_NE: torch.Tensor, weight_E: torch.Tensor, scales_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients with respect to x and weight, float32."""
-        threads = torch.get_num_threads()
-        grad_x_NE, partial = torch.empty_like(x_NE), torch.zeros(threads, x_NE.shape[1])
-        self._functions["norm_backward", grad_NE.dtype](
-            _pointer(grad_NE), _pointer(x_NE), _pointer(weight_E), _pointer(scales_N), _pointer(grad_x_NE),
-            _pointer(partial), *x_NE.shape, threads,
+        (num, size), threads = x_NE.shape, torch.get_num_threads()
+        grad_x_NE, partial = torch.empty(num, size), torch.zeros(threads, size)
+        self._function("norm_backward", grad_NE.dtype)(
+            _pointer(grad_NE, grad_NE.dtype, num, size), _pointer(x_NE, torch.float32, num, size),
+            _pointer(weight_E, torch.float32, size), _pointer(scales_N, torch.float32, num), grad_x_NE.data_ptr(),
+            partial.data_ptr(), num, size, threads,
         )  # fmt: skip
         return grad_x_NE, partial.sum(0)

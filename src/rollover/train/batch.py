@@ -143,14 +143,23 @@ def _sample(rollout: Rollout, value: float, oldest_version: int, in_loss: bool) 
     return Sample(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
-        prompt_ids=np.asarray(rollout.prompt_ids, dtype=np.int32),
-        token_ids=np.concatenate([s.token_ids for s in segments]).astype(np.int32),
+        prompt_ids=_narrow(rollout, np.asarray(rollout.prompt_ids)),
+        token_ids=_narrow(rollout, np.concatenate([s.token_ids for s in segments])),
         mask=np.repeat(sampled, lengths).astype(bool) & valid & in_loss,
         behavior_logprobs=np.concatenate([s.logprobs for s in segments]).astype(np.float32),
         versions=np.repeat([s.policy_version for s in segments], lengths).astype(np.int32),
         advantages=np.full(sum(lengths), value if valid else 0.0, dtype=np.float32),
         temperature=temperature,
     )
+
+
+def _narrow(rollout: Rollout, token_ids: np.ndarray) -> np.ndarray:
+    """As int32. ValueError where one is no such number: cut down it could be the id of another token."""
+    narrow = token_ids.astype(np.int32)
+    if not np.array_equal(narrow, token_ids):
+        wrong = token_ids[narrow != token_ids][0]
+        raise ValueError(f"rollout {rollout.rollout_id}: {wrong} is no token id: they are 32-bit integers")
+    return narrow
 
 
 def _scored(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rollover.models.limits import Limits
 from rollover.types import Sample
 
 
@@ -73,10 +74,11 @@ class Packed:
         return out_BT.index_put((self.rows_M, self.columns_M), values_M)
 
 
-def pack(samples: list[Sample], device: torch.device) -> Packed:
+def pack(samples: list[Sample], device: torch.device, limits: Limits) -> Packed:
     """Flatten the samples into one row. An answer's last token is left out: it predicts nothing.
 
-    An answer's first token is predicted by the prompt's last position, the same for all siblings.
+    An answer's first token is predicted by the prompt's last position, the same for all siblings. ValueError for what
+    the model cannot be given: samples may be of recorded rollouts or of a producer of the user's own.
     """
     rows: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -85,8 +87,8 @@ def pack(samples: list[Sample], device: torch.device) -> Packed:
     offset = prompt_block = prompt_end = 0
     previous: Sample | None = None
     for s in samples:
+        limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
         num_prompt = len(s.prompt_ids)
-        assert num_prompt, f"rollout {s.rollout_id} has an empty prompt: nothing predicts its first token"
         if previous is None or s.group_id != previous.group_id:
             prompt_block, prompt_end = len(rows), offset + num_prompt
             rows.append(s.prompt_ids)
@@ -94,7 +96,8 @@ def pack(samples: list[Sample], device: torch.device) -> Packed:
             prefixes.append(None)
             offset = prompt_end
         else:
-            assert np.array_equal(s.prompt_ids, previous.prompt_ids), f"siblings of group {s.group_id} differ in prompt"
+            if not np.array_equal(s.prompt_ids, previous.prompt_ids):
+                raise ValueError(f"rollout {s.rollout_id}: siblings of group {s.group_id} differ in their prompts")
         previous = s
         predicted = np.flatnonzero(s.mask)
         loss_at.append(np.where(predicted == 0, prompt_end - 1, offset + predicted - 1))

@@ -17,6 +17,7 @@ import torch
 from rollover.config import AlgorithmConfig, LoraConfig, TrainConfig
 from rollover.files import give_usual_mode
 from rollover.models.attention import PackedAttention, hidden_states
+from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.models.norms import compile_norms
@@ -62,6 +63,7 @@ class Trainer:
         self.optimizer = Optimizer(self.model, train, total, dtype)
         compile_norms(self._plain)
         self.device = next(self.model.parameters()).device
+        self.limits = Limits.of(self._plain)
         self._published = False
         self.before_micro_batch: Callable[[], None] = lambda: None
         # Of the step to come: rollout id -> advantages, of the samples whose gradient is there.
@@ -104,7 +106,7 @@ class Trainer:
         out: Stream = {}
         for micro in micro_batches(samples, self.config.micro_batch_tokens):
             self.before_micro_batch()
-            values_M = what(pack(micro, self.device))
+            values_M = what(pack(micro, self.device, self.limits))
             counts = [int(s.mask.sum()) for s in micro]
             for s, part in zip(micro, values_M.split(counts), strict=True):
                 out[s.rollout_id] = part.cpu().numpy()
@@ -122,7 +124,7 @@ class Trainer:
         """
         known = known or {}
         self._train_mode(True)
-        packed = pack(micro, self.device)
+        packed = pack(micro, self.device, self.limits)
         logprobs_M, entropy_M, hidden_ME = self._forward(packed)
 
         def flat(stream: Stream) -> torch.Tensor:

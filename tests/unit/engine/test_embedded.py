@@ -226,6 +226,23 @@ def test_a_rollout_that_can_never_fit_is_refused() -> None:
         run(engine(), [request("0-0", "x", 5000)])
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_ids": (5, 6, 102)}, "rollout 0-0: token 2 of its prompt is 102, and the model's vocabulary has 102"),
+        ({"prompt_ids": (5, -1)}, "rollout 0-0: token 1 of its prompt is -1"),
+        ({"generated_ids": (5, 10**9)}, "rollout 0-0: token 1 of its answer is 1000000000"),
+        ({"prompt_ids": ()}, "rollout 0-0 has an empty prompt"),
+        ({"max_new_tokens": 0}, "rollout 0-0 is extended by 0 tokens"),
+    ],
+)
+def test_what_the_model_cannot_be_given_is_refused(changes: dict, message: str) -> None:
+    target = engine()
+    with pytest.raises(ValueError, match=message):
+        run(target, [dataclasses.replace(request("0-0", "x", 4), **changes)])
+    assert run(target, [request("0-0", "x", 4)]), "and the engine goes on"
+
+
 def test_stop_tokens_and_stop_strings() -> None:
     (free,) = run(engine(), [request("0-0", "x", 64)])
     ids = free[0].token_ids.tolist()

@@ -37,6 +37,15 @@ def test_streams_of_a_rollout_with_several_origins() -> None:
     assert batch.num_loss_tokens == 4
 
 
+def test_a_number_that_is_no_token_id_is_not_cut_down_to_one() -> None:
+    far = segment([8, 9])
+    object.__setattr__(far, "token_ids", np.array([8, 2**32 + 9]))
+    with pytest.raises(ValueError, match="rollout 0-0: 4294967305 is no token id"):
+        build_batch([group(0, [rollout(0, 0, 1.0, [far])])], AlgorithmConfig())
+    with pytest.raises(ValueError, match="rollout 0-0: 4294967305 is no token id"):
+        build_batch([group(0, [rollout(0, 0, 1.0, [segment([8])], (2**32 + 9,))])], AlgorithmConfig())
+
+
 def test_order_is_group_id_then_sibling() -> None:
     groups = [group(g, [rollout(g, i, float(i), [segment([8])]) for i in range(2)]) for g in (9, 2, 5)]
     batch = build_batch(groups, AlgorithmConfig())

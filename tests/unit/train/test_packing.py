@@ -9,12 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import random_samples
+from samples import VOCAB, random_samples
 
+from rollover.models.limits import Limits
 from rollover.train.packing import micro_batches, pack, split_groups
 from rollover.types import Sample
 
 CPU = torch.device("cpu")
+LIMITS = Limits(VOCAB, 64)
 
 
 @given(st.integers(0, 1000), st.integers(1, 60), st.integers(1, 4))
@@ -37,7 +39,7 @@ def test_micro_batches_keep_order_and_budget(seed: int, budget: int, num_groups:
 def test_packed_row_and_its_maps(seed: int, num_groups: int, size: int) -> None:
     """Following a block's prefix gives the sample back; every loss token is predicted from the position before it."""
     samples = random_samples(seed, num_groups, size)
-    packed = pack(samples, CPU)
+    packed = pack(samples, CPU, LIMITS)
     assert sum(packed.lengths) == len(packed.input_ids_N) == len(packed.position_ids_N)
     assert packed.prefixes.count(None) == num_groups, "one copy of each prompt"
     starts = np.cumsum([0, *packed.lengths])
@@ -66,7 +68,7 @@ def test_packed_row_and_its_maps(seed: int, num_groups: int, size: int) -> None:
 
 
 def test_unpack_is_the_inverse_of_gathering_and_carries_gradients() -> None:
-    packed = pack(random_samples(4), CPU)
+    packed = pack(random_samples(4), CPU, LIMITS)
     values = torch.randn(len(packed.rows_M), requires_grad=True)
     out = packed.unpack(values)
     assert out.shape == packed.mask_BT.shape
@@ -88,7 +90,30 @@ def test_minibatches_hold_whole_groups_evenly_in_order(num_groups: int, parts: i
     assert sum(counts) == num_groups
 
 
-def test_an_empty_prompt_is_refused() -> None:
-    sample = dataclasses.replace(random_samples(0)[0], prompt_ids=np.zeros(0, dtype=np.int32))
-    with pytest.raises(AssertionError, match="empty prompt"):
-        pack([sample], CPU)
+def changed(field: str, values: list[int]) -> Sample:
+    sample = random_samples(0)[0]
+    ids = getattr(sample, field)
+    return dataclasses.replace(sample, **{field: np.concatenate([ids[:-1], np.array(values)])})
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (changed("token_ids", [VOCAB]), rf"rollout 0-0: token \d+ of its answer is {VOCAB}, .*{VOCAB} ids"),
+        (changed("token_ids", [-1]), r"rollout 0-0: token \d+ of its answer is -1"),
+        (changed("prompt_ids", [10**12]), r"rollout 0-0: token \d+ of its prompt is 10{12}"),
+        (dataclasses.replace(random_samples(0)[0], prompt_ids=np.zeros(0, dtype=np.int32)), "0-0 has an empty prompt"),
+        (dataclasses.replace(random_samples(0)[0], prompt_ids=np.array([1.0])), "0-0: .*prompt are float64"),
+        (dataclasses.replace(random_samples(0)[0], prompt_ids=np.ones(65, dtype=np.int32)), "0-0 has .* 64 positions"),
+    ],
+    ids=["beyond the vocabulary", "negative", "far beyond", "no prompt", "no integers", "too long"],
+)
+def test_what_the_model_cannot_be_given_is_refused(sample: Sample, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack([sample], CPU, LIMITS)
+
+
+def test_siblings_that_differ_in_their_prompts_are_refused() -> None:
+    first, second = random_samples(0, 1, 2)
+    with pytest.raises(ValueError, match="siblings of group 0 differ"):
+        pack([first, dataclasses.replace(second, prompt_ids=np.append(second.prompt_ids, 3))], CPU, LIMITS)

@@ -20,7 +20,7 @@ from rollover.engine.embedded.sampler import sample, uniforms
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest, WeightLoad
 from rollover.engine.repetition import CHECK_EVERY, repeats_itself
-from rollover.models.load import max_positions
+from rollover.models.limits import Limits
 from rollover.types import Segment, StopReason
 
 _TURNS_BETWEEN_STEPS = 16
@@ -58,7 +58,7 @@ class EmbeddedEngine:
         )
         self._batcher = Batcher(cache, config.max_running)
         self._chunk_tokens = config.prefill_chunk_tokens
-        self._max_positions = max_positions(text_config)
+        self._limits = Limits.of(model)
         self._kv_policy: KVPolicy = kv_on_resume
         self._decode_text = decode_text
         self._version = policy_version
@@ -91,7 +91,7 @@ class EmbeddedEngine:
     @property
     def max_tokens(self) -> int:
         """The longest rollout, prompt included, that the model's positions and the KV memory allow."""
-        return min(self._batcher.cache.max_tokens, self._max_positions or self._batcher.cache.max_tokens)
+        return min(self._batcher.cache.max_tokens, self._limits.positions or self._batcher.cache.max_tokens)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -102,13 +102,17 @@ class EmbeddedEngine:
         return self._version
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
-        """See Engine. ValueError where a rollout cannot fit into the KV memory or the model's positions."""
-        assert request.max_new_tokens >= 1 and request.prompt_ids
+        """See Engine. ValueError for what the model cannot be given, or what does not fit into the KV memory."""
+        self._limits.check(request.rollout_id, request.prompt_ids, request.generated_ids)
+        if request.max_new_tokens < 1:
+            raise ValueError(
+                f"rollout {request.rollout_id} is extended by {request.max_new_tokens} tokens: by at least 1"
+            )
         total = len(request.prompt_ids) + len(request.generated_ids) + request.max_new_tokens
         if total > self.max_tokens:
             raise ValueError(
                 f"a rollout of {total} tokens (prompt and rollout.max_new_tokens) is above the {self.max_tokens} that"
-                f" fit: the model has {self._max_positions or 'unlimited'} positions, engine.kv_memory_gb holds"
+                f" fit: the model has {self._limits.positions or 'unlimited'} positions, engine.kv_memory_gb holds"
                 f" {self._batcher.cache.max_tokens}. Lower rollout.max_new_tokens or tasks.max_prompt_tokens"
             )
         if request.stop_strings and self._decode_text is None:

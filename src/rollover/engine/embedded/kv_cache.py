@@ -41,7 +41,6 @@ class Bucket:
         self.owners: list[Sequence] = []
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self.addresses = torch.zeros(2, 0, dtype=torch.long)  # of the keys, of the values, per layer
         self.capacity = 0
 
     def copy_row(self, row: int, source: Bucket, source_row: int, num_tokens: int) -> None:
@@ -179,7 +178,6 @@ class KVCache:
                 else:
                     tensors.append(new)
         bucket.capacity = capacity
-        bucket.addresses = torch.tensor([[t.data_ptr() for t in part] for part in (bucket.keys, bucket.values)])
         return True
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from rollover.models.attention import (
     similar_lengths,
 )
 from rollover.models.inference import InferenceDecoder
-from rollover.models.kernels import Kernels
+from rollover.models.kernels import CachedRows, Kernels
 from rollover.models.logprobs import Head
 from rollover.models.operations import TorchOperations
 
@@ -221,17 +221,14 @@ class KernelAttention:
 
     def __init__(self, chunks: list[Chunk], kernels: Kernels) -> None:
         self.kernels = kernels
-        self.positions_N = torch.tensor([p for c in chunks for p in range(c.start, c.end)])
         buckets = {bucket: i for i, bucket in enumerate(dict.fromkeys(c.bucket for c in chunks))}
-        keys = chunks[0].bucket.keys[0]
-        _, kv_heads, _, size = keys.shape
-        addresses_2LB = torch.stack([b.addresses for b in buckets], -1)
-        head_strides_B = torch.tensor([b.row_tokens * size for b in buckets])
         tokens_C = torch.tensor([c.end - c.start for c in chunks])
-        bucket_N = torch.tensor([buckets[c.bucket] for c in chunks]).repeat_interleave(tokens_C)
-        row_N = torch.tensor([c.seq.row for c in chunks]).repeat_interleave(tokens_C)
-        self.head_strides_N = head_strides_B[bucket_N]
-        self.rows_2LN = addresses_2LB[:, :, bucket_N] + row_N * self.head_strides_N * (kv_heads * keys.element_size())
+        self.cached = CachedRows(
+            [(bucket.keys, bucket.values) for bucket in buckets],
+            torch.tensor([buckets[c.bucket] for c in chunks]).repeat_interleave(tokens_C),
+            torch.tensor([c.seq.row for c in chunks]).repeat_interleave(tokens_C),
+            torch.tensor([p for c in chunks for p in range(c.start, c.end)]),
+        )
 
     def attend(
         self,
@@ -245,11 +242,9 @@ class KernelAttention:
         softcap: float | None,
     ) -> torch.Tensor:
         assert softcap is None
-        keys_N, values_N = self.rows_2LN[0, layer], self.rows_2LN[1, layer]
         return self.kernels.cached_attention(
-            query_NHD.contiguous(), key_NKD.contiguous(), value_NKD, keys_N, values_N, self.head_strides_N,
-            self.positions_N, scale=scale, window=window,
-        )  # fmt: skip
+            query_NHD.contiguous(), key_NKD.contiguous(), value_NKD, self.cached, layer, scale=scale, window=window
+        )
 
 
 class Runner:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,6 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rollout.group_sise", "4"], "rollout.group_size"),
         (["--train.num_steps", "many"], "train.num_steps"),
         (["--model.lora.alpha", "3"], "model.lora.rank"),
         (["--rollout.interrupt", "never", "--rollout.order", "fifo"], "rollout.order"),
@@ -38,8 +36,6 @@ def recipe(tmp_path: Path) -> Path:
         (["--rollout.top_p", "0.9", "--algorithm.correction", "none"], "correction"),
         (["--run.replay_rollouts", "/nowhere"], "run.replay_rollouts"),
         (["--model.path", "/nowhere"], "model.path"),
-        (["--tasks.sources.0.path", "/nowhere.jsonl"], "nowhere.jsonl"),
-        (["--tasks.sources.0.prompt_column", "quest"], "prompt_column"),
         (["--rewards.function", "no_such_module:f"], "no_such_module"),
         (["--engine.kv_memory_gb", "0.00001"], "engine.kv_memory_gb"),
         (["--model.device", "cuda:7"], "model.device"),
@@ -50,21 +46,10 @@ def test_wrong_values(recipe: Path, capsys: pytest.CaptureFixture[str], words: l
     assert code == 2 and message in error, error
 
 
-def test_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, error = run(capsys, "train", tmp_path / "nothing.toml")
-    assert code == 2 and "nothing.toml" in error
-
-
 def test_a_folder_that_is_no_model(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     code, error = run(capsys, "train", recipe, "--model.path", tmp_path / "empty")
     assert code == 2 and "model.path" in error and "config.json" in error
-
-
-def test_dataset_without_the_needed_column(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "no prompt here"}) + "\n")
-    code, error = run(capsys, "train", recipe, "--tasks.sources.0.path", tmp_path / "other.jsonl")
-    assert code == 2 and "prompt" in error and "text" in error
 
 
 @pytest.mark.parametrize(

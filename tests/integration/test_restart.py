@@ -31,14 +31,6 @@ def test_resuming_where_there_is_no_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert code == 2 and "holds no run" in text and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("where", ["file", "below a file"])
-def test_run_dir_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str) -> None:
-    (tmp_path / "file").write_text("")
-    target = tmp_path / "file" / ("run" if where == "below a file" else "")
-    code, text = run(capsys, "train", runs.write(tmp_path), "--run.dir", target)
-    assert code == 2 and "run.dir" in text
-
-
 def test_another_runs_checkpoints_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shared = {"dir": str(tmp_path / "shared"), "every_steps": 1}
     recipe = runs.write(tmp_path, steps=1, checkpoint=shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 import tiny
 from rollover import bench
-from rollover.bench import engine, scale, tail, train
+from rollover.bench import engine, scale, step, tail, train
 from rollover.config.load import load_config
 from rollover.sim.workload import Workload
 
@@ -22,12 +23,13 @@ def report(capsys: pytest.CaptureFixture[str], what: str, folder: Path) -> dict:
     out = json.loads(capsys.readouterr().out)
     assert out["machine"]["torch"] and out["machine"]["matmul_gflops"] > 0
     for result in out["results"]:
-        promised = {"case", "system", "version", "setting", "tokens_per_s", "spread"}
-        extras = {"peak_memory_gb", "predicted_tokens_per_s", "group_staleness_mean", "group_staleness_max"}
+        rate = "samples_per_s" if what == "step" else "tokens_per_s"
+        promised = {"case", "system", "version", "setting", rate, "spread"}
+        extras = {"tokens", "peak_memory_gb", "predicted_tokens_per_s", "group_staleness_mean", "group_staleness_max"}
         assert set(result) - extras == promised
         low, high = result["spread"]
         # A step of a partial mode may need no new token.
-        assert 0 <= low <= high and result["tokens_per_s"] > 0
+        assert 0 <= low <= high and result[rate] > 0
     assert all(ratio > 0 for ratio in out["ratios"].values())
     return out
 
@@ -47,6 +49,38 @@ def test_train(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(train, "GROUPS", 2)
     ratios = report(capsys, "train", tmp_path)["ratios"]
     assert set(ratios) == {"train_vs_linear_bound", "train_vs_transformers_padded", "train_shared_prompt_speedup"}
+
+
+def test_step(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every measured step of every system has the same answer lengths."""
+    pytest.importorskip("trl")
+    for name, value in (("GROUPS", 2), ("SIZE", 4), ("NEW_TOKENS", 24), ("STEPS", 3)):
+        monkeypatch.setattr(step, name, value)
+    partial = [("rollout.in_flight_groups", "3"), ("rollout.interrupt", "when_enough"), ("rollout.max_staleness", "1")]
+    monkeypatch.setattr(step, "PARTIAL", partial)
+    monkeypatch.setattr(step, "run_trl", functools.partial(step.run_trl, micro_batch=4))
+    monkeypatch.setattr(step, "answer_lengths", lambda: [[3, 24, 10, 17], [5, 2, 24, 9]])
+    total = 94
+    out = report(capsys, "step", tmp_path)
+    assert set(out["ratios"]) == {"step_vs_trl", "step_sync_vs_trl"}
+    tokens = {(r["system"], r["setting"].split(",")[0]): r["tokens"] for r in out["results"]}
+    assert tokens.pop(("rollover", "partial")), "which of the groups are in a step differs here"
+    assert tokens == {("rollover", "synchronous"): [total] * 3, ("trl", "GRPOTrainer"): [total] * 3}
+
+
+def test_the_lengths_of_a_step_are_those_of_a_small_model() -> None:
+    lengths = [length for of_group in step.answer_lengths() for length in of_group]
+    assert len(lengths) == step.GROUPS * step.SIZE and 2 <= min(lengths) and max(lengths) == step.NEW_TOKENS
+    assert 20 <= sorted(lengths)[32] <= 35 and 35 <= sum(lengths) / 64 <= 60, "as measured: median 26, mean 47"
+    assert step.answer_lengths() == step.answer_lengths()
+
+
+def test_step_without_forced_lengths_is_what_learning_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("GROUPS", 2), ("SIZE", 2), ("NEW_TOKENS", 12)):
+        monkeypatch.setattr(step, name, value)
+    overrides = [("model.path", str(tiny.save(tmp_path / "model"))), ("run.threads", "1")]
+    steps = step.run_ours(load_config([], overrides, require_sources=False).config, [], 2)
+    assert len(steps) == 2 and all(s.seconds > 0 and 0 <= s.reward <= 1 and s.tokens >= 4 for s in steps)
 
 
 def test_tail(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,27 @@ def test_a_run_of_which_nothing_is_left_ends_and_says_why(tmp_path: Path, capsys
     assert rows[-1]["dropped/filtered/groups"] >= before[-1]["dropped/filtered/groups"] + 24
 
 
+@pytest.mark.parametrize("mode", ["sync", "partial", "fully async"])
+def test_filters_that_give_up_before_the_first_step_leave_the_answers_and_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    file = recipe(tmp_path, {"zero_variance": True, "give_up_after_steps": 2}, MODES[mode], reward=ALL_ALIKE)
+    assert main(["train", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "filters: each of the last 6 scored groups was dropped" in said
+    assert "go on with --resume. The answers are in rollouts/" in said
+    left = runs.records(tmp_path / "run")
+    assert {r["outcome"] for r in left} == {"dropped:filtered"} and len(left) >= 24
+    assert all(r["score"] == 0.25 and isinstance(r["completion"], str) for r in left)
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000"]
+    (tmp_path / "reward.py").write_text(FIRST_IS_A_DIGIT)
+    assert main(["train", str(file), "--resume", "--filters.give_up_after_steps", "40"]) == 0
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[0]["dropped/filtered/groups"] >= len(left) // 4, "what was dropped before is counted"
+    assert runs.records(tmp_path / "run")[: len(left)] == left
+
+
 def test_a_wrong_name_is_an_error_before_anything_is_generated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,19 @@ def zero(prompts, completions, answer, **columns):
 """
 
 
+# option -> (parameters, what is right, what is wrong from the given call on, what is said of it)
+FAILING: dict[str, tuple[str, str, int, str, str]] = {
+    "filters.custom": ("group", "None", 8, "1 / 0", "failed: ZeroDivisionError: division by zero (mine.py:5)"),
+    "rollout.order": ("view", "(view.remaining,)", 6, "None", "returned None"),
+    "tasks.before_produce": ("task, version", "task", 12, "[][0]", "failed: IndexError: list index out of range"),
+}  # fmt: skip
+
+
+def own(parameters: str, right: str, wrong_from: int, wrong: str) -> str:
+    lines = ["calls = []", f"def own({parameters}):", "    calls.append(1)", f"    if len(calls) >= {wrong_from}:"]
+    return "\n".join([*lines, f"        return {wrong}", f"    return {right}", ""])
+
+
 def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
     code = main([str(w) for w in words])
     said = capsys.readouterr()
@@ -56,3 +69,32 @@ def test_rewards_that_are_all_the_same_are_told_with_an_example(
     assert code == 0 and "every reward of reward.py:zero so far is 0 (18 of them)" in line
     assert "prompts and completions as strings" in line and "and answer = '" in line
     assert "learning_rate" not in said, "another rate would not help"
+
+
+@pytest.mark.parametrize("option", FAILING)
+def test_a_function_that_goes_wrong_later_ends_the_run_with_one_line_and_a_checkpoint(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with the function mended, the run goes on to its end."""
+    monkeypatch.chdir(tmp_path)
+    parameters, right, wrong_from, wrong, text = FAILING[option]
+    file = runs.write(
+        tmp_path, steps=5, rollout={"max_new_tokens": 16}, checkpoint={"every_steps": 0, "save_final_model": False}
+    )
+    (tmp_path / "mine.py").write_text(own(parameters, right, wrong_from, wrong))
+    words = ["train", str(file), f"--{option}", "mine.py:own"]
+    code, said = run(capsys, *words)
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert code == 2 and 0 < len(rows) < 5, said
+    last = said.strip().splitlines()[-1]
+    assert last.startswith(f"rollover: error: {option} = 'mine.py:own'") and text in last, said
+    assert "mine.py:" in last and "it must return" in last and "learning_rate" not in said
+    checkpoints = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert checkpoints == [f"step-{len(rows):06d}"]
+    (tmp_path / "mine.py").write_text(own(parameters, right, 10**9, wrong))
+    code, said = run(capsys, *words, "--resume")
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert code == 0 and [row["step"] for row in rows] == [1, 2, 3, 4, 5], said
+    for row in rows:
+        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
+        assert row["groups/admitted"] == row["groups/consumed"] + row["groups/dropped"] + row["groups/held"]

@@ -52,7 +52,7 @@ class Patience:
         raise ValueError(
             f"rewards: none of {'the last' if started else 'the first'} {num_failed} groups got rewards.min_valid ="
             f" {lifecycle.min_valid_rewards} valid rewards of {config.rollouts_per_group}; the last error is: {error}."
-            " Fix the reward function" + (", and go on with --resume" if started else "")
+            " Fix the reward function, and go on with --resume"
         )
 
     def _on_filtered(self, rewards: Sequence[Reward]) -> None:
@@ -66,8 +66,7 @@ class Patience:
         raise ValueError(
             f"filters: each of the last {num} scored groups was dropped (in the whole run: {counts}); the scores of the"
             f" last one are {scores}. Give tasks that the model solves sometimes, raise rollout.group_size or"
-            " filters.give_up_after_steps, or loosen [filters]"
-            + (", and go on with --resume" if lifecycle.ledger.trained.groups else "")
+            " filters.give_up_after_steps, or loosen [filters], and go on with --resume. The answers are in rollouts/"
         )
 
     def on_stalled(self) -> None:

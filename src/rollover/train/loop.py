@@ -228,7 +228,7 @@ class Run:
                     return await self._collect_streaming(version)
                 return await self.parts.driver.collect(version)
         except ValueError:  # a reward service that went down, say: what was trained so far is kept
-            if version > 0:
+            if self.parts.lifecycle.ledger.generated_tokens:  # before the first step there are answers to look at, too
                 await self._checkpoint()
             raise
 

@@ -16,6 +16,7 @@ from rollover import cli
 from rollover.config import Config
 from rollover.config.fields import field_at, tables
 from rollover.config.load import load_config
+from rollover.config.presets import PRESETS
 
 # What a usage line says in place of a value.
 VALUES = {"N": "3", "SEED": "0", "VALUE": "3", "--table.key": "--train.num_steps"}
@@ -184,3 +185,24 @@ def test_paths_that_are_named_exist() -> None:
             if re.fullmatch(r"(src|tests|docs|configs|scripts)/[\w/.-]+", span) and not (ROOT / span).exists():
                 wrong.append(f"{page.name}: {span}")
     assert not wrong, wrong
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that a page's headings have, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_links_lead_somewhere() -> None:
+    wrong = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            file, _, anchor = target.partition("#")
+            there = (page.parent / file).resolve() if file else page
+            if "://" not in target and (not there.exists() or (anchor and anchor not in headings(there))):
+                wrong.append(f"{page.name}: {target}")
+    assert not wrong, wrong
+
+
+def test_the_number_of_presets_is_right() -> None:
+    assert re.findall(r"one of (\d+) \(docs/algorithms.md\)", (ROOT / "README.md").read_text()) == [str(len(PRESETS))]

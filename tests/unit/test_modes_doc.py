@@ -85,9 +85,3 @@ def test_the_text_shows_the_settings_that_were_run(mode: Mode, tmp_path: Path) -
     mine.write_text(f"{MINE}[rollout]\ngroups_per_step = 8\n{block[1]}")
     resolved = load_config([mine])
     assert resolved.notices == [] and "Cost:" in text
-
-
-def test_links_within_the_page_lead_somewhere() -> None:
-    titles = re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE)
-    headings = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-    assert set(re.findall(r"\]\(#([\w-]+)\)", TEXT)) <= headings

@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
@@ -22,10 +23,10 @@ from typing import Any
 _MAX_ERROR_CHARS = 500
 # Whose code a file is, by the first of these folders that it lies in; the user's if it lies in none.
 _FOLDERS = (
-    (str(Path(__file__).parent), "rollover"),
-    (sysconfig.get_path("purelib"), "installed"),
-    (sysconfig.get_path("platlib"), "installed"),
-    (sysconfig.get_path("stdlib"), "python"),
+    (str(Path(__file__).parent) + os.sep, "rollover"),
+    (sysconfig.get_path("purelib") + os.sep, "installed"),
+    (sysconfig.get_path("platlib") + os.sep, "installed"),
+    (sysconfig.get_path("stdlib") + os.sep, "python"),
     ("<", "python"),
 )
 

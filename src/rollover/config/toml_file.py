@@ -45,6 +45,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: no such file" + (f". Did you mean {' or '.join(files)}?" if files else _tomls(path.parent))
         )
+    if path.suffix.lower() in (".json", ".yaml", ".yml"):
+        raise ConfigError(
+            f"{path} is no TOML file. `rollover config FILE.toml > mine.toml` writes every value as TOML that loads again"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -104,6 +104,14 @@ def test_an_override_without_dashes_is_no_file(word: str, hint: str) -> None:
     assert str(error.value) == f"{word}: no such file. {hint}"
 
 
+@pytest.mark.parametrize("name", ["config.resolved.json", "ppo.yaml"])
+def test_another_format_is_told_so(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text('{"run": {"seed": 1}}')
+    with pytest.raises(ConfigError, match=f"{name} is no TOML file. `rollover config FILE.toml > mine.toml` writes"):
+        load_config([path])
+
+
 def test_a_union_of_words_is_words() -> None:
     """tasks.sources.0.answer_rule may be empty as well, and takes no integer."""
     info = field_at("tasks.sources.0.answer_rule")

@@ -47,7 +47,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         )
     if path.suffix.lower() in (".json", ".yaml", ".yml"):
         raise ConfigError(
-            f"{path} is no TOML file. `rollover config FILE.toml > mine.toml` writes every value as TOML that loads again"
+            f"{path} is no TOML file. `rollover config FILE.toml > mine.toml` writes every value as TOML that loads"
+            " again"
         )
     try:
         text = path.read_text(encoding="utf-8")

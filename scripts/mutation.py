@@ -20,6 +20,8 @@ import ast
 import contextlib
 import difflib
 import faulthandler
+import importlib
+import itertools
 import json
 import os
 import random
@@ -48,6 +50,12 @@ LEFT_OUT = ["tests/integration/test_bench.py", "tests/integration/test_vllm_peer
             "tests/integration/test_modes_table.py", "tests/integration/test_presets.py", "tests/unit/models",
             "tests/unit/test_help_speed.py", "tests/unit/algorithms/test_bandit.py"]  # fmt: skip
 KILLED, SURVIVED = "killed", "survived"
+# What the tests import beside the package. It is imported once, and every mutant's process is a fork of this one.
+HEAVY = ["torch", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft",
+         "transformers.models.qwen2.modeling_qwen2", "safetensors.torch", "safetensors.numpy", "hypothesis.strategies",
+         "pydantic", "rich.live", "fsspec.core", "psutil", "asyncio", "tokenizers"]  # fmt: skip
+_NEVER_YET = 2_000_000_000  # a time in seconds, after that of every file here
+_changes = itertools.count()
 
 
 class Calls:
@@ -153,8 +161,6 @@ def in_child(folder: Path, work: Any, log: Path) -> int:
         os.chdir(folder)
         os.environ["PYTHONPATH"] = str(folder / "src")
         sys.path[:0] = [str(folder / "src")]
-        sys.dont_write_bytecode = True
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         code = int(work())
     finally:
         os._exit(code)
@@ -217,17 +223,22 @@ def room_of(mutant: Mutant) -> str:
     return f"tests/unit/{package[0]}/" if len(package) > 1 else "tests/unit/"
 
 
-def tests_of(mutant: Mutant, function: str | None, calls: dict[str, dict[str, Any]]) -> list[str]:
-    """What a mutant meets. `function`: `file:name` of what is changed; None: it runs at import, so all of the room."""
+def parts(mutant: Mutant, tests: list[str]) -> list[list[str]]:
+    """Those of its own file, the others of its room, all others: most files need not be imported, for most mutants."""
     room = room_of(mutant)
     own = f"{room}test_{Path(mutant.path).stem}"
+    of_rank: dict[int, list[str]] = {0: [], 1: [], 2: []}
+    for name in tests:
+        of_rank[0 if name.startswith(own) else 1 if name.startswith(room) else 2].append(name)
+    return [part for part in of_rank.values() if part]
 
-    def rank(name: str) -> tuple[int, float]:
-        return (0 if name.startswith(own) else 1 if name.startswith(room) else 2, calls[name]["seconds"])
 
+def tests_of(mutant: Mutant, function: str | None, calls: dict[str, dict[str, Any]]) -> list[str]:
+    """What a mutant meets. `function`: `file:name` of what is changed; None: it runs at import, so all of the room."""
+    met = [name for name, of in calls.items() if function in of["calls"]]
     if function is None:
-        return sorted((name for name in calls if name.startswith(room)), key=rank)
-    return sorted((name for name, of in calls.items() if function in of["calls"]), key=rank)
+        met = [name for name in calls if name.startswith(room_of(mutant))]
+    return sorted(met, key=lambda name: calls[name]["seconds"])
 
 
 def functions_of(source: str) -> list[tuple[int, int, str]]:
@@ -252,19 +263,20 @@ def function_at(mutant: Mutant, functions: list[tuple[int, int, str]]) -> str | 
 def meet(mutant: Mutant, tests: list[str], calls: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
     """Run the tests against one mutant in `folder`, which is as it was afterwards."""
     path, answer = folder / mutant.path, folder / "answer"
-    source = path.read_text()
+    source, times = path.read_text(), path.stat()
     answer.unlink(missing_ok=True)
     path.write_text(mutant.apply(source))
     started = time.monotonic()
-    own = [name for name in tests if name.startswith(room_of(mutant))]
+    os.utime(path, (time.time(), _NEVER_YET + next(_changes)))  # its compiled form is known by that
     code = 0
     try:
-        for part in (own, [name for name in tests if name not in set(own)]):  # most files are never imported
-            if part and not code:
+        for part in parts(mutant, tests):
+            if not code:
                 plugin = Meet(limits(part, calls), answer)
                 code = in_child(folder, lambda part=part, p=plugin: run_tests(files_of(part), p, "-x"), folder / "log")
     finally:
         path.write_text(source)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     by = answer.read_text() if code and answer.exists() else "" if code == 0 else "the tests could not run"
     return {
         "status": KILLED if code else SURVIVED, "by": by, "tests": len(tests),
@@ -331,8 +343,9 @@ def main() -> None:
     args = parser.parse_args()
     # Before torch is imported: bit equality is claimed for one thread, and a fork has no others.
     os.environ["OMP_NUM_THREADS"] = "1"
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
+    for name in HEAVY:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
     every: list[Mutant] = []
     for name in args.files:

@@ -72,7 +72,7 @@ def score(name, *calls, **options):
     """The rewards of each call, one call after the other on one worker, and the counters that are not 0."""
 
     async def run():
-        pool = RewardPool(RewardsConfig(num_workers=1, timeout_s=10, **options))
+        pool = RewardPool(RewardsConfig(num_workers=1, timeout_s=100, **options))
         try:
             rewards = [await pool.score(requests_of(texts, name)) for texts in calls]
             return rewards, {key.removeprefix("rewards/"): n for key, n in pool.stats().items() if n}

@@ -5,10 +5,10 @@
 
 Kinds of change: scripts/mutants.py. A first run of the tests without a change finds out which of them call which
 function and how long they take (`--calls` keeps that in a file; later runs add the test files that it does not know).
-A mutant meets the tests that call the changed function: those of its own file and room (tests/unit/<package>) first,
-then the others, the quickest first, until one fails. A test that takes ten times as long as it did, and a minute more,
-counts as failed. What survives is listed with its difference in OUT.txt; OUT.json has everything. Whether a survivor
-changes nothing that could be seen, or only speed, is for a reader to judge.
+A mutant meets the tests that call the changed function, until one fails: those of its own file and room
+(tests/unit/<package>), then two minutes' worth of the others (`--wider-s`), the quickest first. A test that takes ten
+times as long as it did, and a minute more, counts as failed. What survives is listed with its difference in OUT.txt;
+OUT.json has everything. Whether a survivor changes nothing that could be seen, or only speed, is for a reader to judge.
 
 It is not part of any test run: two hundred mutants take an hour or two on one core.
 """
@@ -223,13 +223,19 @@ def room_of(mutant: Mutant) -> str:
     return f"tests/unit/{package[0]}/" if len(package) > 1 else "tests/unit/"
 
 
-def parts(mutant: Mutant, tests: list[str]) -> list[list[str]]:
-    """Those of its own file, the others of its room, all others: most files need not be imported, for most mutants."""
+def parts(mutant: Mutant, tests: list[str], calls: dict[str, dict[str, Any]], wider_s: float) -> list[list[str]]:
+    """Those of its own file, the others of its room, all others: most files need not be imported, for most mutants.
+
+    Of the others, the quickest first, as many as took `wider_s` together.
+    """
     room = room_of(mutant)
     own = f"{room}test_{Path(mutant.path).stem}"
     of_rank: dict[int, list[str]] = {0: [], 1: [], 2: []}
     for name in tests:
-        of_rank[0 if name.startswith(own) else 1 if name.startswith(room) else 2].append(name)
+        rank = 0 if name.startswith(own) else 1 if name.startswith(room) else 2
+        wider_s -= calls[name]["seconds"] if rank == 2 else 0
+        if wider_s >= 0 or rank < 2:
+            of_rank[rank].append(name)
     return [part for part in of_rank.values() if part]
 
 
@@ -260,7 +266,9 @@ def function_at(mutant: Mutant, functions: list[tuple[int, int, str]]) -> str | 
     return f"{Path(mutant.path).relative_to('src/rollover')}:{around[0]}" if around else None
 
 
-def meet(mutant: Mutant, tests: list[str], calls: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
+def meet(
+    mutant: Mutant, tests: list[str], calls: dict[str, dict[str, Any]], folder: Path, wider_s: float
+) -> dict[str, Any]:
     """Run the tests against one mutant in `folder`, which is as it was afterwards."""
     path, answer = folder / mutant.path, folder / "answer"
     source, times = path.read_text(), path.stat()
@@ -270,7 +278,7 @@ def meet(mutant: Mutant, tests: list[str], calls: dict[str, dict[str, Any]], fol
     os.utime(path, (time.time(), _NEVER_YET + next(_changes)))  # its compiled form is known by that
     code = 0
     try:
-        for part in parts(mutant, tests):
+        for part in parts(mutant, tests, calls, wider_s):
             if not code:
                 plugin = Meet(limits(part, calls), answer)
                 code = in_child(folder, lambda part=part, p=plugin: run_tests(files_of(part), p, "-x"), folder / "log")
@@ -303,14 +311,16 @@ def difference(mutant: Mutant, source: str) -> str:
     return "".join(difflib.unified_diff(*lines, mutant.path, mutant.path, n=2))
 
 
-def work_through(chosen: dict[int, Mutant], calls: dict[str, dict[str, Any]], folder: Path, results: Path) -> None:
+def work_through(
+    chosen: dict[int, Mutant], calls: dict[str, dict[str, Any]], folder: Path, results: Path, wider_s: float
+) -> None:
     """Every mutant, one after the other; a line of `results` for each."""
     sources = {m.path: (folder / m.path).read_text() for m in chosen.values()}
     functions = {path: functions_of(source) for path, source in sources.items()}
     for number, mutant in chosen.items():
         tests = tests_of(mutant, function_at(mutant, functions[mutant.path]), calls)
         row = {"number": number, "file": mutant.path, "line": mutant.line, "kind": mutant.kind}
-        row |= meet(mutant, tests, calls, folder) | {"diff": difference(mutant, sources[mutant.path])}
+        row |= meet(mutant, tests, calls, folder, wider_s) | {"diff": difference(mutant, sources[mutant.path])}
         with results.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{number:4} {row['status']:8} {mutant.path}:{mutant.line} {mutant.kind} {row['seconds']} s {row['by']}",
@@ -338,6 +348,9 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", help="numbers of the drawn mutants to run; otherwise all")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="what the first run runs")
     parser.add_argument("--calls", type=Path, help="what the first run found: read if it is there, else written")
+    parser.add_argument(
+        "--wider-s", type=float, default=120, help="seconds' worth of tests outside its room that a mutant meets"
+    )
     parser.add_argument("--workers", type=int, default=1, help="mutants that are run at once")
     parser.add_argument("--out", default="mutation", help="OUT.json and OUT.txt are written")
     args = parser.parse_args()
@@ -362,7 +375,7 @@ def main() -> None:
             chosen = {number: drawn[number] for number in numbers[i :: len(folders)]}
             if (worker := os.fork()) == 0:
                 try:
-                    work_through(chosen, calls, folder, results)
+                    work_through(chosen, calls, folder, results, args.wider_s)
                 finally:
                     sys.stdout.flush()
                     os._exit(0)

@@ -59,7 +59,7 @@ from rollover.types import Group, Rollout, RolloutState, SamplingParams, StopRea
 EOS = 1
 _MIN_STEPS = 3
 MODES: list[dict[str, Any]] = [
-    {"in_flight_groups": None, "max_staleness": 0},
+    {"max_staleness": 0},
     {"in_flight_groups": 5, "interrupt": "when_enough", "max_staleness": 2},
     {"in_flight_groups": 5, "interrupt": "token_budget", "token_budget": 20, "max_staleness": 2},
     {"in_flight_groups": 4, "interrupt": "on_weight_update", "max_staleness": 1, "overlap": True},

@@ -27,7 +27,7 @@ class Trouble:
         self, rng: random.Random, engine: ProcessEngine, pool: RewardPool, lifecycle: Lifecycle, counts: Counter[str]
     ) -> None:
         self.rng, self.engine, self.pool, self.lifecycle, self.counts = rng, engine, pool, lifecycle, counts
-        self._steps_at_kill = 0
+        self._steps_at_trouble = 0.0
 
     async def make(self) -> None:
         troubles = {self._kill_engine: 3, self._stop_engine: 3, self._stop_worker: 2, self._kill_worker: 3}
@@ -36,18 +36,24 @@ class Trouble:
             await asyncio.sleep(self.rng.random())
             await self.rng.choices(list(troubles), list(troubles.values()))[0]()
 
+    def _engine_goes(self) -> bool:
+        """Whether it has finished something since the last trouble, or, rarely, not: four deaths in a row end a run."""
+        steps = self.engine.stats().get("engine/decode_steps", 0)
+        goes = steps > self._steps_at_trouble or self.rng.random() < 0.1
+        self._steps_at_trouble = steps if goes else self._steps_at_trouble
+        return goes
+
     async def _kill_engine(self) -> None:
-        # Four times in a row without a finished extension would rightly end the life: rarely.
-        if self.rng.random() < 0.05 or self.engine.stats().get("engine/decode_steps", 0) > self._steps_at_kill:
-            self._steps_at_kill = int(self.engine.stats().get("engine/decode_steps", 0))
+        if self._engine_goes():
             self.counts["engine kills"] += _signal(self.engine.pid, signal.SIGKILL)
 
     async def _stop_engine(self) -> None:
-        pid = self.engine.pid
-        self.counts["engine hangs"] += _signal(pid, signal.SIGSTOP)
-        if self.rng.random() < 0.8:  # else the watchdog must end it
-            await asyncio.sleep(self.rng.random())
-            _signal(pid, signal.SIGCONT)
+        if self._engine_goes():
+            pid = self.engine.pid
+            self.counts["engine hangs"] += _signal(pid, signal.SIGSTOP)
+            if self.rng.random() < 0.8:  # else the watchdog must end it
+                await asyncio.sleep(self.rng.random())
+                _signal(pid, signal.SIGCONT)
 
     def _worker(self) -> int | None:
         return self.rng.choice([health.pid for health in self.pool.health()])

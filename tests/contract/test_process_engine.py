@@ -194,7 +194,8 @@ def test_a_process_that_dies_is_started_again_with_the_last_weights(model: Path,
 
 
 def test_a_process_that_hangs_is_killed_and_started_again(model: Path, made: list[ProcessEngine]) -> None:
-    """It is stopped, not dead: it answers nothing, and nothing tells its parent. It never reads the interruption."""
+    """It is stopped, not dead: it answers nothing, and nothing tells its parent. It never reads the interruption.
+    The next one may take longer than that to load its model, as the first one did."""
     said: list[str] = []
     goes_on, interrupted = (SUBJECT.request(i, max_new_tokens=400) for i in range(2))
     limits = config(model).watchdog.model_copy(update={"rollout_timeout_s": 2.0})
@@ -202,6 +203,7 @@ def test_a_process_that_hangs_is_killed_and_started_again(model: Path, made: lis
     async def run() -> list[list[int]]:
         engine = ProcessEngine(config(model).model_copy(update={"watchdog": limits}), threads=1, say=said.append)
         made.append(engine)
+        assert engine.max_tokens  # as a run asks at its start: it waits for the model
         extends = [asyncio.ensure_future(engine.extend(request)) for request in (goes_on, interrupted)]
         await until_it_has_tokens(engine, goes_on.rollout_id)
         os.kill(engine.pid, signal.SIGSTOP)

@@ -15,6 +15,7 @@ import json
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -43,6 +44,8 @@ class EngineChild:
             start_new_session=True,  # Ctrl-C is for the loop
         )
         theirs.close()
+        self._started = time.monotonic()
+        self.start_s = 0.0  # between its start and the moment that its hello was received
         self._control = Channel(ours)
         self._hello: dict[str, Any] | None = None
         self._hello_lock = threading.Lock()
@@ -62,6 +65,7 @@ class EngineChild:
             if self._hello is None:
                 try:
                     self._hello = self._control.receive(limit_s)
+                    self.start_s = time.monotonic() - self._started
                 except TimeoutError:
                     self.kill()
                     raise EngineDied(f"the engine process did not load the model within {limit_s:.3g} s") from None

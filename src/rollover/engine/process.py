@@ -107,7 +107,6 @@ class ProcessEngine:
 
     async def _serve_by_one_process(self) -> None:
         """Returns when it has ended."""
-        started = time.monotonic()
         try:
             await asyncio.to_thread(self._child.hello, self._start_limit_s)
         except EngineDied:
@@ -115,8 +114,7 @@ class ProcessEngine:
                 raise  # it cannot be loaded at all
             return
         if self._start_limit_s is None and self.config.watchdog.rollout_timeout_s:
-            taken_s = time.monotonic() - started
-            self._start_limit_s = max(self.config.watchdog.rollout_timeout_s, _SLOWER_START * taken_s)
+            self._start_limit_s = max(self.config.watchdog.rollout_timeout_s, _SLOWER_START * self._child.start_s)
         replies = await self._child.open()
         self._hello()
         # From here to `_up` nothing else runs, so it has the last weights when its first call begins.

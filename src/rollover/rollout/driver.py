@@ -23,11 +23,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
-from rollover.engine.protocol import Engine, ExtendRequest
+from rollover.engine.protocol import Engine
 from rollover.rollout.lifecycle import Lifecycle, is_complete
 from rollover.rollout.patience import Patience
+from rollover.rollout.requests import Requests
 from rollover.rollout.watchdog import Action, Stall, Watchdog, salvaged
-from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, Task, rollout_seed
+from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, Task
 
 NextTask = Callable[[], tuple[Task, Sequence[int]] | None]
 Scorer = Callable[[list[Rollout]], Awaitable[list[Reward]]]
@@ -38,9 +39,6 @@ class _Scoring(NamedTuple):
 
     rollouts: Sequence[Rollout]
     key: int | str
-
-
-_GREEDY = SamplingParams(temperature=0.0)  # of rollout.greedy_baseline, the sibling after the trained ones
 
 
 class Driver:
@@ -71,7 +69,7 @@ class Driver:
         self.lifecycle, self.engine = lifecycle, engine
         self.next_task, self.scorer, self.scores_singly = next_task, scorer, scores_singly
         self.config = config
-        self.run_seed = run_seed
+        self.requests = Requests(config, run_seed, stop_token_ids)
         self.watchdog = watchdog or Watchdog()
         self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
         self.generation_s = 0.0
@@ -81,9 +79,6 @@ class Driver:
         self._idle_for: str | None = None
         self._idle_since = 0.0
         self.stream_ended = False
-        self._sampling = SamplingParams(config.temperature, config.top_p, config.top_k, config.min_p)
-        self._stop_token_ids = frozenset(stop_token_ids) | frozenset(config.stop_token_ids)
-        self._stop_strings = tuple(config.stop)
         self._stop_requested = False
         self._patience = Patience(lifecycle)
         self._extends: dict[asyncio.Future[list[Segment]], Rollout] = {}
@@ -240,23 +235,9 @@ class Driver:
 
     def _start(self, version: int) -> None:
         for rollout in self.lifecycle.start(version):
-            request = ExtendRequest(
-                rollout_id=rollout.rollout_id,
-                prompt_ids=rollout.prompt_ids,
-                generated_ids=tuple(rollout.token_ids()),
-                max_new_tokens=self.lifecycle.cache.remaining(rollout.rollout_id),
-                seed=rollout_seed(self.run_seed, rollout.task.task_id, rollout.task.attempt, rollout.sibling),
-                sampling=self._sampling_of(rollout),
-                stop_token_ids=self._stop_token_ids,
-                stop_strings=self._stop_strings,
-                pause_after=self.lifecycle.scheduler.token_budget(rollout),
-                stop_repetition_tokens=self.config.stop_repetition_tokens,
-            )
+            request = self.requests.to_go_on(rollout, self.lifecycle.scheduler.token_budget(rollout))
             self._extends[asyncio.ensure_future(self.engine.extend(request))] = rollout
             self.watchdog.on_start(rollout.rollout_id, rollout.group_id, rollout.num_tokens, _now())
-
-    def _sampling_of(self, rollout: Rollout) -> SamplingParams:
-        return _GREEDY if rollout.sibling == self.config.group_size else self._sampling
 
     async def _wait_for_some(self) -> None:
         """Wait until an extension or a scoring is done, and handle all that are."""
@@ -347,7 +328,7 @@ class Driver:
         self.say(f"the engine's answer for rollout {rollout.rollout_id} is refused, as {why}: {then}")
         if last:
             self._drop_soon(rollout.group_id)
-        return [Segment.nothing(self.engine.policy_version, self._sampling_of(rollout), rollout.num_tokens)]
+        return self.requests.nothing_for(rollout, self.engine.policy_version)
 
     def _score(self, group: Group) -> None:
         """Score what has stopped of a group: one by one if that may be, else together once the group is complete."""
@@ -409,9 +390,8 @@ class Driver:
             case Action.CONTINUE:
                 self.engine.interrupt([rollout.rollout_id])
             case Action.CANCEL | Action.CANCEL_DROPPED:
-                remaining, version = self.lifecycle.cache.remaining(rollout.rollout_id), self.engine.policy_version
-                sampling = self._sampling_of(rollout)
-                self._salvaged[task] = salvaged(segments, rollout.num_tokens, remaining, version, sampling)
+                known = salvaged(segments, rollout.num_tokens, self.lifecycle.cache.remaining(rollout.rollout_id))
+                self._salvaged[task] = known or self.requests.nothing_for(rollout, self.engine.policy_version)
                 task.cancel()
             case Action.DROP:
                 self._drop_soon(rollout.group_id)

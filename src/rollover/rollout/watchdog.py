@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from rollover.config.watchdog import WatchdogConfig
 from rollover.rollout.cache import why_no_continuation
-from rollover.types import SamplingParams, Segment, StopReason
+from rollover.types import Segment, StopReason
 
 OFF = WatchdogConfig(rollout_timeout_s=0, reward_timeout_s=0)  # the other limits are not of this class
 _LOOKS_PER_LIMIT = 4
@@ -313,19 +313,14 @@ class Watchdog:
         return Stall(action, extend.group_id, rollout_id, extend.state, age, extend.num_tokens, token_age)
 
 
-def salvaged(
-    segments: Sequence[Segment], num_tokens: int, remaining: int, policy_version: int, sampling: SamplingParams
-) -> list[Segment]:
+def salvaged(segments: Sequence[Segment], num_tokens: int, remaining: int) -> list[Segment]:
     """What a cancelled `extend` is taken to have returned, when `progress` had shown `segments`.
 
-    These, if a rollout that has `num_tokens` and may get `remaining` more can go on from them; else one empty PAUSED
-    segment of the engine's `policy_version`, as of a rollout that got nothing.
+    These, if a rollout that has `num_tokens` and may get `remaining` more can go on from them; else none.
     """
     kept = [s for s in segments if len(s)]
     paused = all(s.stop_reason is StopReason.PAUSED for s in kept)
-    if kept and paused and why_no_continuation(kept, num_tokens, remaining) is None:
-        return kept
-    return [Segment.nothing(policy_version, sampling, num_tokens)]
+    return kept if kept and paused and why_no_continuation(kept, num_tokens, remaining) is None else []
 
 
 def _seconds(seconds: float) -> str:

@@ -1,0 +1,42 @@
+"""What the engine is asked for a held rollout: its tokens, what is left of its budget, its own randomness. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollover.config.rollout import RolloutConfig
+from rollover.engine.protocol import ExtendRequest
+from rollover.types import Rollout, SamplingParams, Segment, rollout_seed
+
+_GREEDY = SamplingParams(temperature=0.0)  # of rollout.greedy_baseline, the sibling after the trained ones
+
+
+class Requests:
+    """Makes the requests of one run. `stop_token_ids` (EOS) add to those of the config."""
+
+    def __init__(self, config: RolloutConfig, run_seed: int, stop_token_ids: Iterable[int] = ()) -> None:
+        self.config, self.run_seed = config, run_seed
+        self._sampling = SamplingParams(config.temperature, config.top_p, config.top_k, config.min_p)
+        self._stop_token_ids = frozenset(stop_token_ids) | frozenset(config.stop_token_ids)
+
+    def sampling_of(self, rollout: Rollout) -> SamplingParams:
+        return _GREEDY if rollout.sibling == self.config.group_size else self._sampling
+
+    def to_go_on(self, rollout: Rollout, pause_after: int) -> ExtendRequest:
+        """First tokens or further ones. All of its text counts for stop strings, however often it was interrupted."""
+        return ExtendRequest(
+            rollout_id=rollout.rollout_id,
+            prompt_ids=rollout.prompt_ids,
+            generated_ids=tuple(rollout.token_ids()),
+            max_new_tokens=self.config.max_new_tokens - rollout.num_tokens,
+            seed=rollout_seed(self.run_seed, rollout.task.task_id, rollout.task.attempt, rollout.sibling),
+            sampling=self.sampling_of(rollout),
+            stop_token_ids=self._stop_token_ids,
+            stop_strings=tuple(self.config.stop),
+            pause_after=pause_after,
+            stop_repetition_tokens=self.config.stop_repetition_tokens,
+        )
+
+    def nothing_for(self, rollout: Rollout, policy_version: int) -> list[Segment]:
+        """An answer without a token, as of an interruption: the rollout goes on from what it has."""
+        return [Segment.nothing(policy_version, self.sampling_of(rollout), rollout.num_tokens)]

@@ -47,7 +47,7 @@ def _make_noise() -> None:
 
 
 _MISBEHAVIOUR = [
-    os.fork,  # both come back
+    *[os.fork] * 3,  # both come back
     _sleep_in_a_fork,
     _become_a_daemon,
     lambda: subprocess.Popen(["sleep", "1000"], start_new_session=True),
@@ -65,7 +65,7 @@ _MISBEHAVIOUR = [
 
 
 def _score(task: str, text: str) -> float:
-    kind = zlib.crc32(f"{text}/{task}".encode()) % 160
+    kind = zlib.crc32(f"{text}/{task}".encode()) % 80
     if kind < len(_MISBEHAVIOUR) and not text.startswith("The answer is 0"):  # the probe's
         _MISBEHAVIOUR[kind]()
     return own_score(task, text) + (os.getpid() != _OWN_PID)

@@ -245,6 +245,26 @@ async def check_progress_is_a_prefix(subject: Subject) -> None:
     await engine.close()
 
 
+async def check_a_cancelled_extension_is_forgotten(subject: Subject) -> None:
+    """The rollout is extended again at once: `progress` tells of that, though the engine may not have made a step."""
+    engine = subject.make_engine()
+    request = subject.request()
+    extend = asyncio.ensure_future(engine.extend(request))
+    await wait_for_tokens(engine, request.rollout_id, 2, extend)
+    seen = tokens_of(engine.progress([request.rollout_id]).get(request.rollout_id, []))
+    extend.cancel()
+    await asyncio.wait([extend])
+    left = request.max_new_tokens - len(seen)
+    rest = dataclasses.replace(request, generated_ids=tuple(seen), max_new_tokens=left)
+    again = asyncio.ensure_future(engine.extend(rest))
+    while not again.done():
+        for segment in engine.progress([request.rollout_id]).get(request.rollout_id, []):
+            assert segment.start is not None and segment.start >= len(seen), "that was of the cancelled one"
+        await asyncio.sleep(0)
+    check_segments(again.result(), rest)
+    await engine.close()
+
+
 async def check_queued_are_among_those_asked_for(subject: Subject) -> None:
     engine = subject.make_engine()
     requests = [subject.request(i) for i in range(4)]
@@ -334,6 +354,7 @@ CHECKS = [
     check_interrupt_stops_only_those_named,
     check_a_token_budget_pauses,
     check_progress_is_a_prefix,
+    check_a_cancelled_extension_is_forgotten,
     check_queued_are_among_those_asked_for,
     check_tokens_carry_the_version_that_sampled_them,
     check_stop_strings_are_looked_for_in_the_present_text_only,

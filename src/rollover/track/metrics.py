@@ -50,11 +50,11 @@ METRICS: list[Metric] = [
     Metric("reward/extra/{name}", "mean", "", "Mean of one further entry of the dicts that the reward returned."),
     # Rewards workers
     Metric("rewards/timeouts", "counter", "calls", "Reward calls past rewards.timeout_s; the worker was killed."),
-    Metric("rewards/crashes", "counter", "calls", "Reward calls whose worker process died."),
+    Metric("rewards/crashes", "counter", "calls", "Reward calls whose worker died, or gave no reply to them."),
     Metric("rewards/errors", "counter", "rewards", "Missing since the function raised, or returned no score."),
     Metric("rewards/out_of_memory", "counter", "rewards", "Missing since the function raised a MemoryError."),
     Metric("rewards/quarantined", "counter", "rewards", "Missing since the task had ended too many workers."),
-    Metric("rewards/retries", "counter", "calls", "Calls made again after a timeout or a crash (rewards.retries)."),
+    Metric("rewards/retries", "counter", "calls", "Calls made again after a timeout or a crash."),
     Metric("rewards/busy_workers", "last", "workers", "Reward workers with a group at the end of the step."),
     Metric("rewards/queue", "last", "groups", "Groups that wait for a reward worker at the end of the step."),
     Metric("rewards/longest_call_s", "last", "s", "Age of the oldest call that a reward worker is at then; 0: none."),

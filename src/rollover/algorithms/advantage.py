@@ -51,17 +51,24 @@ def _has_baseline(rewards_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tenso
     return valid_N & (count_G[index_N] > 1)
 
 
-def _normalize(values: torch.Tensor, valid: torch.Tensor, weights: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """(values - mean) / (sample standard deviation + eps) over the valid entries of the batch; 0 elsewhere."""
+def _normalize(
+    values: torch.Tensor, valid: torch.Tensor, weights: torch.Tensor | None, eps: float, *, centred: bool = False
+) -> torch.Tensor:
+    """(values - mean) / (sample standard deviation + eps) over the valid entries of the batch; 0 elsewhere.
+
+    `centred`: their mean is 0 by construction, and what rounding has left of it is not subtracted: 0 stays 0.
+    """
     if not valid.any():
         return torch.zeros_like(values, dtype=torch.float32)
     share = valid.float() if weights is None else torch.where(valid, weights.float(), 0.0)
     total = share.sum()
     # Relative to the smallest value: equal values give exactly 0, whatever rounding the mean has.
-    filled = torch.where(valid, values.float() - values[valid].float().min(), 0.0)
-    centred = torch.where(valid, filled - (share * filled).sum() / total.clamp(min=1), 0.0)
-    std = torch.sqrt((share * centred**2).sum() / (total - 1).clamp(min=1))
-    return centred / (std + eps)
+    low = 0.0 if centred else values[valid].float().min()
+    filled = torch.where(valid, values.float() - low, 0.0)
+    mean = 0.0 if centred else (share * filled).sum() / total.clamp(min=1)
+    centred_values = torch.where(valid, filled - mean, 0.0)
+    std = torch.sqrt((share * centred_values**2).sum() / (total - 1).clamp(min=1))
+    return centred_values / (std + eps)
 
 
 @torch.no_grad()
@@ -128,13 +135,14 @@ def max_rl(rewards_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tensor:
     """MaxRL: A_i = (r_i - mean(group)) / mean(group), 0 where the mean is 0. Tajwar et al. 2026 (arXiv 2602.02710).
 
     With rewards 0 and 1 the mean is the pass rate: dividing by it gives the gradient of (truncated) log-likelihood of
-    passing instead of that of the pass rate, so that rare successes weigh more. Rewards must not be negative: a mean
-    below 0 would turn the gradient around. Singleton group: 0.
+    passing instead of that of the pass rate, so that rare successes weigh more. A mean of negative rewards would turn
+    the gradient around: those of a group with a reward below 0 are taken relative to its smallest one, so that rewards
+    -1 and 1 give what 0 and 1 give. Singleton group: 0.
     """
-    if (rewards_N < 0).any():
-        raise ValueError("rewards_N has negative rewards, and max_rl divides by their mean: shift them to 0 and above")
     centred_N, valid_N, index_N, count_G = _centre(rewards_N, group_N)
-    sums_G = _group_sums(torch.where(valid_N, rewards_N.float(), 0.0), index_N, len(count_G))
+    filled_N = torch.where(valid_N, rewards_N.float(), 0.0)
+    low_G = torch.zeros(len(count_G), device=filled_N.device).scatter_reduce_(0, index_N, filled_N, "amin")
+    sums_G = _group_sums(torch.where(valid_N, filled_N - low_G[index_N], 0.0), index_N, len(count_G))
     mean_N = (sums_G / count_G.clamp(min=1))[index_N]
     return torch.where(mean_N > 0, centred_N / mean_N, 0.0)
 
@@ -258,7 +266,8 @@ def gdpo(
     for rewards_N, weight in zip(rewards_NR.unbind(-1), weights_R, strict=True):
         sums_N += weight * grpo(rewards_N, group_N, eps=eps)
         valid_N |= _has_baseline(rewards_N, group_N)
-    return _normalize(sums_N, valid_N, lengths_N, eps)
+    # Each reward's advantages add up to 0 in a group, so the mean over rollouts is 0 (that over tokens is not).
+    return _normalize(sums_N, valid_N, lengths_N, eps, centred=lengths_N is None)
 
 
 @torch.no_grad()
@@ -286,7 +295,8 @@ def reinforce_plus_plus_baseline(
     A singleton group has no baseline: advantage 0, and no part of the statistics (verl takes a_i = r).
     """
     _same_shape("rewards_N", rewards_N, lengths_N=lengths_N)
-    return _normalize(_centre(rewards_N, group_N)[0], _has_baseline(rewards_N, group_N), lengths_N, eps)
+    values_N, valid_N = _centre(rewards_N, group_N)[0], _has_baseline(rewards_N, group_N)
+    return _normalize(values_N, valid_N, lengths_N, eps, centred=lengths_N is None)
 
 
 @torch.no_grad()

@@ -24,7 +24,8 @@ class Scored:
     """The rollouts of a batch as an advantage estimator sees them; NaN: missing reward. Greedy baselines are apart.
 
     rewards_N: scores. components_NR: the rewards that algorithm.reward_weights names, weighted by weights_R.
-    greedy_N: the score of the group's greedy rollout, NaN without one. lengths_N: sampled tokens.
+    greedy_N: the score of the group's greedy rollout, NaN without one. lengths_N: sampled tokens, but for those that
+    are too old for the loss.
     """
 
     rewards_N: torch.Tensor
@@ -46,8 +47,10 @@ ADVANTAGES: dict[str, Estimator] = {
         s.components_NR, s.group_N, s.weights_R, std=c.advantage_std
     ),
     "remax": lambda s, c: advantage.remax(s.rewards_N, s.greedy_N),
-    "reinforce_plus_plus": lambda s, c: advantage.reinforce_plus_plus(s.rewards_N),
-    "reinforce_plus_plus_baseline": lambda s, c: advantage.reinforce_plus_plus_baseline(s.rewards_N, s.group_N),
+    "reinforce_plus_plus": lambda s, c: advantage.reinforce_plus_plus(s.rewards_N, lengths_N=s.lengths_N),
+    "reinforce_plus_plus_baseline": lambda s, c: advantage.reinforce_plus_plus_baseline(
+        s.rewards_N, s.group_N, lengths_N=s.lengths_N
+    ),
     "opo": lambda s, c: advantage.opo(s.rewards_N, s.lengths_N, s.group_N),
     "grpo_passk": lambda s, c: advantage.grpo_passk(s.rewards_N, s.group_N, k=c.passk),
     "max_rl": lambda s, c: advantage.max_rl(s.rewards_N, s.group_N),
@@ -97,7 +100,8 @@ class BatchBuilder:
         sampled = [r for r in rollouts if not r.greedy]
         greedy = {r.group_id: _score(r) for r in rollouts if r.greedy}
         masked = mask_rollouts(groups, self.masks)
-        scored = _scored(sampled, greedy, algorithm, masked.out_of_baseline)
+        lengths = [_num_tokens_since(r, replayed.get(r.group_id, oldest_version)) for r in sampled]
+        scored = _scored(sampled, lengths, greedy, algorithm, masked.out_of_baseline)
         advantages_N = self._after_scoring(sampled, self._estimator(scored, algorithm))
         context_only = masked.out_of_loss
         samples = [
@@ -162,8 +166,16 @@ def _narrow(rollout: Rollout, token_ids: np.ndarray) -> np.ndarray:
     return narrow
 
 
+def _num_tokens_since(rollout: Rollout, oldest_version: int) -> int:
+    return sum(len(s) for s in rollout.segments if s.trainable and s.policy_version >= oldest_version)
+
+
 def _scored(
-    rollouts: list[Rollout], greedy: dict[int, float], algorithm: AlgorithmConfig, left_out: Collection[str]
+    rollouts: list[Rollout],
+    lengths: list[int],
+    greedy: dict[int, float],
+    algorithm: AlgorithmConfig,
+    left_out: Collection[str],
 ) -> Scored:
     """`left_out`: ids of rollouts whose rewards count as missing."""
     weights = algorithm.reward_weights or {"score": 1.0}
@@ -171,7 +183,7 @@ def _scored(
     return Scored(
         rewards_N=torch.tensor(scores, dtype=torch.float32),
         group_N=torch.tensor([r.group_id for r in rollouts]),
-        lengths_N=torch.tensor([r.num_sampled_tokens for r in rollouts]),
+        lengths_N=torch.tensor(lengths),
         components_NR=torch.tensor(_components(rollouts, algorithm, left_out), dtype=torch.float32),
         weights_R=torch.tensor(list(weights.values()), dtype=torch.float32),
         greedy_N=torch.tensor([greedy.get(r.group_id, float("nan")) for r in rollouts], dtype=torch.float32),

@@ -259,9 +259,14 @@ def test_max_rl_keeps_its_precision_at_small_pass_rates() -> None:
     assert float(got[17]) == pytest.approx(2999, rel=1e-6) and float(got[0]) == pytest.approx(-1, rel=1e-6)
 
 
-def test_max_rl_refuses_negative_rewards() -> None:
-    with pytest.raises(ValueError, match="rewards_N has negative rewards"):
-        max_rl(tensor(1.0, -0.5, NAN), torch.tensor([0, 0, 0]))
+def test_max_rl_takes_rewards_below_zero_relative_to_the_smallest_of_the_group() -> None:
+    groups = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2])
+    signs = tensor(1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, NAN)
+    passed = tensor(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, NAN)
+    assert max_rl(signs, groups).tolist() == max_rl(passed, groups).tolist() == [3, -1, -1, -1, 0, 0, 1, -1, 0]
+    # A penalty in one group changes nothing in another.
+    penalised = tensor(1.0, 0.0, 0.0, 0.0, -0.5, 0.0, 1.0, 0.0, NAN)
+    assert max_rl(penalised, groups).tolist() == [3, -1, -1, -1, -1, 1, 1, -1, 0]
 
 
 def test_remax_subtracts_the_greedy_reward() -> None:
@@ -498,3 +503,14 @@ def test_shapes_per_token_are_checked() -> None:
     ]:
         with pytest.raises(ValueError, match=f"^{name} has shape"):
             call()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_of_equal_rewards_are_exactly_without_signal(seed: int) -> None:
+    """Whatever the statistics of the batch round to: skipping, replay and filters ask whether an advantage is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.arange(6).repeat_interleave(4)
+    rewards = torch.rand(24, 2, generator=generator)
+    rewards[4:12] = torch.rand(2, 2, generator=generator).repeat_interleave(4, 0)  # groups 1 and 2 agree
+    for got in (gdpo(rewards, groups), reinforce_plus_plus_baseline(rewards[:, 0], groups)):
+        assert not got[4:12].any() and got[:4].all() and got[12:].all()

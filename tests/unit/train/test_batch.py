@@ -126,9 +126,36 @@ def test_every_configured_estimator_exists_and_is_used() -> None:
         config = AlgorithmConfig.model_validate({"advantage": name})
         first = build_batch([group(0, rollouts)], config).samples[0]
         assert float(first.advantages[0]) == pytest.approx(value, rel=1e-3)
+    # The batch of REINFORCE++ is one of tokens: a long answer weighs more, in either variant.
+    lengths = [[8] * 4, [8], [8]]
+    rollouts = [rollout(0, i, s, [segment(t)]) for i, (s, t) in enumerate(zip((3.0, 0.0, 0.0), lengths, strict=True))]
+    for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        got = [
+            float(s.advantages[0]) for s in build_batch([group(0, rollouts)], AlgorithmConfig(advantage=name)).samples
+        ]
+        assert got == pytest.approx([1 / 2.4**0.5, -2 / 2.4**0.5, -2 / 2.4**0.5], rel=1e-3), name
     population = AlgorithmConfig(advantage="grpo", advantage_std="population")
     got = float(build_batch([group(0, rollouts)], population).samples[0].advantages[0])
     assert got == pytest.approx(2 / (2**0.5 + 1e-4), rel=1e-5)
+
+
+def test_a_reward_below_zero_ends_no_run() -> None:
+    """rewards.repetition_penalty makes them of rewards that never are."""
+    rollouts = [rollout(0, i, s, [segment([8])]) for i, s in enumerate((1.0, 0.0, -0.5))]
+    samples = build_batch([group(0, rollouts)], AlgorithmConfig(advantage="max_rl")).samples
+    got = [float(s.advantages[0]) for s in samples]
+    assert got == pytest.approx([(1 - 1 / 6) / (2 / 3), (0 - 1 / 6) / (2 / 3), -1.0])
+
+
+def test_statistics_over_tokens_leave_out_tokens_that_are_too_old() -> None:
+    old = rollout(0, 0, 3.0, [segment([10] * 9, version=1), segment([11], version=4)])
+    others = [rollout(0, i, 0.0, [segment([12], version=4)]) for i in (1, 2)]
+    for name in ("reinforce_plus_plus", "opo"):
+        bounded, plain = (
+            build_batch([group(0, [old, *others])], AlgorithmConfig(advantage=name), v).samples[0] for v in (3, 0)
+        )
+        assert float(bounded.advantages[-1]) != pytest.approx(float(plain.advantages[-1]), rel=0.1)
+    assert float(bounded.advantages[-1]) == pytest.approx(2.0)  # one token each: 3 - 1
 
 
 def test_tokens_older_than_the_bound_are_context_only() -> None:

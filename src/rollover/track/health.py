@@ -16,8 +16,11 @@ PATIENCE = 5  # steps in a row
 
 @dataclass(frozen=True)
 class Range:
-    """`low` <= value <= `high`, from step `after` on. `at_zero`, `not_finite`: other advice where it is exactly 0 or is
-    no number; without `not_finite` what is no number is passed over."""
+    """`low` <= value <= `high`, from step `after` on; a warning after `patience` steps in a row out of it.
+
+    `at_zero`: other advice where the value is exactly 0. What is no finite number is passed over: train/skipped_steps
+    tells of it.
+    """
 
     key: str
     low: float
@@ -25,14 +28,12 @@ class Range:
     advice: str
     after: int = 0
     at_zero: str = ""
-    not_finite: str = ""
+    patience: int = PATIENCE
 
     def advice_for(self, value: float | None, step: float) -> str:
         """What to try; "" if nothing is wrong."""
-        if value is None or step <= self.after or self.low <= value <= self.high:
+        if value is None or step <= self.after or self.low <= value <= self.high or not math.isfinite(value):
             return ""
-        if not math.isfinite(value):
-            return self.not_finite
         return self.at_zero if value == 0 and self.at_zero else self.advice
 
 
@@ -50,8 +51,17 @@ RANGES = (
         "grad_norm", 1e-3, float("inf"), "almost nothing is learned: try a higher train.learning_rate",
         at_zero="no token has a gradient: the rewards of each group are the same (groups/zero_variance), all tokens are"
         " masked, or algorithm.loss does not depend on the policy",
-        not_finite="those steps were skipped: try a lower train.learning_rate, and look at algorithm.loss if it is your"
-        " own",
+    ),
+    Range(
+        "train/skipped_steps", 0.0, 0.0,
+        "a gradient or the importance weights were not finite, and the weights were left as they are: look for rewards"
+        " and log-probs in rollouts/ that are infinite or nan, look at algorithm.loss if it is your own, or try a lower"
+        " train.learning_rate", patience=1,
+    ),
+    Range(
+        "off_policy/rejected_share", 0.0, 0.9,
+        "algorithm.rejection leaves most tokens out: try a larger algorithm.rejection_high or a lower"
+        " rollout.max_staleness",
     ),
     Range("entropy", 0.05, float("inf"), "the policy has collapsed: try algorithm.entropy_coef or a larger clip_high"),
     Range("kl/reference", -float("inf"), 0.5, "it is far from the initial policy: try a larger algorithm.kl_coef"),
@@ -83,9 +93,9 @@ class Health:
             value = row.get(wanted.key)
             advice = wanted.advice_for(value, row["step"])
             self._out[wanted.key] = self._out[wanted.key] + 1 if advice else 0
-            if value is not None and self._out[wanted.key] == PATIENCE and wanted.key not in self._said:
+            if value is not None and self._out[wanted.key] == wanted.patience and wanted.key not in self._said:
                 self._said.add(wanted.key)
                 where = f"below {wanted.low:g}" if value < wanted.low else f"above {wanted.high:g}"
-                where = where if math.isfinite(value) else "no finite number"
-                warnings.append(f"{wanted.key} = {value:.3g} has been {where} for {PATIENCE} steps: {advice}")
+                where = f"has been {where} for {wanted.patience} steps" if wanted.patience > 1 else f"is {where}"
+                warnings.append(f"{wanted.key} = {value:.3g} {where}: {advice}")
         return warnings

@@ -15,6 +15,7 @@ import torch
 from rollover.algorithms.advantage import gae, whiten
 from rollover.algorithms.loss import value_loss
 from rollover.config import AlgorithmConfig
+from rollover.train.optimizer import clip_gradients
 from rollover.types import Sample
 
 Stream = dict[str, np.ndarray]  # rollout_id -> [loss tokens]
@@ -82,8 +83,19 @@ class Critic:
                 "sum/returns_squared": (returns_M**2).sum(),
             }
 
-    def step(self) -> None:
-        self.adamw.step()
+    def gradients(self) -> list[torch.Tensor]:
+        """The accumulated gradients of the head (none without a loss token)."""
+        return [p.grad for p in self.head.parameters() if p.grad is not None]
+
+    def gradient_norm(self) -> float:
+        gradients = self.gradients()
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    def step(self, norm: float, max_norm: float, *, skip: bool) -> None:
+        """Clip the gradient, whose norm is `norm`, to `max_norm` (0: do not) and step; `skip`: forget it instead."""
+        if not skip:
+            clip_gradients(self.gradients(), norm, max_norm)
+            self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

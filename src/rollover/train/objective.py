@@ -304,6 +304,8 @@ def step_metrics(totals: dict[str, float], updates: list[dict[str, float]]) -> d
         "learning_rate": updates[-1]["learning_rate"],
         "train/skipped_steps": sum(u["train/skipped_steps"] for u in updates),
     }
+    if "critic/grad_norm" in updates[0]:
+        metrics["critic/grad_norm"] = max(u["critic/grad_norm"] for u in updates)
     if "sum/returns" in totals:
         mean = totals["sum/returns"] / tokens
         variance = totals["sum/returns_squared"] / tokens - mean**2

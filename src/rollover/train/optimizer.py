@@ -27,6 +27,13 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
+def clip_gradients(gradients: list[torch.Tensor], norm: float, max_norm: float) -> None:
+    """Scale `gradients`, whose norm over all of them is `norm`, down to the norm `max_norm`, in place; 0: do not."""
+    if max_norm and norm > max_norm:
+        for gradient in gradients:
+            gradient.mul_(max_norm / (norm + 1e-6))
+
+
 class Optimizer:
     """AdamW over the masters of all parameters that require a gradient. Tied parameters count once.
 
@@ -102,19 +109,17 @@ class Optimizer:
                 if parameter.grad is not None:
                     master.grad = parameter.grad
 
-    def step(self, rate_scale: float = 1.0) -> dict[str, float]:
+    def step(self, rate_scale: float = 1.0, *, usable: bool = True) -> dict[str, float]:
         """Clip, step at `rate_scale` times the scheduled rate, copy masters to the compute weights.
 
-        A non-finite gradient skips the update, and says so.
+        A gradient or rate that is not finite, or `usable` False, skips the update, and says so.
         """
         gradients = self.gradients()
         rate = rate_scale * learning_rate(self.config, self.step_count, self.total_steps)
         norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        skipped = not math.isfinite(norm)
+        skipped = not (usable and math.isfinite(norm) and math.isfinite(rate))
         if not skipped and gradients:
-            if self.config.max_grad_norm and norm > self.config.max_grad_norm:
-                for gradient in gradients:
-                    gradient.mul_(self.config.max_grad_norm / (norm + 1e-6))
+            clip_gradients(gradients, norm, self.config.max_grad_norm)
             for group in self.adamw.param_groups:
                 group["lr"] = rate
             self.adamw.step()

@@ -5,6 +5,7 @@ Shapes: N row tokens, M loss positions, B samples, T longest response. Owns weig
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -219,10 +220,16 @@ class Trainer:
         return samples, {"values": values, "returns": returns}
 
     def optim_step(self, rate_scale: float = 1.0) -> dict[str, float]:
-        """One optimizer step on the accumulated gradient, at `rate_scale` times the learning rate."""
-        if self.critic is not None:
-            self.critic.step()
-        return self.optimizer.step(rate_scale)
+        """One optimizer step on the accumulated gradient, at `rate_scale` times the learning rate.
+
+        Policy and critic step together: where the gradient of one is not finite, that of the other is skipped too.
+        """
+        if self.critic is None:
+            return self.optimizer.step(rate_scale)
+        norm = self.critic.gradient_norm()
+        update = self.optimizer.step(rate_scale, usable=math.isfinite(norm))
+        self.critic.step(norm, self.config.max_grad_norm, skip=bool(update["train/skipped_steps"]))
+        return update | {"critic/grad_norm": norm}
 
     def train_step(self, batch: Batch) -> dict[str, float]:
         """One training step: every minibatch once, in order. Raises policy_version by one.

@@ -31,6 +31,15 @@ def test_a_low_reward_is_no_warning_at_first() -> None:
     assert found == [20 + PATIENCE]
 
 
+def test_a_gradient_that_is_not_finite_is_told_at_once_as_what_it_is() -> None:
+    health = Health()
+    rows = [{"step": i + 1, "grad_norm": float("nan"), "train/skipped_steps": 1.0} for i in range(3 * PATIENCE)]
+    (warning,) = [warning for row in rows for warning in health.look(row)]
+    assert warning.startswith("train/skipped_steps = 1 is above 0: a gradient or the importance weights were not")
+    assert "higher" not in warning
+    assert Health().look(rows[0]) == [warning]
+
+
 @pytest.mark.parametrize("wanted", RANGES, ids=lambda r: r.key)
 def test_ranges_are_of_real_metrics_and_name_real_options(wanted) -> None:
     assert wanted.key in {m.key for m in METRICS}
@@ -44,7 +53,6 @@ def test_ranges_are_of_real_metrics_and_name_real_options(wanted) -> None:
     [
         (1e-5, "try a higher train.learning_rate", "no token has a gradient"),
         (0.0, "no token has a gradient", "learning_rate"),
-        (float("nan"), "nan has been no finite number for 5 steps: those steps were skipped", "higher"),
     ],
 )
 def test_a_higher_learning_rate_is_no_remedy_for_a_gradient_of_zero(value: float, wanted: str, wrong: str) -> None:
@@ -55,4 +63,5 @@ def test_a_higher_learning_rate_is_no_remedy_for_a_gradient_of_zero(value: float
 
 def test_what_is_no_number_is_no_warning_where_that_says_nothing() -> None:
     health = Health()
-    assert not [w for i in range(50) for w in health.look({"step": i, "reward/mean": float("nan")})]
+    row = {"reward/mean": float("nan"), "grad_norm": float("inf")}
+    assert not [w for i in range(50) for w in health.look({"step": i, **row})]

@@ -97,6 +97,15 @@ def test_a_non_finite_gradient_skips_the_step_and_is_counted(dtype: torch.dtype,
     assert not torch.equal(module.weight, before) and module.weight.isfinite().all()
 
 
+def test_a_rate_that_is_not_finite_skips_the_step_too() -> None:
+    """The effective sample size of weights that are not finite scales it; the gradient may be sound all the same."""
+    module, optimizer = linear(torch.float32)
+    before = module.weight.detach().clone()
+    module.weight.sum().backward()
+    assert optimizer.step(float("nan"))["train/skipped_steps"] == 1.0
+    assert torch.equal(module.weight, before)
+
+
 def test_tied_weights_have_one_master_with_both_gradients() -> None:
     model = tiny.model()
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -70,3 +70,15 @@ def aggregate(
     else:
         raise ValueError(f"mode = {mode!r} is not an aggregation: use one of {', '.join(get_args(Aggregation))}")
     return per_row_B.sum() / max(1.0, rows if denominator is None else denominator)
+
+
+def geometric_row_mean(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """exp(mean over the row's tokens of log(w + 1e-10)), at all of them [B, T]; 0 where masked.
+
+    The weight of a row from those of its tokens, for a loss that belongs to the row as a whole (GMPO): as verl does. A
+    token of weight 0 makes the row's small, not 0.
+    """
+    mask_BT = mask_BT.bool()
+    logs_BT = torch.where(mask_BT, torch.log(weights_BT.float() + 1e-10), 0.0)
+    mean_B1 = logs_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(mask_BT, mean_B1.exp(), 0.0)

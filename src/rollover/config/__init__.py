@@ -1,9 +1,9 @@
 """Configuration: pydantic models, one small file per table. Import-light: no torch, ray or vllm."""
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, model_validator
 
 from rollover.config.algorithm import AlgorithmConfig
-from rollover.config.base import Table
+from rollover.config.base import UNSETTLED, Table
 from rollover.config.checkpoint import CheckpointConfig
 from rollover.config.engine import EngineConfig
 from rollover.config.evaluation import EvalConfig
@@ -40,6 +40,15 @@ class Config(Table):
     track: TrackConfig = Field(default_factory=TrackConfig)
     watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
+
+    @model_validator(mode="after")
+    def _check(self, info: ValidationInfo) -> "Config":
+        """ValueError for what load_config refuses: a combination is legal wherever a Config is made, or nowhere."""
+        if info.context is not UNSETTLED:
+            from rollover.config.rules import refuse  # here, as rules are about this class
+
+            refuse(self)
+        return self
 
     @property
     def staleness_bound(self) -> int:

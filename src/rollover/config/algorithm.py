@@ -1,29 +1,59 @@
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, model_validator
 
-from rollover.config.base import Table
+from rollover.config.base import UNSETTLED, Table
 
 # Names of rollover.algorithms, which config may not import (it needs torch); a test compares them.
 ADVANTAGES = (
     "grpo", "dr_grpo", "rloo", "gdpo", "sum_then_normalize", "remax", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "opo", "grpo_passk", "max_rl", "gae",
 )  # fmt: skip
-LOSSES = (
-    "clip", "reinforce", "gspo", "gmpo", "cispo", "sapo", "luspo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
-    "decoupled",
-)  # fmt: skip
-CLIPPED = ("clip", "decoupled", "gspo", "gmpo", "cispo", "luspo", "clip_cov", "dppo_tv", "dppo_kl")
 OVER_THE_BATCH = ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")  # not over the group alone
 WITHOUT_SIBLINGS = ("remax", "reinforce_plus_plus", "gae")  # advantages that need no second rollout of a task
+
+
+@dataclass(frozen=True)
+class LossTraits:
+    """What a policy loss declares about itself, for the rules and the trainer. Tests hold each loss to it.
+
+    ratio: it holds the current/proximal ratio; None: not known. weighs: it multiplies by proximal/behavior itself.
+    bounds, dual_clip: it reads clip_low and clip_high, dual_clip. vanishes: a token whose advantage is 0 adds nothing
+    to the gradient. by_row: all tokens of a row hold the loss of the row, which is weighed as a whole.
+    """
+
+    ratio: bool | None = True
+    weighs: bool = False
+    bounds: bool = True
+    dual_clip: bool = False
+    vanishes: bool = True
+    by_row: bool = False
+
+
+LOSSES = {
+    "clip": LossTraits(dual_clip=True),
+    "reinforce": LossTraits(ratio=False, bounds=False),
+    "gspo": LossTraits(),
+    "gmpo": LossTraits(by_row=True),
+    "cispo": LossTraits(),
+    "sapo": LossTraits(bounds=False),
+    "luspo": LossTraits(),
+    "clip_cov": LossTraits(vanishes=False),
+    "kl_cov": LossTraits(bounds=False, vanishes=False),
+    "dppo_tv": LossTraits(),
+    "dppo_kl": LossTraits(),
+    "decoupled": LossTraits(weighs=True, dual_clip=True),
+}
+_OWN = LossTraits(ratio=None, dual_clip=True, vanishes=False)  # of a function of the user's nothing is assumed
 
 Presets = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "cispo", "gmpo", "rloo", "reinforce++", "gdpo", "ppo", "remax", "max_rl",
     "async_decoupled",
 ]  # fmt: skip
 Correction = Literal[
-    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask", "icepop",
-    "segment_truncate", "segment_mask",
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop", "segment_truncate",
+    "segment_mask",
 ]  # fmt: skip
 Rejection = Literal[
     "none", "token_k1", "token_k2", "token_k3", "sequence_sum_k1", "sequence_sum_k2", "sequence_sum_k3",
@@ -94,24 +124,27 @@ class AlgorithmConfig(Table):
         description="Proximal log-probs, which the current ones are clipped against. step_start: under the weights at"
         " the start of the step. behavior: those the engine sampled with. interpolated: between behavior and"
         " current, by staleness, without a forward pass. snapshot: under the kept weights of the version that sampled"
-        " the token.",
+        " the token. Not with loss = reinforce, which has no ratio to clip.",
     )
     correction: Correction = Field(
         default="token_truncate",
-        description="Importance weight proximal/behavior on every token: truncated at, or masked above,"
-        " correction_cap; of the token, the sequence, or a sequence's part of one policy version.",
+        description="Importance weight proximal/behavior (current/behavior with loss = reinforce) on every token:"
+        " truncated at, or masked above, correction_cap; of the token, the sequence, or a sequence's part of one policy"
+        " version.",
     )
     correction_cap: float = Field(default=2.0, gt=1, description="Cap of the importance weight.")
     correction_floor: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="Floor of the importance weight; 0 = none."
     )
     allow_uncorrected: bool = Field(
-        default=False, description="Permit stale or truncated sampling with correction = none."
+        default=False,
+        description="Permit stale rollouts or truncated sampling though the loss has no ratio to the policy that"
+        " sampled, or though that is not known of your own loss.",
     )
     rejection: Rejection = Field(
         default="none",
-        description="Leave tokens or sequences out of the loss by an estimate (k1, k2, k3) of the divergence of"
-        " proximal and behavior policy.",
+        description="Leave tokens or sequences out of the step, as if they were context, by an estimate (k1, k2, k3) of"
+        " the divergence of proximal and behavior policy.",
     )
     rejection_high: float = Field(default=0.1, gt=0, description="rejection: the largest divergence that is kept.")
     off_policy_mask_threshold: float = Field(
@@ -128,11 +161,22 @@ class AlgorithmConfig(Table):
         default=0.0, ge=0, description="Weight of the KL to the initial weights, in the loss; 0 = off."
     )
     kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = Field(
-        default="k3", description="Estimator of that KL; with +: its value, and the gradient of k2."
+        default="k3",
+        description="Estimator of that KL; with +: its value, and the gradient of k2. k1 with kl_bias_correction only:"
+        " its gradient is 0 on average.",
     )
     kl_bias_correction: bool = Field(
-        default=False, description="Multiply that KL by the current/proximal ratio, which makes its gradient unbiased."
+        default=False, description="Multiply that KL by the current/behavior ratio, which makes its gradient unbiased."
     )
+
+    @model_validator(mode="after")
+    def _check(self, info: ValidationInfo) -> "AlgorithmConfig":
+        """ValueError for what load_config refuses, as far as it lies in this table alone."""
+        if info.context is not UNSETTLED:
+            from rollover.config.rules import refuse_algorithm  # here, as rules are about the whole Config
+
+            refuse_algorithm(self)
+        return self
 
     @property
     def needs_reference(self) -> bool:
@@ -143,7 +187,43 @@ class AlgorithmConfig(Table):
     def needs_critic(self) -> bool:
         return self.advantage == "gae"
 
+    # What the loss does. Rules, derived values and the trainer all ask here.
+
+    @property
+    def loss_traits(self) -> LossTraits:
+        return LOSSES.get(self.loss, _OWN)
+
     @property
     def needs_every_token(self) -> bool:
         """Whether tokens with advantage 0 change the gradient, too."""
-        return bool(self.kl_coef or self.entropy_coef or self.needs_critic) or self.loss in ("clip_cov", "kl_cov")
+        return bool(self.kl_coef or self.entropy_coef or self.needs_critic) or not self.loss_traits.vanishes
+
+    @property
+    def proximal_policy(self) -> Literal["current", "step_start", "behavior", "interpolated", "snapshot"]:
+        """The policy between current and behavior. A loss without a ratio has none: its importance weight is
+        current/behavior."""
+        return "current" if self.loss_traits.ratio is False else self.proximal
+
+    @property
+    def weight(self) -> Correction:
+        """The importance weight proximal/behavior that multiplies the loss of a token, wherever that is done; none
+        where it is 1."""
+        if self.proximal_policy == "behavior":
+            return "none"
+        return "token_truncate" if self.loss_traits.weighs else self.correction
+
+    @property
+    def weight_outside(self) -> Correction:
+        """`weight`, unless the loss multiplies by it itself."""
+        return "none" if self.loss_traits.weighs else self.weight
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the loss holds the ratio to the policy that sampled a token, as far as is known.
+
+        It is the product of the loss' own ratio, current/proximal, and the weight, proximal/behavior. Where the loss
+        may lack the first, the second has to hold all: the proximal policy must be (nearly) the current one.
+        """
+        if self.loss_traits.ratio is None:
+            return self.weight != "none" and self.proximal_policy == "step_start"
+        return self.weight != "none" or self.proximal_policy == "behavior"

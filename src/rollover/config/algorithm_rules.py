@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rollover.config import Config
-from rollover.config.algorithm import ADVANTAGES, CLIPPED, LOSSES, WITHOUT_SIBLINGS
+from rollover.config.algorithm import ADVANTAGES, LOSSES, WITHOUT_SIBLINGS
 from rollover.config.fields import did_you_mean
 from rollover.config.rule import Inert, Refused
 
+_BOUNDED = tuple(name for name, traits in LOSSES.items() if traits.bounds)
+_DUAL_CLIPPED = tuple(name for name, traits in LOSSES.items() if traits.dual_clip)
+_BOUNDS_AS_SHARES = ("clip", "decoupled", "gspo", "luspo", "cispo", "clip_cov", "dppo_tv")  # of a ratio or probability
+_NOT_FREE = {
+    "clip_low": "algorithm.clip_low",
+    "clip_high": "algorithm.clip_high",
+    "dual_clip": "algorithm.dual_clip",
+    "weight_cap": "algorithm.correction_cap",
+    "behavior_logprobs_BT": "nothing: it is given",
+}
 
-def truncates_sampling(config: Config) -> bool:
+
+def _truncates_sampling(config: Config) -> bool:
     rollout = config.rollout
     return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
 
@@ -17,16 +30,9 @@ def _is_own(name: str) -> bool:
     return ":" in name
 
 
-def _compares_with_behavior(config: Config) -> bool:
-    """Whether the loss itself holds the ratio to the policy that sampled, so that nothing is left to correct."""
-    return config.algorithm.loss == "decoupled" or (
-        config.algorithm.proximal == "behavior" and config.algorithm.loss != "reinforce"
-    )
-
-
-def uncorrected(config: Config) -> bool:
+def _never_negative(config: Config) -> bool:
     algorithm = config.algorithm
-    return algorithm.correction == "none" and not algorithm.allow_uncorrected and not _compares_with_behavior(config)
+    return algorithm.advantage == "grpo_passk" and not (algorithm.after_scoring or _is_own(algorithm.loss))
 
 
 def _unless_advantage(options: tuple[str, ...], *advantages: str) -> Inert:
@@ -43,14 +49,14 @@ INERT: tuple[Inert, ...] = (
     Inert(
         ("algorithm.clip_low", "algorithm.clip_high"),
         ("algorithm.loss",),
-        lambda c: c.algorithm.loss not in CLIPPED and not _is_own(c.algorithm.loss),
-        f"unless algorithm.loss is one of {', '.join(CLIPPED)}",
+        lambda c: not c.algorithm.loss_traits.bounds,
+        f"unless algorithm.loss is one of {', '.join(_BOUNDED)}",
     ),
     Inert(
         ("algorithm.dual_clip",),
         ("algorithm.loss",),
-        lambda c: c.algorithm.loss not in ("clip", "decoupled") and not _is_own(c.algorithm.loss),
-        "unless algorithm.loss is clip or decoupled",
+        lambda c: not c.algorithm.loss_traits.dual_clip,
+        f"unless algorithm.loss is {' or '.join(_DUAL_CLIPPED)}",
     ),
     _unless_advantage(("advantage_std",), "grpo", "sum_then_normalize"),
     _unless_advantage(("passk",), "grpo_passk"),
@@ -63,34 +69,59 @@ INERT: tuple[Inert, ...] = (
         'unless algorithm.advantage = "remax": no other estimator compares with a greedy rollout',
     ),
     Inert(
-        ("algorithm.correction_cap", "algorithm.correction_floor"),
+        ("algorithm.clip_low", "algorithm.dual_clip"),
+        ("algorithm.advantage",),
+        lambda c: _never_negative(c) and c.algorithm.loss != "cispo",
+        'with algorithm.advantage = "grpo_passk": it concerns negative advantages, and none is',
+    ),
+    Inert(
+        ("algorithm.off_policy_mask_threshold",),
+        ("algorithm.advantage",),
+        _never_negative,
+        'with algorithm.advantage = "grpo_passk": it concerns negative advantages, and none is',
+    ),
+    Inert(
+        ("algorithm.proximal",),
+        ("algorithm.loss",),
+        lambda c: c.algorithm.loss_traits.ratio is False,
+        'with algorithm.loss = "reinforce", which holds no ratio to it: its importance weight is current/behavior',
+    ),
+    Inert(
         ("algorithm.correction",),
-        lambda c: c.algorithm.correction == "none" and c.algorithm.loss != "decoupled",
-        'with algorithm.correction = "none"',
+        ("algorithm.proximal",),
+        lambda c: c.algorithm.proximal_policy == "behavior",
+        'with algorithm.proximal = "behavior": proximal/behavior is 1 everywhere',
+        neutral=("none",),
+    ),
+    Inert(
+        ("algorithm.correction",),
+        ("algorithm.loss",),
+        lambda c: c.algorithm.loss_traits.weighs,
+        'with algorithm.loss = "decoupled", which holds the weight of token_truncate itself',
+        "Use loss = clip for another correction",
+    ),
+    Inert(
+        ("algorithm.correction_cap", "algorithm.correction_floor", "algorithm.ess_step_scaling"),
+        ("algorithm.proximal",),
+        lambda c: c.algorithm.proximal_policy == "behavior",
+        'with algorithm.proximal = "behavior": the importance weight proximal/behavior is 1 everywhere',
+    ),
+    Inert(
+        ("algorithm.correction_cap", "algorithm.correction_floor", "algorithm.ess_step_scaling"),
+        ("algorithm.correction",),
+        lambda c: c.algorithm.weight == "none" and c.algorithm.proximal_policy != "behavior",
+        'with algorithm.correction = "none": all weights are 1',
     ),
     Inert(
         ("algorithm.correction_floor",),
         ("algorithm.loss",),
-        lambda c: c.algorithm.loss == "decoupled",
+        lambda c: c.algorithm.loss_traits.weighs,
         'with algorithm.loss = "decoupled", which has a cap only',
-    ),
-    Inert(
-        ("algorithm.correction",),
-        ("algorithm.proximal",),
-        lambda c: c.algorithm.proximal == "behavior",
-        'with algorithm.proximal = "behavior": proximal/behavior is 1 everywhere',
-    ),
-    Inert(
-        ("algorithm.correction",),
-        ("algorithm.loss",),
-        lambda c: c.algorithm.loss == "decoupled",
-        'with algorithm.loss = "decoupled", which holds the weight itself',
-        "Use loss = clip for another correction",
     ),
     Inert(
         ("algorithm.rejection",),
         ("algorithm.proximal",),
-        lambda c: c.algorithm.proximal == "behavior",
+        lambda c: c.algorithm.proximal_policy == "behavior",
         'with algorithm.proximal = "behavior": they are the same policy',
     ),
     Inert(
@@ -100,27 +131,15 @@ INERT: tuple[Inert, ...] = (
         'with algorithm.rejection = "none"',
     ),
     Inert(
-        ("algorithm.ess_step_scaling",),
-        ("algorithm.correction",),
-        lambda c: c.algorithm.correction == "none" and c.algorithm.loss != "decoupled",
-        'with algorithm.correction = "none": all weights are 1',
-    ),
-    Inert(
         ("algorithm.allow_uncorrected",),
-        ("algorithm.correction",),
-        lambda c: c.algorithm.correction != "none",
-        'unless algorithm.correction = "none"',
-    ),
-    Inert(
-        ("algorithm.allow_uncorrected",),
-        ("algorithm.loss", "algorithm.proximal"),
-        _compares_with_behavior,
+        ("algorithm.correction", "algorithm.loss", "algorithm.proximal"),
+        lambda c: c.algorithm.corrects,
         "as the loss holds the ratio to the policy that sampled",
     ),
     Inert(
         ("algorithm.allow_uncorrected",),
         ("rollout.max_staleness", "rollout.top_p", "rollout.top_k", "rollout.min_p", "replay.size"),
-        lambda c: not (c.rollout.max_staleness or truncates_sampling(c) or c.run.replay_rollouts or c.replay.size),
+        lambda c: not (c.rollout.max_staleness or _truncates_sampling(c) or c.run.replay_rollouts or c.replay.size),
         "with rollout.max_staleness = 0, untruncated sampling and no replay: there is nothing to correct",
     ),
     Inert(
@@ -131,6 +150,36 @@ INERT: tuple[Inert, ...] = (
         "Set algorithm.kl_coef",
     ),
 )
+
+
+def _uncorrected(
+    keys: tuple[str, ...],
+    when: Callable[[Config], bool],
+    what: Callable[[Config], str],
+    why: str,
+    fix: str,
+) -> Refused:
+    """`what` needs the ratio to the policy that sampled, and the loss, so far as is known, does not hold it."""
+
+    def message(config: Config) -> str:
+        algorithm = config.algorithm
+        if algorithm.weight != "none" or (algorithm.loss_traits.ratio is None and algorithm.proximal != "step_start"):
+            cause = f'a loss of your own and algorithm.proximal = "{algorithm.proximal}"'
+            otherwise = (
+                'algorithm.proximal = "step_start" with a correction, or (if your loss multiplies by the ratio of'
+                " current and old log-probs)"
+            )
+        else:
+            cause = 'algorithm.correction = "none"'
+            otherwise = 'algorithm.correction = "token_truncate", or (if you mean it)'
+        return f"{what(config)} with {cause}: {why}. {fix}, or set {otherwise} algorithm.allow_uncorrected = true"
+
+    return Refused(
+        (*keys, "algorithm.correction", "algorithm.proximal", "algorithm.loss"),
+        lambda c: when(c) and not (c.algorithm.corrects or c.algorithm.allow_uncorrected),
+        message,
+    )
+
 
 REFUSED: tuple[Refused, ...] = (
     Refused(
@@ -146,7 +195,7 @@ REFUSED: tuple[Refused, ...] = (
         lambda c: c.algorithm.loss not in LOSSES and not _is_own(c.algorithm.loss),
         lambda c: (
             f'algorithm.loss = "{c.algorithm.loss}" is none of {", ".join(LOSSES)}, and no function'
-            f" (module:function or path.py:function){did_you_mean(c.algorithm.loss, LOSSES)}"
+            f" (module:function or path.py:function){did_you_mean(c.algorithm.loss, tuple(LOSSES))}"
         ),
     ),
     Refused(
@@ -157,22 +206,40 @@ REFUSED: tuple[Refused, ...] = (
             " { score = 1.0, format = 0.5 }"
         ),
     ),
-    Refused(
-        ("rollout.max_staleness", "algorithm.correction"),
-        lambda c: c.rollout.max_staleness > 0 and uncorrected(c),
-        lambda c: (
-            f'rollout.max_staleness = {c.rollout.max_staleness} with algorithm.correction = "none": tokens of older'
-            ' policy versions would be trained as if they were fresh. Set algorithm.correction = "token_truncate", or'
-            " rollout.max_staleness = 0, or (if you mean it) algorithm.allow_uncorrected = true"
-        ),
+    _uncorrected(
+        ("rollout.max_staleness",),
+        lambda c: c.rollout.max_staleness > 0,
+        lambda c: f"rollout.max_staleness = {c.rollout.max_staleness}",
+        "tokens of older policy versions would be trained as if they were fresh",
+        "Set rollout.max_staleness = 0",
+    ),
+    _uncorrected(
+        ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
+        _truncates_sampling,
+        lambda _: "truncated sampling (rollout.top_p, top_k or min_p)",
+        "log-probs of the truncated distribution are not those of the policy",
+        "Sample untruncated",
+    ),
+    _uncorrected(
+        ("replay.size",),
+        lambda c: c.replay.size > 0,
+        lambda c: f"replay.size = {c.replay.size}",
+        "tokens of older policy versions would be trained as if they were fresh",
+        "Remove replay.size",
+    ),
+    _uncorrected(
+        ("run.replay_rollouts",),
+        lambda c: bool(c.run.replay_rollouts),
+        lambda _: "run.replay_rollouts",
+        "recorded rollouts were sampled by another policy and would be trained as if they were fresh",
+        "Remove run.replay_rollouts",
     ),
     Refused(
-        ("rollout.top_p", "rollout.top_k", "rollout.min_p", "algorithm.correction"),
-        lambda c: truncates_sampling(c) and uncorrected(c),
-        lambda c: (
-            'truncated sampling (rollout.top_p, top_k or min_p) with algorithm.correction = "none": log-probs of the'
-            ' truncated distribution are not those of the policy. Set algorithm.correction = "token_truncate", sample'
-            " untruncated, or (if you mean it) set algorithm.allow_uncorrected = true"
+        ("algorithm.advantage", "rollout.greedy_baseline"),
+        lambda c: c.algorithm.advantage == "remax" and not c.rollout.greedy_baseline,
+        lambda _: (
+            'algorithm.advantage = "remax" without rollout.greedy_baseline: there is no greedy rollout to compare'
+            " with, all advantages would be 0. Set rollout.greedy_baseline = true"
         ),
     ),
     Refused(
@@ -208,6 +275,60 @@ REFUSED: tuple[Refused, ...] = (
         lambda c: (
             'algorithm.proximal = "snapshot" with run.replay_rollouts: the weights that sampled recorded rollouts are'
             ' not kept. Set algorithm.proximal = "step_start"'
+        ),
+    ),
+    Refused(
+        ("algorithm.proximal", "rollout.max_staleness", "replay.size"),
+        lambda c: (
+            c.algorithm.proximal_policy == "interpolated"
+            and c.staleness_bound <= 1
+            and not (c.replay.size or c.run.replay_rollouts)
+        ),
+        lambda c: (
+            f'algorithm.proximal = "interpolated" with a staleness of {c.staleness_bound} at most: at 0 and 1 that is'
+            ' the behavior policy itself. Set algorithm.proximal = "behavior", or rollout.max_staleness to 2 or more'
+        ),
+    ),
+    Refused(
+        ("algorithm.kl_kind", "algorithm.kl_coef"),
+        lambda c: c.algorithm.kl_coef > 0 and c.algorithm.kl_kind == "k1" and not c.algorithm.kl_bias_correction,
+        lambda _: (
+            'algorithm.kl_kind = "k1" in the loss: the gradient of that estimate is 0 on average. Set'
+            ' algorithm.kl_kind = "k3", "k2" or "k1+" (its value, with the gradient of k2), or'
+            " algorithm.kl_bias_correction = true"
+        ),
+    ),
+    Refused(
+        ("algorithm.dual_clip",),
+        lambda c: 0 < c.algorithm.dual_clip <= 1,
+        lambda c: (
+            f"algorithm.dual_clip = {c.algorithm.dual_clip:g}: it bounds the ratio where the advantage is negative, on"
+            " policy too unless it is above 1. Set it to 3, say, or to 0 (off)"
+        ),
+    ),
+    Refused(
+        ("algorithm.clip_low", "algorithm.loss"),
+        lambda c: c.algorithm.clip_low > 1 and c.algorithm.loss in _BOUNDS_AS_SHARES,
+        lambda c: (
+            f'algorithm.clip_low = {c.algorithm.clip_low:g} with algorithm.loss = "{c.algorithm.loss}": nothing falls'
+            " by more than 1. Set it to 1 (no bound) or less"
+        ),
+    ),
+    Refused(
+        ("algorithm.clip_high", "algorithm.loss"),
+        lambda c: c.algorithm.clip_high > 1 and c.algorithm.loss == "dppo_tv",
+        lambda c: (
+            f'algorithm.clip_high = {c.algorithm.clip_high:g} with algorithm.loss = "dppo_tv": a probability never'
+            " rises by more than 1. Set it to 1 (no bound) or less"
+        ),
+    ),
+    Refused(
+        ("algorithm.loss_options",),
+        lambda c: any(name in _NOT_FREE for name in c.algorithm.loss_options),
+        lambda c: "\n".join(
+            f"algorithm.loss_options.{name} is set by {_NOT_FREE[name]}. Remove it from algorithm.loss_options"
+            for name in c.algorithm.loss_options
+            if name in _NOT_FREE
         ),
     ),
     Refused(

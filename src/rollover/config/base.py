@@ -2,6 +2,10 @@
 
 from pydantic import BaseModel, ConfigDict
 
+# Validation context of values that are not settled yet: options that a later layer switches off may still be there, so
+# nothing is refused. load_config refuses by itself, and tells which layer set what.
+UNSETTLED = object()
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used. The message names file, key and fix."""

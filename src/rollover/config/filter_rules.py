@@ -53,6 +53,12 @@ INERT: tuple[Inert, ...] = (
         "without filters.mask_truncated or filters.mask_overlong: no rollout is masked",
         "Set filters.mask_truncated",
     ),
+    Inert(
+        ("filters.mask_in_baseline",),
+        ("algorithm.advantage",),
+        lambda c: c.algorithm.advantage in ("remax", "gae"),
+        "with algorithm.advantage = remax or gae, whose baseline is not over other rollouts' rewards",
+    ),
 )
 
 REFUSED: tuple[Refused, ...] = (

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollover.config import Config, Table
-from rollover.config.base import ConfigError
+from rollover.config.base import UNSETTLED, ConfigError
 from rollover.config.fields import (
     choices_of,
     default_of,
@@ -44,6 +44,7 @@ from rollover.config.suggest import unknown_key, unknown_table
 from rollover.config.toml_file import read_toml
 
 COMMAND_LINE = "command line"
+_ARRAYS = tuple(name for name, info in leaves() if row_of(info.annotation))  # of tables
 Values = dict[str, Any]
 
 
@@ -111,8 +112,10 @@ def load_config(
             else:
                 layers.put(key, value, len(layers.labels) - 1)
     config = _validate(layers)
-    config, notices = _settle(config, layers, require_sources)
-    return _finish(config, layers, notices)
+    config, notices, problems = _settle(config, layers)
+    config, origin = _derive(config, layers)
+    _refuse(config, layers, problems, require_sources)
+    return Resolved(config, notices, origin)
 
 
 # Layers
@@ -180,12 +183,12 @@ def _parse(text: str) -> Any:
 
 def _is_element(key: str) -> bool:
     """Whether `key` is a place inside an array of tables."""
-    return any(row_of(info.annotation) and key.startswith(f"{name}.") for name, info in leaves())
+    return any(key.startswith(f"{array}.") for array in _ARRAYS)
 
 
 def _put_element(layers: _Layers, key: str, value: Any) -> None:
     """`tasks.sources.0.params.max_digits`: change one value inside an array of tables."""
-    array = next(name for name, info in leaves() if row_of(info.annotation) and key.startswith(f"{name}."))
+    array = next(name for name in _ARRAYS if key.startswith(f"{name}."))
     info = field_at(array)
     row = row_of(info.annotation) if info else None
     assert row is not None
@@ -247,7 +250,7 @@ def _validate(layers: _Layers) -> Config:
             place = place.setdefault(table, {})
         place[name] = value
     try:
-        return Config.model_validate(nested, strict=True)
+        return Config.model_validate(nested, strict=True, context=UNSETTLED)
     except ValidationError as error:
         messages = {}
         for problem in error.errors(include_url=False):
@@ -270,8 +273,8 @@ def _at(nested: Any, parts: list[str]) -> Any:
     return nested
 
 
-def _settle(config: Config, layers: _Layers, require_sources: bool) -> tuple[Config, list[str]]:
-    """Resets options that a later layer switched off, then refuses what is left without effect or illegal.
+def _settle(config: Config, layers: _Layers) -> tuple[Config, list[str], list[str]]:
+    """(the configuration without options that a later layer switched off, notices of those, errors of the others).
 
     An option without effect is an error only when it comes from the same or a later layer than the setting that
     switches it off: recipes work alone and as overlays. A reset may switch off more, so this runs to a fixed point.
@@ -288,21 +291,23 @@ def _settle(config: Config, layers: _Layers, require_sources: bool) -> tuple[Con
                     advice = f"{rule.fix}, or remove {key}" if rule.fix else f"Remove {key}"
                     problems.setdefault(key, f"{layers.label(key)}: {key} has no effect {rule.why}. {advice}")
                     continue
+                value = rule.neutral[0] if rule.neutral else default_of(key)
                 notices.append(
                     f"{key} = {_show(value_of(config, key))} ({layers.label(key)}) was reset to"
-                    f" {_show(default_of(key))} ({layers.labels[cause]}): it has no effect {rule.why}"
+                    f" {_show(value)} ({layers.labels[cause]}): it has no effect {rule.why}"
                 )
-                config = _replace(config, key, default_of(key))
+                config = _replace(config, key, value)
                 layers.index[key] = cause
                 changed = True
+    return config, notices, list(problems.values())
+
+
+def _refuse(config: Config, layers: _Layers, problems: list[str], require_sources: bool) -> None:
+    """ConfigError with these `problems` and every refused combination, if there is one."""
     refused: tuple[Refused, ...] = (NO_SOURCES, *REFUSED) if require_sources else REFUSED
-    messages = list(problems.values())
-    for rule in refused:
-        if rule.when(config):
-            messages.append(f"{_source(rule.keys, layers)}{rule.message(config)}")
+    messages = [*problems, *(f"{_source(r.keys, layers)}{r.message(config)}" for r in refused if r.when(config))]
     if messages:
         raise ConfigError("\n".join(messages))
-    return config, notices
 
 
 def _source(keys: tuple[str, ...], layers: _Layers) -> str:
@@ -319,7 +324,7 @@ def _without_effect(rule: Inert, config: Config, layers: _Layers) -> list[str]:
     if not rule.when(config):
         return []
     given = [key for key in rule.options if key in layers.index]
-    return [key for key in given if value_of(config, key) not in neutral_values(config, key)]
+    return [key for key in given if value_of(config, key) not in (rule.neutral or neutral_values(config, key))]
 
 
 def _replace(config: Config, key: str, value: Any) -> Config:
@@ -330,22 +335,21 @@ def _replace(config: Config, key: str, value: Any) -> Config:
     for part in path:
         place = place[int(part)] if isinstance(place, list) else place[part]
     place[name] = value
-    return Config.model_validate(data, strict=True)
+    return Config.model_validate(data, strict=True, context=UNSETTLED)
 
 
-def _finish(config: Config, layers: _Layers, notices: list[str]) -> Resolved:
-    """Final values for the options whose default depends on others."""
+def _derive(config: Config, layers: _Layers) -> tuple[Config, dict[str, str]]:
+    """Final values for the options whose default depends on others, and what set each option."""
     origin = {key: layers.labels[index] for key, index in layers.index.items()}
     if config.rollout.in_flight_groups == 0:
         config = _replace(config, "rollout.in_flight_groups", config.rollout.groups_per_step)
         origin["rollout.in_flight_groups"] = "derived from rollout.groups_per_step"
     if config.rollout.on_stale == "":
         config = _replace(config, "rollout.on_stale", "finish_first")
-    for setting, value in (("loss", "decoupled"), ("proximal", "behavior")):
-        if getattr(config.algorithm, setting) == value:
-            config = _replace(config, "algorithm.correction", "none")
-            origin["algorithm.correction"] = f"derived from algorithm.{setting}"
+    if config.algorithm.correction != config.algorithm.weight:
+        config = _replace(config, "algorithm.correction", config.algorithm.weight)
+        origin["algorithm.correction"] = "derived from algorithm.proximal"
     if config.algorithm.advantage == "remax" and not config.rollout.greedy_baseline:
         config = _replace(config, "rollout.greedy_baseline", True)
         origin["rollout.greedy_baseline"] = "derived from algorithm.advantage"
-    return Resolved(config, notices, origin)
+    return config, origin

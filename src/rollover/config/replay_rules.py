@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rollover.config.algorithm_rules import uncorrected
 from rollover.config.rule import Inert, Refused
 
 _OF_REROLL = ("reroll.start_fraction", "reroll.failed_at_most", "reroll.size")
@@ -31,15 +30,6 @@ INERT: tuple[Inert, ...] = (
 )
 
 REFUSED: tuple[Refused, ...] = (
-    Refused(
-        ("replay.size", "algorithm.correction"),
-        lambda c: c.replay.size > 0 and uncorrected(c),
-        lambda c: (
-            f'replay.size = {c.replay.size} with algorithm.correction = "none": tokens of older policy versions would'
-            ' be trained as if they were fresh. Set algorithm.correction = "token_truncate", or (if you mean it)'
-            " algorithm.allow_uncorrected = true"
-        ),
-    ),
     Refused(
         ("replay.max_staleness", "rollout.max_staleness"),
         lambda c: c.replay.size > 0 and c.replay.max_staleness <= c.staleness_bound,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rollover.config import Config
 
@@ -12,7 +13,8 @@ from rollover.config import Config
 class Inert:
     """`options` have no effect when `when(config)` holds; `because` names the settings that switch them off.
 
-    `why` completes "<option> has no effect ..."; `fix` says how to give it one.
+    `why` completes "<option> has no effect ..."; `fix` says how to give it one. `neutral`: values that
+    the options may have all the same; those of an earlier layer are reset to the first. Empty: the default.
     """
 
     options: tuple[str, ...]
@@ -20,6 +22,7 @@ class Inert:
     when: Callable[[Config], bool]
     why: str
     fix: str = ""
+    neutral: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

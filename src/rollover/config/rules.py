@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollover.config import (
+    AlgorithmConfig,
     Config,
     TaskSourceConfig,
     algorithm_rules,
@@ -26,8 +27,6 @@ def neutral_values(config: Config, key: str) -> tuple[Any, ...]:
     """Values of `key` that mean the same as leaving it out: setting one of them is never an option without effect."""
     if key == "rollout.in_flight_groups":
         return (0, config.rollout.groups_per_step)
-    if key == "algorithm.correction":
-        return ("none", "token_truncate")
     if key == "rollout.on_stale":
         return ("", "finish_first")
     return (default_of(key),)
@@ -377,3 +376,17 @@ REFUSED: tuple[Refused, ...] = (
         ),
     ),
 )
+
+_OF_ALGORITHM = tuple(rule for rule in REFUSED if all(key.startswith("algorithm.") for key in rule.keys))
+
+
+def refuse(config: Config, rules: tuple[Refused, ...] = REFUSED) -> None:
+    """ValueError that names every combination in `config` that is refused."""
+    messages = [rule.message(config) for rule in rules if rule.when(config)]
+    if messages:
+        raise ValueError("\n".join(messages))
+
+
+def refuse_algorithm(algorithm: AlgorithmConfig) -> None:
+    """The same for [algorithm] alone, whatever the rest of the configuration is."""
+    refuse(Config.model_construct(algorithm=algorithm), _OF_ALGORITHM)

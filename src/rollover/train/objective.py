@@ -1,6 +1,8 @@
 """The loss of a micro-batch, composed from `rollover.algorithms` as [algorithm] says. Never touches a model.
 
-    policy loss x importance weight x masks + KL to the reference - entropy bonus, aggregated to one number
+    policy loss x importance weight x mask + KL to the reference - entropy bonus, aggregated to one number
+
+What algorithm.rejection leaves out is no part of it: `kept` says so once a step, and the masks come without it.
 
 Shapes: B samples, T longest response.
 """
@@ -13,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from rollover.algorithms.aggregate import aggregate
+from rollover.algorithms.aggregate import aggregate, geometric_row_mean
 from rollover.algorithms.correction import (
     ess_step_scale,
     importance_weights,
@@ -30,6 +33,7 @@ from rollover.algorithms.loss import entropy_bonus, loss_function, option_parame
 from rollover.algorithms.own_loss import OwnLoss
 from rollover.config import AlgorithmConfig
 from rollover.functions import FunctionError
+from rollover.rollout.staleness import staleness
 from rollover.types import Sample
 
 Sums = dict[str, torch.Tensor]
@@ -94,7 +98,7 @@ class Objective:
         self.norm = float(max_new_tokens)
         self.kind = OwnLoss(config.loss) if ":" in config.loss else config.loss
         self._options: dict[str, Any] = _of_the_same_name(self.kind, config) | config.loss_options
-        if self.kind == "decoupled":
+        if config.loss_traits.weighs:
             self._options["weight_cap"] = config.correction_cap
         if config.dual_clip:
             self._options["dual_clip"] = config.dual_clip
@@ -111,7 +115,7 @@ class Objective:
         weights_BT = self._weights(streams, proximal_BT, sums)
         loss_BT = loss_BT * weights_BT
         if streams.reference_BT is not None:
-            kl_BT = self._reference_kl(streams, streams.reference_BT, proximal_BT)
+            kl_BT = self._reference_kl(streams, streams.reference_BT)
             loss_BT = loss_BT + cfg.kl_coef * kl_BT
             sums["sum/reference_kl"] = kl_BT.detach().sum()
         if cfg.entropy_coef:
@@ -129,7 +133,7 @@ class Objective:
             proximal_BT,
             streams.behavior_BT,
             mask_BT,
-            mode="token_truncate" if self.kind == "decoupled" else cfg.correction,
+            mode=cfg.weight,
             cap=cfg.correction_cap,
             floor=cfg.correction_floor or None,
             versions_BT=streams.versions_BT,
@@ -176,41 +180,56 @@ class Objective:
             return 1.0
         return float(ess_step_scale(mismatch_summary(sums)["ess_sequence_ratio"]))
 
+    def kept(self, sample: Sample, start_M: np.ndarray, trainer_version: int) -> np.ndarray:
+        """Which of the sample's loss tokens algorithm.rejection keeps, bool [loss tokens].
+
+        `start_M`: their log-probs at the start of the step; with proximal = "snapshot" under the weights that sampled.
+        """
+        behavior_1M, start_1M = (torch.from_numpy(x)[None] for x in (sample.behavior_logprobs[sample.mask], start_M))
+        every_1M = torch.ones_like(start_1M, dtype=torch.bool)
+        if self.config.proximal_policy == "interpolated":
+            ages_1M = torch.from_numpy(staleness(sample.versions[sample.mask], trainer_version))[None]
+            start_1M = interpolated_proximal(behavior_1M, start_1M, ages_1M, mask_BT=every_1M)
+        level, _, kind = self.config.rejection.rpartition("_")
+        kept_1M = rejection_mask(
+            start_1M,
+            behavior_1M,
+            every_1M,
+            kind=kind,  # pyright: ignore[reportArgumentType]
+            level=level,  # pyright: ignore[reportArgumentType]
+            high=self.config.rejection_high,
+        )
+        return kept_1M[0].numpy()
+
     def _proximal(self, streams: Streams) -> torch.Tensor:
-        if self.config.proximal == "behavior":
+        policy = self.config.proximal_policy
+        if policy == "behavior":
             return streams.behavior_BT
-        if self.config.proximal == "interpolated":
+        if policy == "interpolated":
             return interpolated_proximal(
                 streams.behavior_BT, streams.logprobs_BT, streams.staleness_BT, mask_BT=streams.mask_BT
             )
-        return streams.logprobs_BT.detach() if streams.proximal_BT is None else streams.proximal_BT
+        if policy == "current" or streams.proximal_BT is None:
+            return streams.logprobs_BT.detach()
+        return streams.proximal_BT
 
     def _weights(self, streams: Streams, proximal_BT: torch.Tensor, sums: Sums) -> torch.Tensor:
-        """Importance weight of each token, 0 where it is left out [B, T]. Denominators count what is left out, too."""
+        """Importance weight of each token, 0 where off_policy_mask_threshold leaves it out [B, T]. Denominators, KL and
+        entropy count what has the weight 0, too."""
         cfg, mask_BT, behavior_BT = self.config, streams.mask_BT, streams.behavior_BT
         weights_BT = mask_BT.float()
-        if cfg.correction != "none":
+        if cfg.weight_outside != "none":
             weights_BT = importance_weights(
                 proximal_BT,
                 behavior_BT,
                 mask_BT,
-                mode=cfg.correction,
+                mode=cfg.weight_outside,
                 cap=cfg.correction_cap,
                 floor=cfg.correction_floor or None,
                 versions_BT=streams.versions_BT,
             )
-        if cfg.rejection != "none":
-            level, _, kind = cfg.rejection.rpartition("_")
-            kept_BT = rejection_mask(
-                proximal_BT,
-                behavior_BT,
-                mask_BT,
-                kind=kind,  # pyright: ignore[reportArgumentType]
-                level=level,  # pyright: ignore[reportArgumentType]
-                high=cfg.rejection_high,
-            )
-            weights_BT = weights_BT * kept_BT
-            sums["sum/rejected"] = (mask_BT & ~kept_BT).sum().float()
+            if cfg.loss_traits.by_row:
+                weights_BT = geometric_row_mean(weights_BT, mask_BT)
         if cfg.off_policy_mask_threshold:
             kept_BT = off_policy_sequence_mask(
                 streams.advantages_BT,
@@ -223,11 +242,12 @@ class Objective:
             sums["sum/off_policy"] = (mask_BT & ~kept_BT).sum().float()
         return weights_BT
 
-    def _reference_kl(self, streams: Streams, reference_BT: torch.Tensor, proximal_BT: torch.Tensor) -> torch.Tensor:
+    def _reference_kl(self, streams: Streams, reference_BT: torch.Tensor) -> torch.Tensor:
         cfg = self.config
         if cfg.kl_bias_correction:
+            # Tokens are drawn from the behavior policy: the ratio to any other would leave a bias.
             kl_BT = bias_corrected_kl(
-                streams.logprobs_BT, reference_BT, proximal_BT, cfg.kl_kind, mask_BT=streams.mask_BT
+                streams.logprobs_BT, reference_BT, streams.behavior_BT, cfg.kl_kind, mask_BT=streams.mask_BT
             )
         else:
             kl_BT = kl_penalty(streams.logprobs_BT, reference_BT, cfg.kl_kind, mask_BT=streams.mask_BT)
@@ -257,7 +277,6 @@ _TOKEN_MEANS = {
     "clip_fraction": "sum/clipped",
     "ratio/mean": "sum/ratio",
     "kl/reference": "sum/reference_kl",
-    "off_policy/rejected_share": "sum/rejected",
     "off_policy/masked_share": "sum/off_policy",
     "critic/loss": "sum/critic_loss",
 }

@@ -29,6 +29,7 @@ from rollover.train.lora import adapter_weights, add_lora, base_weights, merged_
 from rollover.train.objective import Counts, Objective, Streams, Sums, combine, step_metrics
 from rollover.train.optimizer import Optimizer
 from rollover.train.packing import Packed, micro_batches, pack, split_groups
+from rollover.train.rejection import rejections, restricted, rewritten
 from rollover.train.snapshots import REFERENCE, Snapshots, of_version
 from rollover.types import Sample
 
@@ -52,6 +53,11 @@ class Trainer:
         max_staleness: int = 0,
         lora: LoraConfig | None = None,
     ) -> None:
+        if max_staleness > 0 and not (algorithm.corrects or algorithm.allow_uncorrected):
+            raise ValueError(
+                f"max_staleness = {max_staleness}, and the loss does not hold the ratio to the policy that sampled: set"
+                " algorithm.correction (algorithm.proximal) or allow_uncorrected"
+            )
         self.config, self.algorithm = train, algorithm
         self.tokenizer = loaded.tokenizer
         self.max_staleness = max_staleness
@@ -67,8 +73,8 @@ class Trainer:
         self.limits = Limits.of(self._plain)
         self._published = False
         self.before_micro_batch: Callable[[], None] = lambda: None
-        # Of the step to come: rollout id -> advantages, of the samples whose gradient is there.
-        self._accumulated: dict[str, np.ndarray] = {}
+        # Of the step to come: rollout id -> sample, of those whose gradient is there.
+        self._accumulated: dict[str, Sample] = {}
         self._accumulated_sums: dict[str, float] = {}
         self.snapshots = Snapshots({n: p for n, p in self.model.named_parameters() if p.requires_grad})
         self._keep_snapshots()
@@ -153,9 +159,11 @@ class Trainer:
     def accumulate(self, samples: list[Sample]) -> None:
         """Add the gradient of whole groups of the step to come, before the rest of it is known (`train_step`)."""
         assert self.config.minibatches_per_step == 1 and self.critic is None
+        ((samples,), known) = self._reject([samples], {})
         counts = replace(Counts.of(samples), divided=False)
-        self._add_gradient(samples, counts, self._known([samples]), self._accumulated_sums)
-        self._accumulated |= {s.rollout_id: s.advantages for s in samples}
+        known |= self._known([samples], known)
+        self._add_gradient(samples, counts, self._for_minibatch(0, known), self._accumulated_sums)
+        self._accumulated |= {s.rollout_id: s for s in samples}
 
     def forget_accumulated(self) -> None:
         """The step that `accumulate` was for is not trained now."""
@@ -176,21 +184,43 @@ class Trainer:
         sums["sum/loss"] /= divisor
         self._accumulated, self._accumulated_sums = {}, {}
 
-    def _known(self, minibatches: list[list[Sample]]) -> dict[str, Stream]:
-        """The streams of the whole step that are taken at the weights of its start, or at kept ones.
+    def _reject(
+        self, minibatches: list[list[Sample]], known: dict[str, Stream]
+    ) -> tuple[list[list[Sample]], dict[str, Stream]]:
+        """Minibatches and streams without what algorithm.rejection leaves out, and the proximal stream it looked at.
+
+        Needs the log-probs at the start of the step of all minibatches, the first one included.
+        """
+        if self.algorithm.rejection == "none":
+            return minibatches, known
+        fresh = [[s for s in part if s.rollout_id not in self._accumulated] for part in minibatches]
+        policy = self.algorithm.proximal_policy
+        start = self._sampling_logprobs(fresh) if policy == "snapshot" else self._logprobs(fresh)
+        kept = rejections(self.objective, [s for part in fresh for s in part], start, self.policy_version)
+        if policy in ("snapshot", "step_start"):
+            known = known | {"proximal": start}
+        left = [[self._accumulated.get(s.rollout_id) or rewritten(s, kept) for s in part] for part in minibatches]
+        return left, {name: restricted(stream, kept) for name, stream in known.items()}
+
+    def _known(self, minibatches: list[list[Sample]], known: Mapping[str, Stream]) -> dict[str, Stream]:
+        """The streams of the whole step that are taken at the weights of its start, or at kept ones; not `known` ones.
 
         Computed minibatch by minibatch, to be packed as they will be in training.
         """
-        known: dict[str, Stream] = {}
-        if self.algorithm.proximal == "snapshot":
-            known["proximal"] = self._sampling_logprobs(minibatches)
-        elif self.algorithm.proximal == "step_start" and len(minibatches) > 1:
-            # The first minibatch meets the weights of the step's start: its current log-probs are the proximal ones.
-            known["proximal"] = self._logprobs(minibatches[1:])
+        found: dict[str, Stream] = {}
+        if "proximal" not in known and self.algorithm.proximal_policy == "snapshot":
+            found["proximal"] = self._sampling_logprobs(minibatches)
+        elif "proximal" not in known and self.algorithm.proximal_policy == "step_start" and len(minibatches) > 1:
+            found["proximal"] = self._logprobs(minibatches[1:])
         if self.algorithm.needs_reference:
             with self.snapshots.under(REFERENCE):
-                known["reference"] = self._logprobs(minibatches)
-        return known
+                found["reference"] = self._logprobs(minibatches)
+        return found
+
+    def _for_minibatch(self, index: int, known: Mapping[str, Stream]) -> Mapping[str, Stream]:
+        """The first minibatch meets the weights of the step's start: its current log-probs are the proximal ones."""
+        first = index == 0 and self.algorithm.proximal_policy == "step_start"
+        return {name: stream for name, stream in known.items() if not (first and name == "proximal")}
 
     def _logprobs(self, minibatches: list[list[Sample]]) -> Stream:
         return {k: v for part in minibatches for k, v in self.compute_logprobs(part).items()}
@@ -240,23 +270,23 @@ class Trainer:
         assert batch.samples, "a training step needs at least one sample"
         samples, known = self._estimate(batch.samples)
         minibatches = split_groups(samples, self.config.minibatches_per_step)
+        minibatches, known = self._reject(minibatches, known)
         counts = [Counts.of(part) for part in minibatches]
+        rejected = batch.num_loss_tokens - sum(c.tokens for c in counts)
         if self.config.skip_zero_advantage and not self.algorithm.needs_every_token:
             minibatches = [[s for s in part if s.advantages[s.mask].any()] for part in minibatches]
         skipped_tokens = sum(c.tokens for c in counts) - sum(Counts.of(part).tokens for part in minibatches)
         if self._accumulated:
             now = {s.rollout_id: s.advantages for s in samples}
-            assert all(np.array_equal(now[i], advantages) for i, advantages in self._accumulated.items())
+            assert all(np.array_equal(now[i], s.advantages) for i, s in self._accumulated.items())
             minibatches = [[s for s in minibatches[0] if s.rollout_id not in self._accumulated]]
             counts = [replace(counts[0], divided=False)]
-        known |= self._known(minibatches)
+        known |= self._known(minibatches, known)
         totals: dict[str, float] = {}
         updates: list[dict[str, float]] = []
         for index, (part, count) in enumerate(zip(minibatches, counts, strict=True)):
-            first = index == 0 and self.algorithm.proximal == "step_start"
-            streams = {name: stream for name, stream in known.items() if not (first and name == "proximal")}
             sums = {} if count.divided else self._accumulated_sums
-            self._add_gradient(part, count, streams, sums)
+            self._add_gradient(part, count, self._for_minibatch(index, known), sums)
             if not count.divided:
                 self._divide(count, sums)
             elif count.tokens and not part:
@@ -266,7 +296,10 @@ class Trainer:
         self._train_mode(False)
         self.policy_version += 1
         self._keep_snapshots()
-        return step_metrics(totals, updates) | {"train/zero_advantage_tokens": float(skipped_tokens)}
+        metrics = step_metrics(totals, updates) | {"train/zero_advantage_tokens": float(skipped_tokens)}
+        if self.algorithm.rejection != "none":
+            metrics["off_policy/rejected_share"] = rejected / max(1, batch.num_loss_tokens)
+        return metrics
 
     def _keep_snapshots(self) -> None:
         """The reference from version 0 on; for proximal = "snapshot" every version that a batch may still hold."""

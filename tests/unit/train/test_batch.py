@@ -10,7 +10,7 @@ from rollover.algorithms.filters import mask_overlong, mask_truncated
 from rollover.algorithms.loss import LOSSES
 from rollover.config import AlgorithmConfig
 from rollover.config.algorithm import ADVANTAGES as ADVANTAGE_NAMES
-from rollover.config.algorithm import LOSSES as LOSS_NAMES
+from rollover.config.algorithm import LOSSES as LOSS_TRAITS
 from rollover.train.batch import ADVANTAGES, BatchBuilder, build_batch
 from rollover.train.report import mask_metrics
 from rollover.types import Reward, StopReason
@@ -121,7 +121,7 @@ def test_every_configured_estimator_exists_and_is_used() -> None:
         "remax": 0.0, "reinforce_plus_plus": normalised, "reinforce_plus_plus_baseline": normalised, "opo": 2.0,
         "grpo_passk": 3.0, "max_rl": 2.0, "gae": 3.0,
     }  # fmt: skip
-    assert tuple(expected) == tuple(ADVANTAGES) == ADVANTAGE_NAMES and tuple(LOSSES) == LOSS_NAMES
+    assert tuple(expected) == tuple(ADVANTAGES) == ADVANTAGE_NAMES and tuple(LOSSES) == tuple(LOSS_TRAITS)
     for name, value in expected.items():
         config = AlgorithmConfig.model_validate({"advantage": name})
         first = build_batch([group(0, rollouts)], config).samples[0]

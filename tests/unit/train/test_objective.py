@@ -74,12 +74,13 @@ def test_decoupled_is_clip_times_truncated_weights() -> None:
     assert apart == pytest.approx(clip, rel=1e-6) and abs(plain - clip) > 1e-3
 
 
-@pytest.mark.parametrize("mode", ["token_mask", "icepop", "sequence_mask", "geometric_mask", "segment_truncate"])
+@pytest.mark.parametrize("mode", ["token_mask", "icepop", "sequence_mask", "segment_truncate"])
 def test_the_weight_of_every_mode_multiplies_the_loss(mode: str) -> None:
+    """REINFORCE holds no ratio: its weight is current/behavior, whatever the proximal policy (verl's bypass mode)."""
     given = streams()
     got, sums = loss_of(given, loss="reinforce", correction=mode, correction_cap=1.3, correction_floor=0.5)
     weights = correction.importance_weights(
-        given.proximal_BT, given.behavior_BT, given.mask_BT, mode=mode, cap=1.3, floor=0.5,
+        given.logprobs_BT, given.behavior_BT, given.mask_BT, mode=mode, cap=1.3, floor=0.5,
         versions_BT=given.versions_BT,
     )  # fmt: skip
     expected = -(weights * given.logprobs_BT * given.advantages_BT)[given.mask_BT].sum() / 8
@@ -87,7 +88,7 @@ def test_the_weight_of_every_mode_multiplies_the_loss(mode: str) -> None:
     assert sums["sum/weight"] == pytest.approx(float(weights.sum()), rel=1e-5)
 
 
-def test_masks_take_tokens_out_and_are_counted() -> None:
+def test_the_off_policy_mask_takes_tokens_out_and_counts_them() -> None:
     given = streams()
     off, sums = loss_of(given, loss="reinforce", correction="none", off_policy_mask_threshold=1e-6)
     kept = correction.off_policy_sequence_mask(
@@ -96,12 +97,6 @@ def test_masks_take_tokens_out_and_are_counted() -> None:
     terms = -(given.logprobs_BT * given.advantages_BT)
     assert off == pytest.approx(float(terms[kept].sum() / 8), rel=1e-5)
     assert sums["sum/off_policy"] == int((given.mask_BT & ~kept).sum()) in (0, 4)
-    rejected, sums = loss_of(given, loss="reinforce", correction="none", rejection="token_k2", rejection_high=0.05)
-    kept = correction.rejection_mask(
-        given.proximal_BT, given.behavior_BT, given.mask_BT, kind="k2", level="token", high=0.05
-    )
-    assert rejected == pytest.approx(float(terms[kept].sum() / 8), rel=1e-5)
-    assert 0 < sums["sum/rejected"] == int((given.mask_BT & ~kept).sum()) < 8
 
 
 def test_off_policy_mask_drops_a_negative_sequence_only() -> None:
@@ -119,7 +114,7 @@ def test_kl_to_the_reference_and_the_entropy_bonus_are_added() -> None:
     with_kl, sums = loss_of(given, correction="none", kl_coef=0.1, kl_kind="k3")
     assert with_kl - plain == pytest.approx(0.1 * float(k3), rel=1e-4)
     assert sums["sum/reference_kl"] == pytest.approx(8 * float(k3), rel=1e-5)
-    ratio = torch.exp(given.logprobs_BT - given.proximal_BT)
+    ratio = torch.exp(given.logprobs_BT - given.behavior_BT)
     corrected, _ = loss_of(given, correction="none", kl_coef=0.1, kl_bias_correction=True)
     expected = (ratio * (torch.exp(-d) + d - 1))[given.mask_BT].sum() / 8
     assert corrected - plain == pytest.approx(0.1 * float(expected), rel=1e-4)
@@ -146,8 +141,8 @@ def test_options_of_the_loss_are_checked_before_the_run(tmp_path, monkeypatch) -
     (tmp_path / "mine.py").write_text(
         "def double(t, *, clip_high): return -clip_high * t.logprobs_BT * t.advantages_BT, t.mask_BT & False"
     )
-    own, _ = loss_of(streams(), loss="mine.py:double", clip_high=2.0)
-    assert own == pytest.approx(2 * loss_of(streams(), loss="reinforce")[0])
+    own, _ = loss_of(streams(), loss="mine.py:double", clip_high=2.0, correction="none")
+    assert own == pytest.approx(2 * loss_of(streams(), loss="reinforce", correction="none")[0])
 
 
 @pytest.mark.parametrize("parameters", ["*, clip_high", "clip_high", "clip_high=5.0", "clip_low=0.1, clip_high=5.0"])
@@ -276,3 +271,100 @@ def test_the_off_policy_mask_works_on_chunked_logprobs() -> None:
     tokens = sum(int(s.mask.sum()) for s in SAMPLES)
     assert 0 < masked < tokens
     assert t.train_step(Batch(samples))["off_policy/masked_share"] == pytest.approx(masked / tokens)
+
+
+# Stale tokens
+
+
+def test_the_bias_corrected_kl_of_stale_tokens_has_the_gradient_of_the_kl() -> None:
+    """Enumerated over six tokens, drawn from a behavior policy that is neither the current nor the proximal one."""
+    generator = torch.Generator().manual_seed(0)
+    logits, proximal, behavior, reference = (torch.randn(6, generator=generator) for _ in range(4))
+    logits.requires_grad_(True)
+    wanted = torch.autograd.grad(
+        (logits.softmax(-1) * (logits.log_softmax(-1) - reference.log_softmax(-1))).sum(), logits, retain_graph=True
+    )[0]
+
+    def drawn(policy: torch.Tensor) -> torch.Tensor:
+        """[1, 6]: one row that holds every token once."""
+        return policy.log_softmax(-1)[None]
+
+    def expected(token: int, **algorithm: Any) -> torch.Tensor:
+        """The gradient of the loss of one token, times its probability under the behavior policy."""
+        mask = torch.zeros(1, 6).bool()
+        mask[0, token] = True
+        given = Streams(
+            logprobs_BT=drawn(logits), entropy_BT=torch.zeros(1, 6), proximal_BT=drawn(proximal),
+            behavior_BT=drawn(behavior), reference_BT=drawn(reference), advantages_BT=torch.zeros(1, 6), mask_BT=mask,
+            versions_BT=torch.zeros(1, 6).long(), staleness_BT=torch.full((1, 6), 2), group_B=torch.tensor([0]),
+        )  # fmt: skip
+        config = AlgorithmConfig.model_validate({"kl_coef": 1.0, "aggregation": "token-sum", **algorithm})
+        loss, _ = Objective(config, 16)(given, Counts(1, 1, {0: 1}))
+        return behavior.softmax(-1)[token] * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+
+    for kind in ("k1", "k3"):
+        for policy in ("step_start", "behavior", "interpolated", "snapshot"):
+            options = {"kl_kind": kind, "kl_bias_correction": True, "proximal": policy}
+            got = torch.stack([expected(token, **options) for token in range(6)]).sum(0)
+            torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+    plain = torch.stack([expected(token, kl_kind="k3") for token in range(6)]).sum(0)
+    assert float((plain - wanted).norm() / wanted.norm()) > 0.1
+
+
+def test_reinforce_with_several_minibatches_weighs_by_current_over_behavior() -> None:
+    """Not by the weights of the step's start over behavior: it holds no ratio that would make up for the difference."""
+    given = streams()
+    got, sums = loss_of(given, loss="reinforce", correction="token_truncate", correction_cap=1.3)
+    ratio = torch.exp(given.logprobs_BT - given.behavior_BT).clamp(max=1.3)
+    expected = -(ratio * given.logprobs_BT * given.advantages_BT)[given.mask_BT].sum() / 8
+    assert got == pytest.approx(float(expected), rel=1e-5)
+    for proximal in ("behavior", "snapshot", "interpolated"):
+        assert loss_of(given, loss="reinforce", correction_cap=1.3, proximal=proximal)[0] == got
+    t = trainer({"loss": "reinforce"}, minibatches_per_step=3)
+    passes = []
+    t.before_micro_batch = lambda: passes.append(torch.is_grad_enabled())
+    assert t.train_step(Batch(SAMPLES))["ratio/max"] == 1.0
+    assert all(passes), "no forward pass is spent on a proximal policy"
+
+
+def test_gmpo_weighs_a_row_by_the_geometric_mean_of_its_tokens_weights() -> None:
+    given = streams()
+    weights = correction.importance_weights(
+        given.proximal_BT, given.behavior_BT, given.mask_BT, mode="token_truncate", cap=1.3
+    )
+    row_B = [w[m].log().mean().exp() for w, m in zip(weights, given.mask_BT, strict=True)]
+    options = {"loss": "gmpo", "aggregation": "seq-mean-token-mean", "clip_low": 0.4, "clip_high": 0.4}
+    rows = []
+    for keep in (0, 1):
+        mask = given.mask_BT & (torch.arange(2) == keep)[:, None]
+        plain, _ = loss_of(dataclasses.replace(given, mask_BT=mask), correction="none", **options)
+        rows.append(plain * float(row_B[keep]))
+    got, _ = loss_of(given, correction="token_truncate", correction_cap=1.3, **options)
+    assert got == pytest.approx(sum(rows), rel=1e-5)
+
+
+def test_a_loss_of_ones_own_keeps_its_terms_at_advantage_0(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def loss(t): return -t.logprobs_BT * t.advantages_BT + t.logprobs_BT**2, t.mask_BT & False"
+    )
+    flat = [dataclasses.replace(s, advantages=np.zeros_like(s.advantages)) for s in SAMPLES]
+    runs = [
+        trainer({"loss": "mine.py:loss"}, skip_zero_advantage=skip).train_step(Batch(flat)) for skip in (True, False)
+    ]
+    assert runs[0]["grad_norm"] == runs[1]["grad_norm"] > 1 and runs[0]["train/zero_advantage_tokens"] == 0
+
+
+def test_decoupled_weighs_once_however_it_is_made() -> None:
+    given = streams()
+    once, _ = loss_of(given, loss="clip", correction="token_truncate", correction_cap=1.2)
+    for correction_ in ("token_truncate", "none", "sequence_mask"):
+        assert loss_of(given, loss="decoupled", correction=correction_, correction_cap=1.2)[0] == pytest.approx(once)
+
+
+def test_a_trainer_of_stale_tokens_needs_a_loss_that_corrects() -> None:
+    for algorithm in ({"correction": "none"}, {"proximal": "behavior", "loss": "mine.py:loss"}):
+        with pytest.raises(ValueError, match="does not hold the ratio to the policy that sampled"):
+            trainer(algorithm, staleness=1)
+    trainer({"correction": "none", "allow_uncorrected": True}, staleness=1)
+    trainer({"correction": "none", "proximal": "behavior"}, staleness=1)

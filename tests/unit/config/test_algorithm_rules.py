@@ -1,0 +1,136 @@
+"""What is refused about [algorithm], by whichever door a configuration comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from written import load
+
+from rollover.config import AlgorithmConfig, Config, ReplayConfig, RolloutConfig, RunConfig, TasksConfig
+from rollover.config.load import ConfigError
+
+STALE = "[rollout]\nin_flight_groups = 16\nmax_staleness = 1\n"
+OWN = 'loss = "mine.py:loss"'
+
+
+def message(folder: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(folder, text)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "part"),
+    [
+        ('proximal = "behavior"\npreset = "rloo"', "algorithm.proximal has no effect"),
+        ('proximal = "behavior"\npreset = "max_rl"', "its importance weight is current/behavior"),
+        ('proximal = "snapshot"\nloss = "reinforce"', "algorithm.proximal has no effect"),
+        (f'proximal = "behavior"\n{OWN}', 'a loss of your own and algorithm.proximal = "behavior"'),
+        (f'proximal = "snapshot"\n{OWN}', "if your loss multiplies by the ratio of current and old log-probs"),
+        (f'correction = "none"\n{OWN}', 'with algorithm.correction = "none"'),
+        ('correction = "none"\nloss = "reinforce"', "or (if you mean it) algorithm.allow_uncorrected"),
+        ('proximal = "behavior"\ncorrection = "token_truncate"', "algorithm.correction has no effect"),
+        ('proximal = "behavior"\ncorrection_cap = 3.0', "algorithm.correction_cap has no effect"),
+        ('proximal = "behavior"\ncorrection_floor = 0.5', "algorithm.correction_floor has no effect"),
+        ('proximal = "behavior"\ness_step_scaling = true', "algorithm.ess_step_scaling has no effect"),
+        ('loss = "decoupled"\ncorrection = "none"', "algorithm.correction has no effect"),
+        ('proximal = "interpolated"', "is the behavior policy itself"),
+        ('proximal = "behavior"\nallow_uncorrected = true', "algorithm.allow_uncorrected has no effect"),
+    ],
+)
+def test_stale_rollouts_need_a_ratio_to_the_policy_that_sampled(tmp_path: Path, algorithm: str, part: str) -> None:
+    assert part in message(tmp_path, f"{STALE}[algorithm]\n{algorithm}")
+
+
+@pytest.mark.parametrize(
+    "off_policy",
+    ["[rollout]\ntop_p = 0.9\n", "[replay]\nsize = 4\n", '[run]\nreplay_rollouts = "x"\n', STALE],
+)
+def test_whatever_makes_rollouts_off_policy(tmp_path: Path, off_policy: str) -> None:
+    own = f'{off_policy}[algorithm]\nproximal = "behavior"\n{OWN}\n'
+    assert "algorithm.allow_uncorrected = true" in message(tmp_path, own)
+    assert load(tmp_path, own + "allow_uncorrected = true").config.algorithm.proximal == "behavior"
+    assert "algorithm.allow_uncorrected = true" in message(tmp_path, f'{off_policy}[algorithm]\ncorrection = "none"')
+
+
+def test_a_preset_s_correction_is_reset_with_a_notice_where_it_has_no_effect(tmp_path: Path) -> None:
+    resolved = load(tmp_path, f'{STALE}[algorithm]\nproximal = "behavior"')
+    assert resolved.config.algorithm.correction == "none"
+    (notice,) = resolved.notices
+    assert 'algorithm.correction = "token_truncate" (preset grpo) was reset to "none"' in notice
+    resolved = load(tmp_path, f'{STALE}[algorithm]\npreset = "async_decoupled"')
+    assert resolved.config.algorithm.correction == "token_truncate" and resolved.notices == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "part"),
+    [
+        ('kl_coef = 0.1\nkl_kind = "k1"', 'Set algorithm.kl_kind = "k3", "k2" or "k1+"'),
+        ("dual_clip = 0.5", "algorithm.dual_clip = 0.5"),
+        ("clip_low = 1.5", "Set it to 1 (no bound) or less"),
+        ('loss = "dppo_tv"\nclip_high = 1.5', "Set it to 1 (no bound) or less"),
+        ("loss_options = { clip_low = 0.1 }", "algorithm.loss_options.clip_low is set by algorithm.clip_low"),
+        ('loss = "decoupled"\nloss_options = { weight_cap = 3.0 }', "is set by algorithm.correction_cap"),
+        ('advantage = "grpo_passk"\nclip_low = 0.1', "algorithm.clip_low has no effect"),
+        ('advantage = "grpo_passk"\noff_policy_mask_threshold = 0.1', "off_policy_mask_threshold has no effect"),
+        ('advantage = "grop"', 'Did you mean "grpo"'),
+        ("reward_weights = { score = 'a' }\nadvantage = 'gdpo'", "every weight must be a number"),
+    ],
+)
+def test_what_would_do_nothing(tmp_path: Path, algorithm: str, part: str) -> None:
+    assert part in message(tmp_path, f"[algorithm]\n{algorithm}")
+
+
+def test_a_mask_outside_the_baseline_needs_a_baseline_over_siblings(tmp_path: Path) -> None:
+    text = '[filters]\nmask_truncated = true\nmask_in_baseline = false\n[algorithm]\nadvantage = "remax"'
+    assert "filters.mask_in_baseline has no effect" in message(tmp_path, text)
+
+
+# The same by the doors of Python
+
+ALONE: list[dict[str, Any]] = [
+    {"advantage": "grop"},
+    {"loss": "cipso"},
+    {"kl_coef": 0.1, "kl_kind": "k1"},
+    {"kl_coef": 0.1, "kl_kind": "k2", "kl_bias_correction": True},
+    {"reward_weights": {"score": "a"}},
+    {"dual_clip": 0.5},
+    {"loss": "decoupled", "loss_options": {"weight_cap": 3.0}},
+]
+
+
+@pytest.mark.parametrize("values", ALONE, ids=str)
+def test_an_algorithm_table_is_checked_wherever_it_is_made(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="algorithm."):
+        AlgorithmConfig(**values)
+    with pytest.raises(ValueError, match="algorithm."):
+        Config.model_validate({"algorithm": values})
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"rollout": RolloutConfig(max_staleness=1, in_flight_groups=16)},
+        {"rollout": RolloutConfig(top_k=5)},
+        {"replay": ReplayConfig(size=4)},
+        {"run": RunConfig(replay_rollouts="x")},
+        {"tasks": TasksConfig(producer="a:B"), "rollout": RolloutConfig(max_staleness=1)},
+    ],
+    ids=lambda tables: next(iter(tables)),
+)
+def test_a_whole_configuration_is_checked_wherever_it_is_made(tables: dict[str, Any]) -> None:
+    for uncorrected in ({"correction": "none"}, {"loss": "mine.py:loss", "proximal": "behavior"}):
+        with pytest.raises(ValueError, match="allow_uncorrected = true"):
+            Config(**tables, algorithm=AlgorithmConfig(**uncorrected))
+        Config(**tables, algorithm=AlgorithmConfig(**uncorrected, allow_uncorrected=True))
+    Config(**tables)
+    Config(**tables, algorithm=AlgorithmConfig(loss="decoupled"))
+    Config(**tables, algorithm=AlgorithmConfig(proximal="behavior"))
+
+
+def test_remax_without_its_greedy_rollout_is_refused() -> None:
+    with pytest.raises(ValueError, match="all advantages would be 0"):
+        Config(algorithm=AlgorithmConfig(advantage="remax"))
+    Config(algorithm=AlgorithmConfig(advantage="remax"), rollout=RolloutConfig(greedy_baseline=True))

@@ -123,8 +123,8 @@ class RewardWorker:
             )
 
     def stats(self) -> dict[str, float]:
-        """Cumulative counters (docs/metrics.md). timeouts and crashes count calls that were killed and that died, or got
-        what is no reply to them, also those tried again; the others but retries count missing rewards."""
+        """Cumulative counters (docs/metrics.md). timeouts and crashes count calls that were killed and that died, or
+        got what is no reply to them, also those tried again; the others but retries count missing rewards."""
         return {f"rewards/{name}": self._counts[name] for name in _COUNTERS}
 
     def health(self, index: int = 0) -> WorkerHealth:

@@ -38,7 +38,7 @@ import runs  # noqa: E402
 
 import tiny  # noqa: E402
 from rollover.config.load import load_config  # noqa: E402
-from rollover.engine import process, process_worker  # noqa: E402
+from rollover.engine import process_worker  # noqa: E402
 from rollover.engine.protocol import ExtendRequest, WeightLoad  # noqa: E402
 from rollover.train.loop import Run  # noqa: E402
 from rollover.types import Segment, StopReason  # noqa: E402
@@ -154,11 +154,12 @@ def engine_elsewhere(token_s: float) -> Iterator[None]:
     popen = subprocess.Popen
 
     def start(command: list[str], **options: Any) -> subprocess.Popen:
-        if "rollover.engine.process_worker" in command:
-            command = [sys.executable, str(Path(__file__).resolve()), WORKER, str(token_s), *command[-3:]]
+        if (worker := "rollover.engine.process_worker") in command:
+            words = command[command.index(worker) + 1 :]
+            command = [sys.executable, str(Path(__file__).resolve()), WORKER, str(token_s), *words]
         return popen(command, **options)
 
-    with mock.patch.object(process.subprocess, "Popen", start):
+    with mock.patch.object(subprocess, "Popen", start):
         yield
 
 

@@ -155,13 +155,16 @@ async def check_interrupted_equals_uninterrupted(subject: Subject) -> None:
         whole = await engine.extend(whole_request)
         parts: list[Segment] = []
         num_interrupted = 0
+        at_once = True  # every other time, so that some interruption comes in time however fast the engine is
         while not parts or parts[-1].stop_reason is StopReason.PAUSED:
             so_far = tuple(tokens_of(parts))
             request = dataclasses.replace(
                 whole_request, generated_ids=so_far, max_new_tokens=subject.max_new_tokens - len(so_far)
             )
             extend = asyncio.ensure_future(engine.extend(request))
-            await wait_for_tokens(engine, request.rollout_id, 2, extend)
+            await asyncio.sleep(0)
+            await wait_for_tokens(engine, request.rollout_id, 0 if at_once else 2, extend)
+            at_once = not at_once
             engine.interrupt([request.rollout_id])
             segments = await extend
             check_segments(segments, request)
@@ -325,7 +328,6 @@ async def check_release_and_stats(subject: Subject) -> None:
     engine = subject.make_engine()
     before = engine.stats()
     assert before.keys() >= STATS
-    assert all(before[k] == 0 for k in STATS - {"kv/bytes"}), "counters begin at 0"
     tokens = tokens_of(await engine.extend(subject.request()))
     engine.release(["0-0", "no such rollout"])
     engine.release(["0-0"])

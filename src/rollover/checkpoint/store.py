@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 import warnings
@@ -27,15 +26,22 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError
 
+from rollover.checkpoint.entries import (
+    LEFTOVER,
+    UPLOAD,
+    checkpoint_name,
+    checkpoint_step,
+    is_plain_name,
+    leftover,
+    name_of,
+    upload_number,
+)
 from rollover.files import give_usual_mode
 from rollover.track.sinks import atomic_write_text, fsync_dir
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
-_NAME = re.compile(r"step-(\d+)")
-# .tmp-<name>-<pid>: being written or deleted. .old-<name>-<pid>: set aside while its replacement is renamed in.
-_LEFTOVER = re.compile(r"\.(tmp|old)-(step-\d+)-(\d+)")
 _CHUNK_BYTES = 1 << 22
 
 FileWriter = Callable[[str], None] | bytes
@@ -60,19 +66,6 @@ class CheckpointWriteError(OSError):
     """A checkpoint that could not be written. Earlier ones are as they were."""
 
 
-def checkpoint_name(step: int) -> str:
-    """`step-000020` for 20."""
-    return f"step-{step:06d}"
-
-
-def checkpoint_step(name: str) -> int:
-    """The step in a checkpoint's name. Raises ValueError for anything else."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"checkpoint.resume_from: {name!r} is not the name of a checkpoint, such as step-000020")
-    return int(match[1])
-
-
 class CheckpointStore:
     """The checkpoints of one run, in `dir`: a local path or an fsspec URL (file://, s3://, memory://).
 
@@ -91,11 +84,16 @@ class CheckpointStore:
         self._local = isinstance(self._fs, LocalFileSystem)
         self._downloads: list[tempfile.TemporaryDirectory[str]] = []
 
+    @property
+    def local_folder(self) -> Path | None:
+        """Of a local store."""
+        return Path(self._root) if self._local else None
+
     # ---- reading
 
     def list(self) -> Names:
         """Names of the committed checkpoints, by step, oldest first. Changes nothing on disk."""
-        names = {name for entry in self._entries() if (name := _name_of(entry))}
+        names = {name for entry in self._entries() if (name := name_of(entry))}
         return sorted((n for n in names if self._is_committed(n)), key=checkpoint_step)
 
     def open(self, name: str) -> dict[str, str]:
@@ -141,7 +139,7 @@ class CheckpointStore:
         """
         checkpoint_step(name)
         for file in files:
-            assert _is_plain_name(file) and file not in (MANIFEST, COMMITTED), f"bad file name: {file!r}"
+            assert is_plain_name(file) and file not in (MANIFEST, COMMITTED), f"bad file name: {file!r}"
         try:
             if self._local:
                 self._write_local(name, files)
@@ -164,7 +162,7 @@ class CheckpointStore:
     def _write_local(self, name: str, files: Mapping[str, FileWriter]) -> None:
         os.makedirs(self._root, exist_ok=True)
         self._clean_leftovers()
-        temporary, aside, final = (self._path(n) for n in (_leftover("tmp", name), _leftover("old", name), name))
+        temporary, aside, final = (self._path(n) for n in (leftover("tmp", name), leftover("old", name), name))
         try:
             os.mkdir(temporary)
             manifest = {}
@@ -192,10 +190,10 @@ class CheckpointStore:
         shutil.rmtree(aside, ignore_errors=True)
 
     def _write_remote(self, name: str, files: Mapping[str, FileWriter]) -> None:
-        # Object stores have no rename: the marker is deleted first and uploaded last, and readers go by it alone.
-        # Files are staged one at a time, so the local disk holds only the largest.
-        target = self._path(name)
-        self._delete(name)
+        # Object stores have no rename: the marker is uploaded last, and readers go by it alone. One that is replaced is
+        # deleted after that. Files are staged one at a time, so the local disk holds only the largest.
+        replaced = self._uploads(name)
+        target = self._path(f"{name}.{upload_number(replaced[-1]) + 1}" if replaced else name)
         try:
             with tempfile.TemporaryDirectory(prefix="rollover-checkpoint-") as staging:
                 staged = os.path.join(staging, "file")
@@ -212,8 +210,13 @@ class CheckpointStore:
             self._fs.pipe_file(f"{target}/{COMMITTED}", _commit_text(text))
         except BaseException:
             with contextlib.suppress(OSError):
-                self._delete(name)
+                self._delete_upload(target)
             raise
+        for entry in replaced:
+            try:
+                self._delete_upload(self._path(entry))
+            except OSError as error:
+                warnings.warn(f"{entry} in {self.dir}, which was replaced, could not be deleted: {error}", stacklevel=4)
 
     def _prune(self, newest: str) -> None:
         """Delete committed checkpoints beyond `keep`, counted back from `newest`; later steps are not ours to judge."""
@@ -221,7 +224,7 @@ class CheckpointStore:
         earlier = [n for n in self.list() if checkpoint_step(n) <= step]
         doomed = earlier[: -self.keep]
         if not self._local:  # an upload that was cut off has no process to clean up after it
-            entries = {name for e in self._entries() if (name := _name_of(e)) and checkpoint_step(name) < step}
+            entries = {name for e in self._entries() if (name := name_of(e)) and checkpoint_step(name) < step}
             doomed += sorted(entries - set(earlier))
         for name in doomed:
             try:
@@ -233,10 +236,14 @@ class CheckpointStore:
         path = self._path(name)
         if self._local:
             # Renamed first: a kill in the middle of the deletion must not leave a committed but incomplete checkpoint.
-            doomed = self._path(_leftover("tmp", name))
+            doomed = self._path(leftover("tmp", name))
             os.rename(path, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
             return
+        for entry in self._uploads(name):
+            self._delete_upload(self._path(entry))
+
+    def _delete_upload(self, path: str) -> None:
         self._fs.invalidate_cache()
         if self._fs.exists(f"{path}/{COMMITTED}"):
             self._fs.rm_file(f"{path}/{COMMITTED}")
@@ -244,10 +251,13 @@ class CheckpointStore:
             self._fs.rm(path, recursive=True)
 
     def _clean_leftovers(self) -> None:
-        """Remove what dead writers left; a replacement that was cut off between its two renames is undone."""
+        """Remove what dead writers left; a replacement that was cut off between its two renames is undone.
+
+        One process writes at a time, so whatever is left is a dead one's, though another may live under its id now.
+        """
         for entry in self._entries():
-            match = _LEFTOVER.fullmatch(entry)
-            if match is None or _is_another_live_process(int(match[3])):
+            match = LEFTOVER.fullmatch(entry)
+            if match is None:
                 continue
             kind, name = match[1], match[2]
             if kind == "old" and not os.path.lexists(self._path(name)):
@@ -270,15 +280,27 @@ class CheckpointStore:
             return []
 
     def _find(self, name: str) -> str | None:
-        """Where the checkpoint lies: under its name, or set aside by a writer that died before its second rename."""
+        """Where the checkpoint lies: under its name, or set aside by a writer that died before its second rename.
+
+        In a remote store the newest upload of it that is complete, else any.
+        """
+        if not self._local:
+            uploads = [self._path(entry) for entry in self._uploads(name)]
+            committed = [path for path in uploads if self._fs.exists(f"{path}/{COMMITTED}")]
+            return next(reversed(committed or uploads), None)
         if self._fs.exists(self._path(name)):
             return self._path(name)
         if self._local:
             for entry in self._entries():
-                match = _LEFTOVER.fullmatch(entry)
+                match = LEFTOVER.fullmatch(entry)
                 if match and match[1] == "old" and match[2] == name:
                     return self._path(entry)
         return None
+
+    def _uploads(self, name: str) -> Names:
+        """The entries of a remote store that are uploads of this checkpoint, the newest last."""
+        entries = [e for e in self._entries() if (match := UPLOAD.fullmatch(e)) and match[1] == name]
+        return sorted(entries, key=upload_number)
 
     def _is_committed(self, name: str) -> bool:
         source = self._find(name)
@@ -301,7 +323,7 @@ class CheckpointStore:
                 f" this version of rollover reads {FORMAT_VERSION}. Use the version of rollover that wrote it."
             )
         for file in manifest["files"]:
-            if not _is_plain_name(file):
+            if not is_plain_name(file):
                 self._corrupt(name, MANIFEST, f"names a file outside the checkpoint: {file!r}")
         return manifest["files"]
 
@@ -341,36 +363,6 @@ class CheckpointStore:
 def _open_file_system(dir: str) -> tuple[AbstractFileSystem, str]:
     fs, root = url_to_fs(dir)
     return fs, os.path.abspath(root) if isinstance(fs, LocalFileSystem) else root.rstrip("/")
-
-
-def _name_of(entry: str) -> str | None:
-    """The checkpoint that a directory entry holds: its own name, or the name it was set aside from."""
-    if _NAME.fullmatch(entry):
-        return entry
-    match = _LEFTOVER.fullmatch(entry)
-    return match[2] if match and match[1] == "old" else None
-
-
-def _leftover(kind: str, name: str) -> str:
-    return f".{kind}-{name}-{os.getpid()}"
-
-
-def _is_plain_name(file: str) -> bool:
-    parts = file.split("/")
-    return "\\" not in file and all(part not in ("", ".", "..") for part in parts)
-
-
-def _is_another_live_process(pid: int) -> bool:
-    # Our own pid in a leftover is an earlier process's: in a container every run may have pid 1.
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _produce(path: str, content: FileWriter) -> None:

@@ -97,12 +97,21 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_leftovers_of_dead_processes_are_removed_and_of_live_ones_kept(store: CheckpointStore) -> None:
-    os.makedirs(f"{store.dir}/.tmp-step-000001-{dead_pid()}/x")
-    os.makedirs(f"{store.dir}/.tmp-step-000001-{os.getpid()}/x")  # an earlier process with our pid
-    os.makedirs(f"{store.dir}/.tmp-step-000001-{os.getppid()}/x")
+def test_leftovers_are_removed_whoever_lives_under_the_id_of_their_writer(store: CheckpointStore) -> None:
+    """One process writes at a time, so they are of a dead one, whose id another may have by now."""
+    for pid in (dead_pid(), os.getpid(), os.getppid()):
+        os.makedirs(f"{store.dir}/.tmp-step-000001-{pid}/x")
     store.write("step-000002", FILES)
-    assert sorted(os.listdir(store.dir)) == [f".tmp-step-000001-{os.getppid()}", "step-000002"]
+    assert os.listdir(store.dir) == ["step-000002"]
+
+
+def test_what_was_set_aside_can_be_discarded_though_its_writers_id_is_in_use(store: CheckpointStore) -> None:
+    for step in (10, 20):
+        store.write(checkpoint_name(step), FILES)
+    os.rename(f"{store.dir}/step-000020", f"{store.dir}/.old-step-000020-{os.getppid()}")
+    assert store.list() == ["step-000010", "step-000020"]
+    store.discard_after("step-000010")
+    assert store.list() == os.listdir(store.dir) == ["step-000010"]
 
 
 # ---- corruption: each refused by name, the previous one offered
@@ -426,6 +435,48 @@ def test_remote_failure_leaves_the_earlier_ones(remote: CheckpointStore) -> None
     assert remote.list() == ["step-000010"]
     assert not remote._fs.exists(f"{remote._root}/step-000020")
     assert contents(remote, "step-000010") == FILES
+
+
+def test_remote_replacement_that_fails_leaves_the_former(remote: CheckpointStore) -> None:
+    remote.write("step-000010", FILES)
+
+    def fail(path: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointWriteError, match="Earlier checkpoints are untouched"):
+        remote.write("step-000010", {"a": b"uploaded", "b": fail})
+    assert remote.list() == ["step-000010"] and contents(remote, "step-000010") == FILES
+    for text in (b"second", b"third"):
+        remote.write("step-000010", {"a": text})
+        assert remote.list() == ["step-000010"] and contents(remote, "step-000010") == {"a": text}
+    remote.write("step-000020", FILES)
+    remote.write("step-000030", FILES)
+    assert remote.list() == ["step-000020", "step-000030"]
+    remote.write("step-000030", FILES)
+    remote.discard_after("step-000020")
+    assert remote.list() == ["step-000020"]
+
+
+def test_remote_replacement_that_is_killed_leaves_the_former(
+    remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the last moment: all files are uploaded, the marker is not."""
+    remote.write("step-000010", FILES)
+    plain = type(remote._fs).pipe_file
+
+    def killed(self: object, path: str, value: bytes) -> None:
+        if path.endswith("COMMITTED"):
+            monkeypatch.setattr(type(remote._fs), "rm", lambda *args, **options: None)
+            raise KeyboardInterrupt
+        plain(self, path, value)
+
+    monkeypatch.setattr(type(remote._fs), "pipe_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remote.write("step-000010", {"a": b"new"})
+    monkeypatch.undo()
+    assert remote.list() == ["step-000010"] and contents(remote, "step-000010") == FILES
+    remote.write("step-000010", {"a": b"new"})
+    assert contents(remote, "step-000010") == {"a": b"new"}
 
 
 def test_remote_corruption(remote: CheckpointStore) -> None:

@@ -46,6 +46,11 @@ class Stream:
     def next(self) -> Task:
         return TASK
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
 
 def producer(spec: str) -> Any:
     config = Config(tasks=TasksConfig(producer=spec))
@@ -148,7 +153,7 @@ def test_one_line_says_which_where_and_what_was_expected(
     [
         ("def produce(self, step, version): helper(1)", "failed: KeyError: 'absent' (mine.py:3)"),
         ("async def produce(self, step, version): helper(1)", "failed: KeyError: 'absent' (mine.py:3)"),
-        ("def produce(self, step, version): return None", "returned None; it must return a list of Groups"),
+        ("def produce(self, step, version): return 3", "returned 3 (int); it must return a list of Groups"),
         ("def produce(self, step, version): return [1]", "returned [1] (list); it must return a list of Groups"),
         ("produce = 3", "which has no method produce; it must return an object with a method produce"),
     ],

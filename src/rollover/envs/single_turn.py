@@ -54,6 +54,14 @@ class PromptSource:
         self.num_left_out = 0
 
     def __call__(self) -> tuple[Task, tuple[int, ...]] | None:
+        before = self.state_dict()
+        try:
+            return self._next()
+        except BaseException:  # a task that fails is not passed over: a resumed run comes to it again
+            self.load_state_dict(before)
+            raise
+
+    def _next(self) -> tuple[Task, tuple[int, ...]] | None:
         for _ in range(_MAX_SKIPS):
             task = self.stream.next()
             if task is None:

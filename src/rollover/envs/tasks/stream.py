@@ -111,6 +111,7 @@ class TaskStream:
         self.split: SplitName = split
         self._base_dir, self._rewards = base_dir, rewards
         self._draws = 0
+        self._known_fingerprint: dict[str, Any] | None = None
         self._seen: set[int] = set()  # eval only: texts already given
         labels = _labels(tasks.sources)
         self._cursors = [self._cursor(i, source, labels[i]) for i, source in enumerate(tasks.sources)]
@@ -141,6 +142,7 @@ class TaskStream:
         """JSON: where the stream stands. Its size does not grow with the tasks given (eval: 8 bytes or so for each)."""
         return {
             "draws": self._draws,
+            "fingerprint": self._fingerprint(),
             "sources": [
                 {"label": c.source.label, "epoch": c.epoch, "position": c.position, "exhausted": c.exhausted}
                 for c in self._cursors
@@ -161,14 +163,33 @@ class TaskStream:
         return self._rule.accepts(key, self.split, by_file)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`. Raises ValueError if it belongs to other sources."""
+        """Go on from `state`. Raises ValueError if it belongs to other sources, or to other problems of theirs."""
         labels, saved = [c.source.label for c in self._cursors], [s["label"] for s in state["sources"]]
         if labels != saved:
             raise ValueError(f"tasks.sources are {labels}, but the checkpoint was written with {saved}: use the same")
+        now = self._fingerprint()
+        for what, was in state.get("fingerprint", {}).items():
+            if now.get(what) != was:
+                raise ValueError(
+                    f"{what} is not what it was when the checkpoint was written ({was}; now {now.get(what)}): tasks"
+                    " would be repeated or skipped. Set it back, or start a new run in another run.dir"
+                )
         self._draws, self._seen = state["draws"], set(state["seen"])
         for cursor, source in zip(self._cursors, state["sources"], strict=True):
             cursor.epoch, cursor.position = source["epoch"], source["position"]
-            cursor.exhausted, cursor.order = source["exhausted"], None
+            # tasks.epochs may have been raised since.
+            more = isinstance(cursor.source, DatasetSource) and not 0 < cursor.max_epochs <= cursor.epoch
+            cursor.exhausted, cursor.order = source["exhausted"] and not more, None
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """JSON: what the order and the side of every problem depend on, by the name of the option that sets it."""
+        if self._known_fingerprint is None:
+            files = {f"the data of tasks.sources.{i}": c.source for i, c in enumerate(self._cursors)}
+            digests = {what: file.fingerprint() for what, file in files.items() if isinstance(file, DatasetSource)}
+            tasks = self.tasks
+            settings = {"tasks.shuffle": tasks.shuffle, "tasks.eval_fraction": tasks.eval_fraction}
+            self._known_fingerprint = {"run.seed": self.seed, **settings, **digests}
+        return self._known_fingerprint
 
     def _choose(self, active: list[_Cursor]) -> _Cursor:
         """By weight, with draw number `_draws` of a counter-based generator."""

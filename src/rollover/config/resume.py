@@ -1,0 +1,108 @@
+"""What a resumed run may change of its configuration: one table. All else may change, and is printed.
+
+Owns the table, and how two configurations are compared. What the rollouts of a checkpoint cannot go on with under the
+new values is said where they are known (Lifecycle.check_restored), and another stream of tasks by the stream itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
+
+from rollover.config import Config
+from rollover.config.fields import leaves
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """`keys` (with * for any part) that a resumed run may not change, because of `why`.
+
+    `while_held`: only as long as the checkpoint holds rollouts.
+    """
+
+    keys: tuple[str, ...]
+    why: str
+    while_held: bool = False
+
+
+FIXED = (
+    Fixed(("run.seed",), "tasks, and the tokens of a rollout, are drawn by it"),
+    Fixed(("run.replay_rollouts", "tasks.producer"), "what is held and what comes next would be of different runs"),
+    Fixed(
+        ("tasks.eval_fraction", "tasks.shuffle"), "tasks would be repeated, skipped, or held out after being trained"
+    ),
+    Fixed(
+        tuple(f"tasks.sources.*.{name}" for name in ("kind", "name", "params*", "prompt_column")),
+        "tasks would be repeated or skipped",
+    ),
+    Fixed(
+        ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules*"),
+        "the weights in the checkpoint are of those adapters",
+    ),
+    Fixed(
+        ("rollout.group_size", "rollout.greedy_baseline"),
+        "the checkpoint holds groups of that size",
+        while_held=True,
+    ),
+    Fixed(
+        ("rollout.temperature",),
+        "the checkpoint holds rollouts that were begun at it, and a rollout has one temperature",
+        while_held=True,
+    ),
+)
+_WHERE = ("run.dir", "checkpoint.resume_from")  # of the start, not of the run
+
+
+class Change(NamedTuple):
+    """`old` or `new` is None where a row of a list, or an entry of a table of the user's own, is not there."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)}"
+
+
+def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
+    """What `new` has otherwise than `old`, a config.resolved.json. Options that are newer than that are left out."""
+    before, now = dict(_flat(old)), dict(_flat(new.model_dump(mode="json")))
+    options = {name for name, _ in leaves()}
+    keys = [
+        k for k in {**now, **before} if k not in _WHERE and not (k in options and (k not in before or k not in now))
+    ]
+    return [Change(k, before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)]
+
+
+def refuse(changed: Sequence[Change], *, held: bool | None = None) -> None:
+    """ValueError for what may not change. `held`: whether the checkpoint holds rollouts; None: it is not known yet."""
+    problems = []
+    for change in changed:
+        for rule in FIXED:
+            if any(fnmatch(change.key, key) for key in rule.keys) and (held or not rule.while_held):
+                problems.append(
+                    f"--resume with {change.key} = {_shown(change.new)}: it was {_shown(change.old)}, and {rule.why}."
+                    f" Set {change.key} = {_shown(change.old)}, or start a new run in another run.dir"
+                )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all that is no table; rows of a list of tables by their index."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _flat(item, f"{prefix}.{name}" if prefix else name)
+    elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        for i, item in enumerate(value):
+            yield from _flat(item, f"{prefix}.{i}")
+    else:
+        yield prefix, value
+
+
+def _shown(value: Any) -> str:
+    text = "(not set)" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -184,8 +184,8 @@ class Rollout:
 
     Segments are appended by `add`, which keeps the counts: num_tokens, after the prompt, over all segments;
     num_sampled_tokens, the trainable ones, which the ledger counts; versions, the distinct policy versions of the
-    sampled tokens, in order of appearance; min_version, the smallest of them; greedy, whether it is a baseline,
-    sampled at temperature 0, which is never trained.
+    sampled tokens, in order of appearance; min_version, the smallest of them. `greedy`: its role, given when it is
+    admitted (or told by a token sampled at temperature 0): a baseline, which is never trained.
     """
 
     group_id: int
@@ -196,12 +196,12 @@ class Rollout:
     state: RolloutState = RolloutState.WAITING
     stop_reason: StopReason | None = None
     reward: Reward | None = None
+    greedy: bool = False
     rollout_id: str = field(init=False)
     num_tokens: int = field(init=False, default=0)
     num_sampled_tokens: int = field(init=False, default=0)
     versions: list[int] = field(init=False, default_factory=list)
     min_version: int | None = field(init=False, default=None)
-    greedy: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.rollout_id = f"{self.group_id}-{self.sibling}"

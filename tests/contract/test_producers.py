@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from rollover.engine.fake import FakeEngine
 from rollover.rollout.staleness import group_staleness
 from rollover.track.recorder import RecordedGroup, RolloutRecorder
 from rollover.train.producer import Generation, OwnProducer, Producer, RecordedRollouts, ready_group
+from rollover.train.stop import Stop
 from rollover.types import Group, Reward, RolloutState, SamplingParams, Segment, StopReason, Task
 from unit.rollout.run import PARTIAL, Run
 
@@ -127,6 +130,58 @@ def without_reward() -> Group:
     return made
 
 
+def mine(folder: Path, produce: Callable, stop: Stop | None = None, max_staleness: int = 0) -> OwnProducer:
+    """A producer of the user's own whose `produce` is this function."""
+    source = "class Mine:\n    def __init__(self, config, tokenizer, engine):\n        self.produce = tokenizer"
+    return OwnProducer(config_for(folder, source, max_staleness), produce, FakeEngine(short), stop)
+
+
+def test_none_says_that_there_is_no_more(tmp_path: Path) -> None:
+    assert asyncio.run(mine(tmp_path, lambda step, version: None).produce(1, 0)) == []
+
+
+def test_a_stop_cancels_what_is_produced_and_nothing_of_it_is_trained(tmp_path: Path) -> None:
+    ends = []
+
+    async def produce(step: int, version: int) -> list[Group]:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ends.append(step)
+        return [group(0)]
+
+    async def go() -> list[Group] | None:
+        stop = Stop()
+        stop.listen(lambda line: None)
+        producing = asyncio.ensure_future(mine(tmp_path, produce, stop).produce(1, 0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        signal.raise_signal(signal.SIGTERM)
+        return await asyncio.wait_for(producing, 30)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert asyncio.run(go()) is None and ends == [1]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_ids_must_rise_over_restarts_too(tmp_path: Path) -> None:
+    first = mine(tmp_path, lambda step, version: [group(4)])
+    assert asyncio.run(first.produce(1, 0))
+    resumed = mine(tmp_path, lambda step, version: [group(4)])
+    resumed.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="comes after group 4: ids must rise over the run, restarts included"):
+        asyncio.run(resumed.produce(2, 1))
+
+
+def test_an_answer_that_was_cut_off_is_no_answer() -> None:
+    cut = replace(segment(), stop_reason=StopReason.PAUSED)
+    with pytest.raises(ValueError, match="rollout 1 of group 0 was interrupted"):
+        ready_group(0, group(0).task, (1,), [[segment()], [segment(), cut]], [Reward(1.0), Reward(0.0)])
+
+
 @pytest.mark.parametrize(
     ("returned", "problem"),
     [
@@ -134,14 +189,12 @@ def without_reward() -> Group:
         (lambda: [without_reward()], "is not ready"),
         (lambda: [group(1, version=7)], "policy version above the trainer's, 5"),
         (lambda: [group(1, version=2)], "3 versions old, above rollout.max_staleness = 1"),
-        (lambda: None, "returned None: return a list of Groups"),
+        (lambda: [3], "it must return a list of Groups"),
     ],
 )
 def test_what_an_own_producer_returns_is_checked(tmp_path: Path, returned: Callable, problem: str) -> None:
-    source = "class Mine:\n    def __init__(self, *args): ...\n    def produce(self, step, version): ..."
-    producer = OwnProducer(config_for(tmp_path, source, max_staleness=1), None, FakeEngine(short))
     answers = [[group(0, version=5)], returned()]
-    producer._own.produce = lambda step, version: answers.pop(0)
+    producer = mine(tmp_path, lambda step, version: answers.pop(0), max_staleness=1)
 
     async def go() -> None:
         await producer.produce(6, 5)

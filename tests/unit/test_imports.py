@@ -33,6 +33,9 @@ MAY_ASYNCIO = (
     "train/loop.py",
     "train/evaluate.py",
     "train/streaming.py",
+    "train/stop.py",
+    "rollout/asker.py",
+    "rollout/strays.py",
     "bench/",
 )
 NO_TORCH = (

@@ -20,6 +20,7 @@ from rollover.envs.single_turn import PromptSource
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.track.chronicle import Chronicle
 from rollover.train.directory import RunDirectory
+from rollover.train.producer import Producer
 from rollover.train.reuse import Reuse
 from rollover.train.trainer import Trainer
 
@@ -37,6 +38,7 @@ class Owners:
     directory: RunDirectory
     chronicle: Chronicle
     reuse: Reuse
+    producer: Producer
 
 
 def write_snapshot(owners: Owners) -> str:
@@ -52,6 +54,7 @@ def write_snapshot(owners: Owners) -> str:
         **lifecycle,
         "prompts": owners.prompts.state_dict(),
         "reuse": reuse,
+        "producer": owners.producer.state_dict(),
         "chronicle": owners.chronicle.state_dict(),
     }
     name = checkpoint_name(owners.trainer.policy_version)
@@ -85,6 +88,7 @@ def load_snapshot(name: str, owners: Owners) -> None:
         kept = safetensors.numpy.load_file(files["replay.safetensors"])
         version, max_prompt_tokens = owners.trainer.policy_version, owners.prompts.max_prompt_tokens
         owners.reuse.load_state_dict(state["reuse"], kept, version, max_prompt_tokens)
+    owners.producer.load_state_dict(state.get("producer", {}))
     groups = owners.lifecycle.cache.groups.values()
     owners.chronicle.load_state_dict(state.get("chronicle", {}), groups, owners.trainer.policy_version)
     owners.lifecycle.check()

@@ -56,13 +56,15 @@ class RolloutCache:
         """Tokens left of the rollout's budget."""
         return self.max_new_tokens - self._rollouts[rollout_id].num_tokens
 
-    def admit(self, task: Task, prompt_ids: Sequence[int], group_size: int) -> Group:
-        """Hold a new group of `group_size` WAITING rollouts under the next id."""
+    def admit(self, task: Task, prompt_ids: Sequence[int], group_size: int, greedy_baseline: bool = False) -> Group:
+        """Hold a new group of `group_size` WAITING rollouts, and a greedy one after them, under the next id."""
         assert group_size >= 1 and len(prompt_ids) >= 1
         group_id = self._next_group_id
         self._next_group_id += 1
         prompt = tuple(prompt_ids)
         group = Group(group_id, task, [Rollout(group_id, i, task, prompt) for i in range(group_size)])
+        if greedy_baseline:
+            group.rollouts.append(Rollout(group_id, group_size, task, prompt, greedy=True))
         self._hold(group)
         return group
 
@@ -125,6 +127,16 @@ class RolloutCache:
         """The whole group leaves for training. Returns it."""
         assert self._groups[group_id].ready, f"group {group_id} is not ready"
         return self._remove(group_id, RolloutState.CONSUMED)
+
+    def give_back(self, group: Group) -> None:
+        """Undo `consume`: the group is held again, READY. (No transition of `_LEGAL`: nothing else may do this.)"""
+        for rollout in group.rollouts:
+            assert rollout.state is RolloutState.CONSUMED, f"rollout {rollout.rollout_id} is {rollout.state.value}"
+            rollout.state = RolloutState.READY
+        self._hold(group)
+        in_order = sorted(self._groups.items())
+        self._groups.clear()
+        self._groups.update(in_order)
 
     def drop(self, group_id: int, reason: DropReason) -> Group:
         """The whole group leaves untrained, with a reason. None of its rollouts may be running. Returns it."""

@@ -24,9 +24,12 @@ from functools import partial
 from typing import NamedTuple
 
 from rollover.engine.protocol import Engine
+from rollover.rollout.asker import Asker
+from rollover.rollout.idle import IdleTime
 from rollover.rollout.lifecycle import Lifecycle, is_complete
 from rollover.rollout.patience import Patience
 from rollover.rollout.requests import Requests
+from rollover.rollout.strays import Strays
 from rollover.rollout.watchdog import Action, Stall, Watchdog, salvaged
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, Task
 
@@ -72,13 +75,11 @@ class Driver:
         self.requests = Requests(config, run_seed, stop_token_ids)
         self.watchdog = watchdog or Watchdog()
         self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
+        self._asker = Asker(engine, lambda line: self.say(line))
         self.generation_s = 0.0
         self.scoring_s = 0.0
         self.scheduling_s = 0.0
-        self._idle_s = {"trainer": 0.0, "rewards": 0.0}
-        self._idle_for: str | None = None
-        self._idle_since = 0.0
-        self.stream_ended = False
+        self._idle = IdleTime()
         self._stop_requested = False
         self._patience = Patience(lifecycle)
         self._extends: dict[asyncio.Future[list[Segment]], Rollout] = {}
@@ -87,14 +88,16 @@ class Driver:
         self._meanwhile: asyncio.Task[None] | None = None  # generates while the trainer trains
         self._salvaged: dict[asyncio.Future[list[Segment]], list[Segment]] = {}  # of extensions that were cancelled
         self._dropping: set[int] = set()  # groups that are dropped as soon as none of their rollouts runs
-        self._strays: set[asyncio.Future] = set()  # nobody waits for these
+        self._strays = Strays()
         self._arrival = asyncio.Event()  # a group got READY
+        self._woken: asyncio.Future[None] | None = None  # ends a wait when the driver is told to stop
 
     async def collect(self, version: int) -> list[Group] | None:
         """Generate until there is enough for the step at trainer `version`; return its groups, in group-id order.
 
         They have left the cache as consumed. At the end of the task stream: what is left, smaller than a step, then [].
-        None after `request_stop`: everything is parked or finished and stays in the cache.
+        None after `request_stop`: everything is parked or finished and stays in the cache. Scores are not waited for
+        then: a restarted run asks for them again.
         With `rollout.overlap` what else is in flight goes on; else it is parked. Raises ValueError if no group gets
         enough rewards before the first step. Errors of the engine and of the scorer propagate; what was running is
         parked without its lost tokens.
@@ -137,7 +140,7 @@ class Driver:
         await self._halt()
         while self._extends and not self._stop_requested:
             await self._wait_for_some()
-        self._count_idle("trainer")
+        self._idle.set("trainer")
 
     async def park(self) -> None:
         """Interrupt everything and wait for it and its scores: for a snapshot, or for other work of the engine."""
@@ -157,14 +160,14 @@ class Driver:
         return dropped
 
     def request_stop(self) -> None:
-        """Interrupt everything: `collect` parks what runs, waits for scores under way, and returns None from now on.
+        """Interrupt everything: `collect` parks what runs, gives up scores under way, and returns None from now on.
 
         For the event loop's thread and its signal handlers.
         """
         self._stop_requested = True
-        self.engine.interrupt()
-        if self._watcher is not None:
-            self._watcher.cancel()  # ends a wait for what hangs
+        self._asker.interrupt()
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
 
     def idle_s(self) -> dict[str, float]:
         """Seconds, cumulative and up to now, in which the engine ran nothing while nobody waited for it (`go_on`).
@@ -172,13 +175,12 @@ class Driver:
         "trainer": nothing was in flight, and nothing may start before the trainer has trained or published;
         "rewards": only scorings were in flight.
         """
-        self._count_idle(self._idle_for)
-        return dict(self._idle_s)
+        return self._idle.seconds()
 
     @property
     def engine_idle(self) -> bool:
         """Whether the engine runs nothing while nobody waits for it. For any thread."""
-        return self._idle_for is not None
+        return self._idle.running
 
     # Carrying out decisions
 
@@ -191,7 +193,7 @@ class Driver:
 
     async def _halt(self) -> None:
         """End what `go_on` began: its rollouts run on, but nothing is started or handled. Its error is raised."""
-        self._count_idle(None)
+        self._idle.set(None)
         try:
             meanwhile = await self._end_meanwhile()
             if meanwhile is not None and not meanwhile.cancelled():
@@ -208,7 +210,7 @@ class Driver:
         return meanwhile
 
     def _is_enough(self, version: int) -> bool:
-        return self.lifecycle.scheduler.to_consume(version, self.stream_ended) is not None
+        return self.lifecycle.scheduler.to_consume(version, self.lifecycle.stream_ended) is not None
 
     async def _generate(self, version: int, *, until_enough: bool) -> None:
         """Until there is enough for the step at `version`, or nothing more may run, or the driver is told to stop."""
@@ -221,22 +223,22 @@ class Driver:
             with self._waiting(generating=bool(self._extends)):  # the engine may make a step
                 await asyncio.sleep(0)  # the extensions just made begin: an interruption reaches only what has begun
             if not until_enough and not self._extends and not self._scorings:
-                self._count_idle("trainer")
+                self._idle.set("trainer")
                 return
             await self._wait_for_some()
 
     def _admit(self, version: int) -> None:
-        while not self.stream_ended and self.lifecycle.scheduler.num_to_admit() > 0:
+        while not self.lifecycle.stream_ended and self.lifecycle.scheduler.num_to_admit() > 0:
             item = self.next_task()
             if item is None:
-                self.stream_ended = True
+                self.lifecycle.stream_ended = True
                 return
             self.lifecycle.admit(*item, version)
 
     def _start(self, version: int) -> None:
         for rollout in self.lifecycle.start(version):
             request = self.requests.to_go_on(rollout, self.lifecycle.scheduler.token_budget(rollout))
-            self._extends[asyncio.ensure_future(self.engine.extend(request))] = rollout
+            self._extends[asyncio.ensure_future(self._asker.extend(request))] = rollout
             self.watchdog.on_start(rollout.rollout_id, rollout.group_id, rollout.num_tokens, _now())
 
     async def _wait_for_some(self) -> None:
@@ -246,45 +248,55 @@ class Driver:
         pending = [*self._extends, *self._scorings]
         assert pending, "nothing runs and there is not enough for a step: the scheduler's proof is broken"
         generating = bool(self._extends)
-        self._count_idle("rewards" if self._meanwhile is not None and not generating else None)
+        self._idle.set("rewards" if self._meanwhile is not None and not generating else None)
         with self._waiting(generating=generating):
             await self._wait(pending)
         self._handle_done()
 
     async def _wind_down(self, version: int | None) -> None:
-        """Interrupt what runs, wait for it, then for the scores of every complete group.
+        """Interrupt what runs, wait for it, then for the scores of every complete group, but not when told to stop.
 
         `version`: of the step that there is enough for, and which may end some rollouts first; None: interrupt all.
         """
         some = None
         if version is not None:
-            some = self.lifecycle.scheduler.to_interrupt(version, self.stream_ended)
-        self.engine.interrupt(some)
+            some = self.lifecycle.scheduler.to_interrupt(version, self.lifecycle.stream_ended)
+        self._asker.interrupt(some)
         self.watchdog.on_interrupt([r.rollout_id for r in self._extends.values()], _now())
         self._watch()  # anew: for the end of an interruption it looks earlier than for a stall
         for tasks in (self._extends, self._scorings):
             # All of them before any is handled, so that the order of parking is not the order of arrival.
             with self._waiting(generating=tasks is self._extends):
                 while waiting := [task for task in tasks if not task.done()]:
+                    if self._stop_requested and tasks is self._scorings:
+                        self._give_up_scores()
+                        break
                     everyone = asyncio.ensure_future(asyncio.wait(waiting))
                     await self._wait([everyone])
                     everyone.cancel()
             self._handle_done()
         assert not self._extends and not self._scorings
 
+    def _give_up_scores(self) -> None:
+        """Wait for no score that is under way. Those rollouts stay unscored, and are scored again."""
+        for task, scoring in list(self._scorings.items()):
+            if not task.done():
+                del self._scorings[task]
+                self.watchdog.on_scored(scoring.key, _now())
+                self._strays.add(task)
+
     async def _wait(self, tasks: Sequence[asyncio.Future]) -> None:
-        """Until one of them is done, or the watchdog did something about what stalls."""
-        if self._watcher is None:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return
-        await asyncio.wait([*tasks, self._watcher], return_when=asyncio.FIRST_COMPLETED)
-        if self._watcher.done():
+        """Until one of them is done, the watchdog did something about what stalls, or the driver is told to stop."""
+        self._woken = asyncio.get_running_loop().create_future()
+        ends = [*tasks, self._woken] if self._watcher is None else [*tasks, self._woken, self._watcher]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if self._watcher is not None and self._watcher.done():
             if not self._watcher.cancelled():
                 self._watcher.result()
             self._watch()
 
     def _consume(self, version: int) -> list[Group]:
-        groups = self.lifecycle.consume(version, self.stream_ended)
+        groups = self.lifecycle.consume(version, self.lifecycle.stream_ended)
         self._release(groups)
         return groups
 
@@ -388,7 +400,7 @@ class Driver:
         rollout = self._extends[task]
         match action:
             case Action.CONTINUE:
-                self.engine.interrupt([rollout.rollout_id])
+                self._asker.interrupt([rollout.rollout_id])
             case Action.CANCEL | Action.CANCEL_DROPPED:
                 known = salvaged(segments, rollout.num_tokens, self.lifecycle.cache.remaining(rollout.rollout_id))
                 self._salvaged[task] = known or self.requests.nothing_for(rollout, self.engine.policy_version)
@@ -397,14 +409,14 @@ class Driver:
                 self._drop_soon(rollout.group_id)
             case Action.ABANDON:
                 self._end_extend(task, rollout, self._salvaged.pop(task))
-                self._stray(task)
+                self._strays.add(task)
                 self._drop_soon(rollout.group_id)
 
     def _drop_soon(self, group_id: int) -> None:
         """Interrupt the group's rollouts: it leaves once none of them runs."""
         self._dropping.add(group_id)
         rollout_ids = [r.rollout_id for r in self._extends.values() if r.group_id == group_id]
-        self.engine.interrupt(rollout_ids)
+        self._asker.interrupt(rollout_ids)
         self.watchdog.on_interrupt(rollout_ids, _now())
 
     def _drop_stalled(self) -> None:
@@ -415,29 +427,19 @@ class Driver:
                 if scoring.rollouts[0].group_id == group_id:
                     del self._scorings[task]
                     self.watchdog.on_scored(scoring.key, _now())
-                    self._stray(task)
+                    self._strays.add(task)
             self._release([self.lifecycle.drop(group_id, DropReason.STALLED)])
             self._patience.on_stalled()
 
     def _act_on_scoring(self, stall: Stall, task: asyncio.Future) -> None:
         scoring = self._scorings.pop(task)
-        self._stray(task)
+        self._strays.add(task)
         if stall.action is Action.RESCORE:
             self._begin_scoring(scoring)
             return
         given_up: asyncio.Future[list[Reward]] = asyncio.get_running_loop().create_future()
         given_up.set_result([Reward(None, error=f"stalled: {stall.what}")] * len(scoring.rollouts))
         self._scorings[given_up] = scoring
-
-    def _stray(self, task: asyncio.Future) -> None:
-        """Cancel it and wait for it no more."""
-        task.cancel()
-        self._strays.add(task)
-        task.add_done_callback(self._end_stray)
-
-    def _end_stray(self, task: asyncio.Future) -> None:
-        self._strays.discard(task)
-        _ = task.cancelled() or task.exception()  # seen: asyncio need not complain about it
 
     async def _abandon(self) -> None:
         """After an error or a cancellation: end what is in flight, so that the cache is consistent."""
@@ -446,7 +448,7 @@ class Driver:
         for left in (self._extends, self._scorings, self._salvaged, self._dropping, self.watchdog):
             left.clear()
         for task in tasks:
-            self._stray(task)
+            self._strays.add(task)
         if tasks:
             await asyncio.wait(tasks, timeout=self.watchdog.config.grace_s if self.watchdog.is_on else None)
         for rollout in self.lifecycle.running():
@@ -464,13 +466,6 @@ class Driver:
             self.generation_s += seconds
         else:
             self.scoring_s += seconds
-
-    def _count_idle(self, what_for: str | None) -> None:
-        """From now on the engine is idle for `what_for`; None: it is not. What was until now is counted."""
-        now = time.perf_counter()
-        if self._idle_for is not None:
-            self._idle_s[self._idle_for] += now - self._idle_since
-        self._idle_for, self._idle_since = what_for, now
 
 
 def _now() -> float:

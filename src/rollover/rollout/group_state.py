@@ -48,7 +48,8 @@ def groups_from_state(meta: Sequence[Mapping[str, Any]], arrays: Mapping[str, np
         prompt = tuple(arrays["prompt_ids"][prompt_offsets[i] : prompt_offsets[i + 1]].tolist())
         group = Group(saved["group_id"], task, [])
         for sibling, entry in enumerate(saved["rollouts"]):
-            rollout = Rollout(group.group_id, sibling, task, prompt)
+            # A checkpoint from before roles were stored tells them by the tokens alone.
+            rollout = Rollout(group.group_id, sibling, task, prompt, greedy=entry.get("greedy", False))
             for fields in entry["segments"]:
                 cut = slice(segment_offsets[segment_index], segment_offsets[segment_index + 1])
                 token_ids = arrays["token_ids"][cut].astype(np.int32)
@@ -86,5 +87,6 @@ def _rollout_to_json(rollout: Rollout) -> dict[str, Any]:
         "state": state.value,
         "stop_reason": None if rollout.stop_reason is None else rollout.stop_reason.value,
         "reward": None if rollout.reward is None else asdict(rollout.reward),
+        "greedy": rollout.greedy,
         "segments": [s.to_json() for s in rollout.segments],
     }

@@ -23,10 +23,10 @@ class Account:
     rollouts: int = 0
     tokens: int = 0
 
-    def add(self, group: Group) -> None:
-        self.groups += 1
-        self.rollouts += len(group.rollouts)
-        self.tokens += sum(r.num_sampled_tokens for r in group.rollouts)
+    def add(self, group: Group, times: int = 1) -> None:
+        self.groups += times
+        self.rollouts += times * len(group.rollouts)
+        self.tokens += times * sum(r.num_sampled_tokens for r in group.rollouts)
 
 
 class Ledger:
@@ -56,12 +56,20 @@ class Ledger:
 
     def on_consume(self, group: Group, oldest_in_loss: int = 0) -> None:
         """Not trained: a greedy baseline's tokens, and, as masked, those of versions below `oldest_in_loss`."""
-        self.trained.add(group)
+        self._add_trained(group, oldest_in_loss, 1)
+
+    def on_give_back(self, group: Group, oldest_in_loss: int = 0) -> None:
+        """It was not trained after all."""
+        self._add_trained(group, oldest_in_loss, -1)
+
+    def _add_trained(self, group: Group, oldest_in_loss: int, times: int) -> None:
+        self.trained.add(group, times)
         baseline = sum(r.num_sampled_tokens for r in group.rollouts if r.greedy)
-        self._not_trained(DropReason.BASELINE, baseline)
+        self._not_trained(DropReason.BASELINE, times * baseline)
         if oldest_in_loss:
             segments = [s for r in group.rollouts if not r.greedy for s in r.segments if s.trainable]
-            self._not_trained(DropReason.MASKED, sum(len(s) for s in segments if s.policy_version < oldest_in_loss))
+            masked = sum(len(s) for s in segments if s.policy_version < oldest_in_loss)
+            self._not_trained(DropReason.MASKED, times * masked)
 
     def _not_trained(self, reason: DropReason, num_tokens: int) -> None:
         self.trained.tokens -= num_tokens

@@ -34,6 +34,7 @@ class EventKind(enum.Enum):
     FINISH = "finish"
     READY = "ready"
     CONSUME = "consume"
+    GIVE_BACK = "give_back"
     DROP = "drop"
 
 
@@ -73,6 +74,7 @@ class Lifecycle:
         self.cache = RolloutCache(config.max_new_tokens)
         self.scheduler = Scheduler(config, max_running)
         self.ledger = Ledger()
+        self.stream_ended = False  # there are no more tasks
 
     def begin(self, version: int, engine_version: int) -> None:
         """From now on generation is for the step at trainer `version`, by an engine that has `engine_version`."""
@@ -80,7 +82,7 @@ class Lifecycle:
 
     def admit(self, task: Task, prompt_ids: Sequence[int], version: int) -> Group:
         """A new task becomes a group of WAITING rollouts."""
-        group = self.cache.admit(task, prompt_ids, self.config.rollouts_per_group)
+        group = self.cache.admit(task, prompt_ids, self.config.group_size, self.config.greedy_baseline)
         self.scheduler.on_admit(group, version)
         self.ledger.on_admit(group)
         self._emit(EventKind.ADMIT, group)
@@ -186,6 +188,15 @@ class Lifecycle:
             self._emit(EventKind.CONSUME, group)
         return groups
 
+    def give_back(self, groups: Sequence[Group], version: int) -> None:
+        """Undo `consume(version)`: their step was not trained. They are held and READY again."""
+        oldest = oldest_in_loss(self.config, version)
+        for group in groups:
+            self.cache.give_back(group)
+            self.ledger.on_give_back(group, oldest)
+            self.scheduler.on_give_back(group, version)
+            self._emit(EventKind.GIVE_BACK, group)
+
     def drop(self, group_id: int, reason: DropReason) -> Group:
         """The whole group leaves untrained."""
         group = self.cache.drop(group_id, reason)
@@ -223,13 +234,15 @@ class Lifecycle:
     def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """(JSON-able meta, arrays) of all three owners."""
         meta, arrays = self.cache.state_dict()
-        return {"cache": meta, "scheduler": self.scheduler.state_dict(), "ledger": self.ledger.state_dict()}, arrays
+        state = {"cache": meta, "scheduler": self.scheduler.state_dict(), "ledger": self.ledger.state_dict()}
+        return state | {"stream_ended": self.stream_ended}, arrays
 
     def load_state_dict(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Replace the contents by a saved state. ValueError as RolloutCache.load_state_dict."""
         self.cache.load_state_dict(state["cache"], arrays)
         self.scheduler.load_state_dict(state["scheduler"], self.cache.groups.values())
         self.ledger.load_state_dict(state["ledger"])
+        self.stream_ended = state.get("stream_ended", False)  # absent in a checkpoint of an earlier version
 
     def check_restored(self, version: int, max_tokens: int) -> None:
         """After a restart: ValueError where this config cannot go on with the rollouts that a snapshot brought back.

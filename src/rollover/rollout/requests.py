@@ -8,7 +8,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import Rollout, SamplingParams, Segment, rollout_seed
 
-_GREEDY = SamplingParams(temperature=0.0)  # of rollout.greedy_baseline, the sibling after the trained ones
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 class Requests:
@@ -20,7 +20,7 @@ class Requests:
         self._stop_token_ids = frozenset(stop_token_ids) | frozenset(config.stop_token_ids)
 
     def sampling_of(self, rollout: Rollout) -> SamplingParams:
-        return _GREEDY if rollout.sibling == self.config.group_size else self._sampling
+        return _GREEDY if rollout.greedy else self._sampling
 
     def to_go_on(self, rollout: Rollout, pause_after: int) -> ExtendRequest:
         """First tokens or further ones. All of its text counts for stop strings, however often it was interrupted."""

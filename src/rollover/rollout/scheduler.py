@@ -269,13 +269,15 @@ class Scheduler:
 
     def on_ready(self, group: Group) -> None:
         """All rollouts of the group have their rewards."""
-        held = self._held[group.group_id]
+        self._set_ready(self._held[group.group_id], group)
+        self.lengths.observe([r.num_tokens for r in group.rollouts])
+
+    def _set_ready(self, held: _Held, group: Group) -> None:
         self._scoring -= 1
         if self.config.overlap and (deadline := group_deadline(group, self._max_staleness)) is not None:
             self._set_deadline(held, deadline)  # perhaps later than its start had to suppose
         held.place = (expiry(group, self.config), group.group_id)
         insort(self._ready, held.place)
-        self.lengths.observe([r.num_tokens for r in group.rollouts])
 
     def on_reserve(self, group_ids: Iterable[int]) -> None:
         for group_id in group_ids:
@@ -304,6 +306,10 @@ class Scheduler:
                 self._queue.discard(rollout.rollout_id)
                 self._spent.pop(rollout.rollout_id, None)
 
+    def on_give_back(self, group: Group, version: int) -> None:
+        """A group that was consumed for the step at `version` is held again, READY."""
+        self._hold_again(group, version)
+
     def on_publish(self) -> None:
         """New weights are live: choose the number of groups in flight, if it is ours to choose; a new phase begins."""
         self._next_round()
@@ -328,27 +334,29 @@ class Scheduler:
         self._next_parking = state["next_parking"]
         if self.config.in_flight_groups == "auto":
             self.in_flight_groups = state.get("in_flight_groups", self.in_flight_groups)
-        parked_since = state["parked_since"]
+        self._parked_since.update(state["parked_since"])
         for group in groups:
-            held = self._held[group.group_id] = _Held(group, state["admitted_at"][str(group.group_id)], 0)
-            deadline = group_deadline(group, self.config.max_staleness)
-            held.deadline = _NO_DEADLINE if deadline is None else deadline
-            self._count_due(held, 1)
-            for rollout in group.rollouts:
-                if rollout.rollout_id in parked_since:
-                    self._parked_since[rollout.rollout_id] = parked_since[rollout.rollout_id]
-                if rollout.state in _UNFINISHED:
-                    held.unfinished += 1
-                    self._enqueue(rollout)
-                else:
-                    self._finished += 1
-            if not held.unfinished:
-                self._scoring += 1
-                if group.ready:
-                    self.on_ready(group)
+            self._hold_again(group, state["admitted_at"][str(group.group_id)])
         self.lengths.load_state_dict(state.get("lengths", {}))
 
     # Inside
+
+    def _hold_again(self, group: Group, admitted_at: int) -> None:
+        """Hold a group that has a history: none of its rollouts runs."""
+        held = self._held[group.group_id] = _Held(group, admitted_at, 0)
+        deadline = group_deadline(group, self.config.max_staleness)
+        held.deadline = _NO_DEADLINE if deadline is None else deadline
+        self._count_due(held, 1)
+        for rollout in group.rollouts:
+            if rollout.state in _UNFINISHED:
+                held.unfinished += 1
+                self._enqueue(rollout)
+            else:
+                self._finished += 1
+        if not held.unfinished:
+            self._scoring += 1
+            if group.ready:
+                self._set_ready(held, group)
 
     def _enough(self, stream_ended: bool) -> bool:
         """Whether a step has enough to train on, the staleness bound aside."""

@@ -60,6 +60,10 @@ class LengthBias:
         self.finished: Counter[int] = Counter()  # length -> rollouts whose generation stopped
         self.cut: Counter[int] = Counter()  # length -> rollouts that were dropped unfinished
 
+    def add_trained(self, group: Group, times: int) -> None:
+        self.trained_rollouts += times * len(group.rollouts)
+        self.trained_tokens += times * sum(r.num_tokens for r in group.rollouts)
+
     def ratio(self, unfinished: Iterable[int]) -> float:
         """Mean length of the trained rollouts / mean length of the dispatched ones; NaN before the first was trained.
 
@@ -87,6 +91,8 @@ class Lifetimes:
         if kind is EventKind.ADMIT:
             self._hold(group, version, now)
             return
+        if kind is EventKind.GIVE_BACK:
+            self._give_back(group)
         held = self._held[group.group_id]
         for rollout in group.rollouts if event.rollout is None else (event.rollout,):
             held.lives[rollout.sibling].move(rollout.state, now)
@@ -97,11 +103,17 @@ class Lifetimes:
         elif kind is EventKind.CONSUME:
             held.consumed_at = version
             self._consumed.append(self._held.pop(group.group_id))
-            self.bias.trained_rollouts += len(group.rollouts)
-            self.bias.trained_tokens += sum(r.num_tokens for r in group.rollouts)
+            self.bias.add_trained(group, 1)
         elif kind is EventKind.DROP:
             del self._held[group.group_id]
             self.bias.cut.update(r.num_tokens for r in group.rollouts if _is_unfinished(r) and r.num_tokens)
+
+    def _give_back(self, group: Group) -> None:
+        """It was not trained after all."""
+        held = next(g for g in self._consumed if g.group is group)
+        self._consumed.remove(held)
+        self._held[group.group_id], held.consumed_at = held, None
+        self.bias.add_trained(group, -1)
 
     @property
     def ready_versions(self) -> dict[int, int]:

@@ -86,17 +86,27 @@ class JsonlSink:
 
     def truncate(self, step: int) -> None:
         """Forget the rows after `step` (their key "step"), half-written ones included."""
-        kept = 0
+        self._file.truncate(self._up_to(step)[0])
+        os.fsync(self._file.fileno())
+
+    def reaches(self, step: int) -> bool:
+        """Whether the row of `step` would be the last after `truncate(step)`."""
+        return self._up_to(step)[1] == step
+
+    def _up_to(self, step: int) -> tuple[int, int | None]:
+        """Bytes of the rows up to `step`, and the step of the last of them (None: there is none)."""
+        kept, last = 0, None
         with open(self.path, "rb") as file:
             for line in file:
                 try:
-                    if not line.endswith(b"\n") or self._row(line)["step"] > step:
-                        break
-                except ValueError:  # torn by a crash: what follows is not whole either
+                    of_line = self._row(line)["step"]
+                    whole = line.endswith(b"\n") and of_line <= step
+                except (ValueError, KeyError, TypeError):  # torn by a crash: what follows is not whole either
                     break
-                kept += len(line)
-        self._file.truncate(kept)
-        os.fsync(self._file.fileno())
+                if not whole:
+                    break
+                kept, last = kept + len(line), of_line
+        return kept, last
 
     def _row(self, line: bytes) -> dict[str, Any]:
         try:

@@ -1,26 +1,37 @@
 """The directory of one run: its files, whether this run may use it, and the command that goes on with it.
 
-    config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  checkpointed  model/
+    config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  model/
+    lock (held while the run lives)  checkpointed (where its checkpoints are)  finished (it is, at which step)
 
 Owns where things lie. Never decides what is written, nor when.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import shlex
 import shutil
 import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from rollover.checkpoint.store import CheckpointStore, checkpoint_name
 from rollover.config import Config
+from rollover.config import resume as resume_rules
 from rollover.files import check_writable
 from rollover.track.metrics import validate
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import JsonlSink, atomic_write_text
 from rollover.track.trace import TRACE, TraceFile
+from rollover.train.lock import DirectoryLock
+
+_CONFIG = "config.resolved.json"
+_CHECKPOINTED = "checkpointed"
+_FINISHED = "finished"
 
 
 class RunDirectory:
@@ -31,45 +42,81 @@ class RunDirectory:
     """
 
     def __init__(self, config: Config, resume: bool) -> None:
-        self.config = config
+        self.config, self.resume = config, resume
         name = f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.path = Path(config.run.dir or name).expanduser()
-        self.model = self.path / "model"
-        self._checkpointed = self.path / "checkpointed"
-        metrics = self.path / "metrics.jsonl"
-        for output in (self.path, self.path / "rollouts", self.model, self.path / "profile"):
+        for output in (self.path, self.path / "rollouts", self.path / "model", self.path / "profile"):
             check_writable(output, "run.dir")
         if resume and not config.run.dir:
             raise ValueError("--resume needs run.dir: add --run.dir <directory of the run>")
+        metrics = self.path / "metrics.jsonl"
         if resume and not metrics.exists():
             raise ValueError(f"--resume: run.dir = {str(self.path)!r} holds no run: correct it, or leave --resume out")
-        if not resume and metrics.exists() and metrics.stat().st_size > 0:
-            raise ValueError(f"run.dir = {str(self.path)!r} holds a run already: add --resume, or give another run.dir")
         self.store = CheckpointStore(config.checkpoint.dir or str(self.path / "checkpoints"), config.checkpoint.keep)
-        if not resume and (names := self.store.list()):
-            raise ValueError(
-                f"checkpoint.dir = {self.store.dir!r} holds checkpoints of another run ({names[-1]} is the newest):"
-                " give another checkpoint.dir or run.dir, or go on with that run by --resume"
-            )
+        if not resume:
+            self._refuse_other_runs()
         check_writable(self.store.dir, "checkpoint.dir")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.metrics = JsonlSink(metrics, check=validate)
+            self._make()
+            self.locks = [DirectoryLock(self.path, "run.dir")]
+            if config.checkpoint.dir and (folder := self.store.local_folder) is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                self.locks.append(DirectoryLock(folder, "checkpoint.dir"))
+            if not resume:
+                self._refuse_other_runs()  # one may have ended while the other waited for nothing
+            self.metrics = JsonlSink(self.path / "metrics.jsonl", check=validate)
             self.evals = JsonlSink(self.path / "eval.jsonl")
             self.trace = TraceFile(self.path / TRACE, config.track.trace)
             self.rollouts = RolloutRecorder(self.path / "rollouts")
         except OSError as error:
             raise ValueError(f"run.dir = {str(self.path)!r} cannot be used: {error}") from error
+        self.changes = resume_rules.changes(self._earlier_config(), config) if resume else []
+        if resume and self.checkpoint_to_resume() is not None:
+            resume_rules.refuse(self.changes)
         if not resume:
             self.truncate(-1)  # an evaluation may have been written before the first step
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def close(self) -> None:
+        """Another run may use the directory."""
+        for lock in self.locks:
+            lock.release()
+
+    def _refuse_other_runs(self) -> None:
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists() and metrics.stat().st_size > 0:
+            raise ValueError(f"run.dir = {str(self.path)!r} holds a run already: add --resume, or give another run.dir")
+        if names := self.store.list():
+            raise ValueError(
+                f"checkpoint.dir = {self.store.dir!r} holds checkpoints of another run ({names[-1]} is the newest):"
+                " give another checkpoint.dir or run.dir, or go on with that run by --resume"
+            )
+
+    def _make(self) -> None:
+        """Make run.dir; where none was given, one that nobody else makes in the same second."""
+        if self.config.run.dir:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        first = self.path.name
+        for name in itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2))):
+            self.path = self.path.with_name(name)
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir()
+                break
+        if not self.config.checkpoint.dir:
+            self.store = CheckpointStore(str(self.path / "checkpoints"), self.config.checkpoint.keep)
 
     def checkpoint_to_resume(self) -> str | None:
         """checkpoint.resume_from or the newest one. None if the run ended before its first: it begins again."""
         names, wanted = self.store.list(), self.config.checkpoint.resume_from
         if wanted and wanted not in names:
             raise ValueError(f"checkpoint.resume_from = {wanted!r}: there is {', '.join(names) or 'none'}")
-        if not names and self._checkpointed.exists():
-            before = self._checkpointed.read_text().strip()
+        if not names and (self.path / _CHECKPOINTED).exists():
+            before = (self.path / _CHECKPOINTED).read_text().strip()
             raise ValueError(
                 f"--resume: this run wrote checkpoints to {before}, but {self.store.dir} holds none: set"
                 " checkpoint.dir to where they are, or start again in another run.dir"
@@ -78,8 +125,32 @@ class RunDirectory:
 
     def on_checkpoint(self) -> None:
         """A checkpoint was committed: from now on a run without one is not one that ended early."""
-        if not self._checkpointed.exists():
-            atomic_write_text(self._checkpointed, f"{self.store.dir}\n")
+        if not (self.path / _CHECKPOINTED).exists():
+            atomic_write_text((self.path / _CHECKPOINTED), f"{self.store.dir}\n")
+
+    def end(self, step: int, used_up: str) -> None:
+        """The run is finished at `step`, and its files are whole. `used_up`: of what there is no more, or ""."""
+        atomic_write_text(self.path / _FINISHED, json.dumps({"step": step, "used_up": used_up}) + "\n")
+
+    def why_finished(self) -> str | None:
+        """What to tell who resumes a run that is finished, and whose configuration asks for no more; else None."""
+        path = self.path / _FINISHED
+        if not path.exists():
+            return None
+        end = json.loads(path.read_text())
+        if self.checkpoint_to_resume() not in (None, checkpoint_name(end["step"])):
+            return None
+        run = f"this run is finished: {end['step']} steps are trained"
+        if self.config.train.num_steps <= end["step"]:
+            return f"{run}, and train.num_steps = {self.config.train.num_steps}. Raise it to go on"
+        if end["used_up"] and not self.tasks_changed:
+            return f"{run}, and the {end['used_up']} are used up. Start a new run, or raise tasks.epochs of a data set"
+        return None
+
+    @property
+    def tasks_changed(self) -> bool:
+        """Whether this start has other [tasks] than the one before it."""
+        return any(change.key.startswith("tasks.") for change in self.changes)
 
     def truncate(self, step: int, held: Collection[int] = (), trace_bytes: int = 0) -> None:
         """Forget what was written after `step`: a run that goes on from there writes it again.
@@ -88,20 +159,34 @@ class RunDirectory:
         size of the trace in the checkpoint, which may have been taken in the middle of a step. ValueError, and nothing
         is changed, if the metrics do not reach `step`: they are not those of the run of the checkpoint.
         """
-        if step > 0 and all(row["step"] != step for row in self.metrics.rows()):
+        if step > 0 and not self.metrics.reaches(step):
             raise ValueError(
                 f"{self.metrics.path} does not reach step {step}, where the checkpoint was taken: rows are missing."
                 " Restore the file, or start a new run in another run.dir"
             )
+        (self.path / _FINISHED).unlink(missing_ok=True)
+        if step >= 0:
+            # Before the rows of their steps go: a checkpoint that the metrics do not reach cannot be resumed.
+            self.store.discard_after(checkpoint_name(step))
         self.metrics.truncate(step)
         self.evals.truncate(step)
         self.trace.truncate(trace_bytes)
         self.rollouts.truncate(step, held)
-        if step >= 0:
-            self.store.discard_after(checkpoint_name(step))
 
     def write_config(self) -> None:
-        atomic_write_text(self.path / "config.resolved.json", self.config.model_dump_json(indent=2) + "\n")
+        """config.resolved.json. One with other settings, of an earlier start, stays as config.resolved.1.json, ...2."""
+        path = self.path / _CONFIG
+        if path.exists() and self.resume:
+            if not self.changes:
+                return
+            kept = (self.path / f"config.resolved.{n}.json" for n in itertools.count(1))
+            path.rename(next(p for p in kept if not p.exists()))
+        atomic_write_text(path, self.config.model_dump_json(indent=2) + "\n")
+
+    def _earlier_config(self) -> dict[str, Any]:
+        """That of the start before this one; {} if it is gone."""
+        path = self.path / _CONFIG
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def resume_command(self, command: list[str]) -> str:
         """What to type in a shell to go on with this run; `command` is what was typed after `train`."""

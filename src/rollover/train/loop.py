@@ -14,7 +14,7 @@ consistent cut.
 from __future__ import annotations
 
 import asyncio
-import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +25,15 @@ from typing import TypeVar
 import torch
 
 from rollover.checkpoint.snapshot import Owners, load_snapshot, write_snapshot
+from rollover.checkpoint.store import CheckpointWriteError
 from rollover.config import Config
+from rollover.config import resume as resume_rules
 from rollover.config.load import Resolved
 from rollover.models.allocator import return_freed_memory
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.track.chronicle import Chronicle
 from rollover.track.health import Health
 from rollover.track.live import LiveView
-from rollover.track.metrics import is_counter
 from rollover.track.recorder import RecordedGroup
 from rollover.track.summary import RunSummary, print_summary, run_summary
 from rollover.train.alarm import Alarm
@@ -41,16 +42,9 @@ from rollover.train.directory import RunDirectory
 from rollover.train.evaluate import encode_tasks, evaluate
 from rollover.train.producer import Generation, OwnProducer, Producer, RecordedRollouts
 from rollover.train.profile import profiled
-from rollover.train.report import (
-    mask_metrics,
-    peak_rss_bytes,
-    reward_metrics,
-    rollout_metrics,
-    speed_metrics,
-    staleness_metrics,
-    waste_metrics,
-)
+from rollover.train.rows import Rows
 from rollover.train.setup import Parts, Threads, held_out_tasks, look_at_tasks
+from rollover.train.stop import Stop
 from rollover.train.streaming import collect_and_accumulate
 from rollover.types import DropReason, Group
 
@@ -61,7 +55,13 @@ Result = TypeVar("Result")
 def run_training(resolved: Resolved, resume: bool, command: list[str] | None = None) -> int:
     """`rollover train`: exit code. `command` is what the user typed after `train`, for the resume command."""
     run = Run(resolved.config, resume, command or [])
-    return asyncio.run(run.main())
+    try:
+        if resume and (finished := run.directory.why_finished()) is not None:
+            print(f"rollover: notice: {finished}", file=sys.stderr)
+            return 0
+        return asyncio.run(run.main())
+    finally:
+        run.directory.close()
 
 
 class Run:
@@ -70,13 +70,10 @@ class Run:
     def __init__(self, config: Config, resume: bool, command: list[str]) -> None:
         self.config, self.resume, self.command = config, resume, command
         self.directory = RunDirectory(config, resume)
-        self.stopping = False
-        self.saved_version = -1
-        self.seconds: dict[str, float] = {}
-        self.counted: dict[str, float] = {}
-        self.carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
+        self.saved_version, self.told_version = -1, 0  # of the newest checkpoint, and of the newest row
+        self.changed = False  # whether anything happened to a rollout since the newest checkpoint
+        self.taken: list[Group] = []  # of the step that is being trained
         self.dropped: list[tuple[Group, DropReason]] = []
-        self.row_started = time.perf_counter()
         self.threads = Threads.of(config)
         self.health = Health()
         # One thread for all steps: it keeps its own team of torch's threads.
@@ -87,15 +84,24 @@ class Run:
         with LiveView(self.config.track.live, self.config.train.num_steps, title=self.config.run.name) as self.view:
             self.view.phase("loading the model")
             parts = self.parts = Parts.build(self.config)
+            self.stop = Stop()
             self.producer = self._producer()
             parts.lifecycle.on_event = self._on_event
             parts.driver.say = parts.observed.say = self.view.message
+            self.stop.on_stop = parts.driver.request_stop
             if self.overlaps:
                 parts.trainer.before_micro_batch = self._take_cores
             self.alarm = Alarm(self.view.message)
             self.chronicle = Chronicle(self.directory.trace)
+            self.rows = Rows(self.config, parts, self.chronicle, self.overlaps)
             self.owners = Owners(
-                parts.trainer, parts.lifecycle, parts.prompts, self.directory, self.chronicle, parts.reuse
+                parts.trainer,
+                parts.lifecycle,
+                parts.prompts,
+                self.directory,
+                self.chronicle,
+                parts.reuse,
+                self.producer,
             )
             try:
                 code = await self._main()
@@ -113,14 +119,21 @@ class Run:
         if self.resume:
             self._restore()
         self.directory.write_config()
-        self._listen_for_signals()
+        self.stop.listen(self.view.message)
+        try:
+            return await self._run()
+        except Exception as error:
+            await self._rescue(error)
+            raise
+
+    async def _run(self) -> int:
+        """All steps and evaluations that are left. Returns the exit code."""
         trainer, config = self.parts.trainer, self.config
         every = config.eval.every_steps
         if trainer.policy_version == 0 or (every and trainer.policy_version % every == 0):
             await self._evaluate()  # the second: a stop may have cut off the evaluation of the last step
-        self.row_started = time.perf_counter()
-        self.seconds.clear()  # the evaluation before the first step belongs to no row
-        while trainer.policy_version < config.train.num_steps and not self.stopping:
+        self.rows.begin()
+        while trainer.policy_version < config.train.num_steps and not self.stop.requested:
             if not await self._step():
                 break
             step = trainer.policy_version
@@ -129,9 +142,9 @@ class Run:
             if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
                 await self._checkpoint()
         await self._checkpoint()  # before the last evaluation: nothing that happens to that may cost the run
-        if not self.stopping:
+        if not self.stop.requested:
             await self._evaluate()
-        if self.stopping:
+        if self.stop.requested:
             self.view.message(
                 f"stopped after step {trainer.policy_version}; continue with:\n  {self._resume_command()}"
             )
@@ -139,13 +152,15 @@ class Run:
         if config.checkpoint.save_final_model:
             self.view.phase("saving the model")
             trainer.save_model(self.directory.model)
+        finished = trainer.policy_version >= config.train.num_steps
+        self.directory.end(trainer.policy_version, "" if finished else self.producer.source)
         return 0
 
     async def _step(self) -> bool:
         """One training step. False when there is nothing (more) to train on."""
         parts, trainer = self.parts, self.parts.trainer
         version = parts.prompts.version = trainer.policy_version
-        self._engine_growth()  # what an evaluation did is not this step's
+        self.rows.engine_growth()  # what an evaluation did is not this step's
         self.view.phase("generating")
         with self.chronicle.span("generate"):
             groups = await self.producer.produce(version + 1, version)
@@ -156,27 +171,46 @@ class Run:
             return False
         return_freed_memory()
         self.view.phase("training")
+        self.taken = groups
         with self._training(version):
             batch = parts.reuse.build(groups, version)
             trained = await self._train(batch, version)
+        self.taken = []
         parts.reuse.after_step(groups, batch, version)
         return_freed_memory()
         num_bytes = 0
-        if not self.recorded and trainer.policy_version % self.config.train.publish_every == 0:
-            if self.overlaps and self.config.rollout.interrupt == "never":
-                await parts.driver.drain()  # a wait for generation, which the driver counts as such
-            with self._timed("weights"):
-                num_bytes = self._publish()
-            self.chronicle.publish(trainer.policy_version)
-        parts.driver.after_publish(trainer.policy_version)
-        row = self._row(groups, batch, trained, version, num_bytes)
+        try:
+            num_bytes = await self._hand_over()
+            parts.driver.after_publish(trainer.policy_version)
+        finally:  # the step was trained, whatever becomes of its weights
+            self._tell(self.rows.of_step(groups, batch, trained, version, num_bytes), groups, batch)
+        return True
+
+    async def _hand_over(self) -> int:
+        """Give the engine the new weights, if they are due; returns their bytes."""
+        version = self.parts.trainer.policy_version
+        if self.recorded or version % self.config.train.publish_every:
+            return 0
+        if self.overlaps and self.config.rollout.interrupt == "never":
+            await self.parts.driver.drain()  # a wait for generation, which the driver counts as such
+        with self.rows.timed("weights"):
+            num_bytes = self._publish()
+        self.chronicle.publish(version)
+        return num_bytes
+
+    def _tell(self, row: dict[str, float], groups: list[Group], batch: Batch) -> None:
+        """Check what a step says of itself, and write it down."""
+        self.parts.lifecycle.check()
+        bound = self.config.staleness_bound
+        assert self.recorded or row["staleness/max"] <= bound, f"staleness {row['staleness/max']} is above {bound}"
+        assert row.get("staleness/replayed_max", 0) <= self.config.replay.max_staleness, "replayed above its bound"
         self._record(groups, batch)
         self.directory.metrics.write(row)
+        self.told_version = self.parts.trainer.policy_version
         self.chronicle.flush()
         self.view.update(row)
         for warning in self.health.look(row):
             self.view.message(f"health: {warning}")
-        return True
 
     async def _train(self, batch: Batch, version: int) -> dict[str, float]:
         """The training step; with rollout.overlap in a thread of its own, while generation goes on."""
@@ -218,19 +252,14 @@ class Run:
         if config.run.replay_rollouts:
             return RecordedRollouts(Path(config.run.replay_rollouts))
         if config.tasks.producer:
-            return OwnProducer(config, parts.loaded.tokenizer, parts.engine)
+            return OwnProducer(config, parts.loaded.tokenizer, parts.engine, self.stop)
         return Generation(self._collect)
 
     async def _collect(self, version: int) -> list[Group] | None:
-        try:
-            with self._loop_watched(self._generating):
-                if self.config.train.streaming_min_groups:
-                    return await self._collect_streaming(version)
-                return await self.parts.driver.collect(version)
-        except ValueError:  # a reward service that went down, say: what was trained so far is kept
-            if self.parts.lifecycle.ledger.generated_tokens:  # before the first step there are answers to look at, too
-                await self._checkpoint()
-            raise
+        with self._loop_watched(self._generating):
+            if self.config.train.streaming_min_groups:
+                return await self._collect_streaming(version)
+            return await self.parts.driver.collect(version)
 
     async def _collect_streaming(self, version: int) -> list[Group] | None:
         """As `_collect`, and the trainer works on what is ready meanwhile."""
@@ -246,7 +275,7 @@ class Run:
     def _training(self, version: int) -> Iterator[None]:
         """Times the trainer's work, and says so if it does not end."""
         limit_s = self.config.watchdog.train_timeout_s
-        with self._timed("train"), self._alarmed(f"the training of step {version + 1}", "begun", limit_s):
+        with self.rows.timed("train"), self._alarmed(f"the training of step {version + 1}", "begun", limit_s):
             yield
 
     def _alarmed(self, what: str, state: str, limit_s: float) -> AbstractContextManager[object]:
@@ -273,65 +302,6 @@ class Run:
         with self._alarmed(f"the weights of policy version {version}", state, limit_s):
             return self.parts.engine.load_weights(version, self.parts.trainer.publish()).num_bytes
 
-    def _row(
-        self, groups: list[Group], batch: Batch, trained: dict[str, float], version: int, num_bytes: int
-    ) -> dict[str, float]:
-        parts, driver = self.parts, self.parts.driver
-        ledger = parts.lifecycle.metrics()
-        parts.lifecycle.check()
-        ages = staleness_metrics(batch, version, self.chronicle.lifetimes.ready_versions)
-        bound = self.config.staleness_bound
-        assert self.recorded or ages["staleness/max"] <= bound, f"staleness {ages} is above {bound}"
-        assert ages.get("staleness/replayed_max", 0) <= self.config.replay.max_staleness, f"replayed: {ages}"
-        waits = {"generate": driver.generation_s, "score": driver.scoring_s, "schedule": driver.scheduling_s}
-        now = time.perf_counter()
-        step_s, self.row_started = now - self.row_started, now
-        times = {f"time/{k}_s": self.seconds.pop(k, 0.0) for k in ("train", "weights", "checkpoint", "eval")}
-        times |= {f"time/{phase}_s": self._since_last(phase, total) for phase, total in waits.items()}
-        row: dict[str, float] = {
-            "step": parts.trainer.policy_version,
-            "policy_version": parts.trainer.policy_version,
-            "time": time.time(),
-            **reward_metrics(groups),
-            **rollout_metrics(groups),
-            **self.chronicle.lifetimes.step_metrics(),
-            **ages,
-            "staleness/bound": bound,
-            **trained,
-            **ledger,
-            **parts.reuse.metrics(),
-            "tokens/step_generated": self._since_last("generated", ledger["tokens/generated"]),
-            "tokens/step_trained": float(batch.num_loss_tokens),
-            **mask_metrics(batch),
-            "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),
-            "tasks/skipped_long_prompt": parts.prompts.num_skipped,
-            "tasks/left_out": parts.prompts.num_left_out,
-            **self._owners_counters(),
-            **times,
-            "time/other_s": max(0.0, step_s - sum(times.values())),
-            "time/step_s": step_s,
-            **self._engine_waits(),
-            "weights/bytes": num_bytes,
-            "memory/peak_rss_bytes": peak_rss_bytes(),
-        }
-        return row | speed_metrics(row) | waste_metrics(self._engine_growth(), row)
-
-    def _engine_growth(self) -> dict[str, float]:
-        """Growth of the engine's counters since the last call."""
-        return {key: self._since_last(key, value) for key, value in self.parts.engine.stats().items()}
-
-    def _engine_waits(self) -> dict[str, float]:
-        """The engine's side of the waiting: in this step, and with rollout.overlap only."""
-        idle = self.parts.driver.idle_s()
-        if not self.overlaps:
-            return {}
-        return {f"wait/engine_for_{whom}_s": self._since_last(f"idle/{whom}", s) for whom, s in idle.items()}
-
-    def _owners_counters(self) -> dict[str, float]:
-        """Counters and gauges of engine, rewards and watchdog; counters go on where a resumed run had ended."""
-        now = {**self.parts.rewarder.stats(), **self.parts.engine.stats(), **self.parts.driver.watchdog.stats()}
-        return {key: value + self.carried.get(key, 0.0) for key, value in now.items()}
-
     def _record(self, groups: list[Group], batch: Batch | None) -> None:
         """Write the groups that were trained by the last step, and those dropped since the last record."""
         if not self.config.track.rollouts or self.recorded:
@@ -356,29 +326,31 @@ class Run:
         config, parts = self.config, self.parts
         version, rows = parts.trainer.policy_version, self.directory.evals.rows()
         done = bool(rows) and rows[-1]["step"] == version
-        if done or self.stopping or config.eval.num_tasks == 0 or self.recorded:
+        if done or self.stop.requested or config.eval.num_tasks == 0 or self.recorded:
             return
         await self._quiesce()
         self.view.phase("evaluating")
         started = time.perf_counter()
         try:
-            with self._timed("eval"), self._loop_watched(lambda: "evaluating"):
+            with self.rows.timed("eval"), self._loop_watched(lambda: "evaluating"):
                 if not hasattr(self, "held_out"):
                     self.held_out = encode_tasks(
                         held_out_tasks(config), parts.loaded.tokenizer, parts.prompts.max_prompt_tokens
                     )
-                if self.stopping:
-                    return
-                result = await evaluate(
-                    self.held_out, parts.engine, parts.observed, parts.loaded.tokenizer, config, parts.stop_token_ids
-                )
+                # A stop waits for no answer and no score.
+                result = await self.stop.unless_requested(
+                    evaluate(
+                        self.held_out, parts.engine, parts.observed, parts.loaded.tokenizer, config,
+                        parts.stop_token_ids,
+                    )
+                )  # fmt: skip
         except ValueError as error:
-            if version == 0 and not self.stopping:
+            if version == 0 and not self.stop.requested:
                 raise
             self.view.message(f"the evaluation after {version} steps failed: {error}")
             return
-        if self.stopping:
-            return  # the interruption cut its answers short
+        if result is None:
+            return
         seconds = time.perf_counter() - started
         self.directory.evals.write({"step": version, "policy_version": version, "seconds": seconds, **result})
         self.view.message(f"held-out mean reward after {version} steps: {result['mean']:.3f}")
@@ -387,17 +359,41 @@ class Run:
 
     async def _checkpoint(self) -> None:
         version = self.parts.trainer.policy_version
-        if version == self.saved_version and not self.stopping:
-            return  # when stopping, rollouts went on since
         await self._quiesce()
+        if version == self.saved_version and not self.changed:
+            return
         self.view.phase("writing a checkpoint")
         self._record([], None)
-        with self._timed("checkpoint"):
+        with self.rows.timed("checkpoint"):
             name = write_snapshot(self.owners)
         self.directory.on_checkpoint()
-        self.saved_version = version
-        if version < self.config.train.num_steps and not self.stopping:
+        self.saved_version, self.changed = version, False
+        if version < self.config.train.num_steps and not self.stop.requested:
             self.view.message(f"checkpoint {name}; if this run ends early, continue with: {self._resume_command()}")
+
+    async def _rescue(self, error: Exception) -> None:
+        """Before an error ends the run: a checkpoint of what it has, if that is consistent."""
+        parts, version = self.parts, self.parts.trainer.policy_version
+        if parts.lifecycle.ledger.generated_tokens == version == 0 or isinstance(error, CheckpointWriteError):
+            return  # before the first step there are answers to look at, too
+        self.view.message(f"{type(error).__name__} after {version} steps: writing a checkpoint before the run ends")
+        try:
+            parts.driver.request_stop()  # no score is waited for
+            try:
+                await parts.driver.park()
+            except Exception:  # the engine is gone, say: what it had not returned is lost
+                await parts.driver.close()
+            if parts.trainer.in_update:
+                raise ValueError(f"the weights are in the middle of step {version + 1}")
+            if self.taken:
+                parts.lifecycle.give_back(self.taken, version)
+            parts.lifecycle.check()
+            if version != max(self.told_version, self.saved_version):
+                raise ValueError(f"metrics.jsonl has no row of step {version}")
+            await self._checkpoint()
+        except Exception as failure:
+            newest = next(reversed(self.directory.store.list()), "none")
+            self.view.message(f"that checkpoint could not be written ({failure}); the newest one is {newest}")
 
     def _restore(self) -> None:
         name = self.directory.checkpoint_to_resume()
@@ -406,20 +402,22 @@ class Run:
             self.view.message("the run ended before its first checkpoint: it begins again")
             return
         self.view.phase(f"restoring {name}")
-        parts = self.parts
+        parts, changes = self.parts, self.directory.changes
         load_snapshot(name, self.owners)
+        resume_rules.refuse(changes, held=bool(parts.lifecycle.cache.groups))
+        if self.directory.tasks_changed:  # there may be more of them now
+            parts.lifecycle.stream_ended = False
         version = self.saved_version = parts.trainer.policy_version
         if not self.recorded:
             parts.lifecycle.check_restored(version, parts.engine.max_tokens)
             self._publish()
             parts.driver.after_publish(version)
         self.directory.truncate(version, parts.lifecycle.cache.groups.keys(), self.chronicle.trace_bytes)
-        row = self.directory.metrics.rows()[-1] if version else {}
-        self.carried = {k: row[k] for k in self._owners_counters() if k in row and is_counter(k)}
-        self._since_last("generated", parts.lifecycle.ledger.generated_tokens)
-        self._since_last("dropped", row.get("tokens/dropped", 0))
+        self.rows.restore(self.directory.metrics.rows()[-1] if version else {})
         held = sum(len(g.rollouts) for g in parts.lifecycle.cache.groups.values())
         self.view.message(f"resumed from {name}: {held} rollouts in the cache go on where they were")
+        if changes:
+            self.view.message("settings that changed since:" + "".join(f"\n  {change}" for change in changes))
 
     def _resume_command(self) -> str:
         return self.directory.resume_command(self.command)
@@ -434,6 +432,7 @@ class Run:
 
     def _on_event(self, event: Event) -> None:
         self.chronicle.on_event(event)
+        self.changed = True
         if event.reason is DropReason.FILTERED:
             self.parts.reuse.on_filtered(event.group)
         if event.kind is EventKind.DROP and event.reason is not None and self.config.track.rollouts:
@@ -442,21 +441,7 @@ class Run:
     def _generating(self) -> str:
         return f"generating: {self.parts.driver.watchdog.describe(time.monotonic())}"
 
-    # Signals and clocks
-
-    def _listen_for_signals(self) -> None:
-        """First Ctrl-C (or SIGTERM): park and checkpoint. Second: stop at once."""
-        loop = asyncio.get_running_loop()
-
-        def handle(number: int, frame: object) -> None:
-            if self.stopping:
-                raise KeyboardInterrupt
-            self.stopping = True
-            self.view.message("stopping: parking rollouts and writing a checkpoint (again: stop at once)")
-            loop.call_soon_threadsafe(self.parts.driver.request_stop)
-
-        signal.signal(signal.SIGINT, handle)
-        signal.signal(signal.SIGTERM, handle)
+    # Clocks
 
     @contextmanager
     def _loop_watched(self, doing: Callable[[], str]) -> Iterator[None]:
@@ -471,18 +456,3 @@ class Run:
         loop, limit_s = asyncio.get_running_loop(), self.config.watchdog.rollout_timeout_s
         with self.alarm.over_loop(text, limit_s, loop.call_later):
             yield
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            with self.chronicle.span(name):
-                yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-
-    def _since_last(self, name: str, cumulative: float) -> float:
-        """Growth of a cumulative number since the last row."""
-        before = self.counted.get(name, 0.0)
-        self.counted[name] = cumulative
-        return cumulative - before

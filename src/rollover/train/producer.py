@@ -9,7 +9,7 @@ All are behind the one loop, which trains what it is given. Owns what was produc
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from rollover.files import did_you_mean_path
 from rollover.functions import OwnFunction, described, own_function
 from rollover.rollout.staleness import group_staleness
 from rollover.track.recorder import read_rollouts
+from rollover.train.stop import Stop
 from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 
@@ -35,8 +36,26 @@ class Producer(Protocol):
         """
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: what a checkpoint holds of it."""
+        ...
 
-class Generation:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; {} is that of a checkpoint without one."""
+        ...
+
+
+class _Stateless:
+    """A producer whose groups follow from the step alone, or are in the cache."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class Generation(_Stateless):
     """The driver's groups. `collect(version)` as `Driver.collect`."""
 
     source = "tasks"
@@ -48,7 +67,7 @@ class Generation:
         return await self._collect(version)
 
 
-class RecordedRollouts:
+class RecordedRollouts(_Stateless):
     """The groups of one recorded step after the other; [] at the end. Steps that trained nothing are left out."""
 
     source = "recorded rollouts"
@@ -74,13 +93,15 @@ class OwnProducer:
     """The user's class, made by `Class(config, tokenizer, engine)`; its `produce(step, version)` may be `async def`.
 
     It may generate with the run's engine, which gets the new weights after every step, or bring groups from elsewhere
-    (`ready_group`). What it returns is checked: ValueError says what is wrong with it.
+    (`ready_group`). What it returns is checked: ValueError says what is wrong with it. [] or None: there is no more.
+    When the run is stopped an `async def` is cancelled, and nothing that it has by then is trained: a resumed run asks
+    for that step again.
     """
 
     source = "groups of tasks.producer"
 
-    def __init__(self, config: Config, tokenizer: Any, engine: Engine) -> None:
-        self.name, self.engine = config.tasks.producer, engine
+    def __init__(self, config: Config, tokenizer: Any, engine: Engine, stop: Stop | None = None) -> None:
+        self.name, self.engine, self.stop = config.tasks.producer, engine, stop or Stop()
         self.max_staleness = config.rollout.max_staleness
         self._last_group_id = -1
         make = own_function("tasks.producer", self.name, "an object with a method produce(step, version)")
@@ -90,7 +111,11 @@ class OwnProducer:
         self._produce = OwnFunction(own.produce, "tasks.producer", self.name, "a list of Groups (of ready_group)")
 
     async def produce(self, step: int, version: int) -> list[Group] | None:
-        groups = await self._produce.awaited(step, version)
+        groups = await self.stop.unless_requested(self._produce.awaited(step, version))
+        if self.stop.requested:
+            return None
+        if groups is None:
+            return []
         if not isinstance(groups, list | tuple) or not all(isinstance(g, Group) for g in groups):
             raise self._produce.refused(described(groups))
         groups = sorted(groups, key=lambda g: g.group_id)
@@ -104,7 +129,7 @@ class OwnProducer:
 
     def _problem(self, group: Group, version: int) -> str | None:
         if group.group_id <= self._last_group_id:
-            return f"comes after group {self._last_group_id}: ids must rise over the run"
+            return f"comes after group {self._last_group_id}: ids must rise over the run, restarts included"
         if not group.rollouts or not group.ready or any(r.reward is None for r in group.rollouts):
             return "is not ready: every rollout needs tokens and a Reward (make it with ready_group)"
         if any(v > version for r in group.rollouts for v in r.versions):
@@ -113,6 +138,12 @@ class OwnProducer:
         if stale > self.max_staleness:
             return f"has tokens that are {stale} versions old, above rollout.max_staleness = {self.max_staleness}"
         return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_group_id": self._last_group_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._last_group_id = state.get("last_group_id", -1)
 
 
 def ready_group(
@@ -124,8 +155,9 @@ def ready_group(
 ) -> Group:
     """A group to be trained, of one list of segments and one Reward a rollout. For producers of your own.
 
-    `group_id`: 0, 1, 2, ... over the run. Each segment holds token ids, the log-probs that they were sampled with and
-    the policy version that sampled them: the correction of off-policy tokens needs both.
+    `group_id`: 0, 1, 2, ... over the run, restarts included (make it of the step). Each segment holds token ids, the
+    log-probs that they were sampled with and the policy version that sampled them: the correction of off-policy tokens
+    needs both. ValueError where a rollout was interrupted: its answer is not whole.
     """
     if not segments or len(segments) != len(rewards):
         raise ValueError(f"{len(segments)} rollouts and {len(rewards)} rewards: a group has one reward a rollout")
@@ -133,9 +165,12 @@ def ready_group(
     for sibling, (of, reward) in enumerate(zip(segments, rewards, strict=True)):
         if not sum(map(len, of)):
             raise ValueError(f"rollout {sibling} of group {group_id} has no tokens")
-        stop = of[-1].stop_reason
+        if of[-1].stop_reason is StopReason.PAUSED:
+            raise ValueError(
+                f"rollout {sibling} of group {group_id} was interrupted, its answer is not whole: extend it to its end"
+            )
         rollout = Rollout(group_id, sibling, task, tuple(prompt_ids), list(of), RolloutState.READY)
-        rollout.stop_reason = StopReason.LENGTH if stop is StopReason.PAUSED else stop
+        rollout.stop_reason = of[-1].stop_reason
         rollout.reward = reward
         rollouts.append(rollout)
     return Group(group_id, task, rollouts)

@@ -9,6 +9,7 @@ anew in every step, so that the importance weights to the stored behavior log-pr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,18 +43,20 @@ class Reuse:
         """The batch of the step at trainer `version`: groups without signal are replaced, as far as others are kept.
 
         A group has no signal if all its advantages are 0. Advantages are then taken anew over what is trained.
+        ValueError, which says why, if no token is in the loss.
         """
         oldest = oldest_in_loss(self.config.rollout, version)
         batch = self.builder.build(groups, oldest)
-        if not len(self.buffer):
-            return batch
-        quiet = sorted({g.group_id for g in groups} - _with_signal(batch))
-        drawn = self.buffer.draw(len(quiet), version)
-        if not drawn:
-            return batch
-        replaced = set(quiet[: len(drawn)])
-        trained = [g for g in groups if g.group_id not in replaced] + [kept.group for kept in drawn]
-        return self.builder.build(trained, oldest, {k.group.group_id: k.oldest_in_loss for k in drawn})
+        if len(self.buffer):
+            quiet = sorted({g.group_id for g in groups} - _with_signal(batch))
+            drawn = self.buffer.draw(len(quiet), version)
+            if drawn:
+                replaced = set(quiet[: len(drawn)])
+                trained = [g for g in groups if g.group_id not in replaced] + [kept.group for kept in drawn]
+                batch = self.builder.build(trained, oldest, {k.group.group_id: k.oldest_in_loss for k in drawn})
+        if not batch.num_loss_tokens:
+            raise ValueError(f"step {version + 1} has no token in its loss: {_why_no_loss(groups, batch, oldest)}")
+        return batch
 
     def with_signal(self, groups: list[Group], version: int) -> list[Sample]:
         """Of some groups of the step at trainer `version` those samples that `build` will not replace.
@@ -116,6 +119,21 @@ class Reuse:
             self.buffer.drop_stale(version)
         if self.config.reroll.max_groups:
             self.reroll.load_state_dict(state["reroll"], max_prompt_tokens)
+
+
+def _why_no_loss(groups: list[Group], batch: Batch, oldest: int) -> str:
+    """What keeps each rollout of a batch out of its loss, and what to change."""
+    masked, causes = batch.masked.out_of_loss, Counter[str]()
+    for rollout in (r for g in groups for r in g.rollouts if not r.greedy):
+        if rollout.reward is None or rollout.reward.missing:
+            causes["have no reward (mend the reward function)"] += 1
+        elif rollout.rollout_id in masked:
+            causes["are masked by a filter (loosen [filters])"] += 1
+        elif max(rollout.versions, default=-1) < oldest:
+            causes[f"have no token of policy version {oldest} or later (raise rollout.max_staleness)"] += 1
+        else:
+            causes["have only tokens that were not sampled"] += 1
+    return f"of {causes.total()} rollouts " + ", ".join(f"{num} {cause}" for cause, num in causes.most_common())
 
 
 def _with_signal(batch: Batch) -> set[int]:

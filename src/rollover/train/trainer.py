@@ -63,6 +63,7 @@ class Trainer:
         self.max_staleness = max_staleness
         self.objective = Objective(algorithm, max_new_tokens)
         self.policy_version = 0
+        self.in_update = False  # from a step's first change of the weights to its end: no state to go on from
         self.lora = lora is not None and lora.rank > 0
         self.model = add_lora(loaded.model, lora) if self.lora and lora is not None else loaded.model
         self._plain = self.model.get_base_model() if self.lora else self.model
@@ -291,11 +292,13 @@ class Trainer:
                 self._divide(count, sums)
             elif count.tokens and not part:
                 self.optimizer.set_zero_gradients()
+            self.in_update = True
             updates.append(self.optim_step(self.objective.rate_scale(sums)))
             combine(totals, sums)
         self._train_mode(False)
         self.policy_version += 1
         self._keep_snapshots()
+        self.in_update = False
         metrics = step_metrics(totals, updates) | {"train/zero_advantage_tokens": float(skipped_tokens)}
         if self.algorithm.rejection != "none":
             metrics["off_policy/rejected_share"] = rejected / max(1, batch.num_loss_tokens)

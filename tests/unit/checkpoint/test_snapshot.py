@@ -80,6 +80,7 @@ def owners(folder: Path, version: int = 0, seconds: float = 0.0) -> Owners:
         directory=SimpleNamespace(store=store, metrics=Sink(store), evals=Sink(store)),
         chronicle=chronicle,
         reuse=Reuse(CONFIG, Reroll(CONFIG.reroll, CONFIG.train.num_steps, lambda: None)),
+        producer=Prompts(),
     )
     return Owners(**parts)
 
@@ -100,6 +101,7 @@ def worked(folder: Path) -> Owners:
     groups = lifecycle.consume(2)
     of.reuse.after_step(groups, of.reuse.build(groups, 2), 2)
     of.prompts.cursor = 3  # pyright: ignore[reportAttributeAccessIssue]
+    of.producer.cursor = 4  # pyright: ignore[reportAttributeAccessIssue]
     generator = torch.Generator().manual_seed(0)
     of.trainer.tensors = {  # pyright: ignore[reportAttributeAccessIssue]
         "master/layer.weight": torch.randn(3, 4, generator=generator).T,  # not contiguous
@@ -123,6 +125,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     after = owners(tmp_path)
     load_snapshot("step-000003", after)
     assert after.trainer.policy_version == 3 and after.prompts.state_dict() == {"cursor": 3}
+    assert after.producer.state_dict() == {"cursor": 4}
     ours, theirs = (of.trainer.save_state()[0] for of in (before, after))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert all(ours[name].dtype == theirs[name].dtype for name in ours)

@@ -11,6 +11,7 @@ import pytest
 
 from rollover.engine.fake import FakeEngine
 from rollover.rollout import driver as driver_module
+from rollover.rollout import idle as idle_module
 from rollover.types import Reward, Rollout
 from unit.rollout.run import Run
 
@@ -31,7 +32,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(driver_module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    for module in (driver_module, idle_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 
 

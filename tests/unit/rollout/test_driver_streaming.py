@@ -174,7 +174,7 @@ def test_reserved_groups_stay_held_until_their_step_and_are_free_after_a_stop() 
         assert await collecting is None
         assert set(reserved) <= set(run.cache.groups)
         run.scheduler.clear_reserved()
-        run.check()
+        run.check(stopped=True)
 
     asyncio.run(go())
 

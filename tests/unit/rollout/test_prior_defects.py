@@ -287,7 +287,7 @@ def test_apr_2_the_last_partials_are_finished_after_the_last_task() -> None:
         batches = []
         while batch := await asyncio.wait_for(run.step(), timeout=20):
             batches.append(batch)
-            if run.driver.stream_ended:
+            if run.lifecycle.stream_ended:
                 held = [r.state for g in run.cache.groups.values() for r in g.rollouts]
                 held_at_the_end.append(sum(state is RolloutState.PARKED for state in held))
         return batches

@@ -112,9 +112,12 @@ class World:
             self._generate()
             self._wind_down()
             # A group that was dropped while winding down may be missed: complete_by = "rollout" counted it.
-            if self._is_enough():
+            if not self._is_enough():
+                continue
+            consumed = self.lifecycle.consume(self.version, self.stream_ended)
+            if self.rng.random() >= self.restart_rate:
                 break
-        consumed = self.lifecycle.consume(self.version, self.stream_ended)
+            self._give_back(consumed)
         assert self.reserved <= {group.group_id for group in consumed}
         self.reserved = set()
         for group in consumed:
@@ -131,6 +134,14 @@ class World:
             self._dropped(group, DropReason.STALE)
         self.check()
         return consumed
+
+    def _give_back(self, consumed: list[Group]) -> None:
+        """The training of the step fails: its groups are held again, for this process or the next."""
+        self.lifecycle.give_back(consumed, self.version)
+        self.reserved = set()
+        self.check()
+        if self.rng.random() < 0.5:
+            self.restart()
 
     def _is_enough(self) -> bool:
         return self.lifecycle.scheduler.to_consume(self.version, self.stream_ended) is not None

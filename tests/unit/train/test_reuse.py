@@ -32,7 +32,9 @@ def reuse(of: Config) -> Reuse:
     return Reuse(of, Reroll(of.reroll, of.train.num_steps, lambda: None))
 
 
-def two(group_id: int, scores: tuple[float, float], version: int = 0, tokens: tuple[int, int] = (20, 30)) -> Group:
+def two(
+    group_id: int, scores: tuple[float | None, float | None], version: int = 0, tokens: tuple[int, int] = (20, 30)
+) -> Group:
     """A group of two rollouts of two tokens each."""
     return group(
         group_id,
@@ -266,13 +268,23 @@ def test_own_functions_are_found_at_the_start() -> None:
         reuse(config(algorithm={"after_scoring": "nowhere:f"}))
 
 
-def test_a_step_in_which_all_rollouts_are_masked_changes_nothing() -> None:
-    r = reuse(config(filters={"mask_overlong": True, "overlong_tokens": 1}))
-    batch = r.build([two(0, (1.0, 0.0))], 0)
-    assert batch.num_loss_tokens == 0 and len(batch.masked.rollouts) == 2
-    trainer = Trainer(tiny.loaded(), TrainConfig(), AlgorithmConfig(), dtype=torch.float32, max_new_tokens=8)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    metrics = trainer.train_step(batch)
-    assert metrics["grad_norm"] == 0 and trainer.policy_version == 1
-    assert all(torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
-    assert staleness_metrics(batch, 0)["staleness/max"] == 0
+@pytest.mark.parametrize(
+    ("filters", "groups", "version", "why"),
+    [
+        (
+            {"mask_overlong": True, "overlong_tokens": 1},
+            [two(0, (1.0, 0.0))],
+            0,
+            "of 2 rollouts 2 are masked by a filter",
+        ),
+        ({}, [two(0, (None, None))], 0, "of 2 rollouts 2 have no reward"),
+        ({}, [two(0, (1.0, 0.0))], 3, "of 2 rollouts 2 have no token of policy version 3 or later"),
+        ({}, [two(0, (1.0, 0.0)), two(1, (1.0, None))], 3, "of 4 rollouts 3 have no token of .*, 1 have no reward"),
+    ],
+)
+def test_a_step_without_a_token_in_its_loss_is_refused_and_says_why(
+    filters: dict[str, Any], groups: list[Group], version: int, why: str
+) -> None:
+    rollout = {"on_stale": "mask", "max_staleness": 0}
+    with pytest.raises(ValueError, match=f"step {version + 1} has no token in its loss: {why}"):
+        reuse(config(filters=filters, rollout=rollout)).build(groups, version)

@@ -1,0 +1,50 @@
+"""One run at a time in a directory: a lock that is held as long as the process lives, and dies with it.
+
+Owns the file `lock` in the directory, which says who holds it. The lock itself is the operating system's (flock), so a
+file that a killed run left behind locks nothing. On a network file system it holds between machines where the mount has
+locks (NFS has, unless it is mounted with nolock); where there are none at all, the run goes on with a warning.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import time
+import warnings
+from pathlib import Path
+
+NAME = "lock"
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class DirectoryLock:
+    """Locks the existing `folder` until `release`. ValueError, which names the holder, if another run has it.
+
+    `key`: the option that named the folder.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._file = open(folder / NAME, "a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            self._file.close()
+            raise ValueError(
+                f"{key} = {str(folder)!r} is in use by {holder}: wait until that run has ended, stop it (Ctrl-C), or"
+                f" give another {key}"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                self._file.close()
+                raise
+            warnings.warn(f"{folder} cannot be locked ({error}): start no second run in it", stacklevel=2)
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()} (since {time.strftime('%F %T')})\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()

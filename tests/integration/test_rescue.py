@@ -1,0 +1,112 @@
+"""An error in the middle of a run leaves a checkpoint from which nothing is trained twice and nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+from rollover import cli
+from rollover.train.trainer import Trainer
+
+OVERLAP = {"overlap": True, "interrupt": "on_weight_update"}
+SYNC = {"interrupt": "never", "in_flight_groups": 3, "max_staleness": 0}
+
+
+def train(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
+    code = cli.main(["train", *map(str, words)])
+    out = capsys.readouterr()
+    return code, out.out + out.err
+
+
+def check_whole_run(folder: Path, steps: int) -> None:
+    """Every step once, the ledger balances, no rollout twice, no task skipped or repeated, the trace tells all once."""
+    rows = runs.json_lines(folder / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    for row in rows:
+        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
+    records = runs.records(folder / "run")
+    ids = [r["rollout_id"] for r in records]
+    assert len(ids) == len(set(ids)) and sum(r["outcome"] == "trained" for r in records) == steps * 9
+    tasks = {r["group_id"]: r["task_id"] for r in records}
+    assert len(set(tasks.values())) == len(tasks)
+    assert rows[-1]["groups/consumed"] == steps * 3
+    assert [e.version for e in runs.trace(folder / "run") if e.kind == "publish"] == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize("rollout", [{}, SYNC, OVERLAP], ids=["partial", "sync", "overlap"])
+def test_a_failing_step_gives_its_groups_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any]
+) -> None:
+    recipe = runs.write(tmp_path, steps=4, rollout=rollout, checkpoint={"every_steps": 0})
+    plain = Trainer.forward_backward
+
+    def fails(self: Trainer, *args: Any) -> Any:
+        if self.policy_version == 2:
+            raise ValueError("no memory left on the device")
+        return plain(self, *args)
+
+    monkeypatch.setattr(Trainer, "forward_backward", fails)
+    code, text = train(capsys, recipe)
+    assert code == 2 and "no memory left" in text and "writing a checkpoint before the run ends" in text, text
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+    monkeypatch.setattr(Trainer, "forward_backward", plain)
+    code, text = train(capsys, recipe, "--resume")
+    assert code == 0 and "resumed from step-000002" in text, text
+    check_whole_run(tmp_path, 4)
+
+
+def test_weights_that_cannot_be_handed_over_do_not_cost_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollover.engine.embedded.engine import EmbeddedEngine
+
+    recipe = runs.write(tmp_path, steps=4, checkpoint={"every_steps": 0})
+    plain = EmbeddedEngine.load_weights
+
+    def fails(self: EmbeddedEngine, version: int, tensors: Any) -> Any:
+        if version == 2:
+            raise ValueError("the engine is gone")
+        return plain(self, version, tensors)
+
+    monkeypatch.setattr(EmbeddedEngine, "load_weights", fails)
+    code, text = train(capsys, recipe)
+    assert code == 2 and "the engine is gone" in text, text
+    monkeypatch.setattr(EmbeddedEngine, "load_weights", plain)
+    code, text = train(capsys, recipe, "--resume")
+    assert code == 0 and "resumed from step-000002" in text, text
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_weights_in_the_middle_of_a_step_are_not_saved_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = runs.write(tmp_path, steps=4, checkpoint={"every_steps": 1}, train={"minibatches_per_step": 3})
+    plain = Trainer.optim_step
+
+    def fails(self: Trainer, *args: Any) -> Any:
+        updates = plain(self, *args)
+        if self.policy_version == 2:
+            raise ValueError("after the first of three updates")
+        return updates
+
+    monkeypatch.setattr(Trainer, "optim_step", fails)
+    code, text = train(capsys, recipe)
+    assert code == 2 and "the weights are in the middle of step 3); the newest one is step-000002" in text, text
+
+
+def test_a_step_without_a_loss_token_is_not_trained_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = runs.write(tmp_path, steps=3, checkpoint={"every_steps": 0})
+    assert train(capsys, recipe, "--train.num_steps", "1")[0] == 0
+    masked = ["--filters.mask_overlong", "true", "--filters.overlong_tokens", "1"]
+    code, text = train(capsys, recipe, "--resume", *masked)
+    assert code == 2 and "step 2 has no token in its loss: of 9 rollouts 9 are masked by a filter" in text, text
+    assert "filters.mask_overlong: false -> true" in text
+    code, text = train(capsys, recipe, "--resume")
+    assert code == 0, text
+    check_whole_run(tmp_path, 3)

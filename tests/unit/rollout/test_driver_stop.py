@@ -1,0 +1,100 @@
+"""A stop waits for no score, and an engine that answers with nothing is not asked as fast as it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from rollover.config.watchdog import WatchdogConfig
+from rollover.engine.fake import FakeEngine
+from rollover.engine.protocol import ExtendRequest
+from rollover.rollout.watchdog import Watchdog
+from rollover.types import Reward, Rollout, RolloutState, Segment, StopReason
+from unit.rollout.run import PARTIAL, Run
+
+
+async def never(rollouts: list[Rollout]) -> list[Reward]:
+    await asyncio.sleep(3600)
+    raise AssertionError("nobody may wait for this")
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stop_waits_for_no_score_and_they_are_asked_for_again(watched: bool, overlap: bool) -> None:
+    mode = {"overlap": True, "interrupt": "on_weight_update", "max_staleness": 2} if overlap else PARTIAL
+    dog = Watchdog(WatchdogConfig(rollout_timeout_s=600, reward_timeout_s=600)) if watched else None
+    run = Run(lambda seed: 3 if seed % 2 else 30, never, watchdog=dog, **(PARTIAL | mode))
+
+    async def stop() -> None:
+        collecting = asyncio.ensure_future(run.driver.collect(0))
+        while not run.lifecycle.unscored():
+            await asyncio.sleep(0)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        run.driver.request_stop()
+        assert await asyncio.wait_for(collecting, 60) is None
+        await asyncio.wait_for(run.driver.park(), 60)
+        await run.driver.close()
+
+    asyncio.run(stop())
+    run.check(stopped=True)
+    unscored = run.lifecycle.unscored()
+    assert unscored and all(r.reward is None for r in unscored)
+    resumed = Run(lambda seed: 3 if seed % 2 else 30, **PARTIAL)
+    resumed.load(run.save())
+    groups = [group for batch in resumed.steps(3) for group in batch]
+    assert all(r.reward is not None for g in groups for r in g.rollouts)
+    assert {r.group_id for r in unscored} & {g.group_id for g in groups}
+
+
+class Empty(FakeEngine):
+    """Answers some rollouts at once with nothing, `times` times each."""
+
+    def __init__(self, rollout_ids: set[str], times: int) -> None:
+        super().__init__(lambda seed: 5)
+        self.left = dict.fromkeys(rollout_ids, times)
+        self.calls = 0
+
+    async def extend(self, request: ExtendRequest) -> list[Segment]:
+        self.calls += 1
+        if self.left.get(request.rollout_id, 0) > 0:
+            self.left[request.rollout_id] -= 1
+            nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
+            return [Segment(*nothing, self.policy_version, request.sampling, StopReason.PAUSED)]
+        return await super().extend(request)
+
+
+def test_an_engine_that_answers_with_nothing_now_and_then_is_asked_again() -> None:
+    engine = Empty({"0-0", "1-1"}, times=3)
+    run = Run(engine=engine)
+    (groups,) = run.steps(1)
+    assert [r.num_tokens for g in groups for r in g.rollouts] == [5] * 4 and engine.calls == 4 + 2 * 3
+    assert not run.said
+
+
+def test_an_engine_that_answers_with_nothing_for_ever_is_asked_ever_less_often_and_named() -> None:
+    engine = Empty({"0-0"}, times=10**9)
+    dog = Watchdog(WatchdogConfig(rollout_timeout_s=0.3, max_stalls=2, reward_timeout_s=0))
+    run = Run(engine=engine, watchdog=dog)
+    started = time.perf_counter()
+    (groups,) = run.steps(1)
+    assert [g.group_id for g in groups] == [1, 2], "the watchdog dropped the group that got nothing"
+    assert engine.calls < 100 * (1 + time.perf_counter() - started)
+    assert any("rollout 0-0 (running, " in line and "0 tokens" in line for line in run.said), run.said
+
+
+def test_a_stop_ends_the_pause() -> None:
+    run = Run(engine=Empty({"0-0"}, times=10**9))
+
+    async def stop() -> None:
+        collecting = asyncio.ensure_future(run.driver.collect(0))
+        await asyncio.sleep(0.3)
+        run.driver.request_stop()
+        assert await asyncio.wait_for(collecting, 30) is None
+
+    asyncio.run(stop())
+    run.check(stopped=True)
+    assert run.cache.rollout("0-0").state is RolloutState.WAITING

@@ -163,7 +163,7 @@ class Trainer:
         ((samples,), known) = self._reject([samples], {})
         counts = replace(Counts.of(samples), divided=False)
         known |= self._known([samples], known)
-        self._add_gradient(samples, counts, self._for_minibatch(0, known), self._accumulated_sums)
+        self._add_gradient(samples, counts, _for_minibatch(0, known, self.algorithm), self._accumulated_sums)
         self._accumulated |= {s.rollout_id: s for s in samples}
 
     def forget_accumulated(self) -> None:
@@ -217,11 +217,6 @@ class Trainer:
             with self.snapshots.under(REFERENCE):
                 found["reference"] = self._logprobs(minibatches)
         return found
-
-    def _for_minibatch(self, index: int, known: Mapping[str, Stream]) -> Mapping[str, Stream]:
-        """The first minibatch meets the weights of the step's start: its current log-probs are the proximal ones."""
-        first = index == 0 and self.algorithm.proximal_policy == "step_start"
-        return {name: stream for name, stream in known.items() if not (first and name == "proximal")}
 
     def _logprobs(self, minibatches: list[list[Sample]]) -> Stream:
         return {k: v for part in minibatches for k, v in self.compute_logprobs(part).items()}
@@ -287,7 +282,7 @@ class Trainer:
         updates: list[dict[str, float]] = []
         for index, (part, count) in enumerate(zip(minibatches, counts, strict=True)):
             sums = {} if count.divided else self._accumulated_sums
-            self._add_gradient(part, count, self._for_minibatch(index, known), sums)
+            self._add_gradient(part, count, _for_minibatch(index, known, self.algorithm), sums)
             if not count.divided:
                 self._divide(count, sums)
             elif count.tokens and not part:
@@ -371,3 +366,9 @@ class Trainer:
         self.tokenizer.save_pretrained(folder)
         for weights in folder.glob("*.safetensors"):
             give_usual_mode(weights)
+
+
+def _for_minibatch(index: int, known: Mapping[str, Stream], algorithm: AlgorithmConfig) -> Mapping[str, Stream]:
+    """The first minibatch meets the weights of the step's start: its current log-probs are the proximal ones."""
+    first = index == 0 and algorithm.proximal_policy == "step_start"
+    return {name: stream for name, stream in known.items() if not (first and name == "proximal")}

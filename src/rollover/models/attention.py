@@ -18,6 +18,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 IMPLEMENTATION = "rollover"
 _POSITIONS = ("position_ids", "cache_position")
+# Of a configuration's layer_types, those that are attention as Rollover runs it.
+_PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
+
+
+class Unsupported(ValueError):
+    """Why a model cannot be run, as the end of a sentence that names it."""
 
 
 class Attention(Protocol):
@@ -50,11 +56,15 @@ def _interface(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     if rollover_attention is None:
-        raise ValueError("this model was loaded by Rollover: call it through rollover.models.attention.hidden_states")
-    # Attention sinks, position biases and the like: to leave them out would be another model.
+        raise Unsupported(
+            "its layers do not hand on what Rollover's attention is given (rollover.models.attention.hidden_states)"
+        )
     unknown = [k for k, v in others.items() if isinstance(v, torch.Tensor) and k not in _POSITIONS]
     if unknown:
-        raise ValueError(f"{type(module).__name__} needs {', '.join(unknown)} in its attention, which is not supported")
+        raise Unsupported(
+            f"its attention needs {', '.join(unknown)} (attention sinks, a bias or the like), which Rollover's has not:"
+            " without it, it would be another model"
+        )
     scale = module.head_dim**-0.5 if scaling is None else scaling
     # Rotary embeddings of a float32 residual stream come out in float32: back to what the cache holds.
     # Autocast would round what attention computes in float32.
@@ -216,34 +226,96 @@ def hidden_states(
     return out.last_hidden_state[0]
 
 
-class _Counted(PackedAttention):
-    calls = 0
+class _Probe(PackedAttention):
+    """Sees the key/value heads of every layer, and refuses what the KV cache has no room for."""
 
-    def attend(self, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.calls += 1
-        return super().attend(layer, *args, **kwargs)
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__(lengths)
+        self.shape: tuple[int, int] | None = None
+        self.layers: set[int] = set()
+
+    def attend(
+        self, layer: int, query_NHD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, **options: Any
+    ):
+        heads, size = key_NKD.shape[1:]
+        if value_NKD.shape[2] != size:
+            raise Unsupported(
+                f"a head of its keys has {size} numbers and one of its values {value_NKD.shape[2]} (as in multi-head"
+                " latent attention), and the KV cache holds both alike"
+            )
+        self.shape = self.shape or (heads, size)
+        if self.shape != (heads, size):
+            raise Unsupported(
+                f"its layers differ: {self.shape[0]} key/value heads of {self.shape[1]} numbers in one, {heads} of"
+                f" {size} in another, and the KV cache holds all layers alike"
+            )
+        self.layers.add(layer)
+        return super().attend(layer, query_NHD, key_NKD, value_NKD, **options)
 
 
 @torch.no_grad()
+def cache_shape(model: Any) -> tuple[int, int]:
+    """(key/value heads, numbers a head) of every layer, as one token's forward pass shows them."""
+    probe = _Probe([1])
+    zero = torch.zeros(1, dtype=torch.long, device=model.device)
+    hidden_states(model, zero, zero, probe)
+    assert probe.shape is not None, "a model that check_model passes has attention"
+    return probe.shape
+
+
+# What a message says to use instead.
+_INSTEAD = (
+    "Use a decoder with plain attention in every layer, as Llama, Qwen, Mistral, Gemma, Phi or OLMo (docs/models.md)"
+)
+
+
+def refusal(model: str, reason: object) -> str:
+    """What a user is told of a model (its class or family) that cannot be run."""
+    return f"{model} is not supported: {reason}. {_INSTEAD}"
+
+
+def refusal_of_lookup(family: str, error: KeyError) -> str:
+    """The same where transformers could not make the model, because its classes have a list of attentions."""
+    if error.args != (IMPLEMENTATION,):
+        raise error
+    return refusal(family, "it has attention classes of its own, beside transformers' attention interface")
+
+
 def check_model(model: Any) -> None:
-    """ValueError unless tokens meet in attention alone, in every layer.
+    """ValueError, in words for users, unless tokens meet in attention alone, in every layer, and the cache can hold it.
 
     State-space, convolution and linear-attention layers, and models with an attention of their own, would mix the
     sequences of a packed row without a word, and the engine would lose their state.
     """
+    try:
+        _probe(model)
+    except Unsupported as error:
+        raise ValueError(refusal(type(model).__name__, error)) from error
+    except (TypeError, RuntimeError, AttributeError, IndexError, KeyError, ValueError) as error:
+        reason = f"its modules do not run on a row of packed sequences ({type(error).__name__}: {error})"
+        raise ValueError(refusal(type(model).__name__, reason)) from error
+
+
+@torch.no_grad()
+def _probe(model: Any) -> None:
+    config = model.config.get_text_config()
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS)
+    if kinds:
+        raise Unsupported(
+            f"it has layers of the kind {', '.join(kinds)}, and Rollover runs full and sliding attention alone"
+        )
     first = torch.arange(3, 10, device=model.device)
     second = torch.cat((first[:3] + 1, first[3:]))
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3], device=model.device)
     outputs = []
     for ids in (first, second):
-        attention = _Counted([3, 4])
-        try:
-            outputs.append(hidden_states(model, ids, positions, attention)[3:])
-        except (TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
-            raise ValueError(f"{type(model).__name__} cannot be run: {error}") from error
-    layers = model.config.get_text_config().num_hidden_layers
-    if attention.calls != layers or not torch.allclose(*outputs, atol=1e-3, rtol=1e-3):
-        raise ValueError(
-            f"{type(model).__name__} is not supported: not all of its {layers} layers are attention that Rollover runs,"
-            " so sequences in one batch would see each other. Use a decoder with attention in every layer"
+        attention = _Probe([3, 4])
+        outputs.append(hidden_states(model, ids, positions, attention)[3:])
+    layers = config.num_hidden_layers
+    if attention.layers != set(range(layers)):
+        raise Unsupported(
+            f"{layers - len(attention.layers)} of its {layers} layers do not use transformers' attention interface, so"
+            " they would see the other sequences of a batch, or keep a state that is not cached"
         )
+    if not torch.allclose(*outputs, atol=1e-3, rtol=1e-3):
+        raise Unsupported("sequences in one batch see each other outside of attention")

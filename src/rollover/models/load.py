@@ -114,6 +114,9 @@ def load_model(
             **source,
         )
         model, report = loading
+    except KeyError as error:
+        reason = attention.refusal_of_lookup(config.model_type, error)
+        raise ValueError(f"model.path = {cfg.path!r}: {reason}") from error
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model.path = {cfg.path!r} cannot be loaded: {error}") from error
     lost = sorted(report["missing_keys"])

@@ -20,6 +20,7 @@ from rollover.engine.embedded.sampler import sample, uniforms
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest, WeightLoad
 from rollover.engine.repetition import CHECK_EVERY, repeats_itself
+from rollover.models.attention import cache_shape
 from rollover.models.limits import Limits
 from rollover.types import Segment, StopReason
 
@@ -44,13 +45,13 @@ class EmbeddedEngine:
         policy_version: int = 0,
     ) -> None:
         text_config = model.config.get_text_config()
-        heads = text_config.num_attention_heads
+        kv_heads, head_size = cache_shape(model)
         first = next(model.parameters())
         self._runner = Runner(model, config.max_running)
         cache = KVCache(
             num_layers=text_config.num_hidden_layers,
-            num_kv_heads=getattr(text_config, "num_key_value_heads", None) or heads,
-            head_size=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
+            num_kv_heads=kv_heads,
+            head_size=head_size,
             dtype=first.dtype,
             device=first.device,
             max_bytes=int(config.kv_memory_gb * 1e9),

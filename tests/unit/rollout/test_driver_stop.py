@@ -98,3 +98,11 @@ def test_a_stop_ends_the_pause() -> None:
     asyncio.run(stop())
     run.check(stopped=True)
     assert run.cache.rollout("0-0").state is RolloutState.WAITING
+
+
+def test_a_resumed_run_knows_that_its_tasks_had_ended() -> None:
+    run = Run(num_tasks=2)
+    assert [len(batch) for batch in run.steps(2)] == [2, 0]
+    resumed = Run(num_tasks=None)  # as where failed tasks would be given again
+    resumed.load(run.save())
+    assert resumed.steps(1) == [[]]

@@ -23,6 +23,12 @@ def zero(prompts, completions, answer, **columns):
 
 # option -> (parameters, what is right, what is wrong from the given call on, what is said of it)
 FAILING: dict[str, tuple[str, str, int, str, str]] = {
+    "algorithm.advantage": ("r, g", "r - r.nanmean()", 3, "r * float('nan')", "returned nan at 9 of 9 rollouts"),
+    "algorithm.after_scoring": ("rollouts, a", "a", 3, "a[:1]", "of the shape [1] for 9 rollouts"),
+    "algorithm.loss": (
+        "t", "(-t.ratio_BT * t.advantages_BT, t.mask_BT & False)", 4, "(t.logprobs_BT * float('nan'), t.mask_BT)",
+        "returned a loss that is nan at",
+    ),
     "filters.custom": ("group", "None", 8, "1 / 0", "failed: ZeroDivisionError: division by zero (mine.py:5)"),
     "rollout.order": ("view", "(view.remaining,)", 6, "None", "returned None"),
     "tasks.before_produce": ("task, version", "task", 12, "[][0]", "failed: IndexError: list index out of range"),
@@ -71,15 +77,27 @@ def test_rewards_that_are_all_the_same_are_told_with_an_example(
     assert "learning_rate" not in said, "another rate would not help"
 
 
-@pytest.mark.parametrize("option", FAILING)
+ASYNC = {"overlap": True, "interrupt": "on_weight_update"}
+
+
+@pytest.mark.parametrize(
+    ("option", "mode"), [*((o, {}) for o in FAILING), ("algorithm.loss", ASYNC), ("filters.custom", ASYNC)]
+)
 def test_a_function_that_goes_wrong_later_ends_the_run_with_one_line_and_a_checkpoint(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    option: str,
+    mode: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And with the function mended, the run goes on to its end."""
     monkeypatch.chdir(tmp_path)
     parameters, right, wrong_from, wrong, text = FAILING[option]
     file = runs.write(
-        tmp_path, steps=5, rollout={"max_new_tokens": 16}, checkpoint={"every_steps": 0, "save_final_model": False}
+        tmp_path,
+        steps=5,
+        rollout={"max_new_tokens": 16, **mode},
+        checkpoint={"every_steps": 0, "save_final_model": False},
     )
     (tmp_path / "mine.py").write_text(own(parameters, right, wrong_from, wrong))
     words = ["train", str(file), f"--{option}", "mine.py:own"]

@@ -87,6 +87,9 @@ def check_before_produce(spec: str) -> None:
         def next(self) -> Task | None:
             return self.left.pop(0) if self.left else None
 
+        def state_dict(self) -> dict[str, int]:
+            return {"left": len(self.left)}
+
     for version, expected in ((9, ["t200"]), (10, ["t201", "t200"])):
         own = own_function("tasks.before_produce", spec, TASK_OR_NONE)
         prompts = PromptSource(Stream(), tiny.tokenizer(), 500, own)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import runs
 
 from rollover import cli
+from rollover.train.lock import DirectoryLock
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: str | Path, loads: bool = False) -> str:
@@ -254,3 +256,37 @@ def test_other_paths(recipe: Path, capsys: pytest.CaptureFixture[str], words: li
     error = error_of(capsys, *words, loads=words[0] == "train")
     task = re.search(r"of task '(.*?)'", error)
     assert error == message.format(folder=recipe.parent, task=task and task[1])
+
+
+def test_two_runs_at_once_in_one_directory(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recipe.parent / "run"
+    run.mkdir()
+    holder = DirectoryLock(run, "run.dir")
+    try:
+        error = error_of(capsys, "train", recipe)
+    finally:
+        holder.release()
+    assert re.fullmatch(
+        rf"run\.dir = '{run}' is in use by process {os.getpid()} on \S+ \(since [-\d]+ [:\d]+\): wait until that run"
+        r" has ended, stop it \(Ctrl-C\), or give another run\.dir",
+        error,
+    )
+
+
+def test_other_settings_on_resume(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", str(recipe)]) == 0
+    before = json.loads((recipe.parent / "run" / "config.resolved.json").read_text())
+    capsys.readouterr()
+    assert cli.main(["train", str(recipe), "--resume", "--train.num_steps", "2", "--train.learning_rate", "5e-4"]) == 0
+    said = lines_of(capsys)
+    at = said.index("settings that changed since:")
+    assert said[at + 1 : at + 3] == ["  train.num_steps: 1 -> 2", "  train.learning_rate: 0.001 -> 0.0005"]
+    assert json.loads((recipe.parent / "run" / "config.resolved.1.json").read_text()) == before
+
+
+def test_a_setting_that_cannot_change_on_resume(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", str(recipe)]) == 0
+    assert error_of(capsys, "train", recipe, "--resume", "--train.num_steps", "2", "--run.seed", "1") == (
+        "--resume with run.seed = 1: it was 0, and tasks, and the tokens of a rollout, are drawn by it. Set run.seed ="
+        " 0, or start a new run in another run.dir"
+    )

@@ -299,3 +299,12 @@ def test_passes_the_remaining_budget_seed_and_stops_to_the_engine() -> None:
     by_rollout = {r.rollout_id: r.seed for r in engine.requests}
     assert by_rollout["1-1"] == rollout_seed(3, "t1", 0, 1)
     assert all(by_rollout[r.rollout_id] == r.seed for r in resumed)
+
+
+def test_the_sibling_after_the_trained_ones_is_sampled_greedily() -> None:
+    run = Run(lengths=lambda seed: 4, greedy_baseline=True, temperature=0.7)
+    (groups,) = run.steps(1)
+    temperatures = [[r.segments[0].sampling.temperature for r in group.rollouts] for group in groups]
+    assert temperatures == [[0.7, 0.7, 0.0]] * 2 and all(
+        r.greedy == (r.sibling == 2) for g in groups for r in g.rollouts
+    )

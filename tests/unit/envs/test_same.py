@@ -43,6 +43,8 @@ def test_the_text_of_a_problem_has_no_case_and_no_layout() -> None:
         ("chain_sum", ["What is 3 + 4 =", "What is 4 + 3 ="], "What is 3 - 4 ="),
         ("chain_sum", ["7 - 2 + 5 - 3", "5 - 3 + 7 - 2", "7 - 3 - 2 + 5"], "7 - 2 - 5 + 3"),
         ("chain_sum", ["-3 + 4", "4 - 3"], "3 - 4"),
+        ("chain_sum", ["-5 + 3 - -2", "3 + 2 + -5", "2 - -3 - 5"], "-5 - 3 - -2"),
+        ("chain_sum", ["What is 5 - 0 =", "What is 0 + 5 ="], "What is 0 - 5 ="),
         ("decimal_chain_sum", ["1.5 + 2.25", "2.25 + 1.5"], "15 + 2.25"),
         ("products", ["5 * 9. Give", "9 * 5. Give"], "5 * 8. Give"),
         ("products", ["5 * -9 * 2", "2 * 5 * -9"], "5 * 9 * 2"),

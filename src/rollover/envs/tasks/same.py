@@ -20,7 +20,8 @@ from rollover.types import Task
 Same = Callable[[Task], str]
 
 _NUMBER = r"\d+(?:\.\d+)?"
-_SUM = re.compile(rf"-?{_NUMBER}(?: [+-] {_NUMBER})+")
+_SUM = re.compile(rf"-?{_NUMBER}(?: [+-] -?{_NUMBER})+")
+_TERM = re.compile(rf"([+-]?) ?(-?)({_NUMBER})")
 _PRODUCT = re.compile(rf"-?{_NUMBER}(?: \* -?{_NUMBER})+")
 _LIST = re.compile(rf"-?{_NUMBER}(?:, -?{_NUMBER})+")
 
@@ -78,15 +79,13 @@ def _by_function(spec: str) -> Same:
 
 
 def _terms_sorted(text: str) -> str:
-    """`5 - 9 + 1` as `+1 +5 -9`."""
+    """`5 - -9 - 1` as `+5 +9 -1`: the terms with the signs that they are added with; 0 has one."""
 
-    def in_order(match: re.Match[str]) -> str:
-        expression = match[0] if match[0].startswith("-") else f"+ {match[0]}"
-        signs = expression.replace("-", "- ", 1) if match[0].startswith("-") else expression
-        words = signs.split()
-        return " ".join(sorted(sign + number for sign, number in zip(words[::2], words[1::2], strict=True)))
+    def signed(match: re.Match[str]) -> str:
+        outer, inner, number = match.groups()
+        return ("-" if (outer == "-") != (inner == "-") and float(number) else "+") + number
 
-    return _SUM.sub(in_order, text)
+    return _SUM.sub(lambda match: " ".join(sorted(map(signed, _TERM.finditer(match[0])))), text)
 
 
 def _factors_sorted(text: str) -> str:

@@ -53,6 +53,7 @@ def test_the_text_of_a_problem_has_no_case_and_no_layout() -> None:
             ["of these numbers: 641, 595. Give", "of these numbers: 595, 641. Give"],
             "of these numbers: 641, 59. Give",
         ),
+        ("sentence_reordering", ["sentence: too, This, is", "sentence: is This, too,"], "sentence: is This, two,"),
         ("countdown", ["make 119 of: 67, 50, 20", "make 119 of: 20, 67, 50"], "make 118 of: 67, 50, 20"),
     ],
 )

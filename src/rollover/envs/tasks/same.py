@@ -96,6 +96,10 @@ def _lists_sorted(text: str) -> str:
     return _LIST.sub(lambda match: ", ".join(sorted(match[0].split(", "))), text)
 
 
+def _words_sorted(text: str) -> str:
+    return " ".join(sorted(text.split()))
+
+
 # Generators whose problems have the same answer whatever the order of their operands.
 UNORDERED: dict[str, Callable[[str], str]] = {
     "chain_sum": _terms_sorted,
@@ -105,4 +109,5 @@ UNORDERED: dict[str, Callable[[str], str]] = {
     "lcm": _lists_sorted,
     "countdown": _lists_sorted,
     "number_sorting": _lists_sorted,
+    "sentence_reordering": _words_sorted,  # the same sentence comes shuffled in many ways
 }

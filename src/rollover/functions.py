@@ -86,7 +86,11 @@ def own_function(key: str, spec: str, returns: str) -> OwnFunction:
 
 def explained(error: BaseException) -> str:
     """`TypeError: text (mine.py:7)`, on one line: where in the user's code it was raised, if it was."""
-    text = " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())
+    try:
+        said = str(error)
+    except Exception:  # boundary: the user's class
+        said = ""
+    text = printable(" ".join(f"{type(error).__name__}: {said}".removesuffix(": ").split()))
     frames = {_owner(frame.filename): frame for frame in traceback.extract_tb(error.__traceback__)}  # the last of each
     frame = frames.get("user") or frames.get("installed")  # the function may be one of an installed package
     where = f" ({_shown(frame.filename)}:{frame.lineno})" if frame is not None else ""
@@ -122,9 +126,17 @@ def load_function(spec: str, base_dir: str) -> Callable[..., Any]:
     return function
 
 
+def printable(text: str) -> str:
+    """`text` with a question mark for what a terminal or a file of UTF-8 cannot take: lone surrogates, escape codes."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def shortened(value: Any) -> str:
     """What a message shows of a value that the user's code gave."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # boundary: the user's class
+        text = "(which cannot be shown)"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollover.functions import load_function, shortened
+from rollover.functions import load_function, printable, shortened
 from rollover.rewards.answers import RULES, extract_answer, reference_answer, same_answer
 
 if TYPE_CHECKING:
     from rollover.config import RewardsConfig, TaskSourceConfig
 
+_MAX_NAME_CHARS = 100
 RETURNED_NONE = "the function returned None"
 BUILTINS = ("reasoning_gym", "exact_match")
 Item = dict[str, Any]  # prompt: str | list of messages; completion: str; completion_ids; columns; source
@@ -163,7 +164,7 @@ def to_result(value: Any) -> Result:
     if isinstance(value, dict):
         if "score" not in value:
             return {"error": f"the function returned a dict without 'score': {_short(value)}"}
-        others = {str(k): _number(v) for k, v in value.items() if k != "score"}
+        others = {_name(k): _number(v) for k, v in value.items() if k != "score"}
         extras = {name: number for name, number in others.items() if number is not None and math.isfinite(number)}
         value = value["score"]
     if value is None:
@@ -174,6 +175,11 @@ def to_result(value: Any) -> Result:
     if not math.isfinite(score):
         return {"error": f"the function returned {score}, which is not finite"}
     return {"score": score, "extras": extras}
+
+
+def _name(key: Any) -> str:
+    """Of an extra: what can stand in the key of a metric and in a file."""
+    return printable(str(key))[:_MAX_NAME_CHARS] or "?"
 
 
 def _number(value: Any) -> float | None:

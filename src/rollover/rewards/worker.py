@@ -80,7 +80,7 @@ def _score(reward: LoadedReward, items: list[Item], reply: Callable[[dict[str, A
         for index, item in enumerate(items):
             try:
                 result = reward.score_one(item)
-            except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: the user's function
+            except BaseException as error:  # boundary: the user's function, KeyboardInterrupt included
                 result = _failure(error)
             _clear_alarm()
             reply({"index": index, "result": result})
@@ -90,7 +90,7 @@ def _score(reward: LoadedReward, items: list[Item], reply: Callable[[dict[str, A
     else:
         try:
             message = {"results": reward.score_all(items)}
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: the user's function
+        except BaseException as error:  # boundary: the user's function, KeyboardInterrupt included
             message = _failure(error)
         _clear_alarm()
         reply(message)
@@ -100,7 +100,7 @@ async def _score_together(reward: LoadedReward, items: list[Item], reply: Callab
     async def one(index: int, item: Item) -> None:
         try:
             result = await reward.score_async(item)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: the user's function
+        except BaseException as error:  # boundary: the user's function, KeyboardInterrupt included
             result = _failure(error)
         reply({"index": index, "result": result})
 

@@ -6,6 +6,7 @@ import pytest
 
 from rollover.config import RewardsConfig, TaskSourceConfig
 from rollover.rewards.registry import answer_of, load_reward, spec_for, to_result
+from rollover.track.metrics import validate
 
 
 def item(completion="4", prompt="2 + 2", source="file", **columns):
@@ -190,3 +191,18 @@ def test_reasoning_gym_scores_with_the_generators_own_scorer():
     assert reward.score_one(item(f"It is {entry['answer']}.", **columns))["score"] == 1
     assert reward.score_one(item("It is 123456789.", **columns))["score"] < 0.5
     assert reward.score_one(item("no number", **columns))["score"] == 0
+
+
+@pytest.mark.parametrize("name", ["", "two\nlines", "half a pair \ud800", "x" * 5000, "a/b c", 7, None])
+def test_the_name_of_an_extra_can_be_that_of_a_metric(name: object) -> None:
+    (extra,) = to_result({"score": 1.0, name: 0.5})["extras"]
+    assert extra == extra.encode().decode() and len(extra) <= 100
+    validate({f"reward/extra/{extra}": 0.5})
+
+
+def test_what_cannot_be_shown_is_an_error_all_the_same() -> None:
+    class Mute:
+        def __repr__(self) -> str:
+            raise RuntimeError("an error in an error")
+
+    assert to_result(Mute()) == {"error": "the function returned Mute (which cannot be shown), expected a number"}

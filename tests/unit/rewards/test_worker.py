@@ -34,6 +34,19 @@ def exits(prompts, completions, **columns):
 def sys_exits(prompts, completions, **columns):
     sys.exit(3)
 
+def interrupts(prompts, completions, **columns):
+    raise KeyboardInterrupt
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("an error in an error")
+
+def mute(prompts, completions, **columns):
+    raise Mute
+
+def unprintable(prompts, completions, **columns):
+    raise ValueError("half a pair \\ud800, an escape \\x1b[2J")
+
 def prints(prompts, completions, **columns):
     print('{"results": "not these"}')
     os.system("echo noise")
@@ -107,6 +120,9 @@ def counts(**of_kind):
     [
         ("raises", "KeyError: 'no such thing'"),
         ("sys_exits", "SystemExit"),
+        ("interrupts", "KeyboardInterrupt (functions.py:"),
+        ("mute", "Mute (functions.py:"),
+        ("unprintable", "ValueError: half a pair ?, an escape ?[2J (functions.py:"),
         ("short", "1 scores for 2 completions"),
         ("nan", "not finite"),
         ("no_score", "without 'score'"),

@@ -68,7 +68,12 @@ class Change(NamedTuple):
 
 
 def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
-    """What `new` has otherwise than `old`, a config.resolved.json. Options that are newer than that are left out."""
+    """What `new` has otherwise than `old`, a config.resolved.json; nothing if that is gone ({}).
+
+    Options that are newer than that are left out.
+    """
+    if not old:
+        return []
     before, now = dict(_flat(old)), dict(_flat(new.model_dump(mode="json")))
     options = {name for name, _ in leaves()}
     keys = [

@@ -61,7 +61,8 @@ class RunDirectory:
             self.locks = [DirectoryLock(self.path, "run.dir")]
             if config.checkpoint.dir and (folder := self.store.local_folder) is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                self.locks.append(DirectoryLock(folder, "checkpoint.dir"))
+                if not folder.samefile(self.path):
+                    self.locks.append(DirectoryLock(folder, "checkpoint.dir"))
             if not resume:
                 self._refuse_other_runs()  # one may have ended while the other waited for nothing
             self.metrics = JsonlSink(self.path / "metrics.jsonl", check=validate)
@@ -137,7 +138,7 @@ class RunDirectory:
         path = self.path / _FINISHED
         if not path.exists():
             return None
-        end = json.loads(path.read_text())
+        end = _read_json(path)
         if self.checkpoint_to_resume() not in (None, checkpoint_name(end["step"])):
             return None
         run = f"this run is finished: {end['step']} steps are trained"
@@ -180,13 +181,14 @@ class RunDirectory:
             if not self.changes:
                 return
             kept = (self.path / f"config.resolved.{n}.json" for n in itertools.count(1))
-            path.rename(next(p for p in kept if not p.exists()))
+            # Copied, not renamed: a kill in between must leave the settings that the next start is compared with.
+            atomic_write_text(next(p for p in kept if not p.exists()), path.read_text())
         atomic_write_text(path, self.config.model_dump_json(indent=2) + "\n")
 
     def _earlier_config(self) -> dict[str, Any]:
         """That of the start before this one; {} if it is gone."""
         path = self.path / _CONFIG
-        return json.loads(path.read_text()) if path.exists() else {}
+        return _read_json(path) if path.exists() else {}
 
     def resume_command(self, command: list[str]) -> str:
         """What to type in a shell to go on with this run; `command` is what was typed after `train`."""
@@ -198,3 +200,12 @@ class RunDirectory:
             program += ["-m", "rollover"]
         words = [w for w in command if not w.startswith(("--run.dir=", "--checkpoint.resume_from="))]
         return shlex.join([*program, "train", *words, f"--run.dir={self.path}", "--resume"])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"--resume: {path} is damaged ({error}): restore it, or delete it to go on without what it says"
+        ) from error

@@ -12,6 +12,7 @@ import pytest
 
 from rollover.checkpoint.store import checkpoint_name
 from rollover.config import Config
+from rollover.train import directory as directory_module
 from rollover.train.directory import RunDirectory
 
 HOLD = """
@@ -82,6 +83,12 @@ def test_a_shared_checkpoint_directory_is_locked_too(tmp_path: Path) -> None:
     opened(tmp_path / "b", checkpoint=shared).close()
 
 
+def test_checkpoints_may_lie_in_the_run_directory_itself(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    opened(tmp_path, checkpoint={"dir": str(tmp_path / "link")}).close()
+
+
 def test_starts_in_the_same_second_have_directories_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +152,49 @@ def test_the_configuration_of_every_start_is_kept(tmp_path: Path) -> None:
         for name in ("config.resolved.1.json", "config.resolved.2.json", "config.resolved.json")
     }
     assert list(rates.values()) == [1e-6, 2e-6, 3e-6]
+
+
+@pytest.mark.parametrize("tables", [{}, {"train": {"num_steps": 9}}])
+def test_settings_that_are_gone_are_compared_with_nothing(tmp_path: Path, tables: dict) -> None:
+    source = {"tasks": {"sources": [{"kind": "dataset", "path": "tasks.jsonl"}]}}
+    first = opened(tmp_path, **source)
+    first.metrics.write(row(1))
+    first.store.write(checkpoint_name(1), {"a": b"x"})
+    first.close()  # killed before it wrote its settings
+    again = opened(tmp_path, resume=True, **source, **tables)
+    assert again.changes == []
+    again.write_config()
+    again.close()
+    assert (tmp_path / "run" / "config.resolved.json").exists()
+
+
+def test_a_kill_while_other_settings_are_written_leaves_the_former(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_steps(tmp_path, 3)
+    again = opened(tmp_path, resume=True, train={"num_steps": 9})
+    plain = directory_module.atomic_write_text
+
+    def killed(path: Path, text: str) -> None:
+        if path.name == "config.resolved.json":
+            raise KeyboardInterrupt
+        plain(path, text)
+
+    monkeypatch.setattr(directory_module, "atomic_write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        again.write_config()
+    again.close()
+    third = opened(tmp_path, resume=True, train={"num_steps": 9})
+    third.close()
+    assert [change.key for change in third.changes] == ["train.num_steps"]
+
+
+@pytest.mark.parametrize("name", ["config.resolved.json", "finished"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    with_steps(tmp_path, 3).end(3, "")
+    (tmp_path / "run" / name).write_text('{"step"')
+    with pytest.raises(ValueError, match=rf"^--resume: .*run/{name} is damaged .*: restore it, or delete it"):
+        opened(tmp_path, resume=True).why_finished()
 
 
 def test_a_finished_run_is_known_and_goes_on_when_more_is_asked_for(tmp_path: Path) -> None:

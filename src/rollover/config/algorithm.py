@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, model_validator
 
 from rollover.config.base import UNSETTLED, Table
+from rollover.config.presets import PRESETS
 
 # Names of rollover.algorithms, which config may not import (it needs torch); a test compares them.
 ADVANTAGES = (
@@ -168,6 +169,15 @@ class AlgorithmConfig(Table):
     kl_bias_correction: bool = Field(
         default=False, description="Multiply that KL by the current/behavior ratio, which makes its gradient unbiased."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, given: Any, info: ValidationInfo) -> Any:
+        """The values given, above those of the preset. load_config lays one over the other by itself."""
+        if info.context is UNSETTLED or not isinstance(given, dict):
+            return given
+        name = given.get("preset", cls.model_fields["preset"].default)
+        return {**(PRESETS.get(name, {}) if isinstance(name, str) else {}), **given}
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> "AlgorithmConfig":

@@ -9,7 +9,8 @@ import pytest
 from written import load
 
 from rollover.config import AlgorithmConfig, Config, ReplayConfig, RolloutConfig, RunConfig, TasksConfig
-from rollover.config.load import ConfigError
+from rollover.config.load import ConfigError, load_config
+from rollover.config.presets import PRESETS
 
 STALE = "[rollout]\nin_flight_groups = 16\nmax_staleness = 1\n"
 OWN = 'loss = "mine.py:loss"'
@@ -134,3 +135,14 @@ def test_remax_without_its_greedy_rollout_is_refused() -> None:
     with pytest.raises(ValueError, match="all advantages would be 0"):
         Config(algorithm=AlgorithmConfig(advantage="remax"))
     Config(algorithm=AlgorithmConfig(advantage="remax"), rollout=RolloutConfig(greedy_baseline=True))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_the_same_however_the_configuration_is_made(preset: str) -> None:
+    greedy = preset == "remax"
+    overrides = [("algorithm.preset", preset), ("rollout.greedy_baseline", str(greedy).lower())]
+    loaded = load_config([], overrides, require_sources=False).config.algorithm
+    assert AlgorithmConfig(preset=preset) == loaded  # type: ignore[arg-type]
+    tables = {"algorithm": {"preset": preset}, "rollout": {"greedy_baseline": greedy}}
+    assert Config.model_validate(tables).algorithm == loaded
+    assert AlgorithmConfig(preset=preset, clip_low=0.125).clip_low == 0.125  # type: ignore[arg-type]

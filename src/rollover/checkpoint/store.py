@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError
@@ -78,7 +77,7 @@ class CheckpointStore:
         self.dir = dir
         self.keep = keep
         try:
-            self._fs, self._root = _open_file_system(dir)
+            self._fs, self._root = url_to_fs(dir)  # a local path is absolute from here on
         except (ImportError, ValueError) as error:
             raise ValueError(f"checkpoint.dir: cannot use {dir!r}: {error}") from error
         self._local = isinstance(self._fs, LocalFileSystem)
@@ -358,11 +357,6 @@ class CheckpointStore:
             f"checkpoint {name} could not be written to {self.dir}: {reason}"
             f" ({free:,} bytes free in {where or '/'}). Earlier checkpoints are untouched."
         )
-
-
-def _open_file_system(dir: str) -> tuple[AbstractFileSystem, str]:
-    fs, root = url_to_fs(dir)
-    return fs, os.path.abspath(root) if isinstance(fs, LocalFileSystem) else root.rstrip("/")
 
 
 def _produce(path: str, content: FileWriter) -> None:

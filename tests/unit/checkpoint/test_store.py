@@ -48,6 +48,19 @@ def test_round_trip_of_bytes_and_writers(store: CheckpointStore) -> None:
     assert sorted(os.listdir(store.dir)) == ["step-000010"]
 
 
+@pytest.mark.parametrize("dir", ["of/a/run/", "../here/of/a/run", "missing/../of/a/run"])
+def test_a_relative_place_is_one_in_the_directory_of_the_start(
+    dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    opened = CheckpointStore(dir, keep=2)
+    monkeypatch.chdir(tmp_path)
+    opened.write("step-000010", FILES)
+    assert contents(opened, "step-000010") == FILES
+    assert CheckpointStore(str(tmp_path / "here" / "of" / "a" / "run"), keep=2).list() == ["step-000010"]
+
+
 def test_list_is_empty_without_a_directory(store: CheckpointStore) -> None:
     assert store.list() == []
     assert not os.path.exists(store.dir)

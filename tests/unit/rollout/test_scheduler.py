@@ -244,6 +244,17 @@ def test_drop_takes_what_is_ready_and_drops_the_stale() -> None:
     assert bench.scheduler.to_drop(2) == [0, 2]
 
 
+def test_mask_drops_a_ready_group_only_once_its_newest_token_is_out_of_bound() -> None:
+    bench = Bench(groups_per_step=1, in_flight_groups=4, max_staleness=1, interrupt="when_enough", on_stale="mask")
+    bench.admit(3)
+    bench.park("0-0", 3, version=0)
+    bench.ready("1-0", version=1)
+    bench.ready("2-0", version=0)
+    assert bench.scheduler.to_drop(1) == [] and bench.to_consume(version=1) == [2], "the step at 1 may still train it"
+    assert bench.scheduler.to_drop(2) == [2]
+    assert bench.scheduler.to_drop(3) == [1, 2], "an unfinished group still gets tokens that are in bound"
+
+
 def test_end_of_stream_takes_what_is_left_once_it_is_finished() -> None:
     bench = Bench(groups_per_step=3, interrupt="when_enough")
     bench.admit(2)

@@ -95,6 +95,7 @@ KINDS: dict[str, tuple[str, Callable[[str], Any], str, dict[str, str]]] = {
             "return t.logprobs_BT.log(), t.mask_BT": "returned a loss that is nan at 5 of 5 tokens",
             "return t.logprobs_BT.detach(), t.mask_BT": "returned a loss without a gradient",
             "return t.logprobs_BT, 0.0": "2 values: a Tensor of the shape [2, 3], 0.0 (float)",
+            "return None, t.mask_BT": "2 values: None, a Tensor of the shape [2, 3]",
             "return t.logprobs_BT, t.mask_BT[0]": "returned the clipped tokens of the shape [3]",
         },
     ),

@@ -161,6 +161,14 @@ def test_eps_is_added_to_the_standard_deviation() -> None:
     )
 
 
+@pytest.mark.parametrize("estimate", [reinforce_plus_plus, reinforce_plus_plus_baseline, grpo])
+def test_eps_is_a_ten_thousandth_where_none_is_given(estimate: Callable[..., torch.Tensor]) -> None:
+    """Rewards so close to each other that it decides: half of the standard deviation."""
+    given = (tensor(0.0, math.sqrt(2) * 2e-4), torch.tensor([0, 0]))
+    args = given[:1] if estimate is reinforce_plus_plus else given
+    torch.testing.assert_close(estimate(*args), tensor(-1.0, 1.0) * math.sqrt(2) * 1e-4 / 3e-4)
+
+
 def test_rloo_is_the_reward_minus_the_mean_of_the_others() -> None:
     rewards, groups = tensor(1.0, 2.0, 6.0, 4.0, NAN, 0.0), torch.tensor([0, 0, 0, 1, 1, 1])
     torch.testing.assert_close(rloo(rewards, groups), tensor(1 - 4.0, 2 - 3.5, 6 - 1.5, 4.0, 0.0, -4.0))

@@ -165,6 +165,7 @@ def test_sapo_by_hand() -> None:
     loss, _, _ = row("sapo", [1 + math.log(3.0) / 2, 1.0], -1.0, tau_negative=2.0)
     close(loss, 1.5, 1.0)
     assert clipped == 0
+    close(row("sapo", [1 + math.log(3.0) / 1.05, 1.0], -1.0)[0], 3 / 1.05, 2 / 1.05)  # the paper's tau
 
 
 def test_clip_cov_drops_tokens_of_high_covariance() -> None:

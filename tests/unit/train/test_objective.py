@@ -88,6 +88,22 @@ def test_the_weight_of_every_mode_multiplies_the_loss(mode: str) -> None:
     assert sums["sum/weight"] == pytest.approx(float(weights.sum()), rel=1e-5)
 
 
+@pytest.mark.parametrize(("floor", "expected"), [(0.0, [0.25, 0.625, 1.25]), (0.5, [0.5, 0.625, 1.25])])
+def test_the_floor_raises_the_weights_and_counts_what_is_below_it(floor: float, expected: list[float]) -> None:
+    """Weights outside the loss are proximal / behavior: 0.25, 0.625 and 2.5, held at the cap of 1.25. Without a floor
+    what is below 1 / cap = 0.8 is counted, with one what is below that."""
+    ratio = torch.tensor([[0.25, 0.625, 2.5]])
+    ones, none = torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.int32)
+    given = Streams(
+        -ones, ones, -ones, -ones - ratio.log(), None, ones, ones.bool(), none, none, torch.zeros(1, dtype=torch.int64)
+    )
+    config = AlgorithmConfig(loss="clip", correction="token_truncate", correction_cap=1.25, correction_floor=floor)
+    loss, sums = Objective(config, 16)(given, Counts(3, 1, {0: 3}))
+    assert float(loss) == pytest.approx(-sum(expected) / 3)
+    assert float(sums["sum/weight"]) == pytest.approx(sum(expected))
+    assert float(sums["sum/below"]) == (1 if floor else 2)
+
+
 def test_the_off_policy_mask_takes_tokens_out_and_counts_them() -> None:
     given = streams()
     off, sums = loss_of(given, loss="reinforce", correction="none", off_policy_mask_threshold=1e-6)

@@ -67,13 +67,13 @@ def print_worst(answers: Sequence[Answer], console: Console | None = None) -> No
 
 def summary_of(answers: Sequence[Answer], threshold: float, ks: Sequence[int]) -> dict[str, Any]:
     """`summarise_eval` of the answers, with the same under "data_sources" where rows name theirs and these are not the
-    sources. "missing" counts every missing reward; a task without any is in no statistic."""
+    sources. "missing" counts every missing reward; a task without any reward is in no other statistic."""
     tasks: dict[str, list[Answer]] = {}
     for answer in answers:
         tasks.setdefault(answer.task_id, []).append(answer)
-    scored = {of: valid for of in tasks if (valid := [a.score for a in tasks[of] if a.score is not None])}
-    summary = summarise_eval([(tasks[of][0].source, of, valid) for of, valid in scored.items()], threshold, ks)
-    named = [(tasks[of][0].data_source or tasks[of][0].source, of, valid) for of, valid in scored.items()]
+    scores = {of: [a.score for a in tasks[of]] for of in tasks}
+    summary = summarise_eval([(tasks[of][0].source, of, scores[of]) for of in tasks], threshold, ks)
+    named = [(tasks[of][0].data_source or tasks[of][0].source, of, scores[of]) for of in tasks]
     if len({name for name, *_ in named}) > 1 and any(name != tasks[of][0].source for name, of, _ in named):
         summary["data_sources"] = summarise_eval(named, threshold, ks)["sources"]
-    return {**summary, "missing": sum(a.score is None for a in answers)}
+    return summary

@@ -20,6 +20,7 @@ from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.rewards.registry import answer_of
 from rollover.rollout.watchdog import Watchdog
 from rollover.track.answers import Answer, print_worst, summary_of, worst, write_answers
+from rollover.track.live import decimal
 from rollover.track.statistics import parts_of
 from rollover.types import SamplingParams, Segment, Task, rollout_seed
 
@@ -210,8 +211,8 @@ def print_eval(result: dict[str, Any]) -> None:
         cells = []
         for name in names:
             ci = row.get(f"{name}_ci")
-            cells.append(f"{row[name]:.3f}" + (f" [{ci[0]:.3f}, {ci[1]:.3f}]" if ci else ""))
-        table.add_row(source, str(row["tasks"]), f"{row['mean']:.3f}{interval}", *cells)
+            cells.append(decimal(row.get(name)) + (f" [{ci[0]:.3f}, {ci[1]:.3f}]" if ci else ""))
+        table.add_row(source, str(row["tasks"]), decimal(row["mean"]) + interval, *cells)
     Console().print(table)
 
 

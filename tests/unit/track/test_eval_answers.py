@@ -15,6 +15,7 @@ from rollover.config import TaskSourceConfig
 from rollover.envs.tasks.stream import held_out_names
 from rollover.track.answers import Answer, print_worst, summary_of, worst, write_answers
 from rollover.track.statistics import parts_of
+from rollover.train.evaluate import print_eval
 
 
 def answer(task: int = 0, score: float | None = 1.0, **fields: Any) -> Answer:
@@ -69,6 +70,22 @@ def test_figures_by_file_and_by_data_source() -> None:
         "test": pytest.approx(2 / 3), "sums": 0.0,
         "data_source a": 0.5, "data_source b": 1.0, "data_source sums": 0.0,
     }  # fmt: skip
+
+
+def test_each_part_counts_its_own_missing_rewards(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one without any reward, whose figures cannot be given."""
+    answers = [
+        *(answer(0, score, data_source="a") for score in (1.0, None, 0.0)),
+        *(answer(1, score, source="sums", data_source="b") for score in (None, None, None)),
+    ]
+    summary = summary_of(answers, 1.0, [1, 2])
+    assert summary["missing"] == 4 and summary["mean"] == 0.5 and summary["pass@2"] == 1.0
+    missing = {name: row["missing"] for name, row in parts_of(summary).items()}
+    assert missing == {"test": 1, "sums": 3, "data_source a": 1, "data_source b": 3}
+    assert summary["sources"]["sums"]["mean"] is None and summary["sources"]["sums"]["tasks"] == 0
+    print_eval(summary)
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if " sums " in line]
+    assert "0" in row and "nan" not in row.lower()
 
 
 def test_without_data_sources_there_are_files_only() -> None:

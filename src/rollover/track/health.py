@@ -18,8 +18,9 @@ PATIENCE = 5  # steps in a row
 class Range:
     """`low` <= value <= `high`, from step `after` on; a warning after `patience` steps in a row out of it.
 
-    `at_zero`: other advice where the value is exactly 0. What is no finite number is passed over: train/skipped_steps
-    tells of it.
+    `at_zero`: other advice where the value is exactly 0. `cause`: the key of another range; steps in which that figure
+    is out of its own do not count, as its advice is the one that helps. What is no finite number is passed over:
+    train/skipped_steps tells of it.
     """
 
     key: str
@@ -28,6 +29,7 @@ class Range:
     advice: str
     after: int = 0
     at_zero: str = ""
+    cause: str = ""
     patience: int = PATIENCE
 
     def advice_for(self, value: float | None, step: float) -> str:
@@ -44,13 +46,14 @@ RANGES = (
     ),
     Range(
         "groups/zero_variance", 0.0, 0.8,
-        "most groups agree and teach nothing: try harder or easier tasks, a higher rollout.temperature, or a larger"
-        " rollout.group_size",
+        "in most groups all rewards are equal, so that siblings compared teach nothing: try harder or easier tasks, a"
+        " higher rollout.temperature, a larger rollout.group_size, or filters.zero_variance, which draws other tasks",
     ),
     Range(
         "grad_norm", 1e-3, float("inf"), "almost nothing is learned: try a higher train.learning_rate",
-        at_zero="no token has a gradient: the rewards of each group are the same (groups/zero_variance), all tokens are"
-        " masked, or algorithm.loss does not depend on the policy",
+        at_zero="no token has a gradient: the advantages are all 0, all tokens are masked, or algorithm.loss does not"
+        " depend on the policy",
+        cause="groups/zero_variance",
     ),
     Range(
         "train/skipped_steps", 0.0, 0.0,
@@ -91,7 +94,7 @@ class Health:
         warnings = []
         for wanted in RANGES:
             value = row.get(wanted.key)
-            advice = wanted.advice_for(value, row["step"])
+            advice = "" if _is_out(row, wanted.cause) else wanted.advice_for(value, row["step"])
             self._out[wanted.key] = self._out[wanted.key] + 1 if advice else 0
             if value is not None and self._out[wanted.key] == wanted.patience and wanted.key not in self._said:
                 self._said.add(wanted.key)
@@ -99,3 +102,8 @@ class Health:
                 where = f"has been {where} for {wanted.patience} steps" if wanted.patience > 1 else f"is {where}"
                 warnings.append(f"{wanted.key} = {value:.3g} {where}: {advice}")
         return warnings
+
+
+def _is_out(row: Mapping[str, float], key: str) -> bool:
+    """Whether the figure is out of its range in this step. False for the key ""."""
+    return any(wanted.advice_for(row.get(key), row["step"]) for wanted in RANGES if wanted.key == key)

@@ -44,7 +44,8 @@ def test_a_gradient_that_is_not_finite_is_told_at_once_as_what_it_is() -> None:
 def test_ranges_are_of_real_metrics_and_name_real_options(wanted) -> None:
     assert wanted.key in {m.key for m in METRICS}
     words = [w.strip(',;:"') for w in wanted.advice.split()]
-    tables = ("rollout.", "train.", "algorithm.")
+    tables = ("rollout.", "train.", "algorithm.", "filters.")
+    assert wanted.cause in {"", *(r.key for r in RANGES)}
     assert all(field_at(word) for word in words if word.startswith(tables))
 
 
@@ -59,6 +60,21 @@ def test_a_higher_learning_rate_is_no_remedy_for_a_gradient_of_zero(value: float
     health = Health()
     (warning,) = [w for i in range(2 * PATIENCE) for w in health.look({"step": i, "grad_norm": value})]
     assert wanted in warning and wrong not in warning
+
+
+@pytest.mark.parametrize("grad_norm", [0.0, 1e-5], ids=["no gradient", "that of the KL term"])
+def test_groups_without_variance_are_named_as_the_cause_of_a_small_gradient(grad_norm: float) -> None:
+    """A streak of groups whose rewards are all equal: a higher learning rate would only hurt."""
+    health = Health()
+    rows = [{"step": i, "grad_norm": grad_norm, "groups/zero_variance": 1.0} for i in range(1, 3 * PATIENCE)]
+    (warning,) = [warning for row in rows for warning in health.look(row)]
+    assert warning.startswith("groups/zero_variance = 1 has been above 0.8 for 5 steps: in most groups all rewards are")
+    assert all(word in warning for word in ("tasks", "rollout.temperature", "filters.zero_variance"))
+    assert "learning_rate" not in warning
+    # Where groups differ again and the gradient stays small, that is another matter: it is counted from there.
+    later = [{"step": 50 + i, "grad_norm": grad_norm, "groups/zero_variance": 0.5} for i in range(PATIENCE)]
+    warnings = [health.look(row) for row in later]
+    assert not any(warnings[:-1]) and len(warnings[-1]) == 1 and warnings[-1][0].startswith("grad_norm = ")
 
 
 def test_what_is_no_number_is_no_warning_where_that_says_nothing() -> None:

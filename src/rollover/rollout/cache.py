@@ -168,8 +168,9 @@ class RolloutCache:
             for rollout in group.rollouts:
                 if rollout.state is RolloutState.PARKED and rollout.num_tokens >= self.max_new_tokens:
                     raise ValueError(
-                        f"rollout.max_new_tokens = {self.max_new_tokens}: the checkpoint holds an unfinished rollout of"
-                        f" {rollout.num_tokens} tokens. Set it to more than that."
+                        f"--resume with rollout.max_new_tokens = {self.max_new_tokens}: the unfinished rollout"
+                        f" {rollout.rollout_id} has {rollout.num_tokens} tokens so far, and none is left for it."
+                        " Set it to more than that"
                     )
             self._hold(group)
 

@@ -253,7 +253,7 @@ class Lifecycle:
         limit = self.config.max_new_tokens
         for rollout in (r for g in self.cache.groups.values() for r in g.rollouts):
             unfinished = rollout.state in (RolloutState.WAITING, RolloutState.PARKED)
-            if unfinished and (rollout.num_tokens >= limit or len(rollout.prompt_ids) + limit > max_tokens):
+            if unfinished and len(rollout.prompt_ids) + limit > max_tokens:
                 raise ValueError(
                     f"--resume with rollout.max_new_tokens = {limit}: the unfinished rollout {rollout.rollout_id}"
                     f" has a prompt of {len(rollout.prompt_ids)} and {rollout.num_tokens} tokens so far, and the engine"

@@ -1,7 +1,7 @@
 """Asks the engine, and again, ever less often, when it answers with nothing though nobody interrupted it.
 
-Owns those pauses. The rollout counts as running meanwhile, so that the watchdog sees one without a token, and an
-interruption ends a pause as it ends an extension.
+Owns those pauses, and counts those answers. The rollout counts as running meanwhile, so that the watchdog sees one
+without a token, and an interruption ends a pause as it ends an extension.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Asker:
     def __init__(self, engine: Engine, say: Callable[[str], None]) -> None:
         self._engine, self._say = engine, say
         self._interrupted: dict[str, asyncio.Event] = {}  # of what is asked for
+        self._num_empty = 0
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
         """At least one token, or a stop, or nothing because it was interrupted."""
@@ -33,6 +34,7 @@ class Asker:
                 segments = await self._engine.extend(request)
                 if interrupted.is_set() or any(map(len, segments)) or segments[-1].stop_reason is not StopReason.PAUSED:
                     return segments
+                self._num_empty += 1
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(interrupted.wait(), pause_s)
                     return segments
@@ -51,3 +53,7 @@ class Asker:
         for rollout_id in asked & self._interrupted.keys():
             self._interrupted[rollout_id].set()
         self._engine.interrupt(rollout_ids)
+
+    def stats(self) -> dict[str, float]:
+        """Cumulative counters."""
+        return {"engine/empty_answers": self._num_empty}

@@ -75,7 +75,7 @@ class Driver:
         self.requests = Requests(config, run_seed, stop_token_ids)
         self.watchdog = watchdog or Watchdog()
         self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
-        self._asker = Asker(engine, lambda line: self.say(line))
+        self.asker = Asker(engine, lambda line: self.say(line))
         self.generation_s = 0.0
         self.scoring_s = 0.0
         self.scheduling_s = 0.0
@@ -165,7 +165,7 @@ class Driver:
         For the event loop's thread and its signal handlers.
         """
         self._stop_requested = True
-        self._asker.interrupt()
+        self.asker.interrupt()
         if self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
 
@@ -238,7 +238,7 @@ class Driver:
     def _start(self, version: int) -> None:
         for rollout in self.lifecycle.start(version):
             request = self.requests.to_go_on(rollout, self.lifecycle.scheduler.token_budget(rollout))
-            self._extends[asyncio.ensure_future(self._asker.extend(request))] = rollout
+            self._extends[asyncio.ensure_future(self.asker.extend(request))] = rollout
             self.watchdog.on_start(rollout.rollout_id, rollout.group_id, rollout.num_tokens, _now())
 
     async def _wait_for_some(self) -> None:
@@ -261,7 +261,7 @@ class Driver:
         some = None
         if version is not None:
             some = self.lifecycle.scheduler.to_interrupt(version, self.lifecycle.stream_ended)
-        self._asker.interrupt(some)
+        self.asker.interrupt(some)
         self.watchdog.on_interrupt([r.rollout_id for r in self._extends.values()], _now())
         self._watch()  # anew: for the end of an interruption it looks earlier than for a stall
         for tasks in (self._extends, self._scorings):
@@ -400,7 +400,7 @@ class Driver:
         rollout = self._extends[task]
         match action:
             case Action.CONTINUE:
-                self._asker.interrupt([rollout.rollout_id])
+                self.asker.interrupt([rollout.rollout_id])
             case Action.CANCEL | Action.CANCEL_DROPPED:
                 known = salvaged(segments, rollout.num_tokens, self.lifecycle.cache.remaining(rollout.rollout_id))
                 self._salvaged[task] = known or self.requests.nothing_for(rollout, self.engine.policy_version)
@@ -416,7 +416,7 @@ class Driver:
         """Interrupt the group's rollouts: it leaves once none of them runs."""
         self._dropping.add(group_id)
         rollout_ids = [r.rollout_id for r in self._extends.values() if r.group_id == group_id]
-        self._asker.interrupt(rollout_ids)
+        self.asker.interrupt(rollout_ids)
         self.watchdog.on_interrupt(rollout_ids, _now())
 
     def _drop_stalled(self) -> None:

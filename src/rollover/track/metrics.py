@@ -319,6 +319,7 @@ METRICS: list[Metric] = [
     Metric("engine/reprefill_tokens", "counter", "tokens", "Tokens prefilled again (a cost)."),
     Metric("engine/prefill_s", "counter", "s", "Time in prefill. Not on a GPU, where it is not known without waiting."),
     Metric("engine/restarts", "counter", "processes", "Engine processes that died and were started again."),
+    Metric("engine/empty_answers", "counter", "", "Answers without a token to rollouts that nobody interrupted."),
     Metric("engine/preemptions", "counter", "rollouts", "Rollouts preempted for KV memory."),
     Metric("kv/stale_prefix_tokens", "counter", "tokens", "Tokens served from KV of older weights."),
     Metric("kv/kept_tokens", "counter", "tokens", "Tokens of resumed rollouts with reused KV."),

@@ -110,8 +110,10 @@ class Rows:
         return {f"wait/engine_for_{whom}_s": self._since_last(f"idle/{whom}", s) for whom, s in idle.items()}
 
     def _owners_counters(self) -> dict[str, float]:
-        """Counters and gauges of engine, rewards and watchdog; counters go on where a resumed run had ended."""
-        now = {**self.parts.rewarder.stats(), **self.parts.engine.stats(), **self.parts.driver.watchdog.stats()}
+        """Counters and gauges of rewards, engine and driver; counters go on where a resumed run had ended."""
+        driver = self.parts.driver
+        owners = (self.parts.rewarder, self.parts.engine, driver.asker, driver.watchdog)
+        now = {key: value for owner in owners for key, value in owner.stats().items()}
         return {key: value + self._carried.get(key, 0.0) for key, value in now.items()}
 
     def _since_last(self, name: str, cumulative: float) -> float:

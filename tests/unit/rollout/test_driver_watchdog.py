@@ -309,13 +309,13 @@ def test_the_end_of_a_phase_is_looked_at_after_the_grace_and_not_at_the_next_loo
     engine = Hanging("2-0", deaf=True)
     run = Run(engine=engine, watchdog=watchdog(rollout_timeout_s=600, reward_timeout_s=600), **PARTIAL)
 
-    async def two_steps() -> None:
+    async def three_steps() -> None:
         async with asyncio.timeout(5):
-            for _ in range(2):
+            for _ in range(3):
                 assert await run.step()
         await engine.close()
 
-    virtual_time.run(two_steps())
+    virtual_time.run(three_steps())
     assert_said(run, said("2-0", "interrupted", 3, CANCELLED))
     assert [len(request.generated_ids) for request in engine.extensions["2-0"]] == [0, 3], "it went on where it was"
 

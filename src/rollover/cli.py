@@ -2,7 +2,7 @@
 
 Owns how arguments are read and how an error becomes a message and an exit code. Never does a verb's work itself:
 
-    0  done            1  failed (traceback, or a message when the disk is full)
+    0  done            1  failed (traceback, or a message: full disk, dead engine)
     2  your input      130  Ctrl-C
 
 Set ROLLOVER_TRACEBACK=1 to see the traceback of an exit 2.
@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         _complain(error)
         return 2
-    except OSError as error:
-        if not _is_write_failure(error):
+    except (OSError, RuntimeError) as error:
+        if not _is_of_the_machine(error):
             raise
         _complain(error)
         return 1
@@ -226,11 +226,15 @@ def _positive(text: str) -> int:
     return number
 
 
-def _is_write_failure(error: OSError) -> bool:
-    """A full disk or a checkpoint that could not be written: the user can act on the message alone."""
+def _is_of_the_machine(error: Exception) -> bool:
+    """A full disk, a checkpoint that could not be written, an engine process that was killed: the user can act on the
+    message alone."""
     from rollover.checkpoint.store import CheckpointWriteError
+    from rollover.engine.child import EngineDied
 
-    return isinstance(error, CheckpointWriteError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, CheckpointWriteError | EngineDied):
+        return True
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def _complain(error: Exception) -> None:

@@ -110,3 +110,19 @@ def test_a_step_without_a_loss_token_is_not_trained_and_says_why(
     code, text = train(capsys, recipe, "--resume")
     assert code == 0, text
     check_whole_run(tmp_path, 3)
+
+
+def test_an_engine_process_that_is_killed_while_it_loads_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollover.engine.child import EngineChild
+
+    plain = EngineChild.hello
+
+    def killed(self: EngineChild, *args: Any) -> Any:
+        self.kill()  # as the kernel's OOM killer does
+        return plain(self, *args)
+
+    monkeypatch.setattr(EngineChild, "hello", killed)
+    code, text = train(capsys, runs.write(tmp_path, engine={"process": True}))
+    assert code == 1 and "rollover: error: the engine process ended while it was loading the model" in text, text

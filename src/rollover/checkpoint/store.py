@@ -11,13 +11,12 @@ this also catches a file swapped for another.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +24,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError
 
+from rollover.checkpoint.content import FORMAT_VERSION, FileWriter, commit_text, fingerprint, manifest_text, produce
 from rollover.checkpoint.entries import (
     LEFTOVER,
     UPLOAD,
@@ -35,15 +35,11 @@ from rollover.checkpoint.entries import (
     name_of,
     upload_number,
 )
-from rollover.files import give_usual_mode
 from rollover.track.sinks import atomic_write_text, fsync_dir
 
-FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
-_CHUNK_BYTES = 1 << 22
 
-FileWriter = Callable[[str], None] | bytes
 Names = list[str]  # inside CheckpointStore `list` is its method
 
 __all__ = [
@@ -81,6 +77,8 @@ class CheckpointStore:
         except (ImportError, ValueError) as error:
             raise ValueError(f"checkpoint.dir: cannot use {dir!r}: {error}") from error
         self._local = isinstance(self._fs, LocalFileSystem)
+        # torch.save and safetensors report a full disk as errors of their own; a remote store has errors of its own.
+        self._errors = (OSError, RuntimeError, SafetensorError) if self._local else (Exception,)
         self._downloads: list[tempfile.TemporaryDirectory[str]] = []
 
     @property
@@ -92,8 +90,9 @@ class CheckpointStore:
 
     def list(self) -> Names:
         """Names of the committed checkpoints, by step, oldest first. Changes nothing on disk."""
-        names = {name for entry in self._entries() if (name := name_of(entry))}
-        return sorted((n for n in names if self._is_committed(n)), key=checkpoint_step)
+        with self._read_errors():
+            names = {name for entry in self._entries() if (name := name_of(entry))}
+            return sorted((n for n in names if self._is_committed(n)), key=checkpoint_step)
 
     def open(self, name: str) -> dict[str, str]:
         """Verify a checkpoint and return the local path of each of its files, by the name it was written under.
@@ -102,6 +101,10 @@ class CheckpointStore:
         the previous committed checkpoint, if anything in it differs from what was written.
         """
         checkpoint_step(name)
+        with self._read_errors():
+            return self._open(name)
+
+    def _open(self, name: str) -> dict[str, str]:
         source = self._find(name)
         if source is None:
             known = ", ".join(self.list()) or "none"
@@ -144,10 +147,12 @@ class CheckpointStore:
                 self._write_local(name, files)
             else:
                 self._write_remote(name, files)
-        # torch.save and safetensors report a full disk as errors of their own.
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except self._errors as error:
             raise CheckpointWriteError(self._describe_failure(name, error)) from error
-        self._prune(name)
+        try:
+            self._prune(name)
+        except ValueError as error:
+            warnings.warn(f"no earlier checkpoint was deleted: {error}", stacklevel=2)
 
     def discard_after(self, name: str) -> None:
         """Delete the checkpoints of later steps: a run that goes on from `name` writes those steps again."""
@@ -156,7 +161,8 @@ class CheckpointStore:
             self._clean_leftovers()
         for later in self.list():
             if checkpoint_step(later) > step:
-                self._delete(later)
+                with self._read_errors():
+                    self._delete(later)
 
     def _write_local(self, name: str, files: Mapping[str, FileWriter]) -> None:
         os.makedirs(self._root, exist_ok=True)
@@ -168,14 +174,14 @@ class CheckpointStore:
             for file, content in files.items():
                 path = os.path.join(temporary, *file.split("/"))
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                _produce(path, content)
-                manifest[file] = _fingerprint(path)
-            text = _manifest_text(manifest)
-            _produce(os.path.join(temporary, MANIFEST), text)
+                produce(path, content)
+                manifest[file] = fingerprint(path)
+            text = manifest_text(manifest)
+            produce(os.path.join(temporary, MANIFEST), text)
             for folder, _, _ in os.walk(temporary):
                 fsync_dir(folder)
             # The marker vouches for the files, so it is created only when they are on disk.
-            _produce(os.path.join(temporary, COMMITTED), _commit_text(text))
+            produce(os.path.join(temporary, COMMITTED), commit_text(text))
             fsync_dir(temporary)
             if os.path.lexists(final):
                 os.rename(final, aside)
@@ -198,23 +204,23 @@ class CheckpointStore:
                 staged = os.path.join(staging, "file")
                 manifest = {}
                 for file, content in files.items():
-                    _produce(staged, content)
-                    manifest[file] = _fingerprint(staged)
+                    produce(staged, content)
+                    manifest[file] = fingerprint(staged)
                     self._fs.makedirs(os.path.dirname(f"{target}/{file}"), exist_ok=True)
                     self._fs.put_file(staged, f"{target}/{file}")
                     os.unlink(staged)
-            text = _manifest_text(manifest)
+            text = manifest_text(manifest)
             self._fs.makedirs(target, exist_ok=True)
             self._fs.pipe_file(f"{target}/{MANIFEST}", text)
-            self._fs.pipe_file(f"{target}/{COMMITTED}", _commit_text(text))
+            self._fs.pipe_file(f"{target}/{COMMITTED}", commit_text(text))
         except BaseException:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(*self._errors):
                 self._delete_upload(target)
             raise
         for entry in replaced:
             try:
                 self._delete_upload(self._path(entry))
-            except OSError as error:
+            except self._errors as error:
                 warnings.warn(f"{entry} in {self.dir}, which was replaced, could not be deleted: {error}", stacklevel=4)
 
     def _prune(self, newest: str) -> None:
@@ -228,7 +234,7 @@ class CheckpointStore:
         for name in doomed:
             try:
                 self._delete(name)
-            except OSError as error:
+            except self._errors as error:
                 warnings.warn(f"checkpoint {name} in {self.dir} could not be deleted: {error}", stacklevel=3)
 
     def _delete(self, name: str) -> None:
@@ -244,9 +250,9 @@ class CheckpointStore:
 
     def _delete_upload(self, path: str) -> None:
         self._fs.invalidate_cache()
-        if self._fs.exists(f"{path}/{COMMITTED}"):
+        if self._exists(f"{path}/{COMMITTED}"):
             self._fs.rm_file(f"{path}/{COMMITTED}")
-        if self._fs.exists(path):
+        if self._exists(path):
             self._fs.rm(path, recursive=True)
 
     def _clean_leftovers(self) -> None:
@@ -265,6 +271,26 @@ class CheckpointStore:
                 shutil.rmtree(self._path(entry), ignore_errors=True)
 
     # ---- both
+
+    @contextlib.contextmanager
+    def _read_errors(self) -> Iterator[None]:
+        """A remote store that does not answer is an error of one line, and never an empty store."""
+        try:
+            yield
+        except ValueError:
+            raise
+        except Exception as error:
+            if self._local:
+                raise
+            raise ValueError(f"checkpoint.dir = {self.dir!r} cannot be read: {_in_words(error)}") from error
+
+    def _exists(self, path: str) -> bool:
+        """Not `exists` of fsspec, which takes every error for a file that is not there."""
+        try:
+            self._fs.info(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _path(self, entry: str) -> str:
         return f"{self._root}/{entry}"
@@ -285,9 +311,9 @@ class CheckpointStore:
         """
         if not self._local:
             uploads = [self._path(entry) for entry in self._uploads(name)]
-            committed = [path for path in uploads if self._fs.exists(f"{path}/{COMMITTED}")]
+            committed = [path for path in uploads if self._exists(f"{path}/{COMMITTED}")]
             return next(reversed(committed or uploads), None)
-        if self._fs.exists(self._path(name)):
+        if self._exists(self._path(name)):
             return self._path(name)
         if self._local:
             for entry in self._entries():
@@ -303,7 +329,7 @@ class CheckpointStore:
 
     def _is_committed(self, name: str) -> bool:
         source = self._find(name)
-        return source is not None and self._fs.exists(f"{source}/{COMMITTED}")
+        return source is not None and self._exists(f"{source}/{COMMITTED}")
 
     def _read_manifest(self, name: str, source: str) -> dict[str, dict[str, Any]]:
         """The checked entries {file: {"size", "sha256"}} of a checkpoint's manifest."""
@@ -313,7 +339,7 @@ class CheckpointStore:
                 content[file] = self._fs.cat_file(f"{source}/{file}")
             except FileNotFoundError:
                 self._corrupt(name, file, "is missing" + (": it was never finished" if file == COMMITTED else ""))
-        if content[COMMITTED] != _commit_text(content[MANIFEST]):
+        if content[COMMITTED] != commit_text(content[MANIFEST]):
             self._corrupt(name, MANIFEST, f"does not match the hash in {COMMITTED}")
         manifest = json.loads(content[MANIFEST])
         if manifest["format_version"] != FORMAT_VERSION:
@@ -332,7 +358,7 @@ class CheckpointStore:
         found = os.path.getsize(path)
         if found != entry["size"]:
             self._corrupt(name, file, f"has {found} bytes instead of {entry['size']}")
-        if _fingerprint(path)["sha256"] != entry["sha256"]:
+        if fingerprint(path)["sha256"] != entry["sha256"]:
             self._corrupt(name, file, "has other content than was written (SHA-256 differs)")
 
     def _corrupt(self, name: str, file: str, problem: str) -> NoReturn:
@@ -348,7 +374,7 @@ class CheckpointStore:
         raise CorruptCheckpointError(f"checkpoint {name} in {self.dir} is corrupted: {file} {problem}. {advice}")
 
     def _describe_failure(self, name: str, error: Exception) -> str:
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else f"{error}"
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else _in_words(error)
         where = self._root if self._local else tempfile.gettempdir()
         while where and not os.path.isdir(where):
             where = os.path.dirname(where)
@@ -359,31 +385,5 @@ class CheckpointStore:
         )
 
 
-def _produce(path: str, content: FileWriter) -> None:
-    """Write one file and make it durable."""
-    if isinstance(content, bytes):
-        Path(path).write_bytes(content)
-    else:
-        content(path)
-        give_usual_mode(path)
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _fingerprint(path: str) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-        return {"size": file.tell(), "sha256": digest.hexdigest()}
-
-
-def _manifest_text(files: Mapping[str, Mapping[str, Any]]) -> bytes:
-    return json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1, sort_keys=True).encode() + b"\n"
-
-
-def _commit_text(manifest: bytes) -> bytes:
-    return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -210,7 +210,7 @@ def test_a_manifest_cannot_point_outside(store: CheckpointStore) -> None:
 
 
 def test_a_newer_format_is_refused(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollover.checkpoint.store.FORMAT_VERSION", 2)
+    monkeypatch.setattr("rollover.checkpoint.content.FORMAT_VERSION", 2)
     store.write("step-000010", FILES)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="has format 2"):
@@ -490,6 +490,48 @@ def test_remote_replacement_that_is_killed_leaves_the_former(
     assert remote.list() == ["step-000010"] and contents(remote, "step-000010") == FILES
     remote.write("step-000010", {"a": b"new"})
     assert contents(remote, "step-000010") == {"a": b"new"}
+
+
+class Unavailable(Exception):
+    """As gcsfs's HttpError: no OSError."""
+
+
+def unavailable(*args: object, **options: object) -> None:
+    raise Unavailable("503: try again")
+
+
+@pytest.mark.parametrize("method", ["put_file", "pipe_file", "makedirs"])
+def test_remote_errors_that_are_no_os_errors(
+    remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    remote.write("step-000010", FILES)
+    monkeypatch.setattr(type(remote._fs), method, unavailable)
+    with pytest.raises(CheckpointWriteError, match="step-000020 could not be written .* Unavailable: 503: try again"):
+        remote.write("step-000020", FILES)
+    monkeypatch.undo()
+    assert remote.list() == ["step-000010"] and contents(remote, "step-000010") == FILES
+
+
+@pytest.mark.parametrize("method", ["info", "ls", "cat_file", "get_file"])
+def test_a_remote_store_that_does_not_answer_is_not_taken_for_an_empty_one(
+    remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    remote.write("step-000010", FILES)
+    monkeypatch.setattr(type(remote._fs), method, unavailable)
+    with pytest.raises(ValueError, match=r"^checkpoint.dir = 'memory://.*' cannot be read: Unavailable: 503: try ag"):
+        remote.open(remote.list()[-1])
+
+
+@pytest.mark.parametrize("method", ["rm", "rm_file"])
+def test_an_earlier_remote_checkpoint_that_cannot_be_deleted_does_not_cost_the_newest(
+    remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    for step in (10, 20):
+        remote.write(checkpoint_name(step), FILES)
+    monkeypatch.setattr(type(remote._fs), method, unavailable)
+    with pytest.warns(UserWarning, match="step-000010 in .* could not be deleted: 503"):
+        remote.write("step-000030", FILES)
+    assert remote.list()[-1] == "step-000030"
 
 
 def test_remote_corruption(remote: CheckpointStore) -> None:

@@ -96,7 +96,7 @@ INERT: tuple[Inert, ...] = (
     Inert(
         ("algorithm.correction",),
         ("algorithm.loss",),
-        lambda c: c.algorithm.loss_traits.weighs,
+        lambda c: c.algorithm.loss_traits.weighs and c.algorithm.proximal_policy != "behavior",  # else it says so above
         'with algorithm.loss = "decoupled", which holds the weight of token_truncate itself',
         "Use loss = clip for another correction",
     ),

@@ -146,3 +146,10 @@ def test_a_preset_is_the_same_however_the_configuration_is_made(preset: str) -> 
     tables = {"algorithm": {"preset": preset}, "rollout": {"greedy_baseline": greedy}}
     assert Config.model_validate(tables).algorithm == loaded
     assert AlgorithmConfig(preset=preset, clip_low=0.125).clip_low == 0.125  # type: ignore[arg-type]
+
+
+def test_a_key_that_was_reset_is_not_refused_as_the_users() -> None:
+    """Without a correction of theirs nothing is to be said of it: here the loss is `clip`."""
+    overrides = [("algorithm.loss", "decoupled"), ("algorithm.proximal", "behavior")]
+    algorithm = load_config([], overrides, require_sources=False).config.algorithm
+    assert algorithm.weight == "none" and algorithm.corrects

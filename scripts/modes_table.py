@@ -135,7 +135,7 @@ def run_mode(mode: Mode, mine: Path, name: str) -> dict[str, Any]:
         "resumed": f"{resumed / len(trained):.0%}",
         "decode steps": int(last["engine/decode_steps"]),
         "staleness max": int(max(row["staleness/max"] for row in rows)),
-        "bound": config.rollout.staleness_bound,
+        "bound": config.staleness_bound,
         "ledger": "balanced" if all(map(balanced, rows)) else "NOT balanced",
     }
 

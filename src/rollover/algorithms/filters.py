@@ -51,6 +51,8 @@ def group_filters(config: FiltersConfig) -> list[GroupFilter]:
         chosen.append(zero_variance(config.metric))
     if config.custom:
         chosen.append(custom(own_function("filters.custom", config.custom, _WHY), "custom"))
+    if config.masks:
+        chosen.append(all_masked(rollout_filters(config)))
     return chosen
 
 
@@ -125,6 +127,23 @@ def overlong(max_tokens: int, max_share: float = 0.0) -> GroupFilter:
 def error(max_share: float) -> GroupFilter:
     """Drop a group if more than `max_share` of its siblings ended with an error or have no reward. 0: if any."""
     return _share("error", "ended with an error or have no reward", _is_failed, max_share)
+
+
+def all_masked(masks: Sequence[RolloutFilter]) -> GroupFilter:
+    """Drop a group of which every sibling is masked or has no reward: it would take the place of one with a loss.
+
+    A step of such groups alone would train nothing.
+    """
+
+    def has_loss(rollout: Rollout) -> bool:
+        missing = rollout.reward is None or rollout.reward.missing
+        return not missing and all(mask.why(rollout) is None for mask in masks)
+
+    def why(group: Group) -> str | None:
+        siblings = _siblings(group)
+        return None if any(map(has_loss, siblings)) else f"all {len(siblings)} rollouts are masked or have no reward"
+
+    return GroupFilter("all_masked", why)
 
 
 def custom(function: Callable[[Group], str | None], reason: str | None = None) -> GroupFilter:

@@ -20,7 +20,7 @@ INERT: tuple[Inert, ...] = (
     ),
     Inert(
         ("filters.give_up_after_steps",),
-        _DROPPING,
+        (*_DROPPING, *_MASKS),
         lambda c: not c.filters.drops,
         "as no filter drops groups",
         "Set filters.zero_variance, say",

@@ -58,10 +58,14 @@ class FiltersConfig(Table):
     )
 
     mask_truncated: bool = Field(
-        default=False, description="Rollouts that ended at rollout.max_new_tokens leave the loss (overlong filtering)."
+        default=False,
+        description="Rollouts that ended at rollout.max_new_tokens leave the loss (overlong filtering); a group without"
+        " another one is dropped.",
     )
     mask_overlong: bool = Field(
-        default=False, description="Rollouts of more than overlong_tokens tokens leave the loss."
+        default=False,
+        description="Rollouts of more than overlong_tokens tokens leave the loss; a group without another one is"
+        " dropped.",
     )
     mask_in_baseline: bool = Field(
         default=True, description="The rewards of masked rollouts count in their group's statistics."
@@ -85,7 +89,7 @@ class FiltersConfig(Table):
     def drops(self) -> bool:
         """Whether groups may be dropped."""
         shares = (self.max_truncated_share, self.max_error_share, self.max_overlong_share)
-        return self.by_metric or any(share < 1 for share in shares) or bool(self.custom)
+        return self.by_metric or any(share < 1 for share in shares) or bool(self.custom) or self.masks
 
     @property
     def masks(self) -> bool:

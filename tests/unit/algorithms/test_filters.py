@@ -187,6 +187,24 @@ def test_masked_rollouts_are_reported_and_their_groups_stay_as_they_are() -> Non
     assert result.counts == {"truncated": 2, "overlong": 1} and MIXED.rollouts == before
 
 
+@pytest.mark.parametrize(
+    ("stops", "scores", "dropped"),
+    [
+        ((StopReason.LENGTH, StopReason.LENGTH), (1.0, 0.0), True),
+        ((StopReason.LENGTH, StopReason.EOS), (1.0, 0.0), False),
+        ((StopReason.LENGTH, StopReason.EOS), (1.0, None), True),
+    ],
+)
+def test_a_group_with_no_rollout_left_in_the_loss_is_dropped(stops, scores, dropped: bool) -> None:
+    chosen = group_filters(FiltersConfig(mask_truncated=True))
+    of = group(*(rollout(score, stop=stop) for score, stop in zip(scores, stops, strict=True)))
+    expected = ("all_masked", "all 2 rollouts are masked or have no reward")
+    assert first_match(of, chosen) == (expected if dropped else None)
+    greedy = rollout(1.0)
+    greedy.greedy = True  # trained by nobody, so that it keeps no group
+    assert (first_match(group(*of.rollouts, greedy), chosen) is not None) == dropped
+
+
 def test_a_rollout_leaves_the_baseline_if_any_of_its_filters_says_so() -> None:
     chain = [filters.mask_truncated(), filters.mask_overlong(8, in_baseline=False)]
     result = mask_rollouts([MIXED], chain)
@@ -262,10 +280,10 @@ def test_settings_are_asked_in_a_fixed_order(tmp_path, monkeypatch) -> None:
     (tmp_path / "mine.py").write_text("def why(group): return 'never liked it'\n")
     config = FiltersConfig(
         zero_variance=True, pass_rate_above=0, pass_rate_below=1, max_truncated_share=0, max_error_share=0,
-        max_overlong_share=0, overlong_tokens=8, custom="mine.py:why",
+        max_overlong_share=0, overlong_tokens=8, custom="mine.py:why", mask_truncated=True,
     )  # fmt: skip
     chosen = group_filters(config)
-    names = ["error", "truncated", "overlong", "pass_rate", "zero_variance", "custom"]
+    names = ["error", "truncated", "overlong", "pass_rate", "zero_variance", "custom", "all_masked"]
     assert [f.reason for f in chosen] == names
     assert first_match(scored(1.0, 1.0), chosen) == ("pass_rate", "pass rate 1 is not below 1")
     assert first_match(scored(1.0, 0.0), chosen) == ("custom", "never liked it")

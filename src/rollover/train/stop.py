@@ -26,6 +26,8 @@ class Stop:
         loop = asyncio.get_running_loop()
 
         def handle(number: int, frame: object) -> None:
+            if loop.is_closed():
+                return  # the run has ended, and so does the process: there is nothing to stop
             if self.requested:
                 raise KeyboardInterrupt
             self.requested = True

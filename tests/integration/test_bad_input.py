@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import runs
+import safetensors.torch
 
 from rollover import cli
-from rollover.checkpoint import store as store_module
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
@@ -93,17 +93,17 @@ def test_full_disk_keeps_the_old_checkpoint(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(capsys, "train", recipe, "--train.num_steps", "1")[0] == 0
-    plain = store_module._produce
+    plain = safetensors.torch.save_file
 
-    def full(path: str, content: object) -> None:
+    def full(tensors: dict, path: str) -> None:
         if "trainer-exp_avg" in path:
             raise OSError(28, "No space left on device")
-        plain(path, content)  # type: ignore[arg-type]
+        plain(tensors, path)
 
-    monkeypatch.setattr(store_module, "_produce", full)
-    code, error = run(capsys, "train", recipe, "--resume", "--train.num_steps", "3")
+    with monkeypatch.context() as patched:
+        patched.setattr(safetensors.torch, "save_file", full)
+        code, error = run(capsys, "train", recipe, "--resume", "--train.num_steps", "3")
     assert code == 1 and "No space left" in error and "step-000002" in error
-    monkeypatch.setattr(store_module, "_produce", plain)
     folder = tmp_path / "run" / "checkpoints"
     assert [p.name for p in folder.iterdir()] == ["step-000001"]
     code, error = run(capsys, "train", recipe, "--resume", "--train.num_steps", "3")

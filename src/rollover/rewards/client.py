@@ -76,6 +76,7 @@ class RewardWorker:
         self.quarantine = quarantine or Quarantine(self.config.quarantine_after)
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None  # the keeper of the one that runs functions
+        self._ending: asyncio.Future[None] | None = None  # of the one before
         self._pid: int | None = None  # of that one
         self._call = 0  # id of the present call; over all processes, so that none is ever used again
         self._modes: dict[str, Mode] = {}  # of the specs loaded in the current process
@@ -322,22 +323,28 @@ class RewardWorker:
         raise _WorkerDied(f"the reward worker died in this call ({_how_it_ended(process.returncode)})")
 
     async def _kill(self) -> None:
-        """End the process and all that it started: its keeper does, unless that is not able to."""
+        """End the process, and wait until it is gone, whoever began to end it."""
         process, self._process, self._modes, pid, self._pid = self._process, None, {}, self._pid, None
-        if process is None:
-            return
-        if process.stdin is not None:
-            process.stdin.close()
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), _EXIT_LIMIT_S)
-        except TimeoutError:
-            for group in (process.pid, pid):
-                with contextlib.suppress(ProcessLookupError):
-                    if group is not None:
-                        os.killpg(group, signal.SIGKILL)
-            await process.wait()
+        if process is not None:
+            self._ending = asyncio.ensure_future(_end(process, pid))
+        if self._ending is not None and not self._ending.done():
+            await asyncio.shield(self._ending)  # a call that is cancelled begins it, and may be cancelled once more
+
+
+async def _end(process: asyncio.subprocess.Process, pid: int | None) -> None:
+    """End the process and all that it started: its keeper does, unless that is not able to. `pid`: of the worker."""
+    if process.stdin is not None:
+        process.stdin.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _EXIT_LIMIT_S)
+    except TimeoutError:
+        for group in (process.pid, pid):
+            with contextlib.suppress(ProcessLookupError):
+                if group is not None:
+                    os.killpg(group, signal.SIGKILL)
+        await process.wait()
 
 
 def _how_it_ended(code: int | None) -> str:

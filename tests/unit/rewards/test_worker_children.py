@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from rollover.config import RewardsConfig
@@ -133,3 +134,22 @@ def test_it_ends_with_a_trainer_that_is_killed():
         assert len(pids) == 4 and all(map(alive, pids))
         parent.send_signal(signal.SIGKILL)
     assert wait_until_dead(pids)
+
+
+def test_closing_waits_for_the_end_that_a_cancelled_call_has_begun() -> None:
+    """As where a run is stopped in the middle of a call: its event loop ends right after."""
+    worker = RewardWorker(RewardsConfig.model_validate({"timeout_s": 1000.0}))
+
+    async def stop() -> bool:
+        others = psutil.Process().children()
+        call = asyncio.ensure_future(worker.score(requests_of("sleep")))
+        while not os.path.exists("hangs"):
+            await asyncio.sleep(0.01)
+        (keeper,) = (child for child in psutil.Process().children() if child not in others)
+        call.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await worker.close()
+        return keeper.is_running()  # also where nobody has reaped it
+
+    assert not asyncio.run(stop())

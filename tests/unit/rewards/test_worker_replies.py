@@ -49,7 +49,9 @@ def misbehave(text):
         time.sleep(0.5)
     if word == "close":
         os.closerange(3, 100)
-    return {"score": len(text) + 1000.0 * (os.getpid() != own)} | ({"x" * (65 << 20): 1.0} if word == "large" else {})
+    # In JSON a character beyond the first 65,536 takes twelve bytes.
+    extras = {f"{i:06d}" + chr(0x1F600) * 94: 1.0 for i in range(59_700)} if word == "large" else {}
+    return {"score": len(text) + 1000.0 * (os.getpid() != own)} | extras
 
 def one(solution_str):
     return misbehave(solution_str)

@@ -98,14 +98,14 @@ def test_weights_in_the_middle_of_a_step_are_not_saved_and_that_is_said(
     assert code == 2 and "the weights are in the middle of step 3); the newest one is step-000002" in text, text
 
 
-def test_a_step_without_a_loss_token_is_not_trained_and_says_why(
+def test_masks_that_leave_nothing_end_the_run_and_it_goes_on_without_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = runs.write(tmp_path, steps=3, checkpoint={"every_steps": 0})
     assert train(capsys, recipe, "--train.num_steps", "1")[0] == 0
     masked = ["--filters.mask_overlong", "true", "--filters.overlong_tokens", "1"]
     code, text = train(capsys, recipe, "--resume", *masked)
-    assert code == 2 and "step 2 has no token in its loss: of 9 rollouts 9 are masked by a filter" in text, text
+    assert code == 2 and "each of the last 30 scored groups was dropped (in the whole run: all_masked " in text, text
     assert "filters.mask_overlong: false -> true" in text
     code, text = train(capsys, recipe, "--resume")
     assert code == 0, text

@@ -71,7 +71,11 @@ def acts(before: Config, after: Config) -> bool:
 
 
 def is_synonym(key: str, drawn: Drawn, value: object) -> bool:
-    return {getattr(drawn.config.algorithm, key.partition(".")[2], None), value} in SYNONYMS
+    algorithm = drawn.config.algorithm
+    if key == "algorithm.loss_options":
+        # So small a batch seldom has more candidates than the share; test_policy_loss.py holds it.
+        return algorithm.loss == "clip_cov" and {*algorithm.loss_options, *value} <= {"share"}  # type: ignore[misc]
+    return isinstance(value, str) and {getattr(algorithm, key.partition(".")[2], None), value} in SYNONYMS
 
 
 def test_every_key_of_an_accepted_configuration_acts_or_its_change_is_refused() -> None:
@@ -90,6 +94,6 @@ def test_every_key_of_an_accepted_configuration_acts_or_its_change_is_refused() 
         if acts(drawn.config, changed):
             acted[key] += 1
         else:
-            assert isinstance(value, str) and is_synonym(key, drawn, value), (key, value, drawn.preset, drawn.values)
+            assert is_synonym(key, drawn, value), (key, value, drawn.preset, drawn.values)
     permission = {"algorithm.allow_uncorrected"}  # it changes nothing but what is refused
     assert {key for key in VALUES if acted[key] < 5} == permission and refused[HERE] == 0

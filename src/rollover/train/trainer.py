@@ -203,6 +203,13 @@ class Trainer:
         left = [[self._accumulated.get(s.rollout_id) or rewritten(s, kept) for s in part] for part in minibatches]
         return left, {name: restricted(stream, kept) for name, stream in known.items()}
 
+    def _why_rejected(self, num_tokens: int) -> str:
+        cfg = self.algorithm
+        return (
+            f'algorithm.rejection = "{cfg.rejection}" leaves out all its {num_tokens} tokens, as none has a divergence'
+            f" of at most algorithm.rejection_high = {cfg.rejection_high:g}. Raise it, or lower rollout.max_staleness"
+        )
+
     def _known(self, minibatches: list[list[Sample]], known: Mapping[str, Stream]) -> dict[str, Stream]:
         """The streams of the whole step that are taken at the weights of its start, or at kept ones; not `known` ones.
 
@@ -262,6 +269,7 @@ class Trainer:
 
         Samples whose advantages are all 0 (a group that agrees) add nothing to the gradient: they count in the
         denominators and are not computed, unless `train.skip_zero_advantage` is off or the algorithm needs them.
+        ValueError, before anything changes, where algorithm.rejection leaves no token.
         """
         assert batch.samples, "a training step needs at least one sample"
         samples, known = self._estimate(batch.samples)
@@ -269,6 +277,8 @@ class Trainer:
         minibatches, known = self._reject(minibatches, known)
         counts = [Counts.of(part) for part in minibatches]
         rejected = batch.num_loss_tokens - sum(c.tokens for c in counts)
+        if rejected and rejected == batch.num_loss_tokens:
+            raise ValueError(f"step {self.policy_version + 1} has no token in its loss: {self._why_rejected(rejected)}")
         if self.config.skip_zero_advantage and not self.algorithm.needs_every_token:
             minibatches = [[s for s in part if s.advantages[s.mask].any()] for part in minibatches]
         skipped_tokens = sum(c.tokens for c in counts) - sum(Counts.of(part).tokens for part in minibatches)

@@ -101,9 +101,31 @@ def test_a_critic_estimates_over_all_tokens_and_learns_from_those_that_are_left(
     assert metrics["critic/loss"] == pytest.approx(4.5)  # (3 - 0)^2 / 2 at every token: no reward is lost
 
 
-def test_a_step_that_rejects_everything_changes_nothing() -> None:
-    t = trainer({"rejection": "sequence_max_k2", "rejection_high": 1e-9})
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_a_step_that_rejects_everything_is_an_error_that_names_its_cause(minibatches: int) -> None:
+    t = trainer({"rejection": "sequence_max_k2", "rejection_high": 1e-9}, minibatches_per_step=minibatches)
     before = weights(t)
-    metrics = t.train_step(Batch(SAMPLES))
-    assert metrics["off_policy/rejected_share"] == 1 and metrics["grad_norm"] == 0 and t.policy_version == 1
-    assert torch.equal(weights(t), before)
+    with pytest.raises(
+        ValueError, match='step 1 has no token in its loss: algorithm.rejection = "sequence_max_k2"'
+    ) as e:
+        t.train_step(Batch(SAMPLES))
+    assert "algorithm.rejection_high = 1e-09" in str(e.value) and "rollout.max_staleness" in str(e.value)
+    assert torch.equal(weights(t), before) and t.policy_version == 0 and not t.in_update
+
+
+def test_a_minibatch_that_is_rejected_whole_leaves_the_others_to_be_trained() -> None:
+    """One group was sampled by a policy that is far away."""
+    first = SAMPLES[0].group_id
+    far = [dataclasses.replace(s, behavior_logprobs=s.behavior_logprobs - 9 * (s.group_id == first)) for s in SAMPLES]
+    t = trainer({"rejection": "sequence_mean_k2", "rejection_high": 30.0}, minibatches_per_step=3)
+    before = weights(t)
+    share = sum(int(s.mask.sum()) for s in far if s.group_id == first) / Batch(far).num_loss_tokens
+    metrics = t.train_step(Batch(far))
+    assert metrics["off_policy/rejected_share"] == pytest.approx(share) and not torch.equal(weights(t), before)
+
+
+def test_a_gradient_that_comes_in_parts_may_begin_with_parts_that_are_rejected() -> None:
+    t = trainer({"rejection": "sequence_max_k2", "rejection_high": 1e-9})
+    t.accumulate([s for s in SAMPLES if s.group_id == 1])
+    with pytest.raises(ValueError, match="step 1 has no token in its loss"):
+        t.train_step(Batch(SAMPLES))

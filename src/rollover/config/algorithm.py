@@ -197,6 +197,11 @@ class AlgorithmConfig(Table):
     def needs_critic(self) -> bool:
         return self.advantage == "gae"
 
+    @property
+    def compares_siblings(self) -> bool:
+        """Whether a group of equal rewards teaches nothing."""
+        return self.advantage not in WITHOUT_SIBLINGS
+
     # What the loss does. Rules, derived values and the trainer all ask here.
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 PATIENCE = 5  # steps in a row
@@ -83,18 +83,20 @@ RANGES = (
 
 
 class Health:
-    """Counts, for each figure, the steps in a row that it was out of its range."""
+    """Counts, for each figure, the steps in a row that it was out of its range. `passed_over`: keys of figures that are
+    no matter of concern in this run, however high or low."""
 
-    def __init__(self) -> None:
+    def __init__(self, passed_over: Collection[str] = ()) -> None:
+        self._ranges = [wanted for wanted in RANGES if wanted.key not in passed_over]
         self._out: Counter[str] = Counter()
         self._said: set[str] = set()
 
     def look(self, row: Mapping[str, float]) -> list[str]:
         """Warnings of this step's row."""
         warnings = []
-        for wanted in RANGES:
+        for wanted in self._ranges:
             value = row.get(wanted.key)
-            advice = "" if _is_out(row, wanted.cause) else wanted.advice_for(value, row["step"])
+            advice = "" if self._is_out(row, wanted.cause) else wanted.advice_for(value, row["step"])
             self._out[wanted.key] = self._out[wanted.key] + 1 if advice else 0
             if value is not None and self._out[wanted.key] == wanted.patience and wanted.key not in self._said:
                 self._said.add(wanted.key)
@@ -103,7 +105,6 @@ class Health:
                 warnings.append(f"{wanted.key} = {value:.3g} {where}: {advice}")
         return warnings
 
-
-def _is_out(row: Mapping[str, float], key: str) -> bool:
-    """Whether the figure is out of its range in this step. False for the key ""."""
-    return any(wanted.advice_for(row.get(key), row["step"]) for wanted in RANGES if wanted.key == key)
+    def _is_out(self, row: Mapping[str, float], key: str) -> bool:
+        """Whether the figure is out of its range in this step. False for the key ""."""
+        return any(wanted.advice_for(row.get(key), row["step"]) for wanted in self._ranges if wanted.key == key)

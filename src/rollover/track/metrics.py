@@ -107,7 +107,13 @@ METRICS: list[Metric] = [
     Metric(
         "groups/in_flight_limit", "last", "groups", "Groups held at once; rollout.in_flight_groups = auto moves it."
     ),
-    Metric("groups/zero_variance", "mean", "share", "Share of trained groups with equal rewards: no gradient."),
+    Metric(
+        "groups/zero_variance",
+        "mean",
+        "share",
+        "Of the trained groups with two or more rewards, the share whose rewards are all equal: siblings compared teach"
+        " nothing.",
+    ),
     Metric("tasks/left_out", "counter", "tasks", "Tasks for which tasks.before_produce returned None."),
     # Replay and re-roll (only when on)
     Metric(

@@ -75,7 +75,7 @@ class Run:
         self.taken: list[Group] = []  # of the step that is being trained
         self.dropped: list[tuple[Group, DropReason]] = []
         self.threads = Threads.of(config)
-        self.health = Health()
+        self.health = Health(() if config.algorithm.compares_siblings else ("groups/zero_variance",))
         # One thread for all steps: it keeps its own team of torch's threads.
         self.trainer_thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (self.threads.trainer,))
 

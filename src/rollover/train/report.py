@@ -19,7 +19,10 @@ def _mean(values: list[float]) -> float:
 
 
 def reward_metrics(groups: list[Group]) -> dict[str, float]:
-    """Means over valid rewards; missing ones are counted. Greedy baselines are left out."""
+    """Means over valid rewards; missing ones are counted. Greedy baselines are left out.
+
+    A group with fewer than two valid rewards has no variance that could be zero: it is none of groups/zero_variance.
+    """
     rewards = [(r.task.source, r.reward) for g in groups for r in g.rollouts if r.reward is not None and not r.greedy]
     scores: dict[str, list[float]] = defaultdict(list)
     extras: dict[str, list[float]] = defaultdict(list)
@@ -29,7 +32,7 @@ def reward_metrics(groups: list[Group]) -> dict[str, float]:
             for name, value in reward.extras.items():
                 extras[name].append(value)
     everything = [s for values in scores.values() for s in values]
-    spreads = [np.ptp(valid) == 0 for g in groups if (valid := _valid_scores(g))]
+    spreads = [np.ptp(valid) == 0 for g in groups if len(valid := _valid_scores(g)) > 1]
     return {
         "reward/mean": _mean(everything),
         "reward/std": float(np.std(everything)) if everything else float("nan"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rollover.config import AlgorithmConfig
+from rollover.config.algorithm import ADVANTAGES
 from rollover.config.fields import field_at
 from rollover.track.health import PATIENCE, RANGES, Health
 from rollover.track.metrics import METRICS
@@ -75,6 +77,17 @@ def test_groups_without_variance_are_named_as_the_cause_of_a_small_gradient(grad
     later = [{"step": 50 + i, "grad_norm": grad_norm, "groups/zero_variance": 0.5} for i in range(PATIENCE)]
     warnings = [health.look(row) for row in later]
     assert not any(warnings[:-1]) and len(warnings[-1]) == 1 and warnings[-1][0].startswith("grad_norm = ")
+
+
+def test_a_figure_that_is_passed_over_is_no_cause_of_another_either() -> None:
+    """An advantage that compares no siblings learns from groups of equal rewards, too."""
+    health = Health(["groups/zero_variance"])
+    rows = [{"step": i, "grad_norm": 1e-5, "groups/zero_variance": 1.0} for i in range(1, 3 * PATIENCE)]
+    (warning,) = [warning for row in rows for warning in health.look(row)]
+    assert warning.startswith("grad_norm = ") and "learning_rate" in warning
+    assert [name for name in ADVANTAGES if not AlgorithmConfig(advantage=name).compares_siblings] == [
+        "remax", "reinforce_plus_plus", "gae"
+    ]  # fmt: skip
 
 
 def test_what_is_no_number_is_no_warning_where_that_says_nothing() -> None:

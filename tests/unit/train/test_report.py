@@ -8,9 +8,10 @@ import pytest
 from samples import group, rollout, segment
 
 from rollover.config import AlgorithmConfig
+from rollover.track.health import Health
 from rollover.track.metrics import aggregate, validate
 from rollover.train.batch import Batch, build_batch
-from rollover.train.report import rollout_metrics, speed_metrics, staleness_metrics, waste_metrics
+from rollover.train.report import reward_metrics, rollout_metrics, speed_metrics, staleness_metrics, waste_metrics
 from rollover.types import Group
 
 
@@ -47,6 +48,25 @@ def test_without_a_history_there_is_no_split() -> None:
 def test_versions_in_a_rollout() -> None:
     metrics = rollout_metrics(groups())
     assert metrics["rollouts/versions_mean"] == pytest.approx(5 / 4) and metrics["rollouts/partial_share"] == 1 / 4
+
+
+def scored(group_id: int, *scores: float | None) -> Group:
+    return group(group_id, [rollout(group_id, i, score, [segment([1])]) for i, score in enumerate(scores)])
+
+
+@pytest.mark.parametrize(
+    ("groups", "share"),
+    [
+        ([scored(0, 1.0), scored(1, 1.0)], math.nan),
+        ([scored(0, 1.0, None), scored(1, None, None)], math.nan),
+        ([scored(0, 1.0), scored(1, 1.0, 0.0)], 0.0),
+        ([scored(0, 1.0), scored(1, 1.0, 1.0), scored(2, 1.0, 0.0, None)], 0.5),
+    ],
+    ids=["one rollout each", "one reward each", "one and two", "one of two"],
+)
+def test_a_group_without_two_rewards_has_no_variance_that_could_be_zero(groups: list[Group], share: float) -> None:
+    assert reward_metrics(groups)["groups/zero_variance"] == pytest.approx(share, nan_ok=True)
+    assert not [w for step in range(1, 20) for w in Health().look({"step": step, **reward_metrics(groups)})]
 
 
 ENGINE = {"engine/prefill_tokens": 50.0, "engine/reprefill_tokens": 150.0}

@@ -126,3 +126,39 @@ def test_an_engine_process_that_is_killed_while_it_loads_is_told_in_one_line(
     monkeypatch.setattr(EngineChild, "hello", killed)
     code, text = train(capsys, runs.write(tmp_path, engine={"process": True}))
     assert code == 1 and "rollover: error: the engine process ended while it was loading the model" in text, text
+
+
+def test_what_was_recorded_for_a_checkpoint_that_failed_is_not_recorded_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups that were admitted and dropped since the checkpoint before come again when the run goes on."""
+    from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
+
+    # Sync: at a checkpoint nothing is in flight, so that whatever is dropped after it was admitted after it.
+    recipe = runs.write(tmp_path, steps=3, rollout=SYNC, checkpoint={"every_steps": 1})
+    filters = ["--filters.custom", f"{tmp_path / 'mine.py'}:odd"]
+    (tmp_path / "mine.py").write_text('def odd(group): return "an odd one" if group.group_id % 2 else None')
+    plain_step, plain_write = Trainer.forward_backward, CheckpointStore.write
+
+    def fails(self: Trainer, *args: Any) -> Any:
+        if self.policy_version == 2:
+            raise ValueError("no memory left on the device")
+        return plain_step(self, *args)
+
+    def full(self: CheckpointStore, name: str, files: Any) -> Any:
+        if name in self.list():
+            raise CheckpointWriteError("the disk is full")
+        return plain_write(self, name, files)
+
+    monkeypatch.setattr(Trainer, "forward_backward", fails)
+    monkeypatch.setattr(CheckpointStore, "write", full)
+    code, text = train(capsys, recipe, *filters)
+    assert code == 2 and "could not be written (the disk is full); the newest one is step-000002" in text, text
+    recorded = [r for r in runs.records(tmp_path / "run") if r["step"] == 2]
+    monkeypatch.undo()
+    code, text = train(capsys, recipe, *filters, "--resume")
+    assert code == 0, text
+    records = runs.records(tmp_path / "run")
+    ids = [r["rollout_id"] for r in records]
+    assert sum(r["step"] == 2 for r in records) < len(recorded), "some had been dropped since the checkpoint"
+    assert len(ids) == len(set(ids))

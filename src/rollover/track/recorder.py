@@ -62,15 +62,18 @@ class RolloutRecorder:
         atomic_write_text(path, "".join(lines).encode("utf-8", "replace").decode("utf-8"))
         return path
 
-    def truncate(self, step: int, held: Collection[int] = ()) -> None:
+    def truncate(self, step: int, held: Collection[int] = (), next_group_id: int | None = None) -> None:
         """Remove the files of steps after `step`, and half-written ones: a resumed run writes them again.
 
-        From the file of `step` itself the records of the groups `held` go: they were dropped after the checkpoint.
+        From the file of `step` itself those records go that were written after the checkpoint: of the groups `held`,
+        which were in flight when it was taken, and of `next_group_id` and above (None: of none), which were not there.
         """
         last = self.dir / f"step-{step:06d}.jsonl"
-        if held and last.exists():
+        if last.exists():
+            end = float("inf") if next_group_id is None else next_group_id
             lines = last.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if json.loads(line)["group_id"] not in held]
+            ids = [json.loads(line)["group_id"] for line in lines]
+            kept = [line for line, group_id in zip(lines, ids, strict=True) if group_id < end and group_id not in held]
             if len(kept) < len(lines):
                 atomic_write_text(last, b"".join(kept).decode())
         for path in self.dir.iterdir():

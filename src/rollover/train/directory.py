@@ -153,10 +153,13 @@ class RunDirectory:
         """Whether this start has other [tasks] than the one before it."""
         return any(change.key.startswith("tasks.") for change in self.changes)
 
-    def truncate(self, step: int, held: Collection[int] = (), trace_bytes: int = 0) -> None:
+    def truncate(
+        self, step: int, held: Collection[int] = (), trace_bytes: int = 0, next_group_id: int | None = None
+    ) -> None:
         """Forget what was written after `step`: a run that goes on from there writes it again.
 
-        `held`: groups that are in the cache again, though they may have been recorded as dropped since. `trace_bytes`:
+        `held`: groups that are in the cache again, though they may have been recorded as dropped since, as may those of
+        `next_group_id` and above, which come again (None: none; an own producer numbers its groups). `trace_bytes`:
         size of the trace in the checkpoint, which may have been taken in the middle of a step. ValueError, and nothing
         is changed, if the metrics do not reach `step`: they are not those of the run of the checkpoint.
         """
@@ -172,7 +175,7 @@ class RunDirectory:
         self.metrics.truncate(step)
         self.evals.truncate(step)
         self.trace.truncate(trace_bytes)
-        self.rollouts.truncate(step, held)
+        self.rollouts.truncate(step, held, next_group_id)
 
     def write_config(self) -> None:
         """config.resolved.json. One with other settings, of an earlier start, stays as config.resolved.1.json, ...2."""

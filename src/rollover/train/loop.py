@@ -402,19 +402,19 @@ class Run:
             self.view.message("the run ended before its first checkpoint: it begins again")
             return
         self.view.phase(f"restoring {name}")
-        parts, changes = self.parts, self.directory.changes
+        parts, cache, changes = self.parts, self.parts.lifecycle.cache, self.directory.changes
         load_snapshot(name, self.owners)
-        resume_rules.refuse(changes, held=bool(parts.lifecycle.cache.groups))
-        if self.directory.tasks_changed:  # there may be more of them now
-            parts.lifecycle.stream_ended = False
+        resume_rules.refuse(changes, held=bool(cache.groups))
+        parts.lifecycle.stream_ended &= not self.directory.tasks_changed  # there may be more of them now
         version = self.saved_version = parts.trainer.policy_version
         if not self.recorded:
             parts.lifecycle.check_restored(version, parts.engine.max_tokens)
             self._publish()
+        self.directory.truncate(version, cache.groups.keys(), self.chronicle.trace_bytes, cache.num_admitted or None)
+        if not self.recorded:
             parts.driver.after_publish(version)
-        self.directory.truncate(version, parts.lifecycle.cache.groups.keys(), self.chronicle.trace_bytes)
         self.rows.restore(self.directory.metrics.rows()[-1] if version else {})
-        held = sum(len(g.rollouts) for g in parts.lifecycle.cache.groups.values())
+        held = sum(len(g.rollouts) for g in cache.groups.values())
         self.view.message(f"resumed from {name}: {held} rollouts in the cache go on where they were")
         if changes:
             self.view.message("settings that changed since:" + "".join(f"\n  {change}" for change in changes))

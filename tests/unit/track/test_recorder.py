@@ -165,6 +165,24 @@ def test_truncate_removes_later_steps_and_half_written_files(tmp_path: Path) -> 
     assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-000001.jsonl", "step-000002.jsonl"]
 
 
+def test_truncate_leaves_of_the_last_step_what_had_left_by_then(tmp_path: Path) -> None:
+    """Group 3 was in flight at the checkpoint, 5 and 6 came after it: dropped and recorded, they all come again."""
+    recorder = RolloutRecorder(tmp_path)
+    recorder.write(1, [recorded(group(0, [None]))])
+    recorder.write(2, [recorded(group(i, [None])) for i in (1, 2)])
+    recorder.write(2, [recorded(group(i, [None]), DropReason.FILTERED) for i in (6, 3, 4, 5)])
+
+    def left() -> list[int]:
+        return [g.group_id for step in read_rollouts(tmp_path, include_dropped=True) for g in step]
+
+    recorder.truncate(2)
+    assert left() == [0, 1, 2, 6, 3, 4, 5]
+    recorder.truncate(2, held={3}, next_group_id=5)
+    assert left() == [0, 1, 2, 4]
+    recorder.truncate(2, next_group_id=2)
+    assert left() == [0, 1]
+
+
 # ---- other tools
 
 

@@ -107,6 +107,11 @@ class Task:
         return "\n".join(f"{m['role']}: {m['content']}" for m in self.messages or ())
 
 
+# How far a log-prob may be above 0, for rounding: numbers of the size of 10^5 (logits over a low temperature) are 0.008
+# apart in float32. What is no log-prob (a probability, a logit, one without its sign) is above it nearly everywhere.
+LOGPROB_NOISE = 0.01
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
     """A contiguous run of tokens with one origin. Immutable.
@@ -134,6 +139,18 @@ class Segment:
 
     def __len__(self) -> int:
         return self.num_tokens
+
+    def why_not_sampled(self) -> str | None:
+        """Why no policy can have sampled the tokens with these log-probs: one is NaN, infinite, or above 0 by more than
+        rounding. None: it can. Asked wherever segments come in from outside: importance weights are made of them."""
+        if not self.trainable:
+            return None
+        possible = (self.logprobs <= LOGPROB_NOISE) & (self.logprobs > -np.inf)
+        if possible.all():
+            return None
+        wrong = int(np.argmin(possible))
+        value = self.logprobs[wrong]
+        return f"its token {wrong} has the log-prob {value:g}, which is none: they are finite, and at most 0"
 
     @classmethod
     def nothing(cls, policy_version: int, sampling: SamplingParams, start: int) -> Segment:
@@ -225,6 +242,10 @@ class Rollout:
                 self.versions.append(version)
                 if self.min_version is None or version < self.min_version:
                     self.min_version = version
+
+    def why_not_sampled(self) -> str | None:
+        """As of a segment, of all of them."""
+        return next(filter(None, (segment.why_not_sampled() for segment in self.segments)), None)
 
     def token_ids(self) -> list[int]:
         """Token ids after the prompt, over all segments."""

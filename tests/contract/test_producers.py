@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -114,6 +115,19 @@ def test_recorded_rollouts_go_on_at_the_step_they_are_asked_for(tmp_path: Path) 
     asyncio.run(go())
 
 
+def test_recorded_rollouts_without_log_probs_are_refused(tmp_path: Path) -> None:
+    """What was not finite was recorded as null."""
+    recorded(tmp_path)
+    file = tmp_path / "step-000001.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[1]["logprobs"][0] = None
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(
+        ValueError, match=r"run.replay_rollouts = .*: group 0 cannot be trained, as of rollout 1 its token 0"
+    ):
+        asyncio.run(RecordedRollouts(tmp_path).produce(1, 0))
+
+
 def segment(num: int = 2, version: int = 0) -> Segment:
     ids, logprobs = np.zeros(num, np.int32), np.zeros(num, np.float32)
     return Segment(ids, logprobs, version, SamplingParams(), StopReason.EOS)
@@ -127,6 +141,12 @@ def group(group_id: int, version: int = 0) -> Group:
 def without_reward() -> Group:
     made = group(1)
     made.rollouts[0].reward = None
+    return made
+
+
+def with_logprob(wrong: float) -> Group:
+    made = group(1, version=5)
+    made.rollouts[1].segments[0] = replace(segment(version=5), logprobs=np.array([-1.0, wrong], np.float32))
     return made
 
 
@@ -189,6 +209,8 @@ def test_an_answer_that_was_cut_off_is_no_answer() -> None:
         (lambda: [without_reward()], "is not ready"),
         (lambda: [group(1, version=7)], "policy version above the trainer's, 5"),
         (lambda: [group(1, version=2)], "3 versions old, above rollout.max_staleness = 1"),
+        (lambda: [with_logprob(float("nan"))], "group 1 of step 6 cannot be trained, as of rollout 1 its token 1 has"),
+        (lambda: [with_logprob(0.7)], "has the log-prob 0.7, which is none"),
         (lambda: [3], "it must return a list of Groups"),
     ],
 )

@@ -199,7 +199,8 @@ def why_no_continuation(segments: Sequence[Segment], num_tokens: int, remaining:
     """Why `segments` cannot come next for a rollout that has `num_tokens` and may get `remaining` more; None: they can.
 
     They must begin where the rollout ends (if the engine stamps where), so that no token comes twice and none is
-    missing, stay within its budget, be in order of version, and only the last may end otherwise than PAUSED.
+    missing, stay within its budget, be in order of version, and only the last may end otherwise than PAUSED. Their
+    log-probs must be such.
     """
     next_token, num_new = num_tokens, 0
     for segment in segments:
@@ -217,4 +218,4 @@ def why_no_continuation(segments: Sequence[Segment], num_tokens: int, remaining:
     versions = [segment.policy_version for segment in segments if segment.num_tokens]
     if versions != sorted(versions):
         return f"its policy versions go back: {versions}"
-    return None
+    return next(filter(None, (segment.why_not_sampled() for segment in segments)), None)

@@ -40,7 +40,7 @@ def groups_to_state(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arra
 
 
 def groups_from_state(meta: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> Iterator[Group]:
-    """The groups of `groups_to_state`, in order."""
+    """The groups of `groups_to_state`, in order. ValueError where a log-prob in `arrays` is none."""
     prompt_offsets, segment_offsets = arrays["prompt_offsets"], arrays["segment_offsets"]
     segment_index = 0
     for i, saved in enumerate(meta):
@@ -55,6 +55,11 @@ def groups_from_state(meta: Sequence[Mapping[str, Any]], arrays: Mapping[str, np
                 token_ids = arrays["token_ids"][cut].astype(np.int32)
                 rollout.add(Segment.from_json(fields, token_ids, arrays["logprobs"][cut].astype(np.float32)))
                 segment_index += 1
+            if (why := rollout.why_not_sampled()) is not None:
+                raise ValueError(
+                    f"the checkpoint's rollout {rollout.rollout_id} cannot be trained, as {why}. Go on from an earlier"
+                    " checkpoint (checkpoint.resume_from), or start a new run"
+                )
             rollout.state = RolloutState(entry["state"])
             rollout.stop_reason = None if entry["stop_reason"] is None else StopReason(entry["stop_reason"])
             rollout.reward = None if entry["reward"] is None else Reward(**entry["reward"])

@@ -77,15 +77,19 @@ class RecordedRollouts(_Stateless):
             raise ValueError(
                 f"run.replay_rollouts = {str(folder)!r}: there is no such folder{did_you_mean_path(folder)}"
             )
+        self.folder = folder
         self._steps: Iterator[list[Group]] = (groups for groups in read_rollouts(folder) if groups)
         self._step = 0
 
     async def produce(self, step: int, version: int) -> list[Group] | None:
-        """Those before `step` are passed over: a resumed run has trained them."""
+        """Those before `step` are passed over: a resumed run has trained them. ValueError for what none can be."""
         groups: list[Group] = []
         while self._step < step:
             groups = next(self._steps, [])
             self._step += 1
+        for group in groups:
+            if (why := _why_not_sampled(group)) is not None:
+                raise ValueError(f"run.replay_rollouts = {str(self.folder)!r}: group {group.group_id} {why}")
         return groups
 
 
@@ -137,13 +141,19 @@ class OwnProducer:
         stale = group_staleness(group, version) or 0
         if stale > self.max_staleness:
             return f"has tokens that are {stale} versions old, above rollout.max_staleness = {self.max_staleness}"
-        return None
+        return _why_not_sampled(group)
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_group_id": self._last_group_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._last_group_id = state.get("last_group_id", -1)
+
+
+def _why_not_sampled(group: Group) -> str | None:
+    """Why a group holds what no policy can have sampled, to complete "group 3 ..."; None: it does not."""
+    found = ((r, why) for r in group.rollouts if (why := r.why_not_sampled()) is not None)
+    return next((f"cannot be trained, as of rollout {r.sibling} {why}" for r, why in found), None)
 
 
 def ready_group(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from rollover.rollout.cache import RolloutCache, why_no_continuation
@@ -43,6 +44,26 @@ def test_why_segments_cannot_come_next(segments: list[Segment], why: str | None)
         cache.append("0-0", [segment(5, 0)])
         cache.append("0-0", segments)
         assert cache.rollout("0-0").num_tokens == 5 + sum(map(len, segments))
+
+
+def with_logprobs(*values: float, start: int | None = 5, trainable: bool = True) -> Segment:
+    made = dataclasses.replace(make_segment(len(values), 0, StopReason.PAUSED), start=start, trainable=trainable)
+    return dataclasses.replace(made, logprobs=np.array(values, dtype=np.float32))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf"), 0.3, 7.5])
+def test_what_is_no_log_prob_is_refused(wrong: float) -> None:
+    segments = [with_logprobs(-1.0), with_logprobs(-0.5, wrong, -2.0, start=None)]
+    why = why_no_continuation(segments, num_tokens=5, remaining=9)
+    assert why == f"its token 1 has the log-prob {wrong:g}, which is none: they are finite, and at most 0"
+    assert why_no_continuation([with_logprobs(wrong, trainable=False)], 5, 9) is None, "written by an environment"
+
+
+def test_rounding_above_0_is_a_log_prob() -> None:
+    """Of a log-softmax in float32, also over logits that a low temperature made large."""
+    logits = np.float32(3e4) + np.array([0.0, -60.0], dtype=np.float32)
+    rounded = logits - (logits.max() + np.float32(2e-3))
+    assert why_no_continuation([with_logprobs(0.0, 1e-6, 2e-3, *rounded)], 5, 9) is None
 
 
 def test_the_cache_holds_no_token_twice() -> None:
@@ -109,6 +130,34 @@ def test_what_the_engine_says_of_an_earlier_extension_is_not_salvaged() -> None:
     rollout = batch[0].rollouts[1]
     assert engine.seen and rollout.token_ids() == uninterrupted_tokens(rollout, 40, short)
     run.check()
+
+
+def test_an_engine_whose_log_probs_are_nan_loses_the_answer_and_not_the_run() -> None:
+    class Breaks(Hanging):
+        async def extend(self, request):
+            segments = await super().extend(request)
+            if request.rollout_id == "0-1" and len(self.extensions["0-1"]) == 1:
+                segments = [dataclasses.replace(s, logprobs=s.logprobs * np.float32("nan")) for s in segments]
+            return segments
+
+    run = Run(engine=Breaks("none"), watchdog=watchdog())
+    (batch,) = steps(run, 1)
+    assert ids([batch]) == [[0, 1]] and not any(r.why_not_sampled() for g in batch for r in g.rollouts)
+    assert_said(run, "the engine's answer for rollout 0-1 is refused, as its token 0 has the log-prob nan, .*")
+    assert run.driver.watchdog.stats()["watchdog/refused_answers"] == 1
+    run.check()
+
+
+def test_a_checkpoint_with_what_is_no_log_prob_is_refused() -> None:
+    cache = RolloutCache(10)
+    cache.admit(make_task(0), [1], 1)
+    cache.start("0-0")
+    cache.append("0-0", [segment(3, 0)])
+    meta, arrays = cache.state_dict()
+    RolloutCache(10).load_state_dict(meta, arrays)
+    arrays["logprobs"] = arrays["logprobs"] * np.float32("nan")
+    with pytest.raises(ValueError, match="the checkpoint's rollout 0-0 cannot be trained, as its token 0 has .* nan"):
+        RolloutCache(10).load_state_dict(meta, arrays)
 
 
 def test_an_answer_beyond_the_budget_does_not_end_the_run() -> None:

@@ -1,12 +1,13 @@
 """The consistent cut: every owner's state at one moment between two generation phases, and the way back.
 
+    Snapshot.begin (every owner hands over its state) ──▶ write (the files, one by one) ──▶ the store's commit
+
 Owns the list of who is in a checkpoint (docs/checkpoint-format.md). Never decides when one is written.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,14 @@ from typing import Any
 import safetensors.numpy
 import safetensors.torch
 
-from rollover.checkpoint.store import checkpoint_name
+from rollover.checkpoint.store import CheckpointStore, FileWriter, checkpoint_name
 from rollover.envs.single_turn import PromptSource
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.track.chronicle import Chronicle
 from rollover.train.directory import RunDirectory
 from rollover.train.producer import Producer
 from rollover.train.reuse import Reuse
+from rollover.train.setup import Parts
 from rollover.train.trainer import Trainer
 
 FORMAT = 1
@@ -40,35 +42,53 @@ class Owners:
     reuse: Reuse
     producer: Producer
 
+    @classmethod
+    def of(cls, parts: Parts, directory: RunDirectory, chronicle: Chronicle, producer: Producer) -> Owners:
+        """Those of a run that is made of `parts`."""
+        return cls(parts.trainer, parts.lifecycle, parts.prompts, directory, chronicle, parts.reuse, producer)
 
-def write_snapshot(owners: Owners) -> str:
-    """Write the checkpoint of the trainer's current version; returns its name. CheckpointWriteError if it fails."""
-    owners.directory.metrics.sync()
-    owners.directory.evals.sync()
-    tensors, trainer_meta = owners.trainer.save_state()
-    lifecycle, arrays = owners.lifecycle.state_dict()
-    reuse, kept = owners.reuse.state_dict()
-    state = {
-        "format": FORMAT,
-        "trainer": trainer_meta,
-        **lifecycle,
-        "prompts": owners.prompts.state_dict(),
-        "reuse": reuse,
-        "producer": owners.producer.state_dict(),
-        "chronicle": owners.chronicle.state_dict(),
-    }
-    name = checkpoint_name(owners.trainer.policy_version)
-    files: dict[str, Callable[[str], None] | bytes] = {
-        "rollouts.safetensors": lambda path: safetensors.numpy.save_file(arrays, path),
-        "replay.safetensors": lambda path: safetensors.numpy.save_file(kept, path),
-        "state.json": json.dumps(state).encode(),
-    }
-    # One file per kind of tensor (master, exp_avg, exp_avg_sq): saving copies a whole file's tensors in memory.
-    for kind in sorted({key.partition("/")[0] for key in tensors}):
-        part = {key: value.contiguous() for key, value in tensors.items() if key.startswith(f"{kind}/")}
-        files[f"{_TRAINER}{kind}.safetensors"] = partial(safetensors.torch.save_file, part)
-    owners.directory.store.write(name, files)
-    return name
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of every owner at one moment: the files of a checkpoint that are still to be written.
+
+    Arrays and tensors are the owners' own, not copies: they must not change before `write` returns.
+    """
+
+    name: str
+    files: dict[str, FileWriter]
+
+    @classmethod
+    def begin(cls, owners: Owners) -> Snapshot:
+        """The cut, at the trainer's current version."""
+        owners.directory.metrics.sync()
+        owners.directory.evals.sync()
+        tensors, trainer_meta = owners.trainer.save_state()
+        lifecycle, arrays = owners.lifecycle.state_dict()
+        reuse, kept = owners.reuse.state_dict()
+        state = {
+            "format": FORMAT,
+            "trainer": trainer_meta,
+            **lifecycle,
+            "prompts": owners.prompts.state_dict(),
+            "reuse": reuse,
+            "producer": owners.producer.state_dict(),
+            "chronicle": owners.chronicle.state_dict(),
+        }
+        files: dict[str, FileWriter] = {
+            "rollouts.safetensors": lambda path: safetensors.numpy.save_file(arrays, path),
+            "replay.safetensors": lambda path: safetensors.numpy.save_file(kept, path),
+            "state.json": json.dumps(state).encode(),
+        }
+        # One file per kind of tensor (master, exp_avg, exp_avg_sq): saving copies a whole file's tensors in memory.
+        for kind in sorted({key.partition("/")[0] for key in tensors}):
+            part = {key: value.contiguous() for key, value in tensors.items() if key.startswith(f"{kind}/")}
+            files[f"{_TRAINER}{kind}.safetensors"] = partial(safetensors.torch.save_file, part)
+        return cls(checkpoint_name(owners.trainer.policy_version), files)
+
+    def write(self, store: CheckpointStore) -> None:
+        """Write the files, and commit them. CheckpointWriteError if that fails: then it was never there."""
+        store.write(self.name, self.files)
 
 
 def load_snapshot(name: str, owners: Owners) -> None:

@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError
 
-from rollover.checkpoint.content import FORMAT_VERSION, FileWriter, commit_text, fingerprint, manifest_text, produce
+from rollover.checkpoint.content import FORMAT_VERSION, FileWriter, commit_text, fingerprint
 from rollover.checkpoint.entries import (
     LEFTOVER,
     UPLOAD,
@@ -35,10 +35,8 @@ from rollover.checkpoint.entries import (
     name_of,
     upload_number,
 )
-from rollover.track.sinks import atomic_write_text, fsync_dir
-
-MANIFEST = "manifest.json"
-COMMITTED = "COMMITTED"
+from rollover.checkpoint.writing import COMMITTED, MANIFEST, LocalPlace, PendingCheckpoint, Place, RemotePlace
+from rollover.track.sinks import atomic_write_text
 
 Names = list[str]  # inside CheckpointStore `list` is its method
 
@@ -132,27 +130,23 @@ class CheckpointStore:
 
     # ---- writing
 
-    def write(self, name: str, files: Mapping[str, FileWriter]) -> None:
-        """Write and commit a checkpoint of these files, then delete the oldest ones beyond `keep`.
+    def begin(self, name: str) -> PendingCheckpoint:
+        """Begin a checkpoint, whose files are added one by one and then committed; the oldest beyond `keep` go then.
 
-        `files` maps a file's name (relative, `/` separates folders) to its bytes or to a function that writes it at the
-        local path it is given. An existing checkpoint of that name is replaced. Raises CheckpointWriteError, after
+        An existing checkpoint of that name is replaced. Raises CheckpointWriteError, as what it returns does, after
         removing what was written, if the disk is full or anything else in writing fails.
         """
         checkpoint_step(name)
-        for file in files:
-            assert is_plain_name(file) and file not in (MANIFEST, COMMITTED), f"bad file name: {file!r}"
-        try:
-            if self._local:
-                self._write_local(name, files)
-            else:
-                self._write_remote(name, files)
-        except self._errors as error:
-            raise CheckpointWriteError(self._describe_failure(name, error)) from error
-        try:
-            self._prune(name)
-        except ValueError as error:
-            warnings.warn(f"no earlier checkpoint was deleted: {error}", stacklevel=2)
+        with self._write_errors(name, lambda: None):
+            place = self._local_place(name) if self._local else self._remote_place(name)
+        return PendingCheckpoint(place, lambda undo: self._write_errors(name, undo), lambda: self._prune(name))
+
+    def write(self, name: str, files: Mapping[str, FileWriter]) -> None:
+        """Begin a checkpoint, add these files and commit it."""
+        pending = self.begin(name)
+        for file, content in files.items():
+            pending.add(file, content)
+        pending.commit()
 
     def discard_after(self, name: str) -> None:
         """Delete the checkpoints of later steps: a run that goes on from `name` writes those steps again."""
@@ -164,69 +158,36 @@ class CheckpointStore:
                 with self._read_errors():
                     self._delete(later)
 
-    def _write_local(self, name: str, files: Mapping[str, FileWriter]) -> None:
+    def _local_place(self, name: str) -> Place:
         os.makedirs(self._root, exist_ok=True)
         self._clean_leftovers()
-        temporary, aside, final = (self._path(n) for n in (leftover("tmp", name), leftover("old", name), name))
-        try:
-            os.mkdir(temporary)
-            manifest = {}
-            for file, content in files.items():
-                path = os.path.join(temporary, *file.split("/"))
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                produce(path, content)
-                manifest[file] = fingerprint(path)
-            text = manifest_text(manifest)
-            produce(os.path.join(temporary, MANIFEST), text)
-            for folder, _, _ in os.walk(temporary):
-                fsync_dir(folder)
-            # The marker vouches for the files, so it is created only when they are on disk.
-            produce(os.path.join(temporary, COMMITTED), commit_text(text))
-            fsync_dir(temporary)
-            if os.path.lexists(final):
-                os.rename(final, aside)
-            os.rename(temporary, final)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if os.path.lexists(aside) and not os.path.lexists(final):
-                os.rename(aside, final)
-            raise
-        fsync_dir(self._root)
-        shutil.rmtree(aside, ignore_errors=True)
+        return LocalPlace(self._root, name)
 
-    def _write_remote(self, name: str, files: Mapping[str, FileWriter]) -> None:
-        # Object stores have no rename: the marker is uploaded last, and readers go by it alone. One that is replaced is
-        # deleted after that. Files are staged one at a time, so the local disk holds only the largest.
+    def _remote_place(self, name: str) -> Place:
+        # One that is replaced is deleted after the commit of its replacement.
         replaced = self._uploads(name)
         target = self._path(f"{name}.{upload_number(replaced[-1]) + 1}" if replaced else name)
+        return RemotePlace(self._fs, target, [self._path(e) for e in replaced], self._delete_upload, self._errors)
+
+    @contextlib.contextmanager
+    def _write_errors(self, name: str, undo: Callable[[], None]) -> Iterator[None]:
+        """A write that fails is undone, and is an error of one line."""
         try:
-            with tempfile.TemporaryDirectory(prefix="rollover-checkpoint-") as staging:
-                staged = os.path.join(staging, "file")
-                manifest = {}
-                for file, content in files.items():
-                    produce(staged, content)
-                    manifest[file] = fingerprint(staged)
-                    self._fs.makedirs(os.path.dirname(f"{target}/{file}"), exist_ok=True)
-                    self._fs.put_file(staged, f"{target}/{file}")
-                    os.unlink(staged)
-            text = manifest_text(manifest)
-            self._fs.makedirs(target, exist_ok=True)
-            self._fs.pipe_file(f"{target}/{MANIFEST}", text)
-            self._fs.pipe_file(f"{target}/{COMMITTED}", commit_text(text))
-        except BaseException:
-            with contextlib.suppress(*self._errors):
-                self._delete_upload(target)
+            yield
+        except BaseException as error:
+            undo()
+            if isinstance(error, self._errors):
+                raise CheckpointWriteError(self._describe_failure(name, error)) from error
             raise
-        for entry in replaced:
-            try:
-                self._delete_upload(self._path(entry))
-            except self._errors as error:
-                warnings.warn(f"{entry} in {self.dir}, which was replaced, could not be deleted: {error}", stacklevel=4)
 
     def _prune(self, newest: str) -> None:
         """Delete committed checkpoints beyond `keep`, counted back from `newest`; later steps are not ours to judge."""
         step = checkpoint_step(newest)
-        earlier = [n for n in self.list() if checkpoint_step(n) <= step]
+        try:
+            earlier = [n for n in self.list() if checkpoint_step(n) <= step]
+        except ValueError as error:
+            warnings.warn(f"no earlier checkpoint was deleted: {error}", stacklevel=2)
+            return
         doomed = earlier[: -self.keep]
         if not self._local:  # an upload that was cut off has no process to clean up after it
             entries = {name for e in self._entries() if (name := name_of(e)) and checkpoint_step(name) < step}

@@ -24,17 +24,14 @@ from typing import TypeVar
 
 import torch
 
-from rollover.checkpoint.snapshot import Owners, load_snapshot, write_snapshot
-from rollover.checkpoint.store import CheckpointWriteError
+from rollover.checkpoint.snapshot import Owners
 from rollover.config import Config
-from rollover.config import resume as resume_rules
 from rollover.config.load import Resolved
 from rollover.models.allocator import return_freed_memory
-from rollover.rollout.lifecycle import Event, EventKind
+from rollover.rollout.lifecycle import Event
 from rollover.track.chronicle import Chronicle
 from rollover.track.health import Health
 from rollover.track.live import LiveView
-from rollover.track.recorder import RecordedGroup
 from rollover.track.summary import RunSummary, print_summary, run_summary
 from rollover.train.alarm import Alarm
 from rollover.train.batch import Batch
@@ -42,6 +39,8 @@ from rollover.train.directory import RunDirectory
 from rollover.train.evaluate import encode_tasks, evaluate
 from rollover.train.producer import Generation, OwnProducer, Producer, RecordedRollouts
 from rollover.train.profile import profiled
+from rollover.train.records import Records
+from rollover.train.recovery import Recovery
 from rollover.train.rows import Rows
 from rollover.train.setup import Parts, Threads, held_out_tasks, look_at_tasks
 from rollover.train.stop import Stop
@@ -70,10 +69,6 @@ class Run:
     def __init__(self, config: Config, resume: bool, command: list[str]) -> None:
         self.config, self.resume, self.command = config, resume, command
         self.directory = RunDirectory(config, resume)
-        self.saved_version, self.told_version = -1, 0  # of the newest checkpoint, and of the newest row
-        self.changed = False  # whether anything happened to a rollout since the newest checkpoint
-        self.taken: list[Group] = []  # of the step that is being trained
-        self.dropped: list[tuple[Group, DropReason]] = []
         self.threads = Threads.of(config)
         self.health = Health(() if config.algorithm.compares_siblings else ("groups/zero_variance",))
         # One thread for all steps: it keeps its own team of torch's threads.
@@ -81,9 +76,10 @@ class Run:
 
     async def main(self) -> int:
         """Set up, (resume,) evaluate, train, evaluate, summarise. Returns the exit code."""
-        with LiveView(self.config.track.live, self.config.train.num_steps, title=self.config.run.name) as self.view:
+        config = self.config
+        with LiveView(config.track.live, config.train.num_steps, title=config.run.name) as self.view:
             self.view.phase("loading the model")
-            parts = self.parts = Parts.build(self.config)
+            parts = self.parts = Parts.build(config)
             self.stop = Stop()
             self.producer = self._producer()
             parts.lifecycle.on_event = self._on_event
@@ -93,16 +89,13 @@ class Run:
                 parts.trainer.before_micro_batch = self._take_cores
             self.alarm = Alarm(self.view.message)
             self.chronicle = Chronicle(self.directory.trace)
-            self.rows = Rows(self.config, parts, self.chronicle, self.overlaps)
-            self.owners = Owners(
-                parts.trainer,
-                parts.lifecycle,
-                parts.prompts,
-                self.directory,
-                self.chronicle,
-                parts.reuse,
-                self.producer,
-            )
+            self.rows = Rows(config, parts, self.chronicle, self.overlaps)
+            recorded = config.track.rollouts and not self.recorded
+            self.records = Records(self.directory.rollouts, parts.loaded.tokenizer.decode, recorded)
+            self.recovery = Recovery(
+                config, parts, Owners.of(parts, self.directory, self.chronicle, self.producer), self.rows, self.records,
+                self.view, self.stop, self._quiesce, self._publish, self.directory.resume_command(self.command),
+            )  # fmt: skip
             try:
                 code = await self._main()
                 self.chronicle.flush()
@@ -117,13 +110,13 @@ class Run:
         if isinstance(self.producer, Generation):
             await look_at_tasks(self.config, self.parts.rewarder, self.view)
         if self.resume:
-            self._restore()
+            await self.recovery.restore()
         self.directory.write_config()
         self.stop.listen(self.view.message)
         try:
             return await self._run()
         except Exception as error:
-            await self._rescue(error)
+            await self.recovery.rescue(error)
             raise
 
     async def _run(self) -> int:
@@ -140,13 +133,13 @@ class Run:
             if config.eval.every_steps and step % config.eval.every_steps == 0 and step < config.train.num_steps:
                 await self._evaluate()
             if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
-                await self._checkpoint()
-        await self._checkpoint()  # before the last evaluation: nothing that happens to that may cost the run
+                await self.recovery.checkpoint()
+        await self.recovery.checkpoint()  # before the last evaluation: nothing that happens to that may cost the run
         if not self.stop.requested:
             await self._evaluate()
         if self.stop.requested:
             self.view.message(
-                f"stopped after step {trainer.policy_version}; continue with:\n  {self._resume_command()}"
+                f"stopped after step {trainer.policy_version}; continue with:\n  {self.recovery.resume_command}"
             )
             return INTERRUPTED
         if config.checkpoint.save_final_model:
@@ -171,11 +164,11 @@ class Run:
             return False
         return_freed_memory()
         self.view.phase("training")
-        self.taken = groups
+        self.recovery.taken = groups
         with self._training(version):
             batch = parts.reuse.build(groups, version)
             trained = await self._train(batch, version)
-        self.taken = []
+        self.recovery.taken = []
         parts.reuse.after_step(groups, batch, version)
         return_freed_memory()
         num_bytes = 0
@@ -204,9 +197,9 @@ class Run:
         bound = self.config.staleness_bound
         assert self.recorded or row["staleness/max"] <= bound, f"staleness {row['staleness/max']} is above {bound}"
         assert row.get("staleness/replayed_max", 0) <= self.config.replay.max_staleness, "replayed above its bound"
-        self._record(groups, batch)
+        self.records.write(self.parts.trainer.policy_version, groups, batch)
         self.directory.metrics.write(row)
-        self.told_version = self.parts.trainer.policy_version
+        self.recovery.told_version = self.parts.trainer.policy_version
         self.chronicle.flush()
         self.view.update(row)
         for warning in self.health.look(row):
@@ -302,22 +295,6 @@ class Run:
         with self._alarmed(f"the weights of policy version {version}", state, limit_s):
             return self.parts.engine.load_weights(version, self.parts.trainer.publish()).num_bytes
 
-    def _record(self, groups: list[Group], batch: Batch | None) -> None:
-        """Write the groups that were trained by the last step, and those dropped since the last record."""
-        if not self.config.track.rollouts or self.recorded:
-            return
-        advantages = {s.rollout_id: float(s.advantages[0]) for s in batch.samples} if batch is not None else {}
-        records = [self._recorded(g, advantages, None) for g in groups]
-        records += [self._recorded(group, {}, reason) for group, reason in self.dropped]
-        self.dropped.clear()
-        if records:
-            self.directory.rollouts.write(self.parts.trainer.policy_version, records)
-
-    def _recorded(self, group: Group, advantages: dict[str, float], reason: DropReason | None) -> RecordedGroup:
-        decode = self.parts.loaded.tokenizer.decode
-        texts = [decode(r.token_ids(), skip_special_tokens=True) for r in group.rollouts]
-        return RecordedGroup(group, texts, [advantages.get(r.rollout_id) for r in group.rollouts], reason)
-
     async def _evaluate(self) -> None:
         """Evaluate on the held-out tasks and append the result to eval.jsonl, once per policy version.
 
@@ -355,73 +332,6 @@ class Run:
         self.directory.evals.write({"step": version, "policy_version": version, "seconds": seconds, **result})
         self.view.message(f"held-out mean reward after {version} steps: {result['mean']:.3f}")
 
-    # Snapshots
-
-    async def _checkpoint(self) -> None:
-        version = self.parts.trainer.policy_version
-        await self._quiesce()
-        if version == self.saved_version and not self.changed:
-            return
-        self.view.phase("writing a checkpoint")
-        self._record([], None)
-        with self.rows.timed("checkpoint"):
-            name = write_snapshot(self.owners)
-        self.directory.on_checkpoint()
-        self.saved_version, self.changed = version, False
-        if version < self.config.train.num_steps and not self.stop.requested:
-            self.view.message(f"checkpoint {name}; if this run ends early, continue with: {self._resume_command()}")
-
-    async def _rescue(self, error: Exception) -> None:
-        """Before an error ends the run: a checkpoint of what it has, if that is consistent."""
-        parts, version = self.parts, self.parts.trainer.policy_version
-        if parts.lifecycle.ledger.generated_tokens == version == 0 or isinstance(error, CheckpointWriteError):
-            return  # before the first step there are answers to look at, too
-        self.view.message(f"{type(error).__name__} after {version} steps: writing a checkpoint before the run ends")
-        try:
-            parts.driver.request_stop()  # no score is waited for
-            try:
-                await parts.driver.park()
-            except Exception:  # the engine is gone, say: what it had not returned is lost
-                await parts.driver.close()
-            if parts.trainer.in_update:
-                raise ValueError(f"the weights are in the middle of step {version + 1}")
-            if self.taken:
-                parts.lifecycle.give_back(self.taken, version)
-            parts.lifecycle.check()
-            if version != max(self.told_version, self.saved_version):
-                raise ValueError(f"metrics.jsonl has no row of step {version}")
-            await self._checkpoint()
-        except Exception as failure:
-            newest = next(reversed(self.directory.store.list()), "none")
-            self.view.message(f"that checkpoint could not be written ({failure}); the newest one is {newest}")
-
-    def _restore(self) -> None:
-        name = self.directory.checkpoint_to_resume()
-        if name is None:
-            self.directory.truncate(-1)
-            self.view.message("the run ended before its first checkpoint: it begins again")
-            return
-        self.view.phase(f"restoring {name}")
-        parts, cache, changes = self.parts, self.parts.lifecycle.cache, self.directory.changes
-        load_snapshot(name, self.owners)
-        resume_rules.refuse(changes, held=bool(cache.groups))
-        parts.lifecycle.stream_ended &= not self.directory.tasks_changed  # there may be more of them now
-        version = self.saved_version = parts.trainer.policy_version
-        if not self.recorded:
-            parts.lifecycle.check_restored(version, parts.engine.max_tokens)
-            self._publish()
-        self.directory.truncate(version, cache.groups.keys(), self.chronicle.trace_bytes, cache.num_admitted or None)
-        if not self.recorded:
-            parts.driver.after_publish(version)
-        self.rows.restore(self.directory.metrics.rows()[-1] if version else {})
-        held = sum(len(g.rollouts) for g in cache.groups.values())
-        self.view.message(f"resumed from {name}: {held} rollouts in the cache go on where they were")
-        if changes:
-            self.view.message("settings that changed since:" + "".join(f"\n  {change}" for change in changes))
-
-    def _resume_command(self) -> str:
-        return self.directory.resume_command(self.command)
-
     def _summary(self) -> RunSummary:
         config, directory = self.config, self.directory
         paths = {"run": str(directory.path)}
@@ -432,11 +342,10 @@ class Run:
 
     def _on_event(self, event: Event) -> None:
         self.chronicle.on_event(event)
-        self.changed = True
+        self.recovery.on_event(event)
+        self.records.on_event(event)
         if event.reason is DropReason.FILTERED:
             self.parts.reuse.on_filtered(event.group)
-        if event.kind is EventKind.DROP and event.reason is not None and self.config.track.rollouts:
-            self.dropped.append((event.group, event.reason))
 
     def _generating(self) -> str:
         return f"generating: {self.parts.driver.watchdog.describe(time.monotonic())}"

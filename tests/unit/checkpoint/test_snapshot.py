@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from rollover.checkpoint import snapshot
-from rollover.checkpoint.snapshot import Owners, load_snapshot, write_snapshot
+from rollover.checkpoint.snapshot import Owners, Snapshot, load_snapshot
 from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
 from rollover.config import Config
 from rollover.config.rollout import RolloutConfig
@@ -58,6 +58,12 @@ class Prompts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor = state["cursor"]
+
+
+def write_snapshot(of: Owners) -> str:
+    snapshot = Snapshot.begin(of)
+    snapshot.write(of.directory.store)
+    return snapshot.name
 
 
 class Sink:

@@ -32,6 +32,7 @@ class EventKind(enum.Enum):
     RESUME = "resume"
     PARK = "park"
     FINISH = "finish"
+    SCORE = "score"
     READY = "ready"
     CONSUME = "consume"
     GIVE_BACK = "give_back"
@@ -40,12 +41,18 @@ class EventKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that just happened: `rollout` for START, RESUME, PARK, FINISH; `reason` for DROP."""
+    """Something that just happened: `rollout` for START, RESUME, PARK, FINISH, SCORE; `reason` for DROP.
+
+    `version`: the trainer's that ADMIT, START, RESUME, CONSUME and GIVE_BACK were told; `filter`: the name of the one
+    that matched, for DROP.
+    """
 
     kind: EventKind
     group: Group
     rollout: Rollout | None = None
     reason: DropReason | None = None
+    version: int = 0
+    filter: str = ""
 
 
 class Lifecycle:
@@ -55,6 +62,9 @@ class Lifecycle:
     dropped, and so is one for which `group_filter` answers (the filter's name, what is the matter);
     `max_filtered_steps` steps' worth of those in a row are too many (patience.py). `on_event` is called after each
     event.
+
+    `start`, `set_rewards`, `consume` and `publish` decide, and carry out what they decided by the others: `run`,
+    `score`, `take`, `drop`. Those decide nothing, so that what a journal tells can happen again (checkpoint/replay.py).
     """
 
     def __init__(
@@ -85,20 +95,25 @@ class Lifecycle:
         group = self.cache.admit(task, prompt_ids, self.config.group_size, self.config.greedy_baseline)
         self.scheduler.on_admit(group, version)
         self.ledger.on_admit(group)
-        self._emit(EventKind.ADMIT, group)
+        self._emit(EventKind.ADMIT, group, version=version)
         return group
 
     def start(self, version: int) -> list[Rollout]:
         """Give the free slots away. Returns the rollouts that must be extended now, in order."""
-        started = self.scheduler.start(version)
+        started = self.scheduler.to_start(version)
         for rollout in started:
-            resumed = rollout.state is _PARKED
-            self.cache.start(rollout.rollout_id)
-            if resumed:
-                self.ledger.on_resume()
-            if self.on_event is not None:
-                self._emit_of(rollout, EventKind.RESUME if resumed else EventKind.START)
+            self.run(rollout, version)
         return started
+
+    def run(self, rollout: Rollout, version: int) -> None:
+        """A rollout gets a slot, for the step at trainer `version`."""
+        resumed = rollout.state is _PARKED
+        self.cache.start(rollout.rollout_id)
+        self.scheduler.on_start(rollout, version)
+        if resumed:
+            self.ledger.on_resume()
+        if self.on_event is not None:
+            self._emit_of(rollout, EventKind.RESUME if resumed else EventKind.START, version)
 
     def append(self, rollout: Rollout, segments: Sequence[Segment]) -> Group | None:
         """What a running rollout's extension returned: it is parked, or its generation is finished.
@@ -139,20 +154,31 @@ class Lifecycle:
         assert len(rewards) == len(rollouts), f"{len(rewards)} rewards for {len(rollouts)} rollouts"
         for rollout, reward in zip(rollouts, rewards, strict=True):
             self.cache.set_reward(rollout.rollout_id, reward)
-        if not group.ready:
-            return False
         try:
-            reason = self._why_dropped(group)
+            why = self._why_dropped(group) if group.ready else None
         except BaseException:
             for rollout in rollouts:
                 self.cache.take_reward_back(rollout.rollout_id)
             raise
-        self.scheduler.on_ready(group)
-        if reason is None:
-            self._emit(EventKind.READY, group)
+        self.scored(group, rollouts)
+        if not group.ready:
+            return False
+        if why is None:
+            self.ready(group)
             return True
-        self.drop(group.group_id, reason)
-        return reason
+        self.drop(group.group_id, *why)
+        return why[0]
+
+    def scored(self, group: Group, rollouts: Sequence[Rollout]) -> None:
+        """These rollouts of the group have got their rewards."""
+        for rollout in rollouts:
+            self._emit_of(rollout, EventKind.SCORE)
+        if group.ready:
+            self.scheduler.on_ready(group)
+
+    def ready(self, group: Group) -> None:
+        """The group has all its rewards, and is kept."""
+        self._emit(EventKind.READY, group)
 
     def reserve(self, version: int, at_least: int) -> list[Group]:
         """READY groups, in group-id order, that the step at `version` takes in any case; [] if there are fewer.
@@ -163,30 +189,29 @@ class Lifecycle:
         self.scheduler.on_reserve(group_ids)
         return [self.cache.groups[group_id] for group_id in group_ids]
 
-    def _why_dropped(self, group: Group) -> DropReason | None:
-        """Why a group that has its rewards is not trained; None: it is. Counts the filter."""
+    def _why_dropped(self, group: Group) -> tuple[DropReason, str] | None:
+        """Why a group that has its rewards is not trained, and the name of the filter; None: it is."""
         valid = [r for r in group.rollouts if r.reward is not None and not r.reward.missing]
         if len(valid) < self.min_valid_rewards:
-            return DropReason.TOO_FEW_REWARDS
+            return DropReason.TOO_FEW_REWARDS, ""
         if self.scheduler.is_too_late(group):
-            return DropReason.STALE
+            return DropReason.STALE, ""
         match = self.group_filter(group) if self.group_filter is not None else None
-        if match is None:
-            return None
-        self.ledger.on_filtered(match[0])
-        return DropReason.FILTERED
+        return None if match is None else (DropReason.FILTERED, match[0])
 
     def consume(self, version: int, stream_ended: bool = False) -> list[Group]:
         """The groups of the step at trainer `version` leave for training, in group-id order."""
         group_ids = self.scheduler.to_consume(version, stream_ended)
         assert group_ids is not None, "there is not enough for a step"
-        groups = [self.cache.consume(group_id) for group_id in sorted(group_ids)]
-        oldest = oldest_in_loss(self.config, version)
-        for group in groups:
-            self.ledger.on_consume(group, oldest)
-            self.scheduler.on_leave(group)
-            self._emit(EventKind.CONSUME, group)
-        return groups
+        return [self.take(group_id, version) for group_id in sorted(group_ids)]
+
+    def take(self, group_id: int, version: int) -> Group:
+        """A READY group leaves for the step at trainer `version`."""
+        group = self.cache.consume(group_id)
+        self.ledger.on_consume(group, oldest_in_loss(self.config, version))
+        self.scheduler.on_leave(group)
+        self._emit(EventKind.CONSUME, group, version=version)
+        return group
 
     def give_back(self, groups: Sequence[Group], version: int) -> None:
         """Undo `consume(version)`: their step was not trained. They are held and READY again."""
@@ -195,14 +220,16 @@ class Lifecycle:
             self.cache.give_back(group)
             self.ledger.on_give_back(group, oldest)
             self.scheduler.on_give_back(group, version)
-            self._emit(EventKind.GIVE_BACK, group)
+            self._emit(EventKind.GIVE_BACK, group, version=version)
 
-    def drop(self, group_id: int, reason: DropReason) -> Group:
-        """The whole group leaves untrained."""
+    def drop(self, group_id: int, reason: DropReason, filter: str = "") -> Group:
+        """The whole group leaves untrained. `filter`: the name of the one that matched it."""
         group = self.cache.drop(group_id, reason)
         self.ledger.on_drop(group, reason)
+        if reason is DropReason.FILTERED:
+            self.ledger.on_filtered(filter)
         self.scheduler.on_leave(group)
-        self._emit(EventKind.DROP, group, reason=reason)
+        self._emit(EventKind.DROP, group, reason=reason, filter=filter)
         return group
 
     def publish(self, version: int) -> list[Group]:
@@ -268,14 +295,12 @@ class Lifecycle:
                         f" Set rollout.temperature = {was:g}"
                     )
 
-    def _emit(
-        self, kind: EventKind, group: Group, rollout: Rollout | None = None, reason: DropReason | None = None
-    ) -> None:
+    def _emit(self, kind: EventKind, group: Group, rollout: Rollout | None = None, **more: Any) -> None:
         if self.on_event is not None:
-            self.on_event(Event(kind, group, rollout, reason))
+            self.on_event(Event(kind, group, rollout, **more))
 
-    def _emit_of(self, rollout: Rollout, kind: EventKind) -> None:
-        self._emit(kind, self.cache.groups[rollout.group_id], rollout)
+    def _emit_of(self, rollout: Rollout, kind: EventKind, version: int = 0) -> None:
+        self._emit(kind, self.cache.groups[rollout.group_id], rollout, version=version)
 
 
 def is_complete(group: Group) -> bool:

@@ -112,8 +112,8 @@ class Scheduler:
                 return 0
         return max(0, places)
 
-    def start(self, version: int) -> list[Rollout]:
-        """Give the free slots away: the rollouts that start or resume now, in order.
+    def to_start(self, version: int) -> list[Rollout]:
+        """Who gets the free slots: the rollouts that start or resume now, in order.
 
         Parked ones by the order function, then waiting ones by group id. Rollouts that may not be interrupted again
         precede all others; under finish_first, next are those of groups that the step at `version` cannot do without.
@@ -123,17 +123,7 @@ class Scheduler:
         if not self._queue:
             return []
         free = len(self._queue) if self.max_running is None else self.max_running - len(self._running)
-        if free <= 0:
-            return []
-        started = self._take(free, version)
-        for rollout in started:
-            self._running.add(rollout)
-            if self.config.overlap:
-                # Its segments come when it stops, perhaps under later weights than those of its first token.
-                self._lower_deadline(self._held[rollout.group_id], version - self.lag + self._max_staleness)
-            if self._was_continued_enough(rollout):
-                self._must_finish.add(rollout.rollout_id)
-        return started
+        return self._take(free, version) if free > 0 else []
 
     def token_budget(self, rollout: Rollout) -> int:
         """Tokens after which a rollout that starts now is interrupted; 0: it is not.
@@ -236,6 +226,16 @@ class Scheduler:
         self._held[group.group_id] = _Held(group, version, len(group.rollouts))
         for rollout in group.rollouts:
             self._enqueue(rollout)
+
+    def on_start(self, rollout: Rollout, version: int) -> None:
+        self._queue.discard(rollout.rollout_id)
+        self._spent.pop(rollout.rollout_id, None)
+        self._running.add(rollout)
+        if self.config.overlap:
+            # Its segments come when it stops, perhaps under later weights than those of its first token.
+            self._lower_deadline(self._held[rollout.group_id], version - self.lag + self._max_staleness)
+        if self._was_continued_enough(rollout):
+            self._must_finish.add(rollout.rollout_id)
 
     def on_append(self, rollout: Rollout) -> None:
         """The running rollout got segments."""

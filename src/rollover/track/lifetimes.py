@@ -88,6 +88,8 @@ class Lifetimes:
     def on_event(self, event: Event, version: int, now: float) -> None:
         """For Lifecycle.on_event. `version`: the trainer's; `now`: seconds, on a clock that goes on after a restart."""
         group, kind = event.group, event.kind
+        if kind is EventKind.SCORE:
+            return  # it is scoring until its group is
         if kind is EventKind.ADMIT:
             self._hold(group, version, now)
             return

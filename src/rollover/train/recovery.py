@@ -65,7 +65,9 @@ class Recovery:
         self.directory.on_checkpoint()
         self.saved_version, self.changed = version, False
         if version < self.config.train.num_steps and not self.stop.requested:
-            self.view.message(f"checkpoint {snapshot.name}; if this run ends early, continue with: {self.resume_command}")
+            self.view.message(
+                f"checkpoint {snapshot.name}; if this run ends early, continue with: {self.resume_command}"
+            )
 
     async def rescue(self, error: Exception) -> None:
         """Before an error ends the run: a checkpoint of what it has, if that is consistent."""

@@ -1,4 +1,4 @@
-"""A checkpoint is begun, its files are added, and it is committed: whatever comes in between, readers see whole ones."""
+"""A checkpoint is begun, its files are added, and it is committed: readers see whole ones, whatever comes between."""
 
 from __future__ import annotations
 

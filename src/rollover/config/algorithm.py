@@ -139,8 +139,8 @@ class AlgorithmConfig(Table):
     )
     allow_uncorrected: bool = Field(
         default=False,
-        description="Permit stale rollouts or truncated sampling though the loss has no ratio to the policy that"
-        " sampled, or though that is not known of your own loss.",
+        description="Permit stale rollouts, truncated sampling, or several minibatches a step though the loss has no"
+        " ratio to the policy that sampled, or though that is not known of your own loss.",
     )
     rejection: Rejection = Field(
         default="none",
@@ -242,3 +242,9 @@ class AlgorithmConfig(Table):
         if self.loss_traits.ratio is None:
             return self.weight != "none" and self.proximal_policy == "step_start"
         return self.weight != "none" or self.proximal_policy == "behavior"
+
+    @property
+    def follows_updates(self) -> bool:
+        """Whether the loss holds the ratio of the current policy to that at the start of the step, as far as is known:
+        it matters from the second minibatch of a step on. A loss without one may have current/behavior as a weight."""
+        return self.loss_traits.ratio is True or (self.proximal_policy == "current" and self.weight != "none")

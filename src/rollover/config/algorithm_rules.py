@@ -26,6 +26,27 @@ def _truncates_sampling(config: Config) -> bool:
     return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
 
 
+def _forgets_minibatches(config: Config) -> bool:
+    """Whether later minibatches of a step may be trained as if the earlier ones had changed nothing."""
+    return config.train.minibatches_per_step > 1 and not config.algorithm.follows_updates
+
+
+def _forgotten(config: Config) -> str:
+    num = config.train.minibatches_per_step
+    nothing_else = "accounts for what the earlier minibatches of a step changed. Set train.minibatches_per_step = 1,"
+    if config.algorithm.loss_traits.ratio is None:
+        return (
+            f"train.minibatches_per_step = {num} with a loss of your own: it is not known whether it holds the ratio of"
+            f" current and old log-probs (ratio_BT), and nothing else {nothing_else} or (if it does) set"
+            " algorithm.allow_uncorrected = true"
+        )
+    return (
+        f'train.minibatches_per_step = {num} with algorithm.loss = "{config.algorithm.loss}" and algorithm.correction ='
+        f' "none": nothing {nothing_else} algorithm.correction = "token_truncate", or (if you mean it)'
+        " algorithm.allow_uncorrected = true"
+    )
+
+
 def _is_own(name: str) -> bool:
     return ":" in name
 
@@ -132,15 +153,27 @@ INERT: tuple[Inert, ...] = (
     ),
     Inert(
         ("algorithm.allow_uncorrected",),
-        ("algorithm.correction", "algorithm.loss", "algorithm.proximal"),
-        lambda c: c.algorithm.corrects,
+        ("algorithm.correction", "algorithm.loss", "algorithm.proximal", "train.minibatches_per_step"),
+        lambda c: c.algorithm.corrects and not _forgets_minibatches(c),
         "as the loss holds the ratio to the policy that sampled",
     ),
     Inert(
         ("algorithm.allow_uncorrected",),
-        ("rollout.max_staleness", "rollout.top_p", "rollout.top_k", "rollout.min_p", "replay.size"),
-        lambda c: not (c.rollout.max_staleness or _truncates_sampling(c) or c.run.replay_rollouts or c.replay.size),
-        "with rollout.max_staleness = 0, untruncated sampling and no replay: there is nothing to correct",
+        (
+            *("rollout.max_staleness", "rollout.top_p", "rollout.top_k", "rollout.min_p", "replay.size"),
+            "train.minibatches_per_step",
+        ),
+        lambda c: (
+            not (
+                c.rollout.max_staleness
+                or _truncates_sampling(c)
+                or c.run.replay_rollouts
+                or c.replay.size
+                or _forgets_minibatches(c)
+            )
+        ),
+        "with rollout.max_staleness = 0, untruncated sampling, no replay and one minibatch a step (or a loss that is"
+        " known to hold the ratio to the step's start): there is nothing to correct",
     ),
     Inert(
         ("algorithm.kl_kind", "algorithm.kl_bias_correction"),
@@ -233,6 +266,11 @@ REFUSED: tuple[Refused, ...] = (
         lambda _: "run.replay_rollouts",
         "recorded rollouts were sampled by another policy and would be trained as if they were fresh",
         "Remove run.replay_rollouts",
+    ),
+    Refused(
+        ("train.minibatches_per_step", "algorithm.loss", "algorithm.correction"),
+        lambda c: _forgets_minibatches(c) and not c.algorithm.allow_uncorrected,
+        _forgotten,
     ),
     Refused(
         ("algorithm.advantage", "rollout.greedy_baseline"),

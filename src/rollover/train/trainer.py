@@ -58,6 +58,11 @@ class Trainer:
                 f"max_staleness = {max_staleness}, and the loss does not hold the ratio to the policy that sampled: set"
                 " algorithm.correction (algorithm.proximal) or allow_uncorrected"
             )
+        if train.minibatches_per_step > 1 and not (algorithm.follows_updates or algorithm.allow_uncorrected):
+            raise ValueError(
+                f"minibatches_per_step = {train.minibatches_per_step}, and the loss does not hold the ratio to the"
+                " policy at the start of the step, so far as is known: set algorithm.correction or allow_uncorrected"
+            )
         self.config, self.algorithm = train, algorithm
         self.tokenizer = loaded.tokenizer
         self.max_staleness = max_staleness

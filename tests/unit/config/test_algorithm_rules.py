@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from written import load
 
-from rollover.config import AlgorithmConfig, Config, ReplayConfig, RolloutConfig, RunConfig, TasksConfig
+from rollover.config import AlgorithmConfig, Config, ReplayConfig, RolloutConfig, RunConfig, TasksConfig, TrainConfig
+from rollover.config.algorithm import LOSSES
 from rollover.config.load import ConfigError, load_config
 from rollover.config.presets import PRESETS
 
@@ -87,6 +88,43 @@ def test_what_would_do_nothing(tmp_path: Path, algorithm: str, part: str) -> Non
 def test_a_mask_outside_the_baseline_needs_a_baseline_over_siblings(tmp_path: Path) -> None:
     text = '[filters]\nmask_truncated = true\nmask_in_baseline = false\n[algorithm]\nadvantage = "remax"'
     assert "filters.mask_in_baseline has no effect" in message(tmp_path, text)
+
+
+# Several minibatches a step: from the second on, the policy is no longer the one that the step began with
+
+MINIBATCHES = TrainConfig(minibatches_per_step=4)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"loss": "reinforce", "correction": "none"}, 'algorithm.loss = "reinforce" and algorithm.correction = "none"'),
+        ({"preset": "rloo", "correction": "none"}, "Set train.minibatches_per_step = 1, algorithm.correction = "),
+        ({"loss": "mine.py:loss"}, "with a loss of your own: it is not known whether it holds the ratio"),
+        ({"loss": "mine.py:loss", "correction": "none"}, "with a loss of your own"),
+    ],
+)
+def test_a_loss_that_forgets_the_earlier_minibatches_of_a_step_is_refused(algorithm: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Config(train=MINIBATCHES, algorithm=AlgorithmConfig(**algorithm))
+    assert str(error.value).count("train.minibatches_per_step = 4") == 1 and message in str(error.value)
+    permitted = AlgorithmConfig(**algorithm, allow_uncorrected=True)
+    assert Config(train=MINIBATCHES, algorithm=permitted).algorithm.allow_uncorrected
+    Config(algorithm=AlgorithmConfig(**algorithm))  # one minibatch: nothing to forget
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{}, {"correction": "none"}, {"loss": "reinforce"}, {"loss": "reinforce", "correction": "sequence_mask"},
+     {"proximal": "behavior"}, *({"loss": name} for name, traits in LOSSES.items() if traits.ratio)],
+    ids=str,
+)  # fmt: skip
+def test_a_loss_that_holds_the_ratio_may_have_several_minibatches(algorithm: Any) -> None:
+    Config(train=MINIBATCHES, algorithm=AlgorithmConfig(**algorithm))
+    given = {"train.minibatches_per_step": "4", **{f"algorithm.{key}": value for key, value in algorithm.items()}}
+    load_config([], list(given.items()), require_sources=False)
+    with pytest.raises(ConfigError, match="algorithm.allow_uncorrected has no effect"):
+        load_config([], [*given.items(), ("algorithm.allow_uncorrected", "true")], require_sources=False)
 
 
 # The same by the doors of Python

@@ -123,6 +123,7 @@ COMPANIONS: dict[str, list[Values]] = {
 THE_RATIO = ("algorithm.loss", "algorithm.proximal", "algorithm.correction", "algorithm.allow_uncorrected")
 # Where rollouts come from: fresh ones, and everything that makes them off-policy.
 FRESH: Values = {}
+MINIBATCHES: Values = {"train.minibatches_per_step": 4}
 OFF_POLICY: list[Values] = [
     {"rollout.max_staleness": 2, "rollout.in_flight_groups": 24},
     {"rollout.max_staleness": 1, "rollout.in_flight_groups": 12, "rollout.interrupt": "when_enough"},
@@ -158,13 +159,14 @@ def _text(value: Any) -> str:
     return json.dumps(value)
 
 
-def draw(rng: random.Random, about: str | None = None, off_policy: bool | None = None) -> Drawn:
-    """An accepted configuration, which sets the key `about`; `off_policy`: whether rollouts are (None: either)."""
+def draw(rng: random.Random, about: str | None = None, off_policy: bool | None = None, always: Values = FRESH) -> Drawn:
+    """An accepted configuration, which sets the key `about` and has what is `always` so; `off_policy`: whether rollouts
+    are (None: either)."""
     while True:
         off = rng.random() < 0.5 if off_policy is None else off_policy
         keys = rng.sample(sorted(VALUES), rng.randint(0, 3)) + ([about] if about else [])
         keys += [key for key in THE_RATIO if rng.random() < 0.5]
-        values = (rng.choice(OFF_POLICY) if off else FRESH) | {key: rng.choice(VALUES[key]) for key in keys}
+        values = always | (rng.choice(OFF_POLICY) if off else FRESH) | {key: rng.choice(VALUES[key]) for key in keys}
         if about in COMPANIONS and rng.random() < 0.5:
             extra = rng.choice(COMPANIONS[about])
             values |= {key if "." in key else f"algorithm.{key}": value for key, value in extra.items()}
@@ -240,22 +242,24 @@ def _batch(seed: int) -> tuple[list[Group], Policies]:
 _HIDDEN = 8
 
 
-def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0) -> np.ndarray:
+def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, before_update: float = 0.0) -> np.ndarray:
     """All that the configuration makes of a random batch: loss, gradient of every token's log-prob and entropy, factor
     of the learning rate; and of a critic the gradient and where its step goes.
 
-    `behavior_shift`: added to the behavior log-probs of stale tokens alone, in turns up and down.
+    `behavior_shift`: added to the behavior log-probs of stale tokens alone, in turns up and down. `before_update`: to
+    those of all tokens, as to the log-probs of all policies before the step's first update.
     """
     algorithm = config.algorithm
     groups, policies = _batch(seed)
 
     def log_probs(s: Sample, policy: str) -> np.ndarray:
-        return policies[policy][s.rollout_id][s.mask]
+        shift = before_update if policy in ("snapshot", "start") else 0.0
+        return (policies[policy][s.rollout_id] + _signs(s, shift))[s.mask]
 
     groups = [replace(g, rollouts=g.rollouts[: 5 if config.rollout.greedy_baseline else 4]) for g in groups]
     builder = BatchBuilder(algorithm, rollout_filters(config.filters))
     samples = builder.build(groups, oldest_in_loss(config.rollout, VERSION)).samples
-    samples = [_shifted(s, behavior_shift) for s in samples]
+    samples = [_shifted(s, behavior_shift, before_update) for s in samples]
     known: dict[str, Stream] = {}
     critic = None
     if algorithm.needs_critic:
@@ -311,10 +315,15 @@ def _critic_step(critic: Critic, samples: list[Sample], known: dict[str, Stream]
     return [*gradients, critic.head.weight.detach().numpy().ravel()]
 
 
-def _shifted(s: Sample, shift: float) -> Sample:
+def _signs(s: Sample, shift: float) -> np.ndarray:
+    """In turns up and down [n]."""
+    return np.where(np.arange(len(s.mask)) % 2, shift, -0.7 * shift).astype(np.float32)
+
+
+def _shifted(s: Sample, of_stale: float, of_all: float) -> Sample:
     stale = s.versions < VERSION
-    sign = np.where(np.arange(len(stale)) % 2, shift, -0.7 * shift)
-    return replace(s, behavior_logprobs=(s.behavior_logprobs + np.where(stale, sign, 0)).astype(np.float32))
+    change = np.where(stale, _signs(s, of_stale), 0) + _signs(s, of_all)
+    return replace(s, behavior_logprobs=(s.behavior_logprobs + change).astype(np.float32))
 
 
 def _padded(samples: list[Sample], rows: list[np.ndarray]) -> torch.Tensor:

@@ -384,3 +384,11 @@ def test_a_trainer_of_stale_tokens_needs_a_loss_that_corrects() -> None:
             trainer(algorithm, staleness=1)
     trainer({"correction": "none", "allow_uncorrected": True}, staleness=1)
     trainer({"correction": "none", "proximal": "behavior"}, staleness=1)
+
+
+def test_a_trainer_of_several_minibatches_needs_a_loss_that_holds_what_the_earlier_ones_changed() -> None:
+    for algorithm in ({"loss": "reinforce", "correction": "none"}, {"loss": "mine.py:loss"}):
+        with pytest.raises(ValueError, match="minibatches_per_step = 3, and the loss does not hold the ratio"):
+            trainer(algorithm, minibatches_per_step=3)
+    trainer({"loss": "reinforce", "correction": "none", "allow_uncorrected": True}, minibatches_per_step=3)
+    trainer({"correction": "none"}, minibatches_per_step=3)

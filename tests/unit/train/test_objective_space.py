@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from objective_space import HERE, VALUES, Drawn, draw, load, objective_of
+from objective_space import HERE, MINIBATCHES, VALUES, Drawn, draw, load, objective_of
 
 from rollover.config import AlgorithmConfig, Config, FiltersConfig
 from rollover.config.load import ConfigError
@@ -41,6 +41,12 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
     return a.shape == b.shape and np.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
+def weight_alone(config: Config) -> Config:
+    """Of what depends on the probability that a token was sampled with: others drop tokens by it, and weigh none."""
+    plain = AlgorithmConfig(**{key: getattr(config.algorithm, key) for key in OF_THE_WEIGHT})
+    return config.model_copy(update={"algorithm": plain, "filters": FiltersConfig()})
+
+
 def test_stale_rollouts_are_corrected_or_it_was_permitted() -> None:
     """The loss of stale tokens depends on the probability that they were sampled with."""
     rng = random.Random(1)
@@ -52,10 +58,8 @@ def test_stale_rollouts_are_corrected_or_it_was_permitted() -> None:
         permitted += algorithm.allow_uncorrected
         if algorithm.allow_uncorrected:
             continue
-        # Of all that depends on that probability the weight alone: others drop tokens by it, and weigh none.
-        plain = AlgorithmConfig(**{key: getattr(algorithm, key) for key in OF_THE_WEIGHT})
-        config = config.model_copy(update={"algorithm": plain, "filters": FiltersConfig()})
-        name = f"{plain} {config.rollout.on_stale} {config.rollout.max_staleness}"
+        config = weight_alone(config)
+        name = f"{config.algorithm} {config.rollout.on_stale} {config.rollout.max_staleness}"
         if name not in seen:
             seen[name] = any(
                 not same(objective_of(config, seed), objective_of(config, seed, behavior_shift=0.3))
@@ -63,6 +67,26 @@ def test_stale_rollouts_are_corrected_or_it_was_permitted() -> None:
             )
         assert seen[name], algorithm
     assert len(seen) > 100 and permitted
+
+
+def test_later_minibatches_of_a_step_are_corrected_or_it_was_permitted() -> None:
+    """The loss depends on the log-probs from before the step's first update: it holds how far the policy has moved."""
+    rng = random.Random(3)
+    seen: dict[str, bool] = {}
+    permitted = 0
+    for _ in range(NUM // 4):
+        config = draw(rng, off_policy=False, always=MINIBATCHES).config
+        permitted += config.algorithm.allow_uncorrected
+        if config.algorithm.allow_uncorrected:
+            continue
+        config = weight_alone(config)
+        name = str(config.algorithm)
+        if name not in seen:
+            seen[name] = any(
+                not same(objective_of(config, seed), objective_of(config, seed, before_update=0.3)) for seed in range(8)
+            )
+        assert seen[name], config.algorithm
+    assert len(seen) > 50 and permitted
 
 
 def acts(before: Config, after: Config) -> bool:

@@ -240,10 +240,10 @@ class Fuzz:
         self.lifecycle.check()
         cache = self.lifecycle.cache
         assert self.trained | self.dropped | cache.groups.keys() == set(range(cache.num_admitted))
-        rollouts = [r for g in [*groups, *cache.groups.values()] for r in g.rollouts]
+        prompts = {r: g.prompt_ids for g in [*groups, *cache.groups.values()] for r in g.rollouts}
         # What runs is appended to while the reference is computed: what there is now is what is checked.
-        held = [(r, [s for s in r.segments], r.stop_reason) for r in rollouts if r.segments]
-        expected = await self._uninterrupted([r for r, _, _ in held])
+        held = [(r, [s for s in r.segments], r.stop_reason) for r in prompts if r.segments]
+        expected = await self._uninterrupted([(r, prompts[r]) for r, _, _ in held])
         for (rollout, segments, stop_reason), (tokens, logprobs, reason) in zip(held, expected, strict=True):
             ours = [int(t) for s in segments for t in s.token_ids]
             assert ours == tokens[: len(ours)], f"{rollout.rollout_id}: {ours} is not the beginning of {tokens}"
@@ -253,7 +253,7 @@ class Fuzz:
                 assert len(ours) == len(tokens) and stop_reason is reason, f"{rollout.rollout_id} stopped early"
             versions = [s.policy_version for s in segments]
             assert versions == sorted(versions) and versions[-1] <= self.version + 1, (rollout.rollout_id, versions)
-        for rollout in (r for r in rollouts if r.reward is not None):
+        for rollout in (r for r in prompts if r.reward is not None):
             self._check_reward(rollout)
         self.counts["trained rollouts"] += sum(len(g.rollouts) for g in groups)
         self.counts["trained tokens"] += sum(r.num_tokens for g in groups for r in g.rollouts)
@@ -269,21 +269,23 @@ class Fuzz:
         assert rollout.reward.score == own, f"{rollout.rollout_id} has the reward {rollout.reward}, not its own {own}"
         self.counts["rewards"] += 1
 
-    async def _uninterrupted(self, rollouts: list[Rollout]) -> list[tuple[list[int], np.ndarray, StopReason]]:
+    async def _uninterrupted(
+        self, rollouts: list[tuple[Rollout, tuple[int, ...]]]
+    ) -> list[tuple[list[int], np.ndarray, StopReason]]:
         """Tokens, log-probs and stop reason of each, generated alone in this process from its first token on."""
         engine = EmbeddedEngine.over(self.loaded.model, self.loaded.tokenizer, self.config)
         budget = self.config.rollout.max_new_tokens
         requests = [
             ExtendRequest(
                 rollout_id=r.rollout_id,
-                prompt_ids=r.prompt_ids,
+                prompt_ids=prompt_ids,
                 generated_ids=(),
                 max_new_tokens=budget,
                 seed=rollout_seed(self.seed, r.task.task_id, r.task.attempt, r.sibling),
                 sampling=SamplingParams(temperature=1.0),
                 stop_token_ids=frozenset([EOS]),
             )
-            for r in rollouts
+            for r, prompt_ids in rollouts
         ]
         answers = await asyncio.gather(*map(engine.extend, requests))
         await engine.close()

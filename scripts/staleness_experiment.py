@@ -117,12 +117,12 @@ def make_model(seed: int) -> LoadedModel:
 def make_group(seed: int, group_id: int) -> Group:
     start = random.Random(f"{seed}/{group_id}").randrange(BASE)
     task = Task(f"t{group_id}", "count", "count", prompt=str(start))
-    return Group(group_id, task, [Rollout(group_id, s, task, (start,)) for s in range(SIZE)])
+    return Group(group_id, task, (start,), [Rollout(group_id, s, task) for s in range(SIZE)])
 
 
-def score(rollout: Rollout) -> float:
+def score(group: Group, rollout: Rollout) -> float:
     """The share of places with the right digit, whatever stands before it."""
-    right = [(rollout.prompt_ids[0] + place) % BASE for place in range(1, DIGITS + 1)]
+    right = [(group.prompt_ids[0] + place) % BASE for place in range(1, DIGITS + 1)]
     return sum(a == b for a, b in zip(rollout.token_ids(), right, strict=True)) / DIGITS
 
 
@@ -155,23 +155,23 @@ class Experiment:
     async def sample(self, batch: int) -> list[Group]:
         seed = self.setting.seed
         groups = [make_group(seed, batch * GROUPS + g) for g in range(GROUPS)]
-        rollouts = [r for group in groups for r in group.rollouts]
+        rollouts = [(group, r) for group in groups for r in group.rollouts]
         requests = [
             ExtendRequest(
                 rollout_id=r.rollout_id,
-                prompt_ids=r.prompt_ids,
+                prompt_ids=group.prompt_ids,
                 generated_ids=(),
                 max_new_tokens=DIGITS,
                 seed=rollout_seed(seed, r.task.task_id, 0, r.sibling),
                 sampling=SamplingParams(),
             )
-            for r in rollouts
+            for group, r in rollouts
         ]
         answers = await asyncio.gather(*map(self.engine.extend, requests))
-        for rollout, segments in zip(rollouts, answers, strict=True):
+        for (group, rollout), segments in zip(rollouts, answers, strict=True):
             for segment in segments:
                 rollout.add(segment)
-            rollout.state, rollout.reward = RolloutState.READY, Reward(score(rollout))
+            rollout.state, rollout.reward = RolloutState.READY, Reward(score(group, rollout))
         return groups
 
     async def run(self) -> Result:
@@ -182,7 +182,7 @@ class Experiment:
         self.publish()
         for step in range(steps + lag):
             groups = await self.sample(step)
-            rewards[self.engine.policy_version] = statistics.fmean(score(r) for g in groups for r in g.rollouts)
+            rewards[self.engine.policy_version] = statistics.fmean(score(g, r) for g in groups for r in g.rollouts)
             if step < steps:
                 batch = build_batch(groups, self.algorithm)
                 found = {staleness(int(v), step) for s in batch.samples for v in s.versions}

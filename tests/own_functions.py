@@ -31,10 +31,10 @@ def group(*answers: tuple[int, float | None]) -> Group:
     for i, (num, score) in enumerate(answers):
         arrays = np.full(num, 5, dtype=np.int32), np.full(num, -1.0, dtype=np.float32)
         segment = Segment(*arrays, 0, SamplingParams(), StopReason.EOS)
-        rollout = Rollout(0, i, TASK, (1, 2), [segment], RolloutState.READY)
+        rollout = Rollout(0, i, TASK, [segment], RolloutState.READY)
         rollout.reward = Reward(score, error=None if score is not None else "failed")
         rollouts.append(rollout)
-    return Group(0, TASK, rollouts)
+    return Group(0, TASK, (1, 2), rollouts)
 
 
 def advantages(of: Group, **algorithm: Any) -> list[float]:

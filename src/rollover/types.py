@@ -202,13 +202,13 @@ class Rollout:
     Segments are appended by `add`, which keeps the counts: num_tokens, after the prompt, over all segments;
     num_sampled_tokens, the trainable ones, which the ledger counts; versions, the distinct policy versions of the
     sampled tokens, in order of appearance; min_version, the smallest of them. `greedy`: its role, given when it is
-    admitted (or told by a token sampled at temperature 0): a baseline, which is never trained.
+    admitted (or told by a token sampled at temperature 0): a baseline, which is never trained. Its prompt is its
+    group's.
     """
 
     group_id: int
     sibling: int
     task: Task
-    prompt_ids: tuple[int, ...]
     segments: list[Segment] = field(default_factory=list)
     state: RolloutState = RolloutState.WAITING
     stop_reason: StopReason | None = None
@@ -254,10 +254,14 @@ class Rollout:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The sibling rollouts of one Task. `group_id` is the index of its admission: 0, 1, 2, ..."""
+    """The sibling rollouts of one Task. `group_id` is the index of its admission: 0, 1, 2, ...
+
+    `prompt_ids`: token ids of the prompt, which all siblings share. They are kept, written and sent once a group.
+    """
 
     group_id: int
     task: Task
+    prompt_ids: tuple[int, ...]
     rollouts: list[Rollout]
 
     @property

@@ -47,18 +47,19 @@ async def sequential() -> tuple[Trainer, list[list[int]]]:
         for g in range(GROUPS):
             task, prompt = next(stream)
             groups.append(
-                Group(step * GROUPS + g, task, [Rollout(step * GROUPS + g, s, task, prompt) for s in range(SIZE)])
+                Group(step * GROUPS + g, task, prompt, [Rollout(step * GROUPS + g, s, task) for s in range(SIZE)])
             )
         rollouts = [r for group in groups for r in group.rollouts]
+        prompts = [group.prompt_ids for group in groups for _ in group.rollouts]
         answers = await asyncio.gather(
             *[
                 engine.extend(
                     ExtendRequest(
-                        r.rollout_id, r.prompt_ids, (), TOKENS,
+                        r.rollout_id, prompt, (), TOKENS,
                         rollout_seed(0, r.task.task_id, 0, r.sibling), SamplingParams(), STOP,
                     )
                 )
-                for r in rollouts
+                for r, prompt in zip(rollouts, prompts, strict=True)
             ]
         )  # fmt: skip
         for rollout, segments in zip(rollouts, answers, strict=True):

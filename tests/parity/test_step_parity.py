@@ -187,8 +187,8 @@ def test_reinforce_plus_plus_of_a_run_is_over_tokens_as_verls(seed: int, name: s
             masks.append(np.repeat([True, False, True], lengths))
             task = Task(f"t{g}", "test", "reward", prompt="x")
             state, reward = RolloutState.READY, Reward(scores[-1])
-            rollouts.append(Rollout(g, i, task, (5,), segments, state, StopReason.EOS, reward))
-        groups.append(Group(g, rollouts[0].task, rollouts))
+            rollouts.append(Rollout(g, i, task, segments, state, StopReason.EOS, reward))
+        groups.append(Group(g, rollouts[0].task, (5,), rollouts))
     samples = BatchBuilder(AlgorithmConfig(advantage=name)).build(groups).samples
     mask_NT = torch.zeros(12, max(map(len, masks)))
     rewards_NT = torch.zeros_like(mask_NT)

@@ -36,10 +36,10 @@ def group() -> Group:
         ids = torch.tensor([5, 6], dtype=torch.int32).numpy()
         return Segment(ids, torch.tensor([-1.0, -1.0]).numpy(), 0, SamplingParams(), StopReason.EOS)
 
-    rollouts = [Rollout(0, i, TASK, (1, 2), [segment()], RolloutState.READY) for i in range(2)]
+    rollouts = [Rollout(0, i, TASK, [segment()], RolloutState.READY) for i in range(2)]
     for i, rollout in enumerate(rollouts):
         rollout.reward = Reward(float(i))
-    return Group(0, TASK, rollouts)
+    return Group(0, TASK, (1, 2), rollouts)
 
 
 class Stream:

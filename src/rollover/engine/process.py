@@ -22,7 +22,7 @@ from rollover.config import Config
 from rollover.engine.child import EngineChild, EngineDied, replies_of
 from rollover.engine.protocol import ExtendRequest, WeightLoad
 from rollover.engine.weights_file import WeightsFile
-from rollover.engine.wire import request_to_json, segment_from_json
+from rollover.engine.wire import requests_to_json, segment_from_json
 from rollover.types import Segment
 
 if TYPE_CHECKING:
@@ -174,9 +174,9 @@ class ProcessEngine:
 
     def _flush(self) -> None:
         numbers, self._unsent = self._unsent, []
-        calls = [{"call": n, "request": request_to_json(self._calls[n].request)} for n in numbers if n in self._calls]
-        if calls and self._up:
-            self._child.write({"op": "extend", "calls": calls})
+        requests = {n: self._calls[n].request for n in numbers if n in self._calls}
+        if requests and self._up:
+            self._child.write({"op": "extend", **requests_to_json(requests)})
 
     def _tell(self, op: str, **values: Any) -> dict[str, Any]:
         """The answer; {} if the process is gone, or hangs and is killed: the next one learns it at its start."""

@@ -19,8 +19,9 @@ import torch
 
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.protocol import ExtendRequest
 from rollover.engine.weights_file import aligned
-from rollover.engine.wire import Channel, request_from_json, segment_to_json
+from rollover.engine.wire import Channel, requests_from_json, segment_to_json
 from rollover.models.allocator import keep_freed_memory
 from rollover.models.load import load_model, pick_device
 from rollover.processes import die_with
@@ -71,9 +72,9 @@ class _Worker:
             message = json.loads(line)
             match message["op"]:
                 case "extend":
-                    for call in message["calls"]:
-                        self.rollout_ids[call["call"]] = call["request"]["rollout_id"]
-                        self.running[call["call"]] = asyncio.create_task(self._extend(call))
+                    for call, request in requests_from_json(message).items():
+                        self.rollout_ids[call] = request.rollout_id
+                        self.running[call] = asyncio.create_task(self._extend(call, request))
                     await asyncio.sleep(0)  # they begin: an interruption that comes next must reach them
                 case "cancel":
                     if message["call"] in self.running:
@@ -84,10 +85,9 @@ class _Worker:
                     self.engine.release(message["ids"])
         await self.engine.close()
 
-    async def _extend(self, message: dict[str, Any]) -> None:
-        call = message["call"]
+    async def _extend(self, call: int, request: ExtendRequest) -> None:
         try:
-            segments = await self.engine.extend(request_from_json(message["request"]))
+            segments = await self.engine.extend(request)
             reply = {"call": call, "segments": [segment_to_json(s) for s in segments]}
         except Exception as error:  # boundary: it is raised in the parent
             reply = {"call": call, "error": str(error), "user": isinstance(error, ValueError)}

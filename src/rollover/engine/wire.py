@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -17,23 +18,34 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.types import SamplingParams, Segment
 
 
-def request_to_json(request: ExtendRequest) -> dict[str, Any]:
-    # Not asdict(request), which copies every token id: this runs beside the trainer, in the same interpreter.
-    out = {field.name: getattr(request, field.name) for field in fields(request)}
-    return out | {"sampling": asdict(request.sampling), "stop_token_ids": sorted(request.stop_token_ids)}
+def requests_to_json(requests: Mapping[int, ExtendRequest]) -> dict[str, Any]:
+    """Requests by the number of their call. A prompt that several of them have, as siblings do, is in it once."""
+    prompts: dict[tuple[int, ...], int] = {}  # its place in the list
+    calls = []
+    for number, request in requests.items():
+        prompt = prompts.setdefault(request.prompt_ids, len(prompts))
+        # Not asdict(request), which copies every token id: this runs beside the trainer, in the same interpreter.
+        out = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "prompt_ids"}
+        out |= {"sampling": asdict(request.sampling), "stop_token_ids": sorted(request.stop_token_ids)}
+        calls.append({"call": number, "prompt": prompt, "request": out})
+    return {"prompts": list(prompts), "calls": calls}
 
 
-def request_from_json(data: dict[str, Any]) -> ExtendRequest:
-    return ExtendRequest(
-        **{
-            **data,
-            "prompt_ids": tuple(data["prompt_ids"]),
-            "generated_ids": tuple(data["generated_ids"]),
-            "sampling": SamplingParams(**data["sampling"]),
-            "stop_token_ids": frozenset(data["stop_token_ids"]),
-            "stop_strings": tuple(data["stop_strings"]),
-        }
-    )
+def requests_from_json(data: Mapping[str, Any]) -> dict[int, ExtendRequest]:
+    prompts = [tuple(prompt) for prompt in data["prompts"]]
+    return {
+        call["call"]: ExtendRequest(
+            **{
+                **(request := call["request"]),
+                "prompt_ids": prompts[call["prompt"]],
+                "generated_ids": tuple(request["generated_ids"]),
+                "sampling": SamplingParams(**request["sampling"]),
+                "stop_token_ids": frozenset(request["stop_token_ids"]),
+                "stop_strings": tuple(request["stop_strings"]),
+            }
+        )
+        for call in data["calls"]
+    }
 
 
 def segment_to_json(segment: Segment) -> dict[str, Any]:

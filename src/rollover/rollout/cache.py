@@ -61,10 +61,9 @@ class RolloutCache:
         assert group_size >= 1 and len(prompt_ids) >= 1
         group_id = self._next_group_id
         self._next_group_id += 1
-        prompt = tuple(prompt_ids)
-        group = Group(group_id, task, [Rollout(group_id, i, task, prompt) for i in range(group_size)])
+        group = Group(group_id, task, tuple(prompt_ids), [Rollout(group_id, i, task) for i in range(group_size)])
         if greedy_baseline:
-            group.rollouts.append(Rollout(group_id, group_size, task, prompt, greedy=True))
+            group.rollouts.append(Rollout(group_id, group_size, task, greedy=True))
         self._hold(group)
         return group
 

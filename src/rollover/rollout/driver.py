@@ -237,7 +237,8 @@ class Driver:
 
     def _start(self, version: int) -> None:
         for rollout in self.lifecycle.start(version):
-            request = self.requests.to_go_on(rollout, self.lifecycle.scheduler.token_budget(rollout))
+            prompt_ids = self.lifecycle.cache.groups[rollout.group_id].prompt_ids
+            request = self.requests.to_go_on(rollout, prompt_ids, self.lifecycle.scheduler.token_budget(rollout))
             self._extends[asyncio.ensure_future(self.asker.extend(request))] = rollout
             self.watchdog.on_start(rollout.rollout_id, rollout.group_id, rollout.num_tokens, _now())
 

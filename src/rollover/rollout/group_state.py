@@ -28,7 +28,7 @@ def groups_to_state(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arra
         }
         for g in groups
     ]
-    prompts = [np.asarray(g.rollouts[0].prompt_ids, dtype=np.int32) for g in groups]
+    prompts = [np.asarray(g.prompt_ids, dtype=np.int32) for g in groups]
     arrays = {
         "prompt_ids": _concatenate(prompts, np.int32),
         "prompt_offsets": _offsets([len(p) for p in prompts]),
@@ -46,10 +46,10 @@ def groups_from_state(meta: Sequence[Mapping[str, Any]], arrays: Mapping[str, np
     for i, saved in enumerate(meta):
         task = task_from_json(saved["task"])
         prompt = tuple(arrays["prompt_ids"][prompt_offsets[i] : prompt_offsets[i + 1]].tolist())
-        group = Group(saved["group_id"], task, [])
+        group = Group(saved["group_id"], task, prompt, [])
         for sibling, entry in enumerate(saved["rollouts"]):
             # A checkpoint from before roles were stored tells them by the tokens alone.
-            rollout = Rollout(group.group_id, sibling, task, prompt, greedy=entry.get("greedy", False))
+            rollout = Rollout(group.group_id, sibling, task, greedy=entry.get("greedy", False))
             for fields in entry["segments"]:
                 cut = slice(segment_offsets[segment_index], segment_offsets[segment_index + 1])
                 token_ids = arrays["token_ids"][cut].astype(np.int32)

@@ -278,12 +278,12 @@ class Lifecycle:
         """
         self.scheduler.check_held(version)
         limit = self.config.max_new_tokens
-        for rollout in (r for g in self.cache.groups.values() for r in g.rollouts):
+        for group, rollout in ((g, r) for g in self.cache.groups.values() for r in g.rollouts):
             unfinished = rollout.state in (RolloutState.WAITING, RolloutState.PARKED)
-            if unfinished and len(rollout.prompt_ids) + limit > max_tokens:
+            if unfinished and len(group.prompt_ids) + limit > max_tokens:
                 raise ValueError(
                     f"--resume with rollout.max_new_tokens = {limit}: the unfinished rollout {rollout.rollout_id}"
-                    f" has a prompt of {len(rollout.prompt_ids)} and {rollout.num_tokens} tokens so far, and the engine"
+                    f" has a prompt of {len(group.prompt_ids)} and {rollout.num_tokens} tokens so far, and the engine"
                     f" takes {max_tokens} in all. Set it (and engine.kv_memory_gb) back to what the run had"
                 )
             for segment in rollout.segments:

@@ -22,11 +22,11 @@ class Requests:
     def sampling_of(self, rollout: Rollout) -> SamplingParams:
         return _GREEDY if rollout.greedy else self._sampling
 
-    def to_go_on(self, rollout: Rollout, pause_after: int) -> ExtendRequest:
+    def to_go_on(self, rollout: Rollout, prompt_ids: tuple[int, ...], pause_after: int) -> ExtendRequest:
         """First tokens or further ones. All of its text counts for stop strings, however often it was interrupted."""
         return ExtendRequest(
             rollout_id=rollout.rollout_id,
-            prompt_ids=rollout.prompt_ids,
+            prompt_ids=prompt_ids,
             generated_ids=tuple(rollout.token_ids()),
             max_new_tokens=self.config.max_new_tokens - rollout.num_tokens,
             seed=rollout_seed(self.run_seed, rollout.task.task_id, rollout.task.attempt, rollout.sibling),

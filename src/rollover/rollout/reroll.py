@@ -69,7 +69,7 @@ class Reroll:
         if not failed or group.task.task_id in self._queue:
             return
         if len(self._queue) < self.config.size:
-            self._queue[group.task.task_id] = (group.task, group.rollouts[0].prompt_ids)
+            self._queue[group.task.task_id] = (group.task, group.prompt_ids)
         else:
             self.dropped += 1
 

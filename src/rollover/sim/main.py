@@ -78,7 +78,7 @@ def _read_run(directory: Path) -> tuple[list[list[int]], dict[str, Any]]:
     prompts: list[int] = []
     for groups in read_rollouts(directory / "rollouts", include_dropped=True):
         observed += [[max(1, r.num_tokens) for r in g.rollouts] for g in groups]
-        prompts += [len(g.rollouts[0].prompt_ids) for g in groups]
+        prompts += [len(g.prompt_ids) for g in groups]
         if len(observed) >= _OBSERVED_GROUPS:
             break
     if not observed:

@@ -4,8 +4,10 @@ Owns the record format (below). It decides nothing about rollouts and never chan
 so a step's file is complete or absent, and any Parquet or JSONL tool reads them: every key has one type throughout.
 "columns" is JSON inside a string, because its values differ in type from one task source to the next.
 
-Token ids and log-probs are those of all segments in order; "segments" says how to cut them. Log-probs are the shortest
-decimals that give the same float32, so a rollout is rebuilt exactly (non-finite numbers are null, and come back NaN).
+What siblings share and may be long ("messages", "prompt", "columns", "prompt_ids") stands in the first line of a group
+and is null in the others. Token ids and log-probs are those of all segments in order; "segments" says how to cut them.
+Log-probs are the shortest decimals that give the same float32, so a rollout is rebuilt exactly (non-finite numbers are
+null, and come back NaN).
 """
 
 from __future__ import annotations
@@ -53,10 +55,11 @@ class RolloutRecorder:
         path = self.dir / f"step-{step:06d}.jsonl"
         lines = [path.read_text(encoding="utf-8")] if path.exists() else []
         for recorded in groups:
-            rollouts = recorded.group.rollouts
-            assert len(recorded.completions) == len(recorded.advantages) == len(rollouts)
-            for rollout, completion, advantage in zip(rollouts, recorded.completions, recorded.advantages, strict=True):
-                record = _record(step, rollout, len(rollouts), completion, advantage, recorded.dropped)
+            group = recorded.group
+            assert len(recorded.completions) == len(recorded.advantages) == len(group.rollouts)
+            each = zip(group.rollouts, recorded.completions, recorded.advantages, strict=True)
+            for rollout, completion, advantage in each:
+                record = _record(step, group, rollout, completion, advantage, recorded.dropped)
                 lines.append(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
         # A lone surrogate in a completion is not UTF-8, and the recording of it is not worth the run.
         atomic_write_text(path, "".join(lines).encode("utf-8", "replace").decode("utf-8"))
@@ -110,13 +113,14 @@ def _read_step(path: Path) -> list[Group]:
         for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
-                rollout = _rollout(record)
-                size = int(record["group_size"])
-                group = groups.setdefault(rollout.group_id, Group(rollout.group_id, rollout.task, []))
-                if rollout.sibling != len(group.rollouts) or sizes.setdefault(rollout.group_id, size) != size:
-                    raise ValueError(f"sibling {rollout.sibling} of group {rollout.group_id} is out of order")
-                rollout.task = group.task
-                group.rollouts.append(rollout)
+                group_id, sibling, size = record["group_id"], record["sibling"], int(record["group_size"])
+                group = groups.get(group_id)
+                num_before = len(group.rollouts) if group is not None else 0
+                if sibling != num_before or sizes.setdefault(group_id, size) != size:
+                    raise ValueError(f"sibling {sibling} of group {group_id} is out of order")
+                if group is None:
+                    group = groups[group_id] = Group(group_id, _task(record), tuple(record["prompt_ids"]), [])
+                group.rollouts.append(_rollout(record, group.task))
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
                 raise ValueError(f"{path}:{number}: not a recorded rollout: {what}") from error
@@ -130,9 +134,10 @@ def _read_step(path: Path) -> list[Group]:
 
 
 def _record(
-    step: int, rollout: Rollout, group_size: int, completion: str, advantage: float | None, dropped: DropReason | None
+    step: int, group: Group, rollout: Rollout, completion: str, advantage: float | None, dropped: DropReason | None
 ) -> dict[str, Any]:
-    task, reward = rollout.task, rollout.reward
+    task, reward = group.task, rollout.reward
+    first = rollout is group.rollouts[0]
     error = reward.error if reward else None
     if reward is not None and reward.missing and error is None:
         error = "missing"  # a score and an error that are both null mean: not scored yet
@@ -140,18 +145,18 @@ def _record(
         "rollout_id": rollout.rollout_id,
         "group_id": rollout.group_id,
         "sibling": rollout.sibling,
-        "group_size": group_size,
+        "group_size": len(group.rollouts),
         "task_id": task.task_id,
         "attempt": task.attempt,
         "source": task.source,
         "reward": task.reward,
         "step": step,
         "outcome": TRAINED if dropped is None else f"dropped:{dropped.value}",
-        "messages": None if task.messages is None else list(task.messages),
-        "prompt": task.prompt,
+        "messages": list(task.messages) if first and task.messages is not None else None,
+        "prompt": task.prompt if first else None,
         "plain": task.plain,
-        "columns": json.dumps(task.columns, ensure_ascii=False),
-        "prompt_ids": list(rollout.prompt_ids),
+        "columns": json.dumps(task.columns, ensure_ascii=False) if first else None,
+        "prompt_ids": list(group.prompt_ids) if first else None,
         "completion": completion,
         "score": to_json(_float(reward.score)) if reward else None,
         # Without entries null, because Parquet has no struct without fields.
@@ -189,9 +194,9 @@ def _float(value: float | None) -> float | None:
     return None if value is None else float(value)
 
 
-def _rollout(record: dict[str, Any]) -> Rollout:
+def _task(record: dict[str, Any]) -> Task:
     messages = record["messages"]
-    task = Task(
+    return Task(
         task_id=record["task_id"],
         source=record["source"],
         reward=record["reward"],
@@ -201,6 +206,9 @@ def _rollout(record: dict[str, Any]) -> Rollout:
         columns=json.loads(record["columns"]),
         attempt=record["attempt"],
     )
+
+
+def _rollout(record: dict[str, Any], task: Task) -> Rollout:
     token_ids = np.array(record["token_ids"], dtype=np.int32)
     logprobs = np.array([np.nan if x is None else x for x in record["logprobs"]], dtype=np.float32)
     lengths = [s["num_tokens"] for s in record["segments"]]
@@ -226,7 +234,6 @@ def _rollout(record: dict[str, Any]) -> Rollout:
         group_id=record["group_id"],
         sibling=record["sibling"],
         task=task,
-        prompt_ids=tuple(record["prompt_ids"]),
         segments=segments,
         state=_state(record["outcome"]),
         stop_reason=StopReason(record["stop_reason"]) if record["stop_reason"] is not None else None,

@@ -96,16 +96,19 @@ class BatchBuilder:
         id of a group that was trained before -> its own such version, that of its first step.
         """
         algorithm = self.algorithm
-        rollouts = [r for g in sorted(groups, key=lambda g: g.group_id) for r in g.rollouts]
+        groups = sorted(groups, key=lambda g: g.group_id)
+        rollouts = [r for g in groups for r in g.rollouts]
         sampled = [r for r in rollouts if not r.greedy]
         greedy = {r.group_id: _score(r) for r in rollouts if r.greedy}
         masked = mask_rollouts(groups, self.masks)
-        lengths = [_num_tokens_since(r, replayed.get(r.group_id, oldest_version)) for r in sampled]
+        oldest = {g.group_id: replayed.get(g.group_id, oldest_version) for g in groups}
+        lengths = [_num_tokens_since(r, oldest[r.group_id]) for r in sampled]
         scored = _scored(sampled, lengths, greedy, algorithm, masked.out_of_baseline)
         advantages_N = self._after_scoring(sampled, self._estimator(scored, algorithm))
         context_only = masked.out_of_loss
+        prompts = {g.group_id: _narrow(f"the prompt of group {g.group_id}", np.asarray(g.prompt_ids)) for g in groups}
         samples = [
-            _sample(r, float(a), replayed.get(r.group_id, oldest_version), r.rollout_id not in context_only)
+            _sample(r, prompts[r.group_id], float(a), oldest[r.group_id], r.rollout_id not in context_only)
             for r, a in zip(sampled, advantages_N, strict=True)
             if r.num_tokens
         ]
@@ -137,7 +140,7 @@ def build_batch(
     return BatchBuilder(algorithm, masks).build(groups, oldest_version)
 
 
-def _sample(rollout: Rollout, value: float, oldest_version: int, in_loss: bool) -> Sample:
+def _sample(rollout: Rollout, prompt_ids: np.ndarray, value: float, oldest_version: int, in_loss: bool) -> Sample:
     segments = rollout.segments
     lengths = [len(s) for s in segments]
     sampled = [s.trainable and s.policy_version >= oldest_version for s in segments]
@@ -147,8 +150,8 @@ def _sample(rollout: Rollout, value: float, oldest_version: int, in_loss: bool) 
     return Sample(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
-        prompt_ids=_narrow(rollout, np.asarray(rollout.prompt_ids)),
-        token_ids=_narrow(rollout, np.concatenate([s.token_ids for s in segments])),
+        prompt_ids=prompt_ids,
+        token_ids=_narrow(f"rollout {rollout.rollout_id}", np.concatenate([s.token_ids for s in segments])),
         mask=np.repeat(sampled, lengths).astype(bool) & valid & in_loss,
         behavior_logprobs=np.concatenate([s.logprobs for s in segments]).astype(np.float32),
         versions=np.repeat([s.policy_version for s in segments], lengths).astype(np.int32),
@@ -157,12 +160,12 @@ def _sample(rollout: Rollout, value: float, oldest_version: int, in_loss: bool) 
     )
 
 
-def _narrow(rollout: Rollout, token_ids: np.ndarray) -> np.ndarray:
+def _narrow(whose: str, token_ids: np.ndarray) -> np.ndarray:
     """As int32. ValueError where one is no such number: cut down it could be the id of another token."""
     narrow = token_ids.astype(np.int32)
     if not np.array_equal(narrow, token_ids):
         wrong = token_ids[narrow != token_ids][0]
-        raise ValueError(f"rollout {rollout.rollout_id}: {wrong} is no token id: they are 32-bit integers")
+        raise ValueError(f"{whose}: {wrong} is no token id: they are 32-bit integers")
     return narrow
 
 

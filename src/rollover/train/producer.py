@@ -179,8 +179,8 @@ def ready_group(
             raise ValueError(
                 f"rollout {sibling} of group {group_id} was interrupted, its answer is not whole: extend it to its end"
             )
-        rollout = Rollout(group_id, sibling, task, tuple(prompt_ids), list(of), RolloutState.READY)
+        rollout = Rollout(group_id, sibling, task, list(of), RolloutState.READY)
         rollout.stop_reason = of[-1].stop_reason
         rollout.reward = reward
         rollouts.append(rollout)
-    return Group(group_id, task, rollouts)
+    return Group(group_id, task, tuple(prompt_ids), rollouts)

@@ -18,15 +18,13 @@ def rollout(score: float | None, *, stop: StopReason = StopReason.EOS, tokens: i
     ids = np.arange(tokens, dtype=np.int32)
     segments = [Segment(ids, np.zeros(tokens, dtype=np.float32), 0, SamplingParams(), stop)]
     reward = Reward(score, extras, None if score is not None else "timeout")
-    return Rollout(
-        0, sibling, Task("t", "test", "reward", prompt="x"), (5, 6), segments, stop_reason=stop, reward=reward
-    )
+    return Rollout(0, sibling, Task("t", "test", "reward", prompt="x"), segments, stop_reason=stop, reward=reward)
 
 
 def group(*rollouts: Rollout, group_id: int = 0) -> Group:
     for i, r in enumerate(rollouts):
         r.group_id, r.sibling, r.rollout_id = group_id, i, f"{group_id}-{i}"
-    return Group(group_id, Task("t", "test", "reward", prompt="x"), list(rollouts))
+    return Group(group_id, Task("t", "test", "reward", prompt="x"), (5, 6), list(rollouts))
 
 
 def scored(*scores: float | None, group_id: int = 0) -> Group:

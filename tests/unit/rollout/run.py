@@ -16,7 +16,7 @@ from rollover.rollout.watchdog import Watchdog
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, rollout_seed
 from unit.rollout.world import make_task, same_rollout, through_json
 
-EOS = 7
+EOS, PROMPT = 7, (1, 2, 3)
 
 
 def long_tail(seed: int) -> int:
@@ -63,7 +63,7 @@ class Run:
         if self.cursor == self.num_tasks:
             return None
         self.cursor += 1
-        return make_task(self.cursor - 1), [1, 2, 3]
+        return make_task(self.cursor - 1), PROMPT
 
     async def step(self) -> list[Group] | None:
         """Collect, and publish a new version if there was something to train on."""
@@ -140,6 +140,6 @@ def assert_same_groups(ours: list[Group], theirs: list[Group]) -> None:
 def uninterrupted_tokens(rollout: Rollout, budget: int, lengths: Callable[[int], int] = long_tail) -> list[int]:
     """What a run of this rollout alone, without any interruption, generates."""
     seed = rollout_seed(3, rollout.task.task_id, rollout.task.attempt, rollout.sibling)
-    request = ExtendRequest("x", rollout.prompt_ids, (), budget, seed, SamplingParams(), frozenset({EOS}))
+    request = ExtendRequest("x", PROMPT, (), budget, seed, SamplingParams(), frozenset({EOS}))
     (segment,) = asyncio.run(FakeEngine(lengths).extend(request))
     return segment.token_ids.tolist()

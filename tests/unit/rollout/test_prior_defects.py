@@ -31,7 +31,7 @@ from rollover.train.batch import Batch, build_batch
 from rollover.train.packing import split_groups
 from rollover.train.report import rollout_metrics, staleness_metrics
 from rollover.types import DropReason, Group, Rollout, RolloutState, SamplingParams, Segment, StopReason, rollout_seed
-from unit.rollout.run import EOS, PARTIAL, Run, assert_same_groups, long_tail, uninterrupted_tokens
+from unit.rollout.run import EOS, PARTIAL, PROMPT, Run, assert_same_groups, long_tail, uninterrupted_tokens
 from unit.rollout.world import make_segment, make_task, same_rollout, through_json
 
 BUDGET = 40  # Run's max_new_tokens
@@ -73,7 +73,7 @@ def continued(batches: list[list[Group]]) -> list[Rollout]:
 def alone(rollout: Rollout, version: int) -> Segment:
     """What an uninterrupted run of this rollout samples under `version`."""
     seed = rollout_seed(3, rollout.task.task_id, rollout.task.attempt, rollout.sibling)
-    request = ExtendRequest("x", rollout.prompt_ids, (), BUDGET, seed, SamplingParams(), frozenset({EOS}))
+    request = ExtendRequest("x", PROMPT, (), BUDGET, seed, SamplingParams(), frozenset({EOS}))
     (segment,) = asyncio.run(FakeEngine(long_tail, policy_version=version).extend(request))
     return segment
 

@@ -107,7 +107,7 @@ def test_staleness_bound(interrupt, in_flight, max_staleness, on_stale, publish_
 
 
 def test_a_rollout_keeps_its_smallest_version_whatever_the_order() -> None:
-    rollout = Rollout(0, 0, make_task(0), (1,))
+    rollout = Rollout(0, 0, make_task(0))
     seen: list[int | None] = [rollout.min_version]
     for segment in (make_segment(2, 0, trainable=False), make_segment(2, 5), make_segment(1, 3), make_segment(1, 4)):
         rollout.add(segment)

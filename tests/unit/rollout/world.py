@@ -41,8 +41,8 @@ def through_json(value: Any) -> Any:
 
 def same_rollout(a: Rollout, b: Rollout) -> bool:
     return (
-        (a.rollout_id, a.task, a.prompt_ids, a.state, a.stop_reason, a.reward)
-        == (b.rollout_id, b.task, b.prompt_ids, b.state, b.stop_reason, b.reward)
+        (a.rollout_id, a.task, a.state, a.stop_reason, a.reward)
+        == (b.rollout_id, b.task, b.state, b.stop_reason, b.reward)
         and len(a.segments) == len(b.segments)
         and all(map(same_segment, a.segments, b.segments))
     )

@@ -45,7 +45,5 @@ def _group(group_id: int, lengths: list[int]) -> Group:
     for i, n in enumerate(lengths):
         ids, logprobs = np.zeros(n, dtype=np.int32), np.zeros(n, dtype=np.float32)
         segment = Segment(ids, logprobs, 0, SamplingParams(), StopReason.EOS)
-        rollouts.append(
-            Rollout(group_id, i, task, (1, 2, 3), [segment], RolloutState.READY, StopReason.EOS, Reward(1.0))
-        )
-    return Group(group_id, task, rollouts)
+        rollouts.append(Rollout(group_id, i, task, [segment], RolloutState.READY, StopReason.EOS, Reward(1.0)))
+    return Group(group_id, task, (1, 2, 3), rollouts)

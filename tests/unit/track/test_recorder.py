@@ -42,10 +42,8 @@ def group(group_id: int, rewards: list[Reward | None], first: list[Segment] | No
         ]
         if sibling == 0 and first is not None:
             segments = first
-        rollouts.append(
-            Rollout(group_id, sibling, task, (7, 8), segments, RolloutState.CONSUMED, StopReason.EOS, reward)
-        )
-    return Group(group_id, task, rollouts)
+        rollouts.append(Rollout(group_id, sibling, task, segments, RolloutState.CONSUMED, StopReason.EOS, reward))
+    return Group(group_id, task, (7, 8), rollouts)
 
 
 def recorded(group: Group, dropped: DropReason | None = None) -> RecordedGroup:
@@ -58,12 +56,12 @@ def facts(group: Group) -> dict:
     return {
         "id": group.group_id,
         "task": repr(asdict(group.task)),
+        "prompt_ids": group.prompt_ids,
         "rollouts": [
             (
                 r.group_id,
                 r.sibling,
                 r.task is group.task,
-                r.prompt_ids,
                 r.stop_reason,
                 repr(r.reward),
                 [
@@ -124,8 +122,8 @@ def test_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, data: st.
         score = data.draw(st.none() | floats)
         reward = Reward(score, data.draw(st.dictionaries(text, floats)), None if score is not None else data.draw(text))
         stop_reason = data.draw(st.none() | st.sampled_from(StopReason))
-        rollouts.append(Rollout(5, sibling, task, (1,), segments, RolloutState.READY, stop_reason, reward))
-    original = Group(5, task, rollouts)
+        rollouts.append(Rollout(5, sibling, task, segments, RolloutState.READY, stop_reason, reward))
+    original = Group(5, task, (1,), rollouts)
     dir = tmp_path_factory.mktemp("r")
     RolloutRecorder(dir).write(1, [recorded(original)])
     ((rebuilt,),) = read_rollouts(dir)
@@ -233,7 +231,6 @@ def test_datasets_reads_it(mixed: Path, tmp_path: Path) -> None:
         (lambda r: r["logprobs"].append(0.0), "do not agree"),
         (lambda r: r.update(stop_reason="bored"), "'bored' is not a valid StopReason"),
         (lambda r: r.update(outcome="dropped:bored"), "'bored' is not a valid DropReason"),
-        (lambda r: r.update(columns="{"), "not a recorded rollout"),
         (lambda r: r.update(token_ids=[1, 2, 2**40]), "not a recorded rollout"),
         (lambda r: r.update(segments=None), "not a recorded rollout"),
         (lambda r: r.update(extras=[1], error="e"), "not a recorded rollout"),
@@ -247,6 +244,15 @@ def test_malformed_record_names_file_and_line(tmp_path: Path, damage, problem: s
     damage(records[1])
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
     with pytest.raises(ValueError, match=r"step-000001\.jsonl:2: .*" + problem):
+        list(read_rollouts(tmp_path))
+
+
+@pytest.mark.parametrize("damage", [{"columns": "{"}, {"columns": None}, {"prompt_ids": None}, {"messages": 5}])
+def test_a_group_without_its_task_names_file_and_line(tmp_path: Path, damage: dict) -> None:
+    path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [Reward(1.0), Reward(0.0)]))])
+    first, second, _ = path.read_text().split("\n")
+    path.write_text(json.dumps(json.loads(first) | damage) + "\n" + second + "\n")
+    with pytest.raises(ValueError, match=r"step-000001\.jsonl:1: not a recorded rollout"):
         list(read_rollouts(tmp_path))
 
 

@@ -202,14 +202,14 @@ def _rollout(rng: np.random.Generator, group: int, sibling: int, equal: bool) ->
     reward = Reward(None, error="timeout") if missing else Reward(score, extras={"short": float(rng.random())})
     stop = StopReason.LENGTH if rng.random() < 0.3 else StopReason.EOS
     task = Task(f"t{group}", "test", "reward", prompt="x")
-    return Rollout(group, sibling, task, (5, 6), segments, RolloutState.READY, stop, reward)
+    return Rollout(group, sibling, task, segments, RolloutState.READY, stop, reward)
 
 
 def _groups(rng: np.random.Generator) -> list[Group]:
     groups = []
     for g in range(4):
         rollouts = [_rollout(rng, g, i, equal=g == 2) for i in range(5)]
-        groups.append(Group(g, rollouts[0].task, rollouts))
+        groups.append(Group(g, rollouts[0].task, (5, 6), rollouts))
     return groups
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from rollover.types import Group, Reward, Rollout, RolloutState, Sample, SamplingParams, Segment, StopReason, Task
@@ -22,14 +24,14 @@ def segment(
     )
 
 
-def rollout(group: int, sibling: int, score: float | None, segments: list[Segment], prompt=(5, 6, 7)) -> Rollout:
+def rollout(group: int, sibling: int, score: float | None, segments: list[Segment]) -> Rollout:
     reward = Reward(score, error=None if score is not None else "timeout")
     task = Task(f"t{group}", "test", "reward", prompt="x")
-    return Rollout(group, sibling, task, tuple(prompt), segments, RolloutState.READY, StopReason.EOS, reward)
+    return Rollout(group, sibling, task, segments, RolloutState.READY, StopReason.EOS, reward)
 
 
-def group(group_id: int, rollouts: list[Rollout]) -> Group:
-    return Group(group_id, rollouts[0].task, rollouts)
+def group(group_id: int, rollouts: list[Rollout], prompt: Sequence[int] = (5, 6, 7)) -> Group:
+    return Group(group_id, rollouts[0].task, tuple(prompt), rollouts)
 
 
 def random_samples(seed: int, num_groups: int = 3, size: int = 3) -> list[Sample]:

@@ -1,0 +1,102 @@
+"""A prompt belongs to its group: however many siblings share it, it is kept, written, sent and packed once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollover.config import AlgorithmConfig
+from rollover.config.replay import ReplayConfig
+from rollover.config.rollout import RolloutConfig
+from rollover.engine.wire import requests_from_json, requests_to_json
+from rollover.rollout.cache import RolloutCache
+from rollover.rollout.requests import Requests
+from rollover.track.recorder import RecordedGroup, RolloutRecorder, read_rollouts
+from rollover.train.batch import build_batch
+from rollover.train.replay_buffer import Kept, ReplayBuffer
+from rollover.types import Group, Reward, StopReason, Task
+from unit.rollout.world import make_segment, through_json
+
+PROMPT = tuple(range(1, 30_001))
+TASK = Task("t0", "s", "r", prompt="word " * len(PROMPT), columns={"answer": "word " * 1000})
+PER_SIBLING = 3000  # bytes; the prompt has 120,000 in the tersest form
+
+
+def cache_of(size: int) -> RolloutCache:
+    """With one finished group."""
+    cache = RolloutCache(max_new_tokens=8)
+    for rollout in cache.admit(TASK, PROMPT, size).rollouts:
+        cache.start(rollout.rollout_id)
+        cache.append(rollout.rollout_id, [make_segment(4, 0, StopReason.EOS)])
+        cache.finish(rollout.rollout_id, StopReason.EOS)
+        cache.set_reward(rollout.rollout_id, Reward(float(rollout.sibling)))
+    return cache
+
+
+def group_of(size: int) -> Group:
+    return cache_of(size).groups[0]
+
+
+def in_a_checkpoint(size: int, folder: Path) -> int:
+    meta, arrays = cache_of(size).state_dict()
+    return len(json.dumps(meta)) + sum(a.nbytes for a in arrays.values())
+
+
+def in_the_replay_buffer(size: int, folder: Path) -> int:
+    buffer = ReplayBuffer(ReplayConfig(size=1, max_staleness=3), seed=0)
+    buffer.add(Kept(group_of(size), 1.0))
+    meta, arrays = buffer.state_dict()
+    return len(json.dumps(meta)) + sum(a.nbytes for a in arrays.values())
+
+
+def in_a_recording(size: int, folder: Path) -> int:
+    recorded = RecordedGroup(group_of(size), ["answer"] * size, [0.5] * size)
+    return RolloutRecorder(folder / str(size)).write(1, [recorded]).stat().st_size
+
+
+def to_the_engine_process(size: int, folder: Path) -> int:
+    group, requests = group_of(size), Requests(RolloutConfig(max_new_tokens=8), 0)
+    calls = {i: requests.to_go_on(r, group.prompt_ids, 0) for i, r in enumerate(group.rollouts)}
+    message = requests_to_json(calls)
+    arrived = requests_from_json(through_json(message))
+    assert arrived == calls, "and it arrives whole"
+    assert len({id(request.prompt_ids) for request in arrived.values()}) == 1
+    return len(json.dumps(message))
+
+
+def in_a_batch(size: int, folder: Path) -> int:
+    samples = build_batch([group_of(size)], AlgorithmConfig()).samples
+    assert all(np.array_equal(s.prompt_ids, PROMPT) for s in samples)
+    return sum(a.nbytes for a in {id(s.prompt_ids): s.prompt_ids for s in samples}.values())
+
+
+@pytest.mark.parametrize(
+    "num_bytes",
+    [in_a_checkpoint, in_the_replay_buffer, in_a_recording, to_the_engine_process, in_a_batch],
+    ids=lambda function: function.__name__,
+)
+def test_63_more_siblings_cost_no_more_prompts(num_bytes: Callable[[int, Path], int], tmp_path: Path) -> None:
+    alone, together = num_bytes(1, tmp_path), num_bytes(64, tmp_path)
+    assert alone >= 4 * len(PROMPT), "it is there"
+    assert together - alone < 63 * PER_SIBLING
+
+
+def test_a_recorded_group_has_its_prompt_and_its_task_back(tmp_path: Path) -> None:
+    in_a_recording(5, tmp_path)
+    ((group,),) = read_rollouts(tmp_path / "5")
+    assert group.prompt_ids == PROMPT and group.task == TASK
+    assert all(r.task is group.task for r in group.rollouts) and len(group.rollouts) == 5
+
+
+def test_a_recording_of_the_earlier_form_has_them_in_every_line(tmp_path: Path) -> None:
+    in_a_recording(3, tmp_path)
+    (path,) = (tmp_path / "3").iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    of_the_group = {name: lines[0][name] for name in ("messages", "prompt", "columns", "prompt_ids")}
+    path.write_text("".join(json.dumps(line | of_the_group) + "\n" for line in lines))
+    ((group,),) = read_rollouts(tmp_path / "3")
+    assert group.prompt_ids == PROMPT and group.task == TASK and len(group.rollouts) == 3

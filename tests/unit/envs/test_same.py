@@ -102,6 +102,22 @@ def test_rows_with_one_value_of_a_column_are_on_one_side(tmp_path: Path) -> None
     assert len({t.columns["family"] for t in plain}) == 20, "without the key families are on both sides"
 
 
+@pytest.mark.parametrize("held_out_file", [False, True])
+def test_a_text_with_several_keys_is_on_one_side_all_the_same(tmp_path: Path, held_out_file: bool) -> None:
+    """Every text comes twice, as a row of its own family each time."""
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": f"text {i // 2}", "family": i} for i in range(200)])
+    first = write(tmp_path / "held.jsonl", [{"prompt": f"Text {i}", "family": 1000 + i} for i in range(20)])
+    # A source that is compared by its texts is mixed with one that has keys.
+    texts = write(tmp_path / "texts.jsonl", [{"prompt": f"text {i}"} for i in range(100)])
+    source = file(rows, problem_key="family", eval_path=str(first) if held_out_file else "")
+    trained, held = both_sides(source, file(texts), eval_fraction=0.3)
+    of_text = [{t.reward_prompt.casefold() for t in side} for side in (trained, held)]  # type: ignore[union-attr]
+    families = [{t.columns["family"] for t in side if "family" in t.columns} for side in (trained, held)]
+    assert not of_text[0] & of_text[1] and not families[0] & families[1]
+    assert len(of_text[0]) > 20 and len(of_text[1]) >= 20
+    assert held_out_file or len(families[1]) > 25
+
+
 def test_a_row_without_a_value_is_compared_by_its_text() -> None:
     key = same_by(file(problem_key="family"))
     assert key(problem("A  b", family=None)) == key(problem("a b")) == "a b"

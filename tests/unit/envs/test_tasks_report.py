@@ -37,6 +37,18 @@ def test_rows_duplicates_and_what_is_held_out(tmp_path: Path) -> None:
     assert "5 held-out tasks (rows 5), of which 0 have the words and the answer of one of 300 training tasks" in line
 
 
+def test_rows_that_are_left_out_for_their_text_alone_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p {i // 2}", "answer": "1", "id": i}) + "\n" for i in range(100)))
+    source = {"kind": "dataset", "path": str(path), "problem_key": "id"}
+    line = line_of([source], num_tasks=5, eval_fraction=0.3)
+    for_text = int(line.split(" of them for their text alone")[0].split("(")[-1])
+    held, trained = (int(line.split(marker)[0].split()[-1]) for marker in (" held out (tasks", " are trained"))
+    assert 5 < for_text < held and trained + held == 100
+    assert "of which 0 have the words and the answer" in line
+    assert "text alone" not in line_of([{"kind": "dataset", "path": str(path)}], num_tasks=5)
+
+
 def test_rows_that_are_left_out_for_a_held_out_file(tmp_path: Path) -> None:
     path = rows(tmp_path / "train.jsonl", [f"problem {i}" for i in range(10)])
     held = rows(tmp_path / "held.jsonl", [f"Problem {i}" for i in range(8, 12)])

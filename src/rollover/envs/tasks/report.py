@@ -34,8 +34,9 @@ def _datasets(config: Config, trained: TaskStream) -> list[str]:
     parts = []
     for source, rows, keys in trained.files():
         by_file = bool(source.eval_path)
-        left_out = sum(not trained.accepts(key, by_file) for key in keys)
-        repeated = len(keys) - len(set(keys))
+        left_out = sum(not trained.accepts(of_row, by_file) for of_row in keys)
+        for_text = left_out - sum(not trained.accepts(of_row[:1], by_file) for of_row in keys)
+        repeated = len(keys) - len({of_row[0] for of_row in keys})
         first = "the first " if len(rows) > MAX_ROWS else ""
         if not by_file:
             why = f"held out (tasks.eval_fraction = {config.tasks.eval_fraction:g})"
@@ -43,6 +44,8 @@ def _datasets(config: Config, trained: TaskStream) -> list[str]:
             why = f"left out, as {source.eval_path} has their problems"
             if not config.eval.num_tasks:
                 why += ", which is not evaluated: eval.num_tasks = 0"
+        if for_text:
+            why += f" ({for_text:,} of them for their text alone, which has several values of problem_key)"
         parts.append(
             f"{rows.label} has {first}{len(keys):,} rows: {len(keys) - left_out:,} are trained, {left_out:,} {why};"
             f" {repeated:,} repeat another's problem"

@@ -8,6 +8,7 @@ every run. Never decides an order.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,28 +22,33 @@ def key_of(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The side of every problem, by its key.
+    """The side of every problem, by its keys: that of what makes it the same as another, and after it that of its text
+    where this is something else.
 
     A source with a held-out file of its own (tasks.sources.eval_path) is split by the two files; every other source by
-    key / 2^64 < eval_fraction. `eval_file_keys` are the problems of all held-out files, `train_file_keys` those of the
-    training files beside them.
+    first key / 2^64 < eval_fraction. `eval_file_keys` are the problems of all held-out files, `train_file_keys` those
+    of the training files beside them, `held_out_keys` the rows that the hash holds out, as far as they are known.
     """
 
     eval_fraction: float
     eval_file_keys: frozenset[int] = frozenset()
     train_file_keys: frozenset[int] = frozenset()
+    held_out_keys: frozenset[int] = frozenset()
 
-    def accepts(self, key: int, split: SplitName, by_file: bool) -> bool:
+    def accepts(self, keys: Sequence[int], split: SplitName, by_file: bool) -> bool:
         """True if a problem of a source (split by file, or by hash) may be used on this side.
 
-        No key is accepted on both sides, whichever sources it comes from: one that a held-out file has is never
-        trained; one that only a training file has is never evaluated; else the hash decides.
+        No key is accepted on both sides, whichever sources it comes from: what a held-out file has is never trained;
+        what only a training file has is never evaluated; else the hash of the first key decides, and what it holds
+        out is not trained under another first key either.
         """
         if split == "train":
-            return key not in self.eval_file_keys and (by_file or not self._held_out(key))
+            fresh = by_file or not (self._held_out(keys[0]) or any(key in self.held_out_keys for key in keys))
+            return fresh and not any(key in self.eval_file_keys for key in keys)
         if by_file:
             return True  # its rows come from the held-out file
-        return self._held_out(key) and (key not in self.train_file_keys or key in self.eval_file_keys)
+        trained = any(key in self.train_file_keys and key not in self.eval_file_keys for key in keys)
+        return self._held_out(keys[0]) and not trained
 
     def _held_out(self, key: int) -> bool:
         return key < self.eval_fraction * 2**64

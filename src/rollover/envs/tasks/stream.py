@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
@@ -61,6 +61,11 @@ class _Cursor:
                 yield replace(self.source.problem(self.order[self.position - 1]), attempt=self.epoch)
             self.epoch, self.position, self.order = self.epoch + 1, 0, None
 
+    def keys(self, problem: Task) -> tuple[int, ...]:
+        """As split.py compares problems: what makes it the same as another, and its text, if that is not the same."""
+        texts = [self.same(problem)] if self.same is problem_text else [self.same(problem), problem_text(problem)]
+        return tuple(map(key_of, texts))
+
     @property
     def max_candidates(self) -> int:
         return len(self.source) if isinstance(self.source, DatasetSource) else MAX_CANDIDATES
@@ -87,8 +92,11 @@ class TaskStream:
     """Tasks of one side of the split, in an order that depends on (tasks, seed, split) only.
 
     train: generators are endless, datasets make `tasks.epochs` passes, and `Task.attempt` is the pass. eval: every
-    text once. No problem is on both sides (split.py), whichever of its texts it has (same.py). Relative paths are
-    relative to `base_dir`; `rewards` names the reward of sources that name none.
+    text once. No problem is on both sides (split.py), whichever of its texts it has (same.py), and no text of a dataset
+    is, whichever problems it has: with tasks.sources.problem_key, which can give a text several keys, every row is
+    looked at before the first task. A generator's problems are compared by their keys, and with rows of datasets: two
+    of its own of one text need one key. Relative paths are relative to `base_dir`; `rewards` names the reward of
+    sources that name none.
 
     A row's own system message is kept in place of tasks.system_prompt. Raises ValueError for sources that cannot be
     used, and when no problem is left for the side.
@@ -150,17 +158,17 @@ class TaskStream:
             "seen": sorted(self._seen),
         }
 
-    def files(self) -> list[tuple[TaskSourceConfig, DatasetSource, list[int]]]:
-        """Each dataset of this side with the key of every row (of the first MAX_ROWS), in file order."""
+    def files(self) -> list[tuple[TaskSourceConfig, DatasetSource, list[tuple[int, ...]]]]:
+        """Each dataset of this side with the keys of every row (of the first MAX_ROWS), in file order."""
         return [
-            (config, cursor.source, [key_of(cursor.same(cursor.source.problem(i))) for i in range(num)])
+            (config, cursor.source, [cursor.keys(cursor.source.problem(i)) for i in range(num)])
             for config, cursor in zip(self.tasks.sources, self._cursors, strict=True)
             if isinstance(cursor.source, DatasetSource) and (num := min(len(cursor.source), MAX_ROWS))
         ]
 
-    def accepts(self, key: int, by_file: bool) -> bool:
-        """Whether a problem with this key is on this side of the split."""
-        return self._rule.accepts(key, self.split, by_file)
+    def accepts(self, keys: Sequence[int], by_file: bool) -> bool:
+        """Whether a problem with these keys is on this side of the split."""
+        return self._rule.accepts(keys, self.split, by_file)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`. Raises ValueError if it belongs to other sources, or to other problems of theirs."""
@@ -199,7 +207,7 @@ class TaskStream:
         return active[min(bisect.bisect_right(bounds, draw * bounds[-1]), len(active) - 1)]
 
     def _take_if_wanted(self, problem: Task, cursor: _Cursor) -> bool:
-        if not self.accepts(key_of(cursor.same(problem)), cursor.by_file):
+        if not self.accepts(cursor.keys(problem), cursor.by_file):
             return False
         if self.split == "eval":
             text = key_of(problem_text(problem))
@@ -244,11 +252,21 @@ class TaskStream:
 
         def keys(held_out: bool) -> frozenset[int]:
             files = [(i, self._dataset(self.tasks.sources[i], labels[i], "", held_out)) for i in split_by_file]
-            return frozenset(key_of(self._cursors[i].same(problem)) for i, file in files for problem in file.problems())
+            problems = ((i, problem) for i, file in files for problem in file.problems())
+            return frozenset(key for i, problem in problems for key in self._cursors[i].keys(problem))
 
         # Training files matter only to the held-out side of a source that is split by hash.
         mixed = self.split == "eval" and 0 < len(split_by_file) < len(self._cursors)
-        return Split(self.tasks.eval_fraction, keys(held_out=True), keys(held_out=False) if mixed else frozenset())
+        rule = Split(self.tasks.eval_fraction, keys(held_out=True), keys(held_out=False) if mixed else frozenset())
+        return rule if self.split == "eval" else replace(rule, held_out_keys=self._held_out_keys(rule))
+
+    def _held_out_keys(self, rule: Split) -> frozenset[int]:
+        """All keys of the rows that `rule` holds out by hash. Nothing where the text alone is the key of every row."""
+        files = [(c, c.source) for c in self._cursors if isinstance(c.source, DatasetSource)]
+        if all(cursor.same is problem_text for cursor, _ in files):
+            return frozenset()
+        rows = (cursor.keys(row) for cursor, file in files if not cursor.by_file for row in file.problems())
+        return frozenset(key for keys in rows if rule.accepts(keys, "eval", False) for key in keys)
 
     def _nothing_left(self, cursor: _Cursor, tried: int) -> str:
         label, fraction = cursor.source.label, self.tasks.eval_fraction

@@ -92,6 +92,31 @@ def causal_mask(num_queries: int, num_keys: int, window: int | None, device: tor
     return mask if window is None else mask & (key > query - window)
 
 
+def grouped_attention(
+    query_BHTD: torch.Tensor,
+    key_BKSD: torch.Tensor,
+    value_BKSD: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """`masked_attention` without a softcap, of H query heads over fewer K key heads, for torch's fused GPU kernels.
+
+    None of them shares key heads under a mask: asked to, torch writes the scores of all heads, [B, H, T, S] in float32.
+    The heads that share keys stand one below the other instead, as more queries of one head.
+    """
+    num, heads, num_queries, size = query_BHTD.shape
+    kv_heads = key_BKSD.shape[1]
+    groups = heads // kv_heads
+    if mask is None:
+        key_BKSD, value_BKSD = (x.repeat_interleave(groups, dim=1) for x in (key_BKSD, value_BKSD))
+        return F.scaled_dot_product_attention(query_BHTD, key_BKSD, value_BKSD, is_causal=True, scale=scale)
+    query = query_BHTD.reshape(num, kv_heads, groups * num_queries, size)
+    mask = mask.repeat(*(1,) * (mask.ndim - 2), groups, 1)
+    out = F.scaled_dot_product_attention(query, key_BKSD, value_BKSD, attn_mask=mask, scale=scale)
+    return out.reshape(num, heads, num_queries, size)
+
+
 def masked_attention(
     query_BHTD: torch.Tensor,
     key_BKSD: torch.Tensor,
@@ -101,17 +126,21 @@ def masked_attention(
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention -> [B, H, T, D], in float32 on a CPU. `mask`: bool, broadcast to [B, H, T, S]; None: causal, T = S.
+    """Attention -> [B, H, T, D], in float32 on a CPU. `mask`: bool, broadcast to [B, H, T, S] and alike for all heads;
+    None: causal, T = S, and only without a softcap.
 
     On a CPU a linear layer gives a row the same bits whatever its batch: engine and trainer differ by their attention
     alone, and float32 inside it keeps their log-probs together, and is the faster one there (docs/log.md).
     """
     dtype = query_BHTD.dtype
-    if query_BHTD.device.type == "cpu":
+    on_cpu = query_BHTD.device.type == "cpu"
+    if on_cpu:
         query_BHTD, key_BKSD, value_BKSD = query_BHTD.float(), key_BKSD.float(), value_BKSD.float()
-    heads, num_queries = query_BHTD.shape[1:3]
-    kv_heads, num_keys = key_BKSD.shape[1:3]
+    groups = query_BHTD.shape[1] // key_BKSD.shape[1]
     if softcap is None:
+        # The one fused GPU kernel that shares key heads knows neither a mask nor float32.
+        if groups > 1 and not on_cpu and (mask is not None or dtype == torch.float32):
+            return grouped_attention(query_BHTD, key_BKSD, value_BKSD, mask, scale=scale)
         return F.scaled_dot_product_attention(
             query_BHTD,
             key_BKSD,
@@ -119,12 +148,10 @@ def masked_attention(
             attn_mask=mask,
             is_causal=mask is None,
             scale=scale,
-            enable_gqa=heads != kv_heads,
+            enable_gqa=groups > 1,
         ).to(dtype)
-    if mask is None:
-        mask = causal_mask(num_queries, num_keys, None, query_BHTD.device)
-    key_BHSD = key_BKSD.repeat_interleave(heads // kv_heads, dim=1)
-    value_BHSD = value_BKSD.repeat_interleave(heads // kv_heads, dim=1)
+    assert mask is not None
+    key_BHSD, value_BHSD = (x.repeat_interleave(groups, dim=1) for x in (key_BKSD, value_BKSD))
     scores = torch.matmul(query_BHTD, key_BHSD.transpose(2, 3)).float() * scale
     scores = softcap * torch.tanh(scores / softcap)
     probs = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
@@ -133,6 +160,8 @@ def masked_attention(
 
 # Sequences of a padded batch are at least this share of its longest one.
 _MIN_FILL = 0.75
+# Pairs of a query and a key in one mask, at the most: 64 MB of it.
+_MASK_PAIRS = 2**26
 
 
 def similar_lengths(lengths: Mapping[int, int]) -> list[list[int]]:
@@ -150,10 +179,13 @@ class PackedAttention:
 
     A prompt's block is shared: the row holds it once, and each answer's block attends to it as if they stood together.
     Padding exists only inside attention, in batches of similar length; right padding needs no mask of its own, since a
-    real query never looks at later positions. `lengths` are those of the blocks, each at least 1.
+    real query never looks at later positions. `lengths` are those of the blocks, each at least 1. `mask_pairs`: above
+    so many pairs of query and key the queries are computed in parts, each with a mask of its own.
     """
 
-    def __init__(self, lengths: list[int], prefixes: list[int | None] | None = None) -> None:
+    def __init__(
+        self, lengths: list[int], prefixes: list[int | None] | None = None, *, mask_pairs: int = _MASK_PAIRS
+    ) -> None:
         assert lengths and min(lengths) >= 1
         self.lengths = lengths
         self.prefixes: list[int | None] = prefixes if prefixes is not None else [None] * len(lengths)
@@ -162,14 +194,11 @@ class PackedAttention:
         for prefix in dict.fromkeys(self.prefixes):
             members = {i: n for i, n in enumerate(lengths) if self.prefixes[i] == prefix}
             self.batches += [(prefix, batch) for batch in similar_lengths(members)]
+        self._mask_pairs = mask_pairs
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
-    def _mask(self, num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Built once for all layers. None: plain causal."""
-        if window is not None and window >= num_keys:
-            window = None
-        if window is None and num_queries == num_keys:
-            return None
+    def _mask(self, num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+        """Built once for all layers."""
         key = (num_queries, num_keys, window)
         if key not in self._masks:
             self._masks[key] = causal_mask(num_queries, num_keys, window, device)
@@ -193,17 +222,43 @@ class PackedAttention:
             if prefix is not None:
                 key = torch.cat((keys[prefix].expand(len(batch), -1, -1, -1), key), 1)
                 value = torch.cat((values[prefix].expand(len(batch), -1, -1, -1), value), 1)
-            out_BTHD = masked_attention(
-                query.transpose(1, 2),
-                key.transpose(1, 2),
-                value.transpose(1, 2),
-                self._mask(query.shape[1], key.shape[1], window, query.device),
-                scale=scale,
-                softcap=softcap,
-            ).transpose(1, 2)
+            heads_first = (x.transpose(1, 2) for x in (query, key, value))
+            out_BTHD = self._batch(*heads_first, window=window, scale=scale, softcap=softcap).transpose(1, 2)
             for i, row in zip(batch, out_BTHD, strict=True):
                 out[i] = row[: self.lengths[i]]
         return torch.cat(out)
+
+    def _batch(
+        self,
+        query_BHTD: torch.Tensor,
+        key_BKSD: torch.Tensor,
+        value_BKSD: torch.Tensor,
+        *,
+        window: int | None,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """[B, H, T, D] of queries that are the last T of S positions."""
+        num_queries, num_keys = query_BHTD.shape[2], key_BKSD.shape[2]
+        if window is not None and window >= num_keys:
+            window = None
+        if window is None and num_queries == num_keys and softcap is None:
+            return masked_attention(query_BHTD, key_BKSD, value_BKSD, None, scale=scale, softcap=None)
+        # A soft cap writes the scores of all heads; else a mask may be repeated for those that share keys.
+        num, heads = query_BHTD.shape[:2]
+        pairs = num_keys * (num * heads if softcap is not None else heads // key_BKSD.shape[1])
+        most = max(1, self._mask_pairs // pairs)
+        if num_queries <= most:
+            mask = self._mask(num_queries, num_keys, window, query_BHTD.device)
+            return masked_attention(query_BHTD, key_BKSD, value_BKSD, mask, scale=scale, softcap=softcap)
+        parts = []
+        for start in range(0, num_queries, most):
+            end = min(start + most, num_queries)
+            seen = num_keys - num_queries + end
+            part = (query_BHTD[:, :, start:end], key_BKSD[:, :, :seen], value_BKSD[:, :, :seen])
+            mask = causal_mask(end - start, seen, window, query_BHTD.device)
+            parts.append(masked_attention(*part, mask, scale=scale, softcap=softcap))
+        return torch.cat(parts, 2)
 
 
 def hidden_states(
@@ -227,12 +282,13 @@ def hidden_states(
 
 
 class _Probe(PackedAttention):
-    """Sees the key/value heads of every layer, and refuses what the KV cache has no room for."""
+    """Sees the heads of every layer, and refuses what the KV cache has no room for."""
 
     def __init__(self, lengths: list[int]) -> None:
         super().__init__(lengths)
         self.shape: tuple[int, int] | None = None
         self.layers: set[int] = set()
+        self.widths: dict[int | None, int] = {}
 
     def attend(
         self, layer: int, query_NHD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, **options: Any
@@ -250,17 +306,30 @@ class _Probe(PackedAttention):
                 f" {size} in another, and the KV cache holds all layers alike"
             )
         self.layers.add(layer)
+        window = options["window"]
+        self.widths[window] = self.widths.get(window, 0) + query_NHD.shape[1] * query_NHD.shape[2]
         return super().attend(layer, query_NHD, key_NKD, value_NKD, **options)
 
 
 @torch.no_grad()
-def cache_shape(model: Any) -> tuple[int, int]:
-    """(key/value heads, numbers a head) of every layer, as one token's forward pass shows them."""
+def _of_one_token(model: Any) -> _Probe:
+    """What one token's forward pass shows."""
     probe = _Probe([1])
     zero = torch.zeros(1, dtype=torch.long, device=model.device)
     hidden_states(model, zero, zero, probe)
-    assert probe.shape is not None, "a model that check_model passes has attention"
-    return probe.shape
+    return probe
+
+
+def cache_shape(model: Any) -> tuple[int, int]:
+    """(key/value heads, numbers a head) of every layer, as one token's forward pass shows them."""
+    shape = _of_one_token(model).shape
+    assert shape is not None, "a model that check_model passes has attention"
+    return shape
+
+
+def attention_widths(model: Any) -> dict[int | None, int]:
+    """Window (None: without one) -> query heads x numbers a head, added up over the layers that have it."""
+    return _of_one_token(model).widths
 
 
 # What a message says to use instead.

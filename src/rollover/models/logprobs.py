@@ -1,31 +1,39 @@
 """Token log-probs from hidden states, without ever holding [tokens, vocabulary] whole.
 
 Shapes: N tokens, C tokens of a chunk, E hidden size, V vocabulary. Owns the definition that engine and trainer share:
-log softmax(logits / T) over the full vocabulary, in float32 but for the matmul of bfloat16 weights (ShiftedHead).
+log softmax(logits / T) over the full vocabulary, in float32 but for the matmul of bfloat16 weights (ShiftedHead on a
+CPU; a GPU's matmul leaves its float32 sums as they are).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from rollover.models import kernels
-from rollover.models.packed import ShiftedHead
+from rollover.models.packed import ShiftedHead, float32_product
 
+# Bytes of float32 logits at once: what a CPU's cache likes, and what keeps a GPU busy.
 CHUNK_BYTES = 64 * 2**20
+_CHUNK_BYTES_ON_GPU = 512 * 2**20
 
 
 @dataclass(frozen=True)
 class Head:
-    """The output layer: logits = softcap(hidden @ weight^T * multiplier + bias)."""
+    """The output layer: logits = softcap(hidden @ weight^T * multiplier + bias).
+
+    `float32_sums`: bfloat16 weights whose products are not rounded.
+    """
 
     weight_VE: torch.Tensor
     bias_V: torch.Tensor | None
     softcap: float | None
     multiplier: float
     shifted: ShiftedHead | None = None
+    float32_sums: bool = False
 
     @classmethod
     def of(cls, model: Any) -> Head:
@@ -42,16 +50,24 @@ class Head:
         return cls(linear.weight, linear.bias, getattr(config, "final_logit_softcapping", None), multiplier)
 
     def precise(self, rows: int | None = None) -> Head:
-        """A copy without autograd whose logits are good enough for log-probs, also where the weights are bfloat16.
+        """One without autograd whose logits are good enough for log-probs, also where the weights are bfloat16.
 
-        `rows`: pack it for about so many tokens at a time. A capped logit has no arbitrary zero: those are computed in
-        float32, as are float32 weights.
+        On a CPU that takes a copy of those. `rows`: pack it for about so many tokens at a time. A capped logit has no
+        arbitrary zero: those are computed in float32, as are float32 weights.
         """
         weight_VE, bias_V = self.weight_VE.detach(), None if self.bias_V is None else self.bias_V.detach()
-        if weight_VE.dtype == torch.bfloat16 and self.softcap is None:
+        narrow = weight_VE.dtype == torch.bfloat16
+        if narrow and self.softcap is None and weight_VE.device.type != "cuda":
             return Head(weight_VE, bias_V, None, self.multiplier, ShiftedHead(weight_VE, bias_V, rows))
         bias_V = None if bias_V is None else bias_V.float()
+        if narrow and weight_VE.device.type == "cuda":
+            return Head(weight_VE, bias_V, self.softcap, self.multiplier, float32_sums=True)
         return Head(weight_VE.float(), bias_V, self.softcap, self.multiplier)
+
+    @cached_property
+    def kept(self) -> Head:
+        """`precise()` of the weights at the first call: for who knows when they change (TrainedHead)."""
+        return self.precise()
 
     def logits(self, hidden_CE: torch.Tensor) -> torch.Tensor:
         """Float32 logits [C, V], before the temperature; if shifted, up to a constant a row."""
@@ -61,6 +77,10 @@ class Head:
         """`logits` in the dtype in which they are computed."""
         if self.shifted is not None:
             logits_CV = self.shifted(hidden_CE)
+        elif self.float32_sums:
+            logits_CV = float32_product(hidden_CE.to(self.weight_VE.dtype), self.weight_VE.T)
+            if self.bias_V is not None:
+                logits_CV += self.bias_V
         else:
             logits_CV = torch.nn.functional.linear(hidden_CE.to(self.weight_VE.dtype), self.weight_VE, self.bias_V)
         if self.multiplier != 1.0:
@@ -68,6 +88,28 @@ class Head:
         if self.softcap is not None:
             logits_CV = self.softcap * torch.tanh(logits_CV.float() / self.softcap)
         return logits_CV
+
+
+class TrainedHead:
+    """The head of a model in training: `Head.precise` copies when the weights have changed, not at every micro-batch.
+
+    A change is known by the tensors' memory and by autograd's count of changes in place.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._of: list[tuple[int, int]] = []
+        self._memory: list[torch.Tensor] = []  # held, so that no other tensor comes to lie there
+
+    def now(self) -> Head:
+        """The head, whose `kept` is that of the weights as they are."""
+        head = Head.of(self._model)
+        tensors = [x for x in (head.weight_VE, head.bias_V) if x is not None]
+        state = [(x.data_ptr(), x._version) for x in tensors]
+        if state != self._of:
+            self._of, self._memory, self._head = state, [x.detach() for x in tensors], head
+        assert self._head.kept is not None
+        return self._head
 
 
 def _logits_gradient(
@@ -106,7 +148,10 @@ def _logits_gradient(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward keeps only log Z per token; backward computes each chunk's logits again."""
+    """Forward keeps only log Z per token; backward computes each chunk's logits again.
+
+    `head`: of the same weights, without autograd. `unit`: all temperatures are 1.
+    """
 
     @staticmethod
     def forward(
@@ -116,18 +161,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         targets_N: torch.Tensor,
         temperature_N: torch.Tensor,
-        softcap: float | None,
-        multiplier: float,
+        head: Head,
         chunk: int,
+        unit: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = Head(weight_VE, bias_V, softcap, multiplier).precise()
         num = hidden_NE.shape[0]
         logprobs_N = torch.empty(num, dtype=torch.float32, device=hidden_NE.device)
         entropy_N = torch.empty_like(logprobs_N)
         log_z_N = torch.empty_like(logprobs_N)
         compiled = kernels.on(hidden_NE.device.type)
-        # Most runs sample at temperature 1: no pass over [C, V] is spent on dividing by it.
-        unit = bool((temperature_N == 1).all())
         for start in range(0, num, chunk):
             part = slice(start, start + chunk)
             if compiled is not None:
@@ -149,7 +191,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             expected_C = torch.bmm(weights_CV[:, None, :], logits_CV[:, :, None]).flatten() / total_C
             entropy_N[part] = total_C.log() - expected_C
         ctx.save_for_backward(hidden_NE, weight_VE, bias_V, targets_N, temperature_N, log_z_N, entropy_N)
-        ctx.softcap, ctx.multiplier, ctx.chunk, ctx.unit = softcap, multiplier, chunk, unit
+        ctx.head, ctx.chunk, ctx.unit = head, chunk, unit
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
@@ -157,14 +199,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_NE, weight_VE, bias_V, targets_N, temperature_N, log_z_N, entropy_N = ctx.saved_tensors
         grad_N, grad_entropy_N = torch.zeros_like(log_z_N) if grads[0] is None else grads[0], grads[1]
-        head = Head(weight_VE, bias_V, ctx.softcap, ctx.multiplier).precise()
+        head: Head = ctx.head
         grad_hidden_NE = torch.empty_like(hidden_NE)
         need_weight, need_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         grad_weight_VE = (
             torch.zeros(weight_VE.shape, dtype=torch.float32, device=weight_VE.device) if need_weight else None
         )
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
-        plain = ctx.softcap is None and grad_entropy_N is None
+        plain = head.softcap is None and grad_entropy_N is None
         compiled = kernels.on(hidden_NE.device.type) if plain else None
         for start in range(0, hidden_NE.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -174,13 +216,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 compiled.logprobs_backward(
                     narrow_CV, targets_N[part], scales_C, log_z_N[part], grad_N[part].contiguous()
                 )
-                if ctx.multiplier != 1.0:
-                    narrow_CV *= ctx.multiplier
+                if head.multiplier != 1.0:
+                    narrow_CV *= head.multiplier
             else:
                 narrow_CV = _logits_gradient(
                     head.logits(hidden_NE[part]), targets_N[part], temperature_N[part], log_z_N[part], grad_N[part],
                     entropy_N[part], None if grad_entropy_N is None else grad_entropy_N[part],
-                    ctx.softcap, ctx.multiplier, unit=ctx.unit,
+                    head.softcap, head.multiplier, unit=ctx.unit,
                 )  # fmt: skip
             narrow_CV = narrow_CV.to(weight_VE.dtype)
             grad_hidden_NE[part] = (narrow_CV @ weight_VE).to(hidden_NE.dtype)
@@ -206,14 +248,17 @@ def chunked_logprobs(
     targets_N: torch.Tensor,
     temperature_N: torch.Tensor,
     *,
-    chunk_bytes: int = CHUNK_BYTES,
+    unit: bool = False,
+    chunk_bytes: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target and entropy of its distribution (nats, float32 [N]).
 
-    At most `chunk_bytes` of float32 logits exist at once. Differentiable in hidden_NE and the head's weight and bias.
+    At most `chunk_bytes` of float32 logits exist at once (0: as the device likes it). `unit`: all temperatures are 1,
+    which saves a pass over the logits. Differentiable in hidden_NE and the head's weight and bias.
     """
+    chunk_bytes = chunk_bytes or (CHUNK_BYTES if hidden_NE.device.type == "cpu" else _CHUNK_BYTES_ON_GPU)
     chunk = max(1, chunk_bytes // (4 * head.weight_VE.shape[0]))
     out = _ChunkedLogprobs.apply(
-        hidden_NE, head.weight_VE, head.bias_V, targets_N, temperature_N, head.softcap, head.multiplier, chunk
+        hidden_NE, head.weight_VE, head.bias_V, targets_N, temperature_N, head.kept, chunk, unit
     )
     return out  # type: ignore[return-value]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from rollover.engine.embedded.kv_cache import Bucket
 from rollover.engine.embedded.sequence import Sequence
@@ -19,15 +18,16 @@ from rollover.models import kernels
 from rollover.models.adapters import Adapters
 from rollover.models.attention import (
     Attention,
-    PackedAttention,
     hidden_states,
     masked_attention,
     similar_lengths,
 )
+from rollover.models.flops import ModelFlops
 from rollover.models.inference import InferenceDecoder
 from rollover.models.kernels import CachedRows, Kernels
 from rollover.models.logprobs import Head
 from rollover.models.operations import TorchOperations
+from rollover.models.packed import float32_product
 
 # Heads of a multiple of so many numbers fill the kernel's vectors. It computes others number by number, for which
 # prefill, unlike decode, has a better way (80 numbers, 2,048 tokens: 592 ms a layer, padded 81).
@@ -49,25 +49,90 @@ class Chunk:
         return self.seq.bucket
 
 
+def _places(rows_C: torch.Tensor, positions_C: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """Where the keys of tokens at these rows and positions are, in a layer's [R, K, T, D] seen as [R * K * T, D]."""
+    kv_heads, length = bucket.keys[0].shape[1:3]
+    head_K = torch.arange(kv_heads, device=rows_C.device)
+    return ((rows_C[:, None] * kv_heads + head_K) * length + positions_C[:, None]).flatten()
+
+
+def _store(bucket: Bucket, layer: int, places: torch.Tensor, key_CKD: torch.Tensor, value_CKD: torch.Tensor) -> None:
+    """Write tokens' keys and values to their places."""
+    size = key_CKD.shape[-1]
+    bucket.keys[layer].view(-1, size).index_copy_(0, places, key_CKD.reshape(-1, size))
+    bucket.values[layer].view(-1, size).index_copy_(0, places, value_CKD.reshape(-1, size))
+
+
+class _ChunkBatch:
+    """Chunks of similar lengths: all from the start of their sequences, or all of one bucket and none from the start.
+
+    Shapes: b chunks, t tokens of the longest, S keys up to the end of the last one.
+    """
+
+    def __init__(self, chunks: list[Chunk], parts: list[slice], device: torch.device) -> None:
+        self.bucket, self.fresh = chunks[0].bucket, chunks[0].start == 0
+        self.rows_b = torch.tensor([c.seq.row for c in chunks], device=device)
+        self.num_keys = max(c.end for c in chunks)
+        longest = max(c.end - c.start for c in chunks)
+        # Where a chunk is shorter, its last token stands again.
+        offset_bt = torch.arange(longest).expand(len(chunks), longest)
+        last_b1 = torch.tensor([[c.end - c.start - 1] for c in chunks])
+        inside_bt = offset_bt <= last_b1
+        offset_bt = torch.minimum(offset_bt, last_b1)
+        tokens_bt = torch.tensor([[part.start] for part in parts]) + offset_bt
+        self.tokens_bt = tokens_bt.to(device)
+        self.positions_bt = (torch.tensor([[c.start] for c in chunks]) + offset_bt).to(device)
+        self.inside = inside_bt.flatten().nonzero().flatten().to(device)
+        self.tokens = tokens_bt[inside_bt].to(device)
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def keys_and_values(
+        self, layer: int, key_NKD: torch.Tensor, value_NKD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[b, K, S, D]: of the tokens alone, or with what is cached before them."""
+        if self.fresh:
+            return key_NKD[self.tokens_bt].transpose(1, 2), value_NKD[self.tokens_bt].transpose(1, 2)
+        keys, values = self.bucket.keys[layer], self.bucket.values[layer]
+        return keys[self.rows_b, :, : self.num_keys], values[self.rows_b, :, : self.num_keys]
+
+    def mask(self, window: int | None, softcap: float | None) -> torch.Tensor | None:
+        """Bool [b, 1, t, S], built once for all layers with this window; None: plain causal."""
+        if self.fresh and softcap is None and (window is None or window >= self.num_keys):
+            return None
+        if window not in self._masks:
+            key = torch.arange(self.num_keys, device=self.positions_bt.device)
+            mask = key <= self.positions_bt[..., None]
+            if window is not None:
+                mask &= key > self.positions_bt[..., None] - window
+            self._masks[window] = mask[:, None]
+        return self._masks[window]
+
+
 class PrefillAttention:
     """Writes each chunk's keys and values to its row; chunks attend to what is cached before them and to themselves.
 
-    Chunks that start a sequence need nothing cached: attention over the packed row, as in training. The others, whose
-    prompt was copied from a sibling or whose first part was computed before, read their rows in batches.
+    In batches of similar chunks. Those that start a sequence need nothing cached; the others, whose prompt was copied
+    from a sibling or whose first part was computed before, read their rows. What is where is worked out once for all
+    layers: a layer takes as many operations for many chunks as for few.
     """
 
     def __init__(self, chunks: list[Chunk], device: torch.device) -> None:
-        self.chunks = chunks
         ends = torch.tensor([c.end - c.start for c in chunks]).cumsum(0).tolist()
-        self.parts = [slice(end - (c.end - c.start), end) for c, end in zip(chunks, ends, strict=True)]
-        fresh = [i for i, c in enumerate(chunks) if c.start == 0]
-        self.packed = PackedAttention([chunks[i].end for i in fresh]) if fresh else None
-        self.fresh_tokens: torch.Tensor | None = None
-        if len(fresh) < len(chunks):
-            places = [torch.arange(self.parts[i].start, self.parts[i].stop) for i in fresh]
-            self.fresh_tokens = torch.cat(places).to(device) if places else torch.zeros(0, dtype=torch.long)
-        self.batches = similar_lengths({i: c.end for i, c in enumerate(chunks) if c.start > 0})
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        parts = [slice(end - (c.end - c.start), end) for c, end in zip(chunks, ends, strict=True)]
+        self.writes: list[tuple[Bucket, torch.Tensor, torch.Tensor]] = []
+        self.batches: list[_ChunkBatch] = []
+        for bucket in dict.fromkeys(c.bucket for c in chunks):
+            members = [i for i, c in enumerate(chunks) if c.bucket is bucket]
+            tokens = torch.cat([torch.arange(parts[i].start, parts[i].stop) for i in members]).to(device)
+            rows = torch.tensor([chunks[i].seq.row for i in members for _ in range(chunks[i].start, chunks[i].end)])
+            positions = torch.tensor([p for i in members for p in range(chunks[i].start, chunks[i].end)])
+            self.writes.append((bucket, tokens, _places(rows, positions, bucket).to(device)))
+        kinds = dict.fromkeys((c.start == 0, None if c.start == 0 else c.bucket) for c in chunks)
+        for fresh, bucket in kinds:
+            members = [i for i, c in enumerate(chunks) if (c.start == 0) == fresh and bucket in (None, c.bucket)]
+            for similar in similar_lengths({i: chunks[i].end - chunks[i].start for i in members}):
+                for batch in similar_lengths({i: chunks[i].end for i in similar}):
+                    self.batches.append(_ChunkBatch([chunks[i] for i in batch], [parts[i] for i in batch], device))
 
     def attend(
         self,
@@ -80,49 +145,16 @@ class PrefillAttention:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        for chunk, part in zip(self.chunks, self.parts, strict=True):
-            bucket, row = chunk.bucket, chunk.seq.row
-            bucket.keys[layer][row, :, chunk.start : chunk.end] = key_NKD[part].transpose(0, 1)
-            bucket.values[layer][row, :, chunk.start : chunk.end] = value_NKD[part].transpose(0, 1)
-        options: Any = {"scale": scale, "window": window, "softcap": softcap}
-        if self.packed is not None and self.fresh_tokens is None:
-            return self.packed.attend(layer, query_NHD, key_NKD, value_NKD, **options)
+        for bucket, tokens, places in self.writes:
+            _store(bucket, layer, places, key_NKD[tokens], value_NKD[tokens])
         out_NHD = torch.empty_like(query_NHD)
-        if self.packed is not None:
-            row = (x[self.fresh_tokens] for x in (query_NHD, key_NKD, value_NKD))
-            out_NHD[self.fresh_tokens] = self.packed.attend(layer, *row, **options)
-        for index, batch in enumerate(self.batches):
-            query = pad_sequence([query_NHD[self.parts[i]] for i in batch], batch_first=True).transpose(1, 2)
-            keys, values = self._cached(layer, batch)
-            mask = self._mask(index, query.shape[2], keys.shape[2], window, query.device)
-            attended = masked_attention(query, keys, values, mask, scale=scale, softcap=softcap).transpose(1, 2)
-            for j, i in enumerate(batch):
-                out_NHD[self.parts[i]] = attended[j, : self.chunks[i].end - self.chunks[i].start]
+        for batch in self.batches:
+            query = query_NHD[batch.tokens_bt].transpose(1, 2)
+            keys, values = batch.keys_and_values(layer, key_NKD, value_NKD)
+            mask = batch.mask(window, softcap)
+            out = masked_attention(query, keys, values, mask, scale=scale, softcap=softcap)
+            out_NHD[batch.tokens] = out.transpose(1, 2).flatten(0, 1)[batch.inside]
         return out_NHD
-
-    def _cached(self, layer: int, batch: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [b, K, S, D] of the batch's sequences up to the end of their chunks, padded with zeros."""
-        keys, values = [], []
-        for i in batch:
-            chunk = self.chunks[i]
-            for rows, tensors in ((keys, chunk.bucket.keys), (values, chunk.bucket.values)):
-                rows.append(tensors[layer][chunk.seq.row, :, : chunk.end].transpose(0, 1))
-        padded = (pad_sequence(rows, batch_first=True).transpose(1, 2) for rows in (keys, values))
-        return next(padded), next(padded)
-
-    def _mask(
-        self, index: int, num_queries: int, num_keys: int, window: int | None, device: torch.device
-    ) -> torch.Tensor:
-        """Bool [b, 1, queries, keys] of one batch, built once for all layers with this window."""
-        if (index, window) not in self._masks:
-            starts = torch.tensor([self.chunks[i].start for i in self.batches[index]], device=device)
-            position = starts[:, None] + torch.arange(num_queries, device=device)
-            key = torch.arange(num_keys, device=device)
-            mask = key <= position[..., None]
-            if window is not None:
-                mask &= key > position[..., None] - window
-            self._masks[index, window] = mask[:, None]
-        return self._masks[index, window]
 
 
 @dataclass(frozen=True)
@@ -172,9 +204,7 @@ class DecodeAttention:
             of_rows = positions
             if not whole:
                 of_rows = torch.zeros(num_rows, dtype=positions.dtype, device=device).index_copy_(0, rows, positions)
-            kv_heads, length = bucket.keys[0].shape[1:3]
-            head_K = torch.arange(kv_heads, device=device)
-            places = ((rows[:, None] * kv_heads + head_K) * length + positions[:, None]).flatten()
+            places = _places(rows, positions, bucket)
             self.plans.append(_BucketPlan(bucket, slice(start, end), rows, places, whole, num_rows, of_rows))
             start = end
 
@@ -195,21 +225,21 @@ class DecodeAttention:
         for index, plan in enumerate(self.plans):
             bucket = plan.bucket
             keys, values = bucket.keys[layer], bucket.values[layer]
-            keys.view(-1, size).index_copy_(0, plan.places, key_NKD[plan.part].reshape(-1, size))
-            values.view(-1, size).index_copy_(0, plan.places, value_NKD[plan.part].reshape(-1, size))
+            _store(bucket, layer, plan.places, key_NKD[plan.part], value_NKD[plan.part])
             query = query_NHD[plan.part].reshape(-1, kv_heads, heads // kv_heads, size)
             if not plan.whole:
                 query = query.new_zeros(plan.num_rows, *query.shape[1:]).index_copy_(0, plan.rows, query)
-            # Whole rows, not the longest used part: a slice would be copied before the batched matmul. Both matmuls in
-            # the cache's dtype: to convert the cache would cost as much again (docs/log.md).
-            scores = torch.matmul(query, keys[: plan.num_rows].transpose(2, 3))
+            # Whole rows, not the longest used part: a slice would be copied before the batched matmul. The scores stay
+            # in float32: rounded to bfloat16 those of 30 would be off by 0.06, and the log-probs with them.
+            keys_T = keys[: plan.num_rows].transpose(2, 3)
+            scores = float32_product(query.flatten(0, 1), keys_T.flatten(0, 1)).view(*query.shape[:3], -1)
             limit = window if window is not None and window < bucket.row_tokens else None
             if (index, limit) not in self._bias:
                 self._bias[index, limit] = plan.bias(limit)
             if softcap is None:
-                scores = torch.add(self._bias[index, limit], scores, alpha=scale)  # in float32, by the bias's type
+                scores = torch.add(self._bias[index, limit], scores, alpha=scale)
             else:
-                scores = softcap * torch.tanh(scores.float() * (scale / softcap)) + self._bias[index, limit]
+                scores = softcap * torch.tanh(scores * (scale / softcap)) + self._bias[index, limit]
             probs = torch.softmax(scores, dim=-1)
             out = torch.matmul(probs.to(values.dtype), values[: plan.num_rows])
             outputs.append((out if plan.whole else out[plan.rows]).reshape(-1, heads, size))
@@ -254,7 +284,10 @@ class Runner:
         self.model = model
         self.device = next(model.parameters()).device
         self.rows = rows
+        self._flops = ModelFlops.of(model)  # of the weights as they are: packing frees them
+        self.flops = 0.0  # model FLOPs of all that was computed
         self.kernels = kernels.on(self.device.type)
+        self.compiled = self.kernels is not None
         operations, fast = self.kernels or TorchOperations(), InferenceDecoder.supported(model)
         self.adapters = Adapters(model, attach=not fast)
         self.decoder = InferenceDecoder(model, rows, operations, self.adapters) if fast else None
@@ -305,13 +338,14 @@ class Runner:
         """
         chunks = [Chunk(s, s.kv_len, s.kv_len + 1) for s in order]
         if self.kernels is not None:
-            hidden_NE = self._compute(chunks, KernelAttention(chunks, self.kernels))
+            hidden_NE = self._compute(chunks, KernelAttention(chunks, self.kernels), len(chunks))
         else:
-            hidden_NE = self._compute(chunks, DecodeAttention(order, self.device))
+            hidden_NE = self._compute(chunks, DecodeAttention(order, self.device), len(chunks))
         return self.head.narrow_logits(hidden_NE)
 
-    def _compute(self, chunks: list[Chunk], attention: Attention) -> torch.Tensor:
-        """Last hidden states [N, E] of the chunks' tokens, which are cached then."""
+    def _compute(self, chunks: list[Chunk], attention: Attention, num_logits: int = 0) -> torch.Tensor:
+        """Last hidden states [N, E] of the chunks' tokens, which are cached then, for so many logits to come."""
+        self.flops += self._flops.continued([(c.start, c.end) for c in chunks], num_logits)
         tokens = [t for c in chunks for t in c.seq.tokens[c.start : c.end]]
         positions = [p for c in chunks for p in range(c.start, c.end)]
         hidden_NE = self.hidden_states(tokens, positions, attention)

@@ -46,7 +46,7 @@ def _truncate(scaled_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def _draw(scaled_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Inverse-CDF sampling from softmax(scaled), in two levels so that no cumulative sum over V is needed."""
     rows, vocab = scaled_BV.shape
-    peak_B1 = scaled_BV.amax(-1, keepdim=True)
+    peak_B1, likeliest_B1 = scaled_BV.max(-1, keepdim=True)
     weights_BV = (scaled_BV - peak_B1).exp_()
     if vocab % _BLOCK:
         weights_BV = torch.nn.functional.pad(weights_BV, (0, _BLOCK - vocab % _BLOCK))
@@ -60,9 +60,7 @@ def _draw(scaled_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tens
     offset_B1 = torch.searchsorted(inside, target_B1 - before_B1, right=True).clamp_(max=_BLOCK - 1)
     tokens_B1 = block_B1 * _BLOCK + offset_B1
     # Rounding at a block's edge could pick a token of probability 0: take the likeliest one instead.
-    possible_B1 = weights_BV.gather(1, tokens_B1) > 0
-    if not possible_B1.all():
-        tokens_B1 = torch.where(possible_B1, tokens_B1, weights_BV.argmax(-1, keepdim=True))
+    tokens_B1 = torch.where(weights_BV.gather(1, tokens_B1) > 0, tokens_B1, likeliest_B1)
     logprobs_B1 = scaled_BV.gather(1, tokens_B1) - peak_B1 - total_B1.log().float()
     return tokens_B1.squeeze(1), logprobs_B1.squeeze(1)
 
@@ -82,17 +80,22 @@ def sample(
     rows_of: dict[SamplingParams, list[int]] = {}
     for row, p in enumerate(params):
         rows_of.setdefault(p, []).append(row)
-    tokens: list[int] = [0] * len(params)
-    logprobs: list[float] = [0.0] * len(params)
+    found: list[torch.Tensor] = []
     for p, rows in rows_of.items():
         part_BV = logits_BV if len(rows) == len(params) else logits_BV[rows]
         if p.temperature == 0:
-            part_tokens, part_logprobs = part_BV.argmax(-1), torch.zeros(len(rows))
+            part_tokens = part_BV.argmax(-1)
+            part_logprobs = torch.zeros_like(part_tokens)
         else:
             scaled_BV = part_BV if p.temperature == 1 else part_BV / p.temperature
             if p.truncated:
                 scaled_BV = _truncate(scaled_BV, p)
             part_tokens, part_logprobs = _draw(scaled_BV, draws_B[rows])
-        for row, token, logprob in zip(rows, part_tokens.tolist(), part_logprobs.tolist(), strict=True):
-            tokens[row], logprobs[row] = token, logprob
+        found.append(torch.stack((part_tokens.double(), part_logprobs.double())))
+    # One transfer from the device; both are exact in double precision.
+    tokens_B, logprobs_B = torch.cat(found, 1).tolist()
+    drawn_rows = [row for rows in rows_of.values() for row in rows]
+    tokens, logprobs = [0] * len(params), [0.0] * len(params)
+    for row, token, logprob in zip(drawn_rows, tokens_B, logprobs_B, strict=True):
+        tokens[row], logprobs[row] = int(token), logprob
     return tokens, logprobs

@@ -1,0 +1,102 @@
+"""Model FLOPs: the multiplications and additions of the matrix products that a pass needs, whatever computes it.
+
+Counted as Chowdhery et al. 2022 do for MFU (PaLM, arXiv 2204.02311, appendix B), but exactly instead of with means:
+
+    forward    2 x weights of the linear layers x tokens + 2 x hidden x vocabulary x logits
+               + 4 x heads x head size x pairs
+    backward   as much again for the gradient of every product's input, and once more for that of every trained weight;
+               attention: twice the forward pass
+    pairs      (query, key) that may look at each other, over all layers: causal, within the window
+
+So a full training pass is 3 forward passes (the 6 x parameters x tokens of the paper), and with LoRA, whose frozen
+weights get no gradient, about 2. Of a mixture of experts those count that a token goes through. What is computed twice
+to save memory (gradient checkpointing, logits, scores) counts once; norms, rotations, softmax and the optimizer not at
+all. Of the layers below the first adapter a gradient is counted that nobody needs: a few of one layer's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollover.models.attention import attention_widths
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
+
+
+def visible_pairs(lengths: Sequence[int], prefixes: Sequence[int | None] | None, window: int | None) -> int:
+    """(query, key) pairs of a row of blocks (models/attention.py's PackedAttention)."""
+    before = [0 if prefix is None else lengths[prefix] for prefix in prefixes or [None] * len(lengths)]
+    return sum(_pairs(start, start + length, window) for start, length in zip(before, lengths, strict=True))
+
+
+def _pairs(start: int, end: int, window: int | None) -> int:
+    """Of the queries at positions [start, end) of a sequence with all keys up to each."""
+    if window is None:
+        return (end * (end + 1) - start * (start + 1)) // 2
+    short = min(max(window, start), end)  # from there on a query sees `window` keys
+    return _pairs(start, short, None) + (end - short) * window
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Of one model. `linear`, `linear_trained`: numbers in the weights of linear layers that one token goes through,
+    and in those of them that are trained; `head`, `head_trained`: the same of the output layer. `widths`: heads x head
+    size, added up over the layers with this window (None: without one)."""
+
+    linear: float
+    linear_trained: float
+    head: float
+    head_trained: float
+    widths: dict[int | None, int]
+
+    @classmethod
+    def of(cls, model: Any) -> ModelFlops:
+        """Counts the weights of a Hugging Face causal LM, adapters included; before an engine packs them."""
+        head = model.get_output_embeddings()
+        head = getattr(head, "base_layer", head).weight
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} - {id(head)}
+        config = model.config.get_text_config()
+        share, num_experts = _active_experts(config)
+        linear = trained = 0.0
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2 or id(parameter) in embeddings or parameter is head:
+                continue
+            of_experts = (
+                parameter.ndim == 3 and parameter.shape[0] == num_experts or re.search(r"\.experts\.\d+\.", name)
+            )
+            numbers = parameter.numel() * (share if of_experts else 1.0)
+            linear += numbers
+            trained += numbers if parameter.requires_grad else 0.0
+        return cls(linear, trained, head.numel(), head.numel() if head.requires_grad else 0.0, attention_widths(model))
+
+    def forward(self, lengths: Sequence[int], prefixes: Sequence[int | None] | None, num_logits: int) -> float:
+        """Of a packed row of these blocks, with logits at `num_logits` of its positions."""
+        return 2 * (self.linear * sum(lengths) + self.head * num_logits) + self._attention(lengths, prefixes)
+
+    def backward(self, lengths: Sequence[int], prefixes: Sequence[int | None] | None, num_logits: int) -> float:
+        """Of the same row."""
+        numbers = (self.linear + self.linear_trained) * sum(lengths) + (self.head + self.head_trained) * num_logits
+        return 2 * numbers + 2 * self._attention(lengths, prefixes)
+
+    def continued(self, spans: Sequence[tuple[int, int]], num_logits: int) -> float:
+        """Of a forward pass over positions [start, end) of sequences whose positions before are cached."""
+        tokens = sum(end - start for start, end in spans)
+        pairs = {window: sum(_pairs(start, end, window) for start, end in spans) for window in self.widths}
+        attention = sum(4 * width * pairs[window] for window, width in self.widths.items())
+        return 2 * (self.linear * tokens + self.head * num_logits) + attention
+
+    def _attention(self, lengths: Sequence[int], prefixes: Sequence[int | None] | None) -> float:
+        return sum(4 * width * visible_pairs(lengths, prefixes, window) for window, width in self.widths.items())
+
+
+def _active_experts(config: Any) -> tuple[float, int]:
+    """(share of a layer's experts that a token goes through, experts); (1, 0) where there are none."""
+    num = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 0)
+    active = next((n for name in _EXPERTS_A_TOKEN if (n := getattr(config, name, None))), 0)
+    return (active / num, num) if num and active else (1.0, 0)

@@ -46,21 +46,22 @@ def aggregate(
     mask_BT = mask_BT.bool()
     loss_BT = torch.where(mask_BT, loss_BT.float(), 0.0)
     tokens_B = mask_BT.sum(-1)
-    rows = float((tokens_B > 0).sum())
     if mode == "token-sum":
         return loss_BT.sum()
+    # What is counted here is asked for only where it is not given: on a GPU that would wait for the whole forward pass.
     if mode == "token-mean":
         return loss_BT.sum() / max(1.0, float(tokens_B.sum()) if denominator is None else denominator)
     if mode == "prompt-mean":
         if group_B is None:
             raise ValueError("prompt-mean needs group_B: the group id of each row")
-        ids, index_B = torch.unique(group_B, return_inverse=True)
         if group_tokens_B is None:
+            ids, index_B = torch.unique(group_B, return_inverse=True)
             sums = torch.zeros(len(ids), device=loss_BT.device).index_add_(0, index_B, tokens_B.float())
             group_tokens_B = sums[index_B]
-        groups = float(len(torch.unique(group_B[tokens_B > 0])))
+        if denominator is None:
+            denominator = float(len(torch.unique(group_B[tokens_B > 0])))
         per_row_B = loss_BT.sum(-1) / group_tokens_B.clamp(min=1)
-        return per_row_B.sum() / max(1.0, groups if denominator is None else denominator)
+        return per_row_B.sum() / max(1.0, denominator)
     if mode == "seq-mean-token-sum":
         per_row_B = loss_BT.sum(-1)
     elif mode == "seq-mean-token-mean":
@@ -69,7 +70,7 @@ def aggregate(
         per_row_B = loss_BT.sum(-1) / (loss_BT.shape[1] if norm is None else norm)
     else:
         raise ValueError(f"mode = {mode!r} is not an aggregation: use one of {', '.join(get_args(Aggregation))}")
-    return per_row_B.sum() / max(1.0, rows if denominator is None else denominator)
+    return per_row_B.sum() / max(1.0, float((tokens_B > 0).sum()) if denominator is None else denominator)
 
 
 def geometric_row_mean(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -298,39 +298,39 @@ def mismatch_metrics(
     ratio passes the cap, or is below the floor (1 / cap where the mode has none); 0 with "none". sum/bounded: tokens
     whose log-ratio was bounded to +-20. sum/weight(_squared): the weights as applied. sum/token_ratio(_squared) is over
     tokens, sum/sequence_ratio(_squared) and */..ppl.. are over sequences. `mismatch_summary` makes means of them.
+    Nothing is gathered by the mask: how much that is, a GPU would have to be waited for.
     """
     mask_BT = mask_BT.bool()
-    if not mask_BT.any():
-        return {}
     level = "token" if mode == "none" else _MODES.get(mode, ("token", ""))[0]
     # A mode that does not exist is an error here as it is in importance_weights.
     floor = _bounds("token_mask" if mode == "none" else mode, cap, floor)
     args = (proximal_logprobs_BT, behavior_logprobs_BT, mask_BT)
-    log_ratio_M = _log_ratios(*args, level, versions_BT)[mask_BT]
-    ratio_M = _bounded_exp(log_ratio_M)
+    log_ratio_BT = _masked(_log_ratios(*args, level, versions_BT), mask_BT)
+    ratio_BT = _masked(_bounded_exp(log_ratio_BT), mask_BT)
     if mode == "none":
-        weights_M = torch.ones_like(ratio_M)
+        weights_BT = mask_BT.float()
     else:
-        weights_M = importance_weights(*args, mode=mode, cap=cap, floor=floor, versions_BT=versions_BT)[mask_BT]
-    d_M = _log_ratios(*args, "token")[mask_BT]
-    bounded_M = d_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    token_ratio_M = bounded_M.exp()
+        weights_BT = importance_weights(*args, mode=mode, cap=cap, floor=floor, versions_BT=versions_BT)
+    d_BT = _log_ratios(*args, "token")
+    bounded_BT = d_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    token_ratio_BT = _masked(bounded_BT.exp(), mask_BT)
     corrected = float(mode != "none")
+    below_BT = mask_BT & (ratio_BT < (1 / cap if floor is None else floor))
     return {
         "count/tokens": mask_BT.sum().float(),
-        "sum/logprob_abs": d_M.abs().sum(),
-        "max/logprob_abs": d_M.abs().max(),
-        "sum/kl": -d_M.sum(),
-        "sum/k3": (torch.expm1(bounded_M) - bounded_M).sum(),
-        "sum/importance": ratio_M.sum(),
-        "max/importance": ratio_M.max(),
-        "sum/capped": (ratio_M > cap).sum() * corrected,
-        "sum/below": (ratio_M < (1 / cap if floor is None else floor)).sum() * corrected,
-        "sum/bounded": (log_ratio_M.abs() > MAX_LOG_RATIO).sum().float(),
-        "sum/weight": weights_M.sum(),
-        "sum/weight_squared": weights_M.square().sum(),
-        "sum/token_ratio": token_ratio_M.sum(),
-        "sum/token_ratio_squared": token_ratio_M.square().sum(),
+        "sum/logprob_abs": d_BT.abs().sum(),
+        "max/logprob_abs": d_BT.abs().max(),
+        "sum/kl": -d_BT.sum(),
+        "sum/k3": (torch.expm1(bounded_BT) - bounded_BT).sum(),
+        "sum/importance": ratio_BT.sum(),
+        "max/importance": ratio_BT.max(),
+        "sum/capped": (ratio_BT > cap).sum() * corrected,
+        "sum/below": below_BT.sum() * corrected,
+        "sum/bounded": (log_ratio_BT.abs() > MAX_LOG_RATIO).sum().float(),
+        "sum/weight": weights_BT.sum(),
+        "sum/weight_squared": weights_BT.square().sum(),
+        "sum/token_ratio": token_ratio_BT.sum(),
+        "sum/token_ratio_squared": token_ratio_BT.square().sum(),
     } | _sequence_metrics(*args)
 
 
@@ -339,23 +339,29 @@ def _sequence_metrics(
 ) -> dict[str, torch.Tensor]:
     """The part of mismatch_metrics that is over the S sequences. log ppl = -mean log-prob of the loss tokens."""
     some_B = mask_BT.any(-1)
-    proximal_S = -_row_mean(proximal_logprobs_BT, mask_BT)[some_B]
-    behavior_S = -_row_mean(behavior_logprobs_BT, mask_BT)[some_B]
-    difference_S = proximal_S - behavior_S
-    d_BT = _log_ratios(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, "sequence")
-    ratio_S = _bounded_exp(d_BT[some_B, 0])
+    proximal_B = -_row_mean(proximal_logprobs_BT, mask_BT)
+    behavior_B = -_row_mean(behavior_logprobs_BT, mask_BT)
+    difference_B = proximal_B - behavior_B
+    ratio_B = _bounded_exp(_log_ratios(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, "sequence")[:, 0])
+
+    def total(values_B: torch.Tensor) -> torch.Tensor:
+        return _masked(values_B, some_B).sum()
+
+    def largest(values_B: torch.Tensor) -> torch.Tensor:
+        return torch.where(some_B, values_B, -float("inf")).max()
+
     return {
         "count/sequences": some_B.sum().float(),
-        "sum/sequence_ratio": ratio_S.sum(),
-        "sum/sequence_ratio_squared": ratio_S.square().sum(),
-        "sum/proximal_log_ppl": proximal_S.sum(),
-        "sum/behavior_log_ppl": behavior_S.sum(),
-        "sum/proximal_ppl": _bounded_exp(proximal_S).sum(),
-        "sum/behavior_ppl": _bounded_exp(behavior_S).sum(),
-        "sum/ppl_ratio": _bounded_exp(difference_S).sum(),
-        "sum/log_ppl_abs_difference": difference_S.abs().sum(),
-        "max/log_ppl_difference": difference_S.max(),
-        "max/log_ppl_difference_negative": (-difference_S).max(),
+        "sum/sequence_ratio": total(ratio_B),
+        "sum/sequence_ratio_squared": total(ratio_B.square()),
+        "sum/proximal_log_ppl": total(proximal_B),
+        "sum/behavior_log_ppl": total(behavior_B),
+        "sum/proximal_ppl": total(_bounded_exp(proximal_B)),
+        "sum/behavior_ppl": total(_bounded_exp(behavior_B)),
+        "sum/ppl_ratio": total(_bounded_exp(difference_B)),
+        "sum/log_ppl_abs_difference": total(difference_B.abs()),
+        "max/log_ppl_difference": largest(difference_B),
+        "max/log_ppl_difference_negative": largest(-difference_B),
     }
 
 
@@ -365,7 +371,7 @@ def mismatch_summary(totals: Mapping[str, float]) -> dict[str, float]:
     Means over tokens or sequences; chi2 = mean(ratio^2) - 1, the chi-square divergence of proximal from behavior;
     effective sample sizes as in `effective_sample_size`: of the weights as applied, and of the ratios before bounds.
     """
-    if not totals:
+    if not totals.get("count/tokens"):
         return {}
     tokens, sequences = float(totals["count/tokens"]), float(totals["count/sequences"])
 

@@ -348,11 +348,11 @@ def policy_loss(
     )
     loss_BT, clipped_BT = function(t, **options)
     with torch.no_grad():
-        ratio_M = t.ratio_BT[mask_BT]
+        ratio_BT = torch.where(mask_BT, t.ratio_BT, 0.0)
         metrics = {
             "count/tokens": mask_BT.sum().float(),
-            "sum/ratio": ratio_M.sum(),
-            "max/ratio": ratio_M.max() if len(ratio_M) else ratio_M.sum(),
+            "sum/ratio": ratio_BT.sum(),
+            "max/ratio": ratio_BT.max() if ratio_BT.numel() else ratio_BT.sum(),
             "sum/clipped": (clipped_BT & mask_BT).sum().float(),
         }
     return torch.where(mask_BT, loss_BT, 0.0), metrics

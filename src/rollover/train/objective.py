@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +69,17 @@ class Counts:
             return float(self.sequences)
         return float(len(self.group_tokens) if aggregation == "prompt-mean" else self.tokens)
 
+    def tokens_of(self, group_B: torch.Tensor) -> torch.Tensor:
+        """Loss tokens of the whole group of each row [B]."""
+        return torch.tensor([self.group_tokens[int(group)] for group in group_B.numpy()])
+
 
 @dataclass(frozen=True)
 class Streams:
     """Per-token streams of a micro-batch, 0 outside the mask. `staleness_BT`: trainer version - policy version.
 
-    Differentiable: logprobs_BT and entropy_BT. `proximal_BT` None: the current ones, detached. `group_B`: group ids.
+    Differentiable: logprobs_BT and entropy_BT. `proximal_BT` None: the current ones, detached. `group_B`: group ids, on
+    the CPU.
     """
 
     logprobs_BT: torch.Tensor
@@ -120,13 +124,15 @@ class Objective:
             sums["sum/reference_kl"] = kl_BT.detach().sum()
         if cfg.entropy_coef:
             loss_BT = loss_BT + entropy_bonus(streams.entropy_BT, mask_BT, coef=cfg.entropy_coef)
+        by_group = cfg.aggregation == "prompt-mean"
+        group_tokens_B = counts.tokens_of(streams.group_B).to(loss_BT.device) if by_group else None
         loss = aggregate(
             loss_BT,
             mask_BT,
             cfg.aggregation,
             denominator=counts.divisor(cfg.aggregation),
             group_B=streams.group_B,
-            group_tokens_B=torch.tensor([counts.group_tokens[int(g)] for g in streams.group_B], device=loss_BT.device),
+            group_tokens_B=group_tokens_B,
             norm=self.norm,
         )
         sums |= mismatch_metrics(
@@ -261,14 +267,6 @@ def _of_the_same_name(kind: str | OwnLoss, config: AlgorithmConfig) -> dict[str,
         return {}
     names = option_parameters(kind).keys() - {"clip_low", "clip_high", "dual_clip"}
     return {name: getattr(config, name) for name in AlgorithmConfig.model_fields if name in names}
-
-
-def combine(totals: dict[str, float], sums: Mapping[str, torch.Tensor | float]) -> None:
-    """Add `sums` to `totals`; what is named max/... by maximum."""
-    for key, value in sums.items():
-        old = totals.get(key)
-        number = float(value)
-        totals[key] = number if old is None else max(old, number) if key.startswith("max/") else old + number
 
 
 # metric of docs/metrics.md -> the sum behind it, as a mean over tokens

@@ -50,7 +50,7 @@ class Packed:
     lengths: of the blocks. prefixes: the prompt's block of each answer's block, None for a prompt (PackedAttention).
     input_ids_N, position_ids_N: the row. loss_positions_M: row positions whose next token is in the loss.
     targets_M, temperature_M: those tokens. rows_M, columns_M: their place in [B, T]. The *_BT streams are padded
-    with 0. group_B: group ids.
+    with 0. unit: all temperatures are 1. group_B: group ids, on the CPU: what is looked up by them is known there.
     """
 
     lengths: list[int]
@@ -60,6 +60,7 @@ class Packed:
     loss_positions_M: torch.Tensor
     targets_M: torch.Tensor
     temperature_M: torch.Tensor
+    unit: bool
     rows_M: torch.Tensor
     columns_M: torch.Tensor
     mask_BT: torch.Tensor
@@ -126,11 +127,12 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits) -> Packed:
         loss_positions_M=flat(loss_at),
         targets_M=flat([s.token_ids[s.mask] for s in samples]),
         temperature_M=flat([np.full(int(s.mask.sum()), s.temperature) for s in samples], np.float32),
+        unit=all(s.temperature == 1 for s in samples),
         rows_M=flat([np.full(int(m.sum()), i) for i, m in enumerate(masks)]),
         columns_M=flat([np.flatnonzero(m) for m in masks]),
         mask_BT=padded(masks, np.bool_),
         behavior_logprobs_BT=padded([s.behavior_logprobs * s.mask for s in samples], np.float32),
         advantages_BT=padded([s.advantages for s in samples], np.float32),
         versions_BT=padded([s.versions for s in samples], np.int64),
-        group_B=flat([np.array([s.group_id]) for s in samples]),
+        group_B=torch.tensor([s.group_id for s in samples]),
     )

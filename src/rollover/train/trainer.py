@@ -17,20 +17,23 @@ import torch
 
 from rollover.config import AlgorithmConfig, LoraConfig, TrainConfig
 from rollover.files import give_usual_mode
-from rollover.models.attention import PackedAttention, hidden_states
+from rollover.models.attention import hidden_states
+from rollover.models.flex import packed_attention
+from rollover.models.flops import ModelFlops
 from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel
-from rollover.models.logprobs import Head, chunked_logprobs
+from rollover.models.logprobs import TrainedHead, chunked_logprobs
 from rollover.models.norms import compile_norms
 from rollover.rollout.staleness import staleness
 from rollover.train.batch import Batch
 from rollover.train.critic import Critic, Stream
 from rollover.train.lora import adapter_weights, add_lora, base_weights, merged_weights
-from rollover.train.objective import Counts, Objective, Streams, Sums, combine, step_metrics
+from rollover.train.objective import Counts, Objective, Streams, Sums, step_metrics
 from rollover.train.optimizer import Optimizer
 from rollover.train.packing import Packed, micro_batches, pack, split_groups
 from rollover.train.rejection import rejections, restricted, rewritten
 from rollover.train.snapshots import REFERENCE, Snapshots, of_version
+from rollover.train.tally import Tally, totals_of
 from rollover.types import Sample
 
 
@@ -77,11 +80,13 @@ class Trainer:
         compile_norms(self._plain)
         self.device = next(self.model.parameters()).device
         self.limits = Limits.of(self._plain)
+        self._head, self._flops = TrainedHead(self._plain), ModelFlops.of(self._plain)
+        self.flops = 0.0  # model FLOPs of all passes: what is computed again to save memory counts once
         self._published = False
         self.before_micro_batch: Callable[[], None] = lambda: None
         # Of the step to come: rollout id -> sample, of those whose gradient is there.
         self._accumulated: dict[str, Sample] = {}
-        self._accumulated_sums: dict[str, float] = {}
+        self._accumulated_sums = Tally()
         self.snapshots = Snapshots({n: p for n, p in self.model.named_parameters() if p.requires_grad})
         self._keep_snapshots()
         width = self._plain.config.get_text_config().hidden_size
@@ -100,13 +105,13 @@ class Trainer:
 
     def _forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens under the current weights."""
-        hidden_NE = hidden_states(
-            self._plain, packed.input_ids_N, packed.position_ids_N, PackedAttention(packed.lengths, packed.prefixes)
-        )
+        attention = packed_attention(packed.lengths, packed.prefixes, self.device)
+        hidden_NE = hidden_states(self._plain, packed.input_ids_N, packed.position_ids_N, attention)
         hidden_ME = hidden_NE.index_select(0, packed.loss_positions_M)
         logprobs_M, entropy_M = chunked_logprobs(
-            hidden_ME, Head.of(self._plain), packed.targets_M, packed.temperature_M
+            hidden_ME, self._head.now(), packed.targets_M, packed.temperature_M, unit=packed.unit
         )
+        self.flops += self._flops.forward(packed.lengths, packed.prefixes, len(hidden_ME))
         return logprobs_M, entropy_M, hidden_ME
 
     @torch.no_grad()
@@ -116,14 +121,17 @@ class Trainer:
         Packed as `train_step` packs a minibatch of these samples: at equal weights the values are the same bits.
         """
         self._train_mode(False)
-        out: Stream = {}
+        evaluated: list[Sample] = []
+        values: list[torch.Tensor] = []
         for micro in micro_batches(samples, self.config.micro_batch_tokens):
             self.before_micro_batch()
-            values_M = what(pack(micro, self.device, self.limits))
-            counts = [int(s.mask.sum()) for s in micro]
-            for s, part in zip(micro, values_M.split(counts), strict=True):
-                out[s.rollout_id] = part.cpu().numpy()
-        return out
+            values.append(what(pack(micro, self.device, self.limits)))
+            evaluated += micro
+        if not values:
+            return {}
+        ends = np.cumsum([int(s.mask.sum()) for s in evaluated])
+        parts = np.split(torch.cat(values).cpu().numpy(), ends[:-1])
+        return {s.rollout_id: part for s, part in zip(evaluated, parts, strict=True)}
 
     def compute_logprobs(self, samples: list[Sample]) -> Stream:
         """rollout_id -> log-probs [loss tokens] under the current weights, without dropout."""
@@ -157,6 +165,7 @@ class Trainer:
         )
         loss, sums = self.objective(streams, counts)
         loss.backward()
+        self.flops += self._flops.backward(packed.lengths, packed.prefixes, len(packed.targets_M))
         if self.critic is not None:
             values_M, returns_M = flat(known["values"]), flat(known["returns"])
             sums |= self.critic.forward_backward(hidden_ME, values_M, returns_M, counts.tokens)
@@ -174,21 +183,19 @@ class Trainer:
     def forget_accumulated(self) -> None:
         """The step that `accumulate` was for is not trained now."""
         self.optimizer.forget_gradients()
-        self._accumulated, self._accumulated_sums = {}, {}
+        self._accumulated, self._accumulated_sums = {}, Tally()
 
-    def _add_gradient(
-        self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream], sums: dict[str, float]
-    ) -> None:
+    def _add_gradient(self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream], sums: Tally) -> None:
         for micro in micro_batches(samples, self.config.micro_batch_tokens):
             self.before_micro_batch()
-            combine(sums, self.forward_backward(micro, counts, known))
+            sums.add(self.forward_backward(micro, counts, known))
 
-    def _divide(self, counts: Counts, sums: dict[str, float]) -> None:
+    def _divide(self, counts: Counts, sums: Tally) -> None:
         """The gradient of a whole minibatch, of which `accumulate` had some, and its loss: by what it holds."""
         divisor = max(1.0, replace(counts, divided=True).divisor(self.algorithm.aggregation))
         self.optimizer.scale_gradients(1 / divisor)
-        sums["sum/loss"] /= divisor
-        self._accumulated, self._accumulated_sums = {}, {}
+        sums.divide("sum/loss", divisor)
+        self._accumulated, self._accumulated_sums = {}, Tally()
 
     def _reject(
         self, minibatches: list[list[Sample]], known: dict[str, Stream]
@@ -293,23 +300,25 @@ class Trainer:
             minibatches = [[s for s in minibatches[0] if s.rollout_id not in self._accumulated]]
             counts = [replace(counts[0], divided=False)]
         known |= self._known(minibatches, known)
-        totals: dict[str, float] = {}
+        tallies: list[Tally] = []
         updates: list[dict[str, float]] = []
         for index, (part, count) in enumerate(zip(minibatches, counts, strict=True)):
-            sums = {} if count.divided else self._accumulated_sums
+            sums = Tally() if count.divided else self._accumulated_sums
             self._add_gradient(part, count, _for_minibatch(index, known, self.algorithm), sums)
             if not count.divided:
                 self._divide(count, sums)
             elif count.tokens and not part:
                 self.optimizer.set_zero_gradients()
             self.in_update = True
-            updates.append(self.optim_step(self.objective.rate_scale(sums)))
-            combine(totals, sums)
+            known_now = sums.totals() if self.algorithm.ess_step_scaling else {}
+            updates.append(self.optim_step(self.objective.rate_scale(known_now)))
+            tallies.append(sums)
         self._train_mode(False)
         self.policy_version += 1
         self._keep_snapshots()
         self.in_update = False
-        metrics = step_metrics(totals, updates) | {"train/zero_advantage_tokens": float(skipped_tokens)}
+        metrics = step_metrics(totals_of(tallies), updates)
+        metrics["train/zero_advantage_tokens"] = float(skipped_tokens)
         if self.algorithm.rejection != "none":
             metrics["off_policy/rejected_share"] = rejected / max(1, batch.num_loss_tokens)
         return metrics

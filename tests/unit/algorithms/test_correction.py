@@ -321,7 +321,8 @@ def test_diagnostics_by_hand() -> None:
     again = mismatch_summary({key: float(value) for key, value in shifted.items()})
     assert again["behavior_log_ppl"] == pytest.approx(2.0) and again["ppl_ratio"] == pytest.approx(got["ppl_ratio"])
     assert again["weight"] == again["ess_weight"] == 1.0 and again["below"] == again["capped"] == 0.0
-    assert mismatch_summary({}) == {} == mismatch_metrics(PROXIMAL, BEHAVIOR, ~MASK & MASK, mode="none", cap=2.5)
+    nothing = mismatch_metrics(PROXIMAL, BEHAVIOR, ~MASK & MASK, mode="none", cap=2.5)
+    assert mismatch_summary({}) == {} == mismatch_summary({key: float(value) for key, value in nothing.items()})
 
 
 def test_below_counts_against_the_reciprocal_of_the_cap_where_a_mode_has_no_floor() -> None:

@@ -1,0 +1,52 @@
+"""The sums of micro-batches. They stay on the device until they are asked for, and come from there in one transfer.
+
+To ask a device for a number is to wait until it has computed all that it was given before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+
+class Tally:
+    """Adds up sums by name; what is named max/... by maximum."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[tuple[str, ...], torch.Tensor]] = []
+        self._totals: dict[str, float] = {}
+        self._divisors: dict[str, float] = {}
+
+    def add(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """The sums of one micro-batch, each one number."""
+        # As Python adds them: in double precision.
+        self._waiting.append((tuple(sums), torch.stack([value.detach().double() for value in sums.values()])))
+
+    def divide(self, name: str, divisor: float) -> None:
+        """The total of `name` is to be divided by that, once all of it is here."""
+        self._divisors[name] = divisor
+
+    def totals(self) -> dict[str, float]:
+        """Of all that was added."""
+        return totals_of([self])
+
+
+def totals_of(tallies: Sequence[Tally]) -> dict[str, float]:
+    """The totals over all of them, in one transfer."""
+    vectors = [vector for tally in tallies for _, vector in tally._waiting]
+    numbers = iter(torch.cat(vectors).tolist() if vectors else ())
+    out: dict[str, float] = {}
+    for tally in tallies:
+        for names, _ in tally._waiting:
+            _combine(tally._totals, {name: next(numbers) for name in names})
+        tally._waiting.clear()
+        _combine(out, {name: total / tally._divisors.get(name, 1.0) for name, total in tally._totals.items()})
+    return out
+
+
+def _combine(totals: dict[str, float], sums: Mapping[str, float]) -> None:
+    """Add `sums` to `totals`; what is named max/... by maximum."""
+    for key, number in sums.items():
+        old = totals.get(key)
+        totals[key] = number if old is None else max(old, number) if key.startswith("max/") else old + number

@@ -22,3 +22,7 @@ class EngineConfig(Table):
         " The trainer then has the rest; while it waits, the engine has all.",
     )
     prefill_chunk_tokens: int = Field(default=2048, ge=1, description="Prompt tokens computed in one forward pass.")
+    device: str = Field(
+        default="",
+        description='Where it generates: "auto", "cpu", "cuda" or "cuda:1"; empty = model.device, where training is.',
+    )

@@ -31,7 +31,11 @@ class ModelConfig(Table):
     dtype: Literal["bfloat16", "float32"] = Field(
         default="bfloat16", description="Compute dtype of engine and trainer. Master weights are always float32."
     )
-    device: str = Field(default="auto", description='"auto" (CUDA if there is one), "cpu" or "cuda".')
+    device: str = Field(
+        default="auto",
+        description='Where it trains, and generates unless engine.device is set: "auto" (CUDA if there is one), "cpu",'
+        ' "cuda" or "cuda:1".',
+    )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model. Off unless you set it."
     )

@@ -23,7 +23,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.engine.weights_file import aligned
 from rollover.engine.wire import Channel, requests_from_json, segment_to_json
 from rollover.models.allocator import keep_freed_memory
-from rollover.models.load import load_model, pick_device
+from rollover.models.load import engine_device, load_model
 from rollover.processes import die_with
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     first = control.receive()
     torch.set_num_threads(first["threads"])
     config = Config.model_validate(first["config"])
-    loaded = load_model(config.model, dtype=getattr(torch, config.model.dtype), device=pick_device(config.model.device))
+    loaded = load_model(config.model, dtype=getattr(torch, config.model.dtype), device=engine_device(config))
     for parameter in loaded.model.parameters():
         # Aligned as the trainer's process has them: from a mapped file they are not, and some matmuls then round
         # otherwise.

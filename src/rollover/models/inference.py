@@ -143,7 +143,7 @@ class InferenceDecoder:
         load = self._packed.get(name)
         if load is None:
             return None
-        load(tensor.detach().to(self.dtype))
+        load(tensor.detach().to(self.embedding.weight.device, self.dtype))
         return tensor.numel() * self.dtype.itemsize
 
     def hidden_states(

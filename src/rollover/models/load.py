@@ -18,7 +18,7 @@ from urllib.request import getproxies
 import torch
 from safetensors import SafetensorError
 
-from rollover.config import ModelConfig
+from rollover.config import Config, ModelConfig
 from rollover.files import did_you_mean_path
 from rollover.models import attention
 from rollover.models.smollm2 import ALIAS, cache_root, smollm2_folder
@@ -33,18 +33,27 @@ class LoadedModel:
     path: str
 
 
-def pick_device(device: str) -> torch.device:
-    """The torch device of model.device: "auto" is CUDA if there is one."""
+def pick_device(device: str, key: str = "model.device") -> torch.device:
+    """The torch device that `key` names: "auto" is CUDA if there is one. ValueError where there is none such."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(
-            f'model.device = "{device}", but torch sees no CUDA device: set model.device = "cpu" or "auto"'
-        )
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f'model.device = "{device}" is not a device: use "auto", "cpu" or "cuda"') from error
+        raise ValueError(f'{key} = "{device}" is not a device: use "auto", "cpu", "cuda" or "cuda:1"') from error
+    if found.type == "cuda":
+        num = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (found.index or 0) >= num:
+            what = f"only {num} CUDA devices" if num else "no CUDA device"
+            raise ValueError(f'{key} = "{device}", but torch sees {what}: set {key} = "cpu" or "auto"')
+    return found
+
+
+def engine_device(config: Config) -> torch.device:
+    """Where it generates: engine.device, else model.device."""
+    if config.engine.device:
+        return pick_device(config.engine.device, "engine.device")
+    return pick_device(config.model.device)
 
 
 def _download(url: str) -> Path:

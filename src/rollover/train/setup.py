@@ -19,7 +19,14 @@ from rollover.envs.tasks.report import tasks_line
 from rollover.envs.tasks.stream import TaskStream
 from rollover.functions import own_function
 from rollover.models.allocator import keep_freed_memory
-from rollover.models.load import LoadedModel, cast_parameters, load_model, pick_device, stop_token_ids
+from rollover.models.load import (
+    LoadedModel,
+    cast_parameters,
+    engine_device,
+    load_model,
+    pick_device,
+    stop_token_ids,
+)
 from rollover.rewards.observer import RewardObserver
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import Rewarder, ScoreRequest
@@ -44,9 +51,10 @@ def dtype_of(config: Config) -> torch.dtype:
 
 
 def embedded_engine(loaded: LoadedModel, config: Config) -> EmbeddedEngine:
-    """An engine over its own copy of the weights in compute dtype; `loaded` is left as it is."""
+    """An engine over its own copy of the weights in compute dtype, on its device; `loaded` is left as it is."""
     model = copy.deepcopy(loaded.model)
     cast_parameters(model, dtype_of(config))
+    torch.nn.Module.to(model, engine_device(config))
     return EmbeddedEngine.over(model, loaded.tokenizer, config)
 
 
@@ -140,7 +148,7 @@ class EvalParts:
     def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:
         prepare_process(config)
         model_config = config.model if model is None else config.model.model_copy(update={"path": model})
-        loaded = load_model(model_config, dtype=dtype_of(config), device=pick_device(config.model.device))
+        loaded = load_model(model_config, dtype=dtype_of(config), device=engine_device(config))
         return cls(
             config=config,
             tokenizer=loaded.tokenizer,
@@ -178,7 +186,8 @@ class Parts:
         """Loads the model and starts nothing: a reward worker starts at its first call."""
         prepare_process(config)
         torch.manual_seed(config.run.seed)
-        # What a wrong path or name ends comes before the model, which takes longer.
+        # What a wrong path, name or device ends comes before the model, which takes longer.
+        device, _ = pick_device(config.model.device), engine_device(config)
         stream = TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards)
         name = config.tasks.before_produce
         before_produce = own_function("tasks.before_produce", name, TASK_OR_NONE) if name else None
@@ -186,7 +195,7 @@ class Parts:
         engine: EmbeddedEngine | ProcessEngine | None = None
         if config.engine.process:  # it loads the model while we do
             engine = ProcessEngine(config, Threads.of(config).alone)
-        loaded = load_model(config.model, device=pick_device(config.model.device))
+        loaded = load_model(config.model, device=device)
         if engine is None:
             # It copies the weights before the trainer casts them or adds adapters.
             engine = embedded_engine(loaded, config)

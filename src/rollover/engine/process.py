@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _MAX_RESTARTS = 3  # without a finished extend in between
 _EXIT_S = 1.0  # between the end of its replies and its exit code
+_GAUGES = ("kv/bytes", "engine/kernels")  # of the present process alone
 _SLOWER_START = 10  # a start that takes so many times the first one's time hangs
 
 
@@ -272,7 +273,7 @@ class ProcessEngine:
         return self._counters() | {"engine/restarts": float(self.num_restarts)}
 
     def _counters(self) -> dict[str, float]:
-        before = {key: value for key, value in self._before.items() if key != "kv/bytes"}  # a gauge
+        before = {key: value for key, value in self._before.items() if key not in _GAUGES}
         return {key: self._stats.get(key, 0.0) + before.get(key, 0.0) for key in self._before | self._stats}
 
     async def close(self) -> None:

@@ -14,7 +14,6 @@ import functools
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 import tempfile
@@ -54,14 +53,28 @@ class KernelsUnavailable(Exception):
 
 
 def _openmp_library() -> str:
-    """The OpenMP library that torch has loaded: a second one would have threads of its own, in each other's way."""
+    """The OpenMP library that torch calls, whatever others are loaded: each has threads of its own, and two teams would
+    be in each other's way."""
+    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        paths = set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)\S*\.so\S*", Path("/proc/self/maps").read_text()))
-    except OSError:
-        paths = set()
-    if len(paths) != 1:
-        raise KernelsUnavailable(f"{len(paths)} OpenMP libraries are loaded, and one is needed")
-    return paths.pop()
+        # As the linker finds it for torch: among what is global in the process, then among what torch needs.
+        for library in (ctypes.CDLL(None), ctypes.CDLL(str(torch_cpu))):
+            if hasattr(library, "omp_get_max_threads"):
+                address = ctypes.cast(library.omp_get_max_threads, c_void_p).value
+                return _file_at(address or 0)
+    except OSError as error:
+        raise KernelsUnavailable(f"torch's OpenMP library cannot be told: {error}") from error
+    raise KernelsUnavailable("torch has no OpenMP library")
+
+
+def _file_at(address: int) -> str:
+    """The file that is mapped at this address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, path = line.split(maxsplit=5)
+        start, end = (int(part, 16) for part in span.split("-"))
+        if start <= address < end:
+            return path
+    raise OSError(f"nothing is mapped at {address:#x}")
 
 
 def _processor() -> str:
@@ -115,16 +128,26 @@ def load(flags: tuple[str, ...] = _FLAGS) -> Kernels:
         raise KernelsUnavailable(f"{path}: {error}; delete the file") from error
 
 
+def why_not(device_type: str) -> str:
+    """Why there are none for this kind of device; "" where there are, and where none are needed (not on a "cpu")."""
+    if device_type != "cpu":
+        return ""
+    try:
+        load()
+    except KernelsUnavailable as error:
+        return f"slower than it could be, without compiled kernels: {error}"
+    return ""
+
+
 @functools.cache
 def on(device_type: str) -> Kernels | None:
     """The compiled operations if they can be had for this kind of device ("cpu"); warns once if not."""
     if device_type != "cpu":
         return None
-    try:
-        return load()
-    except KernelsUnavailable as error:
-        warnings.warn(f"slower than it could be, without compiled kernels: {error}", stacklevel=2)
+    if reason := why_not(device_type):
+        warnings.warn(reason, stacklevel=2)
         return None
+    return load()
 
 
 def _pointer(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:

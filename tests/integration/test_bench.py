@@ -25,7 +25,17 @@ def report(capsys: pytest.CaptureFixture[str], what: str, folder: Path) -> dict:
     for result in out["results"]:
         rate = "samples_per_s" if what == "step" else "tokens_per_s"
         promised = {"case", "system", "version", "setting", rate, "spread"}
-        extras = {"tokens", "peak_memory_gb", "predicted_tokens_per_s", "group_staleness_mean", "group_staleness_max"}
+        mfu = {"engine": {"mfu"}, "train": {"mfu"}, "step": {"mfu_train", "mfu_generate"}}.get(what, set())
+        ours = result["system"] == "rollover" and result["case"] != "shared_prompt"
+        assert all(0 < result[key] < 2 for key in mfu) if ours else not mfu & result.keys()
+        extras = {
+            "tokens",
+            "peak_memory_gb",
+            "predicted_tokens_per_s",
+            "group_staleness_mean",
+            "group_staleness_max",
+            *mfu,
+        }
         assert set(result) - extras == promised
         low, high = result["spread"]
         # A step of a partial mode may need no new token.

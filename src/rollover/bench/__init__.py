@@ -1,6 +1,7 @@
 """What `rollover bench` runs: our engine and trainer beside a peer and beside what the machine's matmuls allow.
 
-Every benchmark prints one JSON object: machine, versions, `results` (case, system, version, setting, rate, spread) and
+Every benchmark prints one JSON object: machine, versions, `results` (case, system, version, setting, rate, spread, and
+of our engine and trainer the share of the machine's peak that they reach, "mfu": models/flops.py) and
 `ratios` (of medians). Engine and trainer benchmarks take turns with their peers. Run alone: a busy second process
 ruins them.
 """
@@ -30,7 +31,8 @@ def main(what: str, config: Config, *, as_json: bool = False, runs: int = 3) -> 
         unit = "tokens_per_s" if "tokens_per_s" in result else "samples_per_s"
         rate = f"{result[unit]:>9.2f} {unit.replace('_per_s', '/s')}  [{low:.2f}, {high:.2f}]"
         memory = f"  {result['peak_memory_gb']:.2f} GB" if result.get("peak_memory_gb") else ""
-        print(f"  {result['case']:<18} {result['system']:<22} {rate}{memory}  {result['setting']}")
+        mfu = "".join(f"  {key} {result[key]:.2f}" for key in ("mfu", "mfu_train", "mfu_generate") if key in result)
+        print(f"  {result['case']:<18} {result['system']:<22} {rate}{memory}{mfu}  {result['setting']}")
     for name, value in report["ratios"].items():
         print(f"  {name} = {value:.2f}")
     return 0

@@ -6,6 +6,7 @@ Peers: transformers' generate and continuous batching, vLLM for the CPU where `m
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ from rollover.bench import machine, vllm_peer, workload
 from rollover.bench.vllm_peer import VllmPeer
 from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.models.load import load_model, pick_device, resolve_path
+from rollover.models.load import engine_device, load_model, resolve_path
 from rollover.models.packed import PackedWeight
+from rollover.models.peak import peak_flops
 from rollover.train.setup import dtype_of, prepare_process
 
 PROMPT_TOKENS = 32
@@ -107,7 +109,7 @@ class _Contest:
 def run(config: Config, runs: int) -> dict[str, Any]:
     """The systems in turn, case by case; every sequence generates exactly NEW_TOKENS tokens."""
     prepare_process(config)
-    device = pick_device(config.model.device)
+    device = engine_device(config)
     versions = machine.describe(device)
     with ExitStack() as stack:
         peer = None
@@ -118,13 +120,20 @@ def run(config: Config, runs: int) -> dict[str, Any]:
             versions["vllm"] = peer.version
         contest = _Contest(config, device, peer)
         results: list[dict[str, Any]] = []
+        peak = peak_flops(device, contest.dtype, config.track.peak_tflops)
+        versions["peak_tflops"] = peak / 1e12
         for num in CASES:
             systems = {s.name: s for s in contest.systems(num)}
             machine.progress(f"{num} sequences")
             works = {name: s.work for name, s in systems.items()}
-            for name, times in machine.alternate(works, runs if num < max(CASES) else 1).items():
+            turns = runs if num < max(CASES) else 1
+            flops = contest.engine.stats()["engine/flops"]
+            for name, times in machine.alternate(works, turns).items():
                 times = [t / systems[name].share for t in times]
                 results.append(_result(num, name, systems[name].setting, times, versions, config))
+                if name == "rollover":  # `turns` and one to warm up
+                    flops = (contest.engine.stats()["engine/flops"] - flops) / (turns + 1)
+                    results[-1]["mfu"] = flops / statistics.median(times) / peak
         continuous = partial(_continuous, contest.peer, contest.vocab, CONTINUOUS_CASE)
         times = machine.alternate({"continuous": continuous}, 1)["continuous"]
         setting = "transformers generate_batch, paged sdpa, one run"

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from rollover.types import Segment
 
 GROUPS, SIZE, NEW_TOKENS = 8, 8, 128
 STEPS = 5  # measured steps of each system, at the least
+MFU = ("mfu_train", "mfu_generate")
 
 
 def answer_lengths() -> list[list[int]]:
@@ -64,11 +65,12 @@ PARTIAL = [("rollout.in_flight_groups", "12"), ("rollout.interrupt", "when_enoug
 
 @dataclass(frozen=True)
 class Step:
-    """What one training step took, the mean score of the samples it trained, and their generated tokens."""
+    """What one training step took, the mean score of the samples it trained, their generated tokens, and our MFU."""
 
     seconds: float
     reward: float
     tokens: int
+    mfu: dict[str, float] = field(default_factory=dict)
 
 
 def run_ours(
@@ -88,7 +90,15 @@ def run_ours(
         run = Run(load_config([recipe], values).config, False, [])
         asyncio.run(run.main())
         rows = [json.loads(line) for line in (run.directory.path / "metrics.jsonl").read_bytes().splitlines()]
-    return [Step(row["time/step_s"], row["reward/mean"], int(row["tokens/step_trained"])) for row in rows]
+    return [
+        Step(
+            row["time/step_s"],
+            row["reward/mean"],
+            int(row["tokens/step_trained"]),
+            {key: row[f"perf/{key}"] for key in MFU if f"perf/{key}" in row},
+        )
+        for row in rows
+    ]
 
 
 @contextmanager
@@ -266,6 +276,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
             "setting": setting, "samples_per_s": GROUPS * SIZE / statistics.median(seconds),
             "spread": [GROUPS * SIZE / max(seconds), GROUPS * SIZE / min(seconds)],
             "tokens": [step.tokens for step in steps],
+            **{key: statistics.median(of) for key in MFU if (of := [s.mfu[key] for s in steps if key in s.mfu])},
         }
         for (system, setting), steps in times.items()
         for seconds in [[step.seconds for step in steps]]

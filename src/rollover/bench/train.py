@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import rollover
 from rollover.bench import machine, workload
 from rollover.config import Config
 from rollover.models.load import load_model, pick_device
+from rollover.models.peak import peak_flops
 from rollover.train.batch import Batch
 from rollover.train.setup import dtype_of, prepare_process
 from rollover.train.trainer import Trainer
@@ -59,9 +61,17 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     fixed = [SHARED_ANSWER] * (SHARED_GROUPS * SIBLINGS)
     long = {s: workload.samples(vocab, SHARED_PROMPT, fixed, SIBLINGS, shared=s) for s in (True, False)}
     linear = machine.linear_training(peer, tokens, answers, dtype)
+    flops = 0.0
+
+    def step() -> None:
+        nonlocal flops
+        before = trainer.flops
+        trainer.train_step(Batch(samples))
+        flops = trainer.flops - before
+
     times = machine.alternate(
         {
-            "rollover": lambda: trainer.train_step(Batch(samples)),
+            "rollover": step,
             "transformers": lambda: _padded_loss(peer, samples, 8),
             "linear layers alone": linear,
             "shared": lambda: trainer.train_step(Batch(long[True])),
@@ -69,7 +79,8 @@ def run(config: Config, runs: int) -> dict[str, Any]:
         },
         runs,
     )
-    versions = machine.describe(device)
+    peak = peak_flops(device, dtype, config.track.peak_tflops)
+    versions = machine.describe(device) | {"peak_tflops": peak / 1e12}
     shape = (
         f"{len(samples)} samples of {SIBLINGS} siblings, {tokens} tokens, {answers} in the loss, {config.model.dtype}"
     )
@@ -90,6 +101,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
             {"case": case, "system": system, "version": versions.get(system, rollover.__version__),
              "setting": setting, "tokens_per_s": rates[name], "spread": spread}
         )  # fmt: skip
+    results[0]["mfu"] = flops / statistics.median(times["rollover"]) / peak
     return {
         "benchmark": "train",
         "machine": versions | {"matmul_gflops": machine.matmul_gflops(dtype, device)},

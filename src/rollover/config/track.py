@@ -16,3 +16,9 @@ class TrackConfig(Table):
         default=True, description="Write what happened to every rollout, and when, to trace.jsonl (docs/trace.md)."
     )
     show_samples: int = Field(default=3, ge=0, description="Answers before and after training shown in the summary.")
+    peak_tflops: float = Field(
+        default=0.0,
+        ge=0,
+        description="What one device computes at best, in TFLOP/s (1e12), for perf/mfu_*; 0 = by the name of a known"
+        " GPU, else the fastest of a few matrix products at the start.",
+    )

@@ -272,6 +272,16 @@ METRICS: list[Metric] = [
         "tokens/step_trained",
         "time/step_s",
     ),
+    Metric("perf/train_flops", "sum", "FLOP", "Model FLOPs of the step's training (docs/gpu.md); recomputation once."),
+    Metric("perf/generate_flops", "sum", "FLOP", "Model FLOPs of the step's generation: prefilled again ones, too."),
+    Metric("perf/mfu_train", "mean", "share", "perf/train_flops by the trainer's peak in time/train_s."),
+    Metric(
+        "perf/mfu_generate",
+        "mean",
+        "share",
+        "perf/generate_flops by the engine's peak in time/generate_s (with rollout.overlap: in time/step_s).",
+    ),
+    Metric("perf/peak_tflops", "last", "TFLOP/s", "That peak, of the trainer's device: track.peak_tflops."),
     Metric("weights/bytes", "sum", "bytes", "Bytes of weights handed to the engine."),
     # Optimization
     Metric("loss", "mean", "", "Loss of the step, as algorithm.aggregation defines it."),
@@ -324,6 +334,7 @@ METRICS: list[Metric] = [
     Metric("engine/prefill_tokens", "counter", "tokens", "Tokens prefilled for the first time."),
     Metric("engine/reprefill_tokens", "counter", "tokens", "Tokens prefilled again (a cost)."),
     Metric("engine/prefill_s", "counter", "s", "Time in prefill. Not on a GPU, where it is not known without waiting."),
+    Metric("engine/flops", "counter", "FLOP", "Model FLOPs computed; what a step added is perf/generate_flops."),
     Metric("engine/restarts", "counter", "processes", "Engine processes that died and were started again."),
     Metric("engine/empty_answers", "counter", "", "Answers without a token to rollouts that nobody interrupted."),
     Metric("engine/preemptions", "counter", "rollouts", "Rollouts preempted for KV memory."),
@@ -331,6 +342,12 @@ METRICS: list[Metric] = [
     Metric("kv/kept_tokens", "counter", "tokens", "Tokens of resumed rollouts with reused KV."),
     Metric("kv/shared_prompt_tokens", "counter", "tokens", "Prompt tokens shared with a sibling."),
     Metric("kv/bytes", "last", "bytes", "Memory of the KV cache now."),
+    Metric(
+        "engine/kernels",
+        "last",
+        "",
+        "1: compiled kernels do the small operations on the CPU; 0: torch does, more slowly (the start says why).",
+    ),
     Metric("memory/peak_rss_bytes", "max", "bytes", "Peak resident memory of the process."),
 ]
 

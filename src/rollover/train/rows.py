@@ -14,6 +14,7 @@ from rollover.config import Config
 from rollover.track.chronicle import Chronicle
 from rollover.track.metrics import is_counter
 from rollover.train.batch import Batch
+from rollover.train.mfu import Utilization
 from rollover.train.report import (
     mask_metrics,
     peak_rss_bytes,
@@ -32,6 +33,7 @@ class Rows:
 
     def __init__(self, config: Config, parts: Parts, chronicle: Chronicle, overlaps: bool) -> None:
         self.config, self.parts, self.chronicle, self.overlaps = config, parts, chronicle, overlaps
+        self.utilization = Utilization(config, overlaps)
         self._seconds: dict[str, float] = {}
         self._counted: dict[str, float] = {}
         self._carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
@@ -96,7 +98,10 @@ class Rows:
             "weights/bytes": num_bytes,
             "memory/peak_rss_bytes": peak_rss_bytes(),
         }
-        return row | speed_metrics(row) | waste_metrics(self.engine_growth(), row)
+        engine = self.engine_growth()
+        train_flops = self._since_last("train_flops", parts.trainer.flops)
+        row |= self.utilization.of_step(row, train_flops, engine["engine/flops"])
+        return row | speed_metrics(row) | waste_metrics(engine, row)
 
     def engine_growth(self) -> dict[str, float]:
         """Growth of the engine's counters since the last call."""

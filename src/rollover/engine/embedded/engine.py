@@ -293,6 +293,8 @@ class EmbeddedEngine:
     def stats(self) -> dict[str, float]:
         return {
             **self._counts,
+            "engine/flops": self._runner.flops,
+            **({"engine/kernels": float(self._runner.compiled)} if self._times_prefill else {}),
             "engine/preemptions": self._batcher.num_preemptions,
             "kv/bytes": self._batcher.cache.num_bytes,
         }

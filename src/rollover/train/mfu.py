@@ -1,0 +1,38 @@
+"""Model FLOPs utilization of a step: what it computed (models/flops.py) by what its devices could have, in that time.
+
+Owns the peaks of the run's devices, taken once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from rollover.config import Config
+from rollover.models.load import engine_device, pick_device
+from rollover.models.peak import peak_flops
+
+
+class Utilization:
+    """Of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
+
+    def __init__(self, config: Config, overlaps: bool) -> None:
+        dtype = getattr(torch, config.model.dtype)
+        trains_on, generates_on = pick_device(config.model.device), engine_device(config)
+        self.overlaps = overlaps
+        self.train_peak = self.generate_peak = peak_flops(trains_on, dtype, config.track.peak_tflops)
+        if generates_on != trains_on:
+            self.generate_peak = peak_flops(generates_on, dtype, config.track.peak_tflops)
+
+    def of_step(self, row: Mapping[str, float], train_flops: float, generate_flops: float) -> dict[str, float]:
+        """What trainer and engine computed for the step of this row. Where generation overlaps with training it has the
+        whole step's time."""
+        metrics = {"perf/peak_tflops": self.train_peak / 1e12, "perf/train_flops": train_flops}
+        if row["time/train_s"]:
+            metrics["perf/mfu_train"] = train_flops / (row["time/train_s"] * self.train_peak)
+        seconds = row["time/step_s"] if self.overlaps else row["time/generate_s"]
+        if generate_flops and seconds:
+            metrics["perf/generate_flops"] = generate_flops
+            metrics["perf/mfu_generate"] = generate_flops / (seconds * self.generate_peak)
+        return metrics

@@ -230,7 +230,7 @@ def _is_of_the_machine(error: Exception) -> bool:
     """A full disk, a checkpoint that could not be written, an engine process that was killed: the user can act on the
     message alone."""
     from rollover.checkpoint.store import CheckpointWriteError
-    from rollover.engine.child import EngineDied
+    from rollover.engine.protocol import EngineDied
 
     if isinstance(error, CheckpointWriteError | EngineDied):
         return True

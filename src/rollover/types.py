@@ -50,6 +50,7 @@ class DropReason(enum.Enum):
     TOO_FEW_REWARDS = "too_few_rewards"
     FILTERED = "filtered"  # by one of [filters]: it has its rewards, and would teach nothing
     STALLED = "stalled"  # by the watchdog: a rollout that got no token in time, though it was tried again
+    FAILED = "failed"  # the engine failed at a rollout (watchdog.max_failures), with an error or a wrong answer
     BASELINE = "baseline"  # tokens of greedy rollouts of trained groups: compared with, never trained
     MASKED = "masked"  # tokens of trained groups that left the loss: rollout.on_stale = "mask"
 
@@ -153,10 +154,13 @@ class Segment:
         return f"its token {wrong} has the log-prob {value:g}, which is none: they are finite, and at most 0"
 
     @classmethod
-    def nothing(cls, policy_version: int, sampling: SamplingParams, start: int) -> Segment:
-        """What an interrupted rollout of `start` tokens returns when it got no new one: an empty PAUSED segment."""
+    def nothing(cls, sampling: SamplingParams, start: int) -> Segment:
+        """What an interrupted rollout of `start` tokens returns when it got no new one: an empty PAUSED segment.
+
+        Its version says nothing: no token was sampled under it.
+        """
         empty = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
-        return cls(*empty, policy_version, sampling, StopReason.PAUSED, start=start)
+        return cls(*empty, 0, sampling, StopReason.PAUSED, start=start)
 
     def to_json(self) -> dict[str, Any]:
         """All but its two arrays, as JSON can hold it."""

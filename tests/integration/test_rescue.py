@@ -81,6 +81,32 @@ def test_weights_that_cannot_be_handed_over_do_not_cost_the_step(
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("rollout", [{}, OVERLAP], ids=["partial", "overlap"])
+def test_an_engine_that_is_down_ends_the_run_with_a_checkpoint_and_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any]
+) -> None:
+    from rollover.engine.embedded.engine import EmbeddedEngine
+
+    limits = {"max_failures": 3, "retry_s": 0.01}
+    recipe = runs.write(tmp_path, steps=4, rollout=rollout, checkpoint={"every_steps": 0}, watchdog=limits)
+    plain = EmbeddedEngine.step
+
+    def fails(self: EmbeddedEngine) -> None:
+        if self.policy_version == 2:
+            raise ConnectionError("connection refused")
+        plain(self)
+
+    monkeypatch.setattr(EmbeddedEngine, "step", fails)
+    code, text = train(capsys, recipe)
+    assert code == 2 and "the last error is: ConnectionError: connection refused. Go on with --resume" in text, text
+    assert text.count("connection refused") == 2 and "Traceback" not in text, text
+    monkeypatch.setattr(EmbeddedEngine, "step", plain)
+    code, text = train(capsys, recipe, "--resume")
+    assert code == 0 and "resumed from step-00000" in text, text
+    check_whole_run(tmp_path, 4)
+    assert runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]["groups/dropped"] == 0
+
+
 def test_weights_in_the_middle_of_a_step_are_not_saved_and_that_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ INERT: tuple[Inert, ...] = (
             "train.streaming_min_groups",
             "reroll.max_groups",
             "run.replay_rollouts",
-            "watchdog.max_stalls",  # the other limits are of the engine, of evaluations and of the trainer
+            "watchdog.max_stalls",  # the others are of the engine, of evaluations and of the trainer
         ),
         ("tasks.producer",),
         lambda c: bool(c.tasks.producer),

@@ -21,6 +21,18 @@ class WatchdogConfig(Table):
     grace_s: float = Field(
         default=30.0, gt=0, description="An interrupted rollout that does not return within so long is cancelled."
     )
+    max_failures: int = Field(
+        default=8,
+        ge=1,
+        description="A rollout at which the engine fails so often in a row, with an error or an answer that cannot come"
+        " next, is dropped, with its group (dropped/failed).",
+    )
+    retry_s: float = Field(
+        default=0.5,
+        gt=0,
+        description="The engine is asked again so long after its first failure at a rollout, then after twice as long"
+        " each time, up to 30 s.",
+    )
     reward_timeout_s: float = Field(
         default=300.0,
         ge=0,

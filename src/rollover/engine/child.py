@@ -20,14 +20,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rollover.config import Config
+from rollover.engine.protocol import EngineDied
 from rollover.engine.wire import Channel
 from rollover.processes import child_command, child_environment
 
 _MAX_LINE_BYTES = 2**30
-
-
-class EngineDied(RuntimeError):
-    """The engine's process ended, for good or while it was loading."""
 
 
 class EngineChild:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollover.config import Config
-from rollover.engine.child import EngineChild, EngineDied, replies_of
-from rollover.engine.protocol import ExtendRequest, WeightLoad
+from rollover.engine.child import EngineChild, replies_of
+from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad
 from rollover.engine.weights_file import WeightsFile
 from rollover.engine.wire import requests_to_json, segment_from_json
 from rollover.types import Segment
@@ -158,9 +158,7 @@ class ProcessEngine:
         for number in numbers:
             call = self._calls.pop(number)
             if not call.future.done():
-                request = call.request
-                nothing = Segment.nothing(self.policy_version, request.sampling, len(request.generated_ids))
-                call.future.set_result([nothing])
+                call.future.set_result(call.request.nothing())
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._up:

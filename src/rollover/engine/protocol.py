@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     import torch
 
 
+class EngineDied(RuntimeError):
+    """The engine has ended for good: it is of no use to ask it again."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExtendRequest:
     """Continue one rollout: `prompt_ids` + `generated_ids` (all segments so far), by token ids.
@@ -39,6 +43,10 @@ class ExtendRequest:
     stop_repetition_tokens: int = 0
     text_start: int = 0
 
+    def nothing(self) -> list[Segment]:
+        """The answer to an interruption before any new token."""
+        return [Segment.nothing(self.sampling, len(self.generated_ids))]
+
 
 @dataclass(frozen=True, slots=True)
 class WeightLoad:
@@ -56,6 +64,8 @@ class Engine(Protocol):
     stamps versions, not the caller, and each segment's `start`: what it continues, so that an answer that belongs to
     another call of the same rollout can be refused.
     An interrupted rollout that got no new token returns one empty PAUSED segment.
+    An `extend` that raises fails its rollout alone: it is asked for again from the tokens that the rollout has
+    (docs/watchdog.md). EngineDied and AssertionError end the run.
     """
 
     @property

@@ -1,4 +1,9 @@
-"""Asks the engine, and again, ever less often, when it answers with nothing though nobody interrupted it.
+"""Asks the engine for a rollout, and again, ever less often, when it fails or answers with nothing.
+
+    a token or a stop           the answer; what failed before is forgotten
+    nothing, uninterrupted      asked again, for as long as the watchdog lets it be
+    an error, or an answer      asked again from the tokens that the rollout has; the watchdog.max_failures-th time in
+    that cannot come next       a row its `extend` fails, too, and its group is dropped
 
 Owns those pauses, and counts those answers. The rollout counts as running meanwhile, so that the watchdog sees one
 without a token, and an interruption ends a pause as it ends an extension.
@@ -8,42 +13,60 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 
-from rollover.engine.protocol import Engine, ExtendRequest
+from rollover.config.watchdog import WatchdogConfig
+from rollover.engine.protocol import Engine, EngineDied, ExtendRequest
+from rollover.rollout.cache import why_no_continuation
+from rollover.rollout.patience import Patience
 from rollover.types import Segment, StopReason
 
-_FIRST_PAUSE_S = 0.01
-_LONGEST_PAUSE_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # after answers with nothing
+_LONGEST_RETRY_S = 30.0  # after failures; the first is watchdog.retry_s
+
+
+class ExtendFailed(ValueError):
+    """The engine failed at a rollout so often in a row that it is not asked for it again."""
 
 
 class Asker:
-    """`extend` and `interrupt` of `engine`. `say` prints a line, once for every rollout that gets nothing for long."""
+    """`extend`, `interrupt` and `release` of `engine`, for one who can wait.
 
-    def __init__(self, engine: Engine, say: Callable[[str], None]) -> None:
-        self._engine, self._say = engine, say
+    `say` prints a line: of the first failure after an answer, and of every rollout that gets nothing for long.
+    `patience` ends the run where the engine fails at everything.
+    """
+
+    def __init__(
+        self, engine: Engine, config: WatchdogConfig, say: Callable[[str], None], patience: Patience | None = None
+    ) -> None:
+        self._engine, self._config, self._say, self._patience = engine, config, say, patience
         self._interrupted: dict[str, asyncio.Event] = {}  # of what is asked for
-        self._num_empty = 0
+        self._failures: Counter[str] = Counter()  # by rollout id: in a row, without an answer in between
+        self._failing = False  # nothing was answered since the last failure
+        self._counts = dict.fromkeys(("engine/empty_answers", "engine/failed_extends", "watchdog/refused_answers"), 0)
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
-        """At least one token, or a stop, or nothing because it was interrupted."""
-        rollout_id, pause_s = request.rollout_id, _FIRST_PAUSE_S
+        """At least one token, or a stop, or nothing because it was interrupted.
+
+        ExtendFailed when that failed watchdog.max_failures times in a row, with interruptions in between or without.
+        Our own errors (AssertionError) and the end of an engine (EngineDied) are raised at once, and so is Patience's.
+        """
+        rollout_id, num_empty = request.rollout_id, 0
         interrupted = self._interrupted[rollout_id] = asyncio.Event()
         try:
             while True:
-                segments = await self._engine.extend(request)
-                if interrupted.is_set() or any(map(len, segments)) or segments[-1].stop_reason is not StopReason.PAUSED:
+                why, segments = await self._ask(request)
+                if why is not None:
+                    pause_s = self._on_failure(rollout_id, why)
+                elif _says_something(segments) or interrupted.is_set():
                     return segments
-                self._num_empty += 1
+                else:
+                    num_empty += 1
+                    pause_s = self._on_nothing(rollout_id, num_empty)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(interrupted.wait(), pause_s)
-                    return segments
-                if pause_s < _LONGEST_PAUSE_S <= 2 * pause_s:
-                    self._say(
-                        f"the engine answers without a token for rollout {rollout_id}, though nobody interrupted it: it"
-                        f" is asked again every {_LONGEST_PAUSE_S:g} s"
-                    )
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    return request.nothing()
         finally:
             del self._interrupted[rollout_id]
 
@@ -54,6 +77,68 @@ class Asker:
             self._interrupted[rollout_id].set()
         self._engine.interrupt(rollout_ids)
 
+    def release(self, rollout_ids: Iterable[str]) -> None:
+        """They left the system."""
+        rollout_ids = list(rollout_ids)
+        for rollout_id in rollout_ids:
+            self._failures.pop(rollout_id, None)
+        self._engine.release(rollout_ids)
+
     def stats(self) -> dict[str, float]:
         """Cumulative counters."""
-        return {"engine/empty_answers": self._num_empty}
+        return {name: float(num) for name, num in self._counts.items()}
+
+    async def _ask(self, request: ExtendRequest) -> tuple[str | None, list[Segment]]:
+        """Once. (Why the engine failed, or None; what it answered.)"""
+        try:
+            segments = await self._engine.extend(request)
+        except (AssertionError, EngineDied):
+            raise
+        except Exception as error:  # boundary: it fails its rollout, not the run
+            self._counts["engine/failed_extends"] += 1
+            return f"{type(error).__name__}: {error}", []
+        why = why_no_continuation(segments, len(request.generated_ids), request.max_new_tokens)
+        if why is not None:
+            self._counts["watchdog/refused_answers"] += 1
+            return f"its answer is refused, as {why}", []
+        if _says_something(segments):
+            self._failing = False
+            self._failures.pop(request.rollout_id, None)
+            if self._patience is not None:
+                self._patience.on_answer()
+        return None, segments
+
+    def _on_failure(self, rollout_id: str, why: str) -> float:
+        """Seconds until it is asked again."""
+        if self._patience is not None:
+            self._patience.on_failure(why)
+        self._failures[rollout_id] += 1
+        num = self._failures[rollout_id]
+        if num >= self._config.max_failures:
+            raise ExtendFailed(f"the engine failed {num} times in a row at rollout {rollout_id} ({why})")
+        pause_s = _pause_s(num, self._config.retry_s, _LONGEST_RETRY_S)
+        if not self._failing:
+            self._say(f"the engine failed at rollout {rollout_id} ({why}): it is asked again in {pause_s:.3g} s")
+        self._failing = True
+        return pause_s
+
+    def _on_nothing(self, rollout_id: str, num: int) -> float:
+        """Seconds until it is asked again."""
+        self._counts["engine/empty_answers"] += 1
+        pause_s = _pause_s(num, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        if pause_s == _LONGEST_PAUSE_S > _pause_s(num - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S):
+            self._say(
+                f"the engine answers without a token for rollout {rollout_id}, though nobody interrupted it: it"
+                f" is asked again every {_LONGEST_PAUSE_S:g} s"
+            )
+        return pause_s
+
+
+def _says_something(segments: list[Segment]) -> bool:
+    """A token, or a stop."""
+    return any(map(len, segments)) or segments[-1].stop_reason is not StopReason.PAUSED
+
+
+def _pause_s(num: int, first_s: float, longest_s: float) -> float:
+    """After the `num`-th time in a row: twice as long each time."""
+    return min(first_s * 2.0 ** min(num - 1, 60), longest_s)

@@ -73,14 +73,10 @@ class RolloutCache:
         assert rollout.num_tokens < self.max_new_tokens, f"rollout {rollout_id} has no budget left"
         self._move(rollout, _RUNNING)
 
-    def why_refused(self, rollout_id: str, segments: Sequence[Segment]) -> str | None:
-        """Why `segments` cannot be what comes next for this rollout (see `why_no_continuation`); None: they can."""
-        return why_no_continuation(segments, self._rollouts[rollout_id].num_tokens, self.remaining(rollout_id))
-
     def append(self, rollout_id: str, segments: Sequence[Segment]) -> None:
         """Add what `extend` returned to a RUNNING rollout, but for empty segments. Earlier ones are never touched.
 
-        An answer that may be wrong is looked at by `why_refused` first.
+        An answer that may be wrong is looked at by `why_no_continuation` first.
         """
         rollout = self._rollouts[rollout_id]
         assert rollout.state is _RUNNING, f"rollout {rollout_id} is {rollout.state.value}, not running"
@@ -201,6 +197,8 @@ def why_no_continuation(segments: Sequence[Segment], num_tokens: int, remaining:
     missing, stay within its budget, be in order of version, and only the last may end otherwise than PAUSED. Their
     log-probs must be such.
     """
+    if not segments:
+        return "it has no segment"
     next_token, num_new = num_tokens, 0
     for segment in segments:
         if segment.start not in (None, next_token):

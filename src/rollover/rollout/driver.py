@@ -24,7 +24,7 @@ from functools import partial
 from typing import NamedTuple
 
 from rollover.engine.protocol import Engine
-from rollover.rollout.asker import Asker
+from rollover.rollout.asker import Asker, ExtendFailed
 from rollover.rollout.idle import IdleTime
 from rollover.rollout.lifecycle import Lifecycle, is_complete
 from rollover.rollout.patience import Patience
@@ -75,19 +75,19 @@ class Driver:
         self.requests = Requests(config, run_seed, stop_token_ids)
         self.watchdog = watchdog or Watchdog()
         self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
-        self.asker = Asker(engine, lambda line: self.say(line))
+        self._patience = Patience(lifecycle, self.watchdog.config.max_failures)
+        self.asker = Asker(engine, self.watchdog.config, lambda line: self.say(line), self._patience)
         self.generation_s = 0.0
         self.scoring_s = 0.0
         self.scheduling_s = 0.0
         self._idle = IdleTime()
         self._stop_requested = False
-        self._patience = Patience(lifecycle)
         self._extends: dict[asyncio.Future[list[Segment]], Rollout] = {}
         self._scorings: dict[asyncio.Future[list[Reward]], _Scoring] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._meanwhile: asyncio.Task[None] | None = None  # generates while the trainer trains
         self._salvaged: dict[asyncio.Future[list[Segment]], list[Segment]] = {}  # of extensions that were cancelled
-        self._dropping: set[int] = set()  # groups that are dropped as soon as none of their rollouts runs
+        self._dropping: dict[int, DropReason] = {}  # groups that leave as soon as none of their rollouts runs
         self._strays = Strays()
         self._arrival = asyncio.Event()  # a group got READY
         self._woken: asyncio.Future[None] | None = None  # ends a wait when the driver is told to stop
@@ -304,7 +304,7 @@ class Driver:
     def _release(self, groups: list[Group]) -> None:
         for group in groups:
             rollout_ids = [r.rollout_id for r in group.rollouts]
-            self.engine.release(rollout_ids)
+            self.asker.release(rollout_ids)
             self.watchdog.on_leave(rollout_ids)
 
     # Handling what arrives
@@ -312,36 +312,35 @@ class Driver:
     def _handle_done(self) -> None:
         extends = [(r, t) for t, r in self._extends.items() if t.done()]
         for rollout, task in sorted(extends, key=lambda item: (item[0].group_id, item[0].sibling)):
-            salvage = self._salvaged.pop(task, None)
-            segments = task.result() if salvage is None or not task.cancelled() else salvage
-            self._end_extend(task, rollout, segments)
+            self._end_extend(task, rollout, self._answer(task, rollout))
         scorings = [(scoring.rollouts[0], task) for task, scoring in self._scorings.items() if task.done()]
         for _, task in sorted(scorings, key=lambda item: (item[0].group_id, item[0].sibling)):
             self._end_scoring(task)
         if self._dropping:
-            self._drop_stalled()
+            self._drop_what_ended()
+
+    def _answer(self, task: asyncio.Future[list[Segment]], rollout: Rollout) -> list[Segment]:
+        """What its extension returned; nothing if that failed for good: then its group is dropped."""
+        salvage = self._salvaged.pop(task, None)
+        if salvage is not None and task.cancelled():
+            return salvage
+        try:
+            return task.result()
+        except ExtendFailed as failure:
+            if rollout.group_id not in self._dropping:
+                self.say(f"{failure}: its group is dropped (failed)")
+            self._drop_soon(rollout.group_id, DropReason.FAILED)
+            return self.requests.nothing_for(rollout)
 
     def _end_extend(self, task: asyncio.Future, rollout: Rollout, segments: list[Segment]) -> None:
         del self._extends[task]
-        why = self.lifecycle.cache.why_refused(rollout.rollout_id, segments)
-        if why is not None:
-            segments = self._refuse(rollout, why)
         complete = self.lifecycle.append(rollout, segments)
         self.watchdog.on_end(rollout.rollout_id, rollout.num_tokens, _now())
         if complete is not None:
             self._patience.on_complete()
-            self._dropping.discard(complete.group_id)  # it came round at the last moment
+            self._dropping.pop(complete.group_id, None)  # it came round at the last moment
         if rollout.state is RolloutState.SCORING:
             self._score(self.lifecycle.cache.groups[rollout.group_id])
-
-    def _refuse(self, rollout: Rollout, why: str) -> list[Segment]:
-        """An answer that cannot be what comes next counts as none, and its tokens as never generated."""
-        last = self.watchdog.on_refused(rollout.rollout_id)
-        then = "its group is dropped (stalled)" if last else f"it goes on from its {rollout.num_tokens} tokens"
-        self.say(f"the engine's answer for rollout {rollout.rollout_id} is refused, as {why}: {then}")
-        if last:
-            self._drop_soon(rollout.group_id)
-        return self.requests.nothing_for(rollout, self.engine.policy_version)
 
     def _score(self, group: Group) -> None:
         """Score what has stopped of a group: one by one if that may be, else together once the group is complete."""
@@ -404,33 +403,32 @@ class Driver:
                 self.asker.interrupt([rollout.rollout_id])
             case Action.CANCEL | Action.CANCEL_DROPPED:
                 known = salvaged(segments, rollout.num_tokens, self.lifecycle.cache.remaining(rollout.rollout_id))
-                self._salvaged[task] = known or self.requests.nothing_for(rollout, self.engine.policy_version)
+                self._salvaged[task] = known or self.requests.nothing_for(rollout)
                 task.cancel()
             case Action.DROP:
-                self._drop_soon(rollout.group_id)
+                self._drop_soon(rollout.group_id, DropReason.STALLED)
             case Action.ABANDON:
                 self._end_extend(task, rollout, self._salvaged.pop(task))
                 self._strays.add(task)
-                self._drop_soon(rollout.group_id)
+                self._drop_soon(rollout.group_id, DropReason.STALLED)
 
-    def _drop_soon(self, group_id: int) -> None:
+    def _drop_soon(self, group_id: int, reason: DropReason) -> None:
         """Interrupt the group's rollouts: it leaves once none of them runs."""
-        self._dropping.add(group_id)
+        self._dropping.setdefault(group_id, reason)
         rollout_ids = [r.rollout_id for r in self._extends.values() if r.group_id == group_id]
         self.asker.interrupt(rollout_ids)
         self.watchdog.on_interrupt(rollout_ids, _now())
 
-    def _drop_stalled(self) -> None:
+    def _drop_what_ended(self) -> None:
         running = {r.group_id for r in self._extends.values()}
-        for group_id in sorted(self._dropping - running):
-            self._dropping.remove(group_id)
+        for group_id in sorted(self._dropping.keys() - running):
             for task, scoring in list(self._scorings.items()):
                 if scoring.rollouts[0].group_id == group_id:
                     del self._scorings[task]
                     self.watchdog.on_scored(scoring.key, _now())
                     self._strays.add(task)
-            self._release([self.lifecycle.drop(group_id, DropReason.STALLED)])
-            self._patience.on_stalled()
+            self._release([self.lifecycle.drop(group_id, self._dropping.pop(group_id))])
+            self._patience.on_given_up()
 
     def _act_on_scoring(self, stall: Stall, task: asyncio.Future) -> None:
         scoring = self._scorings.pop(task)

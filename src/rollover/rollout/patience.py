@@ -1,4 +1,4 @@
-"""Patience: ends a run whose groups fail one after another, instead of drawing tasks for ever.
+"""Patience: ends a run whose groups, or whose engine, fail one time after another, instead of drawing tasks for ever.
 
 Owns how many in a row are too many, and what the user is told. Failures are data up to there. Pure.
 """
@@ -15,15 +15,39 @@ _MAX_FAILED_STEPS = 4
 
 
 class Patience:
-    """Told what becomes of each group, in turn."""
+    """Told what becomes of each group and of each extension, in turn.
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        self._lifecycle = lifecycle
-        self._num_failed = self._num_stalled = self._num_filtered = 0
+    `max_failures`: failures in a row of one rollout's extensions that drop its group.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, max_failures: int = 1) -> None:
+        self._lifecycle, self._max_failures = lifecycle, max_failures
+        self._num_failed = self._num_given_up = self._num_filtered = self._num_engine_failures = 0
+
+    def on_answer(self) -> None:
+        """The engine answered an extension."""
+        self._num_engine_failures = 0
+
+    def on_failure(self, why: str) -> None:
+        """It failed at one. ValueError where it fails at everything.
+
+        That is before the first of all that runs is given up, so that an engine that is down costs no task. But where
+        less runs than a step, or two groups, could run, the failures may be its own fault.
+        """
+        self._num_engine_failures += 1
+        lifecycle, num = self._lifecycle, self._num_engine_failures
+        of_a_group = lifecycle.config.rollouts_per_group
+        of_a_step = lifecycle.config.groups_per_step * of_a_group
+        at_once = min(of_a_step, lifecycle.scheduler.max_running or of_a_step)
+        if num > max(self._max_failures - 1, 1) * max(len(lifecycle.running()), at_once, 2 * of_a_group):
+            raise ValueError(
+                f"the engine failed {num} times in a row, at whatever it was asked; the last error is: {why}."
+                " Go on with --resume once it works"
+            )
 
     def on_complete(self) -> None:
         """All rollouts of a group are finished."""
-        self._num_stalled = 0
+        self._num_given_up = 0
 
     def on_ready(self) -> None:
         self._num_failed = self._num_filtered = 0
@@ -69,12 +93,12 @@ class Patience:
             " filters.give_up_after_steps, or loosen [filters], and go on with --resume. The answers are in rollouts/"
         )
 
-    def on_stalled(self) -> None:
-        """The watchdog had a group dropped. ValueError where the engine finishes nothing in between."""
-        self._num_stalled += 1
-        if self._num_stalled >= self._lifecycle.config.groups_per_step * _MAX_FAILED_STEPS:
+    def on_given_up(self) -> None:
+        """A group was dropped for a rollout that stalled or failed. ValueError where none is finished in between."""
+        self._num_given_up += 1
+        if self._num_given_up >= self._lifecycle.config.groups_per_step * _MAX_FAILED_STEPS:
             raise ValueError(
-                f"watchdog: the last {self._num_stalled} groups were dropped because a rollout stalled, and none was"
-                " finished in between: the engine seems to hang. Go on with --resume once it works; raise"
-                " watchdog.rollout_timeout_s if it is only slow"
+                f"watchdog: the last {self._num_given_up} groups were dropped because the engine stalled or failed at a"
+                " rollout, and none was finished in between: the engine seems to hang. Go on with --resume once it"
+                " works; raise watchdog.rollout_timeout_s if it is only slow"
             )

@@ -37,6 +37,6 @@ class Requests:
             stop_repetition_tokens=self.config.stop_repetition_tokens,
         )
 
-    def nothing_for(self, rollout: Rollout, policy_version: int) -> list[Segment]:
+    def nothing_for(self, rollout: Rollout) -> list[Segment]:
         """An answer without a token, as of an interruption: the rollout goes on from what it has."""
-        return [Segment.nothing(policy_version, self.sampling_of(rollout), rollout.num_tokens)]
+        return [Segment.nothing(self.sampling_of(rollout), rollout.num_tokens)]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -120,8 +119,7 @@ class Watchdog:
         self._any_token = 0.0  # when a token of any rollout was last seen
         self._due = math.inf
         self._stood_still = 0.0  # seconds in which nobody could look: they count for nobody
-        self._refused: Counter[str] = Counter()  # answers, by rollout id
-        self._counts = dict.fromkeys(("stalled_rollouts", "stalled_rewards", "redispatched", "refused_answers"), 0)
+        self._counts = dict.fromkeys(("stalled_rollouts", "stalled_rewards", "redispatched"), 0)
 
     @property
     def is_on(self) -> bool:
@@ -160,12 +158,6 @@ class Watchdog:
         """Its `extend` returned, or nobody waits for it any more; it has `num_tokens` now."""
         self._see(rollout_id, self._extends.pop(rollout_id), num_tokens, now - self._stood_still)
 
-    def on_refused(self, rollout_id: str) -> bool:
-        """The engine's answer cannot be what comes next. Whether that was once too often: its group must be dropped."""
-        self._counts["refused_answers"] += 1
-        self._refused[rollout_id] += 1
-        return self._refused[rollout_id] >= self.config.max_stalls
-
     def on_score(self, group_id: int, now: float, key: int | str | None = None) -> None:
         """A scoring begins, or begins again: then it is the newest.
 
@@ -183,7 +175,6 @@ class Watchdog:
         """They left the system."""
         for rollout_id in rollout_ids:
             self._stalls.pop(rollout_id, None)
-            self._refused.pop(rollout_id, None)
 
     def clear(self) -> None:
         """Nothing is in flight any more, and nobody looks until the next `pause`."""

@@ -88,12 +88,7 @@ METRICS: list[Metric] = [
         "watchdog/stalled_rollouts", "counter", "rollouts", "Times that a rollout stalled (watchdog.rollout_timeout_s)."
     ),
     Metric("watchdog/stalled_rewards", "counter", "groups", "Scorings that stalled (watchdog.reward_timeout_s)."),
-    Metric(
-        "watchdog/redispatched",
-        "counter",
-        "",
-        "Of these, rollouts that were continued and scorings that were repeated.",
-    ),
+    Metric("watchdog/redispatched", "counter", "", "Of these, rollouts continued and scorings repeated."),
     Metric(
         "watchdog/refused_answers",
         "counter",
@@ -337,6 +332,7 @@ METRICS: list[Metric] = [
     Metric("engine/flops", "counter", "FLOP", "Model FLOPs computed; what a step added is perf/generate_flops."),
     Metric("engine/restarts", "counter", "processes", "Engine processes that died and were started again."),
     Metric("engine/empty_answers", "counter", "", "Answers without a token to rollouts that nobody interrupted."),
+    Metric("engine/failed_extends", "counter", "", "Extensions that ended in an error, each tried again or given up."),
     Metric("engine/preemptions", "counter", "rollouts", "Rollouts preempted for KV memory."),
     Metric("kv/stale_prefix_tokens", "counter", "tokens", "Tokens served from KV of older weights."),
     Metric("kv/kept_tokens", "counter", "tokens", "Tokens of resumed rollouts with reused KV."),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
+import sys
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from rollover.files import check_output_file
 from rollover.rewards.answers import reference_answer
 from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.rewards.registry import answer_of
+from rollover.rollout.asker import Asker
 from rollover.rollout.watchdog import Watchdog
 from rollover.track.answers import Answer, print_worst, summary_of, worst, write_answers
 from rollover.track.live import decimal
@@ -25,6 +27,10 @@ from rollover.track.statistics import parts_of
 from rollover.types import SamplingParams, Segment, Task, rollout_seed
 
 _Result = TypeVar("_Result")
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,10 @@ async def evaluate(
     tokenizer: Any,
     config: Config,
     stop_token_ids: frozenset[int],
+    say: Callable[[str], None] = _to_stderr,
 ) -> dict[str, Any]:
     """Answer, score and summarise: see `summarised`. ValueErrors as `answers_of`."""
-    return summarised(await answers_of(held_out, engine, rewarder, tokenizer, config, stop_token_ids), config)
+    return summarised(await answers_of(held_out, engine, rewarder, tokenizer, config, stop_token_ids, say), config)
 
 
 def summarised(answers: Sequence[Answer], config: Config) -> dict[str, Any]:
@@ -78,13 +85,15 @@ async def answers_of(
     tokenizer: Any,
     config: Config,
     stop_token_ids: frozenset[int],
+    say: Callable[[str], None] = _to_stderr,
 ) -> list[Answer]:
-    """eval.samples_per_task answers to every task, scored; in the order of the tasks.
+    """eval.samples_per_task answers to every task, scored; in the order of the tasks. `say` prints a line.
 
-    ValueError if a rollout or a task's scoring stalls ([watchdog]).
+    ValueError if a rollout or a task's scoring stalls, or the engine fails at a rollout again and again ([watchdog]).
     """
     cfg = config.eval
     watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(cfg.samples_per_task))
+    asker = Asker(engine, config.watchdog, say)
     clock = asyncio.get_running_loop().time
     sampling = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
 
@@ -96,7 +105,7 @@ async def answers_of(
         async def one(sibling: int) -> list[Segment]:
             rollout_id = f"eval-{index}-{sibling}"
             watchdog.on_start(rollout_id, index, 0, clock())
-            segments = await engine.extend(
+            segments = await asker.extend(
                 ExtendRequest(
                     rollout_id=rollout_id,
                     prompt_ids=prompt,
@@ -111,7 +120,7 @@ async def answers_of(
             watchdog.on_end(rollout_id, sum(map(len, segments)), clock())
             return segments
 
-        rollouts = await asyncio.gather(*[one(s) for s in range(cfg.samples_per_task)])
+        rollouts = await _together([one(s) for s in range(cfg.samples_per_task)])
         ids = [tuple(int(t) for s in segments for t in s.token_ids) for segments in rollouts]
         texts = [tokenizer.decode(i, skip_special_tokens=True) for i in ids]
         watchdog.on_score(index, clock())
@@ -136,10 +145,20 @@ async def answers_of(
         ]
 
     async def all_tasks() -> list[Answer]:
-        tasks = await asyncio.gather(*[one_task(i) for i in range(len(held_out.tasks))])
+        tasks = await _together([one_task(i) for i in range(len(held_out.tasks))])
         return [answer for of_task in tasks for answer in of_task]
 
     return await _unless_it_stalls(all_tasks(), engine, watchdog)
+
+
+async def _together(work: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Their results. Where one fails the others are ended."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _unless_it_stalls(evaluation: Coroutine[Any, Any, _Result], engine: Engine, watchdog: Watchdog) -> _Result:

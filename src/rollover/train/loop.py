@@ -318,7 +318,7 @@ class Run:
                 result = await self.stop.unless_requested(
                     evaluate(
                         self.held_out, parts.engine, parts.observed, parts.loaded.tokenizer, config,
-                        parts.stop_token_ids,
+                        parts.stop_token_ids, self.view.message,
                     )
                 )  # fmt: skip
         except ValueError as error:

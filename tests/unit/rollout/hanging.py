@@ -27,6 +27,7 @@ def short(seed: int) -> int:
 
 def watchdog(**changes: float) -> Watchdog:
     values = {"rollout_timeout_s": LIMIT_S, "grace_s": 0.04, "reward_timeout_s": SCORING_S}
+    values |= {"max_failures": 2, "retry_s": 0.01}
     return Watchdog(WatchdogConfig.model_validate(values | changes))
 
 

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from rollover.engine.fake import FakeEngine
+from rollover.engine.protocol import EngineDied
 from rollover.rollout.lifecycle import EventKind
 from rollover.types import Group, Reward, Rollout, RolloutState, StopReason
 from unit.rollout.run import (
@@ -112,15 +113,15 @@ class FailingEngine(FakeEngine):
         if request.rollout_id == "1-1":
             for _ in range(5):
                 await asyncio.sleep(0)
-            raise RuntimeError("out of memory")
+            raise EngineDied("out of memory")
         return await super().extend(request)
 
 
-def test_a_failing_engine_propagates_and_leaves_a_balanced_cache() -> None:
+def test_an_engine_that_ends_propagates_and_leaves_a_balanced_cache() -> None:
     run = Run(engine=FailingEngine(lambda seed: 30))
 
     async def fail() -> None:
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(EngineDied, match="out of memory"):
             await run.driver.collect(0)
         for _ in range(3):
             await asyncio.sleep(0)  # the fake engine's own loop ends once nothing runs

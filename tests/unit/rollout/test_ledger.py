@@ -57,6 +57,8 @@ def test_accounts_and_metrics() -> None:
         "rollouts/resumed": 1,
         "dropped/baseline/groups": 0,
         "dropped/baseline/tokens": 0,
+        "dropped/failed/groups": 0,
+        "dropped/failed/tokens": 0,
         "dropped/filtered/groups": 0,
         "dropped/filtered/tokens": 0,
         "dropped/masked/groups": 0,

@@ -24,6 +24,7 @@ def segment(num: int, start: int | None, version: int = 0, stop: StopReason = St
         ([segment(3, 5), segment(1, 8)], None),
         ([segment(2, None), segment(2, None)], None),
         ([segment(0, 5)], None),
+        ([], "it has no segment"),
         ([segment(5, 5, stop=StopReason.LENGTH)], None),
         ([segment(4, 0)], "it begins with token 0, and token 5 comes next"),
         ([segment(2, 6)], "it begins with token 6, and token 5 comes next"),
@@ -99,17 +100,18 @@ def test_an_answer_that_belongs_to_an_earlier_extension_is_refused_and_the_rollo
     assert ids([batch]) == [[0, 1]]
     rollout = batch[0].rollouts[1]
     assert rollout.token_ids() == uninterrupted_tokens(rollout, 40, short)
-    refused = "the engine's answer for rollout 0-1 is refused, as it begins with token 0, and token 3 comes next"
-    assert_said(run, r"watchdog: rollout 0-1 \(running, .*", f"{refused}: it goes on from its 3 tokens")
-    assert run.driver.watchdog.stats()["watchdog/refused_answers"] == 1
+    refused = "its answer is refused, as it begins with token 0, and token 3 comes next"
+    failed = rf"the engine failed at rollout 0-1 \({refused}\): it is asked again in 0.01 s"
+    assert_said(run, r"watchdog: rollout 0-1 \(running, .*", failed)
+    assert run.driver.asker.stats()["watchdog/refused_answers"] == 1
 
 
 def test_a_rollout_whose_answers_are_refused_again_and_again_is_dropped() -> None:
     run = Run(engine=Repeats("0-1", times=99), watchdog=watchdog())
     assert ids(steps(run, 1)) == [[1, 2]]
-    assert run.ledger.dropped[DropReason.STALLED].groups == 1
-    assert run.said[-1].endswith("token 3 comes next: its group is dropped (stalled)")
-    assert run.driver.watchdog.stats()["watchdog/refused_answers"] == 2
+    assert run.ledger.dropped[DropReason.FAILED].groups == 1
+    assert run.said[-1].endswith("token 3 comes next): its group is dropped (failed)")
+    assert run.driver.asker.stats()["watchdog/refused_answers"] == 2
 
 
 def test_what_the_engine_says_of_an_earlier_extension_is_not_salvaged() -> None:
@@ -143,8 +145,10 @@ def test_an_engine_whose_log_probs_are_nan_loses_the_answer_and_not_the_run() ->
     run = Run(engine=Breaks("none"), watchdog=watchdog())
     (batch,) = steps(run, 1)
     assert ids([batch]) == [[0, 1]] and not any(r.why_not_sampled() for g in batch for r in g.rollouts)
-    assert_said(run, "the engine's answer for rollout 0-1 is refused, as its token 0 has the log-prob nan, .*")
-    assert run.driver.watchdog.stats()["watchdog/refused_answers"] == 1
+    assert_said(
+        run, r"the engine failed at rollout 0-1 \(its answer is refused, as its token 0 has the log-prob nan, .*"
+    )
+    assert run.driver.asker.stats()["watchdog/refused_answers"] == 1
     run.check()
 
 
@@ -171,5 +175,5 @@ def test_an_answer_beyond_the_budget_does_not_end_the_run() -> None:
     run = Run(engine=Overruns("none"), watchdog=watchdog())
     assert ids(steps(run, 1)) == [[0, 1]]
     assert_said(
-        run, "the engine's answer for rollout 0-0 .* it has 41 tokens, and the rollout may get 40: it goes on .*"
+        run, r"the engine failed at rollout 0-0 \(.* it has 41 tokens, and the rollout may get 40\): it is asked .*"
     )

@@ -66,7 +66,6 @@ def test_the_steps_of_a_rollout_that_never_moves() -> None:
         "watchdog/stalled_rollouts": 1,
         "watchdog/stalled_rewards": 0,
         "watchdog/redispatched": 1,
-        "watchdog/refused_answers": 0,
     }
 
 

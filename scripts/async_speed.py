@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -40,6 +41,7 @@ import tiny  # noqa: E402
 from rollover.config.load import load_config  # noqa: E402
 from rollover.engine import process_worker  # noqa: E402
 from rollover.engine.protocol import ExtendRequest, WeightLoad  # noqa: E402
+from rollover.processes import die_with  # noqa: E402
 from rollover.train.loop import Run  # noqa: E402
 from rollover.types import Segment, StopReason  # noqa: E402
 
@@ -140,12 +142,12 @@ class Sleeping:
         self.interrupt()
 
 
-def serve(token_s: str, *arguments: str) -> None:
+def serve(parent: str, token_s: str, *arguments: str) -> None:
     """The engine's process: the product's worker over a Sleeping engine."""
+    die_with(int(parent))
     Sleeping.token_s = float(token_s)
-    sys.argv[1:] = arguments
     with mock.patch.object(process_worker, "EmbeddedEngine", Sleeping):
-        process_worker.main()
+        process_worker.main(*arguments)
 
 
 @contextlib.contextmanager
@@ -156,7 +158,7 @@ def engine_elsewhere(token_s: float) -> Iterator[None]:
     def start(command: list[str], **options: Any) -> subprocess.Popen:
         if (worker := "rollover.engine.process_worker") in command:
             words = command[command.index(worker) + 1 :]
-            command = [sys.executable, str(Path(__file__).resolve()), WORKER, str(token_s), *words]
+            command = [sys.executable, str(Path(__file__).resolve()), WORKER, str(os.getpid()), str(token_s), *words]
         return popen(command, **options)
 
     with mock.patch.object(subprocess, "Popen", start):

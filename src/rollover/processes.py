@@ -1,5 +1,8 @@
 """Child processes: how one of ours is started, and that neither it nor what it starts outlives its parent.
 
+A child is `python -m rollover.processes PARENT_PID BINDING MODULE ARGUMENT...`: it is bound to its parent first, and
+only then imports MODULE, which may take seconds, and calls its `main`.
+
 `keep` puts a process of its own, the keeper, between a child of ours that runs foreign code and us:
 
     trainer ──▶ keeper ──fork──▶ child ──▶ whatever its code starts
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import resource
 import select
@@ -21,15 +25,20 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_POLL_PARENT_S = 0.5
+_POLL_S = 0.5
+_MAX_STOPPED_POLLS = 6
 _KILL_LIMIT_S = 5.0
 _KILL_PAUSE_S = 0.002
 
 
-def child_command(module: str, *arguments: object) -> list[str]:
-    """The command line of `module` in a child: its first argument is this process's id, for `die_with`."""
+def child_command(module: str, *arguments: object, kept: bool = False) -> list[str]:
+    """The command line of a child that calls `module`'s main with `arguments`, as strings. It dies with this process.
+
+    `kept`: what it starts does so too, see `keep`.
+    """
+    binding = "keep" if kept else "die_with"
     # -P: a json.py in the working directory must not replace the standard library's in our own imports.
-    return [sys.executable, "-P", "-m", module, *map(str, (os.getpid(), *arguments))]
+    return [sys.executable, "-P", "-m", "rollover.processes", str(os.getpid()), binding, module, *map(str, arguments)]
 
 
 def child_environment(**defaults: str) -> dict[str, str]:
@@ -39,13 +48,19 @@ def child_environment(**defaults: str) -> dict[str, str]:
     return {**defaults, **os.environ, "PYTHONPATH": path}
 
 
+def main(parent: str, binding: str, module: str, *arguments: str) -> None:
+    """What a child does, from its first moment on."""
+    {"keep": keep, "die_with": die_with}[binding](int(parent))
+    importlib.import_module(module).main(*arguments)
+
+
 def die_with(parent: int) -> None:
     """SIGKILL this process when `parent` dies: by the kernel on Linux, by a thread that watches getppid anywhere."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(_POLL_PARENT_S)
+            time.sleep(_POLL_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -56,26 +71,29 @@ def keep(parent: int) -> None:
 
     When the child ends, when `parent` dies or when it gets SIGTERM, the keeper kills what is left of the child and of
     all that descends from it, wherever that has gone (its own session, its own group, orphans), and ends as the child
-    did. On other systems than Linux it knows the child's process group only. Call it before any thread is started.
+    did. A child that was stopped, and does not go on within some seconds, it kills. On other systems than Linux it
+    knows the child's process group only. Call it before any thread is started.
     """
     woken, wake = os.pipe()
     os.set_blocking(woken, False)
     os.set_blocking(wake, False)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)  # wakes the keeper through its pipe
+    # They wake the keeper through its pipe. SIGCONT comes when `parent` dies: it reaches a keeper that is stopped.
+    wakers = (signal.SIGTERM, signal.SIGCHLD, signal.SIGCONT)
+    for number in wakers:
+        signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wake)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     keeper, child = os.getpid(), os.fork()
     if child == 0:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGCHLD):
+        for number in wakers:
             signal.signal(number, signal.SIG_DFL)
         for end in (woken, wake):
             os.close(end)
         os.setpgid(0, 0)  # what it sends to its own group must not reach the keeper
         die_with(keeper)
         return
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     with open(os.devnull, "r+b") as null:  # its pipes are the child's
         for standard in (0, 1):
             os.dup2(null.fileno(), standard)
@@ -88,12 +106,25 @@ def keep(parent: int) -> None:
 
 def _wait_for(child: int, parent: int, woken: int) -> int | None:
     """The child's exit status; None if `parent` died, or this process was told to end."""
+    stopped_by, polls = 0, 0
     while os.getppid() == parent:
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # it, or an orphan that was adopted
-            if ended[0] == child:
-                return ended[1]
-        if select.select([woken], [], [], _POLL_PARENT_S)[0] and signal.SIGTERM in os.read(woken, 2**12):
-            return None
+        while (told := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:  # of it, or an adopted orphan
+            pid, status = told
+            if pid == child and os.WIFSTOPPED(status):
+                stopped_by, polls = os.WSTOPSIG(status), 0
+            elif pid == child and os.WIFCONTINUED(status):
+                stopped_by = 0
+            elif pid == child:
+                return status
+        if select.select([woken], [], [], _POLL_S)[0]:
+            if signal.SIGTERM in os.read(woken, 2**12):
+                return None
+        elif stopped_by:
+            polls += 1  # not seconds: where the keeper was stopped with its child, they go on together
+            if polls == _MAX_STOPPED_POLLS:
+                name = signal.Signals(stopped_by).name
+                os.write(2, f"rollover: process {child} was stopped ({name}) and does not go on: killed\n".encode())
+                os.kill(child, signal.SIGKILL)
     return None
 
 
@@ -138,3 +169,7 @@ def _end_as(status: int | None) -> None:
 def _prctl(option: int, value: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

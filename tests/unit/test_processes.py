@@ -1,21 +1,27 @@
-"""How a child process of ours is started."""
+"""How a child process of ours is started, and that it ends with its parent, stopped or not."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from rollover.processes import child_command, child_environment
+from unit.rewards.children import alive, wait_until_dead
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
 
-def test_a_child_knows_its_parent_and_gets_words() -> None:
-    command = child_command("rollover.rewards.worker", "/base", 7)
-    assert command == [sys.executable, "-P", "-m", "rollover.rewards.worker", str(os.getpid()), "/base", "7"]
+@pytest.mark.parametrize(("kept", "binding"), [(False, "die_with"), (True, "keep")])
+def test_a_child_is_bound_to_its_parent_and_gets_words(kept: bool, binding: str) -> None:
+    command = child_command("rollover.rewards.worker", "/base", 7, kept=kept)
+    begin = [sys.executable, "-P", "-m", "rollover.processes", str(os.getpid()), binding]
+    assert command == [*begin, "rollover.rewards.worker", "/base", "7"]
 
 
 @pytest.mark.parametrize(("ours", "path"), [(None, SOURCE), ("/mine", os.pathsep.join((SOURCE, "/mine")))])
@@ -33,3 +39,51 @@ def test_a_variable_that_is_set_wins_over_a_default(monkeypatch: pytest.MonkeyPa
     assert child_environment(OMP_NUM_THREADS="1")["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert child_environment(OMP_NUM_THREADS="1")["OMP_NUM_THREADS"] == "3"
+
+
+# A module that is never done with its import. The keeper of one that is kept is stopped with it, or it would kill it.
+NEVER_IMPORTED = """
+import os, signal, sys
+from pathlib import Path
+Path("pids").write_text(f"{os.getpid()} {os.getppid()}")
+if "keep" in sys.argv:
+    os.kill(os.getppid(), signal.SIGSTOP)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+PARENT = """
+import subprocess, sys, time
+from rollover.processes import child_command, child_environment
+kept = sys.argv[1] == "kept"
+subprocess.Popen(child_command("never_imported", kept=kept), env=child_environment(), start_new_session=True)
+time.sleep(600)
+"""
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no signal reaches what is stopped")
+@pytest.mark.parametrize("how", ["kept", "not kept"])
+def test_a_child_that_is_stopped_while_it_imports_dies_with_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "never_imported.py").write_text(NEVER_IMPORTED)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([SOURCE, str(tmp_path)]))
+    pids: list[int] = []
+    with subprocess.Popen([sys.executable, "-c", PARENT, how]) as parent:
+        try:
+            deadline = time.monotonic() + 60
+            while not (len(pids) == 2 and all(map(is_stopped, pids if how == "kept" else pids[:1]))):
+                assert time.monotonic() < deadline and parent.poll() is None
+                time.sleep(0.02)
+                if (tmp_path / "pids").exists():
+                    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+            assert how == "kept" or pids.pop() == parent.pid
+            parent.send_signal(signal.SIGKILL)
+            assert wait_until_dead(pids, 20)
+        finally:
+            parent.kill()
+            for pid in filter(alive, pids):
+                os.kill(pid, signal.SIGKILL)

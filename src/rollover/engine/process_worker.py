@@ -1,7 +1,4 @@
-"""The engine process: `python -m rollover.engine.process_worker PARENT_PID CONTROL_FD`.
-
-Runs one EmbeddedEngine for its parent (engine/child.py describes the channels). Dies with its parent.
-"""
+"""The engine process: runs one EmbeddedEngine for its parent (engine/child.py starts it, and has the channels)."""
 
 from __future__ import annotations
 
@@ -24,16 +21,14 @@ from rollover.engine.weights_file import aligned
 from rollover.engine.wire import Channel, requests_from_json, segment_to_json
 from rollover.models.allocator import keep_freed_memory
 from rollover.models.load import engine_device, load_model
-from rollover.processes import die_with
 
 
-def main() -> None:
-    parent, control_fd = (int(word) for word in sys.argv[1:3])
-    die_with(parent)
+def main(control_fd: str) -> None:
+    """Serve until the requests on the standard input end. `control_fd`: its end of the control channel, a number."""
     replies = os.dup(1)
     os.dup2(2, 1)  # what a library prints must not be taken for a reply
     keep_freed_memory()
-    control = Channel(socket.socket(fileno=control_fd))
+    control = Channel(socket.socket(fileno=int(control_fd)))
     first = control.receive()
     torch.set_num_threads(first["threads"])
     config = Config.model_validate(first["config"])
@@ -139,7 +134,3 @@ class _Worker:
         for name, dtype, shape, offset in table:
             count = math.prod(shape)
             yield name, torch.frombuffer(memory, dtype=getattr(torch, dtype), count=count, offset=offset).view(shape)
-
-
-if __name__ == "__main__":
-    main()

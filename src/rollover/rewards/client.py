@@ -254,7 +254,7 @@ class RewardWorker:
     async def _start(self) -> None:
         self._last_sign = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
-            *child_command("rollover.rewards.worker", self.base_dir, int(self.config.memory_gb * 1e9)),
+            *child_command("rollover.rewards.worker", self.base_dir, int(self.config.memory_gb * 1e9), kept=True),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(OMP_NUM_THREADS="1"),  # the trainer owns the cores

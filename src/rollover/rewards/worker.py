@@ -1,9 +1,8 @@
-"""The reward worker: `python -m rollover.rewards.worker PARENT_PID BASE_DIR MEMORY_BYTES`. Runs reward functions.
+"""The reward worker: runs reward functions, in a kept child process (processes.py; rewards/client.py starts it).
 
-Owns the child's end of the protocol (JSON lines, never pickle; rewards/wire.py), its memory limit, and the rule that
-it dies with its parent and all that it started with it (processes.keep). Functions run in the main thread, so they may
-use signal.alarm. It never limits time: the parent kills it. A copy of it that a function forked, and that comes back
-out of the function, ends there.
+Owns the child's end of the protocol (JSON lines, never pickle; rewards/wire.py) and its memory limit. Functions run in
+the main thread, so they may use signal.alarm. It never limits time: the parent kills it. A copy of it that a function
+forked, and that comes back out of the function, ends there.
 
     in   {"op": "load", "spec"}                    out  {"pid", "mode": "each" | "together" | "batch"} | a failure
     in   {"op": "score", "spec", "items": [...]}   out  each, together: a line for each item as it is scored,
@@ -27,18 +26,16 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from rollover.functions import explained
-from rollover.processes import keep
 from rollover.rewards.registry import Item, LoadedReward, load_reward, runner
 from rollover.rewards.wire import line_of
 
 _MAX_ERROR_CHARS = 2000
 
 
-def main() -> None:
-    parent, base_dir, memory_bytes = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    keep(parent)
-    if memory_bytes:
-        _limit_memory(memory_bytes)
+def main(base_dir: str, memory_bytes: str) -> None:
+    """Serve on the standard input and output. `memory_bytes`: 0 is no limit."""
+    if limit := int(memory_bytes):
+        _limit_memory(limit)
     # User code may print and read: the protocol gets private descriptors, its fd 1 is stderr and its fd 0 is empty.
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -121,7 +118,3 @@ def _limit_memory(num_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-if __name__ == "__main__":
-    main()

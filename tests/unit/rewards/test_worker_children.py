@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from rollover.config import RewardsConfig
 from rollover.rewards.client import RewardWorker
 from rollover.rewards.protocol import ScoreRequest
-from rollover.types import Task
+from rollover.types import Reward, Task
 from unit.rewards.children import LIMIT, alive, skipping, wait_until_dead
 
 FUNCTIONS = """
@@ -153,3 +154,24 @@ def test_closing_waits_for_the_end_that_a_cancelled_call_has_begun() -> None:
         return keeper.is_running()  # also where nobody has reaped it
 
     assert not asyncio.run(stop())
+
+
+def test_a_worker_that_is_stopped_while_it_loads_is_replaced(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By its keeper, within seconds: the limit of a load is long, as imports may be slow."""
+    (folder / "stops.py").write_text(
+        "import os, signal\nif not os.path.exists('once'):\n    open('once', 'w').close()\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "def f(completions, **_): return [1.0] * len(completions)\n"
+    )
+
+    async def run() -> tuple[list[Reward], dict[str, float]]:
+        worker = RewardWorker(RewardsConfig.model_validate({"retries": 1, "startup_timeout_s": 1000.0}))
+        try:
+            rewards = await worker.score([ScoreRequest(Task("t", "s", "stops.py:f", prompt="p"), "a")])
+            return rewards, worker.stats()
+        finally:
+            await worker.close()
+
+    (reward,), stats = asyncio.run(asyncio.wait_for(run(), 100))
+    assert reward.score == 1 and (stats["rewards/crashes"], stats["rewards/retries"]) == (1, 1)
+    assert "was stopped (SIGSTOP) and does not go on: killed" in capfd.readouterr().err

@@ -6,6 +6,7 @@ import signal
 import time
 from contextlib import asynccontextmanager
 
+import psutil
 import pytest
 
 from rollover.config import RewardsConfig
@@ -261,6 +262,12 @@ def until(condition):
         time.sleep(0.005)
 
 
+def resting(pool):
+    """Whether its first worker waits for something: what it had to say before that is said."""
+    process = psutil.Process(pool.health()[0].pid)
+    return lambda: process.status() == psutil.STATUS_SLEEPING
+
+
 def test_a_reply_that_came_while_the_event_loop_stood_still_is_in_time(folder):
     async def run():
         async with pool_of(1, **LIMIT) as pool:
@@ -269,7 +276,7 @@ def test_a_reply_that_came_while_the_event_loop_stood_still_is_in_time(folder):
                 await asyncio.sleep(0.005)
             (folder / "go").touch()
             until((folder / "done").exists)
-            time.sleep(0.3)  # what is done is told at once
+            until(resting(pool))  # it has told what it has done
             asyncio.get_running_loop().skip(150)
             return await call, pool.stats()["rewards/timeouts"]
 
@@ -286,7 +293,7 @@ def test_a_sample_that_began_while_the_event_loop_stood_still_has_its_own_time(f
                 await asyncio.sleep(0.005)
             (folder / "go").touch()
             until((folder / "half").exists)
-            time.sleep(0.3)
+            until(resting(pool))
             asyncio.get_running_loop().skip(150)
             await asyncio.sleep(0.3)  # the limit of a call that is seen as one is over
             assert not call.done()
@@ -304,7 +311,7 @@ def test_what_hangs_while_the_event_loop_stands_still_is_ended_when_it_goes_on(f
             while not (folder / "begun").exists():
                 await asyncio.sleep(0.005)
             until((folder / "hangs").exists)
-            time.sleep(0.3)
+            until(resting(pool))
             asyncio.get_running_loop().skip(150)
             return await call
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import itertools
 import os
 import re
 import sys
@@ -38,11 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     parser = build_parser()
     rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv, parser)
-    args, unknown = parser.parse_known_args(rest)
-    if unknown:
-        from rollover.config.suggest import unknown_flags
-
-        args.parser.error(unknown_flags(unknown, re.findall(r"--[a-z-]+", args.parser.format_usage())))
+    args = parser.parse_args(rest)
     try:
         return args.verb(args, overrides)
     except KeyboardInterrupt:
@@ -83,6 +80,23 @@ def split_overrides(argv: Sequence[str], parser: argparse.ArgumentParser) -> tup
     return rest, overrides
 
 
+class _Verb(argparse.ArgumentParser):
+    """One verb's arguments. An option that there is not is told first: what it was meant to give is missing."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        options = [*re.findall(r"--[a-z-]+", self.format_usage()), "--help"]
+        words = list(itertools.takewhile(lambda word: word != "--", args or ()))
+        flags = [word.partition("=")[0] for word in words if word.startswith("--") and " " not in word]
+        unknown = [flag for flag in flags if flag not in options]
+        if not unknown:
+            namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            from rollover.config.suggest import unknown_flags
+
+            self.error(unknown_flags(unknown, options, keys=self.epilog == _OVERRIDES))
+        return namespace, unknown
+
+
 def build_parser() -> argparse.ArgumentParser:
     """All verbs and their options. Each verb's function is `args.verb(args, overrides) -> exit code`."""
     parser = argparse.ArgumentParser(
@@ -91,13 +105,13 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"rollover {rollover.__version__}")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=_Verb)
 
     def verb(
         name: str, run, about: str, *, files: str | None = "+", epilog: str | None = _OVERRIDES
     ) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=about, description=about, epilog=epilog, allow_abbrev=False)
-        sub.set_defaults(verb=run, parser=sub)
+        sub.set_defaults(verb=run)
         if files:
             text = "configuration; later files override earlier ones"
             sub.add_argument("files", nargs=files, metavar="FILE.toml", type=Path, help=text)

@@ -177,6 +177,35 @@ def test_wrong_arguments_exit_2(capsys, args, message):
     assert message in capsys.readouterr().err
 
 
+def options_of(verb: argparse.ArgumentParser) -> list[str]:
+    return [word for action in verb._actions for word in action.option_strings if word.startswith("--")]
+
+
+@pytest.mark.parametrize(
+    ("verb", "flag"), [(name, flag) for name, v in verbs_of(cli.build_parser()).items() for flag in options_of(v)]
+)
+def test_a_slip_in_any_option_of_a_verb_suggests_it_first(
+    capsys: pytest.CaptureFixture[str], verb: str, flag: str
+) -> None:
+    """Also where the verb then lacks what it needs, and where the option's value looks like another argument."""
+    slips = {flag[:i] + flag[i + 1 :] for i in range(3, len(flag))} | {flag[:3] + flag[2:]}
+    for slip in sorted(slips):
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main([verb, slip, "x"])
+        assert exit_info.value.code == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"rollover {verb}: error: unknown option {slip}. Did you mean {flag}"), error
+
+
+def test_what_begins_like_an_option_but_is_a_text_is_one(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    prompts = []
+    answer = lambda resolved, prompt, num: prompts.append(prompt) or 0  # noqa: E731
+    fake(monkeypatch, "rollover.train.evaluate", run_sample=answer)
+    assert cli.main(["sample", recipe, "--prompt", "--promt is a typo of?"]) == 0
+    assert cli.main(["sample", recipe, "--prompt=--promt"]) == 0
+    assert prompts == ["--promt is a typo of?", "--promt"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -1,7 +1,7 @@
 """Messages about what a configuration names wrongly: which table, key or flag was meant.
 
-Owns the rule of what is alike: a table is compared with tables, a key first with those of its own table; what resembles
-nothing is told so, because a far guess is worse than none.
+Owns the rule of what is alike: a table is compared with tables, a key first with those of its own table, an option
+first with those of its own verb; what resembles nothing is told so, because a far guess is worse than none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ _IN_ITS_TABLE = 0.65
 _ELSEWHERE = 0.8
 _TABLE = 0.75
 _FLAG = 0.75
+_OF_ANY_TABLE = {"name", "path", "dir", "size"}  # without its table such a word says nothing
+_FEW_KEYS = 10
 ALL_KEYS = "`rollover config FILE.toml` prints every key with its doc"
 
 
@@ -32,14 +34,19 @@ def unknown_table(key: str) -> str:
 
 def unknown_key(key: str) -> str:
     """The message of a key that there is not: with the nearest in its own table, else the same name in another."""
+    table, _, name = key.rpartition(".")
+    for array, info in leaves():
+        if (row := row_of(info.annotation)) and array.rpartition(".")[0] == table and name in row.model_fields:
+            return f"unknown key {key}. Did you mean {name} in [[{array}]]?"
     index = re.search(r"\.(\d+)(?:\.|$)", key)
     near = near_keys(key, names((int(index[1]),) if index else ()))
     if near:
         return f"unknown key {key}. Did you mean {' or '.join(near)}?"
-    table = key.partition(".")[0]
-    if table == key and (near := _near(key, Config.model_fields, _TABLE)):
+    if not table and (near := _near(key, Config.model_fields, _TABLE)):
         return f"unknown key {key}. Did you mean the table [{near[0]}]?"
-    return f"unknown key {key}, and none is like it. {ALL_KEYS}"
+    own = [last for of, _, last in (known.rpartition(".") for known in names()) if table and of == table]
+    hint = f"[{table}] has {', '.join(own)}" if 0 < len(own) <= _FEW_KEYS else ALL_KEYS
+    return f"unknown key {key}, and none is like it. {hint}"
 
 
 def near_keys(key: str, known: Collection[str]) -> list[str]:
@@ -53,27 +60,30 @@ def near_keys(key: str, known: Collection[str]) -> list[str]:
         table = next(iter(_near(table, by_table, _TABLE)), table)
     for owner in (table,) if table in by_table else ():
         found = [name] if name in by_table[owner] else _near(name, by_table[owner], _IN_ITS_TABLE)
-        if found:
+        found = found or [last for last in by_table[owner] if name in last.split("_")]
+        if 0 < len(found) <= 2:
             return [f"{owner}.{last}" if owner else last for last in found]
     same = [full for full in known if full.rpartition(".")[2] == name]
     if same:
-        return same[:2]
+        return [] if table and name in _OF_ANY_TABLE else same[:2]
     near = _near(name, {full.rpartition(".")[2] for full in known}, _ELSEWHERE)
     return [full for last in near for full in known if full.rpartition(".")[2] == last][:2]
 
 
-def unknown_flags(words: Iterable[str], options: Collection[str]) -> str:
-    """The message of command-line words that nothing takes; `options` are the verb's own."""
+def unknown_flags(words: Iterable[str], options: Collection[str], keys: bool = True) -> str:
+    """The message of command-line words that nothing takes; `options`: the verb's own; `keys`: it takes keys, too."""
     words = list(words)
     flag = next((word for word in words if word.startswith("-")), None)
     if flag is None:
         return f"unexpected arguments: {' '.join(words)}"
     flag = flag.partition("=")[0]
     near = _near(flag, options, _FLAG)
-    near = near or [f"--{key}" for key in near_keys(flag.lstrip("-").replace("-", "_"), names())]
+    if keys:
+        near = near or [f"--{key}" for key in near_keys(flag.lstrip("-").replace("-", "_"), names())]
     if near:
         return f"unknown option {flag}. Did you mean {' or '.join(near)}?"
-    return f"unknown option {flag}. {ALL_KEYS}; each can be set as --table.key VALUE"
+    has = f"{ALL_KEYS}; each can be set as --table.key VALUE" if keys else f"There are {', '.join(options)}"
+    return f"unknown option {flag}. {has}"
 
 
 def _near(name: str, known: Iterable[str], cutoff: float) -> list[str]:

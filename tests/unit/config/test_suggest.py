@@ -48,15 +48,29 @@ def test_a_table_like_no_other_gets_the_list(table: str) -> None:
         ("rollout.temp", "rollout.temperature"),
         ("temperature", "rollout.temperature or eval.temperature"),
         ("tasks.sources.0.pth", "tasks.sources.0.path"),
+        ("rollout.size", "rollout.group_size"),
+        ("eval.tasks", "eval.num_tasks"),
+        ("rewards.timeout", "rewards.timeout_s"),
+        ("engine.dtype", "model.dtype"),
+        ("train.seed", "run.seed or eval.seed"),
+        ("tasks.path", "path in [[tasks.sources]]"),
+        ("tasks.answer_column", "answer_column in [[tasks.sources]]"),
     ],
 )
 def test_a_key_is_compared_with_its_own_table_first(key: str, meant: str) -> None:
     assert unknown_key(key) == f"unknown key {key}. Did you mean {meant}?"
 
 
-@pytest.mark.parametrize("key", ["cluster", "train.xyz", "engine.gpu_memory_utilization", "a.b.c"])
+@pytest.mark.parametrize("key", ["cluster", "train.xyz", "dataset.path", "a.b.c"])
 def test_a_key_like_no_other_gets_no_guess(key: str) -> None:
     assert unknown_key(key) == f"unknown key {key}, and none is like it. {ALL_KEYS}"
+
+
+@pytest.mark.parametrize("key", ["model.name", "model.size", "model.gpu_memory_utilization"])
+def test_a_key_like_none_in_a_small_table_gets_the_keys_of_that(key: str) -> None:
+    """run.name, which has nothing but the word, would be worse than none."""
+    listed = "[model] has path, revision, dtype, device, trust_remote_code"
+    assert unknown_key(key) == f"unknown key {key}, and none is like it. {listed}"
 
 
 def test_a_slip_of_one_letter_anywhere_is_found() -> None:
@@ -88,6 +102,12 @@ def test_a_slip_in_a_table_is_found() -> None:
 )
 def test_flags_name_the_dotted_key(words: list[str], message: str) -> None:
     assert unknown_flags(words, ["--resume", "--help"]) == message
+
+
+def test_a_verb_that_takes_no_keys_is_not_told_any() -> None:
+    for flag in ("--run.seed", "--seed", "--steps"):
+        message = unknown_flags([flag], ["--perfetto", "--svg"], keys=False)
+        assert message == f"unknown option {flag}. There are --perfetto, --svg"
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,15 @@ def test_the_text_of_a_problem_has_no_case_and_no_layout() -> None:
             "of these numbers: 641, 59. Give",
         ),
         ("sentence_reordering", ["sentence: too, This, is", "sentence: is This, too,"], "sentence: is This, two,"),
+        (
+            "propositional_logic",
+            [
+                "Given:\n1. ((P ∧ Q) ∨ ¬(R ↔ P))\n.2. ¬R\n.What",
+                "Given:\n1. ¬R\n.2. (¬(P ↔ R) ∨ (Q ∧ P))\n.What",
+            ],
+            "Given:\n1. ¬R\n.2. (¬(P ↔ R) ∧ (Q ∨ P))\n.What",
+        ),
+        ("propositional_logic", ["1. ((P ∧ Q) → R)\n.W", "1. ((Q ∧ P) → R)\n.W"], "1. (R → (P ∧ Q))\n.W"),
         ("countdown", ["make 119 of: 67, 50, 20", "make 119 of: 20, 67, 50"], "make 118 of: 67, 50, 20"),
     ],
 )

@@ -24,6 +24,8 @@ _SUM = re.compile(rf"-?{_NUMBER}(?: [+-] -?{_NUMBER})+")
 _TERM = re.compile(rf"([+-]?) ?(-?)({_NUMBER})")
 _PRODUCT = re.compile(rf"-?{_NUMBER}(?: \* -?{_NUMBER})+")
 _LIST = re.compile(rf"-?{_NUMBER}(?:, -?{_NUMBER})+")
+_PREMISE = re.compile(r"(?<=\d\. ).+? (?=\.)")
+_FORMULA = re.compile(r"\(([^()]+) ([∧∨→↔]) ([^()]+)\)")
 
 
 def same_by(source: TaskSourceConfig) -> Same:
@@ -100,6 +102,24 @@ def _words_sorted(text: str) -> str:
     return " ".join(sorted(text.split()))
 
 
+def _premises_sorted(text: str) -> str:
+    """Premises have no order, nor have the operands of ∧, ∨ and ↔."""
+    ordered = iter(sorted(map(_operands_sorted, _PREMISE.findall(text))))
+    return _PREMISE.sub(lambda _: next(ordered), text)
+
+
+def _operands_sorted(formula: str) -> str:
+    """From the inside out: a formula without parentheses in it becomes a word, `[p∧q]`."""
+
+    def word(match: re.Match[str]) -> str:
+        left, operator, right = match.groups()
+        return "[" + operator.join((left, right) if operator == "→" else sorted((left, right))) + "]"
+
+    while (formula := _FORMULA.sub(word, before := formula)) != before:
+        pass
+    return formula
+
+
 # Generators whose problems have the same answer whatever the order of their operands.
 UNORDERED: dict[str, Callable[[str], str]] = {
     "chain_sum": _terms_sorted,
@@ -110,4 +130,5 @@ UNORDERED: dict[str, Callable[[str], str]] = {
     "countdown": _lists_sorted,
     "number_sorting": _lists_sorted,
     "sentence_reordering": _words_sorted,  # the same sentence comes shuffled in many ways
+    "propositional_logic": _premises_sorted,
 }

@@ -23,7 +23,11 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_answers_and_the_worst_of_them(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["eval", str(recipe), "--tasks.sources.0.eval_path", "test.jsonl", "--rewards.function", "reward.py:reward"]
     assert main([*words, "--answers", "out.jsonl", "--worst", "3"]) == 0
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
+    line = (
+        "tasks: tasks has 400 rows: 400 are trained, 0 left out, as test.jsonl has their problems; 0 repeat another's"
+    )
+    assert line in told and "6 held-out tasks (tasks 6), of which 0 have the words and the answer" in told
     rows = runs.json_lines(tmp_path / "out.jsonl")
     assert len(rows) == 12 and {(r["source"], r["data_source"]) for r in rows} == {("test", "a"), ("test", "b")}
     for row in rows:
@@ -57,3 +61,11 @@ def test_answers_are_kept_where_every_reward_failed(
     assert "the last error is: KeyError: 'x'" in capsys.readouterr().err
     rows = runs.json_lines(tmp_path / "out.jsonl")
     assert len(rows) == 12 and all(r["score"] is None and "reward.py:2" in r["error"] for r in rows)
+
+
+def test_training_tasks_that_cannot_be_used_do_not_keep_the_others_from_being_evaluated(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(recipe), "--tasks.eval_fraction", "0.9999", "--eval.num_tasks", "2"]) == 0
+    told = capsys.readouterr().err
+    assert "tasks: those for training cannot be looked at, so nothing is said of them here: tasks.eval_fraction" in told

@@ -14,6 +14,7 @@ from rollover.config import Config
 from rollover.config.load import Resolved
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.envs.single_turn import encode_prompt
+from rollover.envs.tasks.report import tasks_line
 from rollover.envs.tasks.stream import decorated, held_out_names
 from rollover.files import check_output_file
 from rollover.rewards.answers import reference_answer
@@ -195,6 +196,8 @@ def run_eval(
     if answers_file is not None:
         check_output_file(answers_file, "--answers")
 
+    _say(_tasks_line(config))
+
     async def go() -> list[Answer]:
         parts = EvalParts.build(config, model)
         try:
@@ -216,6 +219,18 @@ def run_eval(
     print_eval(result)
     print_worst(chosen)
     return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _tasks_line(config: Config) -> str:
+    """As before a run. What is wrong with the training tasks does not keep the others from being evaluated."""
+    try:
+        return tasks_line(config)
+    except ValueError as error:
+        return f"tasks: those for training cannot be looked at, so nothing is said of them here: {error}"
 
 
 def print_eval(result: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import runs
 import safetensors.torch
+from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
 
 from rollover import cli
 
@@ -108,3 +109,24 @@ def test_full_disk_keeps_the_old_checkpoint(
     assert [p.name for p in folder.iterdir()] == ["step-000001"]
     code, error = run(capsys, "train", recipe, "--resume", "--train.num_steps", "3")
     assert code == 0, error
+
+
+def test_a_run_goes_on_where_a_generator_fails_now_and_then(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = ChainSumDataset.__getitem__
+
+    def fails(self: ChainSumDataset, idx: int) -> dict:
+        if idx % 2:
+            raise RuntimeError("no sum found")
+        return plain(self, idx)
+
+    monkeypatch.setattr(ChainSumDataset, "__getitem__", fails)
+    rows = recipe.read_text().partition("[[tasks.sources]]")[0]
+    recipe.write_text(f'{rows}[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\n')
+    assert cli.main(["train", str(recipe), "--eval.num_tasks", "2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "problems beside these could not be made" in said
+    assert "/1: the generator chain_sum with {} raised RuntimeError: no sum found: it is left out" in said
+    failed = [row["tasks/failed"] for row in runs.json_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert 0 < failed[0] < failed[1]

@@ -110,6 +110,7 @@ METRICS: list[Metric] = [
         " nothing.",
     ),
     Metric("tasks/left_out", "counter", "tasks", "Tasks for which tasks.before_produce returned None."),
+    Metric("tasks/failed", "counter", "tasks", "Problems left out because their generator failed, cumulative."),
     # Replay and re-roll (only when on)
     Metric(
         "tokens/replayed",

@@ -187,7 +187,7 @@ def run_eval(
     resolved: Resolved, model: str | None, as_json: bool, answers_file: Path | None = None, num_worst: int = 0
 ) -> int:
     """`rollover eval`: exit code."""
-    from rollover.train.setup import EvalParts, prompt_limit
+    from rollover.train.setup import EvalParts, held_out_tasks, prompt_limit
 
     config = resolved.config
     if config.eval.num_tasks == 0:
@@ -202,7 +202,7 @@ def run_eval(
         parts = EvalParts.build(config, model)
         try:
             assert parts.rewarder is not None
-            held_out = encode_tasks(parts.held_out_tasks(), parts.tokenizer, prompt_limit(config, parts.engine))
+            held_out = encode_tasks(held_out_tasks(config, _say), parts.tokenizer, prompt_limit(config, parts.engine))
             return await answers_of(
                 held_out, parts.engine, parts.rewarder, parts.tokenizer, config, parts.stop_token_ids
             )

@@ -83,7 +83,7 @@ class Run:
             self.stop = Stop()
             self.producer = self._producer()
             parts.lifecycle.on_event = self._on_event
-            parts.driver.say = parts.observed.say = self.view.message
+            parts.driver.say = parts.observed.say = parts.prompts.stream.say = self.view.message
             self.stop.on_stop = parts.driver.request_stop
             if self.overlaps:
                 parts.trainer.before_micro_batch = self._take_cores
@@ -311,9 +311,8 @@ class Run:
         try:
             with self.rows.timed("eval"), self._loop_watched(lambda: "evaluating"):
                 if not hasattr(self, "held_out"):
-                    self.held_out = encode_tasks(
-                        held_out_tasks(config), parts.loaded.tokenizer, parts.prompts.max_prompt_tokens
-                    )
+                    tasks = held_out_tasks(config, self.view.message)
+                    self.held_out = encode_tasks(tasks, parts.loaded.tokenizer, parts.prompts.max_prompt_tokens)
                 # A stop waits for no answer and no score.
                 result = await self.stop.unless_requested(
                     evaluate(

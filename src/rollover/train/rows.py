@@ -90,6 +90,7 @@ class Rows:
             "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),
             "tasks/skipped_long_prompt": parts.prompts.num_skipped,
             "tasks/left_out": parts.prompts.num_left_out,
+            "tasks/failed": parts.prompts.stream.num_failed,
             **self._owners_counters(),
             **times,
             "time/other_s": max(0.0, step_s - sum(times.values())),

@@ -92,9 +92,10 @@ def prompt_limit(config: Config, engine: EmbeddedEngine | ProcessEngine) -> int:
     return min(config.tasks.max_prompt_tokens, left)
 
 
-def held_out_tasks(config: Config) -> list[Task]:
-    """The run's held-out tasks: the same ones at every evaluation."""
+def held_out_tasks(config: Config, say: Callable[[str], None]) -> list[Task]:
+    """The run's held-out tasks: the same ones at every evaluation. `say` is told what is left out."""
     stream = TaskStream(config.tasks, seed=config.eval.seed, split="eval", rewards=config.rewards)
+    stream.say = say
     return stream.take(config.eval.num_tasks)
 
 
@@ -156,9 +157,6 @@ class EvalParts:
             rewarder=RewardObserver(RewardPool(config.rewards)) if with_rewards else None,
             stop_token_ids=stop_token_ids(loaded, []),
         )
-
-    def held_out_tasks(self) -> list[Task]:
-        return held_out_tasks(self.config)
 
     async def close(self) -> None:
         await self.engine.close()

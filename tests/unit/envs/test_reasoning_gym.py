@@ -2,8 +2,9 @@ import builtins
 import json
 
 import pytest
+from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
 
-from rollover.envs.tasks.reasoning_gym import CHUNK_SIZE, ReasoningGymSource
+from rollover.envs.tasks.reasoning_gym import CHUNK_SIZE, FailedProblem, ReasoningGymSource
 from rollover.rewards.registry import load_reward
 
 TINY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -64,3 +65,29 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ValueError, match="pip install reasoning-gym"):
         make()
+
+
+def test_parameters_with_which_nothing_can_be_made_are_refused_at_the_start(monkeypatch):
+    def fails(self, idx):
+        raise StopIteration("no sum found")  # whatever it is, no stream may take it for its end
+
+    monkeypatch.setattr(ChainSumDataset, "__getitem__", fails)
+    with pytest.raises(ValueError, match="'chain_sum': the generator chain_sum fails with {'min_terms': 2, .* each of"):
+        make()
+
+
+def test_a_problem_that_cannot_be_made_is_told_by_its_name(monkeypatch):
+    plain = ChainSumDataset.__getitem__
+
+    def fails(self, idx):
+        if idx == 3:
+            raise RuntimeError("no sum found")
+        return plain(self, idx)
+
+    monkeypatch.setattr(ChainSumDataset, "__getitem__", fails)
+    source = make()
+    assert source.problem(4).task_id == "chain_sum/7/4"
+    with pytest.raises(FailedProblem) as failed:
+        source.problem(CHUNK_SIZE + 3)
+    told = f"task chain_sum/7/{CHUNK_SIZE + 3}: the generator chain_sum with {TINY} raised RuntimeError: no sum found"
+    assert str(failed.value) == told

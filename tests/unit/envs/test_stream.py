@@ -5,8 +5,10 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
+from rollover.envs.tasks import stream as stream_module
 from rollover.envs.tasks.same import same_by
 from rollover.envs.tasks.split import key_of
 from rollover.envs.tasks.stream import TaskStream
@@ -132,7 +134,7 @@ def test_a_restored_stream_goes_on_exactly(numbers, seed, taken, split):
 def test_the_train_state_stays_small():
     tasks = stream(gym())
     draw(tasks, 500)
-    assert len(json.dumps(tasks.state_dict())) < 200
+    assert len(json.dumps(tasks.state_dict())) < 250
 
 
 def test_a_state_of_other_sources_is_refused(numbers):
@@ -197,3 +199,48 @@ def test_the_split_is_the_documented_hash():
     same = same_by(gym())
     for task in stream(gym(), split="eval", chat=False, eval_fraction=0.25).take(100):
         assert key_of(same(task)) / 2**64 < 0.25
+
+
+# Generators that fail
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Offsets for which the generator fails, as a function that may be changed."""
+    which = [lambda offset: offset % 3 == 1]
+    plain = ChainSumDataset.__getitem__
+
+    def fails(self, idx):
+        if which[0](idx):
+            raise RuntimeError("no sum found")
+        return plain(self, idx)
+
+    monkeypatch.setattr(ChainSumDataset, "__getitem__", fails)
+    return which
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_problem_that_its_generator_fails_to_make_is_left_out_counted_and_named(failing, split):
+    whole, said = stream(gym(params={}), split=split), []
+    whole.say = said.append
+    tasks = draw(whole, 30)
+    indices = [int(task.task_id.rpartition("/")[2]) for task in tasks]
+    assert len(tasks) == 30 and all(index % 3 != 1 for index in indices)
+    assert whole.num_failed == sum(index % 3 == 1 for index in range(indices[-1]))
+    first = tasks[0].task_id.rpartition("/")[0] + "/1"
+    told = f"task {first}: the generator chain_sum with {{}} raised RuntimeError: no sum found: it is left out"
+    assert said[0] == told and len(said) == 10 and said[-1].endswith("more of them are only counted, in tasks/failed")
+    again = stream(gym(params={}), split=split)
+    again.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert draw(again, 10) == draw(whole, 10) and again.num_failed == whole.num_failed
+
+
+def test_a_generator_that_makes_nothing_any_more_ends_the_stream_with_an_error(failing, monkeypatch):
+    monkeypatch.setattr(stream_module, "MAX_FAILED", 30)
+    tasks = stream(gym(params={}))
+    draw(tasks, 5)
+    failing[0] = lambda offset: True
+    with pytest.raises(
+        ValueError, match=r"chain_sum with \{\} raised RuntimeError: no sum found. So did the 29 problems"
+    ):
+        tasks.next()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -17,12 +18,18 @@ from rollover.types import Task
 # Some generators prepare all of their virtual size when created, and some refuse a large one: problem i is entry
 # i % CHUNK_SIZE of a dataset with a seed of its own.
 CHUNK_SIZE = 1000
+_FIRST_PROBLEMS = 10  # tried before a run: if all fail, the others may be expected to
+
+
+class FailedProblem(Exception):
+    """A generator raised an error in place of a problem; the text names problem, generator, parameters and error."""
 
 
 class ReasoningGymSource:
     """Endless problems of one generator; `problem(i)` depends on (name, params, seed, i) only.
 
-    Raises ValueError if the package is missing, the name is unknown or the generator refuses the parameters.
+    Raises ValueError if the package is missing, the name is unknown, the generator refuses the parameters, or it fails
+    for each of its first problems.
     """
 
     def __init__(self, name: str, params: Mapping[str, Any], seed: int, label: str, reward: str) -> None:
@@ -38,19 +45,34 @@ class ReasoningGymSource:
         if reserved:
             raise ValueError(f"tasks.sources.params of {label!r}: {reserved[0]} is set by Rollover, remove it")
         self._chunk = lru_cache(maxsize=2)(lambda chunk: self._create(gym, chunk))
+        fields = sorted(set(DATASETS[name][1].__dataclass_fields__) - {"seed", "size"})
+        its = f" Its parameters are {', '.join(fields)}"
         try:
             self._chunk(0)
-        except (TypeError, ValueError, AssertionError, KeyError, AttributeError) as error:
-            fields = sorted(set(DATASETS[name][1].__dataclass_fields__) - {"seed", "size"})
+        except Exception as error:  # boundary: the generator's own code, as below
             raise ValueError(
-                f"tasks.sources.params of {label!r}: the generator {name} refused {self.params}: {error}."
-                f" Its parameters are {', '.join(fields)}"
+                f"tasks.sources.params of {label!r}: the generator {name} refused {self.params}: {error}.{its}"
             ) from error
+        failures = list(itertools.takewhile(bool, map(self._failure, range(_FIRST_PROBLEMS))))
+        if len(failures) == _FIRST_PROBLEMS:
+            raise ValueError(
+                f"tasks.sources.params of {label!r}: the generator {name} fails with {self.params} for each of its"
+                f" first {_FIRST_PROBLEMS} problems: {failures[-1]}.{its}"
+            )
 
     def problem(self, index: int) -> Task:
-        """Problem number `index` (0, 1, 2, ...) as a plain prompt, without system prompt or instruction."""
+        """Problem number `index` (0, 1, 2, ...) as a plain prompt, without system prompt or instruction.
+
+        FailedProblem where the generator has none under this number.
+        """
         chunk, offset = divmod(index, CHUNK_SIZE)
-        entry = self._chunk(chunk)[offset]
+        task_id = f"{self.label}/{self.seed}/{index}"
+        try:
+            entry = self._chunk(chunk)[offset]
+        except Exception as error:
+            raise FailedProblem(
+                f"task {task_id}: the generator {self.name} with {self.params} raised {type(error).__name__}: {error}"
+            ) from error
         columns = {
             "answer": entry["answer"],
             "generator": self.name,
@@ -59,9 +81,14 @@ class ReasoningGymSource:
             "size": CHUNK_SIZE,
             "index": offset,
         }
-        return Task(
-            f"{self.label}/{self.seed}/{index}", self.label, self.reward, prompt=entry["question"], columns=columns
-        )
+        return Task(task_id, self.label, self.reward, prompt=entry["question"], columns=columns)
+
+    def _failure(self, index: int) -> FailedProblem | None:
+        try:
+            self.problem(index)
+        except FailedProblem as failed:
+            return failed
+        return None
 
     def _create(self, gym: Any, chunk: int) -> Any:
         return gym.create_dataset(self.name, seed=self._chunk_seed(chunk), size=CHUNK_SIZE, **self.params)

@@ -62,10 +62,12 @@ def _overlap(held_out: list[Task], trained: TaskStream, num_drawn: int, limit_s:
         num += 1
     both = sum(_words_and_answer(task) in drawn for task in held_out)
     sources = ", ".join(f"{name} {count}" for name, count in Counter(t.source for t in held_out).items())
+    advice = " (tasks.sources.problem_key says what makes problems the same)" if both else ""
+    failed = f"; {trained.num_failed} problems beside these could not be made" if trained.num_failed else ""
     return (
         f"{len(held_out)} held-out tasks ({sources}), of which {both} have the words and the answer of one of {num:,}"
-        " training tasks"
-    ) + (" (tasks.sources.problem_key says what makes problems the same)" if both else "")
+        f" training tasks{advice}{failed}"
+    )
 
 
 def _words_and_answer(task: Task) -> tuple[str, ...]:

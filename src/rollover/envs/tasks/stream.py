@@ -11,14 +11,14 @@ import hashlib
 import itertools
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.envs.tasks.dataset import DatasetSource
-from rollover.envs.tasks.reasoning_gym import ReasoningGymSource
+from rollover.envs.tasks.reasoning_gym import FailedProblem, ReasoningGymSource
 from rollover.envs.tasks.same import Same, problem_text, same_by
 from rollover.envs.tasks.split import Split, SplitName, key_of
 from rollover.rewards.registry import spec_for
@@ -27,6 +27,8 @@ from rollover.types import Task
 # A generator that gives no new problem of the wanted side in so many attempts has none (left).
 MAX_CANDIDATES = 10_000
 MAX_ROWS = 50_000  # of a dataset that are looked at before the run: what is said of it must not take minutes
+MAX_FAILED = 1000  # problems that a generator fails to make, for one task: it would do nothing else
+_NAMED = 10
 
 
 @dataclass(slots=True)
@@ -45,12 +47,16 @@ class _Cursor:
     exhausted: bool = False
     order: list[int] | None = None  # of this epoch's rows; made when first needed
 
-    def candidates(self) -> Iterator[Task]:
+    def candidates(self) -> Iterator[Task | FailedProblem]:
         """Problems from here on; the cursor moves with every one taken."""
         if isinstance(self.source, ReasoningGymSource):
             while True:
                 self.position += 1
-                yield self.source.problem(self.position - 1)
+                try:
+                    problem = self.source.problem(self.position - 1)
+                except FailedProblem as failed:
+                    problem = failed
+                yield problem
         while self.max_epochs == 0 or self.epoch < self.max_epochs:
             if self.order is None:
                 self.order = list(range(len(self.source)))
@@ -99,7 +105,8 @@ class TaskStream:
     sources that name none.
 
     A row's own system message is kept in place of tasks.system_prompt. Raises ValueError for sources that cannot be
-    used, and when no problem is left for the side.
+    used, and when no problem is left for the side. A problem that its generator fails to make is left out: `num_failed`
+    counts them, and `say` is told of the first.
     """
 
     def __init__(
@@ -120,6 +127,8 @@ class TaskStream:
         self._base_dir, self._rewards = base_dir, rewards
         self._draws = 0
         self._known_fingerprint: dict[str, Any] | None = None
+        self.num_failed = 0
+        self.say: Callable[[str], None] = lambda text: None
         self._seen: set[int] = set()  # eval only: texts already given
         labels = _labels(tasks.sources)
         self._cursors = [self._cursor(i, source, labels[i]) for i, source in enumerate(tasks.sources)]
@@ -129,8 +138,11 @@ class TaskStream:
         """The next task; None when every source is finite and at its end (or, for eval, has no new problem)."""
         while active := [cursor for cursor in self._cursors if not cursor.exhausted]:
             cursor = self._choose(active)
+            failed_before = self.num_failed
             for tried, problem in enumerate(cursor.candidates(), start=1):
-                if self._take_if_wanted(problem, cursor):
+                if isinstance(problem, FailedProblem):
+                    self._leave_out(problem, self.num_failed - failed_before)
+                elif self._take_if_wanted(problem, cursor):
                     return decorated(problem, self.tasks)
                 if tried >= cursor.max_candidates:
                     if self.split == "train":
@@ -150,6 +162,7 @@ class TaskStream:
         """JSON: where the stream stands. Its size does not grow with the tasks given (eval: 8 bytes or so for each)."""
         return {
             "draws": self._draws,
+            "num_failed": self.num_failed,
             "fingerprint": self._fingerprint(),
             "sources": [
                 {"label": c.source.label, "epoch": c.epoch, "position": c.position, "exhausted": c.exhausted}
@@ -183,6 +196,7 @@ class TaskStream:
                     " would be repeated or skipped. Set it back, or start a new run in another run.dir"
                 )
         self._draws, self._seen = state["draws"], set(state["seen"])
+        self.num_failed = state.get("num_failed", 0)  # absent in a checkpoint of an earlier version
         for cursor, source in zip(self._cursors, state["sources"], strict=True):
             cursor.epoch, cursor.position = source["epoch"], source["position"]
             # tasks.epochs may have been raised since.
@@ -215,6 +229,15 @@ class TaskStream:
                 return False
             self._seen.add(text)
         return True
+
+    def _leave_out(self, failed: FailedProblem, num_before: int) -> None:
+        """`num_before`: how many were left out before it since the last task. ValueError where it does nothing else."""
+        if num_before + 1 >= MAX_FAILED:
+            raise ValueError(f"{failed}. So did the {num_before:,} problems before it: change tasks.sources.params")
+        self.num_failed += 1
+        if self.num_failed <= _NAMED:
+            more = "; more of them are only counted, in tasks/failed" if self.num_failed == _NAMED else ""
+            self.say(f"{failed}: it is left out{more}")
 
     # Construction
 

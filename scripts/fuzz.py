@@ -69,7 +69,9 @@ MODES: list[dict[str, Any]] = [
 
 def config_of(folder: Path, rng: random.Random) -> Config:
     rollout = {"groups_per_step": 2, "group_size": 3, "max_new_tokens": 64, "temperature": 1.0, **rng.choice(MODES)}
-    rollout["kv_on_resume"] = rng.choice(["recompute", "keep", "salt"])
+    kv_on_resume = rng.choice(["recompute", "keep", "salt"])
+    if rollout.get("overlap") or "interrupt" in rollout:  # else nothing is resumed
+        rollout["kv_on_resume"] = kv_on_resume
     values = {
         "model": {"path": str(folder / "model"), "dtype": "float32", "device": "cpu"},
         "engine": {"kv_memory_gb": 0.05, "max_running": 8, "process": True},

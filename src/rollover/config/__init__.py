@@ -43,9 +43,10 @@ class Config(Table):
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> "Config":
-        """ValueError for what load_config refuses: a combination is legal wherever a Config is made, or nowhere."""
+        """ValueError for what load_config refuses, options without effect among it: a configuration is legal wherever a
+        Config is made, or nowhere. What was set is told by `model_fields_set`, so a `model_dump()` sets everything."""
         if info.context is not UNSETTLED:
-            from rollover.config.rules import refuse  # here, as rules are about this class
+            from rollover.config.checks import refuse  # here, as rules are about this class
 
             refuse(self)
         return self

@@ -1,7 +1,7 @@
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationInfo, model_validator
 
 from rollover.config.base import UNSETTLED, Table
 from rollover.config.presets import PRESETS
@@ -170,20 +170,23 @@ class AlgorithmConfig(Table):
         default=False, description="Multiply that KL by the current/behavior ratio, which makes its gradient unbiased."
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _with_preset(cls, given: Any, info: ValidationInfo) -> Any:
-        """The values given, above those of the preset. load_config lays one over the other by itself."""
+    def _with_preset(cls, given: Any, make: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        """The values given, above those of the preset, which do not count as set (`model_fields_set`). load_config lays
+        one over the other by itself."""
         if info.context is UNSETTLED or not isinstance(given, dict):
-            return given
+            return make(given)
         name = given.get("preset", cls.model_fields["preset"].default)
-        return {**(PRESETS.get(name, {}) if isinstance(name, str) else {}), **given}
+        made = make({**(PRESETS.get(name, {}) if isinstance(name, str) else {}), **given})
+        made.model_fields_set.intersection_update(given)
+        return made
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> "AlgorithmConfig":
         """ValueError for what load_config refuses, as far as it lies in this table alone."""
         if info.context is not UNSETTLED:
-            from rollover.config.rules import refuse_algorithm  # here, as rules are about the whole Config
+            from rollover.config.checks import refuse_algorithm  # here, as rules are about the whole Config
 
             refuse_algorithm(self)
         return self

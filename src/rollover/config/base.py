@@ -12,4 +12,7 @@ class ConfigError(ValueError):
 
 
 class Table(BaseModel):
+    """Checked where it is made, and frozen. pydantic's `model_copy(update=...)` and `model_construct` check nothing: of
+    values that may be wrong make a new one."""
+
     model_config = ConfigDict(extra="forbid", strict=False, validate_default=False, frozen=True)

@@ -87,6 +87,20 @@ def value_of(config: Config, key: str) -> Any:
     return value
 
 
+def given(table: Table, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of the values that were set where `table` was made in Python; of a list of tables also those of its
+    rows."""
+    for name in table.model_fields_set:
+        key, value = f"{prefix}{name}", getattr(table, name)
+        if isinstance(value, Table):
+            yield from given(value, f"{key}.")
+            continue
+        yield key
+        for i, row in enumerate(value) if isinstance(value, list) else ():
+            if isinstance(row, Table):
+                yield from given(row, f"{key}.{i}.")
+
+
 def default_of(key: str) -> Any:
     """The default behind a dotted key; pydantic's Undefined if it must be given."""
     info = field_at(key)

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from rollover.config import Config, Table
 from rollover.config.base import UNSETTLED, ConfigError
+from rollover.config.checks import inert_rules, without_effect
 from rollover.config.fields import (
     choices_of,
     default_of,
@@ -31,15 +32,7 @@ from rollover.config.fields import (
     value_of,
 )
 from rollover.config.presets import PRESETS
-from rollover.config.rules import (
-    INERT,
-    NO_SOURCES,
-    REFUSED,
-    Inert,
-    Refused,
-    neutral_values,
-    source_rules,
-)
+from rollover.config.rules import NO_SOURCES, REFUSED, Refused
 from rollover.config.suggest import unknown_key, unknown_table
 from rollover.config.toml_file import read_toml
 
@@ -284,12 +277,11 @@ def _settle(config: Config, layers: _Layers) -> tuple[Config, list[str], list[st
     changed = True
     while changed:
         changed = False
-        for rule in (*source_rules(config.tasks.sources), *INERT):
-            for key in _without_effect(rule, config, layers):
+        for rule in inert_rules(config):
+            for key in without_effect(rule, config, layers.index):
                 cause = max(_layer_of(setting, layers) for setting in rule.because)
                 if _layer_of(key, layers) >= cause:
-                    advice = f"{rule.fix}, or remove {key}" if rule.fix else f"Remove {key}"
-                    problems.setdefault(key, f"{layers.label(key)}: {key} has no effect {rule.why}. {advice}")
+                    problems.setdefault(key, f"{layers.label(key)}: {rule.message(key)}")
                     continue
                 value = rule.neutral[0] if rule.neutral else default_of(key)
                 notices.append(
@@ -318,13 +310,6 @@ def _source(keys: tuple[str, ...], layers: _Layers) -> str:
 
 def _layer_of(key: str, layers: _Layers) -> int:
     return layers.index.get(key, -1)
-
-
-def _without_effect(rule: Inert, config: Config, layers: _Layers) -> list[str]:
-    if not rule.when(config):
-        return []
-    given = [key for key in rule.options if key in layers.index]
-    return [key for key in given if value_of(config, key) not in (rule.neutral or neutral_values(config, key))]
 
 
 def _replace(config: Config, key: str, value: Any) -> Config:

@@ -24,6 +24,10 @@ class Inert:
     fix: str = ""
     neutral: tuple[Any, ...] = ()
 
+    def message(self, key: str) -> str:
+        advice = f"{self.fix}, or remove {key}" if self.fix else f"Remove {key}"
+        return f"{key} has no effect {self.why}. {advice}"
+
 
 @dataclass(frozen=True)
 class Refused:

@@ -1,15 +1,12 @@
 """Rules over more than one option, as two tables: options without effect, and combinations that are refused.
 
-Owns the predicates and their messages. Never reads a file; which layer set what is told by `load`.
+Owns the predicates and their messages. Never applies them (`checks`, `load`).
 A rule reads the configuration as given: `in_flight_groups = 0` and `on_stale = ""` are not resolved yet.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from rollover.config import (
-    AlgorithmConfig,
     Config,
     TaskSourceConfig,
     algorithm_rules,
@@ -18,18 +15,9 @@ from rollover.config import (
     reward_rules,
     train_rules,
 )
-from rollover.config.fields import default_of, did_you_mean, leaves
+from rollover.config.fields import did_you_mean, leaves
 from rollover.config.rollout import ORDERS
 from rollover.config.rule import Inert, Refused
-
-
-def neutral_values(config: Config, key: str) -> tuple[Any, ...]:
-    """Values of `key` that mean the same as leaving it out: setting one of them is never an option without effect."""
-    if key == "rollout.in_flight_groups":
-        return (0, config.rollout.groups_per_step)
-    if key == "rollout.on_stale":
-        return ("", "finish_first")
-    return (default_of(key),)
 
 
 def _fields(table: str, *, without: str) -> tuple[str, ...]:
@@ -376,17 +364,3 @@ REFUSED: tuple[Refused, ...] = (
         ),
     ),
 )
-
-_OF_ALGORITHM = tuple(rule for rule in REFUSED if all(key.startswith("algorithm.") for key in rule.keys))
-
-
-def refuse(config: Config, rules: tuple[Refused, ...] = REFUSED) -> None:
-    """ValueError that names every combination in `config` that is refused."""
-    messages = [rule.message(config) for rule in rules if rule.when(config)]
-    if messages:
-        raise ValueError("\n".join(messages))
-
-
-def refuse_algorithm(algorithm: AlgorithmConfig) -> None:
-    """The same for [algorithm] alone, whatever the rest of the configuration is."""
-    refuse(Config.model_construct(algorithm=algorithm), _OF_ALGORITHM)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rollover.config import Config
+from rollover.config.base import UNSETTLED
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.weights_file import aligned
@@ -31,7 +32,7 @@ def main(control_fd: str) -> None:
     control = Channel(socket.socket(fileno=int(control_fd)))
     first = control.receive()
     torch.set_num_threads(first["threads"])
-    config = Config.model_validate(first["config"])
+    config = Config.model_validate(first["config"], context=UNSETTLED)  # it was checked where it was made
     loaded = load_model(config.model, dtype=getattr(torch, config.model.dtype), device=engine_device(config))
     for parameter in loaded.model.parameters():
         # Aligned as the trainer's process has them: from a mapped file they are not, and some matmuls then round

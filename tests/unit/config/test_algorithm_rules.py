@@ -137,6 +137,10 @@ ALONE: list[dict[str, Any]] = [
     {"reward_weights": {"score": "a"}},
     {"dual_clip": 0.5},
     {"loss": "decoupled", "loss_options": {"weight_cap": 3.0}},
+    {"loss": "reinforce", "clip_low": 0.1},
+    {"proximal": "behavior", "correction": "token_truncate"},
+    {"loss": "reinforce", "proximal": "snapshot"},
+    {"kl_kind": "k2"},
 ]
 
 
@@ -160,13 +164,23 @@ def test_an_algorithm_table_is_checked_wherever_it_is_made(values: dict[str, Any
     ids=lambda tables: next(iter(tables)),
 )
 def test_a_whole_configuration_is_checked_wherever_it_is_made(tables: dict[str, Any]) -> None:
-    for uncorrected in ({"correction": "none"}, {"loss": "mine.py:loss", "proximal": "behavior"}):
+    algorithms: list[dict[str, Any]] = [{"correction": "none"}, {"loss": "mine.py:loss", "proximal": "behavior"}]
+    for uncorrected in algorithms:
         with pytest.raises(ValueError, match="allow_uncorrected = true"):
             Config(**tables, algorithm=AlgorithmConfig(**uncorrected))
         Config(**tables, algorithm=AlgorithmConfig(**uncorrected, allow_uncorrected=True))
     Config(**tables)
     Config(**tables, algorithm=AlgorithmConfig(loss="decoupled"))
     Config(**tables, algorithm=AlgorithmConfig(proximal="behavior"))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_a_preset_sets_is_not_refused_as_the_users(preset: str) -> None:
+    """`reinforce` has no bounds, which most presets set; "behavior" has no correction, which all set."""
+    for values in ({"loss": "reinforce"}, {"proximal": "behavior", "loss": "clip"}):
+        algorithm = AlgorithmConfig(preset=preset, **values)  # type: ignore[arg-type]
+        assert algorithm.model_fields_set == {"preset", *values}
+        assert Config(algorithm=algorithm, rollout=RolloutConfig(greedy_baseline=preset == "remax"))
 
 
 def test_remax_without_its_greedy_rollout_is_refused() -> None:
@@ -183,7 +197,7 @@ def test_a_preset_is_the_same_however_the_configuration_is_made(preset: str) -> 
     assert AlgorithmConfig(preset=preset) == loaded  # type: ignore[arg-type]
     tables = {"algorithm": {"preset": preset}, "rollout": {"greedy_baseline": greedy}}
     assert Config.model_validate(tables).algorithm == loaded
-    assert AlgorithmConfig(preset=preset, clip_low=0.125).clip_low == 0.125  # type: ignore[arg-type]
+    assert AlgorithmConfig(preset=preset, entropy_coef=0.125).entropy_coef == 0.125  # type: ignore[arg-type]
 
 
 def test_a_key_that_was_reset_is_not_refused_as_the_users() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rollover.config import Config
+from rollover.config.base import UNSETTLED
 from rollover.config.resume import FIXED, changes, refuse
 
 SOURCE = {"kind": "reasoning_gym", "name": "chain_sum", "params": {"max_digits": 1}}
@@ -17,7 +18,7 @@ def changed(**tables: Any) -> list:
     data = BEFORE.model_dump(mode="json")
     for table, fields in tables.items():
         data[table] |= fields
-    return changes(BEFORE.model_dump(mode="json"), Config.model_validate(data))
+    return changes(BEFORE.model_dump(mode="json"), Config.model_validate(data, context=UNSETTLED))
 
 
 def lora(**fields: Any) -> dict[str, Any]:

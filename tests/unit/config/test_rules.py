@@ -1,11 +1,13 @@
 """Options without effect and refused combinations."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollover.config import Config
 from rollover.config.fields import field_at
 from rollover.config.load import ConfigError, load_config
 from rollover.config.rules import INERT, REFUSED
@@ -89,7 +91,13 @@ CASES = [
 @pytest.mark.parametrize(("text", "key"), CASES, ids=[f"{key}-{i}" for i, (_, key) in enumerate(CASES)])
 def test_an_option_without_effect_is_an_error(write, text, key):
     path = write(text)
-    assert f"{path}: {key} has no effect" in message([path])
+    found = message([path])
+    assert f"{path}: {key} has no effect" in found
+    # The same by the doors of Python, where all that was set is one layer.
+    with pytest.raises(ValueError) as error:
+        Config.model_validate(tomllib.loads(text + SOURCE))
+    (line,) = [line for line in found.splitlines() if f" {key} has no effect" in line]
+    assert line.removeprefix(f"{path}: ") in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +109,10 @@ def test_an_option_without_effect_is_an_error(write, text, key):
     ],
 )
 def test_fields_of_the_other_kind(write, text, key):
-    assert f"{key} has no effect in a source of kind" in message([write(f"[[tasks.sources]]\n{text}", source=False)])
+    text = f"[[tasks.sources]]\n{text}"
+    assert f"{key} has no effect in a source of kind" in message([write(text, source=False)])
+    with pytest.raises(ValueError, match=f"{key} has no effect in a source of kind"):
+        Config.model_validate(tomllib.loads(text))
 
 
 def test_options_that_every_source_overrides(write):
@@ -122,6 +133,7 @@ def test_options_that_every_source_overrides(write):
 )
 def test_the_default_value_is_harmless(write, text):
     assert load_config([write(text)]).notices == []
+    Config.model_validate(tomllib.loads(text))
 
 
 def test_an_earlier_layer_is_reset_with_a_notice(write):
@@ -244,6 +256,7 @@ def test_refused_in_other_tables(write, text, part):
 )
 def test_allowed(write, text):
     assert load_config([write(text)]).notices == []
+    Config.model_validate(tomllib.loads(text))
 
 
 @given(

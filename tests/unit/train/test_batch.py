@@ -80,7 +80,8 @@ def test_rewards_are_weighted_by_name() -> None:
     rollouts = [scored(0, 1.0, 0.0), scored(1, 0.0, 4.0)]
     weights = {"score": 1.0, "style": 0.5}
     for name in ("sum_then_normalize", "gdpo"):
-        config = AlgorithmConfig(advantage=name, reward_weights=weights, advantage_std="none")
+        plain = {} if name == "gdpo" else {"advantage_std": "none"}
+        config = AlgorithmConfig.model_validate({"advantage": name, "reward_weights": weights, **plain})
         first, second = (float(s.advantages[0]) for s in build_batch([group(0, rollouts)], config).samples)
         # The sum (1 against 2) says the second is better; each on its own scale (1 - 0.5 against -1 + 0.5), the first.
         assert (first > 0 > second) == (name == "gdpo")

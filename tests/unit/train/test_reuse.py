@@ -21,6 +21,7 @@ from rollover.train.trainer import Trainer
 from rollover.types import Group, StopReason
 
 CAP = 1.2
+PARTIAL = {"interrupt": "when_enough", "in_flight_groups": 16, "on_stale": "mask"}
 
 
 def config(**tables: dict[str, Any]) -> Config:
@@ -100,7 +101,7 @@ def test_statistics_over_the_batch_are_those_of_what_is_trained() -> None:
 
 
 def test_tokens_that_were_masked_in_their_own_step_stay_masked() -> None:
-    of = config(rollout={"max_staleness": 1, "on_stale": "mask"}, replay={"size": 4, "max_staleness": 4})
+    of = config(rollout=PARTIAL | {"max_staleness": 1}, replay={"size": 4, "max_staleness": 4})
     r = reuse(of)
     mixed = [segment([10], version=1), segment([11, 12], version=2)]
     first = group(0, [rollout(0, 0, 1.0, mixed), rollout(0, 1, 0.0, [segment([13], version=3)])])
@@ -285,6 +286,6 @@ def test_own_functions_are_found_at_the_start() -> None:
 def test_a_step_without_a_token_in_its_loss_is_refused_and_says_why(
     filters: dict[str, Any], groups: list[Group], version: int, why: str
 ) -> None:
-    rollout = {"on_stale": "mask", "max_staleness": 0}
+    rollout = PARTIAL | {"max_staleness": 0}
     with pytest.raises(ValueError, match=f"step {version + 1} has no token in its loss: {why}"):
         reuse(config(filters=filters, rollout=rollout)).build(groups, version)

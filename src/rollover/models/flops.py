@@ -11,7 +11,7 @@ Counted as Chowdhery et al. 2022 do for MFU (PaLM, arXiv 2204.02311, appendix B)
 So a full training pass is 3 forward passes (the 6 x parameters x tokens of the paper), and with LoRA, whose frozen
 weights get no gradient, about 2. Of a mixture of experts those count that a token goes through. What is computed twice
 to save memory (gradient checkpointing, logits, scores) counts once; norms, rotations, softmax and the optimizer not at
-all. Of the layers below the first adapter a gradient is counted that nobody needs: a few of one layer's.
+all. With LoRA the gradients of what lies before the first adapter are counted, too, which nobody needs.
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""engine.device and model.device: who is where, and what a user is told of one that is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from rollover.config import Config
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.protocol import ExtendRequest
+from rollover.models.load import engine_device, pick_device
+from rollover.train import setup
+from rollover.train.setup import EvalParts, Parts, embedded_engine
+from rollover.types import SamplingParams
+
+
+def config(model: Path | None = None, *, trains_on: str = "cpu", generates_on: str = "", **engine: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"device": trains_on, "dtype": "float32"} | ({"path": str(model)} if model else {}),
+            "engine": {"device": generates_on, **engine},
+            "tasks": {"sources": [{"kind": "reasoning_gym", "name": "chain_sum"}]},
+            "run": {"threads": 1},
+        }
+    )
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which nothing but the number can be asked."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def test_the_engine_is_where_the_trainer_is_unless_it_is_told(two_gpus: None) -> None:
+    assert engine_device(config(trains_on="cpu")) == torch.device("cpu")
+    assert engine_device(config(trains_on="cuda:1")) == torch.device("cuda:1")
+    assert engine_device(config(trains_on="cpu", generates_on="cuda:1")) == torch.device("cuda:1")
+    assert engine_device(config(trains_on="cpu", generates_on="auto")) == torch.device("cuda")
+    assert engine_device(config(trains_on="cuda:0", generates_on="cpu")) == torch.device("cpu")
+    with pytest.raises(ValueError, match=r'engine.device = "cuda:2", but torch sees only 2 CUDA devices'):
+        engine_device(config(generates_on="cuda:2"))
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_a_device_that_is_not_there_ends_the_run_before_the_model_is_loaded(
+    process: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(setup, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(setup, "ProcessEngine", lambda *_: pytest.fail("started"))
+    for device, said in (("cuda", "torch sees no CUDA device"), ("gpu", "is not a device")):
+        with pytest.raises(ValueError, match=f'engine.device = "{device}".*{said}'):
+            Parts.build(config(generates_on=device, process=process))
+    with pytest.raises(ValueError, match='model.device = "cuda".*model.device = "cpu"'):
+        pick_device("cuda")
+
+
+def test_the_engines_copy_goes_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "meta" stands for another device: it holds no numbers, so the engine itself is left out."""
+    taken: list[Any] = []
+    monkeypatch.setattr(EmbeddedEngine, "over", lambda model, tokenizer, config: taken.append(model))
+    loaded = tiny.loaded()
+    embedded_engine(loaded, config(generates_on="meta"))
+    assert {p.device.type for p in taken[0].parameters()} == {"meta"}
+    assert {b.device.type for b in taken[0].buffers()} == {"meta"}
+    assert {p.device.type for p in loaded.model.parameters()} == {"cpu"}
+
+
+def test_who_only_generates_loads_to_the_engines_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`rollover eval`: it has no trainer."""
+
+    class Asked(Exception):
+        pass
+
+    def asked(*_: Any, device: torch.device, **__: Any) -> Any:
+        raise Asked(device.type)
+
+    wanted = config(tiny.save(tmp_path), generates_on="meta")
+    monkeypatch.setattr(setup, "load_model", asked)
+    with pytest.raises(Asked, match="meta"):
+        EvalParts.build(wanted, None, with_rewards=False)
+
+
+def test_weights_of_another_device_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers, whoever holds them: packed weights, parameters and adapters take them to where they are."""
+    model = tiny.model(dtype=torch.bfloat16)
+    engine = EmbeddedEngine(tiny.model(dtype=torch.bfloat16, seed=1), config().engine)
+    moved: list[str] = []
+
+    class Far(torch.Tensor):
+        """Says that it is on a GPU, and can be brought from there."""
+
+        @property
+        def device(self) -> torch.device:
+            return torch.device("cuda:0")
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            plain = [a.as_subclass(torch.Tensor) if isinstance(a, Far) else a for a in args]
+            name = getattr(func, "__name__", "")
+            if name == "__get__":
+                return func(*plain, **(kwargs or {}))
+            if name == "to":
+                assert torch.device("cpu") in (*plain, *(kwargs or {}).values()), "left on the GPU"
+                moved.append(name)
+                return func(*plain, **(kwargs or {}))
+            assert name in ("copy_", "detach", "numel", "size", "dim"), f"{name} of a tensor on another device"
+            out = func(*plain, **(kwargs or {}))
+            return out.as_subclass(Far) if name == "detach" else out
+
+    engine.load_weights(1, [(n, p.detach().as_subclass(Far)) for n, p in model.named_parameters()])
+    assert moved, "packed weights are on the CPU"
+    prompt = tuple(range(5, 25))
+    assert asyncio.run(_tokens(engine, prompt)) == asyncio.run(_tokens(EmbeddedEngine(model, config().engine), prompt))
+
+
+async def _tokens(engine: EmbeddedEngine, prompt: tuple[int, ...]) -> list[int]:
+    (segment,) = await engine.extend(ExtendRequest("0-0", prompt, (), 12, 3, SamplingParams()))
+    return segment.token_ids.tolist()

@@ -79,7 +79,7 @@ class Run:
         config = self.config
         with LiveView(config.track.live, config.train.num_steps, title=config.run.name) as self.view:
             self.view.phase("loading the model")
-            parts = self.parts = Parts.build(config)
+            parts = self.parts = Parts.build(config, self.view.message)
             self.stop = Stop()
             self.producer = self._producer()
             parts.lifecycle.on_event = self._on_event

@@ -18,6 +18,7 @@ from rollover.envs.single_turn import TASK_OR_NONE, PromptSource
 from rollover.envs.tasks.report import tasks_line
 from rollover.envs.tasks.stream import TaskStream
 from rollover.functions import own_function
+from rollover.models import kernels
 from rollover.models.allocator import keep_freed_memory
 from rollover.models.load import (
     LoadedModel,
@@ -180,12 +181,15 @@ class Parts:
     reuse: Reuse
 
     @classmethod
-    def build(cls, config: Config) -> Parts:
-        """Loads the model and starts nothing: a reward worker starts at its first call."""
+    def build(cls, config: Config, say: Callable[[str], None] = lambda text: None) -> Parts:
+        """Loads the model and starts nothing: a reward worker starts at its first call. `say` tells what is slower than
+        it could be."""
         prepare_process(config)
         torch.manual_seed(config.run.seed)
         # What a wrong path, name or device ends comes before the model, which takes longer.
-        device, _ = pick_device(config.model.device), engine_device(config)
+        device = pick_device(config.model.device)
+        for reason in {kernels.why_not(kind.type) for kind in (device, engine_device(config))} - {""}:
+            say(reason)
         stream = TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards)
         name = config.tasks.before_produce
         before_produce = own_function("tasks.before_produce", name, TASK_OR_NONE) if name else None

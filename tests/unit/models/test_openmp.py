@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import tiny
+from rollover.config import Config
 from rollover.models import kernels
+from rollover.train.setup import Parts
 
 PROGRAM = """
 import ctypes, os, shutil, sys, warnings
@@ -52,3 +54,24 @@ def test_why_there_are_none_is_said_without_asking_for_them(monkeypatch: pytest.
     assert kernels.why_not("cuda") == "", "none are needed"
     monkeypatch.setattr(kernels, "load", unavailable)
     assert kernels.why_not("cpu") == "slower than it could be, without compiled kernels: there is no C++ compiler"
+
+
+def test_a_run_says_that_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its start is shown, and in a metric of every step."""
+    said: list[str] = []
+    reason = "slower than it could be, without compiled kernels: it is Monday"
+    monkeypatch.setattr(kernels, "why_not", lambda kind: reason if kind == "cpu" else "")
+    monkeypatch.setattr(kernels, "on", lambda kind: None)
+    config = Config.model_validate(
+        {
+            "model": {"path": str(tiny.save(tmp_path)), "device": "cpu"},
+            "tasks": {"sources": [{"kind": "reasoning_gym", "name": "chain_sum"}]},
+            "run": {"threads": 1},
+        }
+    )
+    parts = Parts.build(config, said.append)
+    assert said == [reason]
+    assert parts.engine.stats()["engine/kernels"] == 0.0
+    monkeypatch.undo()
+    tiny.compiled_kernels()
+    assert Parts.build(config, said.append).engine.stats()["engine/kernels"] == 1.0 and said == [reason]

@@ -1,14 +1,21 @@
-"""Adapters on the model's linear layers (peft)."""
+"""Adapters on the model's linear layers (peft), and their folder in a saved model, in peft's format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
 from rollover.config import LoraConfig
 from rollover.models.adapters import names
+
+ADAPTER = "adapter"  # in the folder of the merged model
+_PREFIX = "base_model.model."  # of peft's names
 
 
 def add_lora(model: Any, lora: LoraConfig) -> Any:
@@ -79,3 +86,30 @@ def merged_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
         merged[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
     for name, parameter in base_weights(plain):
         yield name, merged.get(name, parameter)
+
+
+def save_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path, base: str) -> None:
+    """Write what `PeftModel.from_pretrained(base_model, folder)` loads: `weights` by the names that `model` (of
+    `add_lora`) has for them. `base`: folder or hub id of the model without them."""
+    from peft import get_peft_model_state_dict
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = get_peft_model_state_dict(model, state_dict=dict(weights), save_embedding_layers=False)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = copy.deepcopy(model.peft_config["default"])
+    config.inference_mode, config.base_model_name_or_path = True, base
+    config.save_pretrained(folder)
+
+
+def read_adapter(folder: Path) -> tuple[str, list[tuple[str, torch.Tensor]]]:
+    """What `save_adapter` was given as `base`, and the adapters as `adapter_weights` yields them."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    scale = torch.tensor(config["lora_alpha"] / config["r"])
+    layers = sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors})
+    parts: list[tuple[str, torch.Tensor]] = []
+    for layer in layers:
+        down, up, of_scale = names(layer)
+        parts += [(name, tensors[_PREFIX + name]) for name in (down, up)] + [(of_scale, scale)]
+    return config["base_model_name_or_path"], parts

@@ -82,6 +82,10 @@ class Optimizer:
 
         return hook
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The float32 masters by name."""
+        return {name: master.detach() for name, master in zip(self.names, self.masters, strict=True)}
+
     def gradients(self) -> list[torch.Tensor]:
         """The accumulated float32 gradients (of those parameters that got one)."""
         self._collect()
@@ -137,8 +141,8 @@ class Optimizer:
         """(tensors by name, JSON-able rest): masters, both moments, step counts."""
         tensors: dict[str, torch.Tensor] = {}
         steps: dict[str, float] = {}
-        for name, master in zip(self.names, self.masters, strict=True):
-            tensors[f"master/{name}"] = master.detach()
+        for (name, weight), master in zip(self.weights().items(), self.masters, strict=True):
+            tensors[f"master/{name}"] = weight
             moments = self.adamw.state.get(master, {})
             if moments:
                 tensors[f"exp_avg/{name}"] = moments["exp_avg"]

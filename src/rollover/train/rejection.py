@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rollover.config import AlgorithmConfig
 from rollover.train.critic import Stream
 from rollover.train.objective import Objective
 from rollover.types import Sample
@@ -34,3 +35,11 @@ def rewritten(sample: Sample, kept: Mapping[str, np.ndarray]) -> Sample:
 def restricted(stream: Stream, kept: Mapping[str, np.ndarray]) -> Stream:
     """The stream of the loss tokens that are left."""
     return {rollout_id: values[kept[rollout_id]] for rollout_id, values in stream.items()}
+
+
+def why_none_is_left(config: AlgorithmConfig, num_tokens: int) -> str:
+    """Of a step all of whose tokens were rejected: the cause, and what to change."""
+    return (
+        f'algorithm.rejection = "{config.rejection}" leaves out all its {num_tokens} tokens, as none has a divergence'
+        f" of at most algorithm.rejection_high = {config.rejection_high:g}. Raise it, or lower rollout.max_staleness"
+    )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rollover.algorithms.filters import first_match, group_filters
-from rollover.config import Config
+from rollover.config import Config, ModelConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process import ProcessEngine
 from rollover.envs.single_turn import TASK_OR_NONE, PromptSource
@@ -36,6 +38,7 @@ from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.reroll import Reroll
 from rollover.rollout.watchdog import Watchdog
 from rollover.track.live import LiveView
+from rollover.train.lora import ADAPTER, read_adapter
 from rollover.train.reuse import Reuse
 from rollover.train.trainer import Trainer
 from rollover.types import Reward, Rollout, StopReason, Task
@@ -150,11 +153,14 @@ class EvalParts:
     def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:
         prepare_process(config)
         model_config = config.model if model is None else config.model.model_copy(update={"path": model})
-        loaded = load_model(model_config, dtype=dtype_of(config), device=engine_device(config))
+        loaded, adapter = _with_adapter(model_config, dtype_of(config), engine_device(config))
+        engine = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config)
+        if adapter:
+            engine.load_weights(0, adapter)
         return cls(
             config=config,
             tokenizer=loaded.tokenizer,
-            engine=EmbeddedEngine.over(loaded.model, loaded.tokenizer, config),
+            engine=engine,
             rewarder=RewardObserver(RewardPool(config.rewards)) if with_rewards else None,
             stop_token_ids=stop_token_ids(loaded, []),
         )
@@ -163,6 +169,27 @@ class EvalParts:
         await self.engine.close()
         if self.rewarder is not None:
             await self.rewarder.close()
+
+
+def _with_adapter(
+    model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[LoadedModel, list[tuple[str, torch.Tensor]]]:
+    """The model, and adapters for it to be served beside its weights: of a folder that a run with LoRA saved the model
+    without them, since merging has rounded small updates away."""
+    folder = Path(model.path).expanduser() / ADAPTER
+    if not (folder / "adapter_config.json").is_file():
+        return load_model(model, dtype=dtype, device=device), []
+    base, adapter = read_adapter(folder)
+    plain = model.model_copy(update={"path": base, "revision": ""})
+    try:
+        loaded = load_model(plain, dtype=dtype, device=device)
+    except ValueError as error:
+        what = f"the merged weights are used, in which small updates are rounded away: {error}"
+        loaded, adapter = load_model(model, dtype=dtype, device=device), []
+    else:
+        what = f"its adapters are used over {base}: merged, small updates are rounded away"
+    print(f"rollover: notice: {model.path}: {what}", file=sys.stderr)
+    return loaded, adapter
 
 
 @dataclass

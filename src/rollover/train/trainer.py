@@ -27,11 +27,11 @@ from rollover.models.norms import compile_norms
 from rollover.rollout.staleness import staleness
 from rollover.train.batch import Batch
 from rollover.train.critic import Critic, Stream
-from rollover.train.lora import adapter_weights, add_lora, base_weights, merged_weights
+from rollover.train.lora import ADAPTER, adapter_weights, add_lora, base_weights, merged_weights, save_adapter
 from rollover.train.objective import Counts, Objective, Streams, Sums, step_metrics
 from rollover.train.optimizer import Optimizer
 from rollover.train.packing import Packed, micro_batches, pack, split_groups
-from rollover.train.rejection import rejections, restricted, rewritten
+from rollover.train.rejection import rejections, restricted, rewritten, why_none_is_left
 from rollover.train.snapshots import REFERENCE, Snapshots, of_version
 from rollover.train.tally import Tally, totals_of
 from rollover.types import Sample
@@ -68,6 +68,7 @@ class Trainer:
             )
         self.config, self.algorithm = train, algorithm
         self.tokenizer = loaded.tokenizer
+        self._base = str(Path(loaded.path).resolve()) if Path(loaded.path).is_dir() else loaded.path
         self.max_staleness = max_staleness
         self.objective = Objective(algorithm, max_new_tokens)
         self.policy_version = 0
@@ -215,13 +216,6 @@ class Trainer:
         left = [[self._accumulated.get(s.rollout_id) or rewritten(s, kept) for s in part] for part in minibatches]
         return left, {name: restricted(stream, kept) for name, stream in known.items()}
 
-    def _why_rejected(self, num_tokens: int) -> str:
-        cfg = self.algorithm
-        return (
-            f'algorithm.rejection = "{cfg.rejection}" leaves out all its {num_tokens} tokens, as none has a divergence'
-            f" of at most algorithm.rejection_high = {cfg.rejection_high:g}. Raise it, or lower rollout.max_staleness"
-        )
-
     def _known(self, minibatches: list[list[Sample]], known: Mapping[str, Stream]) -> dict[str, Stream]:
         """The streams of the whole step that are taken at the weights of its start, or at kept ones; not `known` ones.
 
@@ -290,7 +284,8 @@ class Trainer:
         counts = [Counts.of(part) for part in minibatches]
         rejected = batch.num_loss_tokens - sum(c.tokens for c in counts)
         if rejected and rejected == batch.num_loss_tokens:
-            raise ValueError(f"step {self.policy_version + 1} has no token in its loss: {self._why_rejected(rejected)}")
+            why = why_none_is_left(self.algorithm, rejected)
+            raise ValueError(f"step {self.policy_version + 1} has no token in its loss: {why}")
         if self.config.skip_zero_advantage and not self.algorithm.needs_every_token:
             minibatches = [[s for s in part if s.advantages[s.mask].any()] for part in minibatches]
         skipped_tokens = sum(c.tokens for c in counts) - sum(Counts.of(part).tokens for part in minibatches)
@@ -383,12 +378,17 @@ class Trainer:
                 )
 
     def save_model(self, folder: Path) -> None:
-        """A folder that transformers' from_pretrained loads: compute dtype, adapters merged, tokenizer included."""
+        """A folder that transformers' from_pretrained loads: compute dtype, adapters merged, tokenizer included.
+
+        The adapters themselves are in float32 beside it, for peft: merged, small updates are rounded away.
+        """
         model = self._plain
         tensors = dict(merged_weights(model)) if self.lora else model.state_dict()
         model.save_pretrained(folder, state_dict=tensors)
         self.tokenizer.save_pretrained(folder)
-        for weights in folder.glob("*.safetensors"):
+        if self.lora:
+            save_adapter(self.model, self.optimizer.weights(), folder / ADAPTER, self._base)
+        for weights in folder.rglob("*.safetensors"):
             give_usual_mode(weights)
 
 

@@ -1,4 +1,4 @@
-"""LoRA: only adapters train, and what is saved is the merged plain model."""
+"""LoRA: only adapters train, and what is saved is the merged plain model with the adapters beside it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from samples import random_samples
 from transformers import AutoModelForCausalLM
 
 import tiny
 from rollover.config import AlgorithmConfig, LoraConfig, TrainConfig
+from rollover.models.load import LoadedModel
 from rollover.train.batch import Batch
-from rollover.train.lora import add_lora
+from rollover.train.lora import ADAPTER, add_lora, read_adapter
 from rollover.train.objective import Counts
 from rollover.train.trainer import Trainer
 
@@ -67,6 +69,50 @@ def test_the_saved_model_is_the_merge(dtype: torch.dtype, tmp_path: Path) -> Non
     expected, got = reference.compute_logprobs(SAMPLES), t.compute_logprobs(SAMPLES)
     for key, value in expected.items():
         np.testing.assert_allclose(got[key], value, atol=2e-5 if dtype == torch.float32 else 0.15)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_peft_loads_the_saved_adapters_over_the_base_model(family: str, tmp_path: Path) -> None:
+    sizes = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256} if family == "gpt2" else {}
+    tiny.save(tmp_path / "base", family, **sizes)
+    torch.manual_seed(3)
+    t = Trainer(
+        LoadedModel(tiny.model(family, **sizes), tiny.tokenizer(), str(tmp_path / "base")),
+        TrainConfig(learning_rate=1e-2, num_steps=10),
+        AlgorithmConfig(),
+        dtype=torch.float32,
+        max_new_tokens=16,
+        lora=LoraConfig(rank=4, alpha=5.3, target_modules=TARGETS if family == "llama" else ["c_attn"]),
+    )
+    for _ in range(3):
+        t.train_step(Batch(SAMPLES))
+    t.save_model(tmp_path / "merged")
+    for folder in (tmp_path / "merged", tmp_path / "merged" / "adapter"):
+        assert all(file.stat().st_mode & 0o044 == 0o044 for file in folder.glob("*.safetensors"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    model = PeftModel.from_pretrained(base, tmp_path / "merged" / "adapter").eval()
+    assert model.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
+    ours = t.compute_logprobs(SAMPLES)
+    for s in SAMPLES:
+        ids = torch.tensor([[*s.prompt_ids, *s.token_ids]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(s.prompt_ids) - 1 : -1] / s.temperature
+        theirs = logits.log_softmax(-1).gather(-1, ids[0, len(s.prompt_ids) :, None])[:, 0].numpy()
+        np.testing.assert_allclose(ours[s.rollout_id], theirs[s.mask], atol=1e-5)
+
+
+def test_adapters_are_saved_as_they_are_trained_and_not_as_they_are_computed_with(tmp_path: Path) -> None:
+    t = trainer(torch.bfloat16)
+    t.train_step(Batch(SAMPLES))
+    t.save_model(tmp_path)
+    base, parts = read_adapter(tmp_path / ADAPTER)
+    saved = {name: tensor for name, tensor in parts if not name.endswith("lora_scale")}
+    assert base == "tiny-llama" and len(saved) == len(t.optimizer.names)
+    masters = {n.removeprefix("base_model.model.").replace(".default", ""): m for n, m in t.optimizer.weights().items()}
+    assert all(tensor.dtype == torch.float32 and torch.equal(tensor, masters[name]) for name, tensor in saved.items())
+    handed = dict(t.publish())
+    assert handed.keys() >= {name for name, _ in parts}
+    assert all(float(scale) == float(handed[name]) == 2.0 for name, scale in parts if name.endswith("lora_scale"))
 
 
 def test_layers_with_the_weight_the_other_way_round_are_merged(tmp_path: Path) -> None:

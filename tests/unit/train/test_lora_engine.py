@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ import torch
 from samples import random_samples
 
 import tiny
-from rollover.config import AlgorithmConfig, EngineConfig, LoraConfig, TrainConfig
+from rollover.config import AlgorithmConfig, Config, EngineConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.adapters import names
-from rollover.models.load import cast_parameters
+from rollover.models.load import cast_parameters, load_model
 from rollover.train.batch import Batch
+from rollover.train.setup import EvalParts
 from rollover.train.trainer import Trainer
 from rollover.types import Sample, SamplingParams
 
@@ -26,10 +28,12 @@ TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
 FAMILIES = ("llama", "qwen2", "gemma3_text")
 
 
-def trained(family: str, dtype: torch.dtype, *, alpha: float = 8.0, steps: int = 20) -> Trainer:
+def trained(
+    family: str, dtype: torch.dtype, *, alpha: float = 8.0, steps: int = 20, base: Path | None = None
+) -> Trainer:
     torch.manual_seed(3)
     trainer = Trainer(
-        tiny.loaded(family),
+        tiny.loaded(family) if base is None else load_model(ModelConfig(path=str(base))),
         TrainConfig(learning_rate=1e-5, num_steps=steps),
         AlgorithmConfig(),
         dtype=dtype,
@@ -96,6 +100,25 @@ def test_engine_and_trainer_agree_after_training(family: str, dtype: torch.dtype
 def test_a_scale_that_bfloat16_has_not_agrees_too(family: str) -> None:
     trainer = trained(family, torch.bfloat16, alpha=5.3)
     assert difference(trainer, family, torch.bfloat16, trainer.publish()) < 1e-4
+
+
+def test_what_a_run_saved_is_evaluated_as_it_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The adapters beside the base model's weights; where that is gone, the merged weights, and it is said."""
+    base, saved = tiny.save(tmp_path / "base"), tmp_path / "run" / "model"
+    trainer = trained("llama", torch.bfloat16, base=base)
+    trainer.save_model(saved)
+    config = Config(engine=EngineConfig(kv_memory_gb=0.1), run=RunConfig(threads=torch.get_num_threads()))
+
+    def apart() -> float:
+        samples = sampled(EvalParts.build(config, str(saved), with_rewards=False).engine)
+        ours = trainer.compute_logprobs(samples)
+        return float(np.mean([np.abs(ours[s.rollout_id] - s.behavior_logprobs).mean() for s in samples]))
+
+    assert apart() < 1e-4
+    assert f"{saved}: its adapters are used over {base}: merged, small updates" in capsys.readouterr().err
+    base.rename(tmp_path / "elsewhere")
+    assert apart() > 2e-4
+    assert "the merged weights are used, in which small updates are rounded away" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", FAMILIES)

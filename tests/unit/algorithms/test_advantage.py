@@ -489,6 +489,11 @@ def test_whiten_by_hand() -> None:
     torch.testing.assert_close(got, torch.tensor([[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]))
 
 
+def test_whiten_adds_1e_4_to_the_deviation() -> None:
+    got = whiten(torch.tensor([[-3e-4, 0.0, 3e-4]]), torch.ones(1, 3))
+    torch.testing.assert_close(got, torch.tensor([[-0.75, 0.0, 0.75]]))
+
+
 def test_per_token_functions_take_any_dtype_and_pass_no_gradient() -> None:
     rewards, mask = torch.tensor([[1, 2], [0, 4]]), torch.tensor([[1, 1], [1, 0]])
     values = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)

@@ -263,6 +263,23 @@ def test_load_refuses_a_smaller_budget_than_was_used() -> None:
         RolloutCache(5).load_state_dict(meta, arrays)
 
 
+def test_a_group_that_is_given_back_has_its_place_in_order_again() -> None:
+    cache = cache_with_one()
+    cache.admit(make_task(1), (1,), 1)
+    for rollout in cache.groups[0].rollouts:
+        bring_to(cache, rollout.rollout_id, RolloutState.READY, [make_segment(1, 0, StopReason.EOS)], Reward(1.0))
+    cache.give_back(cache.consume(0))
+    assert list(cache.groups) == [0, 1]
+
+
+def test_a_loaded_state_replaces_what_was_held() -> None:
+    meta, arrays = cache_with_one().state_dict()
+    cache = cache_with_one()
+    cache.admit(make_task(1), (1,), 1)
+    cache.load_state_dict(meta, arrays)
+    assert list(cache.groups) == [0] and cache.num_admitted == 1
+
+
 def test_load_refuses_an_unknown_format() -> None:
     meta, arrays = cache_with_one().state_dict()
     with pytest.raises(ValueError, match="format 99"):

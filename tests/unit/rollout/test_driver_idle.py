@@ -75,6 +75,20 @@ def test_waiting_for_scores_alone_is_not_generation(clock: Clock) -> None:
     assert (driver.generation_s, driver.scoring_s, driver.scheduling_s) == (5, 200, 0)
 
 
+def test_what_is_neither_waiting_nor_generation_is_scheduling(clock: Clock) -> None:
+    run = Run(lengths=lambda seed: 5)
+    next_task = run.driver.next_task
+
+    def slow():
+        clock.now += 3
+        return next_task()
+
+    run.driver.next_task = slow
+    run.steps(1)
+    driver = run.driver
+    assert (driver.generation_s, driver.scoring_s, driver.scheduling_s) == (0, 0, 6), "two tasks"
+
+
 def test_without_overlap_nobody_counts(clock: Clock) -> None:
     run = Run(lengths=lambda seed: 5)
     run.steps(2)
@@ -144,6 +158,17 @@ def test_rewards_that_the_trainer_waits_for_are_its_own_wait(clock: Clock) -> No
         assert run.driver.idle_s() == {"trainer": 0.0, "rewards": 4.0}
         assert run.driver.scoring_s - before == 6.0
         await run.driver.close()
+
+    play(story)
+
+
+def test_to_close_ends_what_is_generated_meanwhile(clock: Clock) -> None:
+    async def story() -> None:
+        run = Run(lengths=lambda seed: 10**6, max_new_tokens=10**6, **OVERLAP)
+        run.driver.go_on(-1)
+        await settle()
+        await run.driver.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     play(story)
 

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+import virtual_time
 from rollover.config.watchdog import WatchdogConfig
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
@@ -85,6 +86,20 @@ def test_an_engine_that_answers_with_nothing_for_ever_is_asked_ever_less_often_a
     assert [g.group_id for g in groups] == [1, 2], "the watchdog dropped the group that got nothing"
     assert engine.calls < 100 * (1 + time.perf_counter() - started)
     assert any("rollout 0-0 (running, " in line and "0 tokens" in line for line in run.said), run.said
+
+
+def test_an_engine_that_answers_with_nothing_for_long_is_named_once() -> None:
+    run = Run(engine=Empty({"0-0"}, times=10**9))
+
+    async def for_a_minute() -> None:
+        collecting = asyncio.ensure_future(run.driver.collect(0))
+        await asyncio.sleep(60)
+        run.driver.request_stop()
+        await collecting
+
+    virtual_time.run(for_a_minute())
+    (line,) = run.said
+    assert "without a token for rollout 0-0" in line and line.endswith("it is asked again every 1 s")
 
 
 def test_a_stop_ends_the_pause() -> None:

@@ -88,6 +88,25 @@ def test_drop_allows_any_number_in_flight() -> None:
     assert Bench(groups_per_step=4, in_flight_groups=99, on_stale="drop").scheduler.num_to_admit() == 99
 
 
+def test_nobody_gets_another_token_budget_while_somebody_runs() -> None:
+    bench = Bench(groups_per_step=1, in_flight_groups=2, max_staleness=1, interrupt="token_budget", token_budget=2)
+    bench.admit(2)
+    assert bench.start() == ["0-0", "1-0"]
+    bench.park("0-0", 2)
+    assert bench.start() == []
+    bench.park("1-0", 2)
+    assert bench.start() == ["0-0", "1-0"]
+
+
+def test_a_step_may_reserve_all_its_places_at_once() -> None:
+    """Under finish_first with everything due in this step: each place is counted once."""
+    bench = Bench(groups_per_step=4, in_flight_groups=4, max_staleness=1, interrupt="when_enough")
+    bench.admit(4)
+    for group_id in range(4):
+        bench.ready(f"{group_id}-0")
+    assert bench.scheduler.to_reserve(1, at_least=1) == [0, 1, 2, 3]
+
+
 def test_parked_resume_before_waiting_start_in_group_order() -> None:
     bench = Bench(groups_per_step=2, in_flight_groups=4, max_staleness=1, interrupt="when_enough", group_size=2)
     bench.admit(4)

@@ -134,6 +134,15 @@ def test_time_in_which_nobody_could_look_is_forgiven() -> None:
     assert bench.run(1000) and bench.now == began + 100
 
 
+def test_a_scoring_that_begins_again_is_the_newest() -> None:
+    """Two scorings: the older one begins again, so that the other is the oldest and stalls first."""
+    bench = Bench()
+    bench.watchdog.on_score(4, bench.now)
+    bench.watchdog.on_score(5, bench.now)
+    bench.watchdog.on_score(4, bench.now + 1)
+    assert list(bench.watchdog.scoring) == [5, 4]
+
+
 def test_a_scoring_is_repeated_once_then_given_up() -> None:
     bench = Bench()
     bench.watchdog.on_score(4, bench.now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import tiny
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.train.batch import Batch
 from rollover.train.critic import Critic
+from rollover.train.objective import step_metrics
 from rollover.train.trainer import Trainer
 from rollover.types import Sample
 
@@ -32,6 +34,20 @@ def sample(rollout_id: str, mask: list[int], rewards: list[float]) -> Sample:
 
 def critic(**algorithm: Any) -> Critic:
     return Critic(4, AlgorithmConfig.model_validate({"advantage": "gae", **algorithm}), CPU)
+
+
+def test_explained_variance_is_one_less_the_error_by_the_variance_of_the_returns() -> None:
+    returns, values = np.array([1.0, 2.0, 4.0, 5.0]), np.array([1.5, 2.0, 3.0, 5.5])
+    totals = defaultdict(float) | {
+        "count/tokens": 4.0,
+        "count/sequences": 1.0,
+        "sum/returns": float(returns.sum()),
+        "sum/returns_squared": float((returns**2).sum()),
+        "sum/critic_error": float(((values - returns) ** 2).sum()),
+    }
+    update = {"grad_norm": 1.0, "learning_rate": 1e-5, "train/skipped_steps": 0.0}
+    expected = 1 - np.mean((values - returns) ** 2) / np.var(returns)
+    assert step_metrics(totals, [update])["critic/explained_variance"] == pytest.approx(expected)
 
 
 def test_advantages_and_returns_by_hand() -> None:
@@ -57,6 +73,8 @@ def test_the_value_loss_holds_a_value_that_has_moved_towards_its_return() -> Non
     sums = c.forward_backward(torch.randn(3, 4), old, returns, 4)
     # Held at 0.3, no gradient; moved away, (v - R) = 1.5; not moved, (v - R) = -0.5.
     assert float(sums["sum/critic_loss"]) == pytest.approx(0.5 * (1.7**2 + 1.5**2 + 0.5**2))
+    assert float(sums["sum/critic_error"]) == pytest.approx(1.9**2 + 1.1**2 + 0.5**2), "of the values before the step"
+    assert (float(sums["sum/returns"]), float(sums["sum/returns_squared"])) == (2.0, 6.0)
     assert c.head.bias.grad is not None and c.head.bias.grad.item() == pytest.approx((1.5 - 0.5) / 4)
     free = critic(value_clip=9.0)
     torch.nn.init.constant_(free.head.bias, 0.5)

@@ -156,6 +156,10 @@ def test_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
     assert torch.equal(module.weight, other.weight)
     for key, value in optimizer.state()[0].items():
         assert torch.equal(value, resumed.state()[0][key]), key
+    again = linear(dtype, schedule="cosine", warmup_steps=2)
+    again[1].load_state(saved, meta)
+    run(*again, range(3, 6))
+    assert torch.equal(module.weight, again[0].weight), "what was loaded is not what is trained"
 
 
 def test_loading_the_state_of_the_start_forgets_the_moments() -> None:

@@ -65,6 +65,7 @@ def test_packed_row_and_its_maps(seed: int, num_groups: int, size: int) -> None:
             assert float(packed.advantages_BT[b, column]) == sample.advantages[column]
     assert next(at, None) is None
     assert int(packed.mask_BT.sum()) == sum(int(s.mask.sum()) for s in samples)
+    assert not packed.behavior_logprobs_BT[~packed.mask_BT].any(), "outside of the loss there is no log-prob"
 
 
 def test_unpack_is_the_inverse_of_gathering_and_carries_gradients() -> None:

@@ -137,6 +137,8 @@ def test_state_round_trip() -> None:
     assert before[0] == after[0] and all(np.array_equal(before[1][name], after[1][name]) for name in before[1])
     assert (again.stale, again.evicted) == (b.stale, b.evicted) == (1, 1)
     assert [ids(again.draw(2, v)) for v in range(9)] == [ids(b.draw(2, v)) for v in range(9)]
+    again.load_state_dict(meta, arrays)
+    assert ids(again.kept) == ids(b.kept), "it replaces what was there"
     smaller = buffer(size=2)
     smaller.load_state_dict(meta, arrays)
     assert ids(smaller.kept) == [4, 5] and smaller.evicted == 1 + 2

@@ -141,6 +141,9 @@ def test_state_round_trip() -> None:
     narrower = reuse(config(replay={"size": 4, "max_staleness": 1}))
     narrower.load_state_dict(state, arrays, 2, 100)
     assert [k.group.group_id for k in narrower.buffer.kept] == [3]
+    off = reuse(config(replay={"size": 0}))
+    off.load_state_dict(state, arrays, 2, 100)
+    assert (off.buffer.kept, off.buffer.stale, off.buffer.evicted) == ([], 0, 0), "what is off stays empty"
 
 
 # Importance weights

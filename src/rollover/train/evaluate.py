@@ -196,13 +196,15 @@ def run_eval(
     if answers_file is not None:
         check_output_file(answers_file, "--answers")
 
-    _say(_tasks_line(config))
+    _to_stderr(_tasks_line(config))
 
     async def go() -> list[Answer]:
         parts = EvalParts.build(config, model)
         try:
             assert parts.rewarder is not None
-            held_out = encode_tasks(held_out_tasks(config, _say), parts.tokenizer, prompt_limit(config, parts.engine))
+            held_out = encode_tasks(
+                held_out_tasks(config, _to_stderr), parts.tokenizer, prompt_limit(config, parts.engine)
+            )
             return await answers_of(
                 held_out, parts.engine, parts.rewarder, parts.tokenizer, config, parts.stop_token_ids
             )
@@ -219,10 +221,6 @@ def run_eval(
     print_eval(result)
     print_worst(chosen)
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _tasks_line(config: Config) -> str:

@@ -78,7 +78,7 @@ class Sleeping:
         return cls()
 
     def __init__(self) -> None:
-        self.policy_version = 0
+        self.oldest_version = 0
         self._published: list[tuple[float, int]] = [(0.0, 0)]  # (when, version)
         self._stopped: dict[str, asyncio.Event] = {}
         self._prefilled = 0
@@ -105,7 +105,7 @@ class Sleeping:
         # The tokens that were made before each new version's weights came.
         cuts = [min(num, max(0, int((when - began) / self.token_s))) for when, _ in self._published] + [num]
         parts = [(a, b, v) for a, b, (_, v) in zip(cuts, cuts[1:], self._published, strict=False) if a < b]
-        parts = parts or [(0, 0, self.policy_version)]
+        parts = parts or [(0, 0, self.oldest_version)]
         return [
             Segment(tokens[a:b], logprobs[a:b], v, request.sampling, stop_reason if b == num else StopReason.PAUSED)
             for a, b, v in parts
@@ -126,7 +126,7 @@ class Sleeping:
         """Nothing is kept."""
 
     def load_weights(self, version: int, tensors: Iterable[object]) -> WeightLoad:
-        self.policy_version = version
+        self.oldest_version = version
         self._published = [*self._published[-8:], (time.perf_counter(), version)]
         return WeightLoad(0, 0.0)
 

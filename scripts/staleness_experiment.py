@@ -182,7 +182,7 @@ class Experiment:
         self.publish()
         for step in range(steps + lag):
             groups = await self.sample(step)
-            rewards[self.engine.policy_version] = statistics.fmean(score(g, r) for g in groups for r in g.rollouts)
+            rewards[self.engine.oldest_version] = statistics.fmean(score(g, r) for g in groups for r in g.rollouts)
             if step < steps:
                 batch = build_batch(groups, self.algorithm)
                 found = {staleness(int(v), step) for s in batch.samples for v in s.versions}

@@ -113,7 +113,7 @@ async def wait_for_tokens(engine: Engine, rollout_id: str, num_tokens: int, exte
 
 async def check_extend_to_the_end(subject: Subject) -> None:
     engine = subject.make_engine()
-    version = engine.policy_version
+    version = engine.oldest_version
     for sampling in subject.sampling:
         requests = [subject.request(i, sampling) for i in range(4)]
         for request, segments in zip(requests, await _extend_all(engine, requests), strict=True):
@@ -283,14 +283,14 @@ async def check_queued_are_among_those_asked_for(subject: Subject) -> None:
 async def check_tokens_carry_the_version_that_sampled_them(subject: Subject) -> None:
     """Weights are replaced between two extensions, and under a running one."""
     engine = subject.make_engine()
-    version = engine.policy_version
+    version = engine.oldest_version
     request = subject.request()
     extend = asyncio.ensure_future(engine.extend(request))
     await wait_for_tokens(engine, request.rollout_id, 2, extend)
     num_before = len(tokens_of(engine.progress([request.rollout_id]).get(request.rollout_id, [])))
     cost = engine.load_weights(version + 1, subject.tensors())
     assert cost.num_bytes >= 0 and cost.seconds >= 0
-    assert engine.policy_version == version + 1
+    assert engine.oldest_version == version + 1
     segments = await extend
     check_segments(segments, request)
     if len(tokens_of(segments)) > num_before > 0:

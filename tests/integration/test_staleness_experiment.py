@@ -33,7 +33,7 @@ def test_the_engine_samples_with_the_weights_of_so_many_versions_ago() -> None:
         previous: list[Group] = []
         for step, sampled_by in enumerate([0, 0, 1]):
             groups = await lagging.sample(step)
-            assert lagging.engine.policy_version == sampled_by
+            assert lagging.engine.oldest_version == sampled_by
             assert {v for g in groups for r in g.rollouts for v in r.versions} == {sampled_by}
             # From the second batch on `fresh` is a training step behind.
             assert largest_difference(groups, fresh) < 1e-4

@@ -92,7 +92,7 @@ class FakeEngine:
         self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0)
 
     @property
-    def policy_version(self) -> int:
+    def oldest_version(self) -> int:
         return self._policy_version
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:

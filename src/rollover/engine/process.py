@@ -52,7 +52,7 @@ class ProcessEngine:
     def __init__(self, config: Config, threads: int, say: Callable[[str], None] | None = None) -> None:
         self.config, self.threads = config, threads
         self.say = say or (lambda text: print(text, file=sys.stderr, flush=True))
-        self.policy_version = 0
+        self.oldest_version = 0
         self.num_restarts = 0
         self._failures = 0
         self._calls: dict[int, _Call] = {}
@@ -190,7 +190,7 @@ class ProcessEngine:
         return {}
 
     def _load(self, names: list[str] | None) -> None:
-        self._tell("load", version=self.policy_version, tensors=self._weights.table(names), file=self._weights.fileno())
+        self._tell("load", version=self.oldest_version, tensors=self._weights.table(names), file=self._weights.fileno())
 
     # The contract
 
@@ -253,7 +253,7 @@ class ProcessEngine:
         for name, tensor in tensors:
             names.append(name)
             num_bytes += self._weights.write(name, tensor)
-        self.policy_version = version
+        self.oldest_version = version
         if self._up:
             self._load(names)
         return WeightLoad(num_bytes, time.perf_counter() - started)

@@ -69,7 +69,13 @@ class Engine(Protocol):
     """
 
     @property
-    def policy_version(self) -> int: ...
+    def oldest_version(self) -> int:
+        """The oldest policy version that a token sampled from now on may have: the staleness bound rests on it.
+
+        It never goes back. With one copy of the weights it is the version that was loaded last; with several engines
+        behind this one some may lag, and it is that of the last of them. Each segment is stamped with its own version.
+        """
+        ...
 
     async def extend(self, request: ExtendRequest) -> list[Segment]: ...
 
@@ -92,9 +98,10 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
-        """Replace weights in place (names as in the model's state dict) and stamp `version` from now on.
+        """Replace weights (names as in the model's state dict) and stamp what they sample with `version`.
 
-        With LoRA the weights come once, then adapters alone, by the names of models/adapters.py.
+        What is older than `version` from then on, `oldest_version` says. With LoRA the weights come once, then adapters
+        alone, by the names of models/adapters.py.
         """
         ...
 

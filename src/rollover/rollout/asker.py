@@ -90,6 +90,7 @@ class Asker:
 
     async def _ask(self, request: ExtendRequest) -> tuple[str | None, list[Segment]]:
         """Once. (Why the engine failed, or None; what it answered.)"""
+        oldest_version = self._engine.oldest_version
         try:
             segments = await self._engine.extend(request)
         except (AssertionError, EngineDied):
@@ -97,7 +98,7 @@ class Asker:
         except Exception as error:  # boundary: it fails its rollout, not the run
             self._counts["engine/failed_extends"] += 1
             return f"{type(error).__name__}: {error}", []
-        why = why_no_continuation(segments, len(request.generated_ids), request.max_new_tokens)
+        why = why_no_continuation(segments, len(request.generated_ids), request.max_new_tokens, oldest_version)
         if why is not None:
             self._counts["watchdog/refused_answers"] += 1
             return f"its answer is refused, as {why}", []

@@ -190,12 +190,14 @@ class RolloutCache:
         rollout.state = state
 
 
-def why_no_continuation(segments: Sequence[Segment], num_tokens: int, remaining: int) -> str | None:
+def why_no_continuation(
+    segments: Sequence[Segment], num_tokens: int, remaining: int, oldest_version: int = 0
+) -> str | None:
     """Why `segments` cannot come next for a rollout that has `num_tokens` and may get `remaining` more; None: they can.
 
     They must begin where the rollout ends (if the engine stamps where), so that no token comes twice and none is
-    missing, stay within its budget, be in order of version, and only the last may end otherwise than PAUSED. Their
-    log-probs must be such.
+    missing, stay within its budget, be in order of version, and only the last may end otherwise than PAUSED. What is
+    older than `oldest_version`, which the engine had named, would break the staleness bound. Log-probs must be such.
     """
     if not segments:
         return "it has no segment"
@@ -215,4 +217,6 @@ def why_no_continuation(segments: Sequence[Segment], num_tokens: int, remaining:
     versions = [segment.policy_version for segment in segments if segment.num_tokens]
     if versions != sorted(versions):
         return f"its policy versions go back: {versions}"
+    if versions and versions[0] < oldest_version:
+        return f"it has tokens of policy version {versions[0]}, and the engine had said: none below {oldest_version}"
     return next(filter(None, (segment.why_not_sampled() for segment in segments)), None)

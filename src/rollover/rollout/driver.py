@@ -186,7 +186,7 @@ class Driver:
 
     def _begin(self, version: int) -> None:
         """From now on generate for the step at trainer `version`."""
-        self.lifecycle.begin(version, self.engine.policy_version)
+        self.lifecycle.begin(version, self.engine.oldest_version)
         for group_id in dict.fromkeys(r.group_id for r in self.lifecycle.unscored()):
             self._score(self.lifecycle.cache.groups[group_id])
         self._watch()
@@ -215,6 +215,7 @@ class Driver:
     async def _generate(self, version: int, *, until_enough: bool) -> None:
         """Until there is enough for the step at `version`, or nothing more may run, or the driver is told to stop."""
         while not self._stop_requested:
+            self.lifecycle.begin(version, self.engine.oldest_version)  # what lagged may have caught up
             if not self._dropping:  # a parked sibling must not start again
                 self._admit(version)
                 if until_enough and self._is_enough(version):
@@ -246,8 +247,7 @@ class Driver:
         """Wait until an extension or a scoring is done, and handle all that are."""
         if self._stop_requested:
             return
-        pending = [*self._extends, *self._scorings]
-        assert pending, "nothing runs and there is not enough for a step: the scheduler's proof is broken"
+        pending = [*self._extends, *self._scorings] or self.lifecycle.refuse_to_stand_still()
         generating = bool(self._extends)
         self._idle.set("rewards" if self._meanwhile is not None and not generating else None)
         with self._waiting(generating=generating):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -86,9 +86,9 @@ class Lifecycle:
         self.ledger = Ledger()
         self.stream_ended = False  # there are no more tasks
 
-    def begin(self, version: int, engine_version: int) -> None:
-        """From now on generation is for the step at trainer `version`, by an engine that has `engine_version`."""
-        self.scheduler.on_begin(version, version - engine_version)
+    def begin(self, version: int, oldest_version: int) -> None:
+        """From now on generation is for the step at trainer `version`, under versions from `oldest_version` on."""
+        self.scheduler.on_begin(version, version - oldest_version)
 
     def admit(self, task: Task, prompt_ids: Sequence[int], version: int) -> Group:
         """A new task becomes a group of WAITING rollouts."""
@@ -245,6 +245,16 @@ class Lifecycle:
     def running(self) -> list[Rollout]:
         """In group order."""
         return [r for g in self.cache.groups.values() for r in g.rollouts if r.state is RolloutState.RUNNING]
+
+    def refuse_to_stand_still(self) -> NoReturn:
+        """Nothing runs, and there is not enough for a step. ValueError if the engine is too far behind for more."""
+        lag, most = self.scheduler.lag, self.config.max_staleness
+        assert lag > most, "nothing runs and there is not enough for a step: the scheduler's proof is broken"
+        raise ValueError(
+            f"rollout.max_staleness = {most}: the engine may still sample under a policy {lag} versions old, so nothing"
+            " that it begins could be trained. Raise it, or mend what keeps new weights from the engine, and go on with"
+            " --resume"
+        )
 
     def check(self) -> None:
         """AssertionError unless every task and token is in exactly one account."""

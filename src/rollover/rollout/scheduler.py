@@ -60,7 +60,7 @@ class Scheduler:
         self.lengths = LengthEstimate()
         self.in_flight_groups = config.first_in_flight
         self.next_version = 0  # the trainer's at the step that is generated for
-        self.lag = 0  # versions that the engine is behind it
+        self.lag = 0  # versions that a token sampled from now on is behind it at most
         self._num_enough = config.num_enough
         self._has_budget = config.interrupt == "token_budget"
         self._max_continuations, self._max_staleness = config.max_continuations, config.max_staleness
@@ -219,7 +219,7 @@ class Scheduler:
     # What was done
 
     def on_begin(self, next_version: int, lag: int) -> None:
-        """Generation is for the step at `next_version` now; the engine is `lag` versions behind that."""
+        """Generation is for the step at `next_version` now; tokens may be up to `lag` versions behind that."""
         self.next_version, self.lag = next_version, lag
 
     def on_admit(self, group: Group, version: int) -> None:
@@ -370,7 +370,7 @@ class Scheduler:
     def _leaves_a_feasible_rest(self, version: int) -> bool:
         """Whether all groups that the step at `version` would leave behind can still be trained in bound."""
         num = self.config.groups_per_step
-        # Whatever has no token yet may get its first one under the engine's version before the next step.
+        # Whatever has no token yet may get its first one under the oldest version before the next step.
         if len(self._held) - min(num, len(self._ready)) > (self.config.max_staleness - self.lag) * num:
             return False
         left, taken_before, next_taken = {}, 0, self._next_taken()

@@ -225,7 +225,7 @@ def test_scores_that_arrive_together_are_handled_in_group_order() -> None:
 def test_a_batch_is_in_group_id_order_even_if_the_later_group_is_staler() -> None:
     class LateStart(FakeEngine):
         def _decode(self, sequence):
-            late = sequence.request.rollout_id.startswith("0-") and self.policy_version == 0
+            late = sequence.request.rollout_id.startswith("0-") and self.oldest_version == 0
             return None if late else super()._decode(sequence)
 
     run = Run(engine=LateStart(lambda seed: 4), interrupt="when_enough", in_flight_groups=6, max_staleness=2)

@@ -64,7 +64,7 @@ class Empty(FakeEngine):
         if self.left.get(request.rollout_id, 0) > 0:
             self.left[request.rollout_id] -= 1
             nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
-            return [Segment(*nothing, self.policy_version, request.sampling, StopReason.PAUSED)]
+            return [Segment(*nothing, self.oldest_version, request.sampling, StopReason.PAUSED)]
         return await super().extend(request)
 
 

@@ -147,7 +147,7 @@ def test_running_siblings_of_a_dropped_group_are_interrupted_and_not_started_aga
         def _decode(self, sequence):
             # The siblings of what hangs always get tokens, and are never done.
             if sequence.request.rollout_id in ("1-1", "1-2"):
-                sequence.tokens.append((5, -1.0, self.policy_version))
+                sequence.tokens.append((5, -1.0, self.oldest_version))
                 return None
             return super()._decode(sequence)
 

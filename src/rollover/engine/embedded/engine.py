@@ -99,7 +99,7 @@ class EmbeddedEngine:
         return self._batcher.cache.bytes_per_token
 
     @property
-    def policy_version(self) -> int:
+    def oldest_version(self) -> int:
         return self._version
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:

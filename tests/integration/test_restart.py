@@ -44,7 +44,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
 ) -> None:
     from rollover.train.loop import Run
 
-    recipe = runs.write(tmp_path, steps=3, checkpoint={"every_steps": 2}, eval=EVAL)
+    recipe = runs.write(tmp_path, steps=3, checkpoint={"every_steps": 2, "journal_s": 0}, eval=EVAL)
     plain = Run._step
 
     async def crash(self: Run) -> bool:

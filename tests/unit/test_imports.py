@@ -34,6 +34,7 @@ MAY_ASYNCIO = (
     "train/evaluate.py",
     "train/streaming.py",
     "train/stop.py",
+    "train/recovery.py",
     "rollout/asker.py",
     "rollout/strays.py",
     "bench/",

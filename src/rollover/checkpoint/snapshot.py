@@ -16,6 +16,7 @@ from typing import Any
 import safetensors.numpy
 import safetensors.torch
 
+from rollover.checkpoint.journal import Mark
 from rollover.checkpoint.store import CheckpointStore, FileWriter, checkpoint_name
 from rollover.envs.single_turn import PromptSource
 from rollover.rollout.lifecycle import Lifecycle
@@ -59,8 +60,8 @@ class Snapshot:
     files: dict[str, FileWriter]
 
     @classmethod
-    def begin(cls, owners: Owners) -> Snapshot:
-        """The cut, at the trainer's current version."""
+    def begin(cls, owners: Owners, journal: Mark | None = None) -> Snapshot:
+        """The cut, at the trainer's current version. `journal`: where it goes on from here, if there is one."""
         owners.directory.metrics.sync()
         owners.directory.evals.sync()
         tensors, trainer_meta = owners.trainer.save_state()
@@ -74,6 +75,7 @@ class Snapshot:
             "reuse": reuse,
             "producer": owners.producer.state_dict(),
             "chronicle": owners.chronicle.state_dict(),
+            "journal": journal,
         }
         files: dict[str, FileWriter] = {
             "rollouts.safetensors": lambda path: safetensors.numpy.save_file(arrays, path),
@@ -91,8 +93,11 @@ class Snapshot:
         store.write(self.name, self.files)
 
 
-def load_snapshot(name: str, owners: Owners) -> None:
-    """Restore every owner from checkpoint `name`. What the run wrote after it stays: see RunDirectory.truncate."""
+def load_snapshot(name: str, owners: Owners) -> Mark | None:
+    """Restore every owner from checkpoint `name`. What the run wrote after it stays: see RunDirectory.truncate.
+
+    Returns where the journal goes on from it; None if there was none.
+    """
     files = owners.directory.store.open(name)
     state: dict[str, Any] = json.loads(Path(files["state.json"]).read_text())
     if state["format"] != FORMAT:
@@ -112,3 +117,5 @@ def load_snapshot(name: str, owners: Owners) -> None:
     groups = owners.lifecycle.cache.groups.values()
     owners.chronicle.load_state_dict(state.get("chronicle", {}), groups, owners.trainer.policy_version)
     owners.lifecycle.check()
+    mark = state.get("journal")
+    return None if mark is None else Mark(*mark)

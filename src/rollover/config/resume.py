@@ -53,6 +53,16 @@ FIXED = (
         while_held=True,
     ),
 )
+# What a step makes of its groups: with other values it would end with other weights. (Sums in another order are not.)
+_TRAINING = (
+    "algorithm.*", "train.*", "model.*", "filters.*", "replay.*", "rollout.max_new_tokens", "rollout.max_staleness",
+    "rollout.on_stale",
+)  # fmt: skip
+_NOT_TRAINING = (
+    "train.profile_steps*", "train.publish_every", "train.micro_batch_tokens", "train.skip_zero_advantage",
+    "train.gradient_checkpointing", "train.streaming_min_groups", "model.path", "model.device",
+    "filters.give_up_after_steps",
+)  # fmt: skip
 _WHERE = ("run.dir", "checkpoint.resume_from")  # of the start, not of the run
 
 
@@ -94,6 +104,17 @@ def refuse(changed: Sequence[Change], *, held: bool | None = None) -> None:
                 )
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def trains_otherwise(changed: Sequence[Change], config: Config) -> list[Change]:
+    """Those changes because of which a step, trained again on the same groups, would end with other weights."""
+
+    def has(key: str) -> bool:
+        if key == "train.num_steps":  # the schedule's length
+            return config.train.schedule != "constant"
+        return not any(fnmatch(key, name) for name in _NOT_TRAINING) and any(fnmatch(key, name) for name in _TRAINING)
+
+    return [change for change in changed if has(change.key)]
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollover.rollout.cache import RolloutCache
+from rollover.rollout.staleness import EVERY_VERSION
 from rollover.types import DropReason, Group, RolloutState, Segment
 
 
@@ -54,11 +55,11 @@ class Ledger:
         """A parked rollout was started again."""
         self.resumed_rollouts += 1
 
-    def on_consume(self, group: Group, oldest_in_loss: int = 0) -> None:
+    def on_consume(self, group: Group, oldest_in_loss: int = EVERY_VERSION) -> None:
         """Not trained: a greedy baseline's tokens, and, as masked, those of versions below `oldest_in_loss`."""
         self._add_trained(group, oldest_in_loss, 1)
 
-    def on_give_back(self, group: Group, oldest_in_loss: int = 0) -> None:
+    def on_give_back(self, group: Group, oldest_in_loss: int = EVERY_VERSION) -> None:
         """It was not trained after all."""
         self._add_trained(group, oldest_in_loss, -1)
 
@@ -66,7 +67,7 @@ class Ledger:
         self.trained.add(group, times)
         baseline = sum(r.num_sampled_tokens for r in group.rollouts if r.greedy)
         self._not_trained(DropReason.BASELINE, times * baseline)
-        if oldest_in_loss:
+        if oldest_in_loss > EVERY_VERSION:
             segments = [s for r in group.rollouts if not r.greedy for s in r.segments if s.trainable]
             masked = sum(len(s) for s in segments if s.policy_version < oldest_in_loss)
             self._not_trained(DropReason.MASKED, times * masked)

@@ -25,7 +25,7 @@ A step is taken only if what it leaves behind satisfies n(k) <= k * B for every 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -35,6 +35,9 @@ from rollover.types import Group
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# Below every policy version, those of tokens sampled by versions that were lost included, which may be negative.
+EVERY_VERSION = -(1 << 31)
 
 Versions = TypeVar("Versions", int, np.ndarray, "Tensor")
 
@@ -54,6 +57,35 @@ def group_deadline(group: Group, max_staleness: int) -> int | None:
     """The last trainer version whose step may train this group; None (no deadline) before the first token."""
     oldest = group.min_version
     return None if oldest is None else oldest + max_staleness
+
+
+def rolled_back(policy_version: int, trainer_version: int) -> int:
+    """What a policy version is called after the trainer went back to `trainer_version`.
+
+    A lost one is as many updates away from there as before, but on another branch: 2 * trainer_version minus it. At
+    every later trainer version its staleness is the number of updates between the two policies.
+    """
+    return policy_version if policy_version <= trainer_version else 2 * trainer_version - policy_version
+
+
+def beyond_bound(groups: Iterable[Group], config: RolloutConfig, trainer_version: int, bound: int) -> list[int]:
+    """Ids of those groups, none of which runs, that must go so that all others are trained in bound from now on.
+
+    `bound`: config.staleness_bound. With "drop" and "mask" steps see to a bound of max_staleness themselves. Otherwise
+    the fewest go, the oldest first: of those left at most (k + 1) * groups_per_step get older than
+    `bound` after trainer_version + k, for every k >= 0, and no more are held than (1 + bound) * groups_per_step.
+    """
+    if not config.finish_first and bound == config.max_staleness:
+        if config.on_stale == "mask":
+            return [g.group_id for g in groups if g.ready and expiry(g, config) < trainer_version]
+        return [g.group_id for g in groups if (group_staleness(g, trainer_version) or 0) > bound]
+    deadlines = {g.group_id: group_deadline(g, bound) for g in groups}
+    due = sorted((math.inf if d is None else d, -group_id) for group_id, d in deadlines.items())
+    num_beyond = 0
+    for rank, (deadline, _) in enumerate(due, start=1):
+        steps = min(1 + bound, max(0, deadline - trainer_version + 1))
+        num_beyond = max(num_beyond, rank - int(steps) * config.groups_per_step)
+    return sorted(-group_id for _, group_id in due[:num_beyond])
 
 
 def is_feasible(due: Mapping[float, int], trainer_version: int, groups_per_step: int) -> bool:
@@ -97,7 +129,7 @@ def _newest_trained(group: Group) -> int | None:
 
 def oldest_in_loss(config: RolloutConfig, trainer_version: int) -> int:
     """Tokens of policy versions below this one are masked by the step at `trainer_version`: only with "mask"."""
-    return max(0, trainer_version - config.max_staleness) if config.on_stale == "mask" else 0
+    return trainer_version - config.max_staleness if config.on_stale == "mask" else EVERY_VERSION
 
 
 def _tight_slacks(due: Mapping[float, int], trainer_version: int, groups_per_step: int) -> list[int]:

@@ -22,13 +22,22 @@ class Chronicle:
 
     def __init__(self, file: TraceFile | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._file, self._clock, self._origin = file, clock, clock()
+        self._stands_at: float | None = None
         self.trace = Trace(self.seconds)
         self.lifetimes = Lifetimes()
         self.trace_bytes = 0  # of trace.jsonl, in the checkpoint that was restored
 
     def seconds(self) -> float:
         """Since the start of the run."""
-        return self._clock() - self._origin
+        return self._clock() - self._origin if self._stands_at is None else self._stands_at
+
+    def stand_at(self, seconds: float) -> None:
+        """What is told now happened then, in the process before this one; until `go_on`."""
+        self._stands_at = seconds
+
+    def go_on(self) -> None:
+        """The clock goes on from where it stands."""
+        self._origin, self._stands_at = self._clock() - self.seconds(), None
 
     def on_event(self, event: Event) -> None:
         """For Lifecycle.on_event."""
@@ -43,19 +52,21 @@ class Chronicle:
         """The trainer is at `version`, and its weights are live: before anything is dropped for it."""
         self.trace.publish(version)
 
-    def flush(self) -> None:
-        """Write the trace's new events, once a step."""
-        if self._file is not None:
-            self._file.write(self.trace.drain())
+    def flush(self) -> int:
+        """Write the trace's new events, once a step; returns how many bytes the trace has then."""
+        if self._file is None:
+            return 0
+        self._file.write(self.trace.drain())
+        return self._file.num_bytes
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able. trace.jsonl has what happened so far, durably: a run that resumes cuts it here."""
-        self.flush()
+        trace_bytes = self.flush()
         if self._file is not None:
             self._file.sync()
         return {
             "seconds": self.seconds(),
-            "trace_bytes": self._file.num_bytes if self._file is not None else 0,
+            "trace_bytes": trace_bytes,
             "lifetimes": self.lifetimes.state_dict(),
         }
 

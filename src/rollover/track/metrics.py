@@ -325,6 +325,10 @@ METRICS: list[Metric] = [
     Metric("critic/grad_norm", "mean", "", "Gradient norm of the value head before clipping."),
     Metric("critic/explained_variance", "mean", "share", "Of the returns, by the values before the step; 1 is all."),
     Metric("mismatch/kl", "mean", "nats", "KL(behavior, proximal), k1 estimate: mean of behavior - proximal log-prob."),
+    # Journal
+    Metric("journal/time_s", "sum", "s", "Time spent on the journal; it is part of the time/ keys."),
+    Metric("journal/bytes", "last", "bytes", "Size of the journal since the newest checkpoint."),
+    Metric("journal/failed", "counter", "", "Times that the journal could not be written (full disk), and ended."),
     # Engine
     Metric("engine/decode_steps", "counter", "steps", "Decode steps."),
     Metric("engine/prefill_tokens", "counter", "tokens", "Tokens prefilled for the first time."),

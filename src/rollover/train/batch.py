@@ -16,6 +16,7 @@ from rollover.algorithms import advantage
 from rollover.algorithms.filters import Masked, RolloutFilter, mask_rollouts
 from rollover.config import AlgorithmConfig
 from rollover.functions import OwnFunction, described, own_function
+from rollover.rollout.staleness import EVERY_VERSION
 from rollover.types import Group, Rollout, Sample
 
 
@@ -87,7 +88,10 @@ class BatchBuilder:
             self._own = own_function("algorithm.after_scoring", algorithm.after_scoring, returns)
 
     def build(
-        self, groups: list[Group], oldest_version: int = 0, replayed: Mapping[int, int] = MappingProxyType({})
+        self,
+        groups: list[Group],
+        oldest_version: int = EVERY_VERSION,
+        replayed: Mapping[int, int] = MappingProxyType({}),
     ) -> Batch:
         """One Sample per rollout, in group-id and sibling order; the baseline of a group is over all its valid
         siblings, but for masked ones whose rewards shall not count.
@@ -133,7 +137,7 @@ class BatchBuilder:
 def build_batch(
     groups: list[Group],
     algorithm: AlgorithmConfig,
-    oldest_version: int = 0,
+    oldest_version: int = EVERY_VERSION,
     masks: Sequence[RolloutFilter] = (),
 ) -> Batch:
     """One batch of `BatchBuilder`, for a program that makes few."""

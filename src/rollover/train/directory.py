@@ -1,6 +1,6 @@
 """The directory of one run: its files, whether this run may use it, and the command that goes on with it.
 
-    config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  model/
+    config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  journal/  model/
     lock (held while the run lives)  checkpointed (where its checkpoints are)  finished (it is, at which step)
 
 Owns where things lie. Never decides what is written, nor when.
@@ -45,7 +45,7 @@ class RunDirectory:
         self.config, self.resume = config, resume
         name = f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.path = Path(config.run.dir or name).expanduser()
-        for output in (self.path, self.path / "rollouts", self.path / "model", self.path / "profile"):
+        for output in (self.path, *(self.path / name for name in ("rollouts", "journal", "model", "profile"))):
             check_writable(output, "run.dir")
         if resume and not config.run.dir:
             raise ValueError("--resume needs run.dir: add --run.dir <directory of the run>")
@@ -76,6 +76,10 @@ class RunDirectory:
             resume_rules.refuse(self.changes)
         if not resume:
             self.truncate(-1)  # an evaluation may have been written before the first step
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
 
     @property
     def model(self) -> Path:
@@ -123,6 +127,10 @@ class RunDirectory:
                 " checkpoint.dir to where they are, or start again in another run.dir"
             )
         return wanted or (names[-1] if names else None)
+
+    def is_newest(self, name: str) -> bool:
+        """Whether no checkpoint is later than `name`."""
+        return self.store.list()[-1:] == [name]
 
     def on_checkpoint(self) -> None:
         """A checkpoint was committed: from now on a run without one is not one that ended early."""

@@ -94,12 +94,14 @@ class Run:
             self.records = Records(self.directory.rollouts, parts.loaded.tokenizer.decode, recorded)
             self.recovery = Recovery(
                 config, parts, Owners.of(parts, self.directory, self.chronicle, self.producer), self.rows, self.records,
-                self.view, self.stop, self._quiesce, self._publish, self.directory.resume_command(self.command),
+                self.view, self.stop, self._quiesce, self._publish, self._tell,
+                self.directory.resume_command(self.command),
             )  # fmt: skip
             try:
                 code = await self._main()
                 self.chronicle.flush()
             finally:
+                self.recovery.close()
                 await parts.close()
                 self.trainer_thread.shutdown()
         if code == 0:
@@ -111,6 +113,7 @@ class Run:
             await look_at_tasks(self.config, self.parts.rewarder, self.view)
         if self.resume:
             await self.recovery.restore()
+        await self.recovery.begin()
         self.directory.write_config()
         self.stop.listen(self.view.message)
         try:
@@ -132,7 +135,7 @@ class Run:
             step = trainer.policy_version
             if config.eval.every_steps and step % config.eval.every_steps == 0 and step < config.train.num_steps:
                 await self._evaluate()
-            if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
+            if self.recovery.is_due:
                 await self.recovery.checkpoint()
         await self.recovery.checkpoint()  # before the last evaluation: nothing that happens to that may cost the run
         if not self.stop.requested:
@@ -170,6 +173,7 @@ class Run:
             trained = await self._train(batch, version)
         self.recovery.taken = []
         parts.reuse.after_step(groups, batch, version)
+        self.recovery.scribe.on_step(version)
         return_freed_memory()
         num_bytes = 0
         try:
@@ -189,6 +193,7 @@ class Run:
         with self.rows.timed("weights"):
             num_bytes = self._publish()
         self.chronicle.publish(version)
+        self.recovery.scribe.on_publish(version)
         return num_bytes
 
     def _tell(self, row: dict[str, float], groups: list[Group], batch: Batch) -> None:
@@ -199,8 +204,7 @@ class Run:
         assert row.get("staleness/replayed_max", 0) <= self.config.replay.max_staleness, "replayed above its bound"
         self.records.write(self.parts.trainer.policy_version, groups, batch)
         self.directory.metrics.write(row)
-        self.recovery.told_version = self.parts.trainer.policy_version
-        self.chronicle.flush()
+        self.recovery.on_row(self.chronicle.flush())
         self.view.update(row)
         for warning in self.health.look(row):
             self.view.message(f"health: {warning}")

@@ -24,9 +24,10 @@ from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopRe
 
 
 class Producer(Protocol):
-    """`source`: what is used up when it returns []."""
+    """`source`: what is used up when it returns []. `journaled`: whether its groups come through the lifecycle."""
 
     source: str
+    journaled: bool
 
     async def produce(self, step: int, version: int) -> list[Group] | None:
         """The groups that training step `step` (1, 2, ...) trains, at trainer version `version` (step - 1).
@@ -58,7 +59,7 @@ class _Stateless:
 class Generation(_Stateless):
     """The driver's groups. `collect(version)` as `Driver.collect`."""
 
-    source = "tasks"
+    source, journaled = "tasks", True
 
     def __init__(self, collect: Callable[[int], Awaitable[list[Group] | None]]) -> None:
         self._collect = collect
@@ -70,7 +71,7 @@ class Generation(_Stateless):
 class RecordedRollouts(_Stateless):
     """The groups of one recorded step after the other; [] at the end. Steps that trained nothing are left out."""
 
-    source = "recorded rollouts"
+    source, journaled = "recorded rollouts", False
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -102,7 +103,7 @@ class OwnProducer:
     for that step again.
     """
 
-    source = "groups of tasks.producer"
+    source, journaled = "groups of tasks.producer", False
 
     def __init__(self, config: Config, tokenizer: Any, engine: Engine, stop: Stop | None = None) -> None:
         self.name, self.engine, self.stop = config.tasks.producer, engine, stop or Stop()

@@ -17,7 +17,7 @@ import numpy as np
 
 from rollover.config.replay import ReplayConfig
 from rollover.rollout.group_state import Arrays, groups_from_state, groups_to_state
-from rollover.rollout.staleness import staleness
+from rollover.rollout.staleness import EVERY_VERSION, staleness
 from rollover.types import Group
 
 
@@ -27,7 +27,7 @@ class Kept:
 
     group: Group
     score: float
-    oldest_in_loss: int = 0
+    oldest_in_loss: int = EVERY_VERSION
 
     @property
     def oldest_version(self) -> int:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from rollover.checkpoint.scribe import Scribe
 from rollover.config import Config
 from rollover.track.chronicle import Chronicle
 from rollover.track.metrics import is_counter
@@ -38,6 +39,7 @@ class Rows:
         self._counted: dict[str, float] = {}
         self._carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
         self._started = time.perf_counter()
+        self.scribe: Scribe | None = None  # of the journal
 
     def begin(self) -> None:
         """The first step begins now: what was done before it belongs to no row."""
@@ -96,6 +98,7 @@ class Rows:
             "time/other_s": max(0.0, step_s - sum(times.values())),
             "time/step_s": step_s,
             **self._engine_waits(),
+            **self._journal(),
             "weights/bytes": num_bytes,
             "memory/peak_rss_bytes": peak_rss_bytes(),
         }
@@ -115,11 +118,20 @@ class Rows:
             return {}
         return {f"wait/engine_for_{whom}_s": self._since_last(f"idle/{whom}", s) for whom, s in idle.items()}
 
+    def _journal(self) -> dict[str, float]:
+        """What it cost in this step, if there is one."""
+        if self.scribe is None or not self.scribe.journal.num_bytes:
+            return {}
+        seconds = self._since_last("journal", self.scribe.seconds)
+        return {"journal/time_s": seconds, "journal/bytes": self.scribe.journal.num_bytes}
+
     def _owners_counters(self) -> dict[str, float]:
         """Counters and gauges of rewards, engine and driver; counters go on where a resumed run had ended."""
         driver = self.parts.driver
         owners = (self.parts.rewarder, self.parts.engine, driver.asker, driver.watchdog)
         now = {key: value for owner in owners for key, value in owner.stats().items()}
+        if self.scribe is not None:
+            now["journal/failed"] = self.scribe.journal.failed
         return {key: value + self._carried.get(key, 0.0) for key, value in now.items()}
 
     def _since_last(self, name: str, cumulative: float) -> float:

@@ -125,6 +125,7 @@ class World:
             self._check_staleness(group)
             self._left(group, "consumed")
         self.check()
+        self.trained()
         if self.rng.random() < self.restart_rate:
             self.restart()
         self.version += 1
@@ -134,6 +135,9 @@ class World:
             self._dropped(group, DropReason.STALE)
         self.check()
         return consumed
+
+    def trained(self) -> None:
+        """The step at `version` was trained."""
 
     def _give_back(self, consumed: list[Group]) -> None:
         """The training of the step fails: its groups are held again, for this process or the next."""

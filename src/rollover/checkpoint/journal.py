@@ -1,0 +1,330 @@
+"""The journal: append-only files of records beside the checkpoints. docs/checkpoint-format.md has the format.
+
+    <folder>/000003.journal:  head, record, record, ..., end (names the next file)
+
+A file begins at a checkpoint, which names it; with the next checkpoint's begin it ends and another begins. So from
+any committed checkpoint there is one chain of files to the last record. Owns the files, their durability, and what of
+them is trusted. Knows nothing of what is in a record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import re
+import struct
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollover.track.sinks import fsync_dir
+
+FORMAT = 1
+HEAD, END = "head", "end"  # the kinds of the journal's own records
+_MAGIC = b"RLVJ"
+# After the magic: bytes of meta, bytes of data, sequence number, CRC-32 of these three and of both parts.
+_HEADER = struct.Struct("<4sIIQI")
+_FILE = re.compile(r"(\d{6,})\.journal")
+
+
+class Record(NamedTuple):
+    """`meta`: JSON; its "kind" says what it is. `data`: raw bytes, as `meta` says."""
+
+    meta: dict[str, Any]
+    data: bytes
+
+
+class Mark(NamedTuple):
+    """Where the journal goes on from a checkpoint: a file of a run."""
+
+    run: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is trusted of one file: its first `num_bytes`, `num_records` records. `problem`: why no more; "" if all."""
+
+    path: Path
+    num_bytes: int
+    num_records: int
+    problem: str = ""
+
+    def records(self) -> Iterator[Record]:
+        """All but the journal's own."""
+        if not self.num_bytes:
+            return
+        with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            for record, end in _whole(content):
+                if end > self.num_bytes:
+                    break
+                if record.meta["kind"] not in (HEAD, END):
+                    yield record
+
+
+def packed(meta: Mapping[str, Any], data: bytes, sequence: int) -> bytes:
+    """A record as it is in a file."""
+    text = json.dumps(meta, separators=(",", ":")).encode()
+    counts = struct.pack("<IIQ", len(text), len(data), sequence)
+    return b"".join((_MAGIC, counts, struct.pack("<I", _crc(counts, text, data)), text, data))
+
+
+def _write_all(fd: int, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def _crc(*parts: bytes) -> int:
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
+def _record_at(content: bytes | mmap.mmap, at: int) -> tuple[Record, int, int] | None:
+    """(record, its sequence number, where it ends), if a whole one begins there."""
+    body = at + _HEADER.size
+    if body > len(content):
+        return None
+    magic, num_meta, num_data, sequence, crc = _HEADER.unpack_from(content, at)
+    end = body + num_meta + num_data
+    if magic != _MAGIC or end > len(content):
+        return None
+    text, data = content[body : body + num_meta], content[body + num_meta : end]
+    if _crc(content[at + 4 : at + 20], text, data) != crc:
+        return None
+    return Record(json.loads(text), data), sequence, end
+
+
+def _whole(content: bytes | mmap.mmap) -> Iterator[tuple[Record, int]]:
+    """(record, where it ends), in order, up to the first that is not whole or not the next."""
+    at = expected = 0
+    while (found := _record_at(content, at)) is not None and found[1] == expected:
+        record, _, at = found
+        expected += 1
+        yield record, at
+
+
+def _whole_record_after(content: mmap.mmap, at: int) -> bool:
+    """Whether one begins anywhere after `at`: then what is wrong there is no torn end."""
+    while (at := content.find(_MAGIC, at + 1)) >= 0:
+        if _record_at(content, at) is not None:
+            return True
+    return False
+
+
+class Journal:
+    """The journal of one run, in `folder`. Nothing is written before `begin`. `say` prints one line.
+
+    A record is with the operating system when `append` returns: a killed process loses none. `sync` brings it to the
+    disk, in a thread. A write that fails ends the journal until the next `begin`: what is whole stays, and nothing is
+    written after the gap. `failed` counts those.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self.say = folder, say
+        self.run = uuid.uuid4().hex
+        self.failed = 0
+        self._fd: int | None = None
+        self._number = max(self._numbers(), default=0)
+        self._size = self._earlier = self._sequence = 0
+        self._syncs = ThreadPoolExecutor(1, "journal")
+        self._last_sync: Future[None] | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether records are written now."""
+        return self._fd is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the files since the newest committed checkpoint."""
+        return self._earlier + self._size
+
+    # Writing
+
+    def begin(self, checkpoint: str | None) -> Mark:
+        """The cut of a checkpoint (None: the start of the run): the file ends here, and the next begins.
+
+        Until `commit` the earlier ones stay: the checkpoint may never be.
+        """
+        number = self._number + 1
+        head = {"kind": HEAD, "format": FORMAT, "run": self.run, "number": number, "checkpoint": checkpoint}
+        first = packed(head, b"", 0)
+        fd: int | None = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+            _write_all(fd, first)
+            fsync_dir(self.folder)
+            self.append({"kind": END, "next": number})  # of what is there by now
+            self._finish()
+        except OSError as error:
+            self._finish()
+            self._tell(error)
+            if fd is not None:
+                os.close(fd)
+            fd = None
+        self._earlier += self._size
+        self._fd, self._number, self._size, self._sequence = fd, number, len(first), 1
+        return Mark(self.run, number)
+
+    def go_on(self, part: Part) -> None:
+        """Write on after what is trusted of a file that `read` gave."""
+        try:
+            self._fd = os.open(part.path, os.O_WRONLY | os.O_APPEND)
+            os.ftruncate(self._fd, part.num_bytes)
+            self._size, self._sequence = part.num_bytes, part.num_records
+        except OSError as error:
+            self._fail(error)
+
+    def commit(self, mark: Mark) -> None:
+        """The checkpoint that begins at `mark` is committed: what came before is not needed any more."""
+        for number in self._numbers():
+            if number < mark.number:
+                self._path(number).unlink(missing_ok=True)
+        self._earlier = 0
+
+    def append(self, meta: Mapping[str, Any], data: bytes = b"") -> None:
+        """Add a record, unless the journal has ended with an error. `meta`: JSON, with its "kind"."""
+        if self._fd is None:
+            return
+        try:
+            if self._last_sync is not None and self._last_sync.done():
+                synced, self._last_sync = self._last_sync, None
+                synced.result()
+            record = packed(meta, data, self._sequence)
+            _write_all(self._fd, record)
+            self._size, self._sequence = self._size + len(record), self._sequence + 1
+        except OSError as error:
+            self._fail(error)
+
+    def sync(self) -> None:
+        """Begin to bring all records to the disk. An error is noticed by the next `append`."""
+        if self._fd is not None and (self._last_sync is None or self._last_sync.done()):
+            self._last_sync = self._syncs.submit(os.fsync, self._fd)
+
+    def close(self) -> None:
+        """Write no more, and return when all is on disk."""
+        self._finish()
+        self._syncs.shutdown()
+
+    def _finish(self) -> None:
+        """Close the file, durably."""
+        if self._fd is None:
+            return
+        try:
+            if self._last_sync is not None:
+                self._last_sync.result()
+            os.fsync(self._fd)
+        except OSError as error:
+            self._tell(error)
+        self._close()
+
+    def _fail(self, error: OSError) -> None:
+        """Cut back to the last whole record, and write nothing after it."""
+        self._tell(error)
+        if self._fd is not None:
+            with contextlib.suppress(OSError):  # half a record is cut by whoever reads it, too
+                os.ftruncate(self._fd, self._size)
+            self._close()
+
+    def _close(self) -> None:
+        synced, self._last_sync = self._last_sync, None
+        if synced is not None:
+            synced.exception()  # it is over: nobody else uses the descriptor
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _tell(self, error: OSError) -> None:
+        self.failed += 1
+        self.say(
+            f"the journal cannot be written to {self.folder}: {error.strerror or error}. What follows is in no journal"
+            " until the next checkpoint begins a new one"
+        )
+
+    # Reading
+
+    def read(self, mark: Mark | None) -> list[Part]:
+        """The chain of files from `mark` on (None: from the start of the run); [] where there is none.
+
+        A file that is missing or of another run ends it, and so does a damaged one after its last whole record: each
+        is said. A last record that was not written to its end is cut without a word. The journal goes on as that run's.
+        """
+        number = 1 if mark is None else mark.number
+        self._number = max(self._number, number if mark is not None else 0)
+        parts: list[Part] = []
+        while number:
+            path = self._path(number)
+            if not path.exists():
+                if mark is not None or parts:
+                    self.say(f"the journal {path} is missing: what happened after its beginning is lost")
+                break
+            part, head, following = self._look_at(path)
+            problem = "" if not head else self._why_foreign(head, mark, number)
+            if problem:
+                self.say(f"the journal {path} is not used: {problem}")
+                break
+            if part.problem:
+                self.say(part.problem)
+            if not head:
+                break
+            parts.append(part)
+            mark, number = Mark(head["run"], number), following
+        if mark is not None:
+            self.run = mark.run
+        return parts
+
+    def discard(self) -> None:
+        """Delete all files: they belong to nothing that is resumed."""
+        for number in self._numbers():
+            self._path(number).unlink(missing_ok=True)
+        self._number = 0
+
+    def _look_at(self, path: Path) -> tuple[Part, dict[str, Any], int]:
+        """(what is trusted, its head, the number of the next file or 0)."""
+        size = path.stat().st_size
+        num = following = num_bytes = 0
+        head: dict[str, Any] = {}
+        problem = ""
+        if size:
+            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                for record, num_bytes in _whole(content):  # noqa: B007
+                    if num == 0:
+                        head = record.meta
+                    following = record.meta["next"] if record.meta["kind"] == END else 0
+                    num += 1
+                if num_bytes < size and _whole_record_after(content, num_bytes):
+                    problem = (
+                        f"the journal {path} is damaged at byte {num_bytes} (record {num}): what follows there is not"
+                        " trusted, and is lost"
+                    )
+        return Part(path, num_bytes, num, problem), head, following
+
+    @staticmethod
+    def _why_foreign(head: Mapping[str, Any], mark: Mark | None, number: int) -> str:
+        if head.get("kind") != HEAD:
+            return "it has no beginning"
+        if head["format"] != FORMAT:
+            return f"it has format {head['format']}, and this version reads {FORMAT}"
+        if mark is None and head["checkpoint"] is not None:
+            return f"it begins at {head['checkpoint']}, which is not there"
+        if head["number"] != number or (mark is not None and head["run"] != mark.run):
+            return "it belongs to another run"
+        return ""
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:06d}.journal"
+
+    def _numbers(self) -> list[int]:
+        """Of the files that are there."""
+        entries = os.listdir(self.folder) if self.folder.is_dir() else []
+        return sorted(int(match[1]) for entry in entries if (match := _FILE.fullmatch(entry)))

@@ -1,0 +1,164 @@
+"""The scribe: writes what happens to rollouts into the journal, as facts. docs/checkpoint-format.md has every record.
+
+    Lifecycle.on_event ──▶ on_event ──record──▶ Journal          Engine.progress ──▶ progress (new tokens of what runs)
+    the loop ──▶ on_step, on_row, on_publish ──┘
+
+Owns how much of every running rollout the journal has. Never decides what happens, and never reads (replay.py does).
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rollover.checkpoint.journal import Journal, Mark
+from rollover.rollout.lifecycle import Event, EventKind
+from rollover.types import Rollout, Segment
+
+TOKENS, STEP, ROW, PUBLISH = "tokens", "step", "row", "publish"
+_BEGINS = (EventKind.START, EventKind.RESUME)
+_ENDS = (EventKind.PARK, EventKind.FINISH)
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the journal has of a running rollout: tokens `started` to `num`, with this digest."""
+
+    started: int
+    num: int
+    digest: int = 0
+
+
+class Scribe:
+    """Writes to `journal`. `clock` gives the run's seconds; `task_version` the version that a new task was made for.
+
+    `seconds`: spent here, cumulative.
+    """
+
+    def __init__(self, journal: Journal, clock: Callable[[], float], task_version: Callable[[], int]) -> None:
+        self.journal, self.clock, self.task_version = journal, clock, task_version
+        self.seconds = 0.0
+        self._told: dict[Rollout, _Told] = {}  # of what runs
+
+    def begin(self, checkpoint: str | None) -> Mark:
+        """As Journal.begin, at a moment at which nothing runs."""
+        self._told.clear()
+        return self.journal.begin(checkpoint)
+
+    def on_event(self, event: Event) -> None:
+        """For Lifecycle.on_event."""
+        if not self.journal.writes:
+            return
+        started = time.perf_counter()
+        kind, group, rollout = event.kind, event.group, event.rollout
+        data = b""
+        if rollout is None:
+            fields: dict[str, Any] = {"group": group.group_id, "version": event.version}
+            if kind is EventKind.ADMIT:
+                task = group.task
+                fields |= {"task": task.task_id, "attempt": task.attempt, "task_version": self.task_version()}
+            elif event.reason is not None:
+                fields |= {"reason": event.reason.value, "filter": event.filter}
+        else:
+            fields = {"rollout": rollout.rollout_id}
+            if kind in _BEGINS:
+                self._told[rollout] = _Told(rollout.num_tokens, rollout.num_tokens)
+                fields["version"] = event.version
+            elif kind in _ENDS:
+                new, data = self._new(rollout, rollout.segments, 0)
+                del self._told[rollout]
+                fields |= new | {"num_tokens": rollout.num_tokens}
+                fields["stop_reason"] = rollout.stop_reason and rollout.stop_reason.value
+            elif rollout.reward is not None:
+                fields["reward"] = asdict(rollout.reward)
+        self._write(kind.value, fields, data)
+        self.seconds += time.perf_counter() - started
+
+    def progress(self, progress: Callable[[Iterable[str]], Mapping[str, Sequence[Segment]]]) -> None:
+        """Write the new tokens of what runs. `progress`: as Engine.progress."""
+        if not self.journal.writes or not self._told:
+            return
+        started = time.perf_counter()
+        running = {rollout.rollout_id: rollout for rollout in self._told}
+        for rollout_id, segments in progress(running).items():
+            rollout = running[rollout_id]
+            if rollout.num_tokens + sum(map(len, segments)) <= self._told[rollout].num:
+                continue  # nothing new; fewer, if its engine failed and was asked again
+            fields, data = self._new(rollout, segments, rollout.num_tokens)
+            self._write(TOKENS, {"rollout": rollout_id, **fields}, data)
+        self.seconds += time.perf_counter() - started
+
+    def on_step(self, version: int) -> None:
+        """The step at trainer `version` has trained what was consumed for it."""
+        self._write(STEP, {"version": version})
+
+    def on_row(self, version: int, trace_bytes: int) -> None:
+        """The row of the step that led to trainer `version` is written, and so is the trace up to `trace_bytes`."""
+        self._write(ROW, {"version": version, "trace_bytes": trace_bytes})
+        self.journal.sync()
+
+    def on_publish(self, version: int) -> None:
+        """The weights of the trainer's `version` are live."""
+        self._write(PUBLISH, {"version": version})
+
+    def _new(self, rollout: Rollout, segments: Sequence[Segment], start: int) -> tuple[dict[str, Any], bytes]:
+        """What of `segments`, which begin with token `start` of a running rollout, the journal has not yet.
+
+        All since it was started, "anew", if that is not what the journal has: an engine that failed was asked again.
+        """
+        told = self._told[rollout]
+        anew = told.num > told.started and _digest(segments, start, told.started, told.num) != told.digest
+        fields, data = _beyond(segments, start, told.started if anew else told.num)
+        told.num = start + sum(map(len, segments))
+        told.digest = _digest(segments, start, told.started, told.num)
+        return {"segments": fields, "anew": anew}, data
+
+    def _write(self, kind: str, fields: Mapping[str, Any], data: bytes = b"") -> None:
+        self.journal.append({"kind": kind, "seconds": round(self.clock(), 6), **fields}, data)
+
+
+def _beyond(segments: Sequence[Segment], start: int, known: int) -> tuple[list[dict[str, Any]], bytes]:
+    """What of consecutive segments, the first of which begins with token `start`, comes after the first `known` tokens.
+
+    (Fields of each piece, as Segment.to_json, with its number of tokens; token ids int32 and log-probs float32 of all.)
+    """
+    fields: list[dict[str, Any]] = []
+    ids: list[bytes] = []
+    logprobs: list[bytes] = []
+    for segment in segments:
+        first = max(known - start, 0)
+        if first < segment.num_tokens:
+            fields.append(segment.to_json() | {"start": start + first, "num_tokens": segment.num_tokens - first})
+            ids.append(segment.token_ids[first:].astype("<i4", copy=False).tobytes())
+            logprobs.append(segment.logprobs[first:].astype("<f4", copy=False).tobytes())
+        start += segment.num_tokens
+    return fields, b"".join(ids + logprobs)
+
+
+def _digest(segments: Sequence[Segment], start: int, first: int, end: int) -> int:
+    """Of tokens `first` to `end`, with their log-probs and versions. `segments` begin with token `start`."""
+    crc = 0
+    for segment in segments:
+        cut = slice(max(first - start, 0), max(end - start, 0))
+        ids, logprobs = segment.token_ids[cut], segment.logprobs[cut]
+        rows = np.stack([ids.astype(np.float64), logprobs, np.full(len(ids), segment.policy_version)], axis=1)
+        crc = zlib.crc32(rows.tobytes(), crc)
+        start += segment.num_tokens
+    return crc
+
+
+def pieces(fields: Sequence[Mapping[str, Any]], data: bytes) -> Iterator[Segment]:
+    """The segments of a record: the inverse of what was written of them."""
+    num = sum(of["num_tokens"] for of in fields)
+    ids = np.frombuffer(data, "<i4", num).astype(np.int32)
+    logprobs = np.frombuffer(data, "<f4", num, offset=4 * num).astype(np.float32)
+    at = 0
+    for of in fields:
+        end = at + of["num_tokens"]
+        yield Segment.from_json(of, ids[at:end], logprobs[at:end])
+        at = end

@@ -1,0 +1,209 @@
+"""A run that ended between two checkpoints: its steps are trained again bit by bit, or rolled back; damage is named.
+
+The end is an exception that nothing catches, in this process: what the journal has by then is all that is left.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from test_journal_run import check_whole
+
+from rollover import cli
+from rollover.checkpoint import journal as journal_module
+from rollover.train.loop import Run
+from rollover.train.rows import Rows
+
+CHECKPOINT: dict[str, Any] = {"every_steps": 50, "save_final_model": False}
+
+
+def train(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
+    code = cli.main(["train", *map(str, words)])
+    out = capsys.readouterr()
+    assert "Traceback" not in out.err, out.err
+    return code, out.out + out.err
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in run.parts.trainer.save_state()[0].items() if not name.startswith("random")}
+
+
+class Ends:
+    """Lets a run end at the beginning of the step at `version`, and takes its weights; or when `of_step` is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, version: int, *, before_row: bool = False) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.run: Run | None = None
+        step, of_step = Run._step, Rows.of_step
+        ends = self
+
+        async def ending(run: Run) -> bool:
+            if run.parts.trainer.policy_version == version and not before_row:
+                ends.weights = weights(run)
+                raise KeyboardInterrupt
+            ends.run = run
+            return await step(run)
+
+        def of_step_or_end(rows: Rows, *args: Any) -> dict[str, float]:
+            if args[3] == version - 1:
+                assert ends.run is not None
+                ends.weights = weights(ends.run)
+                raise KeyboardInterrupt
+            return of_step(rows, *args)
+
+        monkeypatch.setattr(Run, "_step", ending)
+        if before_row:
+            monkeypatch.setattr(Rows, "of_step", of_step_or_end)
+
+
+def look_at_start(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """The weights with which a run takes its first step, once it has."""
+    found: dict[str, torch.Tensor] = {}
+    step = Run._step
+
+    async def looking(run: Run) -> bool:
+        if not found:
+            found.update(weights(run))
+        return await step(run)
+
+    monkeypatch.setattr(Run, "_step", looking)
+    return found
+
+
+@pytest.mark.parametrize("before_row", [False, True], ids=["between steps", "before the row"])
+@pytest.mark.parametrize("first", [0, 2], ids=["without a checkpoint", "after one"])
+def test_steps_are_trained_again_bit_by_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: int, before_row: bool
+) -> None:
+    recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
+    if first:
+        assert train(capsys, recipe, "--train.num_steps", str(first))[0] == 0
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        end = Ends(monkeypatch, 4, before_row=before_row)
+        assert train(capsys, recipe, *(["--resume"] if first else []))[0] == 130
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(rows) == 4 - before_row
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        begun = look_at_start(monkeypatch)
+        code, text = train(capsys, recipe, "--resume")
+    assert code == 0 and f"({4 - first} steps)" in text, text
+    assert begun.keys() == end.weights.keys() and all(torch.equal(begun[n], end.weights[n]) for n in begun)
+    assert runs.json_lines(tmp_path / "run" / "metrics.jsonl")[: len(rows)] == rows, "told rows are kept as they were"
+    check_whole(tmp_path / "run", 6)
+
+
+def test_a_run_with_generation_beside_training_goes_on_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overlap = {"overlap": True, "interrupt": "on_weight_update"}
+    recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT | {"journal_s": 0.05}, rollout=overlap)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Ends(monkeypatch, 4)
+        assert train(capsys, recipe)[0] == 130
+    code, text = train(capsys, recipe, "--resume")
+    assert code == 0 and "(4 steps)" in text, text
+    check_whole(tmp_path / "run", 6)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--checkpoint.lost_steps", "roll_back"], "2 steps after the checkpoint are rolled back: "),
+        (["--train.learning_rate", "2e-3"], "are rolled back, since train.learning_rate changed: "),
+    ],
+)
+def test_lost_steps_are_rolled_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], why: str
+) -> None:
+    recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
+    assert train(capsys, recipe, "--train.num_steps", "2")[0] == 0
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        begun = look_at_start(monkeypatch)
+        Ends(monkeypatch, 4)
+        assert train(capsys, recipe, "--resume")[0] == 130
+    trained = {r["rollout_id"]: r["token_ids"] for r in runs.records(tmp_path / "run") if r["step"] > 2}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        again = look_at_start(monkeypatch)
+        code, text = train(capsys, recipe, "--resume", *words)
+    assert code == 0 and why in text, text
+    assert all(torch.equal(begun[n], again[n]) for n in begun), "training goes on from the checkpoint's weights"
+    check_whole(tmp_path / "run", 6)
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(row["staleness/max"] <= 2 for row in rows) and max(row["staleness/max"] for row in rows[2:]) > 0
+    dropped = sum(r["outcome"] == "dropped:rolled_back" for r in runs.records(tmp_path / "run"))
+    assert rows[-1]["dropped/rolled_back/groups"] * 3 == dropped
+    final = {r["rollout_id"]: r["token_ids"] for r in runs.records(tmp_path / "run")}
+    assert trained and all(final[i] == tokens for i, tokens in trained.items()), "nobody was sampled again"
+
+
+def test_a_flipped_byte_is_named_and_the_run_goes_on_from_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Ends(monkeypatch, 4)
+        assert train(capsys, recipe)[0] == 130
+    (path,) = (tmp_path / "run" / "journal").iterdir()
+    content = bytearray(path.read_bytes())
+    content[len(content) * 2 // 3] ^= 8
+    path.write_bytes(content)
+    code, text = train(capsys, recipe, "--resume")
+    assert code == 0 and f"{path} is damaged at byte" in text, text
+    check_whole(tmp_path / "run", 6)
+
+
+def test_a_full_disk_ends_the_journal_until_the_next_checkpoint_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT | {"every_steps": 3})
+    num = 0
+
+    def write(fd: int, data: Any) -> int:
+        nonlocal num
+        num += 1
+        if num == 30:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(fd, data)
+
+    limited = types.SimpleNamespace(**{**vars(os), "write": write})
+    with monkeypatch.context() as patched:
+        patched.setattr(journal_module, "os", limited)
+        Ends(patched, 5)
+        code, text = train(capsys, recipe)
+    assert code == 130 and text.count("the journal cannot be written") == 1, text
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["journal/failed"] for row in rows] == [1] * 5
+    assert rows[2]["journal/bytes"] < rows[4]["journal/bytes"], "it goes on after the checkpoint of step 3"
+    code, text = train(capsys, recipe, "--resume")
+    assert code == 0 and "resumed from step-000003 and " in text and "(2 steps)" in text, text
+    check_whole(tmp_path / "run", 6)
+
+
+def test_an_earlier_checkpoint_is_gone_on_from_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT | {"every_steps": 2})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Ends(monkeypatch, 5)
+        assert train(capsys, recipe)[0] == 130
+    code, text = train(capsys, recipe, "--resume", "--checkpoint.resume_from", "step-000002")
+    assert code == 0 and "resumed from step-000002: " in text, text
+    check_whole(tmp_path / "run", 6)
+
+
+def test_a_large_journal_brings_the_next_checkpoint_forward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = runs.write(tmp_path, steps=3, checkpoint=CHECKPOINT | {"every_steps": 0, "journal_max_gb": 1e-6})
+    code, text = train(capsys, recipe)
+    assert code == 0 and "checkpoint step-000001; " in text and "checkpoint step-000002; " in text, text
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(row["journal/bytes"] > 0 and row["journal/time_s"] > 0 for row in rows)
+
+
+def test_without_a_journal_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = runs.write(tmp_path, steps=2, checkpoint=CHECKPOINT | {"journal_s": 0})
+    assert train(capsys, recipe)[0] == 0
+    assert not (tmp_path / "run" / "journal").exists()
+    assert not [key for row in runs.json_lines(tmp_path / "run" / "metrics.jsonl") for key in row if "journal/" in key]

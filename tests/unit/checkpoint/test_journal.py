@@ -1,0 +1,229 @@
+"""The journal's files: nothing that was appended is lost to a kill, nothing that is damaged is trusted."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.checkpoint.journal import Journal, Mark, Record
+
+SAID: list[str] = []
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    SAID.clear()
+    return tmp_path / "journal"
+
+
+def open_journal(folder: Path) -> Journal:
+    return Journal(folder, SAID.append)
+
+
+def record(i: int) -> Record:
+    return Record({"kind": "fact", "number": i}, bytes(range(i % 7)) * 30)
+
+
+def written(folder: Path, num: int = 5) -> Mark:
+    """A journal of the start of a run with `num` records."""
+    journal = open_journal(folder)
+    mark = journal.begin(None)
+    for i in range(num):
+        journal.append(*record(i))
+    journal.close()
+    return mark
+
+
+def told(folder: Path, mark: Mark | None = None) -> list[Record]:
+    return [r for part in open_journal(folder).read(mark) for r in part.records()]
+
+
+def only_file(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    return path
+
+
+def test_what_is_appended_is_read_back(folder: Path) -> None:
+    mark = written(folder)
+    assert told(folder) == told(folder, mark) == [record(i) for i in range(5)]
+    assert SAID == []
+
+
+def test_a_checkpoint_begins_a_new_file_and_its_commit_deletes_the_old_one(folder: Path) -> None:
+    journal = open_journal(folder)
+    start = journal.begin(None)
+    journal.append(*record(0))
+    cut = journal.begin("step-000010")
+    journal.append(*record(1))
+    size = journal.num_bytes
+    assert told(folder, start) == [record(0), record(1)], "the checkpoint may never be committed"
+    assert told(folder, cut) == [record(1)]
+    journal.commit(cut)
+    assert len(list(folder.iterdir())) == 1 and journal.num_bytes < size
+    journal.append(*record(2))
+    journal.close()
+    assert told(folder, cut) == [record(1), record(2)]
+    assert told(folder, start) == [] and "000001.journal is missing" in SAID[-1]
+
+
+def test_a_torn_last_record_is_cut_without_a_word_wherever_it_is_torn(folder: Path) -> None:
+    written(folder, 3)
+    path = only_file(folder)
+    whole = path.read_bytes()
+    ends = {}
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        ends[size] = len(told(folder))
+    assert list(ends.values()) == sorted(ends.values()) and set(ends.values()) == {0, 1, 2, 3}
+    path.write_bytes(whole[:-1] + b"\0")
+    assert len(told(folder)) == 2
+    path.write_bytes(whole + b"\0" * 100)
+    assert len(told(folder)) == 3
+    assert SAID == []
+
+
+def test_a_flipped_byte_is_named_and_nothing_after_it_is_trusted(folder: Path) -> None:
+    written(folder, 6)
+    path = only_file(folder)
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    starts = [i for i in range(len(whole)) if whole.startswith(b"RLVJ", i)]
+    for at in rng.sample(range(starts[-1]), 200):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1 :])
+        SAID.clear()
+        hit = max(n for n, start in enumerate(starts) if start <= at)
+        assert told(folder) == [record(i) for i in range(hit - 1)]
+        (line,) = SAID
+        assert f"{path} is damaged at byte {starts[hit]} (record {hit})" in line and "not trusted" in line
+
+
+def test_the_last_byte_flipped_is_a_torn_end(folder: Path) -> None:
+    written(folder, 2)
+    path = only_file(folder)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert told(folder) == [record(0)] and SAID == []
+
+
+def test_writing_goes_on_after_what_is_trusted(folder: Path) -> None:
+    mark = written(folder, 2)
+    path = only_file(folder)
+    path.write_bytes(path.read_bytes()[:-3])
+    journal = open_journal(folder)
+    (part,) = journal.read(mark)
+    journal.go_on(part)
+    journal.append(*record(7))
+    journal.close()
+    assert told(folder, mark) == [record(0), record(7)] and SAID == []
+
+
+def test_a_journal_of_another_run_or_without_its_beginning_is_not_used(folder: Path, tmp_path: Path) -> None:
+    mark = written(folder)
+    assert told(folder, Mark("another", 1)) == [] and "belongs to another run" in SAID[-1]
+    only_file(folder).rename(folder / "000002.journal")
+    assert told(folder, mark._replace(number=2)) == [] and "belongs to another run" in SAID[-1]
+    journal = open_journal(tmp_path / "later")
+    later = journal.begin("step-000010")
+    journal.append(*record(0))
+    journal.close()
+    assert told(tmp_path / "later", later) == [record(0)]
+    assert told(tmp_path / "later") == [] and "it begins at step-000010, which is not there" in SAID[-1]
+
+
+def test_a_file_that_a_gap_precedes_is_not_reached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk was full for a while: what came after that is known to the checkpoint alone that was begun then."""
+    journal = open_journal(folder)
+    start = journal.begin(None)
+    journal.append(*record(0))
+    with monkeypatch.context() as patched:
+        fill_disk(patched, room=0)
+        journal.append(*record(1))
+    journal.append(*record(2))
+    cut = journal.begin("step-000010")
+    journal.append(*record(3))
+    journal.close()
+    assert told(folder, start) == [record(0)] and told(folder, cut) == [record(3)]
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """From now on `room` bytes can be written, as with a file system that is nearly full."""
+    write = os.write
+    left = room
+
+    def limited(fd: int, data: Any) -> int:
+        nonlocal left
+        if not left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = write(fd, bytes(data)[:left])
+        left -= done
+        return done
+
+    monkeypatch.setattr(os, "write", limited)
+
+
+@pytest.mark.parametrize("room", [0, 1, 30, 90])
+def test_a_full_disk_is_said_once_and_leaves_whole_records(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    journal = open_journal(folder)
+    start = journal.begin(None)
+    journal.append(*record(0))
+    size = only_file(folder).stat().st_size
+    fill_disk(monkeypatch, room)
+    journal.append(*record(5))  # longer than the room
+    assert only_file(folder).stat().st_size == size, "half a record lies there"
+    monkeypatch.undo()
+    journal.append(*record(2))
+    assert journal.failed == 1 and not journal.writes
+    assert len(SAID) == 1 and "No space left" in SAID[0] and str(folder) in SAID[0]
+    assert told(folder, start) == [record(0)]
+    cut = journal.begin("step-000010")
+    journal.append(*record(3))
+    journal.close()
+    assert told(folder, cut) == [record(3)] and journal.failed == 1
+
+
+def test_a_disk_that_fails_to_sync_ends_the_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = open_journal(folder)
+    journal.begin(None)
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        journal.append(*record(0))
+        journal.sync()
+        journal.close()
+    assert journal.failed and "Input/output error" in SAID[0]
+
+
+WRITE_FOREVER = """
+import sys
+from pathlib import Path
+from rollover.checkpoint.journal import Journal
+journal = Journal(Path(sys.argv[1]), print)
+journal.begin(None)
+for i in range(10**9):
+    journal.append({"kind": "fact", "number": i}, bytes(1000))
+    print(i, flush=True)
+"""
+
+
+def test_a_killed_process_loses_nothing_that_was_appended(folder: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    printed = [process.stdout.readline() for _ in range(200)]
+    process.send_signal(signal.SIGKILL)
+    printed += [line for line in process.stdout if line.endswith("\n")]
+    process.wait()
+    last = int(printed[-1])
+    numbers = [r.meta["number"] for r in told(folder)]
+    assert numbers == list(range(len(numbers))) and len(numbers) > last

@@ -27,7 +27,7 @@ def report(capsys: pytest.CaptureFixture[str], what: str, folder: Path) -> dict:
         promised = {"case", "system", "version", "setting", rate, "spread"}
         mfu = {"engine": {"mfu"}, "train": {"mfu"}, "step": {"mfu_train", "mfu_generate"}}.get(what, set())
         ours = result["system"] == "rollover" and result["case"] != "shared_prompt"
-        assert all(0 < result[key] < 2 for key in mfu) if ours else not mfu & result.keys()
+        assert all(result[key] > 0 for key in mfu) if ours else not mfu & result.keys()
         extras = {
             "tokens",
             "peak_memory_gb",

@@ -50,7 +50,11 @@ def test_metrics_of_a_finished_run(finished: Path) -> None:
             for k in ("generate", "score", "schedule", "train", "weights", "checkpoint", "eval", "other")
         )
         assert split == pytest.approx(row["time/step_s"], rel=1e-3)
+        assert row["perf/mfu_train"] > 0 and row.get("perf/mfu_generate", 1) > 0
+        peak = row["perf/peak_tflops"] * 1e12
+        assert row["perf/train_flops"] == pytest.approx(row["perf/mfu_train"] * row["time/train_s"] * peak)
     assert any(row["rollouts/partial_share"] > 0 for row in rows)
+    assert "perf/mfu_generate" in rows[0] and "engine/kernels" in rows[0]
     evals = runs.json_lines(finished / "run" / "eval.jsonl")
     assert [row["step"] for row in evals] == [0, 6]
 

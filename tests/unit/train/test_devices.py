@@ -12,6 +12,7 @@ import torch
 import tiny
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.process import ProcessEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import engine_device, pick_device
 from rollover.train import setup
@@ -85,6 +86,15 @@ def test_who_only_generates_loads_to_the_engines_device(monkeypatch: pytest.Monk
     monkeypatch.setattr(setup, "load_model", asked)
     with pytest.raises(Asked, match="meta"):
         EvalParts.build(wanted, None, with_rewards=False)
+
+
+def test_the_engines_process_is_on_the_engines_device(tmp_path: Path) -> None:
+    """It never looks at where the trainer is: at a GPU that no machine has."""
+    engine = ProcessEngine(config(tiny.save(tmp_path), trains_on="cuda:99", generates_on="cpu"), threads=1)
+    try:
+        assert engine.max_tokens == 1024
+    finally:
+        asyncio.run(engine.close())
 
 
 def test_weights_of_another_device_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ def run(
     steps: int,
     *,
     apart: bool,
-    threads: int | None,
+    threads: int,
     reward_s: float = 0.0,
     streaming: bool = True,
 ) -> dict[str, float]:
@@ -210,7 +210,7 @@ def compare(case: str, steps: int, repeats: int, say: Any) -> dict[str, Any]:
     `ratio_to_streaming`: where it scores each answer when that stops, which hides rewards behind generation too.
     """
     remote, slow = case == "remote_engine", case == "slow_reward"
-    machine = {"threads": 1 if remote else None}
+    machine = {"threads": 1 if remote else 0}
     with engine_elsewhere(1e-6) if remote else contextlib.nullcontext():
         plain = run(SYNC, steps, apart=remote, **machine)
     token_s, reward_s = 0.0, 0.0

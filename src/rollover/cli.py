@@ -215,7 +215,8 @@ def _trace(args: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def _bench(args: argparse.Namespace, overrides: Overrides) -> int:
-    resolved = _load([], overrides, require_sources=False)
+    # Measured alone, beside peers: all threads, which wait as the library does.
+    resolved = _load([], [("run.threads", "0"), *overrides], require_sources=False)
     from rollover.bench import main as run_bench
 
     return run_bench(args.what, resolved.config, as_json=args.json)
@@ -223,10 +224,13 @@ def _bench(args: argparse.Namespace, overrides: Overrides) -> int:
 
 def _load(files: list[Path], overrides: Overrides, *, require_sources: bool = True) -> Resolved:
     from rollover.config.load import load_config
+    from rollover.processes import brief_waiting
 
     resolved = load_config(files, overrides, require_sources=require_sources)
     for notice in resolved.notices:
         print(f"rollover: notice: {notice}", file=sys.stderr)
+    if "torch" not in sys.modules:
+        os.environ.update(brief_waiting(resolved.config.run))
     return resolved
 
 

@@ -22,6 +22,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollover.config import RunConfig
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -29,6 +33,8 @@ _POLL_S = 0.5
 _MAX_STOPPED_POLLS = 6
 _KILL_LIMIT_S = 5.0
 _KILL_PAUSE_S = 0.002
+# Turns that a thread of OpenMP waits before it sleeps: of the library's own 300,000 (docs/performance.md).
+_SPINS = "10000"
 
 
 def child_command(module: str, *arguments: object, kept: bool = False) -> list[str]:
@@ -46,6 +52,17 @@ def child_environment(**defaults: str) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     return {**defaults, **os.environ, "PYTHONPATH": path}
+
+
+def brief_waiting(run: RunConfig) -> dict[str, str]:
+    """Variables for run.threads = "auto": threads that wait for each other soon sleep, and leave their core to others.
+
+    For processes that have not loaded torch yet: GNU's OpenMP library reads them when it is loaded. None where the user
+    has chosen how to wait.
+    """
+    if run.threads != "auto" or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        return {}
+    return {"GOMP_SPINCOUNT": _SPINS}
 
 
 def main(parent: str, binding: str, module: str, *arguments: str) -> None:

@@ -49,6 +49,7 @@ NO_TORCH = (
     "engine/fake.py",
     "track/",
     "cli.py",
+    "models/team_size.py",
 )
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 

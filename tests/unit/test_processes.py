@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rollover.processes import child_command, child_environment
+from rollover.config import RunConfig
+from rollover.processes import brief_waiting, child_command, child_environment
 from unit.rewards.children import alive, wait_until_dead
 
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -39,6 +40,18 @@ def test_a_variable_that_is_set_wins_over_a_default(monkeypatch: pytest.MonkeyPa
     assert child_environment(OMP_NUM_THREADS="1")["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert child_environment(OMP_NUM_THREADS="1")["OMP_NUM_THREADS"] == "3"
+
+
+def test_threads_wait_briefly_with_auto_only_and_the_user_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert int(brief_waiting(RunConfig(threads="auto"))["GOMP_SPINCOUNT"]) > 0
+    assert brief_waiting(RunConfig(threads=2)) == {}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert brief_waiting(RunConfig(threads="auto")) == {}
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
+    assert brief_waiting(RunConfig(threads="auto")) == {}
 
 
 # A module that is never done with its import. The keeper of one that is kept is stopped with it, or it would kill it.

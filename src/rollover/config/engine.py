@@ -18,7 +18,7 @@ class EngineConfig(Table):
     threads: int = Field(
         default=0,
         ge=0,
-        description="CPU threads while the trainer trains, with rollout.overlap; 0 = half of run.threads, at least 1."
+        description="CPU threads while the trainer trains, with rollout.overlap; 0 = half of them all, at least 1."
         " The trainer then has the rest; while it waits, the engine has all.",
     )
     prefill_chunk_tokens: int = Field(default=2048, ge=1, description="Prompt tokens computed in one forward pass.")

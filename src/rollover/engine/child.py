@@ -22,7 +22,7 @@ from typing import Any
 from rollover.config import Config
 from rollover.engine.protocol import EngineDied
 from rollover.engine.wire import Channel
-from rollover.processes import child_command, child_environment
+from rollover.processes import brief_waiting, child_command, child_environment
 
 _MAX_LINE_BYTES = 2**30
 
@@ -37,7 +37,7 @@ class EngineChild:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[theirs.fileno()],
-            env=child_environment(),
+            env=child_environment(**brief_waiting(config.run)),
             start_new_session=True,  # Ctrl-C is for the loop
         )
         theirs.close()

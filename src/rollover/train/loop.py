@@ -22,8 +22,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from rollover.checkpoint.snapshot import Owners
 from rollover.config import Config
 from rollover.config.load import Resolved
@@ -72,7 +70,7 @@ class Run:
         self.threads = Threads.of(config)
         self.health = Health(() if config.algorithm.compares_siblings else ("groups/zero_variance",))
         # One thread for all steps: it keeps its own team of torch's threads.
-        self.trainer_thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (self.threads.trainer,))
+        self.trainer_thread = ThreadPoolExecutor(1, "trainer")
 
     async def main(self) -> int:
         """Set up, (resume,) evaluate, train, evaluate, summarise. Returns the exit code."""
@@ -86,7 +84,7 @@ class Run:
             parts.driver.say = parts.observed.say = parts.prompts.stream.say = self.view.message
             self.stop.on_stop = parts.driver.request_stop
             if self.overlaps:
-                parts.trainer.before_micro_batch = self._take_cores
+                parts.trainer.team.before = self._take_cores
             self.alarm = Alarm(self.view.message)
             self.chronicle = Chronicle(self.directory.trace)
             self.rows = Rows(config, parts, self.chronicle, self.overlaps)
@@ -227,7 +225,7 @@ class Run:
     def _take_cores(self) -> None:
         """In the trainer's thread: its share of the cores, or all once the engine has nothing to run beside it."""
         idle = self.parts.driver.engine_idle
-        torch.set_num_threads(self.threads.alone if idle else self.threads.trainer)
+        self.parts.trainer.team.use(self.threads.alone if idle else self.threads.trainer)
 
     async def _quiesce(self) -> None:
         """Park what is in flight, if anything is: a snapshot is a cut at which nothing runs."""
@@ -285,11 +283,13 @@ class Run:
 
     async def _beside_generation(self, work: Callable[[], Result]) -> Result:
         """The trainer's work in its thread, while the engine goes on with the cores that are left to it."""
-        engine = self.parts.engine
+        engine, team = self.parts.engine, self.parts.trainer.team
         engine.use_threads(self.threads.engine)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.trainer_thread, work)
+            loop, share = asyncio.get_running_loop(), self.threads.trainer
+            return await loop.run_in_executor(self.trainer_thread, team.compute, share, work)
         finally:
+            team.use(self.threads.alone)
             engine.use_threads(self.threads.alone)
 
     def _publish(self) -> int:

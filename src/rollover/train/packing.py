@@ -43,6 +43,12 @@ def micro_batches(samples: list[Sample], max_tokens: int) -> Iterator[list[Sampl
         yield current
 
 
+def row_tokens(samples: list[Sample]) -> int:
+    """Tokens of their row, as `micro_batches` counts them: each group's prompt once."""
+    prompts = {s.group_id: len(s.prompt_ids) for s in samples}
+    return sum(prompts.values()) + sum(len(s.token_ids) for s in samples)
+
+
 @dataclass(frozen=True)
 class Packed:
     """Tensors of one micro-batch. The row holds each group's prompt once, then its siblings' answers, as blocks.

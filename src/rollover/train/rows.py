@@ -105,11 +105,19 @@ class Rows:
         engine = self.engine_growth()
         train_flops = self._since_last("train_flops", parts.trainer.flops)
         row |= self.utilization.of_step(row, train_flops, engine["engine/flops"])
-        return row | speed_metrics(row) | waste_metrics(engine, row)
+        return row | speed_metrics(row) | waste_metrics(engine, row) | self._threads(engine)
 
     def engine_growth(self) -> dict[str, float]:
         """Growth of the engine's counters since the last call."""
         return {key: self._since_last(key, value) for key, value in self.parts.engine.stats().items()}
+
+    def _threads(self, growth: Mapping[str, float]) -> dict[str, float]:
+        """Mean threads of decode steps and micro-batches by time, where there were any. `growth` of engine counters."""
+        team = self.parts.trainer.team
+        trained = [self._since_last(f"team/{n}", getattr(team, n)) for n in ("seconds", "thread_seconds")]
+        decoded = [growth.get(f"engine/decode_{n}", 0.0) for n in ("s", "thread_s")]
+        spans = {"train": trained, "engine": decoded}
+        return {f"{who}/threads": of_threads / of_all for who, (of_all, of_threads) in spans.items() if of_all}
 
     def _engine_waits(self) -> dict[str, float]:
         """The engine's side of the waiting: in this step, and with rollout.overlap only."""

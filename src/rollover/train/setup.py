@@ -30,6 +30,7 @@ from rollover.models.load import (
     pick_device,
     stop_token_ids,
 )
+from rollover.models.team import Team
 from rollover.rewards.observer import RewardObserver
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import Rewarder, ScoreRequest
@@ -45,9 +46,9 @@ from rollover.types import Reward, Rollout, StopReason, Task
 
 
 def prepare_process(config: Config) -> None:
-    """Torch threads: run.threads, else one per core this process may use. Freed memory is kept for the next tensor."""
+    """Torch threads: all that this run may have. Freed memory is kept for the next tensor."""
     keep_freed_memory()
-    torch.set_num_threads(config.run.threads or cores())
+    torch.set_num_threads(most_threads(config))
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -67,6 +68,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def most_threads(config: Config) -> int:
+    """run.threads; with auto or 0 one for each core that this process may use."""
+    threads = config.run.threads
+    return threads if isinstance(threads, int) and threads else cores()
+
+
 @dataclass(frozen=True)
 class Threads:
     """CPU threads of trainer and engine while both work, and of either (`alone`) while the other waits."""
@@ -78,7 +85,7 @@ class Threads:
     @classmethod
     def of(cls, config: Config) -> Threads:
         """If they never work at the same time, either has all, in turns."""
-        total = config.run.threads or cores()
+        total = most_threads(config)
         if not (config.rollout.overlap or config.train.streaming_min_groups):
             return cls(total, total, total)
         engine = min(config.engine.threads or max(1, total // 2), total)
@@ -237,6 +244,7 @@ class Parts:
             max_new_tokens=config.rollout.max_new_tokens,
             max_staleness=max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0),
             lora=config.model.lora,
+            team=Team.of(config.run, device),
         )
         prompts = PromptSource(stream, loaded.tokenizer, prompt_limit(config, engine), before_produce)
         rewarder = RewardPool(config.rewards)

@@ -24,13 +24,14 @@ from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel
 from rollover.models.logprobs import TrainedHead, chunked_logprobs
 from rollover.models.norms import compile_norms
+from rollover.models.team import Team
 from rollover.rollout.staleness import staleness
 from rollover.train.batch import Batch
 from rollover.train.critic import Critic, Stream
 from rollover.train.lora import ADAPTER, adapter_weights, add_lora, base_weights, merged_weights, save_adapter
 from rollover.train.objective import Counts, Objective, Streams, Sums, step_metrics
 from rollover.train.optimizer import Optimizer
-from rollover.train.packing import Packed, micro_batches, pack, split_groups
+from rollover.train.packing import Packed, micro_batches, pack, row_tokens, split_groups
 from rollover.train.rejection import rejections, restricted, rewritten, why_none_is_left
 from rollover.train.snapshots import REFERENCE, Snapshots, of_version
 from rollover.train.tally import Tally, totals_of
@@ -41,7 +42,7 @@ class Trainer:
     """Verbs: compute_logprobs, forward_backward, optim_step, publish, save_state; `train_step` strings them together.
 
     `loaded` holds the model in float32; its parameters are cast to `dtype` here, after the masters are taken.
-    `before_micro_batch` is called in the training thread before every forward pass.
+    `team` computes: it is assembled in the training thread before every forward pass.
     `max_staleness`: how old the weights may be that proximal = "snapshot" asks for.
     """
 
@@ -55,6 +56,7 @@ class Trainer:
         max_new_tokens: int,
         max_staleness: int = 0,
         lora: LoraConfig | None = None,
+        team: Team | None = None,
     ) -> None:
         if max_staleness > 0 and not (algorithm.corrects or algorithm.allow_uncorrected):
             raise ValueError(
@@ -84,7 +86,7 @@ class Trainer:
         self._head, self._flops = TrainedHead(self._plain), ModelFlops.of(self._plain)
         self.flops = 0.0  # model FLOPs of all passes: what is computed again to save memory counts once
         self._published = False
-        self.before_micro_batch: Callable[[], None] = lambda: None
+        self.team = team or Team()
         # Of the step to come: rollout id -> sample, of those whose gradient is there.
         self._accumulated: dict[str, Sample] = {}
         self._accumulated_sums = Tally()
@@ -119,13 +121,13 @@ class Trainer:
     def _evaluate(self, samples: list[Sample], what: Callable[[Packed], torch.Tensor]) -> Stream:
         """rollout_id -> `what` [loss tokens] under the current weights, without dropout.
 
-        Packed as `train_step` packs a minibatch of these samples: at equal weights the values are the same bits.
+        Packed as `train_step` packs a minibatch of them: the same bits at equal weights and threads.
         """
         self._train_mode(False)
         evaluated: list[Sample] = []
         values: list[torch.Tensor] = []
         for micro in micro_batches(samples, self.config.micro_batch_tokens):
-            self.before_micro_batch()
+            self.team.assemble()
             values.append(what(pack(micro, self.device, self.limits)))
             evaluated += micro
         if not values:
@@ -188,8 +190,8 @@ class Trainer:
 
     def _add_gradient(self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream], sums: Tally) -> None:
         for micro in micro_batches(samples, self.config.micro_batch_tokens):
-            self.before_micro_batch()
-            sums.add(self.forward_backward(micro, counts, known))
+            with self.team.piece(row_tokens(micro)):
+                sums.add(self.forward_backward(micro, counts, known))
 
     def _divide(self, counts: Counts, sums: Tally) -> None:
         """The gradient of a whole minibatch, of which `accumulate` had some, and its loss: by what it holds."""

@@ -153,6 +153,14 @@ def test_a_whole_table_as_override(write):
     assert load_config([write("")], [("model.lora", "{rank = 8, alpha = 4.0}")]).config.model.lora.alpha == 4
 
 
+def test_threads_are_chosen_or_a_number(write):
+    assert load_config([write("")]).config.run.threads == "auto"
+    assert load_config([write("[run]\nthreads = 0")]).config.run.threads == 0
+    recipe = write("[run]\nthreads = 2")
+    assert load_config([recipe], [("run.threads", "auto")]).config.run.threads == "auto"
+    assert load_config([recipe], [("run.threads", "3")]).config.run.threads == 3
+
+
 # Messages
 
 
@@ -177,6 +185,8 @@ def test_a_whole_table_as_override(write):
         ('[rollout]\norder = "oldest"', ['"oldest"', '"oldest_first"', 'Did you mean "oldest_first"?']),
         ("rollout = 5", ["rollout is a table, write [rollout]"]),
         ("[eval]\nnum_tasks = 1\npass_threshold = nan", ["eval.pass_threshold", "nan"]),
+        ("[run]\nthreads = -1", ["run.threads = -1", 'expected an integer, at least 0, or "auto"']),
+        ('[run]\nthreads = "atuo"', ['run.threads = "atuo"', 'Did you mean "auto"?']),
         ("[run]\nname = 2020-01-01", ["run.name = 2020-01-01", "dates"]),
     ],
 )

@@ -22,9 +22,12 @@ from rollover.engine.protocol import ExtendRequest, WeightLoad
 from rollover.engine.repetition import CHECK_EVERY, repeats_itself
 from rollover.models.attention import cache_shape
 from rollover.models.limits import Limits
+from rollover.models.team import Team
 from rollover.types import Segment, StopReason
 
 _TURNS_BETWEEN_STEPS = 16
+# What a decode step takes whatever its batch, in rows: the weights' way through memory (docs/performance.md, growth).
+_FIXED_ROWS = 16
 
 KVPolicy = Literal["recompute", "keep", "salt"]
 
@@ -43,6 +46,7 @@ class EmbeddedEngine:
         kv_on_resume: KVPolicy = "recompute",
         decode_text: Callable[[list[int]], str] | None = None,
         policy_version: int = 0,
+        team: Team | None = None,
     ) -> None:
         text_config = model.config.get_text_config()
         kv_heads, head_size = cache_shape(model)
@@ -63,9 +67,10 @@ class EmbeddedEngine:
         self._kv_policy: KVPolicy = kv_on_resume
         self._decode_text = decode_text
         self._version = policy_version
+        self._team = team or Team()
         self._loop: asyncio.Task[None] | None = None
         # Only where a forward pass returns when it is done: elsewhere its time is not known without waiting for it.
-        self._times_prefill = first.device.type == "cpu"
+        self._timed = first.device.type == "cpu"
         self._counts: dict[str, float] = dict.fromkeys(
             (
                 "engine/decode_steps",
@@ -74,7 +79,7 @@ class EmbeddedEngine:
                 "kv/stale_prefix_tokens",
                 "kv/kept_tokens",
                 "kv/shared_prompt_tokens",
-                *(("engine/prefill_s",) if self._times_prefill else ()),
+                *(("engine/prefill_s",) if self._timed else ()),
             ),
             0,
         )
@@ -87,6 +92,7 @@ class EmbeddedEngine:
             config.engine,
             kv_on_resume=config.rollout.kv_on_resume,
             decode_text=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+            team=Team.of(config.run, next(model.parameters()).device),
         )
 
     @property
@@ -149,6 +155,7 @@ class EmbeddedEngine:
     @torch.no_grad()
     def step(self) -> None:
         """Admit, prefill at most one chunk budget, decode one token of everything that is prefilled."""
+        self._team.assemble()
         self._discard_cancelled()
         self._batcher.admit()
         self._prefill()
@@ -157,9 +164,10 @@ class EmbeddedEngine:
         if not order:
             return
         self._counts["engine/decode_steps"] += 1
-        logits_BV = self._runner.decode(order)
-        draws_B = uniforms([s.request.seed for s in order], [s.next_index for s in order])
-        tokens, logprobs = sample(logits_BV, [s.request.sampling for s in order], draws_B, self._runner.kernels)
+        with self._team.piece(_FIXED_ROWS + len(order)):
+            logits_BV = self._runner.decode(order)
+            draws_B = uniforms([s.request.seed for s in order], [s.next_index for s in order])
+            tokens, logprobs = sample(logits_BV, [s.request.sampling for s in order], draws_B, self._runner.kernels)
         for seq, token, logprob in zip(order, tokens, logprobs, strict=True):
             seq.append(token, logprob)
             reason = self._stop_reason(seq, token)
@@ -200,7 +208,7 @@ class EmbeddedEngine:
             return
         started = time.perf_counter()
         self._runner.prefill(chunks)
-        if self._times_prefill:
+        if self._timed:
             self._counts["engine/prefill_s"] += time.perf_counter() - started
         for chunk in chunks:
             kind = "engine/reprefill_tokens" if chunk.seq.recomputing else "engine/prefill_tokens"
@@ -287,14 +295,16 @@ class EmbeddedEngine:
         return WeightLoad(num_bytes, time.perf_counter() - started)
 
     def use_threads(self, num: int) -> None:
-        """Decode with so many CPU threads from now on."""
-        torch.set_num_threads(num)
+        """Decode with so many CPU threads from now on; with run.threads = auto with so many at most."""
+        self._team.use(num)
 
     def stats(self) -> dict[str, float]:
+        team = {"engine/decode_s": self._team.seconds, "engine/decode_thread_s": self._team.thread_seconds}
         return {
             **self._counts,
             "engine/flops": self._runner.flops,
-            **({"engine/kernels": float(self._runner.compiled)} if self._times_prefill else {}),
+            **({"engine/kernels": float(self._runner.compiled)} if self._timed else {}),
+            **(team if self._timed else {}),
             "engine/preemptions": self._batcher.num_preemptions,
             "kv/bytes": self._batcher.cache.num_bytes,
         }

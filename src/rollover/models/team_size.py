@@ -1,0 +1,115 @@
+"""How many threads to compute with, found by trying now and again. Pure: it is told of times and never takes any.
+
+A piece of work (a decode step, a micro-batch) comes with its size and the seconds it took. All threads of a piece wait
+for each other at the end of every operation, so where other programs want the cores, fewer threads may be faster:
+
+    settled ─── ENOUGH pieces were timed, and the credit pays what a trial of the next number lost last time ──▶ trial
+       ▲                                                                                                          │
+       └── the number tried, if its pieces cost less than MARGIN of the settled one's (hysteresis); else as before ─┘
+
+What the pieces of a trial take beyond the settled number's is taken from the credit, which grows by BUDGET of all time:
+trials cost about that share and no more, cheap ones come often, and dear ones seldom. When pieces cost much more or
+much less than those before them, something else has begun to run or has ended: what trials lost before is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+BUDGET = 0.015
+MARGIN = 0.92
+ENOUGH = 6
+_REMEMBERED = 16  # settled pieces
+_COUNTED = 3  # pieces of a trial, after a first one that is not: code is generated for each number of threads
+_HOPELESS = 1.5  # a piece that costs so many times as much ends the trial
+_CHANGED = 1.3  # so many times as much, or as little, is a change
+_NEWEST = 3  # if so many pieces in a row show it
+_SAVED_S = 60.0  # as long as trials cost nothing, no more credit than of so many seconds is saved
+
+
+@dataclass
+class _Trial:
+    """Of `num` threads. `usual`: seconds of a unit of work at the settled number. `extra_s`: lost so far."""
+
+    num: int
+    usual: float
+    warm: bool = False
+    costs: list[float] = field(default_factory=list)
+    extra_s: float = 0.0
+
+
+class TeamSize:
+    """The number of threads for one kind of work, from 1 to `limit`; all at first."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = self.settled = limit
+        self._trial: _Trial | None = None
+        self._costs: deque[float] = deque(maxlen=_REMEMBERED)  # seconds of a unit of work at the settled number
+        self._since_trial = 0
+        self._credit_s = 0.0
+        self._losses_s: dict[int, float] = {}  # of the last trial of each number beside the settled one
+        self._turn = 0
+
+    @property
+    def num(self) -> int:
+        """Threads for the next piece."""
+        return self.settled if self._trial is None else self._trial.num
+
+    def took(self, seconds: float, work: float) -> None:
+        """A piece took so long with `num` threads. `work` > 0: its size, in a unit that its time grows with."""
+        if self.limit == 1:
+            return
+        if self._trial is not None:
+            self._try(self._trial, seconds, work)
+            return
+        self._credit_s += BUDGET * seconds
+        self._costs.append(seconds / work)
+        self._since_trial += 1
+        if len(self._costs) >= ENOUGH and self._since_trial >= _NEWEST:
+            self._look()
+
+    def _look(self) -> None:
+        """Begin a trial if one is due."""
+        candidate, costs = self._candidate(), list(self._costs)
+        price_s = self._losses_s.get(candidate, 0.0)
+        usual, newest = median(costs[:-_NEWEST]), costs[-_NEWEST:]
+        if min(newest) > _CHANGED * usual or max(newest) * _CHANGED < usual:
+            self._losses_s.clear()
+            self._costs = deque(newest, maxlen=_REMEMBERED)
+            price_s = -price_s  # on credit: one trial at most
+        elif self._since_trial < ENOUGH:
+            return
+        self._credit_s = min(self._credit_s, max(price_s, BUDGET * _SAVED_S))
+        if self._credit_s >= price_s:
+            self._trial = _Trial(candidate, median(self._costs))
+
+    def _candidate(self) -> int:
+        """The number to try next: a quarter fewer, a quarter more, half and twice as many, in turn."""
+        num, step = self.settled, max(1, self.settled // 4)
+        others = dict.fromkeys(n for n in (num - step, num + step, num // 2, 2 * num) if 1 <= n <= self.limit)
+        return list(others)[self._turn % len(others)]
+
+    def _try(self, trial: _Trial, seconds: float, work: float) -> None:
+        trial.extra_s += seconds - trial.usual * work
+        if not trial.warm:
+            trial.warm = True
+            return
+        trial.costs.append(seconds / work)
+        if trial.costs[-1] > _HOPELESS * trial.usual:
+            self._end(trial, won=False)
+        elif len(trial.costs) == _COUNTED:
+            self._end(trial, won=median(trial.costs) < MARGIN * trial.usual)
+
+    def _end(self, trial: _Trial, *, won: bool) -> None:
+        lost_s = max(0.0, trial.extra_s)
+        self._trial, self._since_trial = None, 0
+        self._turn += 1
+        self._credit_s -= lost_s
+        if won:
+            self.settled = trial.num
+            self._costs = deque(trial.costs, maxlen=_REMEMBERED)
+            self._losses_s.clear()
+        else:
+            self._losses_s[trial.num] = lost_s

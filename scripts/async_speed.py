@@ -116,16 +116,16 @@ class Sleeping:
             if rollout_id in self._stopped:
                 self._stopped[rollout_id].set()
 
-    def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
+    async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
         return {}
 
-    def queued(self, rollout_ids: Iterable[str]) -> set[str]:
+    async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
         return self._stopped.keys() & set(rollout_ids)
 
     def release(self, rollout_ids: Iterable[str]) -> None:
         """Nothing is kept."""
 
-    def load_weights(self, version: int, tensors: Iterable[object]) -> WeightLoad:
+    async def load_weights(self, version: int, tensors: Iterable[object]) -> WeightLoad:
         self.oldest_version = version
         self._published = [*self._published[-8:], (time.perf_counter(), version)]
         return WeightLoad(0, 0.0)

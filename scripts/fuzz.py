@@ -133,6 +133,9 @@ class Fuzz:
 
     async def _live(self) -> None:
         self._build()
+        await self.engine.load_weights(self.version, self.weights)
+        if self.version:
+            self.driver.after_publish(self.version)
         trouble = Trouble(self.rng, self.engine, self.pool, self.lifecycle, self.counts)
         troubling = asyncio.ensure_future(trouble.make())
         try:
@@ -153,7 +156,10 @@ class Fuzz:
             await self.driver.close()
             await self.engine.close()
             await self.pool.close()
-            for name, num in {**self.pool.stats(), **self.driver.watchdog.stats(), **self.engine.stats()}.items():
+            driver = self.driver
+            for name, num in (
+                self.pool.stats() | driver.watchdog.stats() | driver.asker.stats() | self.engine.stats()
+            ).items():
                 if name in _COUNTED:
                     self.counts[name] += int(num)
         if not troubling.cancelled():
@@ -190,9 +196,6 @@ class Fuzz:
         )
         self.driver.say = self._say
         assert self.engine.max_tokens > 64, "a run asks it before it begins, and waits for the model"
-        self.engine.load_weights(self.version, self.weights)
-        if self.version:
-            self.driver.after_publish(self.version)
 
     def _say(self, text: str) -> None:
         self.said.append(text)
@@ -224,7 +227,7 @@ class Fuzz:
         if overlap and self.config.rollout.interrupt == "never":
             await self.driver.drain()
         self.version += 1
-        self.engine.load_weights(self.version, self.weights)
+        await self.engine.load_weights(self.version, self.weights)
         self.driver.after_publish(self.version)
         self.counts["steps"] += 1
 
@@ -305,6 +308,7 @@ _COUNTED = (
     "watchdog/stalled_rollouts",
     "watchdog/stalled_rewards",
     "watchdog/refused_answers",
+    "engine/failed_extends",
 )
 
 

@@ -110,7 +110,6 @@ def answers(
 ) -> list[Sample]:
     """What an engine with these weights answers, with its log-probs."""
     engine = embedded_engine(loaded, config)
-    engine.load_weights(1, tensors)
     stops = frozenset([loaded.tokenizer.eos_token_id])
 
     async def one(index: int, prompt: list[int]) -> Sample:
@@ -123,6 +122,7 @@ def answers(
         )
 
     async def go() -> list[Sample]:
+        await engine.load_weights(1, tensors)
         return list(await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts))))
 
     return asyncio.run(go())
@@ -156,7 +156,7 @@ def compare(adapters: dict[str, torch.Tensor], weights: dict[str, torch.Tensor],
         return made
 
     adapted = trainer(adapters, rank)
-    lora = difference(adapted, answers(config, loaded, adapted.publish(), prompts))
+    lora = difference(adapted, answers(config, loaded, asyncio.run(adapted.publish()), prompts))
     print("LoRA        ", lora, flush=True)
     merged = {name: tensor.clone() for name, tensor in merged_weights(adapted.model.get_base_model())}
     samples = answers(config, loaded, merged.items(), prompts)
@@ -164,7 +164,7 @@ def compare(adapters: dict[str, torch.Tensor], weights: dict[str, torch.Tensor],
     same = difference(trainer(merged), samples)
     print("same policy ", same, flush=True)
     whole = trainer(weights)
-    every = difference(whole, answers(config, loaded, whole.publish(), prompts))
+    every = difference(whole, answers(config, loaded, asyncio.run(whole.publish()), prompts))
     print("all weights ", every)
     print(
         f"LoRA is {lora.mean / every.mean:.2f} times all weights, {lora.mean_at_tokens_of(every) / every.mean:.2f}"

@@ -68,9 +68,13 @@ def main() -> None:
     loaded = load_model(config.model)
     engines = {name: embedded_engine(loaded, config) for name in ("adapters", "merged")}
     adapted = add_lora(copy.deepcopy(loaded.model), LoraConfig(rank=args.rank)).get_base_model()
-    engines["adapters"].load_weights(1, [*base_weights(adapted), *adapter_weights(adapted)])
-    engines["merged"].load_weights(1, merged_weights(adapted))
-    asyncio.run(compare(engines, args))
+
+    async def go() -> None:
+        await engines["adapters"].load_weights(1, [*base_weights(adapted), *adapter_weights(adapted)])
+        await engines["merged"].load_weights(1, merged_weights(adapted))
+        await compare(engines, args)
+
+    asyncio.run(go())
 
 
 if __name__ == "__main__":

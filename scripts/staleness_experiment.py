@@ -145,12 +145,12 @@ class Experiment:
         self.trainer = Trainer(loaded, train, self.algorithm, dtype=torch.float32, max_new_tokens=DIGITS)
         self.kept: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=setting.staleness + 1)
 
-    def publish(self) -> None:
+    async def publish(self) -> None:
         """Keep the trainer's weights; hand the engine the oldest that are kept."""
-        weights = {name: tensor.clone() for name, tensor in self.trainer.publish()}
+        weights = {name: tensor.clone() for name, tensor in await self.trainer.publish()}
         self.kept.append((self.trainer.policy_version, weights))
         version, oldest = self.kept[0]
-        self.engine.load_weights(version, oldest.items())
+        await self.engine.load_weights(version, oldest.items())
 
     async def sample(self, batch: int) -> list[Group]:
         seed = self.setting.seed
@@ -179,7 +179,7 @@ class Experiment:
         started, steps, lag = time.perf_counter(), self.setting.steps, self.setting.staleness
         rewards = [0.0] * steps
         rows: list[dict[str, float]] = []
-        self.publish()
+        await self.publish()
         for step in range(steps + lag):
             groups = await self.sample(step)
             rewards[self.engine.oldest_version] = statistics.fmean(score(g, r) for g in groups for r in g.rollouts)
@@ -188,10 +188,10 @@ class Experiment:
                 found = {staleness(int(v), step) for s in batch.samples for v in s.versions}
                 assert found == {min(step, lag)}, found
                 rows.append(self.trainer.train_step(batch))
-                self.publish()
+                await self.publish()
             elif len(self.kept) > 1:
                 self.kept.popleft()
-                self.engine.load_weights(self.kept[0][0], self.kept[0][1].items())
+                await self.engine.load_weights(self.kept[0][0], self.kept[0][1].items())
         await self.engine.close()
         # A step whose groups all agree has no tokens to measure.
         metrics = {key: statistics.fmean(row[key] for row in rows if key in row) for key in rows[0]}

@@ -13,6 +13,16 @@ _T = TypeVar("_T")
 _NOT_FOR_EVER_S = 120  # of real time: what takes so long is a bug
 
 
+def at_once(work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of a coroutine that waits for nothing, with an event loop or without."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    work.close()
+    raise AssertionError("it waits")
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock stands still while anything can run, and then goes at once to the next timer.
 

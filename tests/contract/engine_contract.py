@@ -106,7 +106,7 @@ def check_segments(segments: list[Segment], request: ExtendRequest) -> None:
 async def wait_for_tokens(engine: Engine, rollout_id: str, num_tokens: int, extend: asyncio.Future[Any]) -> None:
     """Until `progress` shows that many tokens, or the extension is done."""
     while not extend.done():
-        if len(tokens_of(engine.progress([rollout_id]).get(rollout_id, []))) >= num_tokens:
+        if len(tokens_of((await engine.progress([rollout_id])).get(rollout_id, []))) >= num_tokens:
             return
         await asyncio.sleep(0)
 
@@ -238,13 +238,13 @@ async def check_progress_is_a_prefix(subject: Subject) -> None:
     request = subject.request()
     extend = asyncio.ensure_future(engine.extend(request))
     await wait_for_tokens(engine, request.rollout_id, 3, extend)
-    seen = engine.progress([request.rollout_id, "no such rollout"])
+    seen = await engine.progress([request.rollout_id, "no such rollout"])
     assert "no such rollout" not in seen
     final = tokens_of(await extend)
     if request.rollout_id in seen:
         so_far = tokens_of(seen[request.rollout_id])
         assert so_far == final[: len(so_far)]
-    assert engine.progress([request.rollout_id]) == {}
+    assert await engine.progress([request.rollout_id]) == {}
     await engine.close()
 
 
@@ -254,14 +254,14 @@ async def check_a_cancelled_extension_is_forgotten(subject: Subject) -> None:
     request = subject.request()
     extend = asyncio.ensure_future(engine.extend(request))
     await wait_for_tokens(engine, request.rollout_id, 2, extend)
-    seen = tokens_of(engine.progress([request.rollout_id]).get(request.rollout_id, []))
+    seen = tokens_of((await engine.progress([request.rollout_id])).get(request.rollout_id, []))
     extend.cancel()
     await asyncio.wait([extend])
     left = request.max_new_tokens - len(seen)
     rest = dataclasses.replace(request, generated_ids=tuple(seen), max_new_tokens=left)
     again = asyncio.ensure_future(engine.extend(rest))
     while not again.done():
-        for segment in engine.progress([request.rollout_id]).get(request.rollout_id, []):
+        for segment in (await engine.progress([request.rollout_id])).get(request.rollout_id, []):
             assert segment.start is not None and segment.start >= len(seen), "that was of the cancelled one"
         await asyncio.sleep(0)
     check_segments(again.result(), rest)
@@ -273,10 +273,10 @@ async def check_queued_are_among_those_asked_for(subject: Subject) -> None:
     requests = [subject.request(i) for i in range(4)]
     extends = asyncio.ensure_future(_extend_all(engine, requests))
     while not extends.done():
-        queued = engine.queued(["1-0", "no such rollout"])
+        queued = await engine.queued(["1-0", "no such rollout"])
         assert queued <= {"1-0"}
         await asyncio.sleep(0)
-    assert engine.queued([r.rollout_id for r in requests]) == set(), "nothing waits once all is done"
+    assert await engine.queued([r.rollout_id for r in requests]) == set(), "nothing waits once all is done"
     await engine.close()
 
 
@@ -287,8 +287,8 @@ async def check_tokens_carry_the_version_that_sampled_them(subject: Subject) -> 
     request = subject.request()
     extend = asyncio.ensure_future(engine.extend(request))
     await wait_for_tokens(engine, request.rollout_id, 2, extend)
-    num_before = len(tokens_of(engine.progress([request.rollout_id]).get(request.rollout_id, [])))
-    cost = engine.load_weights(version + 1, subject.tensors())
+    num_before = len(tokens_of((await engine.progress([request.rollout_id])).get(request.rollout_id, [])))
+    cost = await engine.load_weights(version + 1, subject.tensors())
     assert cost.num_bytes >= 0 and cost.seconds >= 0
     assert engine.oldest_version == version + 1
     segments = await extend

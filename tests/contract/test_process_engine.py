@@ -74,8 +74,7 @@ class Reused(ProcessEngine):
     async def close(self) -> None:
         self.interrupt()
 
-    def as_new(self, tensors: list[tuple[str, torch.Tensor]]) -> ProcessEngine:
-        self.load_weights(0, tensors)
+    def as_new(self) -> ProcessEngine:
         self.counted_before = super().stats()
         return self
 
@@ -90,7 +89,7 @@ def test_contract(model: Path, made: list[ProcessEngine]) -> None:
     engine = Reused(config(model), threads=1)
     made.append(engine)
     subject = engine_contract.Subject(
-        make_engine=lambda: engine.as_new(original),
+        make_engine=engine.as_new,
         prompts=PROMPTS,
         tensors=lambda: original,
         decode_text=tiny.tokenizer().decode,
@@ -98,6 +97,7 @@ def test_contract(model: Path, made: list[ProcessEngine]) -> None:
 
     async def all_checks() -> None:
         for check in engine_contract.CHECKS:
+            await engine.load_weights(0, original)
             try:
                 await asyncio.wait_for(check(subject), 120)
             except BaseException as error:
@@ -122,7 +122,7 @@ def test_it_samples_the_bits_that_the_embedded_engine_samples(model: Path, made:
 
     async def run(engine) -> list:
         before = await asyncio.gather(*(engine.extend(r) for r in requests))
-        engine.load_weights(3, changed)
+        await engine.load_weights(3, changed)
         after = await asyncio.gather(*(engine.extend(r) for r in requests))
         await engine.close()
         return [segment for segments in [*before, *after] for segment in segments]
@@ -142,7 +142,7 @@ def uninterrupted(
     inline = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config(model))
 
     async def run() -> list[list[int]]:
-        inline.load_weights(5, tensors)
+        await inline.load_weights(5, tensors)
         answers = await asyncio.gather(*map(inline.extend, requests))
         await inline.close()
         return [tokens_of(segments) for segments in answers]
@@ -151,7 +151,7 @@ def uninterrupted(
 
 
 async def until_it_has_tokens(engine: ProcessEngine, rollout_id: str) -> None:
-    while not tokens_of(engine.progress([rollout_id]).get(rollout_id, [])):
+    while not tokens_of((await engine.progress([rollout_id])).get(rollout_id, [])):
         await asyncio.sleep(0.01)
 
 
@@ -166,10 +166,10 @@ def test_a_process_that_dies_is_started_again_with_the_last_weights(model: Path,
         engine = ProcessEngine(config(model), threads=1, say=said.append)
         made.append(engine)
         await engine.extend(SUBJECT.request(1, max_new_tokens=2))
-        engine.load_weights(5, changed)
+        await engine.load_weights(5, changed)
         first = asyncio.ensure_future(engine.extend(cut))
         await until_it_has_tokens(engine, cut.rollout_id)
-        assert engine.queued([cut.rollout_id, "7-7"]) <= {cut.rollout_id}
+        assert await engine.queued([cut.rollout_id, "7-7"]) <= {cut.rollout_id}
         engine.interrupt()
         so_far = tokens_of(await first)
         rest = dataclasses.replace(cut, generated_ids=tuple(so_far), max_new_tokens=400 - len(so_far))
@@ -178,10 +178,10 @@ def test_a_process_that_dies_is_started_again_with_the_last_weights(model: Path,
         before = engine.stats()["engine/prefill_tokens"], engine.stats()["engine/reprefill_tokens"]
         os.kill(engine.pid, signal.SIGKILL)
         for rollout_id in (cut.rollout_id, "7-7"):
-            assert engine.progress([rollout_id]) == {} and engine.queued([rollout_id]) == set()
+            assert await engine.progress([rollout_id]) == {} and await engine.queued([rollout_id]) == set()
         while not engine.num_restarts:
             await asyncio.sleep(0.001)
-        assert engine.progress([cut.rollout_id]) == {}
+        assert await engine.progress([cut.rollout_id]) == {}
         engine.interrupt([interrupted.rollout_id])
         (nothing,) = await extends[1]
         assert (len(nothing), nothing.stop_reason, nothing.start) == (0, StopReason.PAUSED, 0)
@@ -217,7 +217,7 @@ def test_a_process_that_hangs_is_killed_and_started_again(model: Path, made: lis
         os.kill(engine.pid, signal.SIGSTOP)
         engine.interrupt([interrupted.rollout_id])
         before = time.monotonic()
-        assert engine.progress([goes_on.rollout_id]) == {}  # as the watchdog asks
+        assert await engine.progress([goes_on.rollout_id]) == {}  # as the watchdog asks
         assert 2 <= time.monotonic() - before < 60
         whole, (nothing,) = await asyncio.wait_for(asyncio.gather(*extends), 300)
         assert (len(nothing), nothing.stop_reason, nothing.start) == (0, StopReason.PAUSED, 0)
@@ -227,6 +227,36 @@ def test_a_process_that_hangs_is_killed_and_started_again(model: Path, made: lis
     assert asyncio.run(run()) == uninterrupted(model, (), goes_on)
     assert said[0] == "watchdog: the engine process has not answered for 2 s: it is killed"
     assert "exit code -9" in said[1] and "1 rollouts go on" in said[1]
+
+
+def test_the_event_loop_goes_on_while_weights_travel_to_a_process_that_hangs(
+    model: Path, made: list[ProcessEngine]
+) -> None:
+    """And whoever asks for tokens meanwhile, and gives up, spoils nothing: the next process has the weights."""
+    changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
+    request = SUBJECT.request(0, max_new_tokens=30)
+    limits = config(model).watchdog.model_copy(update={"rollout_timeout_s": 2.0})
+
+    async def run() -> list[list[int]]:
+        engine = ProcessEngine(config(model).model_copy(update={"watchdog": limits}), threads=1, say=lambda line: None)
+        made.append(engine)
+        await engine.extend(SUBJECT.request(1, max_new_tokens=2))
+        os.kill(engine.pid, signal.SIGSTOP)
+        extend = asyncio.ensure_future(engine.extend(request))
+        load = asyncio.ensure_future(engine.load_weights(5, changed))
+        turns, gave_up = 0, asyncio.ensure_future(engine.progress([request.rollout_id]))
+        while not load.done():
+            assert engine.oldest_version == 0, "it may still sample under the old weights"
+            await asyncio.sleep(0.01)
+            gave_up.cancel()
+            turns += 1
+        assert turns > 10 and engine.oldest_version == 5
+        answer = await asyncio.wait_for(extend, 300)
+        assert [s.policy_version for s in answer] == [5]
+        await engine.close()
+        return [tokens_of(answer)]
+
+    assert asyncio.run(run()) == uninterrupted(model, changed, request)
 
 
 def test_one_that_dies_at_its_start_is_started_once_more_but_not_for_ever(
@@ -269,7 +299,7 @@ def test_errors_of_a_request_and_of_the_process_are_raised_here_and_it_goes_on(m
         with pytest.raises(ValueError, match="Lower rollout.max_new_tokens"):
             await made[0].extend(SUBJECT.request(0, max_new_tokens=10**7))
         with pytest.raises(RuntimeError, match="the engine process failed in load: .*no such weight"):
-            made[0].load_weights(1, [("no such weight", torch.zeros(3))])
+            await made[0].load_weights(1, [("no such weight", torch.zeros(3))])
         segments = await made[0].extend(SUBJECT.request(0, max_new_tokens=3))
         assert sum(map(len, segments)) == 3 and segments[-1].stop_reason is StopReason.LENGTH
         await made[0].close()
@@ -305,7 +335,7 @@ def test_without_room_in_memory_weights_go_through_another_folder(
         engine = ProcessEngine(config(model), threads=1, say=said.append)
         made.append(engine)
         assert engine.max_tokens and len(said) == 1
-        engine.load_weights(1, changed)
+        await engine.load_weights(1, changed)
         segments = await engine.extend(request)
         await engine.close()
         return tokens_of(segments)

@@ -86,7 +86,7 @@ def test_contract(tmp_path: Path, make: Callable[[Path], tuple[Producer, FakeEng
     async def go() -> None:
         for step in range(1, STEPS + 1):
             version = step - 1
-            engine.load_weights(version, ())
+            await engine.load_weights(version, ())
             groups = await producer.produce(step, version)
             assert groups is not None and len(groups) == 2
             assert [g.group_id for g in groups] == sorted(g.group_id for g in groups)

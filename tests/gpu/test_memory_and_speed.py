@@ -29,6 +29,7 @@ from rollover.train.batch import Batch
 from rollover.train.setup import embedded_engine
 from rollover.train.trainer import Trainer
 from rollover.types import Sample, SamplingParams
+from virtual_time import at_once
 
 pytestmark = pytest.mark.gpu
 
@@ -227,7 +228,7 @@ def test_the_engine_may_be_on_the_other_device_than_the_trainer() -> None:
         engine = embedded_engine(tiny.LoadedModel(old, tiny.tokenizer(), "tiny"), config)
         loaded = tiny.LoadedModel(new, tiny.tokenizer(), "tiny")
         trainer = Trainer(loaded, TrainConfig(), AlgorithmConfig(), dtype=torch.float32, max_new_tokens=64)
-        assert engine.load_weights(1, trainer.publish()).num_bytes > 0
+        assert at_once(engine.load_weights(1, at_once(trainer.publish()))).num_bytes > 0
         samples = samples_of(engine, 4, 20)
         found = trainer.compute_logprobs(samples)
         difference = np.concatenate([np.abs(found[s.rollout_id] - s.behavior_logprobs) for s in samples])

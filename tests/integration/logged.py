@@ -35,8 +35,8 @@ class Logged(EmbeddedEngine):
         super().step()
         note(kind="step", tokens={s.request.rollout_id: s.next_index for s in running})
 
-    def progress(self, rollout_ids: Iterable[str]) -> Any:
-        found = super().progress(rollout_ids)
+    async def progress(self, rollout_ids: Iterable[str]) -> Any:
+        found = await super().progress(rollout_ids)
         note(kind="beat")
         return found
 

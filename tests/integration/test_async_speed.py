@@ -40,7 +40,7 @@ def test_new_weights_cut_an_answer_and_an_interrupted_one_goes_on_where_it_was(
         engine = Quick()
         extension = asyncio.ensure_future(engine.extend(request([])))
         await asyncio.sleep(0.032)
-        engine.load_weights(1, ())
+        await engine.load_weights(1, ())
         whole = await extension
         extension = asyncio.ensure_future(engine.extend(request([])))
         await asyncio.sleep(0.032)

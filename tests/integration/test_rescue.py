@@ -66,10 +66,10 @@ def test_weights_that_cannot_be_handed_over_do_not_cost_the_step(
     recipe = runs.write(tmp_path, steps=4, checkpoint={"every_steps": 0})
     plain = EmbeddedEngine.load_weights
 
-    def fails(self: EmbeddedEngine, version: int, tensors: Any) -> Any:
+    async def fails(self: EmbeddedEngine, version: int, tensors: Any) -> Any:
         if version == 2:
             raise ValueError("the engine is gone")
-        return plain(self, version, tensors)
+        return await plain(self, version, tensors)
 
     monkeypatch.setattr(EmbeddedEngine, "load_weights", fails)
     code, text = train(capsys, recipe)

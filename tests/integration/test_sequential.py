@@ -69,7 +69,7 @@ async def sequential() -> tuple[Trainer, list[list[int]]]:
             rollout.reward = score(rollout.token_ids())
             seen.append(rollout.token_ids())
         trainer.train_step(build_batch(groups, AlgorithmConfig()))
-        engine.load_weights(trainer.policy_version, trainer.publish())
+        await engine.load_weights(trainer.policy_version, await trainer.publish())
     return trainer, seen
 
 
@@ -90,7 +90,7 @@ async def scheduled() -> tuple[Trainer, list[list[int]]]:
         assert groups is not None
         seen += [r.token_ids() for g in groups for r in g.rollouts]
         trainer.train_step(build_batch(groups, AlgorithmConfig()))
-        engine.load_weights(trainer.policy_version, trainer.publish())
+        await engine.load_weights(trainer.policy_version, await trainer.publish())
         driver.after_publish(trainer.policy_version)
         driver.lifecycle.check()
     return trainer, seen

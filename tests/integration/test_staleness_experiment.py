@@ -29,7 +29,7 @@ def largest_difference(groups: list[Group], of: Experiment) -> float:
 def test_the_engine_samples_with_the_weights_of_so_many_versions_ago() -> None:
     async def batches() -> None:
         lagging, fresh = Experiment(short("decoupled", lag=1)), Experiment(short("decoupled", lag=1))
-        lagging.publish()
+        await lagging.publish()
         previous: list[Group] = []
         for step, sampled_by in enumerate([0, 0, 1]):
             groups = await lagging.sample(step)
@@ -41,7 +41,7 @@ def test_the_engine_samples_with_the_weights_of_so_many_versions_ago() -> None:
                 assert largest_difference(groups, lagging) > 1e-2
                 fresh.trainer.train_step(build_batch(previous, fresh.algorithm))
             lagging.trainer.train_step(build_batch(groups, lagging.algorithm))
-            lagging.publish()
+            await lagging.publish()
             previous = groups
         assert lagging.trainer.policy_version == 3
 

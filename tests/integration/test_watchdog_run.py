@@ -111,11 +111,11 @@ def hang(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> list[str]:
             until_said("stood still")
         step(self)
 
-    def load_(self, version, tensors):
+    async def load_(self, version, tensors):
         if "weights" not in hung:
             hung.append("weights")
             until_said("the weights of")
-        return load(self, version, tensors)
+        return await load(self, version, tensors)
 
     def train_(self, batch):
         if "train" not in hung:

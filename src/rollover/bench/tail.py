@@ -148,7 +148,7 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
             if mode.trains and step >= mode.warm_up - 1:
                 trainer.train_step(build_batch(groups, run.algorithm))
             trained = time.perf_counter()
-            engine.load_weights(step + 1, trainer.publish())
+            await engine.load_weights(step + 1, await trainer.publish())
             driver.after_publish(step + 1)
             if step >= mode.warm_up:
                 out.generate_s.append(generated - started)

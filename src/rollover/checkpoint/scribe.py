@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,14 +79,19 @@ class Scribe:
         self._write(kind.value, fields, data)
         self.seconds += time.perf_counter() - started
 
-    def progress(self, progress: Callable[[Iterable[str]], Mapping[str, Sequence[Segment]]]) -> None:
-        """Write the new tokens of what runs. `progress`: as Engine.progress."""
-        if not self.journal.writes or not self._told:
-            return
+    @property
+    def running(self) -> list[str]:
+        """Ids of what runs, as far as the journal is written."""
+        return [rollout.rollout_id for rollout in self._told] if self.journal.writes else []
+
+    def progress(self, found: Mapping[str, Sequence[Segment]]) -> None:
+        """Write the new tokens of what runs. `found`: what Engine.progress said, perhaps of a run that has ended."""
         started = time.perf_counter()
         running = {rollout.rollout_id: rollout for rollout in self._told}
-        for rollout_id, segments in progress(running).items():
-            rollout = running[rollout_id]
+        for rollout_id, segments in found.items() if self.journal.writes else ():
+            rollout = running.get(rollout_id)
+            if rollout is None or segments[0].start not in (None, rollout.num_tokens):
+                continue  # it ended meanwhile, or goes on from there
             if rollout.num_tokens + sum(map(len, segments)) <= self._told[rollout].num:
                 continue  # nothing new; fewer, if its engine failed and was asked again
             fields, data = self._new(rollout, segments, rollout.num_tokens)

@@ -1,8 +1,8 @@
 """One process of the engine, from its start to its end: whoever asks it asks this process and no other.
 
-    requests   pipe, JSON lines    extend, cancel, interrupt, release    written and read without blocking
+    requests   pipe, JSON lines    extend, cancel, interrupt, release, threads    written and read without blocking
     replies    pipe, JSON lines    what an extend returned, and counters
-    control    socket, JSON lines  load, threads, progress, queued: each is answered under its id, and waited for
+    control    socket, JSON lines  load, progress, queued: each is answered under its id, and waited for in a thread
 
 Owns the process and its channels. Knows nothing of the calls under way and never starts a second process.
 """
@@ -48,6 +48,7 @@ class EngineChild:
         self._hello_lock = threading.Lock()
         self._num_asked = 0
         self._gone = False
+        self._asking = asyncio.Lock()  # one question at a time
         self._writer: asyncio.WriteTransport | None = None
         with contextlib.suppress(ConnectionError):  # `hello` says how it ended
             self._control.send({"config": config.model_dump(mode="json"), "threads": threads})
@@ -73,12 +74,22 @@ class EngineChild:
                     ) from None
             return self._hello
 
-    def ask(self, op: str, *, limit_s: float | None, file: int | None = None, **values: Any) -> dict[str, Any]:
+    async def ask(self, op: str, *, limit_s: float | None, file: int | None = None, **values: Any) -> dict[str, Any]:
         """The answer, after the current decode step. The process must have said hello.
 
         TimeoutError if it does not answer within `limit_s`, ConnectionError if it has ended; from then on nothing more
-        is asked of it. RuntimeError if it failed.
+        is asked of it. RuntimeError if it failed. Whoever asks may be cancelled: the answer is received all the same.
         """
+
+        async def in_turn() -> dict[str, Any]:
+            async with self._asking:
+                return await asyncio.to_thread(self._ask, op, limit_s, file, values)
+
+        asking = asyncio.ensure_future(in_turn())
+        asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, should nobody wait for it
+        return await asyncio.shield(asking)
+
+    def _ask(self, op: str, limit_s: float | None, file: int | None, values: dict[str, Any]) -> dict[str, Any]:
         if self._gone:
             raise ConnectionError("the engine process is gone")
         self._num_asked += 1
@@ -118,7 +129,8 @@ class EngineChild:
         code = await asyncio.to_thread(self._process.wait)
         if self._writer is not None:
             self._writer.close()
-        self._control.close()
+        async with self._asking:  # who waits for an answer of a dead process learns it at once
+            self._control.close()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):

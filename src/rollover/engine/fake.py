@@ -117,18 +117,18 @@ class FakeEngine:
             if rollout_id in self._running:
                 self._running[rollout_id].interrupted = True
 
-    def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
+    async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
         running = [i for i in rollout_ids if i in self._running]
         return {i: self._running[i].segments(StopReason.PAUSED, self._policy_version) for i in running}
 
-    def queued(self, rollout_ids: Iterable[str]) -> set[str]:
+    async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
         """There is room for everyone."""
         return set()
 
     def release(self, rollout_ids: Iterable[str]) -> None:
         """Nothing is kept for a rollout that does not run."""
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
+    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
         self._policy_version = version
         return WeightLoad(num_bytes=0, seconds=0.0)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,8 @@ class ProcessEngine:
         self._num_calls = 0
         self._unsent: list[int] = []
         self._weights = WeightsFile(self.say)
+        self._loading = asyncio.Lock()  # the file is written, or read by a process
+        self._version = 0  # of what is in the file
         self._stats: dict[str, float] = {}
         self._before: dict[str, float] = {}  # counters of the processes that died
         self._child = EngineChild(config, threads)
@@ -118,11 +120,11 @@ class ProcessEngine:
             self._start_limit_s = max(self.config.watchdog.rollout_timeout_s, _SLOWER_START * self._child.start_s)
         replies = await self._child.open()
         self._hello()
-        # From here to `_up` nothing else runs, so it has the last weights when its first call begins.
-        self._tell("threads", num=self.threads)
-        if self._weights.table():
-            self._load(None)
-        self._up = True
+        async with self._loading:  # it has the last weights when its first call begins
+            if self._weights.table():
+                await self._load(None)
+            self._up = True
+        self.use_threads(self.threads)
         self._send_extends(list(self._calls))
         async for reply in replies_of(replies):
             self._settle(reply)
@@ -177,20 +179,21 @@ class ProcessEngine:
         if requests and self._up:
             self._child.write({"op": "extend", **requests_to_json(requests)})
 
-    def _tell(self, op: str, **values: Any) -> dict[str, Any]:
+    async def _ask(self, op: str, **values: Any) -> dict[str, Any]:
         """The answer; {} if the process is gone, or hangs and is killed: the next one learns it at its start."""
-        limit_s = self.config.watchdog.rollout_timeout_s or None
+        child, limit_s = self._child, self.config.watchdog.rollout_timeout_s or None
         try:
-            return self._child.ask(op, limit_s=limit_s, **values)
+            return await child.ask(op, limit_s=limit_s, **values)
         except TimeoutError:
             self.say(f"watchdog: the engine process has not answered for {limit_s:.3g} s: it is killed")
-            self._child.kill()
+            child.kill()
         except ConnectionError:
-            self._child.kill()
+            child.kill()
         return {}
 
-    def _load(self, names: list[str] | None) -> None:
-        self._tell("load", version=self.oldest_version, tensors=self._weights.table(names), file=self._weights.fileno())
+    async def _load(self, names: list[str] | None) -> None:
+        table, file = self._weights.table(names), self._weights.fileno()
+        await self._ask("load", version=self._version, tensors=table, file=file)
 
     # The contract
 
@@ -227,42 +230,39 @@ class ProcessEngine:
             self._calls[number].interrupted = True
         self._send({"op": "interrupt", "ids": None if wanted is None else sorted(wanted)})
 
-    def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
-        ids = self._ids_of_calls(rollout_ids)
-        found = self._tell("progress", calls=list(ids)).get("calls", []) if self._up and ids else []
-        return {ids[number]: [segment_from_json(s) for s in segments] for number, segments in found}
+    async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
+        found = await self._ask_of_calls("progress", set(rollout_ids))
+        return {rollout_id: [segment_from_json(s) for s in segments] for rollout_id, segments in found.items()}
 
-    def queued(self, rollout_ids: Iterable[str]) -> set[str]:
-        ids = self._ids_of_calls(rollout_ids)
-        found = self._tell("queued", calls=list(ids)).get("calls", []) if self._up and ids else []
-        return {ids[number] for number in found}
+    async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
+        return set(await self._ask_of_calls("queued", set(rollout_ids)))
 
-    def _ids_of_calls(self, rollout_ids: Iterable[str]) -> dict[int, str]:
-        """Rollout id by number of call, of these rollouts' calls under way."""
-        wanted = set(rollout_ids)
-        calls = ((number, call.request.rollout_id) for number, call in self._calls.items() if not call.future.done())
-        return {number: rollout_id for number, rollout_id in calls if rollout_id in wanted}
+    async def _ask_of_calls(self, op: str, rollout_ids: Container[str]) -> dict[str, list[Any]]:
+        """Its answers, by rollout id, about these rollouts' calls under way: before it was asked, and still."""
+        child, calls = self._child, {n: c for n, c in self._calls.items() if c.request.rollout_id in rollout_ids}
+        found = (await self._ask(op, calls=list(calls))).get("calls", []) if self._up and calls else []
+        if child is not self._child or not self._up:
+            return {}
+        return {calls[n].request.rollout_id: answer for n, answer in found if not calls[n].future.done()}
 
     def release(self, rollout_ids: Iterable[str]) -> None:
         self._send({"op": "release", "ids": list(rollout_ids)})
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
+    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
         """See Engine. What runs goes on under the new weights after its current decode step."""
         started = time.perf_counter()
-        names, num_bytes = [], 0
-        for name, tensor in tensors:
-            names.append(name)
-            num_bytes += self._weights.write(name, tensor)
-        self.oldest_version = version
-        if self._up:
-            self._load(names)
-        return WeightLoad(num_bytes, time.perf_counter() - started)
+        async with self._loading:
+            sizes = await asyncio.to_thread(lambda: {name: self._weights.write(name, t) for name, t in tensors})
+            self._version = version
+            if self._up:
+                await self._load(list(sizes))
+            self.oldest_version = version
+        return WeightLoad(sum(sizes.values()), time.perf_counter() - started)
 
     def use_threads(self, num: int) -> None:
-        """Decode with so many CPU threads from now on."""
+        """Decode with so many CPU threads from its next step on."""
         self.threads = num
-        if self._up:
-            self._tell("threads", num=num)
+        self._send({"op": "threads", "num": num})
 
     def stats(self) -> dict[str, float]:
         """Counters as of the last extend that returned, over all processes; engine/restarts: how often one died."""

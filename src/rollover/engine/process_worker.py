@@ -58,7 +58,7 @@ class _Worker:
     async def serve(self) -> None:
         """Answer until the requests end."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(self.control, self._answer_all)
+        loop.add_reader(self.control, self._receive)
         requests = asyncio.StreamReader(limit=2**30)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), os.fdopen(0, "rb"))
         # A writer that buffers: a parent that waits for an answer on the other channel reads no replies meanwhile.
@@ -79,6 +79,8 @@ class _Worker:
                     self.engine.interrupt(message["ids"])
                 case "release":
                     self.engine.release(message["ids"])
+                case "threads":
+                    self.engine.use_threads(message["num"])
         await self.engine.close()
 
     async def _extend(self, call: int, request: ExtendRequest) -> None:
@@ -91,36 +93,37 @@ class _Worker:
             del self.running[call], self.rollout_ids[call]
         self.replies.write(json.dumps(reply | {"stats": self.engine.stats()}).encode() + b"\n")
 
-    def _answer_all(self) -> None:
-        """Every question that has come."""
+    def _receive(self) -> None:
+        """Begin to answer what has come: one question, as the next is asked when this one is answered."""
         while True:
             try:
                 message = self.control.receive()
             except ConnectionError:
                 sys.exit(0)
-            try:
-                answer = self._answer_to(message)
-            except Exception as error:  # boundary: it is raised in the parent, which waits for an answer
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            self.control.send(answer | {"id": message["id"]})
+            self.answering = asyncio.create_task(self._answer(message))
             if not self.control.pending:
                 return
 
-    def _answer_to(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def _answer(self, message: dict[str, Any]) -> None:
+        try:
+            answer = await self._answer_to(message)
+        except Exception as error:  # boundary: it is raised in the parent, which waits for an answer
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        self.control.send(answer | {"id": message["id"]})
+
+    async def _answer_to(self, message: dict[str, Any]) -> dict[str, Any]:
         match message["op"]:
             case "load":
-                self.engine.load_weights(message["version"], self._tensors(message["tensors"]))
-            case "threads":
-                self.engine.use_threads(message["num"])
+                await self.engine.load_weights(message["version"], self._tensors(message["tensors"]))
             case "progress":
                 ids = self._ids(message["calls"])
-                found = self.engine.progress(ids.values())
+                found = await self.engine.progress(ids.values())
                 calls = [n for n, rollout_id in ids.items() if rollout_id in found]
                 return {"calls": [(n, [segment_to_json(s) for s in found[ids[n]]]) for n in calls]}
             case "queued":
                 ids = self._ids(message["calls"])
-                queued = self.engine.queued(ids.values())
-                return {"calls": [n for n, rollout_id in ids.items() if rollout_id in queued]}
+                queued = await self.engine.queued(ids.values())
+                return {"calls": [(n, []) for n, rollout_id in ids.items() if rollout_id in queued]}
         return {}
 
     def _ids(self, calls: list[int]) -> dict[int, str]:

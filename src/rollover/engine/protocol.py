@@ -62,7 +62,8 @@ class Engine(Protocol):
     `extend` returns one Segment per policy version met on the way, at least one; every Segment but the last ends with
     PAUSED; the last one with PAUSED iff the rollout was interrupted (or got its `pause_after` tokens). The engine
     stamps versions, not the caller, and each segment's `start`: what it continues, so that an answer that belongs to
-    another call of the same rollout can be refused.
+    another call of the same rollout can be refused. What needs an answer is awaited, so that an engine elsewhere holds
+    nothing up; what needs none is not.
     An interrupted rollout that got no new token returns one empty PAUSED segment.
     An `extend` that raises fails its rollout alone: it is asked for again from the tokens that the rollout has
     (docs/watchdog.md). EngineDied and AssertionError end the run.
@@ -83,13 +84,13 @@ class Engine(Protocol):
         """Stop these rollouts (None: all) after the current step; their `extend` returns what there is."""
         ...
 
-    def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
+    async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
         """The running ones' segments of their current `extend` so far, for snapshots and the watchdog.
 
         Of a rollout that is not known to run nothing is said: never what was known of an earlier `extend`."""
         ...
 
-    def queued(self, rollout_ids: Iterable[str]) -> set[str]:
+    async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
         """Those whose `extend` waits for room or for its prefill: without a token, but no stall while others go on."""
         ...
 
@@ -97,10 +98,11 @@ class Engine(Protocol):
         """These rollouts will not be extended again: forget what is kept for them (KV). Unknown ids are ignored."""
         ...
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
+    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
         """Replace weights (names as in the model's state dict) and stamp what they sample with `version`.
 
-        What is older than `version` from then on, `oldest_version` says. With LoRA the weights come once, then adapters
+        Returns when they are there, while what runs goes on where the engine can. What is older than `version` from
+        then on, `oldest_version` says. With LoRA the weights come once, then adapters
         alone, by the names of models/adapters.py.
         """
         ...

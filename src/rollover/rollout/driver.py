@@ -382,10 +382,12 @@ class Driver:
     async def _look_until_it_stalls(self) -> None:
         while True:
             await asyncio.sleep(self.watchdog.pause(_now()))
-            running = {r.rollout_id: task for task, r in self._extends.items() if not task.done()}
+            asked = {r.rollout_id: task for task, r in self._extends.items() if not task.done()}
+            seen, queued = await self.engine.progress(asked), await self.engine.queued(asked)
+            running = {i: task for i, task in asked.items() if task in self._extends and not task.done()}
             scoring = {s.key: task for task, s in self._scorings.items() if not task.done()}
-            progress = {i: [] for i in running} | self.engine.progress(running)
-            stalls = self.watchdog.look(_now(), progress, self.engine.queued(running), scoring)
+            progress = {i: seen.get(i, []) for i in running}
+            stalls = self.watchdog.look(_now(), progress, queued, scoring)
             for stall in stalls:
                 self.say(str(stall))
                 if stall.is_scoring:

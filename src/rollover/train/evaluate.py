@@ -172,8 +172,8 @@ async def _unless_it_stalls(evaluation: Coroutine[Any, Any, _Result], engine: En
         while not work.done():
             await asyncio.wait([work], timeout=watchdog.pause(clock()))
             rollout_ids = watchdog.extending
-            progress = {i: [] for i in rollout_ids} | engine.progress(rollout_ids)
-            stalls = watchdog.look(clock(), progress, engine.queued(rollout_ids), watchdog.scoring)
+            progress = {i: [] for i in rollout_ids} | await engine.progress(rollout_ids)
+            stalls = watchdog.look(clock(), progress, await engine.queued(rollout_ids), watchdog.scoring)
             if stalls and not work.done():
                 work.cancel()
                 await asyncio.wait([work], timeout=watchdog.config.grace_s)
@@ -199,7 +199,7 @@ def run_eval(
     _to_stderr(_tasks_line(config))
 
     async def go() -> list[Answer]:
-        parts = EvalParts.build(config, model)
+        parts = await EvalParts.build(config, model)
         try:
             assert parts.rewarder is not None
             held_out = encode_tasks(
@@ -255,7 +255,7 @@ def run_sample(resolved: Resolved, prompt: str, num: int) -> int:
     config = resolved.config
 
     async def go() -> list[str]:
-        parts = EvalParts.build(config, None, with_rewards=False)
+        parts = await EvalParts.build(config, None, with_rewards=False)
         tasks = config.tasks
         if not getattr(parts.tokenizer, "chat_template", None):
             tasks = tasks.model_copy(update={"chat": False})

@@ -189,7 +189,7 @@ class Run:
         if self.overlaps and self.config.rollout.interrupt == "never":
             await self.parts.driver.drain()  # a wait for generation, which the driver counts as such
         with self.rows.timed("weights"):
-            num_bytes = self._publish()
+            num_bytes = await self._publish()
         self.chronicle.publish(version)
         self.recovery.scribe.on_publish(version)
         return num_bytes
@@ -292,12 +292,13 @@ class Run:
             team.use(self.threads.alone)
             engine.use_threads(self.threads.alone)
 
-    def _publish(self) -> int:
+    async def _publish(self) -> int:
         """Hand the trainer's weights to the engine; returns their bytes."""
         version, limit_s = self.parts.trainer.policy_version, self.config.watchdog.weights_timeout_s
         state = "being handed to the engine, begun"
         with self._alarmed(f"the weights of policy version {version}", state, limit_s):
-            return self.parts.engine.load_weights(version, self.parts.trainer.publish()).num_bytes
+            weights = await self.parts.trainer.publish()
+            return (await self.parts.engine.load_weights(version, weights)).num_bytes
 
     async def _evaluate(self) -> None:
         """Evaluate on the held-out tasks and append the result to eval.jsonl, once per policy version.

@@ -50,7 +50,7 @@ class Recovery:
         view: LiveView,
         stop: Stop,
         quiesce: Callable[[], Awaitable[None]],
-        publish: Callable[[], object],
+        publish: Callable[[], Awaitable[object]],
         tell: Tell,
         resume_command: str,
     ) -> None:
@@ -100,7 +100,8 @@ class Recovery:
     async def _write_progress(self) -> None:
         while True:
             await asyncio.sleep(self.config.checkpoint.journal_s)
-            self.scribe.progress(self.parts.engine.progress)
+            found = await self.parts.engine.progress(self.scribe.running)
+            self.scribe.progress(found)
             self.journal.sync()
 
     def close(self) -> None:
@@ -190,7 +191,7 @@ class Recovery:
         recorded = bool(self.config.run.replay_rollouts)
         if not recorded:
             parts.lifecycle.check_restored(version, parts.engine.max_tokens)
-            self.publish()
+            await self.publish()
         self._go_on(version, replay)
         if len(journal) == 1 and not replay.num_records and self.journaled:
             self.journal.go_on(journal[0])

@@ -157,13 +157,13 @@ class EvalParts:
     stop_token_ids: frozenset[int]
 
     @classmethod
-    def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:
+    async def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:
         prepare_process(config)
         model_config = config.model if model is None else config.model.model_copy(update={"path": model})
         loaded, adapter = _with_adapter(model_config, dtype_of(config), engine_device(config))
         engine = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config)
         if adapter:
-            engine.load_weights(0, adapter)
+            await engine.load_weights(0, adapter)
         return cls(
             config=config,
             tokenizer=loaded.tokenizer,

@@ -329,11 +329,14 @@ class Trainer:
             oldest = self.policy_version - self.max_staleness
             self.snapshots.keep_only({REFERENCE, *map(of_version, range(oldest, self.policy_version + 1))})
 
-    def publish(self) -> Iterator[tuple[str, torch.Tensor]]:
+    async def publish(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights for an engine, by the plain model's parameter names, tied ones once. Views: copy them at once.
 
         With LoRA the weights once, and every time the adapters (models/adapters.py): merged they would be rounded away.
         """
+        return self._weights()
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         if not self.lora:
             yield from ((name, parameter.detach()) for name, parameter in self._plain.named_parameters())
             return

@@ -278,8 +278,8 @@ def test_tokens_of_a_running_rollout_are_told_once_and_joined_again() -> None:
     lifecycle, scribe, journal, rollout = running()
     first, second = make_segment(4, 0, first=3), make_segment(2, 1, first=7)
     for tokens in (make_segment(2, 0, first=3), first, first):
-        scribe.progress(lambda ids, of=tokens: {i: [of] for i in ids})
-    scribe.progress(lambda ids: {i: [first, second] for i in ids})
+        scribe.progress({i: [tokens] for i in scribe.running})
+    scribe.progress({i: [first, second] for i in scribe.running})
     told = [r.meta["segments"] for r in journal.records if r.meta["kind"] == "tokens"]
     assert [[s["num_tokens"] for s in of] for of in told] == [[2], [2], [2]]
     killed = read_back(journal)
@@ -291,10 +291,10 @@ def test_tokens_of_a_running_rollout_are_told_once_and_joined_again() -> None:
 
 def test_what_a_failed_engine_had_told_does_not_count_when_it_was_asked_again() -> None:
     lifecycle, scribe, journal, rollout = running()
-    scribe.progress(lambda ids: {i: [make_segment(4, 0, first=3)] for i in ids})
-    scribe.progress(lambda ids: {i: [make_segment(2, 1, first=3)] for i in ids})  # again, under other weights
+    scribe.progress({i: [make_segment(4, 0, first=3)] for i in scribe.running})
+    scribe.progress({i: [make_segment(2, 1, first=3)] for i in scribe.running})  # again, under other weights
     assert read_back(journal).num_tokens == 7, "what it had is better than nothing, should the run be killed now"
-    scribe.progress(lambda ids: {i: [make_segment(6, 1, first=3)] for i in ids})
+    scribe.progress({i: [make_segment(6, 1, first=3)] for i in scribe.running})
     assert [s.policy_version for s in read_back(journal).segments] == [0, 1]
     lifecycle.append(rollout, [make_segment(8, 1, StopReason.EOS, first=3)])
     assert same_rollout(read_back(journal), rollout)
@@ -302,12 +302,12 @@ def test_what_a_failed_engine_had_told_does_not_count_when_it_was_asked_again() 
 
 def test_an_answer_that_was_refused_leaves_what_was_there_before() -> None:
     lifecycle, scribe, journal, rollout = running()
-    scribe.progress(lambda ids: {i: [make_segment(4, 0, first=3)] for i in ids})
+    scribe.progress({i: [make_segment(4, 0, first=3)] for i in scribe.running})
     lifecycle.park(rollout)
     assert same_rollout(read_back(journal), rollout) and rollout.num_tokens == 3
 
 
 def test_a_rollout_that_had_used_its_budget_keeps_room_to_stop() -> None:
     _, scribe, journal, _ = running()
-    scribe.progress(lambda ids: {i: [make_segment(17, 0, first=3)] for i in ids})
+    scribe.progress({i: [make_segment(17, 0, first=3)] for i in scribe.running})
     assert read_back(journal).num_tokens == 19

@@ -111,7 +111,10 @@ def test_interrupted_at_every_cut_equals_uninterrupted(temperature: float, polic
             tasks = [asyncio.create_task(target.extend(r)) for r in wanted]
             await asyncio.sleep(0)
             while not all(t.done() for t in tasks) and (
-                min((sum(map(len, p)) for p in target.progress([r.rollout_id for r in wanted]).values()), default=cut)
+                min(
+                    (sum(map(len, p)) for p in (await target.progress([r.rollout_id for r in wanted])).values()),
+                    default=cut,
+                )
                 < cut
             ):
                 await asyncio.sleep(0)
@@ -123,7 +126,7 @@ def test_interrupted_at_every_cut_equals_uninterrupted(temperature: float, polic
                 if parts[-1].stop_reason is StopReason.PAUSED:
                     out.append((r, parts, done))
             if policy == "recompute":
-                target.load_weights(1, [])
+                await target.load_weights(1, [])
             resumed = await asyncio.gather(
                 *[
                     target.extend(ExtendRequest(r.rollout_id, r.prompt_ids, done, new - len(done), r.seed, r.sampling))
@@ -209,8 +212,8 @@ def test_who_waits_for_a_slot_or_for_its_prefill_is_queued() -> None:
         )
         seen = []
         while not extends.done():
-            progress = target.progress(names)
-            seen.append((target.queued(names), {i for i, s in progress.items() if sum(map(len, s))}))
+            progress = await target.progress(names)
+            seen.append((await target.queued(names), {i for i, s in progress.items() if sum(map(len, s))}))
             await asyncio.sleep(0)
         return seen
 
@@ -285,9 +288,9 @@ def test_weights_change_in_mid_flight_make_segments_of_two_versions() -> None:
     async def go() -> list[Segment]:
         task = asyncio.create_task(target.extend(request("0-0", PROMPTS[1], 30)))
         await asyncio.sleep(0)
-        while sum(map(len, target.progress(["0-0"])["0-0"])) < 11:
+        while sum(map(len, (await target.progress(["0-0"]))["0-0"])) < 11:
             await asyncio.sleep(0)
-        target.load_weights(5, update)
+        await target.load_weights(5, update)
         return await task
 
     first, second = asyncio.run(go())
@@ -308,11 +311,11 @@ def test_kv_policies_after_an_update(policy: str, kept: int, stale: int) -> None
     async def go() -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         task = asyncio.create_task(target.extend(request("0-0", PROMPTS[3], 30)))
         await asyncio.sleep(0)
-        while sum(map(len, target.progress(["0-0"])["0-0"])) < 8:
+        while sum(map(len, (await target.progress(["0-0"]))["0-0"])) < 8:
             await asyncio.sleep(0)
         target.interrupt()
         (segment,) = await task
-        target.load_weights(1, [])
+        await target.load_weights(1, [])
         before = target.stats()
         done = tuple(segment.token_ids.tolist())
         first = request("0-0", PROMPTS[3], 30)
@@ -341,7 +344,7 @@ def test_release_forgets_kept_kv() -> None:
     async def go() -> None:
         task = asyncio.create_task(target.extend(request("0-0", PROMPTS[3], 30)))
         await asyncio.sleep(0)
-        while sum(map(len, target.progress(["0-0"])["0-0"])) < 3:
+        while sum(map(len, (await target.progress(["0-0"]))["0-0"])) < 3:
             await asyncio.sleep(0)
         target.interrupt(["0-0"])
         await task

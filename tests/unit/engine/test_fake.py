@@ -62,7 +62,7 @@ def test_all_that_run_advance_together_without_wall_time() -> None:
         engine = FakeEngine(lambda seed: 5000)
         extends = [asyncio.ensure_future(engine.extend(request(f"{i}-0", seed=i, budget=9000))) for i in range(3)]
         await steps(20)
-        sizes = {len(tokens(s)) for s in engine.progress([f"{i}-0" for i in range(3)]).values()}
+        sizes = {len(tokens(s)) for s in (await engine.progress([f"{i}-0" for i in range(3)])).values()}
         assert len(sizes) == 1 and sizes.pop() > 5
         engine.interrupt(["1-0"])
         await extends[1]
@@ -80,7 +80,7 @@ def test_a_new_version_begins_a_segment_with_other_logprobs() -> None:
         (old,) = await engine.extend(request())
         extend = asyncio.ensure_future(engine.extend(request()))
         await steps(10)
-        engine.load_weights(5, ())
+        await engine.load_weights(5, ())
         segments = await extend
         assert [s.policy_version for s in segments] == [4, 5]
         assert [s.stop_reason for s in segments] == [StopReason.PAUSED, StopReason.EOS]
@@ -98,7 +98,7 @@ def test_a_cancelled_extension_leaves_the_engine() -> None:
         extend.cancel()
         with pytest.raises(asyncio.CancelledError):
             await extend
-        assert engine.progress(["0-0"]) == {}
+        assert await engine.progress(["0-0"]) == {}
         assert len(tokens(await engine.extend(request()))) == 10
 
     asyncio.run(run())

@@ -18,6 +18,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.models.attention import PackedAttention, check_model, hidden_states
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.types import SamplingParams, Segment
+from virtual_time import at_once
 
 DOCUMENTED = models_table.read_table(models_table.DOC.read_text())
 RUN = [family for family in FAMILIES if not DOCUMENTED[family].startswith("refused")]
@@ -80,7 +81,7 @@ def test_agrees_with_eager_attention(family: str) -> None:
     seen = []
     for version, weights in enumerate((model, new)):
         eager.load_state_dict(weights.state_dict())
-        engine.load_weights(version, ((n, p.detach()) for n, p in weights.named_parameters()))
+        at_once(engine.load_weights(version, ((n, p.detach()) for n, p in weights.named_parameters())))
         segments = sampled(engine)
         seen.append([s.logprobs.tolist() for s in segments])
         rows = [(prompt, s.token_ids.tolist()) for prompt, s in zip(PROMPTS, segments, strict=True)]

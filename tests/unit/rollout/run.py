@@ -15,6 +15,7 @@ from rollover.rollout.staleness import group_staleness
 from rollover.rollout.watchdog import Watchdog
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, rollout_seed
 from unit.rollout.world import make_task, same_rollout, through_json
+from virtual_time import at_once
 
 EOS, PROMPT = 7, (1, 2, 3)
 
@@ -90,7 +91,7 @@ class Run:
 
     def publish(self) -> list[Group]:
         self.version += 1
-        self.engine.load_weights(self.version, ())
+        at_once(self.engine.load_weights(self.version, ()))
         dropped = self.driver.after_publish(self.version)
         self.check()
         return dropped
@@ -118,7 +119,7 @@ class Run:
     def load(self, saved) -> None:
         state, arrays, self.cursor, self.version = copy.deepcopy(saved)
         self.lifecycle.load_state_dict(state, arrays)
-        self.engine.load_weights(self.version, ())
+        at_once(self.engine.load_weights(self.version, ()))
 
     def count(self, kind: EventKind) -> int:
         return sum(e.kind is kind for e in self.events)

@@ -147,7 +147,7 @@ def test_rewards_that_the_trainer_waits_for_are_its_own_wait(clock: Clock) -> No
     async def story() -> None:
         run, gate = await with_scorings_alone_in_flight()
         clock.now += 4
-        run.engine.load_weights(1, ())
+        await run.engine.load_weights(1, ())
         run.driver.after_publish(1)
         collecting = asyncio.ensure_future(run.driver.collect(1))
         await settle()

@@ -106,8 +106,8 @@ def test_one_that_does_not_return_is_cancelled_and_goes_on_from_what_it_had_show
 
 def test_tokens_that_cannot_be_gone_on_from_are_left_behind() -> None:
     class Confused(Hanging):
-        def progress(self, rollout_ids):
-            return {i: s + s for i, s in super().progress(rollout_ids).items()} if self.cancelling else {}
+        async def progress(self, rollout_ids):
+            return {i: s + s for i, s in (await super().progress(rollout_ids)).items()} if self.cancelling else {}
 
         @property
         def cancelling(self) -> bool:
@@ -295,7 +295,7 @@ def test_stalls_are_forgotten_when_a_rollout_leaves() -> None:
 
 def test_an_error_of_a_look_ends_the_run() -> None:
     class Broken(Hanging):
-        def progress(self, rollout_ids):
+        async def progress(self, rollout_ids):
             raise RuntimeError("no connection")
 
     run = Run(engine=Broken("1-0"), watchdog=watchdog())

@@ -42,7 +42,7 @@ class TwoHalves:
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
         if self.waiting and self.rng.random() < self.eagerness:
-            self._catch_up()
+            await self._catch_up()
         half = self.rng.choice(self.halves)
         before = self.newest.get(request.rollout_id, 0)
         self.gone_back += half.oldest_version < before
@@ -50,25 +50,25 @@ class TwoHalves:
         self.newest[request.rollout_id] = max(before, *(s.policy_version for s in segments))
         return segments
 
-    def _catch_up(self) -> None:
-        self.halves[1].load_weights(self.waiting.pop(0), ())
+    async def _catch_up(self) -> None:
+        await self.halves[1].load_weights(self.waiting.pop(0), ())
 
-    def load_weights(self, version: int, tensors: Iterable[Any]) -> WeightLoad:
+    async def load_weights(self, version: int, tensors: Iterable[Any]) -> WeightLoad:
         self.waiting.append(version)
         while version - self.halves[1].oldest_version > self.max_lag:
-            self._catch_up()
-        return self.halves[0].load_weights(version, tensors)
+            await self._catch_up()
+        return await self.halves[0].load_weights(version, tensors)
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
         rollout_ids = None if rollout_ids is None else list(rollout_ids)
         for half in self.halves:
             half.interrupt(rollout_ids)
 
-    def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
+    async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
         rollout_ids = list(rollout_ids)
-        return {i: s for half in self.halves for i, s in half.progress(rollout_ids).items()}
+        return {i: s for half in self.halves for i, s in (await half.progress(rollout_ids)).items()}
 
-    def queued(self, rollout_ids: Iterable[str]) -> set[str]:
+    async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
         return set()
 
     def release(self, rollout_ids: Iterable[str]) -> None:
@@ -119,7 +119,7 @@ def steps(run: Run, num: int, rng: random.Random) -> list[list[Group]]:
                     run.driver.go_on(version)
                     for _ in range(rng.randrange(60)):
                         await asyncio.sleep(0)
-                run.engine.load_weights(version + 1, ())
+                await run.engine.load_weights(version + 1, ())
                 run.driver.after_publish(version + 1)
                 run.lifecycle.check()
             await run.driver.close()

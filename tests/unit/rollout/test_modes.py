@@ -163,7 +163,7 @@ def test_what_gets_its_rewards_after_its_tokens_left_the_bound_is_dropped_and_no
             run.driver.go_on(version)
             for _ in range(40):
                 await asyncio.sleep(0)
-            run.engine.load_weights(version + 1, ())
+            await run.engine.load_weights(version + 1, ())
             run.driver.after_publish(version + 1)
             late.set()
         await run.driver.close()

@@ -173,7 +173,7 @@ def test_a_rollout_that_outlasts_many_steps_holds_the_step_up_before_it_gets_too
             driver.go_on(version)
             for _ in range(40):
                 await asyncio.sleep(0)
-            engine.load_weights(version + 1, ())
+            await engine.load_weights(version + 1, ())
             driver.after_publish(version + 1)
         await driver.close()
 

@@ -33,6 +33,7 @@ from rollover.train.report import rollout_metrics, staleness_metrics
 from rollover.types import DropReason, Group, Rollout, RolloutState, SamplingParams, Segment, StopReason, rollout_seed
 from unit.rollout.run import EOS, PARTIAL, PROMPT, Run, assert_same_groups, long_tail, uninterrupted_tokens
 from unit.rollout.world import make_segment, make_task, same_rollout, through_json
+from virtual_time import at_once
 
 BUDGET = 40  # Run's max_new_tokens
 
@@ -199,7 +200,7 @@ def test_lightrft_7_unfinished_rollouts_are_in_the_checkpoint(tmp_path: Path) ->
     loaded = json.loads((tmp_path / "state.json").read_text())
     other.lifecycle.load_state_dict(loaded, safetensors.numpy.load_file(tmp_path / "rollouts.safetensors"))
     other.cursor, other.version = run.cursor, run.version
-    other.engine.load_weights(other.version, ())
+    at_once(other.engine.load_weights(other.version, ()))
     held = [r for g in run.cache.groups.values() for r in g.rollouts]
     restored = [r for g in other.cache.groups.values() for r in g.rollouts]
     assert len(restored) == len(held) and all(map(same_rollout, restored, held))

@@ -118,9 +118,9 @@ def test_what_the_engine_says_of_an_earlier_extension_is_not_salvaged() -> None:
     """Deaf while it hangs, and `progress` shows the tokens of the rollout's first extension."""
 
     class Stale(Hanging):
-        def progress(self, rollout_ids):
+        async def progress(self, rollout_ids):
             rollout_ids = list(rollout_ids)
-            known = super().progress(rollout_ids)
+            known = await super().progress(rollout_ids)
             if "0-1" in known and len(self.extensions["0-1"]) == 2:
                 self.seen = True
                 return known | {"0-1": [segment(3, 0)], "9-9": [segment(3, 0)]}

@@ -108,7 +108,7 @@ def driven(config, max_running: int, seed: int, publish_every: int, num_tasks: i
             if (version + 1) % publish_every == 0:
                 if config.interrupt == "never":
                     await driver.drain()
-                engine.load_weights(version + 1, ())
+                await engine.load_weights(version + 1, ())
             driver.after_publish(version + 1)
         driver.lifecycle.on_event = None
         await driver.close()

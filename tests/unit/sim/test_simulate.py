@@ -59,7 +59,7 @@ def driven(config: RolloutConfig, max_running: int, seed: int, num_tasks: int | 
         for version in range(STEPS):
             if not await driver.collect(version):
                 return
-            driver.engine.load_weights(version + 1, ())
+            await driver.engine.load_weights(version + 1, ())
             driver.after_publish(version + 1)
 
     asyncio.run(run())

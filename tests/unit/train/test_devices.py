@@ -18,6 +18,7 @@ from rollover.models.load import engine_device, pick_device
 from rollover.train import setup
 from rollover.train.setup import EvalParts, Parts, embedded_engine
 from rollover.types import SamplingParams
+from virtual_time import at_once
 
 
 def config(model: Path | None = None, *, trains_on: str = "cpu", generates_on: str = "", **engine: Any) -> Config:
@@ -85,7 +86,7 @@ def test_who_only_generates_loads_to_the_engines_device(monkeypatch: pytest.Monk
     wanted = config(tiny.save(tmp_path), generates_on="meta")
     monkeypatch.setattr(setup, "load_model", asked)
     with pytest.raises(Asked, match="meta"):
-        EvalParts.build(wanted, None, with_rewards=False)
+        at_once(EvalParts.build(wanted, None, with_rewards=False))
 
 
 def test_the_engines_process_is_on_the_engines_device(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_weights_of_another_device_are_loaded(monkeypatch: pytest.MonkeyPatch) -
             out = func(*plain, **(kwargs or {}))
             return out.as_subclass(Far) if name == "detach" else out
 
-    engine.load_weights(1, [(n, p.detach().as_subclass(Far)) for n, p in model.named_parameters()])
+    at_once(engine.load_weights(1, [(n, p.detach().as_subclass(Far)) for n, p in model.named_parameters()]))
     assert moved, "packed weights are on the CPU"
     prompt = tuple(range(5, 25))
     assert asyncio.run(_tokens(engine, prompt)) == asyncio.run(_tokens(EmbeddedEngine(model, config().engine), prompt))

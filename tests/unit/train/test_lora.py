@@ -20,6 +20,7 @@ from rollover.train.batch import Batch
 from rollover.train.lora import ADAPTER, add_lora, read_adapter
 from rollover.train.objective import Counts
 from rollover.train.trainer import Trainer
+from virtual_time import at_once
 
 SAMPLES = random_samples(1)
 TARGETS = ["q_proj", "down_proj"]
@@ -110,7 +111,7 @@ def test_adapters_are_saved_as_they_are_trained_and_not_as_they_are_computed_wit
     assert base == "tiny-llama" and len(saved) == len(t.optimizer.names)
     masters = {n.removeprefix("base_model.model.").replace(".default", ""): m for n, m in t.optimizer.weights().items()}
     assert all(tensor.dtype == torch.float32 and torch.equal(tensor, masters[name]) for name, tensor in saved.items())
-    handed = dict(t.publish())
+    handed = dict(at_once(t.publish()))
     assert handed.keys() >= {name for name, _ in parts}
     assert all(float(scale) == float(handed[name]) == 2.0 for name, scale in parts if name.endswith("lora_scale"))
 
@@ -138,7 +139,7 @@ def test_resumed_adapters_publish_everything_again() -> None:
     tensors, meta = t.save_state()
     resumed = trainer()
     resumed.load_state({k: v.clone() for k, v in tensors.items()}, meta)
-    expected, got = dict(t.publish()), dict(resumed.publish())
+    expected, got = dict(at_once(t.publish())), dict(at_once(resumed.publish()))
     assert got.keys() == expected.keys() > dict(tiny.model().named_parameters()).keys()
     assert all(torch.equal(got[n], expected[n]) for n in got)
     assert resumed.train_step(Batch(SAMPLES)) == t.train_step(Batch(SAMPLES))

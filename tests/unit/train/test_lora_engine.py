@@ -21,6 +21,7 @@ from rollover.train.batch import Batch
 from rollover.train.setup import EvalParts
 from rollover.train.trainer import Trainer
 from rollover.types import Sample, SamplingParams
+from virtual_time import at_once
 
 # Of these, query_key_value has an adapter in two of its three parts, and gate_up in one of two.
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
@@ -78,7 +79,7 @@ def sampled(engine: EmbeddedEngine) -> list[Sample]:
 def difference(trainer: Trainer, family: str, dtype: torch.dtype, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
     """Mean difference between the log-probs of an engine with these weights, of what it samples, and the trainer's."""
     engine = make_engine(family, dtype)
-    engine.load_weights(1, tensors)
+    at_once(engine.load_weights(1, tensors))
     samples = sampled(engine)
     ours = trainer.compute_logprobs(samples)
     return float(np.mean([np.abs(ours[s.rollout_id] - s.behavior_logprobs).mean() for s in samples]))
@@ -90,7 +91,7 @@ def test_engine_and_trainer_agree_after_training(family: str, dtype: torch.dtype
     """In bfloat16 as well as before any update. Weights merged and rounded to bfloat16 are 0.001 nats off."""
     trainer = trained(family, dtype)
     before = difference(trained(family, dtype, steps=0), family, dtype, [])
-    tensors = dict(trainer.publish())
+    tensors = dict(at_once(trainer.publish()))
     assert difference(trainer, family, dtype, tensors.items()) < max(1.2 * before, 1e-4)
     moved = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
     assert difference(trainer, family, dtype, moved.items()) > 2e-4, "the training is not to be seen"
@@ -99,7 +100,7 @@ def test_engine_and_trainer_agree_after_training(family: str, dtype: torch.dtype
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_scale_that_bfloat16_has_not_agrees_too(family: str) -> None:
     trainer = trained(family, torch.bfloat16, alpha=5.3)
-    assert difference(trainer, family, torch.bfloat16, trainer.publish()) < 1e-4
+    assert difference(trainer, family, torch.bfloat16, at_once(trainer.publish())) < 1e-4
 
 
 def test_what_a_run_saved_is_evaluated_as_it_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +111,7 @@ def test_what_a_run_saved_is_evaluated_as_it_was_trained(tmp_path: Path, capsys:
     config = Config(engine=EngineConfig(kv_memory_gb=0.1), run=RunConfig(threads=torch.get_num_threads()))
 
     def apart() -> float:
-        samples = sampled(EvalParts.build(config, str(saved), with_rewards=False).engine)
+        samples = sampled(at_once(EvalParts.build(config, str(saved), with_rewards=False)).engine)
         ours = trainer.compute_logprobs(samples)
         return float(np.mean([np.abs(ours[s.rollout_id] - s.behavior_logprobs).mean() for s in samples]))
 
@@ -125,17 +126,17 @@ def test_what_a_run_saved_is_evaluated_as_it_was_trained(tmp_path: Path, capsys:
 def test_later_hand_overs_hold_adapters_alone_and_suffice(family: str) -> None:
     trainer = trained(family, torch.bfloat16, steps=1)
     engine = make_engine(family, torch.bfloat16)
-    first = list(trainer.publish())
-    engine.load_weights(1, first)
+    first = list(at_once(trainer.publish()))
+    at_once(engine.load_weights(1, first))
     for _ in range(3):
         trainer.train_step(Batch(random_samples(1)))
-    second = {name: tensor.clone() for name, tensor in trainer.publish()}
+    second = {name: tensor.clone() for name, tensor in at_once(trainer.publish())}
     layers = {name.removesuffix(".weight") for name, _ in first if any(f".{t}.weight" in name for t in TARGETS)}
     assert second.keys() == {part for layer in layers for part in names(layer)}
-    cost = engine.load_weights(2, second.items())
+    cost = at_once(engine.load_weights(2, second.items()))
     assert cost.num_bytes == sum(t.numel() * t.element_size() for t in second.values())
     whole = make_engine(family, torch.bfloat16)
-    whole.load_weights(2, [*first, *second.items()])
+    at_once(whole.load_weights(2, [*first, *second.items()]))
     for a, b in zip(sampled(engine), sampled(whole), strict=True):
         assert np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.behavior_logprobs, b.behavior_logprobs)
 
@@ -144,7 +145,7 @@ def test_the_engine_keeps_a_copy() -> None:
     """What is handed over are views of what is trained on."""
     trainer = trained("llama", torch.float32, steps=1)
     engine = make_engine("llama", torch.float32)
-    engine.load_weights(1, trainer.publish())
+    at_once(engine.load_weights(1, at_once(trainer.publish())))
     before = sampled(engine)
     for _ in range(5):
         trainer.train_step(Batch(random_samples(1)))

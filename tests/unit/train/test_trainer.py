@@ -21,6 +21,7 @@ from rollover.train.objective import Counts
 from rollover.train.packing import micro_batches
 from rollover.train.trainer import Trainer
 from rollover.types import Sample
+from virtual_time import at_once
 
 AGGREGATIONS = [
     "token-mean",
@@ -362,12 +363,12 @@ def test_resumed_training_is_identical(dtype: torch.dtype) -> None:
 def test_publish_and_saved_folder_are_the_trained_model(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
     t = trainer(dtype=dtype, loaded=tiny.loaded(tie_word_embeddings=tied))
     t.train_step(Batch(SAMPLES))
-    published = dict(t.publish())
+    published = dict(at_once(t.publish()))
     other = tiny.model(seed=5, dtype=dtype, tie_word_embeddings=tied)
     assert published.keys() == dict(other.named_parameters()).keys()
     assert ("lm_head.weight" in published) != tied
     assert {v.dtype for v in published.values()} == {dtype}
-    assert dict(t.publish()).keys() == published.keys()
+    assert dict(at_once(t.publish())).keys() == published.keys()
 
     t.save_model(tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -256,7 +256,7 @@ class EmbeddedEngine:
                 self._batcher.retire(seq, keep_kv=True)
                 self._resolve(seq, StopReason.PAUSED)
 
-    def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
+    async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
         wanted = set(rollout_ids)
         return {
             s.request.rollout_id: [*s.segments, s.open_segment(self._version, StopReason.PAUSED)]
@@ -265,7 +265,7 @@ class EmbeddedEngine:
             if s.request.rollout_id in wanted and s.future is not None and not s.future.cancelled()
         }
 
-    def queued(self, rollout_ids: Iterable[str]) -> set[str]:
+    async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
         idle = [*self._batcher.waiting, *(s for s in self._batcher.running if not s.prefilled)]
         return {s.request.rollout_id for s in idle}.intersection(rollout_ids)
 
@@ -275,7 +275,7 @@ class EmbeddedEngine:
             if seq is not None:
                 self._batcher.cache.free(seq)
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
+    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
         started = time.perf_counter()
         with torch.no_grad():
             num_bytes = self._runner.load_weights(tensors)

@@ -104,7 +104,7 @@ class Rows:
         }
         engine = self.engine_growth()
         train_flops = self._since_last("train_flops", parts.trainer.flops)
-        row |= self.utilization.of_step(row, train_flops, engine["engine/flops"])
+        row |= self.utilization.of_step(row, train_flops, engine.get("engine/flops", 0.0))
         return row | speed_metrics(row) | waste_metrics(engine, row) | self._threads(engine)
 
     def engine_growth(self) -> dict[str, float]:

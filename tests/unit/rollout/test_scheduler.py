@@ -98,6 +98,24 @@ def test_nobody_gets_another_token_budget_while_somebody_runs() -> None:
     assert bench.start() == ["0-0", "1-0"]
 
 
+def test_nobody_gets_another_token_budget_while_somebody_waits_for_a_slot() -> None:
+    bench = Bench(1, groups_per_step=1, in_flight_groups=2, max_staleness=1, interrupt="token_budget", token_budget=2)
+    bench.admit(2)
+    assert bench.start() == ["0-0"]
+    bench.park("0-0", 2)
+    assert bench.start() == ["1-0"]
+
+
+def test_nobody_waits_for_the_scores_of_a_group_that_was_dropped() -> None:
+    bench = Bench(groups_per_step=1, in_flight_groups=2, max_staleness=1, interrupt="token_budget", token_budget=2)
+    (first, _) = bench.admit(2)
+    bench.start()
+    bench.lifecycle.append(first.rollouts[0], [make_segment(1, 0, StopReason.EOS)])
+    bench.lifecycle.drop(0, DropReason.STALLED)
+    bench.ready("1-0")
+    assert bench.to_consume() == [1]
+
+
 def test_a_step_may_reserve_all_its_places_at_once() -> None:
     """Under finish_first with everything due in this step: each place is counted once."""
     bench = Bench(groups_per_step=4, in_flight_groups=4, max_staleness=1, interrupt="when_enough")

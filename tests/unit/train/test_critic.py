@@ -68,6 +68,7 @@ def test_advantages_and_returns_by_hand() -> None:
 
 def test_the_value_loss_holds_a_value_that_has_moved_towards_its_return() -> None:
     c = critic(value_clip=0.2)
+    assert c.gradients() == [] and c.gradient_norm() == 0
     torch.nn.init.constant_(c.head.bias, 0.5)  # the value of every token
     old, returns = torch.tensor([0.1, 0.1, 0.5]), torch.tensor([2.0, -1.0, 1.0])
     sums = c.forward_backward(torch.randn(3, 4), old, returns, 4)

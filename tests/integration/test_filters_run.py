@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import time
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import runs
 
 from rollover.cli import main
 
+KILLED_AT = Path(__file__).with_name("killed_at.py")
 FIRST_IS_A_DIGIT = '''
 def reward(prompts, completions, **columns):
     """1 for an answer that begins with a digit, a tenth at first: two thirds of the groups of four agree."""
@@ -174,16 +174,27 @@ def test_masked_rollouts_leave_the_loss_and_stay_in_their_groups(tmp_path: Path)
     assert any(row["grad_norm"] > 0 for row in rows)
 
 
-def test_killed_and_resumed_it_counts_each_filtered_group_once(tmp_path: Path) -> None:
-    file = recipe(tmp_path, {"zero_variance": True}, MODES["partial"], steps=8)
-    process = subprocess.Popen(runs.command("train", file), env=runs.environment(), stderr=subprocess.DEVNULL)
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.time() + 600
-    while time.time() < deadline and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 3):
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert main(["train", str(file), "--resume"]) == 0
+@pytest.mark.parametrize(
+    "place",
+    [
+        "rollover.track.recorder:RolloutRecorder.write",
+        "rollover.track.sinks:JsonlSink.write",
+        "rollover.track.chronicle:Chronicle.flush",
+        "rollover.track.sinks:JsonlSink.sync",
+        "rollover.checkpoint.journal:Journal.sync",
+        "rollover.track.live:LiveView.update",
+    ],
+)
+def test_killed_while_a_step_is_written_down_it_counts_each_filtered_group_once(tmp_path: Path, place: str) -> None:
+    """These are called one after the other at the end of a step; the kill comes before the call of the third step."""
+    file = recipe(tmp_path, {"zero_variance": True}, MODES["partial"], steps=5)
+    rarely = ["--checkpoint.every_steps", "50", "--checkpoint.journal_s", "600"]
+    command = [sys.executable, KILLED_AT, place, "3", "train", file, *rarely]
+    killed = subprocess.run(command, env=runs.environment(), stderr=subprocess.DEVNULL, timeout=600, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(runs.json_lines(tmp_path / "run" / "metrics.jsonl")) in (2, 3)
+    assert main(["train", str(file), "--resume", *rarely]) == 0
     last = rows_of(tmp_path)[-1]
     outcomes = Counter(r["outcome"] for r in runs.records(tmp_path / "run") if r["sibling"] == 0)
-    assert outcomes["trained"] == last["groups/consumed"] == 24
+    assert outcomes["trained"] == last["groups/consumed"] == 15
     assert last["dropped/filtered/groups"] == last["filtered/zero_variance/groups"] == outcomes["dropped:filtered"] > 0

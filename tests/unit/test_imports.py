@@ -164,6 +164,12 @@ def test_the_pure_core_loads_without_torch():
     assert done.returncode == 0, done.stderr
 
 
+def test_no_two_test_files_have_one_name():
+    """Without packages pytest imports each by its name alone, and collects neither of a pair."""
+    names = [path.name for path in (SRC.parent / "tests").rglob("*.py") if path.name.startswith("test_")]
+    assert len(names) == len(set(names)), sorted(n for n in names if names.count(n) > 1)
+
+
 @pytest.mark.parametrize(
     ("source", "found"),
     [

@@ -244,10 +244,10 @@ class Recovery:
     def _go_on(self, version: int, replay: Replay) -> None:
         """Cut the run's files to what it goes on from; write the row of the last step, if the kill was before it."""
         directory, lifecycle = self.directory, self.parts.lifecycle
-        held = {*lifecycle.cache.groups, *(group.group_id for group, _ in self.records.dropped)}
         row_is_missing = replay.untold and not directory.metrics.reaches(version)
         if replay.untold and not row_is_missing:
-            replay.told()
+            replay.told()  # before `held`: what was dropped until then is recorded
+        held = {*lifecycle.cache.groups, *(group.group_id for group, _ in self.records.dropped)}
         told = version - row_is_missing
         directory.truncate(told, held, replay.trace_bytes, lifecycle.cache.num_admitted or None)
         self.rows.restore(directory.metrics.rows()[-1] if told else {})

@@ -30,14 +30,15 @@ class Replay:
     `next_task`: the driver's. `train(groups, version)` trains the step at trainer `version` again; `on_row` is called
     when its row, and with it what was dropped until then, is known to be written.
     `num_records`, `num_steps`: what was read so far. `untold`: whether the row of the last step is not known to be
-    written. `trace_bytes`: size of the trace when the last row was written.
+    written; `unpublished`: whether its weights are not known to have been live. `trace_bytes`: size of the trace when
+    the last row was written.
     """
 
     def __init__(self, owners: Owners, next_task: NextTask, train: Train, on_row: Callable[[], None]) -> None:
         self.owners, self.lifecycle, self.chronicle = owners, owners.lifecycle, owners.chronicle
         self.next_task, self.train, self.on_row = next_task, train, on_row
         self.num_records = self.num_steps = 0
-        self.untold = False
+        self.untold = self.unpublished = False
         self.trace_bytes = owners.chronicle.trace_bytes
         self.taken: dict[int, Group] = {}
         self._pieces: dict[str, list[Segment]] = {}
@@ -165,7 +166,7 @@ class Replay:
         self.taken.clear()
         self.train(groups, meta["version"])
         self.num_steps += 1
-        self.untold = True
+        self.untold = self.unpublished = True
 
     def _row(self, meta: dict[str, Any], data: bytes) -> None:
         self.told(meta["trace_bytes"])
@@ -173,6 +174,7 @@ class Replay:
 
     def _publish(self, meta: dict[str, Any], data: bytes) -> None:
         self.chronicle.publish(meta["version"])
+        self.unpublished = False
 
     def told(self, trace_bytes: int | None = None) -> None:
         """The row of the last step is in its file, and with it what was dropped; the trace is, if its size is given."""

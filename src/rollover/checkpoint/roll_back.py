@@ -63,7 +63,7 @@ class RollBack(Replay):
 
     def _step(self, meta: dict[str, Any], data: bytes) -> None:
         super()._step(meta, data)
-        self.untold = False  # there will be no row of it
+        self.untold = self.unpublished = False  # there will be no row of it, and its weights are lost
 
     def _row(self, meta: dict[str, Any], data: bytes) -> None:
         """It is cut off, with what else was written of lost steps."""

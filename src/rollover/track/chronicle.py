@@ -44,6 +44,10 @@ class Chronicle:
         self.lifetimes.on_event(event, self.trace.version, self.seconds())
         self.trace.on_event(event)
 
+    def trained(self, version: int) -> None:
+        """The trainer is at `version`, whether its weights go to the engine or not."""
+        self.trace.version = version
+
     def span(self, name: str) -> AbstractContextManager[None]:
         """See Trace.span."""
         return self.trace.span(name)

@@ -172,6 +172,7 @@ class Run:
         self.recovery.taken = []
         parts.reuse.after_step(groups, batch, version)
         self.recovery.scribe.on_step(version)
+        self.chronicle.trained(version + 1)
         return_freed_memory()
         num_bytes = 0
         try:

@@ -193,6 +193,8 @@ class Recovery:
             parts.lifecycle.check_restored(version, parts.engine.max_tokens)
             await self.publish()
         self._go_on(version, replay)
+            if replay.unpublished:
+                self.owners.chronicle.publish(version)
         if len(journal) == 1 and not replay.num_records and self.journaled:
             self.journal.go_on(journal[0])
         if not recorded:
@@ -237,6 +239,7 @@ class Recovery:
         self.parts.reuse.after_step(groups, batch, version)
         self.trained_again = groups, batch, trained, version
 
+        self.owners.chronicle.trained(version + 1)
     def _lose(self, groups: list[Group], version: int) -> None:
         """The tasks that come next depend on what failed in the step at `version`, though its weights are lost."""
         self.parts.reuse.reroll.on_step(groups, version + 1)

@@ -17,18 +17,19 @@ import numpy as np
 from rollover.checkpoint.journal import Record
 from rollover.checkpoint.scribe import PUBLISH, ROW, STEP, TOKENS, pieces
 from rollover.checkpoint.snapshot import Owners
-from rollover.rollout.driver import NextTask
 from rollover.rollout.lifecycle import EventKind
-from rollover.types import DropReason, Group, Reward, Rollout, SamplingParams, Segment, StopReason
+from rollover.types import DropReason, Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 
 Train = Callable[[list[Group], int], None]
+NextTask = Callable[[int], tuple[Task, Sequence[int]] | None]
 
 
 class Replay:
     """Into the owners of a run that was restored from the checkpoint at which the journal begins, or is new.
 
-    `next_task`: the driver's. `train(groups, version)` trains the step at trainer `version` again; `on_row` is called
-    when its row, and with it what was dropped until then, is known to be written.
+    `next_task(attempt)`: the next task and its prompt, which had that attempt. `train(groups, version)` trains the step
+    at trainer `version` again; `on_row` is called when its row, and with it what was dropped until then, is known to be
+    written.
     `num_records`, `num_steps`: what was read so far. `untold`: whether the row of the last step is not known to be
     written; `unpublished`: whether its weights are not known to have been live. `trace_bytes`: size of the trace when
     the last row was written.
@@ -85,14 +86,14 @@ class Replay:
 
     def _admit(self, meta: dict[str, Any], data: bytes) -> None:
         self.owners.prompts.version = meta["task_version"]
-        item = self.next_task()
+        item = self.next_task(meta["attempt"])
         wanted = f"{meta['task']} (attempt {meta['attempt']})"
         found = "no more task" if item is None else f"{item[0].task_id} (attempt {item[0].attempt})"
         if item is None or found != wanted:
             raise ValueError(
                 f"--resume: the journal goes on with task {wanted}, and the tasks with {found}. Set back what gives"
-                " them ([tasks], tasks.before_produce, the data), or delete the folder journal/ in run.dir to go on"
-                " from the checkpoint alone"
+                " them ([tasks], tasks.before_produce, the data, [reroll]), or delete the folder journal/ in run.dir to"
+                " go on from the checkpoint alone"
             )
         group = self.lifecycle.admit(*item, meta["version"])
         assert group.group_id == meta["group"]
@@ -173,8 +174,8 @@ class Replay:
         self.lifecycle.scheduler.on_publish()
 
     def _publish(self, meta: dict[str, Any], data: bytes) -> None:
-        self.chronicle.publish(meta["version"])
         self.unpublished = False
+        self.chronicle.publish(meta["version"])
 
     def told(self, trace_bytes: int | None = None) -> None:
         """The row of the last step is in its file, and with it what was dropped; the trace is, if its size is given."""

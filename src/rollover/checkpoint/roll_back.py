@@ -22,6 +22,7 @@ class RollBack(Replay):
         super().__init__(*args)
         self.version = self.owners.trainer.policy_version
         self.of_lost_versions: set[int] = set()  # ids of groups with such tokens
+        self.of_lost_steps: set[int] = set()  # ids of the groups that they trained
 
     def give_up(self, bound: int, *, needs_weights: bool) -> int:
         """Drop what cannot be trained within this bound of staleness; returns how many groups. After `end`.
@@ -62,6 +63,7 @@ class RollBack(Replay):
         self.taken.clear()
 
     def _step(self, meta: dict[str, Any], data: bytes) -> None:
+        self.of_lost_steps |= self.taken.keys()
         super()._step(meta, data)
         self.untold = self.unpublished = False  # there will be no row of it, and its weights are lost
 

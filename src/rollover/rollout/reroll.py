@@ -42,12 +42,20 @@ class Reroll:
         self.given = self.solved = self.dropped = 0
         self._given_in_step = 0
         self._queue: dict[str, tuple[Task, tuple[int, ...]]] = {}  # by task_id, in order of failure
+        self._looked_at: set[int] = set()  # ids of groups that come a second time, as their step was rolled back
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def __call__(self) -> tuple[Task, Sequence[int]] | None:
-        if self._queue and self.version >= self.first_version and self._given_in_step < self.config.max_groups:
+        return self._next(again=self.version >= self.first_version and self._given_in_step < self.config.max_groups)
+
+    def as_before(self, attempt: int) -> tuple[Task, Sequence[int]] | None:
+        """The next task, which had this attempt: whether it is a failed one is not decided again by other settings."""
+        return self._next(again=attempt >= ATTEMPT)
+
+    def _next(self, *, again: bool) -> tuple[Task, Sequence[int]] | None:
+        if again and self._queue:
             task, prompt_ids = self._queue.pop(next(iter(self._queue)))
             self.given += 1
             self._given_in_step += 1
@@ -64,6 +72,9 @@ class Reroll:
         """A scored group left, trained or dropped by a filter: queue its task if it failed."""
         if not self.config.max_groups:
             return
+        if group.group_id in self._looked_at:
+            self._looked_at.remove(group.group_id)
+            return
         failed = has_failed(group, self.config.failed_at_most)
         self.solved += group.task.attempt >= ATTEMPT and not failed
         if not failed or group.task.task_id in self._queue:
@@ -72,6 +83,11 @@ class Reroll:
             self._queue[group.task.task_id] = (group.task, group.prompt_ids)
         else:
             self.dropped += 1
+
+    def on_roll_back(self, version: int, held_again: Iterable[int]) -> None:
+        """The trainer is back at `version`. `held_again`: ids of groups that were looked at, and are trained again."""
+        self.on_step([], version)
+        self._looked_at.update(held_again)
 
     def metrics(self) -> dict[str, float]:
         """{} when off."""
@@ -88,6 +104,7 @@ class Reroll:
         """JSON-able."""
         return {
             "queue": [[task_to_json(task), list(prompt_ids)] for task, prompt_ids in self._queue.values()],
+            "looked_at": sorted(self._looked_at),
             "version": self.version,
             "given_in_step": self._given_in_step,
             "given": self.given,
@@ -99,6 +116,7 @@ class Reroll:
         """Go on from `state`. Tasks beyond `config.size`, or with a prompt that is too long now, are dropped."""
         self.version, self._given_in_step = state["version"], state["given_in_step"]
         self.given, self.solved, self.dropped = state["given"], state["solved"], state["dropped"]
+        self._looked_at = set(state.get("looked_at", ()))  # absent in a checkpoint of an earlier version
         self._queue = {}
         for saved, prompt_ids in state["queue"]:
             if len(self._queue) < self.config.size and len(prompt_ids) <= max_prompt_tokens:

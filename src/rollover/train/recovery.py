@@ -210,7 +210,7 @@ class Recovery:
 
     def _replay(self, journal: list[Part]) -> Replay:
         """What the journal tells happens again; steps are trained again, or rolled back. Nothing is generated."""
-        owners, next_task, on_row = self.owners, self.parts.driver.next_task, self.records.dropped.clear
+        owners, next_task, on_row = self.owners, self.parts.reuse.reroll.as_before, self.records.dropped.clear
         steps = any(record.meta["kind"] == STEP for part in journal for record in part.records())
         otherwise = resume_rules.trains_otherwise(self.directory.changes, self.config)
         if steps and (otherwise or self.config.checkpoint.lost_steps == "roll_back"):
@@ -224,7 +224,8 @@ class Recovery:
         if isinstance(replay, RollBack):
             needs_weights = self.config.algorithm.proximal == "snapshot"
             num = replay.give_up(self.config.staleness_bound, needs_weights=needs_weights)
-            self.parts.reuse.reroll.on_step([], replay.version)
+            held_again = replay.of_lost_steps & owners.lifecycle.cache.groups.keys()
+            self.parts.reuse.reroll.on_roll_back(replay.version, held_again)
             why = f", since {', '.join(change.key for change in otherwise)} changed" if otherwise else ""
             self.view.message(
                 f"{replay.num_steps} steps after the checkpoint are rolled back{why}: their groups are held again, but"

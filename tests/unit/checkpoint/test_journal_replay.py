@@ -99,7 +99,7 @@ class Owners:
         self.prompts = SimpleNamespace(version=version)
         self.num_tasks = next_task
 
-    def next_task(self) -> Any:
+    def next_task(self, attempt: int) -> Any:
         self.num_tasks += 1
         return make_task(self.num_tasks - 1), (1, 2, 3)
 

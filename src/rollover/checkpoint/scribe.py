@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -48,7 +49,17 @@ class Scribe:
     def begin(self, checkpoint: str | None) -> Mark:
         """As Journal.begin, at a moment at which nothing runs."""
         self._told.clear()
-        return self.journal.begin(checkpoint)
+        with self.timed():
+            return self.journal.begin(checkpoint)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Counts the seconds of a block as spent on the journal."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
 
     def on_event(self, event: Event) -> None:
         """For Lifecycle.on_event."""
@@ -100,16 +111,19 @@ class Scribe:
 
     def on_step(self, version: int) -> None:
         """The step at trainer `version` has trained what was consumed for it."""
-        self._write(STEP, {"version": version})
+        with self.timed():
+            self._write(STEP, {"version": version})
 
     def on_row(self, version: int, trace_bytes: int) -> None:
         """The row of the step that led to trainer `version` is written, and so is the trace up to `trace_bytes`."""
-        self._write(ROW, {"version": version, "trace_bytes": trace_bytes})
-        self.journal.sync()
+        with self.timed():
+            self._write(ROW, {"version": version, "trace_bytes": trace_bytes})
+            self.journal.sync()
 
     def on_publish(self, version: int) -> None:
         """The weights of the trainer's `version` are live."""
-        self._write(PUBLISH, {"version": version})
+        with self.timed():
+            self._write(PUBLISH, {"version": version})
 
     def _new(self, rollout: Rollout, segments: Sequence[Segment], start: int) -> tuple[dict[str, Any], bytes]:
         """What of `segments`, which begin with token `start` of a running rollout, the journal has not yet.

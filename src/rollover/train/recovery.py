@@ -76,7 +76,8 @@ class Recovery:
         """The row of the newest step is written, and the trace, which has so many bytes now."""
         self.told_version = self.parts.trainer.policy_version
         if self.journal.writes:
-            self.directory.metrics.sync()
+            with self.scribe.timed():  # a row that the journal knows of is on the disk
+                self.directory.metrics.sync()
         self.scribe.on_row(self.told_version, trace_bytes)
         if self._timer is not None and self._timer.done():
             self._timer.result()
@@ -192,9 +193,9 @@ class Recovery:
         if not recorded:
             parts.lifecycle.check_restored(version, parts.engine.max_tokens)
             await self.publish()
-        self._go_on(version, replay)
             if replay.unpublished:
                 self.owners.chronicle.publish(version)
+        self._go_on(version, replay)
         if len(journal) == 1 and not replay.num_records and self.journaled:
             self.journal.go_on(journal[0])
         if not recorded:
@@ -238,9 +239,9 @@ class Recovery:
         batch = self.parts.reuse.build(groups, version)
         trained = self.parts.trainer.train_step(batch)
         self.parts.reuse.after_step(groups, batch, version)
+        self.owners.chronicle.trained(version + 1)
         self.trained_again = groups, batch, trained, version
 
-        self.owners.chronicle.trained(version + 1)
     def _lose(self, groups: list[Group], version: int) -> None:
         """The tasks that come next depend on what failed in the step at `version`, though its weights are lost."""
         self.parts.reuse.reroll.on_step(groups, version + 1)

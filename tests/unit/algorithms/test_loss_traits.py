@@ -72,6 +72,16 @@ def test_options(kind: str) -> None:
 
 
 @KINDS
+def test_bounds_are_the_same_by_default_wherever_a_loss_is_called_from(kind: str) -> None:
+    """By itself, through `policy_loss`, or from a configuration."""
+    own, general = (inspect.signature(function).parameters for function in (LOSSES[kind], policy_loss))
+    for name in ("clip_low", "clip_high"):
+        default = AlgorithmConfig.model_fields[name].default
+        assert general[name].default == default
+        assert name not in own or own[name].default == default
+
+
+@KINDS
 def test_by_row(kind: str) -> None:
     data = batch()
     loss_BT, _ = loss_and_gradient(kind, data)

@@ -164,6 +164,20 @@ def test_running_siblings_of_a_dropped_group_are_interrupted_and_not_started_aga
     assert run.ledger.dropped[DropReason.STALLED].tokens > 0
 
 
+def test_only_the_rollouts_of_a_dropped_group_are_interrupted() -> None:
+    class Slow(Hanging):
+        async def _run(self) -> None:
+            while self._running:
+                await asyncio.sleep(0.005)
+                self._step()
+
+    engine = Slow("1-0", times=9, after=0, lengths=lambda seed: 40)
+    run = Run(engine=engine, watchdog=watchdog(max_stalls=1))
+    assert ids(steps(run, 1)) == [[0, 2]]
+    assert_said(run, said("1-0", "running", 0, DROPPED))
+    assert [len(engine.extensions[i]) for i in ("0-0", "0-1")] == [1, 1], "they were running"
+
+
 def test_a_group_that_is_finished_at_the_last_moment_is_kept() -> None:
     class LateRiser(Hanging):
         def interrupt(self, rollout_ids=None) -> None:

@@ -12,9 +12,14 @@ import pytest
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.envs.tasks.same import UNORDERED, problem_text, same_by
+from rollover.envs.tasks.split import key_of
 from rollover.envs.tasks.stream import TaskStream
 from rollover.functions import FunctionError
 from rollover.types import Task
+
+ALL_SUMS = TaskSourceConfig(
+    kind="reasoning_gym", name="chain_sum", params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+)  # 200 problems
 
 
 def problem(text: str, **columns: Any) -> Task:
@@ -159,3 +164,24 @@ def test_a_key_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         both_sides(file(rows, problem_key="famly"))
     with pytest.raises(ValueError, match="problem_key = 'answer': a generator has no columns"):
         same_by(gym("chain_sum", problem_key="answer"))
+
+
+@pytest.mark.parametrize(("operands_ordered", "key"), [(False, ""), (False, "id"), (True, "id")])
+def test_a_generated_problem_and_the_row_of_its_text_are_on_one_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operands_ordered: bool, key: str
+) -> None:
+    """Though the hash puts the two on sides of their own, by what makes each the same as others."""
+    if operands_ordered:
+        monkeypatch.delitem(UNORDERED, "chain_sum")  # its problems are compared by their texts, then
+    every = TaskStream(TasksConfig(sources=[ALL_SUMS], chat=False), 0, "train", rewards=RewardsConfig())
+    texts = sorted({str(task.prompt) for task in itertools.islice(iter(every.next, None), 1000)})
+    rows = [{"prompt": text.upper(), "id": i} for i, text in enumerate(texts) if i % 3]
+    sources = [ALL_SUMS, file(write(tmp_path / "rows.jsonl", rows), problem_key=key)]
+    config = TasksConfig(sources=sources, epochs=1, eval_fraction=0.3, chat=False)
+    train, held = (TaskStream(config, 0, side, rewards=RewardsConfig()) for side in ("train", "eval"))
+    trained, evaluated = list(itertools.islice(iter(train.next, None), 1500)), list(iter(held.next, None))
+    assert not {problem_text(task) for task in trained} & {problem_text(task) for task in evaluated}
+    for side in trained, evaluated:
+        assert min(sum(task.source == source for task in side) for source in ("chain_sum", "rows")) > 5
+    same = {key_of(same_by(ALL_SUMS)(row)) for row in trained if row.source == "rows"}
+    assert held.num_on_neither_side == sum(key / 2**64 < 0.3 for key in same) > 5

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollover.config import Config
+from rollover.config import Config, RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.config.load import load_config
 from rollover.envs.tasks import same
 from rollover.envs.tasks.report import tasks_line
+from rollover.envs.tasks.stream import TaskStream
 
 RECIPES = Path(__file__).parents[3] / "configs"
 
@@ -79,3 +82,15 @@ def test_twins_are_seen_where_keys_are_too_fine(monkeypatch: pytest.MonkeyPatch)
 
 def test_of_generators_without_evaluation_there_is_nothing_to_say() -> None:
     assert line_of([{"kind": "reasoning_gym", "name": "chain_sum"}]) == ""
+
+
+def test_held_out_problems_that_are_rows_which_are_trained_are_counted(tmp_path: Path) -> None:
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    generator = TaskSourceConfig(kind="reasoning_gym", name="chain_sum", params=params)
+    config = TasksConfig(sources=[generator], chat=False)
+    tasks = itertools.islice(iter(TaskStream(config, 0, "train", rewards=RewardsConfig()).next, None), 100)
+    path = rows(tmp_path / "rows.jsonl", [str(task.prompt) for task in tasks])
+    line = line_of([generator.model_dump(), {"kind": "dataset", "path": path}], num_tasks=400, eval_fraction=0.5)
+    told = re.search(r"; (\d+) more were held out, but are not evaluated: rows that are trained are the same", line)
+    assert told and int(told[1]) > 5, line
+    assert "more were held out" not in line_of([generator.model_dump()], num_tasks=400, eval_fraction=0.5)

@@ -25,8 +25,10 @@ def tasks_line(config: Config, num_drawn: int = _NUM_DRAWN, limit_s: float = _LI
     if config.eval.num_tasks:
         held_out = TaskStream(config.tasks, config.eval.seed, "eval", rewards=config.rewards)
         tasks, wanted = held_out.take(config.eval.num_tasks), config.eval.num_tasks
-        few = f" (eval.num_tasks = {wanted}, but there are no more)" if len(tasks) < wanted else ""
-        parts.append(_overlap(tasks, trained, num_drawn, limit_s) + few)
+        rest = f" (eval.num_tasks = {wanted}, but there are no more)" if len(tasks) < wanted else ""
+        if num := held_out.num_on_neither_side:
+            rest += f"; {num:,} more were held out, but are not evaluated: rows that are trained are the same"
+        parts.append(_overlap(tasks, trained, num_drawn, limit_s) + rest)
     return "tasks: " + "; ".join(parts) if parts else ""
 
 

@@ -26,29 +26,35 @@ class Split:
     where this is something else.
 
     A source with a held-out file of its own (tasks.sources.eval_path) is split by the two files; every other source by
-    first key / 2^64 < eval_fraction. `eval_file_keys` are the problems of all held-out files, `train_file_keys` those
-    of the training files beside them, `held_out_keys` the rows that the hash holds out, as far as they are known.
+    first key / 2^64 < eval_fraction. `eval_file_keys` are the problems of all held-out files, `held_out_keys` those of
+    the rows that the hash holds out, `trained_keys` those of the rows that are trained: as far as they are known.
     """
 
     eval_fraction: float
     eval_file_keys: frozenset[int] = frozenset()
-    train_file_keys: frozenset[int] = frozenset()
+    trained_keys: frozenset[int] = frozenset()
     held_out_keys: frozenset[int] = frozenset()
 
     def accepts(self, keys: Sequence[int], split: SplitName, by_file: bool) -> bool:
         """True if a problem of a source (split by file, or by hash) may be used on this side.
 
         No key is accepted on both sides, whichever sources it comes from: what a held-out file has is never trained;
-        what only a training file has is never evaluated; else the hash of the first key decides, and what it holds
-        out is not trained under another first key either.
+        what only a row that is trained has is never evaluated; else the hash of the first key decides, and what it
+        holds out is not trained under another first key either.
         """
         if split == "train":
             fresh = by_file or not (self._held_out(keys[0]) or any(key in self.held_out_keys for key in keys))
             return fresh and not any(key in self.eval_file_keys for key in keys)
         if by_file:
             return True  # its rows come from the held-out file
-        trained = any(key in self.train_file_keys and key not in self.eval_file_keys for key in keys)
-        return self._held_out(keys[0]) and not trained
+        return self._held_out(keys[0]) and not self._trained(keys)
+
+    def on_neither_side(self, keys: Sequence[int], by_file: bool) -> bool:
+        """The hash holds it out, but a row that is trained has one of its keys."""
+        return not by_file and self._held_out(keys[0]) and self._trained(keys)
 
     def _held_out(self, key: int) -> bool:
         return key < self.eval_fraction * 2**64
+
+    def _trained(self, keys: Sequence[int]) -> bool:
+        return any(key in self.trained_keys for key in keys)

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
@@ -99,10 +99,10 @@ class TaskStream:
 
     train: generators are endless, datasets make `tasks.epochs` passes, and `Task.attempt` is the pass. eval: every
     text once. No problem is on both sides (split.py), whichever of its texts it has (same.py), and no text of a dataset
-    is, whichever problems it has: with tasks.sources.problem_key, which can give a text several keys, every row is
-    looked at before the first task. A generator's problems are compared by their keys, and with rows of datasets: two
-    of its own of one text need one key. Relative paths are relative to `base_dir`; `rewards` names the reward of
-    sources that name none.
+    is, whichever problems it has: where problems have other keys than their texts, every row is looked at before the
+    first task. A generator's problems are compared by their keys, and with rows of datasets by keys and texts: two of
+    its own of one text need one key. Relative paths are relative to `base_dir`; `rewards` names the reward of sources
+    that name none.
 
     A row's own system message is kept in place of tasks.system_prompt. Raises ValueError for sources that cannot be
     used, and when no problem is left for the side. A problem that its generator fails to make is left out: `num_failed`
@@ -130,6 +130,7 @@ class TaskStream:
         self.num_failed = 0
         self.say: Callable[[str], None] = lambda text: None
         self._seen: set[int] = set()  # eval only: texts already given
+        self._on_neither_side: set[int] = set()  # eval only: keys of what came up and is trained as a row
         labels = _labels(tasks.sources)
         self._cursors = [self._cursor(i, source, labels[i]) for i, source in enumerate(tasks.sources)]
         self._rule = self._make_split(labels)
@@ -183,6 +184,11 @@ class TaskStream:
         """Whether a problem with these keys is on this side of the split."""
         return self._rule.accepts(keys, self.split, by_file)
 
+    @property
+    def num_on_neither_side(self) -> int:
+        """Problems so far that were held out by the hash, and not given as rows that are trained are the same."""
+        return len(self._on_neither_side)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`. Raises ValueError if it belongs to other sources, or to other problems of theirs."""
         labels, saved = [c.source.label for c in self._cursors], [s["label"] for s in state["sources"]]
@@ -221,7 +227,10 @@ class TaskStream:
         return active[min(bisect.bisect_right(bounds, draw * bounds[-1]), len(active) - 1)]
 
     def _take_if_wanted(self, problem: Task, cursor: _Cursor) -> bool:
-        if not self.accepts(cursor.keys(problem), cursor.by_file):
+        keys = cursor.keys(problem)
+        if not self.accepts(keys, cursor.by_file):
+            if self._rule.on_neither_side(keys, cursor.by_file):
+                self._on_neither_side.add(keys[0])
             return False
         if self.split == "eval":
             text = key_of(problem_text(problem))
@@ -271,25 +280,32 @@ class TaskStream:
         )
 
     def _make_split(self, labels: list[str]) -> Split:
-        split_by_file = [i for i, cursor in enumerate(self._cursors) if cursor.by_file]
+        def rows(by_file: bool, held_out: bool = False) -> Iterator[tuple[int, ...]]:
+            """The keys of every row that may be trained (or of the held-out files), of sources split by file or not."""
+            for i, cursor in enumerate(self._cursors):
+                if isinstance(cursor.source, DatasetSource) and cursor.by_file is by_file:
+                    other = by_file and held_out is not (self.split == "eval")
+                    file = self._dataset(self.tasks.sources[i], labels[i], "", held_out) if other else cursor.source
+                    yield from map(cursor.keys, file.problems())
 
-        def keys(held_out: bool) -> frozenset[int]:
-            files = [(i, self._dataset(self.tasks.sources[i], labels[i], "", held_out)) for i in split_by_file]
-            problems = ((i, problem) for i, file in files for problem in file.problems())
-            return frozenset(key for i, problem in problems for key in self._cursors[i].keys(problem))
+        def keys(rows: Iterable[tuple[int, ...]]) -> frozenset[int]:
+            return frozenset(itertools.chain.from_iterable(rows))
 
-        # Training files matter only to the held-out side of a source that is split by hash.
-        mixed = self.split == "eval" and 0 < len(split_by_file) < len(self._cursors)
-        rule = Split(self.tasks.eval_fraction, keys(held_out=True), keys(held_out=False) if mixed else frozenset())
-        return rule if self.split == "eval" else replace(rule, held_out_keys=self._held_out_keys(rule))
-
-    def _held_out_keys(self, rule: Split) -> frozenset[int]:
-        """All keys of the rows that `rule` holds out by hash. Nothing where the text alone is the key of every row."""
-        files = [(c, c.source) for c in self._cursors if isinstance(c.source, DatasetSource)]
-        if all(cursor.same is problem_text for cursor, _ in files):
-            return frozenset()
-        rows = (cursor.keys(row) for cursor, file in files if not cursor.by_file for row in file.problems())
-        return frozenset(key for keys in rows if rule.accepts(keys, "eval", False) for key in keys)
+        rule = Split(self.tasks.eval_fraction, keys(rows(by_file=True, held_out=True)))
+        # Where its text is the only key of any problem, the hash alone puts all that are the same on one side.
+        by_key = any(cursor.same is not problem_text for cursor in self._cursors)
+        generated = any(isinstance(cursor.source, ReasoningGymSource) for cursor in self._cursors)
+        if by_key and (generated or self.split == "train"):
+            held_out = (row for row in rows(by_file=False) if rule.accepts(row, "eval", False))
+            rule = replace(rule, held_out_keys=keys(held_out))
+        if self.split == "train":
+            return rule
+        # Rows that are held out keep those that are the same from being trained. A generator's problems, which nobody
+        # can look through, cannot; nor is a row of a training file left out for what the hash says of another.
+        by_hash = any(not cursor.by_file for cursor in self._cursors)
+        kinds = [by_file for by_file, matters in ((True, by_hash), (False, by_key and generated)) if matters]
+        trained = (row for kind in kinds for row in rows(by_file=kind) if rule.accepts(row, "train", kind))
+        return replace(rule, trained_keys=keys(trained))
 
     def _nothing_left(self, cursor: _Cursor, tried: int) -> str:
         label, fraction = cursor.source.label, self.tasks.eval_fraction
@@ -298,9 +314,10 @@ class TaskStream:
                 f"tasks.eval_fraction = {fraction:g} leaves no problem of {label!r} for training: all of {tried} in a"
                 " row are held out. Lower it, or use a source with more distinct problems"
             )
+        rows = f" but for {num}, which are rows that are trained" if (num := self.num_on_neither_side) else ""
         return (
-            f"tasks.eval_fraction = {fraction:g} holds no problem out for evaluation: none of {tried} of {label!r} is."
-            " Raise it, use a source with more distinct problems, or set eval.num_tasks = 0"
+            f"tasks.eval_fraction = {fraction:g} holds no problem out for evaluation: none of {tried} of {label!r}"
+            f" is{rows}. Raise it, use a source with more distinct problems, or set eval.num_tasks = 0"
         )
 
 

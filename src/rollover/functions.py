@@ -70,6 +70,14 @@ class OwnFunction:
         where = _where_defined(self.function)
         return FunctionError(f"{self.key} = {self.spec!r}{where} returned {what}; it must return {self.returns}")
 
+    def changed(self, names: list[str]) -> FunctionError:
+        """What to raise where it changed the arguments `names` in place, which others read after it."""
+        where, what = _where_defined(self.function), " and ".join(names)
+        return FunctionError(
+            f"{self.key} = {self.spec!r}{where} changed {what} in place, but others read that after it: change a copy"
+            " (.clone())"
+        )
+
     @classmethod
     def over(cls, function: Callable[..., Any], key: str, returns: str) -> OwnFunction:
         """`function`, which a program may have handed over without a configuration that names it."""

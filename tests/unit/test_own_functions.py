@@ -150,6 +150,58 @@ def test_one_line_says_which_where_and_what_was_expected(
 
 
 @pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        ("return -t.logprobs_BT, t.mask_BT.logical_not_()", "mask_BT"),
+        ("return t.logprobs_BT.clamp_(min=-1) * t.advantages_BT, t.mask_BT", "logprobs_BT"),
+        ("t.advantages_BT[t.advantages_BT < 0] = 0; return -t.ratio_BT * t.advantages_BT, t.mask_BT", "advantages_BT"),
+        ("return -t.logprobs_BT + behavior_logprobs_BT.mul_(2), t.mask_BT", "behavior_logprobs_BT"),
+        (
+            "t.old_logprobs_BT.sub_(1); t.mask_BT[:, -1] = False; return -t.logprobs_BT, t.mask_BT",
+            "old_logprobs_BT and mask_BT",
+        ),
+    ],
+)
+def test_a_loss_that_changes_what_others_read_is_named_with_the_argument(
+    body: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(f"{HEAD}def own(t, behavior_logprobs_BT):\n    {body}\n")
+    with pytest.raises(FunctionError) as caught:
+        Objective(AlgorithmConfig(loss="mine.py:own"), 16)
+    said = f"algorithm.loss = 'mine.py:own' (mine.py:4) changed {names} in place, but others read that after it: change"
+    assert str(caught.value) == f"{said} a copy (.clone())"
+
+
+@pytest.mark.parametrize("attribute", ["token_ids", "logprobs"])
+@pytest.mark.parametrize(
+    ("option", "rollouts"), [("filters.custom", "group.rollouts"), ("algorithm.after_scoring", "rollouts")]
+)
+def test_no_function_can_change_the_tokens_of_a_rollout(
+    option: str, rollouts: str, attribute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parameters, call, *_ = KINDS[option]
+    (tmp_path / "mine.py").write_text(f"def own({parameters}):\n    {rollouts}[0].segments[0].{attribute}[0] = 0\n")
+    with pytest.raises(FunctionError, match=r"failed: ValueError: assignment destination is read-only \(mine.py:2\)"):
+        call("mine.py:own")
+
+
+def test_functions_have_lists_of_their_own_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Best first: the order of the group's rollouts, and whose advantage is whose, stay as they were."""
+    monkeypatch.chdir(tmp_path)
+    sort = ".sort(key=lambda r: -r.reward.score)"
+    (tmp_path / "mine.py").write_text(
+        f"def why(group): group.rollouts{sort}\ndef scored(rollouts, advantages): rollouts{sort}\n"
+    )
+    both = group()
+    assert group_filters(FiltersConfig(custom="mine.py:why"))[0].why(both) is None
+    assert [r.sibling for r in both.rollouts] == [0, 1]
+    samples = build_batch([both], AlgorithmConfig(after_scoring="mine.py:scored")).samples
+    assert {s.rollout_id: bool(s.advantages[0] > 0) for s in samples} == {"0-0": False, "0-1": True}
+
+
+@pytest.mark.parametrize(
     ("body", "said"),
     [
         ("def produce(self, step, version): helper(1)", "failed: KeyError: 'absent' (mine.py:3)"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -155,7 +155,7 @@ def custom(function: Callable[[Group], str | None], reason: str | None = None) -
     own = OwnFunction.over(function, "filter", _WHY)
 
     def why(group: Group) -> str | None:
-        answer = own(group)
+        answer = own(replace(group, rollouts=list(group.rollouts)))  # a list that it may sort
         if answer is not None and not isinstance(answer, str):
             raise own.refused(described(answer))  # a bare True or False reads the same as "keep" and as "drop"
         return answer

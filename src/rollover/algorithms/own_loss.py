@@ -6,6 +6,7 @@ Owns what such a function must return. Never knows the formula.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,18 +22,27 @@ _RETURNS = (
 
 class OwnLoss:
     """Called as a function of `LOSSES`, with the signature of the user's. FunctionError where it raises, or returns
-    anything else than a loss per token with a gradient, and what was clipped."""
+    anything else than a loss per token with a gradient, and what was clipped, or changes a tensor that it is given."""
 
     def __init__(self, spec: str) -> None:
         self._function: OwnFunction = own_function("algorithm.loss", spec, _RETURNS)
         functools.update_wrapper(self, self._function, updated=())
 
     def __call__(self, t: Tokens, **options: Any) -> LossAndClipped:
+        given = {**vars(t), **options}
+        before = _versions(given)
         value = self._function(t, **options)
+        if changed := [name for name, version in _versions(given).items() if version != before[name]]:
+            raise self._function.changed(changed)
         wrong = _what_is_wrong(value, t)
         if wrong is not None:
             raise self._function.refused(wrong)
         return value[0], value[1].bool()
+
+
+def _versions(given: Mapping[str, Any]) -> dict[str, int]:
+    """How often each of the tensors was changed in place, as autograd counts it."""
+    return {name: value._version for name, value in given.items() if isinstance(value, torch.Tensor)}
 
 
 def _what_is_wrong(value: Any, t: Tokens) -> str | None:

@@ -130,7 +130,7 @@ class BatchBuilder:
         """What the user's own function leaves of the advantages."""
         if self._own is None:
             return advantages_N
-        changed = self._own(rollouts, advantages_N)
+        changed = self._own(list(rollouts), advantages_N)  # a list that it may sort
         return _one_each(advantages_N if changed is None else changed, len(rollouts), self._own)
 
 

@@ -185,3 +185,10 @@ def test_a_generated_problem_and_the_row_of_its_text_are_on_one_side(
         assert min(sum(task.source == source for task in side) for source in ("chain_sum", "rows")) > 5
     same = {key_of(same_by(ALL_SUMS)(row)) for row in trained if row.source == "rows"}
     assert held.num_on_neither_side == sum(key / 2**64 < 0.3 for key in same) > 5
+
+
+def test_what_a_function_does_to_the_columns_stays_with_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def own(task): return str(task.columns.pop('id'))\n")
+    key = same_by(file(problem_key=f"{tmp_path / 'mine.py'}:own"))
+    task = problem("one", id=3)
+    assert key(task) == key(task) == "3" and task.columns == {"id": 3}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from rollover.config import TaskSourceConfig
 from rollover.functions import described, own_function
@@ -72,7 +73,7 @@ def _by_function(spec: str) -> Same:
     own = own_function("tasks.sources.problem_key", spec, "a text, the same for problems that are the same")
 
     def same(problem: Task) -> str:
-        text = own(problem)
+        text = own(replace(problem, columns=dict(problem.columns)))  # columns that it may change
         if not isinstance(text, str):
             raise own.refused(f"{described(text)} for {problem.task_id}")
         return text

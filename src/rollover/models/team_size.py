@@ -8,8 +8,10 @@ for each other at the end of every operation, so where other programs want the c
        └── the number tried, if its pieces cost less than MARGIN of the settled one's (hysteresis); else as before ─┘
 
 What the pieces of a trial take beyond the settled number's is taken from the credit, which grows by BUDGET of all time:
-trials cost about that share and no more, cheap ones come often, and dear ones seldom. When pieces cost much more or
-much less than those before them, something else has begun to run or has ended: what trials lost before is forgotten.
+trials cost about that share and no more, cheap ones come often, and dear ones seldom. When pieces cost much more than
+those before them, something else has begun to run, and fewer threads are tried at once; when they cost much less it has
+ended, and more are. Such trials are on credit, the more of it the greater the change, so that the noise of a machine on
+which nothing runs does not use up what a load needs; what trials lost before says nothing of those after it.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ BUDGET = 0.015
 MARGIN = 0.92
 ENOUGH = 6
 _REMEMBERED = 16  # settled pieces
-_COUNTED = 3  # pieces of a trial, after a first one that is not: code is generated for each number of threads
+_COUNTED = 3  # pieces of a trial. The first that a number computes is not: code is generated for each
 _HOPELESS = 1.5  # a piece that costs so many times as much ends the trial
 _CHANGED = 1.3  # so many times as much, or as little, is a change
 _NEWEST = 3  # if so many pieces in a row show it
+_ON_CREDIT = 4  # after a change the credit may be overdrawn by what so many pieces take more, or less, than before
 _SAVED_S = 60.0  # as long as trials cost nothing, no more credit than of so many seconds is saved
 
 
@@ -35,7 +38,6 @@ class _Trial:
 
     num: int
     usual: float
-    warm: bool = False
     costs: list[float] = field(default_factory=list)
     extra_s: float = 0.0
 
@@ -46,6 +48,7 @@ class TeamSize:
     def __init__(self, limit: int) -> None:
         self.limit = self.settled = limit
         self._trial: _Trial | None = None
+        self._warm = {limit}  # numbers that have computed something
         self._costs: deque[float] = deque(maxlen=_REMEMBERED)  # seconds of a unit of work at the settled number
         self._since_trial = 0
         self._credit_s = 0.0
@@ -68,33 +71,35 @@ class TeamSize:
         self._costs.append(seconds / work)
         self._since_trial += 1
         if len(self._costs) >= ENOUGH and self._since_trial >= _NEWEST:
-            self._look()
+            self._look(work)
 
-    def _look(self) -> None:
-        """Begin a trial if one is due."""
-        candidate, costs = self._candidate(), list(self._costs)
-        price_s = self._losses_s.get(candidate, 0.0)
+    def _look(self, work: float) -> None:
+        """Begin a trial if one is due. `work`: size of a piece."""
+        num, step, costs = self.settled, max(1, self.settled // 4), list(self._costs)
+        candidates = [n for n in (num - step, num + step, num // 2, 2 * num) if 1 <= n <= self.limit]
         usual, newest = median(costs[:-_NEWEST]), costs[-_NEWEST:]
-        if min(newest) > _CHANGED * usual or max(newest) * _CHANGED < usual:
-            self._losses_s.clear()
+        slower, faster = min(newest) > _CHANGED * usual, max(newest) * _CHANGED < usual
+        if slower or faster:
+            candidates = [n for n in candidates if (n < num) == slower]
             self._costs = deque(newest, maxlen=_REMEMBERED)
-            price_s = -price_s  # on credit: one trial at most
         elif self._since_trial < ENOUGH:
             return
+        if not candidates:
+            return
+        others = list(dict.fromkeys(candidates))
+        candidate = others[self._turn % len(others)]
+        price_s = self._losses_s.get(candidate, 0.0)
+        if slower or faster:
+            self._losses_s.clear()
+            price_s = -_ON_CREDIT * abs(median(newest) - usual) * work
         self._credit_s = min(self._credit_s, max(price_s, BUDGET * _SAVED_S))
         if self._credit_s >= price_s:
             self._trial = _Trial(candidate, median(self._costs))
 
-    def _candidate(self) -> int:
-        """The number to try next: a quarter fewer, a quarter more, half and twice as many, in turn."""
-        num, step = self.settled, max(1, self.settled // 4)
-        others = dict.fromkeys(n for n in (num - step, num + step, num // 2, 2 * num) if 1 <= n <= self.limit)
-        return list(others)[self._turn % len(others)]
-
     def _try(self, trial: _Trial, seconds: float, work: float) -> None:
         trial.extra_s += seconds - trial.usual * work
-        if not trial.warm:
-            trial.warm = True
+        if trial.num not in self._warm:
+            self._warm.add(trial.num)
             return
         trial.costs.append(seconds / work)
         if trial.costs[-1] > _HOPELESS * trial.usual:

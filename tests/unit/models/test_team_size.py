@@ -100,6 +100,18 @@ def test_pieces_of_any_size_are_compared() -> None:
     assert machine.num_changes == 1
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_machine_that_swings_by_itself_does_not_use_up_what_a_load_needs(seed: int) -> None:
+    """Micro-batches of a second: alone they take half as long again for some time, now and then."""
+    machine = Machine(2, seed=seed)
+    for _ in range(8):
+        machine.work(8, {1: 2.1, 2: 1.1})
+        machine.work(4, {1: 3.1, 2: 1.6})
+    assert machine.size.settled == 2
+    machine.work(10, {1: 2.4, 2: 4.1})
+    assert machine.size.settled == 1
+
+
 def test_one_thread_is_one_thread() -> None:
     machine = Machine(1)
     machine.work(100, {1: 0.1})

@@ -1,6 +1,6 @@
 """The vocabulary of Rollover: tasks, segments, rollouts, groups. No torch, no I/O.
 
-Owns the meaning of every word used elsewhere (docs/architecture.md, section 1). A rollout is a resumable object:
+Owns the meaning of every word used elsewhere (docs/architecture.md, Words). A rollout is a resumable object:
 prompt tokens plus an append-only list of segments, each with one origin.
 """
 

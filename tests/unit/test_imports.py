@@ -1,4 +1,4 @@
-"""The import rules of docs/architecture.md, section 4: dependencies one way, asyncio and torch only where allowed."""
+"""The import rules of docs/architecture.md, Layout: dependencies one way, asyncio and torch only where allowed."""
 
 import ast
 import os
@@ -27,6 +27,8 @@ LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 
 MAY_ASYNCIO = (
     "rollout/driver.py",
+    "rollout/in_flight.py",
+    "rollout/watcher.py",
     "engine/",
     "envs/",
     "rewards/",

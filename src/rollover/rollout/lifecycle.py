@@ -186,7 +186,7 @@ class Lifecycle:
         They stay held, and leave with the others of that step (`consume`).
         """
         group_ids = sorted(self.scheduler.to_reserve(version, at_least))
-        self.scheduler.on_reserve(group_ids)
+        self.scheduler.held.reserve(group_ids)
         return [self.cache.groups[group_id] for group_id in group_ids]
 
     def _why_dropped(self, group: Group) -> tuple[DropReason, str] | None:
@@ -219,7 +219,7 @@ class Lifecycle:
         for group in groups:
             self.cache.give_back(group)
             self.ledger.on_give_back(group, oldest)
-            self.scheduler.on_give_back(group, version)
+            self.scheduler.hold_again(group, version)
             self._emit(EventKind.GIVE_BACK, group, version=version)
 
     def drop(self, group_id: int, reason: DropReason, filter: str = "") -> Group:

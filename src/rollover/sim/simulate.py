@@ -281,7 +281,7 @@ class Simulation:
             kv_on = group.kv_on[sibling]
             engine = fleet.place(kv_on)
             left = min(group.lengths[sibling], longest) - so_far
-            if budget := scheduler.token_budget(rollout):
+            if budget := scheduler.slots.token_budget(rollout):
                 left = min(left, budget)
             fresh = engine == kv_on and (group.kv_version[sibling] == version or not self._recompute)
             prefill = 0 if fresh else so_far

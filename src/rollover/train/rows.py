@@ -69,7 +69,8 @@ class Rows:
         parts, driver = self.parts, self.parts.driver
         ledger = parts.lifecycle.metrics()
         ages = staleness_metrics(batch, version, self.chronicle.lifetimes.ready_versions)
-        waits = {"generate": driver.generation_s, "score": driver.scoring_s, "schedule": driver.scheduling_s}
+        clock = driver.clock
+        waits = {"generate": clock.generation_s, "score": clock.scoring_s, "schedule": clock.scheduling_s}
         now = time.perf_counter()
         step_s, self._started = now - self._started, now
         times = {f"time/{k}_s": self._seconds.pop(k, 0.0) for k in ("train", "weights", "checkpoint", "eval")}

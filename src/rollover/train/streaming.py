@@ -51,5 +51,5 @@ async def collect_and_accumulate(
 
 
 def _forget(driver: Driver, trainer: Trainer) -> None:
-    driver.lifecycle.scheduler.clear_reserved()
+    driver.lifecycle.scheduler.held.reserved.clear()
     trainer.forget_accumulated()

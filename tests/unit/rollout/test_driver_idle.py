@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from rollover.engine.fake import FakeEngine
-from rollover.rollout import driver as driver_module
-from rollover.rollout import idle as idle_module
+from rollover.rollout import phase_clock
 from rollover.types import Reward, Rollout
 from unit.rollout.run import Run
 
@@ -32,8 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (driver_module, idle_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(phase_clock, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 
 
@@ -72,7 +70,7 @@ def test_waiting_for_scores_alone_is_not_generation(clock: Clock) -> None:
     run = Run(engine=Ticking({"0-0": 5, "0-1": 5, "1-0": 5, "1-1": 5}), scorer=slow)
     run.steps(1)
     driver = run.driver
-    assert (driver.generation_s, driver.scoring_s, driver.scheduling_s) == (5, 200, 0)
+    assert (driver.clock.generation_s, driver.clock.scoring_s, driver.clock.scheduling_s) == (5, 200, 0)
 
 
 def test_what_is_neither_waiting_nor_generation_is_scheduling(clock: Clock) -> None:
@@ -86,7 +84,7 @@ def test_what_is_neither_waiting_nor_generation_is_scheduling(clock: Clock) -> N
     run.driver.next_task = slow
     run.steps(1)
     driver = run.driver
-    assert (driver.generation_s, driver.scoring_s, driver.scheduling_s) == (0, 0, 6), "two tasks"
+    assert (driver.clock.generation_s, driver.clock.scoring_s, driver.clock.scheduling_s) == (0, 0, 6), "two tasks"
 
 
 def test_without_overlap_nobody_counts(clock: Clock) -> None:
@@ -111,7 +109,7 @@ def test_with_nothing_in_flight_the_engine_waits_for_the_trainer(clock: Clock) -
         assert await run.driver.collect(1)
         clock.now += 3  # `collect` has ended it
         assert run.driver.idle_s() == {"trainer": 7.0, "rewards": 0.0}
-        assert run.driver.generation_s == run.driver.scoring_s == 0.0
+        assert run.driver.clock.generation_s == run.driver.clock.scoring_s == 0.0
         await run.driver.close()
 
     play(story)
@@ -151,12 +149,12 @@ def test_rewards_that_the_trainer_waits_for_are_its_own_wait(clock: Clock) -> No
         run.driver.after_publish(1)
         collecting = asyncio.ensure_future(run.driver.collect(1))
         await settle()
-        before = run.driver.scoring_s
+        before = run.driver.clock.scoring_s
         clock.now += 6
         gate.is_open.set()
         assert await collecting
         assert run.driver.idle_s() == {"trainer": 0.0, "rewards": 4.0}
-        assert run.driver.scoring_s - before == 6.0
+        assert run.driver.clock.scoring_s - before == 6.0
         await run.driver.close()
 
     play(story)
@@ -178,7 +176,7 @@ def test_an_engine_that_runs_is_not_idle(clock: Clock) -> None:
         run = Run(lengths=lambda seed: 5 if seed % 2 else 10**6, max_new_tokens=10**6, **OVERLAP)
         run.driver.go_on(-1)
         await settle()
-        assert run.driver._extends
+        assert run.driver.in_flight.extends
         clock.now += 8
         assert run.driver.idle_s() == NEVER
         await run.driver.close()
@@ -198,7 +196,7 @@ def test_after_a_drain_it_waits_for_the_new_weights(clock: Clock) -> None:
             await asyncio.sleep(0)
         clock.now += 3
         await draining
-        assert run.driver.generation_s == 3.0 and run.driver.idle_s() == NEVER, "the trainer waited for it"
+        assert run.driver.clock.generation_s == 3.0 and run.driver.idle_s() == NEVER, "the trainer waited for it"
         clock.now += 2
         assert run.driver.idle_s() == {"trainer": 2.0, "rewards": 0.0}
         await run.driver.park()

@@ -15,7 +15,7 @@ from unit.rollout.run import PARTIAL, Run, assert_same_groups, ids, score_by_tok
 
 def streaming(scorer=score_by_tokens, **more) -> Run:
     run = Run(scorer=scorer, **more)
-    run.driver.scores_singly = lambda task: True
+    run.driver.in_flight.scores_singly = lambda task: True
     return run
 
 
@@ -54,7 +54,7 @@ def test_a_batch_function_sees_whole_groups() -> None:
 def test_rollouts_that_waited_for_their_group_are_scored_once_they_need_not() -> None:
     """That the function takes single samples is found out with another group's answers."""
     run = Run(engine=FakeEngine({"0-0": 4, "0-1": 30, "1-0": 4, "1-1": 8}))
-    run.driver.scores_singly = lambda task: any(e.kind is EventKind.READY for e in run.events)
+    run.driver.in_flight.scores_singly = lambda task: any(e.kind is EventKind.READY for e in run.events)
     assert ids(run.steps(1)) == [[0, 1]]
 
 
@@ -156,7 +156,7 @@ def test_a_step_takes_what_was_reserved_for_it() -> None:
         assert first == [0] and reserve(run, 1) == [], "nothing twice"
         groups = await collecting
         assert groups is not None and [g.group_id for g in groups] == [0, 2]
-        assert run.scheduler._reserved == []
+        assert run.scheduler.held.reserved == []
 
     asyncio.run(go())
 
@@ -173,7 +173,7 @@ def test_reserved_groups_stay_held_until_their_step_and_are_free_after_a_stop() 
         run.driver.request_stop()
         assert await collecting is None
         assert set(reserved) <= set(run.cache.groups)
-        run.scheduler.clear_reserved()
+        run.scheduler.held.reserved.clear()
         run.check(stopped=True)
 
     asyncio.run(go())

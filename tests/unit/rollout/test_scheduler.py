@@ -30,10 +30,8 @@ class Bench:
             self.lifecycle.set_rewards(complete, [Reward(1.0) for _ in complete.rollouts])
 
     def run(self, rollout_id: str) -> None:
-        self.scheduler._queue.discard(rollout_id)
-        self.scheduler._spent.pop(rollout_id, None)
         self.cache.start(rollout_id)
-        self.scheduler._running.add(self.cache.rollout(rollout_id))
+        self.scheduler.slots.on_start(self.cache.rollout(rollout_id))
 
     def park(self, rollout_id: str, num_tokens: int, version: int = 0) -> None:
         self.put(rollout_id, num_tokens, version, StopReason.PAUSED)

@@ -237,7 +237,7 @@ class World:
         else:
             rollout = self.rng.choice(running)
         if self.config.interrupt == "token_budget":
-            self._extend(rollout, self.lifecycle.scheduler.token_budget(rollout) or None)
+            self._extend(rollout, self.lifecycle.scheduler.slots.token_budget(rollout) or None)
         else:
             self._extend(rollout, None if self.rng.random() < 0.8 else self.rng.randint(self.min_pause_tokens, 3))
 

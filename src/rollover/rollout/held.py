@@ -1,0 +1,156 @@
+"""The groups that are held: their deadlines, how many are due when, and which are READY, in the order of consumption.
+
+Owns what of a group the staleness bound rests on. Never decides who runs, leaves or waits (the scheduler does), and
+never changes a group. The cost of a change does not grow with the groups held, but for a look-up in a sorted list.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rollover.config.rollout import RolloutConfig
+from rollover.rollout.staleness import expiry, group_deadline, is_feasible, urgencies
+from rollover.types import Group
+
+NO_DEADLINE = math.inf
+Place = tuple[float, int]  # expiry (see staleness.expiry), group id
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """What is known of a held group. `deadline`: see staleness.group_deadline; inf before the first token, with overlap
+    before the first start. `unfinished`: rollouts that still generate.
+
+    `place`: its entry in the sorted list of READY groups.
+    """
+
+    group: Group
+    admitted_at: int
+    unfinished: int
+    deadline: float = NO_DEADLINE
+    place: Place | None = None
+
+
+class HeldGroups:
+    """By group id, in `groups`. `ready`: the places of the READY ones, sorted. `reserved`: those of them that the next
+    step takes before all others, sorted. `num_scoring`: groups that are complete, but not READY yet."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self.config = config
+        self.groups: dict[int, Held] = {}
+        self.ready: list[Place] = []
+        self.reserved: list[Place] = []
+        self.num_scoring = 0
+        self._due: Counter[float] = Counter()  # deadline -> held groups
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    # Changes
+
+    def add(self, group: Group, admitted_at: int, unfinished: int) -> Held:
+        """Hold a group, with so many rollouts that still generate. Its tokens, if any, give it its deadline."""
+        held = self.groups[group.group_id] = Held(group, admitted_at, unfinished)
+        deadline = group_deadline(group, self.config.max_staleness)
+        if deadline is not None:
+            self.set_deadline(held, deadline)
+        return held
+
+    def set_deadline(self, held: Held, deadline: float) -> None:
+        self._count_due(held, -1)
+        held.deadline = deadline
+        self._count_due(held, 1)
+
+    def set_ready(self, held: Held) -> None:
+        """All its rollouts have their rewards."""
+        self.num_scoring -= 1
+        if self.config.overlap:
+            deadline = group_deadline(held.group, self.config.max_staleness)
+            if deadline is not None:
+                self.set_deadline(held, deadline)  # perhaps later than its start had to suppose
+        held.place = (expiry(held.group, self.config), held.group.group_id)
+        insort(self.ready, held.place)
+
+    def reserve(self, group_ids: Iterable[int]) -> None:
+        for group_id in group_ids:
+            place = self.groups[group_id].place
+            assert place is not None, f"group {group_id} is not READY"
+            insort(self.reserved, place)
+
+    def remove(self, group_id: int) -> Held:
+        """The group leaves."""
+        held = self.groups.pop(group_id)
+        if held.place is not None:
+            del self.ready[bisect_left(self.ready, held.place)]
+            if held.place in self.reserved:
+                self.reserved.remove(held.place)
+        elif not held.unfinished:
+            self.num_scoring -= 1
+        self._count_due(held, -1)
+        return held
+
+    def _count_due(self, held: Held, by: int) -> None:
+        if held.deadline == NO_DEADLINE:
+            return
+        self._due[held.deadline] += by
+        if not self._due[held.deadline]:
+            del self._due[held.deadline]
+
+    # Questions
+
+    def next_taken(self) -> list[Place]:
+        """What a step takes of the READY groups, sorted: what is reserved, then the oldest."""
+        num = self.config.groups_per_step
+        if not self.reserved:
+            return self.ready[:num]
+        others = [place for place in self.ready[:num] if place not in self.reserved]
+        return sorted(self.reserved + others[: num - len(self.reserved)])
+
+    def next_reserved(self, version: int, *, in_bound: bool) -> list[int]:
+        """Ids of READY groups that the step at `version` could take besides those that are reserved, oldest first.
+
+        `in_bound`: no group that is due in that step may lose its place to them (staleness.py, 4).
+        """
+        num, due = self.config.groups_per_step, Counter(self._due)
+        for expires, _ in self.reserved:
+            due[expires] -= 1
+        places = num - len(self.reserved)
+        chosen: list[int] = []
+        for expires, group_id in self.ready:
+            if len(chosen) == places or (expires, group_id) in self.reserved:
+                continue
+            if in_bound:
+                due[expires] -= 1
+                due[version] += len(self.reserved) + len(chosen) + 1
+                fits = is_feasible(due, version - 1, num)
+                due[version] -= len(self.reserved) + len(chosen) + 1
+                if not fits:
+                    break
+            chosen.append(group_id)
+        return chosen
+
+    def leaves_a_feasible_rest(self, version: int, lag: int) -> bool:
+        """Whether all groups that the step at `version` would leave behind can still be trained in bound."""
+        num = self.config.groups_per_step
+        # Whatever has no token yet may get its first one under the oldest version before the next step.
+        if len(self.groups) - min(num, len(self.ready)) > (self.config.max_staleness - lag) * num:
+            return False
+        left, taken_before, next_taken = {}, 0, self.next_taken()
+        for deadline in sorted(self._due):
+            taken = min(num, bisect_left(next_taken, (deadline, math.inf)))  # with this deadline or an earlier one
+            left[deadline] = self._due[deadline] - (taken - taken_before)
+            taken_before = taken
+        return is_feasible(left, version, num)
+
+    def feasible_from(self, version: int) -> bool:
+        """Whether all can be trained in bound by the step at `version` and later ones."""
+        within = len(self.groups) <= self.config.most_in_bound
+        return within and is_feasible(self._due, version - 1, self.config.groups_per_step)
+
+    def urgencies(self, version: int) -> dict[float, int]:
+        """Deadline -> urgency: see staleness.urgencies."""
+        return urgencies(self._due, version, self.config.groups_per_step)

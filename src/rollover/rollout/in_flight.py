@@ -1,0 +1,218 @@
+"""What is in flight: extensions of rollouts by the engine, and scorings, each a future.
+
+    start ──▶ handle_done ──▶ Lifecycle.append ──▶ score ──▶ handle_done ──▶ Lifecycle.set_rewards
+
+Owns the futures, and which groups leave as soon as none of their rollouts runs. Never decides what starts or stops, and
+never waits: the driver does. What has arrived together is handled in order of (group id, sibling), so that results do
+not depend on the order of arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from rollover.rollout.asker import Asker, ExtendFailed
+from rollover.rollout.lifecycle import Lifecycle, is_complete
+from rollover.rollout.patience import Patience
+from rollover.rollout.requests import Requests
+from rollover.rollout.strays import Strays
+from rollover.rollout.watchdog import Watchdog, salvaged
+from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, Task
+
+Scorer = Callable[[list[Rollout]], Awaitable[list[Reward]]]
+Extending = asyncio.Future[list[Segment]]
+Scoring = asyncio.Future[list[Reward]]
+
+
+class Scored(NamedTuple):
+    """Rollouts of one group that are scored together; `key`: the group's id, or that of a rollout scored alone."""
+
+    rollouts: Sequence[Rollout]
+    key: int | str
+
+
+class InFlight:
+    """Of one driver, which gives it its parts.
+
+    `extends`, `scorings`: what is under way, in the order in which it began. `strays`: what nobody waits for any more.
+    `arrival` is set when a group gets READY.
+    """
+
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        asker: Asker,
+        requests: Requests,
+        scorer: Scorer,
+        scores_singly: Callable[[Task], bool],
+        watchdog: Watchdog,
+        patience: Patience,
+        say: Callable[[str], None],
+    ) -> None:
+        self.lifecycle, self.asker, self.requests = lifecycle, asker, requests
+        self.scorer, self.scores_singly = scorer, scores_singly
+        self.watchdog, self.patience, self.say = watchdog, patience, say
+        self.extends: dict[Extending, Rollout] = {}
+        self.scorings: dict[Scoring, Scored] = {}
+        self.strays = Strays()
+        self.arrival = asyncio.Event()
+        self._salvaged: dict[Extending, list[Segment]] = {}  # of extensions that were cancelled
+        self._dropping: dict[int, DropReason] = {}  # groups that leave as soon as none of their rollouts runs
+
+    @property
+    def anything(self) -> bool:
+        return bool(self.extends or self.scorings)
+
+    @property
+    def drops(self) -> bool:
+        """Whether a group is to leave: a parked sibling must not start again."""
+        return bool(self._dropping)
+
+    # What the driver does
+
+    def start(self, rollout: Rollout) -> None:
+        """Ask the engine to go on with a rollout that has just begun to run."""
+        prompt_ids = self.lifecycle.cache.groups[rollout.group_id].prompt_ids
+        request = self.requests.to_go_on(rollout, prompt_ids, self.lifecycle.scheduler.slots.token_budget(rollout))
+        self.extends[asyncio.ensure_future(self.asker.extend(request))] = rollout
+        self.watchdog.on_start(rollout.rollout_id, rollout.group_id, rollout.num_tokens, now())
+
+    def score(self, group: Group) -> None:
+        """Score what has stopped of a group: one by one if that may be, else together once the group is complete."""
+        under_way = {r.rollout_id for scored in self.scorings.values() for r in scored.rollouts}
+        left = [r for r in group.rollouts if r.state is RolloutState.SCORING and r.rollout_id not in under_way]
+        if self.scores_singly(group.task):
+            for rollout in left:
+                self._begin_scoring(Scored([rollout], rollout.rollout_id))
+        elif left and is_complete(group):
+            self._begin_scoring(Scored(left, group.group_id))
+
+    def handle_done(self) -> None:
+        """Take over what every extension and scoring that is done has given."""
+        extends = [(r, t) for t, r in self.extends.items() if t.done()]
+        for rollout, task in sorted(extends, key=lambda item: (item[0].group_id, item[0].sibling)):
+            self._end_extend(task, self._answer(task, rollout))
+        scorings = [(scored.rollouts[0], task) for task, scored in self.scorings.items() if task.done()]
+        for _, task in sorted(scorings, key=lambda item: (item[0].group_id, item[0].sibling)):
+            self._end_scoring(task)
+        if self._dropping:
+            self._drop_what_ended()
+
+    def release(self, groups: Iterable[Group]) -> None:
+        """They left the system."""
+        for group in groups:
+            rollout_ids = [r.rollout_id for r in group.rollouts]
+            self.asker.release(rollout_ids)
+            self.watchdog.on_leave(rollout_ids)
+
+    def give_up_scores(self) -> None:
+        """Wait for no score that is under way. Those rollouts stay unscored, and are scored again."""
+        for task in [task for task in self.scorings if not task.done()]:
+            self._give_up_scoring(task)
+
+    async def abandon(self) -> None:
+        """After an error or a cancellation: end everything, so that the cache is consistent."""
+        tasks = [*self.extends, *self.scorings]
+        for left in (self.extends, self.scorings, self._salvaged, self._dropping, self.watchdog):
+            left.clear()
+        for task in tasks:
+            self.strays.add(task)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.watchdog.config.grace_s if self.watchdog.is_on else None)
+        for rollout in self.lifecycle.running():
+            self.lifecycle.park(rollout)
+
+    # What is done about one that stalls
+
+    def cancel_extend(self, task: Extending, segments: Sequence[Segment]) -> None:
+        """It goes on from `segments`, what it is known to have, if that can be."""
+        rollout = self.extends[task]
+        known = salvaged(segments, rollout.num_tokens, self.lifecycle.cache.remaining(rollout.rollout_id))
+        self._salvaged[task] = known or self.requests.nothing_for(rollout)
+        task.cancel()
+
+    def give_up_extend(self, task: Extending) -> None:
+        """Wait no more for one that was cancelled. Its group is dropped."""
+        rollout = self.extends[task]
+        self._end_extend(task, self._salvaged.pop(task))
+        self.strays.add(task)
+        self.drop_soon(rollout.group_id, DropReason.STALLED)
+
+    def drop_soon(self, group_id: int, reason: DropReason) -> None:
+        """Interrupt the group's rollouts: it leaves once none of them runs."""
+        self._dropping.setdefault(group_id, reason)
+        rollout_ids = [r.rollout_id for r in self.extends.values() if r.group_id == group_id]
+        self.asker.interrupt(rollout_ids)
+        self.watchdog.on_interrupt(rollout_ids, now())
+
+    def score_again(self, task: Scoring) -> None:
+        self.strays.add(task)
+        self._begin_scoring(self.scorings.pop(task))
+
+    def fail_scoring(self, task: Scoring, why: str) -> None:
+        """Its rewards are missing."""
+        self.strays.add(task)
+        scored = self.scorings.pop(task)
+        given_up: Scoring = asyncio.get_running_loop().create_future()
+        given_up.set_result([Reward(None, error=why)] * len(scored.rollouts))
+        self.scorings[given_up] = scored
+
+    # Private
+
+    def _answer(self, task: Extending, rollout: Rollout) -> list[Segment]:
+        """What its extension returned; nothing if that failed for good: then its group is dropped."""
+        salvage = self._salvaged.pop(task, None)
+        if salvage is not None and task.cancelled():
+            return salvage
+        try:
+            return task.result()
+        except ExtendFailed as failure:
+            if rollout.group_id not in self._dropping:
+                self.say(f"{failure}: its group is dropped (failed)")
+            self.drop_soon(rollout.group_id, DropReason.FAILED)
+            return self.requests.nothing_for(rollout)
+
+    def _end_extend(self, task: Extending, segments: list[Segment]) -> None:
+        rollout = self.extends.pop(task)
+        complete = self.lifecycle.append(rollout, segments)
+        self.watchdog.on_end(rollout.rollout_id, rollout.num_tokens, now())
+        if complete is not None:
+            self.patience.on_complete()
+            self._dropping.pop(complete.group_id, None)  # it came round at the last moment
+        if rollout.state is RolloutState.SCORING:
+            self.score(self.lifecycle.cache.groups[rollout.group_id])
+
+    def _begin_scoring(self, scored: Scored) -> None:
+        self.scorings[asyncio.ensure_future(self.scorer(list(scored.rollouts)))] = scored
+        self.watchdog.on_score(scored.rollouts[0].group_id, now(), scored.key)
+
+    def _end_scoring(self, task: Scoring) -> None:
+        rollouts, key = self.scorings.pop(task)
+        self.watchdog.on_scored(key, now())
+        group, rewards = self.lifecycle.cache.groups[rollouts[0].group_id], task.result()
+        ready = self.lifecycle.set_rewards(group, rewards, rollouts)
+        if ready is True:
+            self.arrival.set()
+            self.patience.on_ready()
+        elif ready:
+            self.release([group])
+            self.patience.on_dropped(ready, [r.reward for r in group.rollouts if r.reward is not None])
+
+    def _give_up_scoring(self, task: Scoring) -> None:
+        self.watchdog.on_scored(self.scorings.pop(task).key, now())
+        self.strays.add(task)
+
+    def _drop_what_ended(self) -> None:
+        running = {r.group_id for r in self.extends.values()}
+        for group_id in sorted(self._dropping.keys() - running):
+            for task in [t for t, scored in self.scorings.items() if scored.rollouts[0].group_id == group_id]:
+                self._give_up_scoring(task)
+            self.release([self.lifecycle.drop(group_id, self._dropping.pop(group_id))])
+            self.patience.on_given_up()
+
+
+def now() -> float:
+    """The watchdog's clock."""
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,136 @@
+"""The slots of the engine: who runs, and who may start or go on next, in which order.
+
+Owns the order of parking and of resumption, the token budgets of a phase, and the limit on continuations. Never decides
+how many may run or which groups are urgent (the scheduler does), and never starts anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollover.config.rollout import RolloutConfig
+from rollover.rollout.held import NO_DEADLINE, Held
+from rollover.rollout.order import RolloutView, load_order
+from rollover.rollout.start_queue import StartQueue
+from rollover.types import Group, Rollout, RolloutState
+
+_WAITING = RolloutState.WAITING  # asked at every parking, and a member of an Enum class is slow to look up
+_MUST_FINISH = -1  # a deadline before all others: the queue of rollouts that may not be interrupted again
+
+
+class Slots:
+    """Of the rollouts of `held`, by group id, which the scheduler keeps. `running` and `must_finish`: who has a slot,
+    and the ids of those among them that may not be interrupted again."""
+
+    def __init__(self, config: RolloutConfig, held: Mapping[int, Held]) -> None:
+        self.config, self.held = config, held
+        self.running: set[Rollout] = set()
+        self.must_finish: set[str] = set()
+        self._order = load_order(config.order)
+        self._has_budget = config.interrupt == "token_budget"
+        self._by_deadline = config.finish_first
+        self._max_continuations = config.max_continuations
+        self._queue = StartQueue()
+        self._spent: dict[str, Rollout] = {}  # had their token budget of this phase
+        self._parked_since: dict[str, int] = {}
+        self._next_parking = 0
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def round_is_over(self) -> bool:
+        """Whether some had their token budget, and nobody else runs or may start."""
+        return bool(self._spent) and not (self.running or self._queue)
+
+    def token_budget(self, rollout: Rollout) -> int:
+        """Tokens after which a rollout that starts now is interrupted; 0: it is not."""
+        if not self._has_budget or self._was_continued_enough(rollout):
+            return 0
+        return self.config.token_budget
+
+    def enqueue(self, rollout: Rollout) -> None:
+        """It may start; or it stands at another place now, as its group has another deadline."""
+        waiting = rollout.state is _WAITING
+        key = (rollout.group_id, rollout.sibling) if waiting else self._order(self._view(rollout))
+        deadline = self.held[rollout.group_id].deadline if self._by_deadline else NO_DEADLINE
+        if self._was_continued_enough(rollout):
+            deadline = _MUST_FINISH
+        self._queue.put(rollout, deadline, key, waiting)
+
+    def on_new_deadline(self, group: Group) -> None:
+        for sibling in group.rollouts:
+            if sibling.rollout_id in self._queue:
+                self.enqueue(sibling)
+
+    def take(self, num: int, urgency: Mapping[float, int]) -> list[Rollout]:
+        """The first `num` that may start: by urgency of their deadline, then parked before waiting, then by the order's
+        key."""
+        not_urgent = self.config.max_staleness + 1
+        ranks = {deadline: urgency.get(deadline, not_urgent) for deadline in self._queue.deadlines}
+        ranks[_MUST_FINISH] = -1
+        return self._queue.take(num, ranks)
+
+    def next_round(self) -> None:
+        """Everyone has a token budget again."""
+        spent, self._spent = self._spent, {}
+        for rollout in spent.values():
+            self.enqueue(rollout)
+
+    # What was done
+
+    def on_start(self, rollout: Rollout) -> None:
+        self._queue.discard(rollout.rollout_id)
+        self._spent.pop(rollout.rollout_id, None)
+        self.running.add(rollout)
+        if self._was_continued_enough(rollout):
+            self.must_finish.add(rollout.rollout_id)
+
+    def on_park(self, rollout: Rollout) -> None:
+        """It left its slot unfinished (it is WAITING again if it has no token)."""
+        self.on_finish(rollout)
+        self._parked_since[rollout.rollout_id] = self._next_parking
+        self._next_parking += 1
+        if self._has_budget:
+            self._spent[rollout.rollout_id] = rollout
+        else:
+            self.enqueue(rollout)
+
+    def on_finish(self, rollout: Rollout) -> None:
+        self.running.remove(rollout)
+        self.must_finish.discard(rollout.rollout_id)
+
+    def on_leave(self, held: Held) -> None:
+        """Its group left. None of its rollouts runs."""
+        for rollout in held.group.rollouts:
+            self._parked_since.pop(rollout.rollout_id, None)
+            if held.unfinished:
+                self._queue.discard(rollout.rollout_id)
+                self._spent.pop(rollout.rollout_id, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: the order of parking."""
+        return {"parked_since": dict(self._parked_since), "next_parking": self._next_parking}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._next_parking = state["next_parking"]
+        self._parked_since.update(state["parked_since"])
+
+    # Private
+
+    def _was_continued_enough(self, rollout: Rollout) -> bool:
+        """Whether the next run of an unfinished rollout is the last that max_continuations allows."""
+        limit = self._max_continuations
+        return limit > 0 and sum(s.trainable for s in rollout.segments) >= limit
+
+    def _view(self, rollout: Rollout) -> RolloutView:
+        group_id, num_tokens = rollout.group_id, rollout.num_tokens
+        remaining, admitted_at = self.config.max_new_tokens - num_tokens, self.held[group_id].admitted_at
+        # A rollout that ran when the snapshot was taken was never parked: it comes last.
+        parked_since = self._parked_since.get(rollout.rollout_id, self._next_parking)
+        # By position, in the order of the fields: by name takes twice as long, and every parking makes one.
+        return RolloutView(
+            rollout.rollout_id, group_id, rollout.sibling, num_tokens, remaining, admitted_at, parked_since
+        )

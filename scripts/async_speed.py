@@ -184,7 +184,7 @@ def run(
             run={"threads": threads},
             rollout={"groups_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": LONGEST, "max_staleness": None,
                      "stop_token_ids": [tiny.tokenizer()(c).input_ids[0] for c in "qx"], **mode},
-            engine={"max_running": GROUPS * SIZE, "kv_memory_gb": 0.5, "process": apart},
+            engine={"max_running": GROUPS * SIZE, "kv_memory_gb": 0.5, "kind": "process" if apart else "embedded"},
             train={"learning_rate": 1e-5, "micro_batch_tokens": 2048},
             checkpoint={"every_steps": 0, "save_final_model": False},
             track={"live": "off", "rollouts": False},

@@ -49,10 +49,11 @@ class Worker:
 
     def __init__(self, config: Config) -> None:
         from rollover.bench import workload
+        from rollover.engine.build import embedded_engine
         from rollover.models.load import load_model, pick_device
         from rollover.models.team import Team
         from rollover.train.batch import Batch
-        from rollover.train.setup import dtype_of, embedded_engine, prepare_process
+        from rollover.train.setup import dtype_of, prepare_process
         from rollover.train.trainer import Trainer
 
         prepare_process(config)

@@ -74,7 +74,7 @@ def config_of(folder: Path, rng: random.Random) -> Config:
         rollout["kv_on_resume"] = kv_on_resume
     values = {
         "model": {"path": str(folder / "model"), "dtype": "float32", "device": "cpu"},
-        "engine": {"kv_memory_gb": 0.05, "max_running": 8, "process": True},
+        "engine": {"kv_memory_gb": 0.05, "max_running": 8, "kind": "process"},
         "rollout": rollout,
         "rewards": {
             "timeout_s": 2.0,

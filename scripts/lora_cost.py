@@ -16,11 +16,12 @@ import time
 
 from rollover.config import LoraConfig
 from rollover.config.load import load_config
+from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import load_model
 from rollover.train.lora import adapter_weights, add_lora, base_weights, merged_weights
-from rollover.train.setup import embedded_engine, prepare_process
+from rollover.train.setup import prepare_process
 from rollover.types import SamplingParams
 
 PROMPT_TOKENS = 32

@@ -12,7 +12,9 @@ import torch
 import tiny
 from rollover.algorithms.filters import group_filters
 from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig, TaskSourceConfig
+from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.fake import FakeEngine
+from rollover.engine.protocol import ExtendRequest
 from rollover.envs.single_turn import TASK_OR_NONE, PromptSource
 from rollover.envs.tasks.same import same_by
 from rollover.functions import own_function
@@ -109,6 +111,20 @@ def check_producer(spec: str) -> None:
     assert [r.reward.score for r in made.rollouts if r.reward] == [2.0, 3.0, 4.0, 5.0]
 
 
+def check_engine(spec: str) -> None:
+    config = Config.model_validate({"engine": {"kind": spec}, "model": {"dtype": "float32"}, "run": {"threads": 1}})
+    request = ExtendRequest("0-0", (1, 2, 3), (), 4, 0, SamplingParams())
+
+    async def counted() -> dict[str, float]:
+        engine = build_engine(EngineSetup(config, tiny.loaded, 1, beside_trainer=False))
+        for _ in range(2):
+            assert sum(map(len, await engine.extend(request))) == 4
+        await engine.close()
+        return engine.stats()
+
+    assert asyncio.run(counted())["engine/calls"] == 2
+
+
 def check_problem_key(spec: str) -> None:
     same = same_by(TaskSourceConfig(kind="dataset", path="rows.jsonl", problem_key=spec))
     texts = [same(Task("t", "docs", "r", prompt=text)) for text in ("Add 3 and 14.", "What is 14 + 3?", "Add 3 and 4.")]
@@ -124,5 +140,6 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "nearly_done_first"): check_order,
     (PAGE, "short_ones_first"): check_before_produce,
     (PAGE, "Counting"): check_producer,
+    (PAGE, "Counted"): check_engine,
     (PAGE, "by_its_numbers"): check_problem_key,
 }

@@ -324,6 +324,19 @@ async def check_stop_strings_are_looked_for_in_the_present_text_only(subject: Su
     await engine.close()
 
 
+async def check_what_a_run_asks_of_it(subject: Subject) -> None:
+    """How long a rollout may be, which these are not; and another number of threads, while it generates."""
+    engine = subject.make_engine()
+    assert engine.max_tokens >= max(map(len, subject.prompts)) + subject.max_new_tokens
+    request = subject.request()
+    extend = asyncio.ensure_future(engine.extend(request))
+    await wait_for_tokens(engine, request.rollout_id, 2, extend)
+    for num in (1, 2):
+        engine.use_threads(num)
+    check_segments(await extend, request)
+    await engine.close()
+
+
 async def check_release_and_stats(subject: Subject) -> None:
     engine = subject.make_engine()
     before = engine.stats()
@@ -360,5 +373,6 @@ CHECKS = [
     check_queued_are_among_those_asked_for,
     check_tokens_carry_the_version_that_sampled_them,
     check_stop_strings_are_looked_for_in_the_present_text_only,
+    check_what_a_run_asks_of_it,
     check_release_and_stats,
 ]

@@ -88,6 +88,11 @@ class DoesNotSayWhatItContinues(FakeEngine):
         return [dataclasses.replace(s, start=0) for s in await super().extend(request)]
 
 
+class HoldsHardlyAnything(FakeEngine):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs, max_tokens=8)
+
+
 @pytest.mark.parametrize(
     ("engine_class", "check"),
     [
@@ -100,6 +105,7 @@ class DoesNotSayWhatItContinues(FakeEngine):
         (LooksBackForStopStrings, engine_contract.check_stop_strings_are_looked_for_in_the_present_text_only),
         (LosesWhatIsHalfAStopString, engine_contract.check_stop_strings_are_looked_for_in_the_present_text_only),
         (DoesNotSayWhatItContinues, engine_contract.check_interrupted_equals_uninterrupted),
+        (HoldsHardlyAnything, engine_contract.check_what_a_run_asks_of_it),
     ],
 )
 def test_a_broken_engine_is_found_out(engine_class, check) -> None:

@@ -18,6 +18,7 @@ import torch
 import tiny
 from rollover.bench import workload
 from rollover.config import AlgorithmConfig, Config, EngineConfig, TrainConfig
+from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.attention import PackedAttention
@@ -26,7 +27,6 @@ from rollover.models.load import cast_parameters
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.models.peak import known_peak, measured_peak
 from rollover.train.batch import Batch
-from rollover.train.setup import embedded_engine
 from rollover.train.trainer import Trainer
 from rollover.types import Sample, SamplingParams
 from virtual_time import at_once

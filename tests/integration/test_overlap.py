@@ -42,15 +42,15 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
     return safetensors.numpy.load_file(next((folder / "run" / "model").glob("*.safetensors")))
 
 
-@pytest.mark.parametrize("process", [False, True])
-def test_at_staleness_0_it_is_synchronous_training(tmp_path: Path, process: bool) -> None:
+@pytest.mark.parametrize("kind", ["embedded", "process"])
+def test_at_staleness_0_it_is_synchronous_training(tmp_path: Path, kind: str) -> None:
     """The same rollouts, versions and weights, bit for bit."""
     # All rollouts have a slot: in another process a freed one is given away some steps later, and other rows that are
     # decoded together round otherwise.
     engine = {"max_running": 16, "threads": 1}
     sync = train(tmp_path / "sync", rollout=SYNC, engine=engine | {"threads": None})
     changes = SYNC | {"overlap": True, "interrupt": "on_weight_update"}
-    ahead = train(tmp_path / "ahead", rollout=changes, engine=engine | {"process": process})
+    ahead = train(tmp_path / "ahead", rollout=changes, engine=engine | {"kind": kind})
     same = ("reward/mean", "loss", "grad_norm", "tokens/generated", "length/mean", "staleness/max")
     for one, other in zip(sync, ahead, strict=True):
         assert {k: one[k] for k in same} == {k: other[k] for k in same}
@@ -63,14 +63,14 @@ def test_at_staleness_0_it_is_synchronous_training(tmp_path: Path, process: bool
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("kind", ["embedded", "process"])
 @pytest.mark.parametrize("interrupt", ["never", "on_weight_update"])
 def test_generation_goes_on_while_the_trainer_trains(
-    tmp_path: Path, process: bool, interrupt: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, kind: str, interrupt: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = train(
         tmp_path, rollout=AHEAD | {"interrupt": interrupt, "max_new_tokens": 160}, steps=8,
-        engine={"process": process, "max_running": 2},  # slower than the trainer, or new weights would meet nothing
+        engine={"kind": kind, "max_running": 2},  # slower than the trainer, or new weights would meet nothing
         eval={"num_tasks": 2, "every_steps": 4},
     )  # fmt: skip
     assert max(row["staleness/max"] for row in rows) == 1
@@ -104,7 +104,9 @@ def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
     import subprocess
     import time
 
-    recipe = runs.write(tmp_path, steps=12, rollout=AHEAD | {"interrupt": "on_weight_update"}, engine={"process": True})
+    recipe = runs.write(
+        tmp_path, steps=12, rollout=AHEAD | {"interrupt": "on_weight_update"}, engine={"kind": "process"}
+    )
     process = subprocess.Popen(runs.command("train", recipe), env=runs.environment(), stderr=subprocess.PIPE)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.time() + 600

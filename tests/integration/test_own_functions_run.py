@@ -138,3 +138,27 @@ def test_a_function_that_goes_wrong_later_ends_the_run_with_one_line_and_a_check
     for row in rows:
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
         assert row["groups/admitted"] == row["groups/consumed"] + row["groups/dropped"] + row["groups/held"]
+
+
+ENGINE = """
+from rollover.engine.fake import FakeEngine
+
+def make(setup):
+    return FakeEngine(lambda seed: 3 + seed % 9, vocab_size=100, turns_between_steps=4)
+"""
+
+
+def test_an_engine_of_ones_own_generates_for_training_and_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(ENGINE)
+    file = runs.write(tmp_path, engine={"kind": "mine.py:make"}, eval={"num_tasks": 4})
+    code, said = run(capsys, "train", file)
+    assert code == 0, said
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(row["tokens/step_trained"] > 0 for row in rows)
+    lengths = {r["num_tokens"] for r in runs.records(tmp_path / "run")}
+    assert lengths <= set(range(3, 12)) and len(lengths) > 1, "those of that engine"
+    code, said = run(capsys, "eval", file, "--model", tmp_path / "model")
+    assert code == 0 and "mean" in said, said

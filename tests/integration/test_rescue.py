@@ -150,7 +150,7 @@ def test_an_engine_process_that_is_killed_while_it_loads_is_told_in_one_line(
         return plain(self, *args)
 
     monkeypatch.setattr(EngineChild, "hello", killed)
-    code, text = train(capsys, runs.write(tmp_path, engine={"process": True}))
+    code, text = train(capsys, runs.write(tmp_path, engine={"kind": "process"}))
     assert code == 1 and "rollover: error: the engine process ended while it was loading the model" in text, text
 
 

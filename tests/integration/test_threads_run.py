@@ -31,7 +31,7 @@ def train(folder: Path, threads: int | str, **tables: Any) -> list[dict[str, flo
     "tables",
     [
         {"rollout": SYNC},
-        {"rollout": AHEAD, "engine": {"process": True}},
+        {"rollout": AHEAD, "engine": {"kind": "process"}},
         {"rollout": SYNC, "train": {"streaming_min_groups": 1}},
     ],
     ids=["synchronous", "beside generation", "streaming"],

@@ -226,13 +226,11 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert [r["token_ids"] for r in first] == [r["token_ids"] for r in second]
 
 
-@pytest.mark.parametrize("process", [False, True], ids=["in process", "engine process"])
-def test_lora_run_with_bf16(tmp_path: Path, process: bool) -> None:
+@pytest.mark.parametrize("kind", ["embedded", "process"])
+def test_lora_run_with_bf16(tmp_path: Path, kind: str) -> None:
     """Engine and trainer stay together: what was sampled at the weights of a step has their log-probs."""
     synchronous = {"interrupt": "never", "max_staleness": 0, "in_flight_groups": 3}
-    recipe = runs.write(
-        tmp_path, steps=3, model={"dtype": "bfloat16"}, rollout=synchronous, engine={"process": process}
-    )
+    recipe = runs.write(tmp_path, steps=3, model={"dtype": "bfloat16"}, rollout=synchronous, engine={"kind": kind})
     done = runs.rollover("train", recipe, "--model.lora.rank", "4", "--train.learning_rate", "0.01")
     assert done.returncode == 0, done.stderr
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()

@@ -20,6 +20,7 @@ from rollover.bench import machine, workload
 from rollover.config import Config
 from rollover.config.plan import PlanConfig
 from rollover.config.rollout import RolloutConfig
+from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import load_model, pick_device
@@ -29,7 +30,7 @@ from rollover.rollout.staleness import group_staleness
 from rollover.sim.simulate import Simulation
 from rollover.sim.workload import Workload
 from rollover.train.batch import build_batch
-from rollover.train.setup import dtype_of, embedded_engine, prepare_process
+from rollover.train.setup import dtype_of, prepare_process
 from rollover.train.trainer import Trainer
 from rollover.types import Reward, Rollout, Segment, Task
 

@@ -2,18 +2,22 @@ from pydantic import Field
 
 from rollover.config.base import Table
 
+ENGINES = ("embedded", "process")  # of rollover.engine.build, which config may not import; a test compares them
+
 
 class EngineConfig(Table):
-    """[engine]: the embedded generation engine."""
+    """[engine]: what generates."""
 
+    kind: str = Field(
+        default="embedded",
+        description="embedded: in the trainer's process. process: the same in a process of its own, beside the trainer"
+        " (for rollout.overlap). Or your own function (module:function or path.py:function), which makes an engine.",
+    )
     max_running: int = Field(
         default=64, ge=1, description="Sequences decoded in one batch; more wait inside the engine."
     )
     kv_memory_gb: float = Field(
         default=2.0, gt=0, description="Bound on the KV cache, in GB (1e9 bytes). Short of it, rollouts are preempted."
-    )
-    process: bool = Field(
-        default=False, description="Run in a process of its own, beside the trainer (for rollout.overlap)."
     )
     threads: int = Field(
         default=0,

@@ -15,6 +15,7 @@ from rollover.config import (
     reward_rules,
     train_rules,
 )
+from rollover.config.engine import ENGINES
 from rollover.config.fields import did_you_mean, leaves
 from rollover.config.rollout import ORDERS
 from rollover.config.rule import Inert, Refused
@@ -247,6 +248,14 @@ REFUSED: tuple[Refused, ...] = (
     *filter_rules.REFUSED,
     *replay_rules.REFUSED,
     *train_rules.REFUSED,
+    Refused(
+        ("engine.kind",),
+        lambda c: c.engine.kind not in ENGINES and ":" not in c.engine.kind,
+        lambda c: (
+            f'engine.kind = "{c.engine.kind}" is none of {", ".join(ENGINES)}, and no function (module:function or'
+            f" path.py:function){did_you_mean(c.engine.kind, ENGINES)}"
+        ),
+    ),
     Refused(
         ("tasks.sources",),
         lambda c: _unnamed_source(c) is not None,

@@ -81,7 +81,9 @@ class FakeEngine:
         vocab_size: int = 1000,
         turns_between_steps: int = 1,
         decode_text: Callable[[list[int]], str] | None = None,
+        max_tokens: int = 2**20,
     ) -> None:
+        self.max_tokens = max_tokens
         self._lengths = lengths
         self._policy_version = policy_version
         self._vocab_size = vocab_size
@@ -131,6 +133,9 @@ class FakeEngine:
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
         self._policy_version = version
         return WeightLoad(num_bytes=0, seconds=0.0)
+
+    def use_threads(self, num: int) -> None:
+        """It takes no time, with any number."""
 
     def stats(self) -> dict[str, float]:
         return dict(self._stats)

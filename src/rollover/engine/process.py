@@ -44,7 +44,7 @@ class _Call:
 
 
 class ProcessEngine:
-    """The Engine contract, and `max_tokens`, `kv_bytes_per_token`, `use_threads` of the embedded engine.
+    """The Engine contract, and `kv_bytes_per_token` of the embedded engine.
 
     `threads`: of the process at its start. `say` prints a line when the process had to be started again.
     """

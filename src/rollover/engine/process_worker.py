@@ -16,6 +16,7 @@ import torch
 
 from rollover.config import Config
 from rollover.config.base import UNSETTLED
+from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.weights_file import aligned
@@ -38,7 +39,7 @@ def main(control_fd: str) -> None:
         # Aligned as the trainer's process has them: from a mapped file they are not, and some matmuls then round
         # otherwise.
         parameter.data = parameter.data.clone()
-    engine = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config)
+    engine = embedded_engine(loaded, config, copies=False)
     hello = {
         "max_tokens": engine.max_tokens,
         "kv_bytes_per_token": engine.kv_bytes_per_token,

@@ -70,6 +70,11 @@ class Engine(Protocol):
     """
 
     @property
+    def max_tokens(self) -> int:
+        """The longest rollout, prompt included, that it can generate."""
+        ...
+
+    @property
     def oldest_version(self) -> int:
         """The oldest policy version that a token sampled from now on may have: the staleness bound rests on it.
 
@@ -105,6 +110,10 @@ class Engine(Protocol):
         then on, `oldest_version` says. With LoRA the weights come once, then adapters
         alone, by the names of models/adapters.py.
         """
+        ...
+
+    def use_threads(self, num: int) -> None:
+        """Generate with at most so many CPU threads from now on. Nothing for an engine that uses none here."""
         ...
 
     def stats(self) -> dict[str, float]:

@@ -66,8 +66,9 @@ class WeightsFile:
             self._move_to(file, num_bytes)
             return
         raise ValueError(
-            f"engine.process needs room for {size} of weights in {' or '.join(self._folders)}, and there is none:"
-            " free some, name a folder that has it in the environment variable TMPDIR, or set engine.process = false"
+            f"engine.kind = process needs room for {size} of weights in {' or '.join(self._folders)}, and there is"
+            " none: free some, name a folder that has it in the environment variable TMPDIR, or set"
+            " engine.kind = embedded"
         )
 
     def _move_to(self, file: IO[bytes], num_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -14,8 +14,8 @@ import torch
 
 from rollover.algorithms.filters import first_match, group_filters
 from rollover.config import Config, ModelConfig
-from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.process import ProcessEngine
+from rollover.engine.build import EngineSetup, build_engine
+from rollover.engine.protocol import Engine
 from rollover.envs.single_turn import TASK_OR_NONE, PromptSource
 from rollover.envs.tasks.report import tasks_line
 from rollover.envs.tasks.stream import TaskStream
@@ -24,7 +24,6 @@ from rollover.models import kernels
 from rollover.models.allocator import keep_freed_memory
 from rollover.models.load import (
     LoadedModel,
-    cast_parameters,
     engine_device,
     load_model,
     pick_device,
@@ -53,14 +52,6 @@ def prepare_process(config: Config) -> None:
 
 def dtype_of(config: Config) -> torch.dtype:
     return getattr(torch, config.model.dtype)
-
-
-def embedded_engine(loaded: LoadedModel, config: Config) -> EmbeddedEngine:
-    """An engine over its own copy of the weights in compute dtype, on its device; `loaded` is left as it is."""
-    model = copy.deepcopy(loaded.model)
-    cast_parameters(model, dtype_of(config))
-    torch.nn.Module.to(model, engine_device(config))
-    return EmbeddedEngine.over(model, loaded.tokenizer, config)
 
 
 def cores() -> int:
@@ -92,7 +83,7 @@ class Threads:
         return cls(max(1, total - engine), engine, total)
 
 
-def prompt_limit(config: Config, engine: EmbeddedEngine | ProcessEngine) -> int:
+def prompt_limit(config: Config, engine: Engine) -> int:
     """The longest prompt: tasks.max_prompt_tokens, or what a rollout's budget leaves of what the engine can hold."""
     left = engine.max_tokens - config.rollout.max_new_tokens
     if left < 1:
@@ -152,7 +143,7 @@ class EvalParts:
 
     config: Config
     tokenizer: Any
-    engine: EmbeddedEngine
+    engine: Engine
     rewarder: Rewarder | None
     stop_token_ids: frozenset[int]
 
@@ -161,7 +152,8 @@ class EvalParts:
         prepare_process(config)
         model_config = config.model if model is None else config.model.model_copy(update={"path": model})
         loaded, adapter = _with_adapter(model_config, dtype_of(config), engine_device(config))
-        engine = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config)
+        config = config.model_copy(update={"model": model_config})
+        engine = build_engine(EngineSetup(config, lambda: loaded, most_threads(config), beside_trainer=False))
         if adapter:
             await engine.load_weights(0, adapter)
         return cls(
@@ -201,13 +193,13 @@ def _with_adapter(
 
 @dataclass
 class Parts:
-    """Everything a training run is made of. `engine`, `driver` and `rewarder` are None when rollouts are replayed."""
+    """Everything a training run is made of."""
 
     loaded: LoadedModel
     trainer: Trainer
     lifecycle: Lifecycle
     prompts: PromptSource
-    engine: EmbeddedEngine | ProcessEngine
+    engine: Engine
     rewarder: RewardPool
     observed: RewardObserver  # over `rewarder`: what scores
     driver: Driver
@@ -228,13 +220,11 @@ class Parts:
         name = config.tasks.before_produce
         before_produce = own_function("tasks.before_produce", name, TASK_OR_NONE) if name else None
         filters = group_filters(config.filters)
-        engine: EmbeddedEngine | ProcessEngine | None = None
-        if config.engine.process:  # it loads the model while we do
-            engine = ProcessEngine(config, Threads.of(config).alone)
-        loaded = load_model(config.model, device=device)
-        if engine is None:
-            # It copies the weights before the trainer casts them or adds adapters.
-            engine = embedded_engine(loaded, config)
+        model = functools.cache(lambda: load_model(config.model, device=device))
+        # First: one elsewhere loads the model while we do, and one here copies the weights before the trainer casts
+        # them or adds adapters.
+        engine = build_engine(EngineSetup(config, model, Threads.of(config).alone))
+        loaded = model()
         stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
         trainer = Trainer(
             loaded,

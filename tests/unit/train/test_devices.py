@@ -11,12 +11,14 @@ import torch
 
 import tiny
 from rollover.config import Config
+from rollover.engine import build
+from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process import ProcessEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import engine_device, pick_device
 from rollover.train import setup
-from rollover.train.setup import EvalParts, Parts, embedded_engine
+from rollover.train.setup import EvalParts, Parts
 from rollover.types import SamplingParams
 from virtual_time import at_once
 
@@ -49,16 +51,16 @@ def test_the_engine_is_where_the_trainer_is_unless_it_is_told(two_gpus: None) ->
         engine_device(config(generates_on="cuda:2"))
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("kind", ["embedded", "process"])
 def test_a_device_that_is_not_there_ends_the_run_before_the_model_is_loaded(
-    process: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(setup, "load_model", lambda *_, **__: pytest.fail("loaded"))
-    monkeypatch.setattr(setup, "ProcessEngine", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(build, "ProcessEngine", lambda *_: pytest.fail("started"))
     for device, said in (("cuda", "torch sees no CUDA device"), ("gpu", "is not a device")):
         with pytest.raises(ValueError, match=f'engine.device = "{device}".*{said}'):
-            Parts.build(config(generates_on=device, process=process))
+            Parts.build(config(generates_on=device, kind=kind))
     with pytest.raises(ValueError, match='model.device = "cuda".*model.device = "cpu"'):
         pick_device("cuda")
 

@@ -1,0 +1,69 @@
+"""The engine of a run, by engine.kind: a built-in one, or a function of the user's own that makes one.
+
+Training, evaluation, sampling and the engine's own process all get theirs here. Owns the table of kinds, and what is
+said of an engine that lacks a part of the contract. Never runs it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rollover.config import Config
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.process import ProcessEngine
+from rollover.engine.protocol import Engine
+from rollover.functions import own_function
+from rollover.models.load import LoadedModel, cast_parameters, engine_device
+
+_CONTRACT = sorted(name for name in vars(Engine) if not name.startswith("_"))
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine is made from.
+
+    `model()` loads the model at its first call and returns the same one afterwards; an engine that loads its own does
+    not call it. `beside_trainer`: whether a trainer goes on with that model, so that the engine needs a copy.
+    `threads`: the CPU threads that it may use at first.
+    """
+
+    config: Config
+    model: Callable[[], LoadedModel]
+    threads: int
+    beside_trainer: bool = True
+
+
+def build_engine(setup: EngineSetup) -> Engine:
+    """The engine that engine.kind names. ValueError if a function of one's own gives none."""
+    kind = setup.config.engine.kind
+    if kind in KINDS:
+        return KINDS[kind](setup)
+    make = own_function("engine.kind", kind, f"an engine with {', '.join(_CONTRACT)} (engine/protocol.py)")
+    engine = make(setup)
+    if missing := [name for name in _CONTRACT if not hasattr(engine, name)]:
+        raise make.refused(f"a {type(engine).__name__} without {', '.join(missing)}")
+    return engine
+
+
+def embedded_engine(loaded: LoadedModel, config: Config, *, copies: bool = True) -> EmbeddedEngine:
+    """Over the weights of `loaded`, or a copy of them, in compute dtype and on the engine's device."""
+    model = copy.deepcopy(loaded.model) if copies else loaded.model
+    cast_parameters(model, getattr(torch, config.model.dtype))
+    torch.nn.Module.to(model, engine_device(config))
+    return EmbeddedEngine.over(model, loaded.tokenizer, config)
+
+
+def _embedded(setup: EngineSetup) -> Engine:
+    return embedded_engine(setup.model(), setup.config, copies=setup.beside_trainer)
+
+
+def _process(setup: EngineSetup) -> Engine:
+    """Where there is no trainer to work beside, it is the embedded engine without a process."""
+    return ProcessEngine(setup.config, setup.threads) if setup.beside_trainer else _embedded(setup)
+
+
+KINDS: dict[str, Callable[[EngineSetup], Engine]] = {"embedded": _embedded, "process": _process}

@@ -153,8 +153,27 @@ def test_a_flipped_byte_is_named_and_the_run_goes_on_from_before_it(
     content[len(content) * 2 // 3] ^= 8
     path.write_bytes(content)
     code, text = train(capsys, recipe, "--resume")
-    assert code == 0 and f"{path} is damaged at byte" in text, text
+    assert code == 0 and f"{path} is damaged at byte" in text and "are not trusted, and are lost" in text, text
     check_whole(tmp_path / "run", 6)
+    assert runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]["journal/cut_bytes"] > 0
+
+
+def test_a_torn_last_record_is_cut_said_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = runs.write(tmp_path, steps=4, checkpoint=CHECKPOINT)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Ends(monkeypatch, 2)
+        assert train(capsys, recipe)[0] == 130
+    (path,) = (tmp_path / "run" / "journal").iterdir()
+    content = path.read_bytes()
+    torn = content[: content.rindex(b"RLVJ") + 33]
+    path.write_bytes(torn)
+    code, text = train(capsys, recipe, "--resume")
+    assert (
+        code == 0 and text.count(f"the journal {path} ends within record") == 1 and "last 33 bytes are cut" in text
+    ), text
+    check_whole(tmp_path / "run", 4)
+    cut = [row.get("journal/cut_bytes") for row in runs.json_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert cut == [0, 0, 33, 33]
 
 
 def test_a_full_disk_ends_the_journal_until_the_next_checkpoint_and_not_the_run(

@@ -112,12 +112,19 @@ def _whole(content: bytes | mmap.mmap) -> Iterator[tuple[Record, int]]:
         yield record, at
 
 
-def _whole_record_after(content: mmap.mmap, at: int) -> bool:
-    """Whether one begins anywhere after `at`: then what is wrong there is no torn end."""
-    while (at := content.find(_MAGIC, at + 1)) >= 0:
-        if _record_at(content, at) is not None:
-            return True
-    return False
+def _why_no_more(path: Path, content: mmap.mmap, at: int, num: int) -> str:
+    """What is wrong at byte `at`, where record `num` should begin: a whole one later means that it is no torn end."""
+    later = at
+    while (later := content.find(_MAGIC, later + 1)) >= 0:
+        if _record_at(content, later) is not None:
+            return (
+                f"the journal {path} is damaged at byte {at} (record {num}): the {len(content) - at} bytes from there"
+                " on are not trusted, and are lost"
+            )
+    return (
+        f"the journal {path} ends within record {num}, which was not written to its end: the last {len(content) - at}"
+        " bytes are cut"
+    )
 
 
 class Journal:
@@ -125,13 +132,13 @@ class Journal:
 
     A record is with the operating system when `append` returns: a killed process loses none. `sync` brings it to the
     disk, in a thread. A write that fails ends the journal until the next `begin`: what is whole stays, and nothing is
-    written after the gap. `failed` counts those.
+    written after the gap. `failed` counts those. `cut_bytes`: of files that were read, what was not trusted.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder, self.say = folder, say
         self.run = uuid.uuid4().hex
-        self.failed = 0
+        self.failed = self.cut_bytes = 0
         self._fd: int | None = None
         self._number = max(self._numbers(), default=0)
         self._size = self._earlier = self._sequence = 0
@@ -256,8 +263,8 @@ class Journal:
     def read(self, mark: Mark | None) -> list[Part]:
         """The chain of files from `mark` on (None: from the start of the run); [] where there is none.
 
-        A file that is missing or of another run ends it, and so does a damaged one after its last whole record: each
-        is said. A last record that was not written to its end is cut without a word. The journal goes on as that run's.
+        A file that is missing or of another run ends it, and so does one that is damaged or ends within a record, after
+        its last whole record: each is said. The journal goes on as that run's.
         """
         number = 1 if mark is None else mark.number
         self._number = max(self._number, number if mark is not None else 0)
@@ -273,6 +280,7 @@ class Journal:
             if problem:
                 self.say(f"the journal {path} is not used: {problem}")
                 break
+            self.cut_bytes += path.stat().st_size - part.num_bytes
             if part.problem:
                 self.say(part.problem)
             if not head:
@@ -302,11 +310,8 @@ class Journal:
                         head = record.meta
                     following = record.meta["next"] if record.meta["kind"] == END else 0
                     num += 1
-                if num_bytes < size and _whole_record_after(content, num_bytes):
-                    problem = (
-                        f"the journal {path} is damaged at byte {num_bytes} (record {num}): what follows there is not"
-                        " trusted, and is lost"
-                    )
+                if num_bytes < size:
+                    problem = _why_no_more(path, content, num_bytes, num)
         return Part(path, num_bytes, num, problem), head, following
 
     @staticmethod

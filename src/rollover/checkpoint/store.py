@@ -35,6 +35,7 @@ from rollover.checkpoint.entries import (
     name_of,
     upload_number,
 )
+from rollover.checkpoint.mirror import Mirror
 from rollover.checkpoint.writing import COMMITTED, MANIFEST, LocalPlace, PendingCheckpoint, Place, RemotePlace
 from rollover.track.sinks import atomic_write_text
 
@@ -83,6 +84,10 @@ class CheckpointStore:
     def local_folder(self) -> Path | None:
         """Of a local store."""
         return Path(self._root) if self._local else None
+
+    def mirror(self, folder: Path) -> Mirror | None:
+        """Copies of the files of a run, which lie in `folder`, beside remote checkpoints; None for a local store."""
+        return None if self._local else Mirror(self._fs, f"{self._root}/run", folder, self._read_errors)
 
     # ---- reading
 

@@ -325,6 +325,8 @@ METRICS: list[Metric] = [
     Metric("journal/time_s", "sum", "s", "Time spent on the journal; it is part of the time/ keys."),
     Metric("journal/bytes", "last", "bytes", "Size of the journal since the newest checkpoint."),
     Metric("journal/failed", "counter", "", "Times that the journal could not be written (full disk), and ended."),
+    Metric("journal/cut_bytes", "counter", "bytes", "Of journals read back, what was not trusted: torn, damaged."),
+    Metric("mirror/failed", "counter", "", "Times that the run could not be copied to a remote checkpoint.dir."),
     # Engine
     Metric("engine/decode_steps", "counter", "steps", "Decode steps."),
     Metric("engine/prefill_tokens", "counter", "tokens", "Tokens prefilled for the first time."),

@@ -19,6 +19,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from rollover.checkpoint.mirror import METRICS
 from rollover.checkpoint.store import CheckpointStore, checkpoint_name
 from rollover.config import Config
 from rollover.config import resume as resume_rules
@@ -50,9 +51,12 @@ class RunDirectory:
         if resume and not config.run.dir:
             raise ValueError("--resume needs run.dir: add --run.dir <directory of the run>")
         metrics = self.path / "metrics.jsonl"
-        if resume and not metrics.exists():
-            raise ValueError(f"--resume: run.dir = {str(self.path)!r} holds no run: correct it, or leave --resume out")
         self.store = CheckpointStore(config.checkpoint.dir or str(self.path / "checkpoints"), config.checkpoint.keep)
+        self.mirror = self.store.mirror(self.path)
+        lost = resume and not metrics.exists()
+        self.fetched_from = ""  # where the files of this run come from, if its machine was lost
+        if lost and not (self.mirror is not None and self.mirror.files()):
+            raise ValueError(f"--resume: run.dir = {str(self.path)!r} holds no run: correct it, or leave --resume out")
         if not resume:
             self._refuse_other_runs()
         check_writable(self.store.dir, "checkpoint.dir")
@@ -65,6 +69,9 @@ class RunDirectory:
                     self.locks.append(DirectoryLock(folder, "checkpoint.dir"))
             if not resume:
                 self._refuse_other_runs()  # one may have ended while the other waited for nothing
+            if lost and self.mirror is not None:
+                self.mirror.fetch()
+                self.fetched_from = self.mirror.root
             self.metrics = JsonlSink(self.path / "metrics.jsonl", check=validate)
             self.evals = JsonlSink(self.path / "eval.jsonl")
             self.trace = TraceFile(self.path / TRACE, config.track.trace)
@@ -99,6 +106,11 @@ class RunDirectory:
                 f"checkpoint.dir = {self.store.dir!r} holds checkpoints of another run ({names[-1]} is the newest):"
                 " give another checkpoint.dir or run.dir, or go on with that run by --resume"
             )
+        if self.mirror is not None and METRICS in self.mirror.files():
+            raise ValueError(
+                f"checkpoint.dir = {self.store.dir!r} holds the files of another run, which had no checkpoint yet: give"
+                " another checkpoint.dir, or go on with that run by --resume"
+            )
 
     def _make(self) -> None:
         """Make run.dir; where none was given, one that nobody else makes in the same second."""
@@ -112,6 +124,8 @@ class RunDirectory:
             with contextlib.suppress(FileExistsError):
                 self.path.mkdir()
                 break
+        if self.mirror is not None:
+            self.mirror.folder = self.path
         if not self.config.checkpoint.dir:
             self.store = CheckpointStore(str(self.path / "checkpoints"), self.config.checkpoint.keep)
 

@@ -61,8 +61,12 @@ class Recovery:
         self.saved_version, self.told_version = -1, 0  # of the newest checkpoint, and of the newest row
         self.changed = False  # whether anything happened to a rollout since the newest checkpoint
         self.journal = Journal(self.directory.journal, view.message)
+        self.mirror = self.directory.mirror
+        if self.mirror is not None:
+            self.mirror.say = view.message
         self.scribe = Scribe(self.journal, owners.chronicle.seconds, lambda: parts.prompts.version)
         rows.scribe = self.scribe if self.journaled else None
+        rows.mirror = self.mirror
         self._timer: asyncio.Task[None] | None = None
 
     # What happens
@@ -104,11 +108,15 @@ class Recovery:
             found = await self.parts.engine.progress(self.scribe.running)
             self.scribe.progress(found)
             self.journal.sync()
+            if self.mirror is not None:
+                self.mirror.beat()
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self.journal.close()
+        if self.mirror is not None:
+            self.mirror.close()
 
     @property
     def is_due(self) -> bool:
@@ -133,6 +141,8 @@ class Recovery:
         with self.rows.timed("checkpoint"):
             mark = self.scribe.begin(checkpoint_name(version)) if self.journaled else None
             snapshot = Snapshot.begin(self.owners, mark)
+            if self.mirror is not None:
+                self.mirror.copy()  # the checkpoint counts on what is written down by now
             snapshot.write(self.directory.store)
             if mark is not None:
                 self.journal.commit(mark)
@@ -172,6 +182,8 @@ class Recovery:
     async def restore(self) -> None:
         """Go on from the checkpoint that is to be resumed and its journal; without either the run begins again."""
         directory, parts, changes = self.directory, self.parts, self.directory.changes
+        if directory.fetched_from:
+            self.view.message(f"the files of this run come from {directory.fetched_from}")
         name = directory.checkpoint_to_resume()
         mark = None
         if name is not None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from rollover.checkpoint.mirror import Mirror
 from rollover.checkpoint.scribe import Scribe
 from rollover.config import Config
 from rollover.track.chronicle import Chronicle
@@ -40,6 +41,7 @@ class Rows:
         self._carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
         self._started = time.perf_counter()
         self.scribe: Scribe | None = None  # of the journal
+        self.mirror: Mirror | None = None  # of the run directory
 
     def begin(self) -> None:
         """The first step begins now: what was done before it belongs to no row."""
@@ -141,6 +143,9 @@ class Rows:
         now = {key: value for owner in owners for key, value in owner.stats().items()}
         if self.scribe is not None:
             now["journal/failed"] = self.scribe.journal.failed
+            now["journal/cut_bytes"] = self.scribe.journal.cut_bytes
+        if self.mirror is not None:
+            now["mirror/failed"] = self.mirror.failed
         return {key: value + self._carried.get(key, 0.0) for key, value in now.items()}
 
     def _since_last(self, name: str, cumulative: float) -> float:

@@ -74,20 +74,27 @@ def test_a_checkpoint_begins_a_new_file_and_its_commit_deletes_the_old_one(folde
     assert told(folder, start) == [] and "000001.journal is missing" in SAID[-1]
 
 
-def test_a_torn_last_record_is_cut_without_a_word_wherever_it_is_torn(folder: Path) -> None:
+def test_a_torn_last_record_is_cut_said_and_counted_wherever_it_is_torn(folder: Path) -> None:
     written(folder, 3)
     path = only_file(folder)
     whole = path.read_bytes()
-    ends = {}
+    ends = [i for i in range(1, len(whole)) if whole.startswith(b"RLVJ", i)] + [len(whole)]
+
+    def check(content: bytes, num: int) -> None:
+        """Of `content` the first `num` records are trusted, and the head."""
+        path.write_bytes(content)
+        SAID.clear()
+        journal, cut = open_journal(folder), len(content) - (ends[num] if num >= 0 else 0)
+        parts = journal.read(None)
+        assert [r for part in parts for r in part.records()] == [record(i) for i in range(num)]
+        assert journal.cut_bytes == cut and len(SAID) == (cut > 0)
+        if cut:
+            assert f"{path} ends within record {num + 1}," in SAID[0] and f"the last {cut} bytes are cut" in SAID[0]
+
     for size in range(len(whole) + 1):
-        path.write_bytes(whole[:size])
-        ends[size] = len(told(folder))
-    assert list(ends.values()) == sorted(ends.values()) and set(ends.values()) == {0, 1, 2, 3}
-    path.write_bytes(whole[:-1] + b"\0")
-    assert len(told(folder)) == 2
-    path.write_bytes(whole + b"\0" * 100)
-    assert len(told(folder)) == 3
-    assert SAID == []
+        check(whole[:size], sum(end <= size for end in ends) - 1)
+    check(whole[:-1] + b"\0", 2)
+    check(whole + b"\0" * 100, 3)
 
 
 def test_a_flipped_byte_is_named_and_nothing_after_it_is_trusted(folder: Path) -> None:
@@ -102,14 +109,15 @@ def test_a_flipped_byte_is_named_and_nothing_after_it_is_trusted(folder: Path) -
         hit = max(n for n, start in enumerate(starts) if start <= at)
         assert told(folder) == [record(i) for i in range(hit - 1)]
         (line,) = SAID
-        assert f"{path} is damaged at byte {starts[hit]} (record {hit})" in line and "not trusted" in line
+        lost = len(whole) - starts[hit]
+        assert f"{path} is damaged at byte {starts[hit]} (record {hit}): the {lost} bytes from there on are not" in line
 
 
 def test_the_last_byte_flipped_is_a_torn_end(folder: Path) -> None:
     written(folder, 2)
     path = only_file(folder)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    assert told(folder) == [record(0)] and SAID == []
+    assert told(folder) == [record(0)] and "ends within record 2" in SAID[0]
 
 
 def test_writing_goes_on_after_what_is_trusted(folder: Path) -> None:
@@ -121,7 +129,9 @@ def test_writing_goes_on_after_what_is_trusted(folder: Path) -> None:
     journal.go_on(part)
     journal.append(*record(7))
     journal.close()
-    assert told(folder, mark) == [record(0), record(7)] and SAID == []
+    assert len(SAID) == 1 and told(folder, mark) == [record(0), record(7)] and len(SAID) == 1, (
+        "it is cut, and said once"
+    )
 
 
 def test_a_journal_of_another_run_or_without_its_beginning_is_not_used(folder: Path, tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ class Worker:
     def __init__(self, config: Config) -> None:
         from rollover.bench import workload
         from rollover.engine.build import embedded_engine
-        from rollover.models.load import load_model, pick_device
+        from rollover.models.devices import pick_device
+        from rollover.models.load import load_model
         from rollover.models.team import Team
         from rollover.train.batch import Batch
         from rollover.train.setup import dtype_of, prepare_process

@@ -18,6 +18,7 @@ import os
 import resource
 import select
 import signal
+import site
 import sys
 import threading
 import time
@@ -48,10 +49,14 @@ def child_command(module: str, *arguments: object, kept: bool = False) -> list[s
 
 
 def child_environment(**defaults: str) -> dict[str, str]:
-    """This process's variables, above `defaults`; the child imports the same package as this process."""
+    """This process's variables, above `defaults`; the child imports the same package as this process.
+
+    An installed package is found without help: its folder on PYTHONPATH would reach whatever Python a child starts.
+    """
     root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    return {**defaults, **os.environ, "PYTHONPATH": path}
+    installed = [os.path.realpath(folder) for folder in (*site.getsitepackages(), site.getusersitepackages())]
+    path = [*([] if root in installed else [root]), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    return {**defaults, **os.environ, **({"PYTHONPATH": os.pathsep.join(path)} if path else {})}
 
 
 def brief_waiting(run: RunConfig) -> dict[str, str]:

@@ -16,7 +16,7 @@ import tiny
 from rollover.cli import main
 from rollover.config import RunConfig
 from rollover.processes import brief_waiting
-from rollover.train.setup import cores
+from rollover.system import cores
 
 SYNC = {"in_flight_groups": None, "interrupt": "never", "max_staleness": None}
 AHEAD = {"overlap": True, "in_flight_groups": 6, "max_staleness": 1, "interrupt": "on_weight_update"}

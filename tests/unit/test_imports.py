@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A part may import parts of its own level and below.
 LEVELS = [
     {"types"},
-    {"config", "files", "functions", "processes"},
+    {"config", "files", "functions", "processes", "system"},
     {"models"},
     {"rollout", "algorithms", "engine", "envs", "rewards", "weights", "track"},
     {"train", "checkpoint"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import site
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rollover import processes
 from rollover.config import RunConfig
 from rollover.processes import brief_waiting, child_command, child_environment
 from unit.rewards.children import alive, wait_until_dead
@@ -32,6 +34,18 @@ def test_a_child_imports_this_package_first(monkeypatch: pytest.MonkeyPatch, our
     else:
         monkeypatch.setenv("PYTHONPATH", ours)
     assert child_environment()["PYTHONPATH"] == path
+
+
+@pytest.mark.parametrize("ours", [None, "/mine"])
+def test_an_installed_package_is_not_put_on_the_path_of_other_pythons(
+    monkeypatch: pytest.MonkeyPatch, ours: str | None
+) -> None:
+    """PYTHONPATH reaches everything that a child starts, an interpreter of another version too."""
+    monkeypatch.setattr(processes, "__file__", os.path.join(site.getsitepackages()[0], "rollover", "processes.py"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if ours is not None:
+        monkeypatch.setenv("PYTHONPATH", ours)
+    assert child_environment().get("PYTHONPATH") == ours
 
 
 def test_a_variable_that_is_set_wins_over_a_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ import rollover
 from rollover.bench import machine, workload
 from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.models.load import load_model, pick_device
+from rollover.models.devices import pick_device
+from rollover.models.load import load_model
 from rollover.train.batch import Batch
 from rollover.train.setup import dtype_of, prepare_process
 from rollover.train.trainer import Trainer

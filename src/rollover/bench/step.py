@@ -28,7 +28,8 @@ from rollover.config.load import load_config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.tasks.stream import TaskStream
-from rollover.models.load import load_model, pick_device
+from rollover.models.devices import pick_device
+from rollover.models.load import load_model
 from rollover.rewards.registry import load_reward
 from rollover.train.loop import Run
 from rollover.train.setup import dtype_of, prepare_process

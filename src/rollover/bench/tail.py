@@ -23,7 +23,8 @@ from rollover.config.rollout import RolloutConfig
 from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.models.load import load_model, pick_device
+from rollover.models.devices import pick_device
+from rollover.models.load import load_model
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.staleness import group_staleness

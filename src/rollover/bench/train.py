@@ -11,7 +11,8 @@ import torch
 import rollover
 from rollover.bench import machine, workload
 from rollover.config import Config
-from rollover.models.load import load_model, pick_device
+from rollover.models.devices import pick_device
+from rollover.models.load import load_model
 from rollover.models.peak import peak_flops
 from rollover.train.batch import Batch
 from rollover.train.setup import dtype_of, prepare_process

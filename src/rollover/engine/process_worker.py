@@ -22,7 +22,8 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.engine.weights_file import aligned
 from rollover.engine.wire import Channel, requests_from_json, segment_to_json
 from rollover.models.allocator import keep_freed_memory
-from rollover.models.load import engine_device, load_model
+from rollover.models.devices import engine_device
+from rollover.models.load import load_model
 
 
 def main(control_fd: str) -> None:

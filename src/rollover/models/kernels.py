@@ -16,6 +16,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -88,6 +89,8 @@ def _processor() -> str:
 
 
 def _build(flags: tuple[str, ...]) -> Path:
+    if sys.platform != "linux":
+        raise KernelsUnavailable(f"they are built on Linux alone, and this is {platform.system()}")
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         raise KernelsUnavailable("there is no C++ compiler (c++, g++ or clang++, or the one named by $CXX)")

@@ -77,11 +77,11 @@ class ShiftedHead:
 def float32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left @ right of matrices, or of batches of them [B, ., .], not rounded: in float32 whatever they are in.
 
-    A GPU's matmul of bfloat16 sums in float32 and can leave it at that; elsewhere the factors are converted.
+    CUDA's matmul of bfloat16 sums in float32 and can leave it at that; elsewhere the factors are converted.
     """
     if left.dtype == torch.float32:
         return left @ right
-    if left.device.type == "cpu":
+    if left.device.type in ("cpu", "mps"):
         return left.float() @ right.float()
     product = torch.mm if left.ndim == 2 else torch.bmm
     return product(left, right, out_dtype=torch.float32)

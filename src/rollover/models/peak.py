@@ -10,6 +10,8 @@ import time
 
 import torch
 
+from rollover.models.devices import synchronize
+
 # Dense bfloat16 with float32 sums, TFLOP/s, without sparsity, as the vendors' data sheets have it. The first one that
 # occurs in the device's name counts.
 _BF16_TFLOPS = (
@@ -56,8 +58,7 @@ def measured_peak(dtype: torch.dtype, device: torch.device) -> float:
         started = time.perf_counter()
         for _ in range(times):
             torch.mm(left, left)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return time.perf_counter() - started
 
     seconds(1)

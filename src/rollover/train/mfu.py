@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from rollover.config import Config
-from rollover.models.load import engine_device, pick_device
+from rollover.models.devices import engine_device, pick_device
 from rollover.models.peak import peak_flops
 
 

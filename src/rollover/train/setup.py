@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,11 +21,10 @@ from rollover.envs.tasks.stream import TaskStream
 from rollover.functions import own_function
 from rollover.models import kernels
 from rollover.models.allocator import keep_freed_memory
+from rollover.models.devices import engine_device, pick_device
 from rollover.models.load import (
     LoadedModel,
-    engine_device,
     load_model,
-    pick_device,
     stop_token_ids,
 )
 from rollover.models.team import Team
@@ -37,6 +35,7 @@ from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.reroll import Reroll
 from rollover.rollout.watchdog import Watchdog
+from rollover.system import cores
 from rollover.track.live import LiveView
 from rollover.train.lora import ADAPTER, read_adapter
 from rollover.train.reuse import Reuse
@@ -52,11 +51,6 @@ def prepare_process(config: Config) -> None:
 
 def dtype_of(config: Config) -> torch.dtype:
     return getattr(torch, config.model.dtype)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def most_threads(config: Config) -> int:

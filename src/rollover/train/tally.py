@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from rollover.models.devices import widest_float
+
 
 class Tally:
     """Adds up sums by name; what is named max/... by maximum."""
@@ -20,8 +22,8 @@ class Tally:
 
     def add(self, sums: Mapping[str, torch.Tensor]) -> None:
         """The sums of one micro-batch, each one number."""
-        # As Python adds them: in double precision.
-        self._waiting.append((tuple(sums), torch.stack([value.detach().double() for value in sums.values()])))
+        # As Python adds them: in double precision, where the device has it.
+        self._waiting.append((tuple(sums), torch.stack([_wide(value) for value in sums.values()])))
 
     def divide(self, name: str, divisor: float) -> None:
         """The total of `name` is to be divided by that, once all of it is here."""
@@ -50,3 +52,7 @@ def _combine(totals: dict[str, float], sums: Mapping[str, float]) -> None:
     for key, number in sums.items():
         old = totals.get(key)
         totals[key] = number if old is None else max(old, number) if key.startswith("max/") else old + number
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().to(widest_float(value.device))

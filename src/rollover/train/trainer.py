@@ -17,6 +17,7 @@ import torch
 
 from rollover.config import AlgorithmConfig, LoraConfig, TrainConfig
 from rollover.files import give_usual_mode
+from rollover.models import devices
 from rollover.models.attention import hidden_states
 from rollover.models.flex import packed_attention
 from rollover.models.flops import ModelFlops
@@ -349,8 +350,7 @@ class Trainer:
         """(tensors, JSON-able rest) from which `load_state` continues exactly."""
         tensors, meta = self.optimizer.state()
         tensors["random/cpu"] = torch.get_rng_state()  # LoRA's dropout draws from it
-        if self.device.type == "cuda":
-            tensors["random/cuda"] = torch.cuda.get_rng_state(self.device)
+        tensors |= devices.random_state(self.device)
         rest = {"policy_version": self.policy_version, "optimizer": meta}
         if self.critic is not None:
             of_critic, rest["critic"] = self.critic.state()
@@ -368,8 +368,7 @@ class Trainer:
             self.critic.load_state(tensors, meta["critic"])
         if "random/cpu" in tensors:
             torch.set_rng_state(tensors["random/cpu"])
-        if self.device.type == "cuda" and "random/cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["random/cuda"], self.device)
+        devices.set_random_state(self.device, tensors)
 
     def _check_kept(self) -> None:
         """After a restart: ValueError where the checkpoint was written without weights that this config needs."""

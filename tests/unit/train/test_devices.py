@@ -8,16 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import tiny
 from rollover.config import Config
 from rollover.engine import build
 from rollover.engine.build import embedded_engine
+from rollover.engine.embedded import sampler
 from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.embedded.sampler import sample, uniforms
 from rollover.engine.process import ProcessEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.models.load import engine_device, pick_device
-from rollover.train import setup
+from rollover.models import devices
+from rollover.models.devices import engine_device, pick_device
+from rollover.train import setup, tally
 from rollover.train.setup import EvalParts, Parts
 from rollover.types import SamplingParams
 from virtual_time import at_once
@@ -136,3 +141,57 @@ def test_weights_of_another_device_are_loaded(monkeypatch: pytest.MonkeyPatch) -
 async def _tokens(engine: EmbeddedEngine, prompt: tuple[int, ...]) -> list[int]:
     (segment,) = await engine.extend(ExtendRequest("0-0", prompt, (), 12, 3, SamplingParams()))
     return segment.token_ids.tolist()
+
+
+def test_an_apple_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ValueError, match='model.device = "mps", but torch sees no Apple GPU: set model.device = "cpu"'):
+        pick_device("mps")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert pick_device("mps") == torch.device("mps")
+    assert pick_device("auto") == torch.device("cuda" if torch.cuda.is_available() else "cpu"), "it must be named"
+
+
+class _NoFloat64(TorchDispatchMode):
+    """As an Apple GPU, on which nothing can be a float64. The draws are: they are made on the CPU, and moved."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given, made = (
+            {x.dtype for x in tree_leaves(tree) if isinstance(x, torch.Tensor)} for tree in ((args, kwargs), out)
+        )
+        if torch.float64 in made and {dtype for dtype in given if dtype.is_floating_point} != {torch.float64}:
+            raise TypeError(f"{function} gives a float64")
+        return out
+
+
+def test_nothing_is_computed_in_float64_where_a_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.linspace(-3, 3, 700).repeat(6, 1)
+    params = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(temperature=0.0)] * 2
+    draws = uniforms(range(6), range(6))
+    tokens, logprobs = sample(logits, params, draws)
+    with pytest.raises(TypeError, match="float64"), _NoFloat64():
+        sample(logits, params, draws)
+    for module in (sampler, tally):
+        monkeypatch.setattr(module, "widest_float", lambda device: torch.float32)
+    half, two = torch.tensor(0.5), torch.tensor(2)
+    sums = tally.Tally()
+    with _NoFloat64():
+        narrow = sample(logits, params, draws)
+        sums.add({"a": half, "b": two})
+    assert narrow[0] == tokens and narrow[1] == pytest.approx(logprobs, abs=1e-5)
+    assert sums.totals() == {"a": 0.5, "b": 2.0}
+
+
+def test_random_numbers_of_a_gpu_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to = []
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.arange(3))
+    monkeypatch.setattr(torch.mps, "set_rng_state", set_to.append)
+    apple, cpu = torch.device("mps"), torch.device("cpu")
+    state = devices.random_state(apple)
+    assert list(state) == ["random/mps"] and devices.random_state(cpu) == {}
+    devices.set_random_state(cpu, state)
+    devices.set_random_state(apple, {"random/cuda": torch.arange(2)})
+    assert set_to == []
+    devices.set_random_state(apple, state)
+    assert set_to == [state["random/mps"]]

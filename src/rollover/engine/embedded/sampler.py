@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
+from rollover.models.devices import widest_float
 from rollover.models.kernels import Kernels
 from rollover.types import SamplingParams
 
@@ -51,12 +52,13 @@ def _draw(scaled_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tens
     if vocab % _BLOCK:
         weights_BV = torch.nn.functional.pad(weights_BV, (0, _BLOCK - vocab % _BLOCK))
     blocks = weights_BV.view(rows, -1, _BLOCK)
-    cumulative = blocks.sum(-1).double().cumsum(-1)
+    wide = widest_float(scaled_BV.device)
+    cumulative = blocks.sum(-1).to(wide).cumsum(-1)
     total_B1 = cumulative[:, -1:]
-    target_B1 = uniforms_B[:, None].to(cumulative.device) * total_B1
+    target_B1 = uniforms_B[:, None].to(wide).to(cumulative.device) * total_B1
     block_B1 = torch.searchsorted(cumulative, target_B1, right=True).clamp_(max=blocks.shape[1] - 1)
     before_B1 = torch.where(block_B1 > 0, cumulative.gather(1, (block_B1 - 1).clamp(min=0)), 0.0)
-    inside = blocks.gather(1, block_B1[:, :, None].expand(rows, 1, _BLOCK)).squeeze(1).double().cumsum(-1)
+    inside = blocks.gather(1, block_B1[:, :, None].expand(rows, 1, _BLOCK)).squeeze(1).to(wide).cumsum(-1)
     offset_B1 = torch.searchsorted(inside, target_B1 - before_B1, right=True).clamp_(max=_BLOCK - 1)
     tokens_B1 = block_B1 * _BLOCK + offset_B1
     # Rounding at a block's edge could pick a token of probability 0: take the likeliest one instead.
@@ -91,8 +93,9 @@ def sample(
             if p.truncated:
                 scaled_BV = _truncate(scaled_BV, p)
             part_tokens, part_logprobs = _draw(scaled_BV, draws_B[rows])
-        found.append(torch.stack((part_tokens.double(), part_logprobs.double())))
-    # One transfer from the device; both are exact in double precision.
+        wide = widest_float(part_tokens.device)
+        found.append(torch.stack((part_tokens.to(wide), part_logprobs.to(wide))))
+    # One transfer from the device; both are exact in either dtype: a token id is below 2^24.
     tokens_B, logprobs_B = torch.cat(found, 1).tolist()
     drawn_rows = [row for rows in rows_of.values() for row in rows]
     tokens, logprobs = [0] * len(params), [0.0] * len(params)

@@ -1,0 +1,65 @@
+"""Devices: the one that a key names, and what CUDA and Apple's GPUs (MPS) do each in a way of its own.
+
+Owns no tensor. Everything else asks a device's type only where it computes in another way there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollover.config import Config
+
+
+def pick_device(device: str, key: str = "model.device") -> torch.device:
+    """The torch device that `key` names: "auto" is CUDA if there is one. ValueError where there is none such."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f'{key} = "{device}" is not a device: use "auto", "cpu", "cuda", "cuda:1" or "mps"') from error
+    missing = ""
+    if found.type == "cuda":
+        num = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (found.index or 0) >= num:
+            missing = f"only {num} CUDA devices" if num else "no CUDA device"
+    elif found.type == "mps" and not torch.backends.mps.is_available():
+        missing = "no Apple GPU"
+    if missing:
+        raise ValueError(f'{key} = "{device}", but torch sees {missing}: set {key} = "cpu" or "auto"')
+    return found
+
+
+def engine_device(config: Config) -> torch.device:
+    """Where it generates: engine.device, else model.device."""
+    if config.engine.device:
+        return pick_device(config.engine.device, "engine.device")
+    return pick_device(config.model.device)
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """The dtype in which sums are kept: float64, which Apple's GPUs have not."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has computed what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of the device's own random numbers, by the name that a checkpoint has for it; none for a CPU."""
+    if device.type == "cuda":
+        return {"random/cuda": torch.cuda.get_rng_state(device)}
+    return {"random/mps": torch.mps.get_rng_state()} if device.type == "mps" else {}
+
+
+def set_random_state(device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
+    """Go on with what `random_state` gave, if that was on a device of this type."""
+    if device.type == "cuda" and "random/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random/cuda"], device)
+    if device.type == "mps" and "random/mps" in tensors:
+        torch.mps.set_rng_state(tensors["random/mps"])

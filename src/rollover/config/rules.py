@@ -13,6 +13,7 @@ from rollover.config import (
     filter_rules,
     replay_rules,
     reward_rules,
+    stream_rules,
     train_rules,
 )
 from rollover.config.engine import ENGINES
@@ -210,7 +211,16 @@ INERT: tuple[Inert, ...] = (
 
 _OF_KIND = {
     "reasoning_gym": ("params",),
-    "dataset": ("path", "eval_path", "prompt_column", "answer_column"),
+    "dataset": (
+        "path",
+        "subset",
+        "split",
+        "eval_path",
+        "eval_split",
+        "streaming",
+        "prompt_column",
+        "answer_column",
+    ),
 }
 
 
@@ -248,6 +258,7 @@ REFUSED: tuple[Refused, ...] = (
     *filter_rules.REFUSED,
     *replay_rules.REFUSED,
     *train_rules.REFUSED,
+    *stream_rules.REFUSED,
     Refused(
         ("engine.kind",),
         lambda c: c.engine.kind not in ENGINES and ":" not in c.engine.kind,

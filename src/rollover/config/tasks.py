@@ -11,16 +11,34 @@ class TaskSourceConfig(Table):
     """[[tasks.sources]]: one source of tasks."""
 
     kind: Literal["reasoning_gym", "dataset"] = Field(
-        description="reasoning_gym: a generator by name. dataset: a file."
+        description="reasoning_gym: a generator by name. dataset: a file, a folder or a data set of the hub."
     )
     name: str = Field(
         default="", description="Generator name (reasoning_gym), or the label of a dataset (default: its file name)."
     )
     weight: float = Field(default=1.0, gt=0, description="Share of this source among all sources.")
     params: dict[str, Any] = Field(default_factory=dict, description="reasoning_gym: parameters of the generator.")
-    path: str = Field(default="", description="dataset: JSONL, Parquet or CSV file; local path or fsspec URL.")
+    path: str = Field(
+        default="",
+        description="dataset: JSONL, Parquet or CSV file (local path or fsspec URL), a folder of such files, or a data"
+        " set of the hub (owner/name).",
+    )
+    subset: str = Field(
+        default="", description="dataset: subset (configuration) of a data set of the hub; empty = the only one."
+    )
+    split: str = Field(default="train", description="dataset: split of a folder or of the hub that is trained.")
     eval_path: str = Field(
-        default="", description="dataset: held-out file; empty = a share of `path` (tasks.eval_fraction)."
+        default="", description="dataset: held-out rows, as `path`; empty = a share of `path` (tasks.eval_fraction)."
+    )
+    eval_split: str = Field(
+        default="",
+        description="dataset: split that is held out, of `eval_path` or else of `path`; empty = none is (of an"
+        " `eval_path`: train).",
+    )
+    streaming: bool = Field(
+        default=False,
+        description="dataset: read rows as they are needed, in their order, and store none; tasks.shuffle then"
+        " shuffles them within each 1,000.",
     )
     prompt_column: str = Field(
         default="", description="dataset: prompt column; empty = prompt, question, problem or messages."
@@ -45,6 +63,11 @@ class TaskSourceConfig(Table):
     answer_rule: AnswerRule | Literal[""] = Field(
         default="", description="Overrides tasks.answer_rule for this source."
     )
+
+    @property
+    def names_held_out(self) -> bool:
+        """Whether the held-out rows are named (a file or a split of their own), and not chosen by a hash."""
+        return bool(self.eval_path or self.eval_split)
 
 
 class TasksConfig(Table):

@@ -5,6 +5,7 @@ import datasets
 import pytest
 
 from rollover.envs.tasks.dataset import DatasetSource
+from rollover.envs.tasks.rows import Place
 
 CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "2 + 2"}]
 
@@ -15,12 +16,12 @@ def jsonl(tmp_path, *rows, name="data.jsonl"):
 
 
 def make(tmp_path, path, **options):
-    return DatasetSource(path, base_dir=tmp_path, label="data", reward="exact_match/last_number", **options)
+    return DatasetSource(Place(path, base_dir=tmp_path), label="data", reward="exact_match/last_number", **options)
 
 
 def test_trl_layout(tmp_path):
     source = make(tmp_path, jsonl(tmp_path, {"prompt": "2 + 2", "answer": "4", "level": 1}))
-    assert len(source) == 1
+    assert source.num_rows == 1
     problem = source.problem(0)
     assert (problem.task_id, problem.source, problem.prompt) == ("data/0", "data", "2 + 2")
     assert problem.columns == {"answer": "4", "level": 1}

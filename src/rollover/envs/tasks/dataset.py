@@ -1,30 +1,26 @@
-"""Tasks from a dataset file: JSONL, Parquet or CSV, read by the `datasets` library; local paths and fsspec URLs.
+"""Tasks from the rows of a dataset, in file order.
 
 Owns the reading of TRL's layout (`prompt` + columns), verl's (`prompt`, `data_source`, `reward_model`, `extra_info`)
-and plain question/answer files. Never shuffles or splits (stream.py does) and never adds a system prompt.
+and plain question/answer files. Never opens a file (rows.py), shuffles or splits (stream.py), or adds a system prompt.
 """
 
 from __future__ import annotations
 
 import datetime
 import decimal
-import hashlib
-import json
-import os
+import itertools
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 from typing import Any
 
-from rollover.files import did_you_mean_path
+from rollover.envs.tasks.rows import Place, open_rows, place_of_row
 from rollover.types import Task
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
-_BUILDERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 class DatasetSource:
-    """The rows of one file as problems, in file order; rows are read from an on-disk Arrow table, not held in memory.
+    """The rows of one dataset as problems, in its order.
 
     `answer_column` empty: reward_model.ground_truth, answer, solution or ground_truth, if there is one;
     `needs_answer` makes a missing one an error. Raises ValueError naming file, column and config key.
@@ -32,9 +28,8 @@ class DatasetSource:
 
     def __init__(
         self,
-        path: str,
+        place: Place,
         *,
-        base_dir: str | os.PathLike[str],
         label: str,
         reward: str,
         prompt_column: str = "",
@@ -42,13 +37,12 @@ class DatasetSource:
         needs_answer: bool = False,
         problem_key: str = "",
         chat: bool = True,
-        key: str = "path",
         task_prefix: str = "",
     ) -> None:
-        self.path, self.label, self.reward, self.chat = path, label, reward, chat
+        self.label, self.reward, self.chat = label, reward, chat
         self.task_prefix = task_prefix or label
-        self._rows = _load(path, base_dir, key)
-        columns: list[str] = self._rows.column_names
+        self._place, self._rows = place, open_rows(place)
+        path, columns = place.path, self._rows.columns
         self.answer_column = answer_column
         self.prompt_column = prompt_column or next((c for c in PROMPT_COLUMNS if c in columns), "")
         found = f"its columns are {', '.join(columns)}"
@@ -72,14 +66,20 @@ class DatasetSource:
                 f" {reward!r} needs; {found}: set tasks.sources.answer_column"
             )
 
-    def __len__(self) -> int:
-        return len(self._rows)
+    @property
+    def num_rows(self) -> int | None:
+        """None: nobody knows, as they are streamed."""
+        return self._rows.num_rows
+
+    def together(self, index: int) -> range:
+        """The rows that are shuffled among each other with row `index`; it is none of them behind the last row."""
+        return self._rows.together(index)
 
     def problem(self, index: int) -> Task:
         """Row `index` as a problem: chat messages as they are; a plain prompt as `prompt`."""
-        row = dict(self._rows[index])
+        row = self._rows[index]
         prompt = row.pop(self.prompt_column)
-        where = f"dataset {self.path!r}, {_place(self.path, index)}"
+        where = place_of_row(self._place, index)
         columns = {name: _jsonable(value, where, name) for name, value in row.items()}
         if self.answer_column:
             columns["answer"] = _jsonable(
@@ -95,15 +95,12 @@ class DatasetSource:
         return Task(task_id, self.label, self.reward, messages=self._messages(prompt, where), columns=columns)
 
     def fingerprint(self) -> str:
-        """Of the number of rows and the prompts of up to 1,000 of them, evenly spaced: another file, another order."""
-        num = len(self)
-        digest = hashlib.blake2b(digest_size=8)
-        for index in range(0, num, max(1, num // 1000)):
-            digest.update(json.dumps(self._rows[index][self.prompt_column], default=str).encode())
-        return f"{num} rows, {digest.hexdigest()}"
+        """Of the rows and their prompts: another file, another order."""
+        return self._rows.fingerprint(self.prompt_column)
 
     def problems(self) -> Iterator[Task]:
-        return (self.problem(index) for index in range(len(self)))
+        """All of them, in order."""
+        return (self.problem(i) for i in itertools.takewhile(lambda i: i in self.together(i), itertools.count()))
 
     def _messages(self, prompt: Any, where: str) -> tuple[dict[str, str], ...]:
         if not isinstance(prompt, list) or not prompt:
@@ -117,49 +114,6 @@ class DatasetSource:
                     f"{where}: {message!r} in {self.prompt_column!r} is not a message with role and content"
                 )
         return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
-
-
-def _place(path: str, index: int) -> str:
-    """Where an editor shows row `index`: JSON lines have their number, the rows of other files are counted from 1."""
-    lines = PurePosixPath(path.removesuffix(".gz")).suffix.lower() in (".jsonl", ".ndjson")
-    return f"{'line' if lines else 'row'} {index + 1}"
-
-
-def _load(path: str, base_dir: str | os.PathLike[str], key: str) -> Any:
-    """The file as a `datasets.Dataset`, through that library's own cache."""
-    try:
-        import datasets
-        from datasets.exceptions import DatasetGenerationError
-    except ModuleNotFoundError as error:
-        raise ValueError("tasks.sources.kind = 'dataset' needs the package datasets: pip install datasets") from error
-    import fsspec
-
-    located = path if "://" in path else os.path.join(base_dir, os.path.expanduser(path))
-    suffix = PurePosixPath(located.removesuffix(".gz")).suffix.lower()
-    if suffix not in _BUILDERS:
-        raise ValueError(f"tasks.sources.{key} = {path!r}: expected a file ending in {', '.join(_BUILDERS)}")
-    try:
-        filesystem, inside = fsspec.core.url_to_fs(located)
-    except (ValueError, ImportError) as error:  # unknown protocol, or its package is not installed
-        raise ValueError(f"tasks.sources.{key} = {path!r} cannot be opened: {error}") from error
-    if not filesystem.isfile(inside):
-        near = "" if "://" in path else did_you_mean_path(located, _BUILDERS)
-        raise ValueError(f"tasks.sources.{key} = {path!r}: there is no such file{near}")
-    if filesystem.size(inside) == 0:
-        raise ValueError(f"tasks.sources.{key}: {located!r} is empty")
-    bars = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        rows = datasets.load_dataset(_BUILDERS[suffix], data_files=located, split="train")
-    except DatasetGenerationError as error:
-        cause = error.__cause__ or error
-        raise ValueError(f"tasks.sources.{key}: {located!r} cannot be read as {_BUILDERS[suffix]}: {cause}") from error
-    except ValueError as error:  # what the library makes of a file with columns only
-        raise ValueError(f"tasks.sources.{key}: {located!r} has no rows, or none that can be read: {error}") from error
-    finally:
-        if bars:
-            datasets.enable_progress_bars()
-    return rows
 
 
 def _jsonable(value: Any, where: str, column: str) -> Any:

@@ -35,15 +35,16 @@ def tasks_line(config: Config, num_drawn: int = _NUM_DRAWN, limit_s: float = _LI
 def _datasets(config: Config, trained: TaskStream) -> list[str]:
     parts = []
     for source, rows, keys in trained.files():
-        by_file = bool(source.eval_path)
+        by_file = source.names_held_out
         left_out = sum(not trained.accepts(of_row, by_file) for of_row in keys)
         for_text = left_out - sum(not trained.accepts(of_row[:1], by_file) for of_row in keys)
         repeated = len(keys) - len({of_row[0] for of_row in keys})
-        first = "the first " if len(rows) > MAX_ROWS else ""
+        first = "the first " if (rows.num_rows or 0) > MAX_ROWS else ""
         if not by_file:
             why = f"held out (tasks.eval_fraction = {config.tasks.eval_fraction:g})"
         else:
-            why = f"left out, as {source.eval_path} has their problems"
+            where = source.eval_path or f"its split {source.eval_split}"
+            why = f"left out, as {where} has their problems"
             if not config.eval.num_tasks:
                 why += ", which is not evaluated: eval.num_tasks = 0"
         if for_text:
@@ -52,7 +53,7 @@ def _datasets(config: Config, trained: TaskStream) -> list[str]:
             f"{rows.label} has {first}{len(keys):,} rows: {len(keys) - left_out:,} are trained, {left_out:,} {why};"
             f" {repeated:,} repeat another's problem"
         )
-    return parts
+    return parts + [f"{label} is streamed, and not counted" for label in trained.streamed()]
 
 
 def _overlap(held_out: list[Task], trained: TaskStream, num_drawn: int, limit_s: float) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.envs.tasks.dataset import DatasetSource
 from rollover.envs.tasks.reasoning_gym import FailedProblem, ReasoningGymSource
+from rollover.envs.tasks.rows import Place
 from rollover.envs.tasks.same import Same, problem_text, same_by
 from rollover.envs.tasks.split import Split, SplitName, key_of
 from rollover.rewards.registry import spec_for
@@ -45,7 +46,7 @@ class _Cursor:
     epoch: int = 0
     position: int = 0
     exhausted: bool = False
-    order: list[int] | None = None  # of this epoch's rows; made when first needed
+    order: tuple[tuple[int, range], list[int]] | None = None  # of which epoch and rows, and theirs
 
     def candidates(self) -> Iterator[Task | FailedProblem]:
         """Problems from here on; the cursor moves with every one taken."""
@@ -58,14 +59,21 @@ class _Cursor:
                     problem = failed
                 yield problem
         while self.max_epochs == 0 or self.epoch < self.max_epochs:
-            if self.order is None:
-                self.order = list(range(len(self.source)))
-                if self.shuffle:
-                    random.Random(f"{self.seed}/{self.epoch}").shuffle(self.order)
-            while self.position < len(self.order):
+            while self.position in (rows := self.source.together(self.position)):
                 self.position += 1
-                yield replace(self.source.problem(self.order[self.position - 1]), attempt=self.epoch)
-            self.epoch, self.position, self.order = self.epoch + 1, 0, None
+                row = self._in_order(rows)[self.position - 1 - rows.start]
+                yield replace(self.source.problem(row), attempt=self.epoch)
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _in_order(self, rows: range) -> list[int]:
+        """The numbers of these rows in the order of this epoch."""
+        if self.order is None or self.order[0] != (self.epoch, rows):
+            numbers = list(rows)
+            if self.shuffle:
+                seed = f"{self.seed}/{self.epoch}" + (f"/{rows.start}" if rows.start else "")
+                random.Random(seed).shuffle(numbers)
+            self.order = (self.epoch, rows), numbers
+        return self.order[1]
 
     def keys(self, problem: Task) -> tuple[int, ...]:
         """As split.py compares problems: what makes it the same as another, and its text, if that is not the same."""
@@ -74,7 +82,8 @@ class _Cursor:
 
     @property
     def max_candidates(self) -> int:
-        return len(self.source) if isinstance(self.source, DatasetSource) else MAX_CANDIDATES
+        known = self.source.num_rows if isinstance(self.source, DatasetSource) else None
+        return known or MAX_CANDIDATES
 
 
 def decorated(problem: Task, tasks: TasksConfig) -> Task:
@@ -173,12 +182,17 @@ class TaskStream:
         }
 
     def files(self) -> list[tuple[TaskSourceConfig, DatasetSource, list[tuple[int, ...]]]]:
-        """Each dataset of this side with the keys of every row (of the first MAX_ROWS), in file order."""
+        """Each dataset of this side whose rows are counted, with the keys of all (of the first MAX_ROWS), in order."""
         return [
             (config, cursor.source, [cursor.keys(cursor.source.problem(i)) for i in range(num)])
             for config, cursor in zip(self.tasks.sources, self._cursors, strict=True)
-            if isinstance(cursor.source, DatasetSource) and (num := min(len(cursor.source), MAX_ROWS))
+            if isinstance(cursor.source, DatasetSource) and (num := min(cursor.source.num_rows or 0, MAX_ROWS))
         ]
+
+    def streamed(self) -> list[str]:
+        """The labels of the datasets whose rows nobody has counted."""
+        sources = [cursor.source for cursor in self._cursors]
+        return [s.label for s in sources if isinstance(s, DatasetSource) and s.num_rows is None]
 
     def accepts(self, keys: Sequence[int], by_file: bool) -> bool:
         """Whether a problem with these keys is on this side of the split."""
@@ -207,7 +221,7 @@ class TaskStream:
             cursor.epoch, cursor.position = source["epoch"], source["position"]
             # tasks.epochs may have been raised since.
             more = isinstance(cursor.source, DatasetSource) and not 0 < cursor.max_epochs <= cursor.epoch
-            cursor.exhausted, cursor.order = source["exhausted"] and not more, None
+            cursor.exhausted = source["exhausted"] and not more
 
     def _fingerprint(self) -> dict[str, Any]:
         """JSON: what the order and the side of every problem depend on, by the name of the option that sets it."""
@@ -260,14 +274,22 @@ class TaskStream:
             made = self._dataset(source, label, reward, held_out=self.split == "eval")
         max_epochs = 1 if self.split == "eval" else self.tasks.epochs
         same = same_by(source)
-        return _Cursor(made, same, source.weight, bool(source.eval_path), seed, max_epochs, self.tasks.shuffle)
+        return _Cursor(made, same, source.weight, source.names_held_out, seed, max_epochs, self.tasks.shuffle)
 
     def _dataset(self, source: TaskSourceConfig, label: str, reward: str, held_out: bool) -> DatasetSource:
-        """The file of one side: the held-out one if there is one and it is asked for, else the training file."""
-        own_file = held_out and bool(source.eval_path)
+        """The rows of one side: those that are named as held out if they are asked for, else those that are trained."""
+        apart = held_out and source.names_held_out
+        other_path = apart and bool(source.eval_path)
+        place = Place(
+            source.eval_path if other_path else source.path,
+            "" if other_path else source.subset,
+            (source.eval_split or "train") if apart else source.split,
+            source.streaming,
+            "eval_path" if other_path else "path",
+            self._base_dir,
+        )
         return DatasetSource(
-            source.eval_path if own_file else source.path,
-            base_dir=self._base_dir,
+            place,
             label=label,
             reward=reward,
             prompt_column=source.prompt_column,
@@ -275,8 +297,7 @@ class TaskStream:
             needs_answer=reward.startswith("exact_match/"),
             problem_key=source.problem_key,
             chat=self.tasks.chat,
-            key="eval_path" if own_file else "path",
-            task_prefix=f"{label}/eval" if own_file else label,
+            task_prefix=f"{label}/eval" if apart else label,
         )
 
     def _make_split(self, labels: list[str]) -> Split:

@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml Makefile
 	touch $(STAMP)
 
 demo: venv
-	@$(BIN)/python -m rollover train configs/quickstart.toml
+	@$(BIN)/python -m rollover demo
 
 test: venv
 	@$(BIN)/python -m pytest

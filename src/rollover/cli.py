@@ -15,6 +15,7 @@ import errno
 import itertools
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rollover
+from rollover import system
 
 if TYPE_CHECKING:
     from rollover.config.load import Resolved
@@ -35,6 +37,9 @@ _OVERRIDES = "Any key of the configuration can be set as --table.key VALUE, for 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code. argparse itself exits (0 for --help, 2 for wrong arguments)."""
+    if reason := system.refusal():
+        _complain(reason)
+        return 2
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the reward worker forks after tokenizers were used
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     parser = build_parser()
@@ -113,12 +118,19 @@ def build_parser() -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=about, description=about, epilog=epilog, allow_abbrev=False)
         sub.set_defaults(verb=run)
         if files:
-            text = "configuration; later files override earlier ones"
+            text = "configuration, or the name of a recipe (rollover init --list); later ones override earlier ones"
             sub.add_argument("files", nargs=files, metavar="FILE.toml", type=Path, help=text)
         return sub
 
     train = verb("train", _train, "Train a model.")
     train.add_argument("--resume", action="store_true", help="continue the run in run.dir from its newest checkpoint")
+
+    verb("demo", _demo, "Train a small model on easy arithmetic, on a CPU too: the recipe quickstart.", files=None)
+
+    init = verb("init", _init, "Write a recipe as a file of your own, every key explained.", files=None, epilog=None)
+    init.add_argument("name", nargs="?", metavar="NAME", default="", help="which recipe (default: quickstart)")
+    init.add_argument("file", nargs="?", metavar="FILE.toml", default="", help="what to write (default: NAME.toml)")
+    init.add_argument("--list", action="store_true", help="print the names of all recipes, and write nothing")
 
     evaluate = verb("eval", _eval, "Evaluate on held-out tasks: mean reward, pass@1 and pass@k per source.")
     evaluate.add_argument("--answers", metavar="OUT.jsonl", type=Path, help="write every answer, with task and score")
@@ -170,6 +182,33 @@ def _train(args: argparse.Namespace, overrides: Overrides) -> int:
 
     command = [*map(str, args.files), *(f"--{key}={value}" for key, value in overrides)]
     return run_training(resolved, args.resume, command)
+
+
+def _demo(args: argparse.Namespace, overrides: Overrides) -> int:
+    from rollover.config.recipes import QUICKSTART, word_for
+
+    args.files, args.resume = [word_for(QUICKSTART)], False
+    return _train(args, overrides)
+
+
+def _init(args: argparse.Namespace, overrides: Overrides) -> int:
+    from rollover.config import recipes
+    from rollover.config.starter import write_starter
+
+    if overrides:
+        raise ValueError(f"rollover init writes a recipe as it is: leave out --{overrides[0][0]}, and edit the file")
+    if args.list:
+        for name, path in recipes.recipes().items():
+            print(f"{name:18} {recipes.about(path)}")
+        return 0
+    name, file = args.name, args.file
+    if not file and name.endswith(".toml"):
+        name, file = "", name
+    name = name or recipes.QUICKSTART
+    target = Path(file or f"{name}.toml")
+    write_starter(name, target)
+    print(f"wrote {target}; to train with it: rollover train {shlex.quote(str(target))}")
+    return 0
 
 
 def _eval(args: argparse.Namespace, overrides: Overrides) -> int:
@@ -255,5 +294,5 @@ def _is_of_the_machine(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
-def _complain(error: Exception) -> None:
+def _complain(error: Exception | str) -> None:
     print(f"rollover: error: {error}", file=sys.stderr)

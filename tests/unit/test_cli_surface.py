@@ -16,7 +16,7 @@ import pytest
 
 from rollover import cli
 from rollover.checkpoint.store import CheckpointWriteError, CorruptCheckpointError
-from rollover.config import describe
+from rollover.config import describe, recipes
 from rollover.config.fields import default_of, expected, leaves, row_of
 from rollover.config.load import load_config
 
@@ -87,6 +87,33 @@ def test_train_passes_files_overrides_and_resume(monkeypatch, recipe, tmp_path):
     assert resolved.config.train.num_steps == 5
     assert resolved.config.train.learning_rate == 0.5
     assert resolved.config.run.name == "a b"
+
+
+def test_demo_trains_the_quickstart_whatever_lies_in_the_working_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    calls = []
+    fake(monkeypatch, "rollover.train.loop", run_training=lambda *args: calls.append(args) or 0)
+    assert cli.main(["demo", "--train.num_steps", "2"]) == 0
+    (tmp_path / "quickstart.toml").write_text("mine = true")
+    assert cli.main(["demo", "--train.num_steps", "2"]) == 0
+    shipped = recipes.FOLDER / "quickstart.toml"
+    wanted = load_config([shipped], [("train.num_steps", "2")]).config
+    assert [(resolved.config, resume) for resolved, resume, _ in calls] == [(wanted, False)] * 2
+    # What goes on with it is `rollover train` of the same recipe.
+    assert [command[0] for _, _, command in calls] == ["quickstart", str(shipped)]
+
+
+@pytest.mark.parametrize("platform", ["win32", "cygwin"])
+@pytest.mark.parametrize("words", [["--help"], ["train", "x.toml"], ["nonsense"]])
+def test_windows_is_refused_in_one_sentence(monkeypatch, capsys, platform, words):
+    monkeypatch.setattr(sys, "platform", platform)
+    assert cli.main(words) == 2
+    out = capsys.readouterr()
+    assert out.err == (
+        "rollover: error: Rollover does not run on Windows itself: install it in the Windows Subsystem for Linux"
+        " (wsl --install)\n"
+    )
+    assert out.out == ""
 
 
 def test_the_verb_s_exit_code_is_the_program_s(monkeypatch, recipe):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 from rollover.config import Config, Table
@@ -15,12 +16,17 @@ from rollover.config.fields import expected, row_of, table_of
 from rollover.config.load import Resolved
 
 _WIDTH = 100
+Line = Callable[[str, str, Any], str]  # (dotted key, name, value) -> the line that sets it
 
 
 def as_toml(resolved: Resolved) -> str:
     """The configuration as TOML: above every key its doc and what it takes, behind it which layer set the value."""
+
+    def line(key: str, name: str, value: Any) -> str:
+        return f"{name} = {toml_value(value)}  # {resolved.origin.get(key, 'default')}"
+
     lines = [f"# notice: {notice}" for notice in resolved.notices]
-    lines += _table(resolved.config, "", resolved.origin)
+    lines += lines_of(resolved.config, line)
     return "\n".join(lines).strip() + "\n"
 
 
@@ -34,25 +40,30 @@ def schema() -> str:
     return json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
-def _table(table: Table, key: str, origin: dict[str, str], *, header: str = "[{}]", path: str = "") -> list[str]:
-    """`key` is the name in the header, `path` the dotted name in `origin` (with the index of an array's element)."""
+def lines_of(table: Table, line: Line, key: str = "", *, header: str = "[{}]", path: str = "") -> list[str]:
+    """Lines of TOML: headers, docs, and `line` for each value ("": none). Of a list of tables the first is explained.
+
+    `key` is the name in the header, `path` the dotted name that `line` is told (with the index of an array's element).
+    """
     path = path or key
     lines = []
+    explained = not re.search(r"\.[1-9]\d*$", path)
     if key:
-        doc = (type(table).__doc__ or "").strip().splitlines()
-        lines += ["", *(f"# {line}" for line in doc), header.format(key)]
+        doc = (type(table).__doc__ or "").strip().splitlines() if explained else ()
+        lines += ["", *(f"# {text}" for text in doc), header.format(key)]
     inner_lines = []
     for name, info in type(table).model_fields.items():
         value, full = getattr(table, name), f"{path}.{name}" if path else name
         if table_of(info.annotation):
-            inner_lines += _table(value, full, origin)
+            inner_lines += lines_of(value, line, full)
         elif row_of(info.annotation) and value:
             for i, row in enumerate(value):
-                inner_lines += _table(row, full, origin, header="[[{}]]", path=f"{full}.{i}")
+                inner_lines += lines_of(row, line, full, header="[[{}]]", path=f"{full}.{i}")
         else:
             doc = f"{info.description or ''} ({expected(info)})".strip()
-            lines += textwrap.wrap(doc, _WIDTH, initial_indent="# ", subsequent_indent="#   ")
-            lines.append(f"{name} = {toml_value(value)}  # {origin.get(full, 'default')}")
+            if explained:
+                lines += textwrap.wrap(doc, _WIDTH, initial_indent="# ", subsequent_indent="#   ")
+            lines += filter(None, [line(full, name, value)])
     return lines + inner_lines
 
 

@@ -1,4 +1,4 @@
-"""Reads the configuration: preset < TOML files, left to right < dotted overrides.
+"""Reads the configuration: preset < TOML files and recipes, left to right < dotted overrides.
 
 Owns the layers, which one set what, and every message about a wrong configuration. Never writes a file.
 Tables are merged deeply, arrays are replaced; one element's field is reached as `tasks.sources.0.params.max_digits`.
@@ -32,6 +32,7 @@ from rollover.config.fields import (
     value_of,
 )
 from rollover.config.presets import PRESETS
+from rollover.config.recipes import located
 from rollover.config.rules import NO_SOURCES, REFUSED, Refused
 from rollover.config.suggest import unknown_key, unknown_table
 from rollover.config.toml_file import read_toml
@@ -89,9 +90,8 @@ def load_config(
     without effect (see `_settle`) and a refused combination.
     """
     stack: list[tuple[str, Values]] = []
-    for path in files:
-        label = str(path)
-        stack.append((label, dict(_flatten(read_toml(Path(path)), Config, "", label))))
+    for label, path in map(located, files):
+        stack.append((label, dict(_flatten(read_toml(path), Config, "", label))))
     for key, text in overrides:
         stack.append((COMMAND_LINE, _override(key, text)))
     stack.insert(0, _preset(stack))

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollover.config.base import ConfigError
 from rollover.config.fields import names
+from rollover.config.recipes import hint, near
 from rollover.config.suggest import ALL_KEYS, near_keys
 from rollover.files import near_paths
 
@@ -37,14 +38,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is a folder: give a TOML file in it{_tomls(path)}")
     if not path.is_file() and "=" in path.name:  # hydra's form of an override
         key, _, value = str(path).partition("=")
-        near = near_keys(key.lstrip("+~"), names())
-        raise ConfigError(f"{path}: no such file{f'. Did you mean --{near[0]} {value}?' if near else f'. {ALL_KEYS}'}")
+        keys = near_keys(key.lstrip("+~"), names())
+        raise ConfigError(f"{path}: no such file{f'. Did you mean --{keys[0]} {value}?' if keys else f'. {ALL_KEYS}'}")
     if not path.is_file():
-        near = near_paths(path, (".toml",)) or near_paths(Path("configs", path.name), (".toml",))
-        files = [name for name in near if Path(name).is_file()]
-        raise ConfigError(
-            f"{path}: no such file" + (f". Did you mean {' or '.join(files)}?" if files else _tomls(path.parent))
-        )
+        raise ConfigError(f"{path}: no such file{_meant(path)}")
     if path.suffix.lower() in (".json", ".yaml", ".yml"):
         raise ConfigError(
             f"{path} is no TOML file. `rollover config FILE.toml > mine.toml` writes every value as TOML that loads"
@@ -65,8 +62,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}, line {number}: not valid TOML: {meaning}") from error
 
 
+def _meant(path: Path) -> str:
+    """The end of a message about a file that is not there: one with a name like it, a recipe, or what lies there."""
+    files = [name for name in near_paths(path, (".toml",)) if Path(name).is_file()]
+    if files:
+        return f". Did you mean {' or '.join(files)}?"
+    if str(path) == path.stem:  # a word, as recipes are
+        return f", and no recipe{hint(path.stem)}"
+    return f". Did you mean the recipe {near(path.stem)}?" if near(path.stem) else _tomls(path.parent)
+
+
 def _tomls(folder: Path) -> str:
-    found = sorted(folder.glob("*.toml"))[:5] or sorted(Path("configs").glob("*.toml"))[:5]
+    found = sorted(folder.glob("*.toml"))[:5]
     return f". Did you mean {' or '.join(map(str, found))}?" if found else ". Check the path"
 
 

@@ -248,19 +248,21 @@ def test_file_that_is_not_text(tmp_path):
     assert "not UTF-8" in message([path])
 
 
-def test_missing_file_suggests_a_near_one(write, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # so that there is no configs/ to suggest from
+def test_missing_file_suggests_a_near_one(write, tmp_path):
     path = write("", "quickstart.toml")
     assert f"Did you mean {path}?" in message([tmp_path / "quikstart.toml"])
     assert "no such file" in message([tmp_path / "nowhere" / "x.toml"])
     assert f"is a folder: give a TOML file in it. Did you mean {path}?" in message([tmp_path])
 
 
-def test_missing_file_is_looked_for_in_configs(tmp_path, monkeypatch):
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "quickstart.toml").write_text("")
+def test_missing_file_suggests_a_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "Did you mean configs/quickstart.toml?" in message([Path("quickstart.toml")])
+    for name in ("quickstart.toml", "quikstart.toml", "configs/quickstart.toml"):
+        assert message([name]) == f"{name}: no such file. Did you mean the recipe quickstart?"
+    assert message(["aprl"]) == "aprl: no such file, and no recipe. Did you mean the recipe april?"
+    assert message(["kimi"]).endswith("no recipe. Did you mean the recipe kimi_k15?")
+    assert message(["nothing"]).startswith("nothing: no such file, and no recipe. The recipes are quickstart, apr, ")
+    assert message(["nothing.toml"]) == "nothing.toml: no such file. Check the path"
 
 
 # The tree of fields, and printing

@@ -1,4 +1,5 @@
-"""Every recipe in configs/: valid alone, over the quickstart and under it; what its comments name exists."""
+"""Every recipe of the package: valid alone, over the quickstart and under it; found by its name, and written as a file
+of the user's own; what its comments name exists."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ import pytest
 
 from rollover import cli
 from rollover.config import Config
+from rollover.config import recipes as recipes_module
 from rollover.config.fields import field_at, leaves
 from rollover.config.load import Resolved, load_config
 from rollover.rollout.scheduler import Scheduler
 
-FOLDER = Path(__file__).parents[3] / "configs"
+FOLDER = recipes_module.FOLDER
 RECIPES = sorted(FOLDER.glob("*.toml"))
 QUICKSTART = FOLDER / "quickstart.toml"
 
@@ -178,3 +180,106 @@ def test_keys_named_in_comments_exist(path: Path) -> None:
     # Values that comments quote, as in `"mask" and max_staleness = 0`.
     plain = {name.rpartition(".")[2] for name, _ in leaves()}
     assert [name for name in re.findall(r"\b([a-z]+(?:_[a-z]+)+) = ", text) if name not in plain] == []
+
+
+@recipes()
+def test_a_recipe_is_found_by_its_name(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config([path.stem]).config == load_config([path]).config
+    assert recipes_module.word_for(path.stem) == Path(path.stem)
+    assert len(recipes_module.about(path)) > 20
+
+
+def test_a_file_in_the_working_directory_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "apr").mkdir()  # a folder is no configuration
+    assert recipes_module.located("apr") == ("recipe apr", FOLDER / "apr.toml")
+    (tmp_path / "apr.toml").write_text("")
+    assert recipes_module.located("apr") == ("apr.toml", Path("apr.toml"))
+    (tmp_path / "april").write_text("")
+    assert recipes_module.located("april") == ("april", Path("april"))
+    assert recipes_module.word_for("apr") == FOLDER / "apr.toml"
+    assert recipes_module.located("mine/apr") == ("mine/apr", Path("mine/apr")), "what names a folder is a path"
+
+
+def test_messages_name_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    resolved = load_config(["apr"], [("rollout.interrupt", "never"), ("rollout.in_flight_groups", "8")])
+    assert "rollout.supplement = true (recipe apr) was reset" in "\n".join(resolved.notices)
+    assert resolved.origin["rollout.group_size"] == "recipe apr"
+
+
+@recipes()
+def test_what_init_writes_is_the_recipe_with_every_key_explained(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", path.stem]) == 0
+    assert capsys.readouterr().out == f"wrote {path.name}; to train with it: rollover train {path.name}\n"
+    text = Path(path.name).read_text()
+    assert load_config([path.name]).config == load_config([path]).config
+    assert load_config([path.name]).notices == []
+    said = " ".join(line.lstrip("# ") for line in text.splitlines())
+    for key, info in leaves():
+        name = key.rpartition(".")[2]
+        if key != "tasks.sources":
+            assert re.search(rf"^#?{name} = ", text, re.MULTILINE), key
+            assert " ".join((info.description or "?").split()) in said, key
+    for key, note in comments(path).items():
+        assert note in text, f"the recipe's own comment behind {key}"
+    used = {line.partition(" = ")[0] for line in text.splitlines() if re.match(r"\w+ = ", line)}
+    assert used == {key.rpartition(".")[2] for key in comments(path)}, "what the recipe sets is set, and nothing else"
+
+
+def test_a_comment_of_init_is_the_value_that_the_key_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone, without its #, changes nothing: it is no error, or one that says that it has no effect."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    lines = Path("quickstart.toml").read_text().splitlines()
+    off = [i for i, line in enumerate(lines) if re.match(r"#\w+ = ", line)]
+    wanted, changed = load_config(["quickstart.toml"]).config, 0
+    for i in off:
+        Path("one.toml").write_text("\n".join([*lines[:i], lines[i][1:], *lines[i + 1 :]]))
+        assert load_config(["one.toml"]).config == wanted, lines[i]
+        changed += 1
+    assert changed > 100
+
+
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [([], "quickstart.toml"), (["x.toml"], "x.toml"), (["apr"], "apr.toml"), (["apr", "x.toml"], "x.toml")],
+)
+def test_init_takes_a_name_a_file_or_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], file: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", *words]) == 0
+    recipe = "apr" if "apr" in words else "quickstart"
+    assert load_config([file]).config == load_config([FOLDER / f"{recipe}.toml"]).config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["quikstart"], "there is no recipe 'quikstart'. Did you mean the recipe quickstart?"),
+        (["mine", "x.toml"], "there is no recipe 'mine'. The recipes are quickstart, apr, "),
+        (["there.toml"], "rollover init: there.toml is there already: give the name of another file, or remove it"),
+        (["apr", "no/x.toml"], "rollover init: no/x.toml: there is no folder no"),
+        (["apr", "--train.num_steps", "3"], "writes a recipe as it is: leave out --train.num_steps"),
+    ],
+)
+def test_what_init_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.toml").write_text("mine")
+    assert cli.main(["init", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("there.toml", "mine")]
+
+
+def test_the_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(recipes_module.recipes())
+    assert lines[0].split(maxsplit=1)[1].startswith("Trains SmolLM2-135M on easy arithmetic")

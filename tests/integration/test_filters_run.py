@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -189,8 +187,7 @@ def test_killed_while_a_step_is_written_down_it_counts_each_filtered_group_once(
     """These are called one after the other at the end of a step; the kill comes before the call of the third step."""
     file = recipe(tmp_path, {"zero_variance": True}, MODES["partial"], steps=5)
     rarely = ["--checkpoint.every_steps", "50", "--checkpoint.journal_s", "600"]
-    command = [sys.executable, KILLED_AT, place, "3", "train", file, *rarely]
-    killed = subprocess.run(command, env=runs.environment(), stderr=subprocess.DEVNULL, timeout=600, check=False)
+    killed = runs.rollover(place, 3, "train", file, *rarely, script=KILLED_AT)
     assert killed.returncode == -signal.SIGKILL
     assert len(runs.json_lines(tmp_path / "run" / "metrics.jsonl")) in (2, 3)
     assert main(["train", str(file), "--resume", *rarely]) == 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -40,12 +38,11 @@ class Killed:
     def steps(self) -> int:
         return len(runs.json_lines(self.metrics))
 
-    def start(self, *words: str) -> subprocess.Popen:
+    def start(self, *words: str) -> runs.Run:
         resume = ["--resume"] if self.starts else []
         self.starts += 1
-        command = [sys.executable, str(LOGGED), str(self.log(self.starts)), "train", str(self.recipe), *resume, *words]
         said = self.recipe.parent / f"said-{self.starts}"
-        return subprocess.Popen(command, env=runs.environment(), stdout=said.open("w"), stderr=subprocess.STDOUT)
+        return runs.start(self.log(self.starts), "train", self.recipe, *resume, *words, log=said, script=LOGGED)
 
     def said(self) -> str:
         return (self.recipe.parent / f"said-{self.starts}").read_text()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -136,13 +133,13 @@ def test_all(tmp_path: Path, case: Case) -> None:
 def test_killed_at_a_random_moment_and_resumed(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     file = recipe(tmp_path, rng.choice(ALL), steps=8)
-    process = subprocess.Popen(runs.command("train", file), env=runs.environment(), stderr=subprocess.DEVNULL)
+    process = runs.start("train", file)
     metrics, wanted = tmp_path / "run" / "metrics.jsonl", rng.randrange(1, 7)
     deadline = time.time() + 200
     while time.time() < deadline and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < wanted):
         time.sleep(0.01)
     time.sleep(rng.random() * 0.3)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     assert main(["train", str(file), "--resume"]) == 0
     check(tmp_path, 8)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,22 +99,18 @@ def test_old_weights_make_tokens_stale_without_overlap_too(tmp_path: Path, in_fl
 
 def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
     """kill -9 with rollouts in flight, then --resume: the ledger balances and no task is trained twice."""
-    import os
-    import subprocess
-    import time
-
     recipe = runs.write(
         tmp_path, steps=12, rollout=AHEAD | {"interrupt": "on_weight_update"}, engine={"kind": "process"}
     )
-    process = subprocess.Popen(runs.command("train", recipe), env=runs.environment(), stderr=subprocess.PIPE)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.time() + 600
-    while time.time() < deadline and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 5):
+    process = runs.start("train", recipe)
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 600
+    while len(runs.json_lines(metrics)) < 5:
+        assert process.poll() is None and time.monotonic() < deadline, process.out + process.err
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.wait()
     assert main(["train", str(recipe), "--resume"]) == 0
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = runs.json_lines(metrics)
     assert [row["step"] for row in rows] == list(range(1, 13))
     for row in rows:
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -110,9 +109,7 @@ def test_kill_9_keeps_both_buffers(tmp_path: Path) -> None:
     recipe = write(tmp_path / "killed", SYNC, **BOTH | every)
     for kill_after in (4, 8):
         words = ["train", recipe, *(["--resume"] if kill_after > 4 else [])]
-        process = subprocess.Popen(
-            runs.command(*words), env=runs.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        process = runs.start(*words)
         deadline = time.monotonic() + 600
         while not (found := rows(tmp_path / "killed")) or found[-1]["step"] < kill_after:
             assert process.poll() is None and time.monotonic() < deadline

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def check_prefix(run_dir: Path, step: int, cache: RolloutCache, state: dict) -> 
     ledger.check(cache)
 
 
-def children_of(process: subprocess.Popen) -> list[psutil.Process]:
+def children_of(process: runs.Run) -> list[psutil.Process]:
     try:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -67,15 +66,13 @@ def test_sigkill_at_random_moments(tmp_path: Path, seed: int) -> None:
     for kill in range(KILLS):
         # Killed before the first checkpoint, a run begins again.
         words = ["train", recipe, *(["--resume"] if kill else [])]
-        process = subprocess.Popen(
-            runs.command(*words), env=runs.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        process = runs.start(*words)
         try:
             # A resumed run goes on from the committed step, not from the start.
             deadline = time.monotonic() + 600
             fresh = committed + 1 + (kill % 4)
             while (rows := runs.json_lines(metrics)) == [] or rows[-1]["step"] < fresh:
-                assert process.poll() is None, process.stdout.read() if process.stdout else ""
+                assert process.poll() is None, process.out + process.err
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             time.sleep(rng.random() * 0.8)

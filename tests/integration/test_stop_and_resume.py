@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def wait_until(condition: Callable[[], object], process: subprocess.Popen) -> None:
+def wait_until(condition: Callable[[], object], process: runs.Run) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert process.poll() is None, "it has ended"
@@ -45,20 +44,19 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen) -> No
 
 
 @contextlib.contextmanager
-def started(log: Path, *words: str | Path) -> Iterator[subprocess.Popen]:
+def started(log: Path, *words: str | Path) -> Iterator[runs.Run]:
     """A run with its output in `log`; killed at the end if it is still there. None of its children outlives it."""
-    with log.open("w") as file:
-        process = subprocess.Popen(runs.command(*words), env=runs.environment(), stdout=file, stderr=file)
-        children: list[psutil.Process] = []
-        try:
-            yield process
-            children = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(signal.SIGTERM)
-            process.wait(PATIENCE_S)
-        finally:
-            process.kill()
-            process.wait()
-        assert not psutil.wait_procs(children, timeout=PATIENCE_S)[1], "a child process outlived the run"
+    process = runs.start(*words, log=log)
+    children: list[psutil.Process] = []
+    try:
+        yield process
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert not psutil.wait_procs(children, timeout=PATIENCE_S)[1], "a child process outlived the run"
 
 
 @dataclass
@@ -66,7 +64,7 @@ class Stopped:
     """A run that got SIGTERM while a reward function slept."""
 
     recipe: Path
-    code: int
+    code: int | None
     said: str
     slept: list[dict[str, Any]]  # answer and completion of the calls that never returned
     steps: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -127,7 +126,7 @@ def test_a_stop_in_the_middle_of_a_step_loses_nothing(tmp_path: Path) -> None:
     train(tmp_path / "whole", **tables)
     file = recipe(tmp_path / "stopped", **tables)
     (tmp_path / "stopped" / "hold").touch()
-    process = subprocess.Popen(runs.command("train", file), env=runs.environment(), stderr=subprocess.DEVNULL)
+    process = runs.start("train", file)
     deadline = time.monotonic() + 600
     while not (tmp_path / "stopped" / "held").exists():
         assert process.poll() is None and time.monotonic() < deadline

@@ -177,21 +177,16 @@ def test_eval_and_sample(finished: Path) -> None:
 def test_ctrl_c_parks_and_the_printed_command_resumes(tmp_path: Path) -> None:
     tmp_path = tmp_path / "with space"
     recipe = runs.write(tmp_path, steps=200, checkpoint={"every_steps": 0})
-    process = subprocess.Popen(
-        runs.command("train", recipe),
-        env=runs.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = runs.start("train", recipe)
     try:
         while len(runs.json_lines(tmp_path / "run" / "metrics.jsonl")) < 3:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=600)
+        process.wait(600)
     finally:
         process.kill()
+    output = process.out + process.err
     assert process.returncode == 130 and "Traceback" not in output, output
     printed = next(line.strip() for line in output.splitlines() if line.strip().endswith("--resume"))
     reached = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]

@@ -42,9 +42,9 @@ class Logged(EmbeddedEngine):
 
 
 def main() -> int:
-    from rollover.train import setup
+    from rollover.engine import build
 
-    setup.EmbeddedEngine = Logged  # pyright: ignore[reportAttributeAccessIssue]
+    build.EmbeddedEngine = Logged  # pyright: ignore[reportAttributeAccessIssue]
     return cli.main(sys.argv[2:])
 
 

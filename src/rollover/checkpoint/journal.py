@@ -127,6 +127,25 @@ def _why_no_more(path: Path, content: mmap.mmap, at: int, num: int) -> str:
     )
 
 
+def _why_foreign(head: Mapping[str, Any], mark: Mark | None, number: int) -> str:
+    """Why a file with that head does not go on from `mark`, to complete "it is not used: "; "" if it does."""
+    if head.get("kind") != HEAD:
+        return "it has no beginning"
+    if head["format"] != FORMAT:
+        return f"it has format {head['format']}, and this version reads {FORMAT}"
+    if mark is None and head["checkpoint"] is not None:
+        return f"it begins at {head['checkpoint']}, which is not there"
+    if head["number"] != number or (mark is not None and head["run"] != mark.run):
+        return "it belongs to another run"
+    return ""
+
+
+def holds_data(folder: Path) -> bool:
+    """Whether a record in a journal there has data: whoever wrote it has generated something."""
+    parts = (Part(path, path.stat().st_size, 0) for path in sorted(folder.glob("*.journal")))
+    return any(record.data for part in parts for record in part.records())
+
+
 class Journal:
     """The journal of one run, in `folder`. Nothing is written before `begin`. `say` prints one line.
 
@@ -172,9 +191,9 @@ class Journal:
             _write_all(fd, first)
             fsync_dir(self.folder)
             self.append({"kind": END, "next": number})  # of what is there by now
-            self._finish()
+            self.halt()
         except OSError as error:
-            self._finish()
+            self.halt()
             self._tell(error)
             if fd is not None:
                 os.close(fd)
@@ -194,9 +213,7 @@ class Journal:
 
     def commit(self, mark: Mark) -> None:
         """The checkpoint that begins at `mark` is committed: what came before is not needed any more."""
-        for number in self._numbers():
-            if number < mark.number:
-                self._path(number).unlink(missing_ok=True)
+        self._delete(lambda number: number < mark.number)
         self._earlier = 0
 
     def append(self, meta: Mapping[str, Any], data: bytes = b"") -> None:
@@ -204,9 +221,7 @@ class Journal:
         if self._fd is None:
             return
         try:
-            if self._last_sync is not None and self._last_sync.done():
-                synced, self._last_sync = self._last_sync, None
-                synced.result()
+            self._is_syncing()
             record = packed(meta, data, self._sequence)
             _write_all(self._fd, record)
             self._size, self._sequence = self._size + len(record), self._sequence + 1
@@ -214,17 +229,30 @@ class Journal:
             self._fail(error)
 
     def sync(self) -> None:
-        """Begin to bring all records to the disk. An error is noticed by the next `append`."""
-        if self._fd is not None and (self._last_sync is None or self._last_sync.done()):
-            self._last_sync = self._syncs.submit(os.fsync, self._fd)
+        """Begin to bring all records to the disk. An error is noticed by the next call of this or of `append`."""
+        if self._fd is None:
+            return
+        try:
+            if not self._is_syncing():
+                self._last_sync = self._syncs.submit(os.fsync, self._fd)
+        except OSError as error:
+            self._fail(error)
+
+    def _is_syncing(self) -> bool:
+        """Whether a sync is under way. Raises the error of one that has ended, which the disk tells once."""
+        if self._last_sync is None or not self._last_sync.done():
+            return self._last_sync is not None
+        synced, self._last_sync = self._last_sync, None
+        synced.result()
+        return False
 
     def close(self) -> None:
         """Write no more, and return when all is on disk."""
-        self._finish()
+        self.halt()
         self._syncs.shutdown()
 
-    def _finish(self) -> None:
-        """Close the file, durably."""
+    def halt(self) -> None:
+        """Write no more until the next `begin`; return when all is on disk."""
         if self._fd is None:
             return
         try:
@@ -237,11 +265,11 @@ class Journal:
 
     def _fail(self, error: OSError) -> None:
         """Cut back to the last whole record, and write nothing after it."""
-        self._tell(error)
         if self._fd is not None:
             with contextlib.suppress(OSError):  # half a record is cut by whoever reads it, too
                 os.ftruncate(self._fd, self._size)
             self._close()
+        self._tell(error)
 
     def _close(self) -> None:
         synced, self._last_sync = self._last_sync, None
@@ -265,6 +293,7 @@ class Journal:
 
         A file that is missing or of another run ends it, and so does one that is damaged or ends within a record, after
         its last whole record: each is said. The journal goes on as that run's.
+        ValueError for a file that cannot be read: what is in it may still be had.
         """
         number = 1 if mark is None else mark.number
         self._number = max(self._number, number if mark is not None else 0)
@@ -275,8 +304,14 @@ class Journal:
                 if mark is not None or parts:
                     self.say(f"the journal {path} is missing: what happened after its beginning is lost")
                 break
-            part, head, following = self._look_at(path)
-            problem = "" if not head else self._why_foreign(head, mark, number)
+            try:
+                part, head, following = self._look_at(path)
+            except OSError as error:
+                raise ValueError(
+                    f"--resume: the journal {path} cannot be read ({error.strerror or error}): mend that, or delete the"
+                    f" folder {self.folder} to go on from the checkpoint alone"
+                ) from error
+            problem = "" if not head else _why_foreign(head, mark, number)
             if problem:
                 self.say(f"the journal {path} is not used: {problem}")
                 break
@@ -293,8 +328,7 @@ class Journal:
 
     def discard(self) -> None:
         """Delete all files: they belong to nothing that is resumed."""
-        for number in self._numbers():
-            self._path(number).unlink(missing_ok=True)
+        self._delete(lambda number: True)
         self._number = 0
 
     def _look_at(self, path: Path) -> tuple[Part, dict[str, Any], int]:
@@ -314,17 +348,13 @@ class Journal:
                     problem = _why_no_more(path, content, num_bytes, num)
         return Part(path, num_bytes, num, problem), head, following
 
-    @staticmethod
-    def _why_foreign(head: Mapping[str, Any], mark: Mark | None, number: int) -> str:
-        if head.get("kind") != HEAD:
-            return "it has no beginning"
-        if head["format"] != FORMAT:
-            return f"it has format {head['format']}, and this version reads {FORMAT}"
-        if mark is None and head["checkpoint"] is not None:
-            return f"it begins at {head['checkpoint']}, which is not there"
-        if head["number"] != number or (mark is not None and head["run"] != mark.run):
-            return "it belongs to another run"
-        return ""
+    def _delete(self, doomed: Callable[[int], bool]) -> None:
+        """Those files. One that stays is of no harm: nothing leads to it."""
+        try:
+            for number in filter(doomed, self._numbers()):
+                self._path(number).unlink(missing_ok=True)
+        except OSError as error:
+            self.say(f"old files of the journal in {self.folder} could not be deleted: {error.strerror or error}")
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.journal"

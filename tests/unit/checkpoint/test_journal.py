@@ -8,6 +8,8 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,81 @@ def test_a_disk_that_fails_to_sync_ends_the_journal(folder: Path, monkeypatch: p
         journal.sync()
         journal.close()
     assert journal.failed and "Input/output error" in SAID[0]
+
+
+def test_an_error_of_the_disk_is_noticed_though_nothing_was_appended_since(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk tells it once: the next sync would succeed, and what the failed one should have brought is gone."""
+    journal = open_journal(folder)
+    journal.begin(None)
+    fsync, failures, ended = os.fsync, [OSError(errno.EIO, os.strerror(errno.EIO))], threading.Event()
+
+    def fail_once(fd: int) -> None:
+        try:
+            if failures:
+                raise failures.pop()
+            fsync(fd)
+        finally:
+            ended.set()
+
+    journal.append(*record(0))
+    monkeypatch.setattr(os, "fsync", fail_once)
+    journal.sync()
+    assert ended.wait(60)
+    for _ in range(1000):  # the timer's, while nothing happens to any rollout
+        journal.sync()
+        if not journal.writes:
+            break
+        time.sleep(0.001)
+    assert journal.failed == 1 and not journal.writes and "Input/output error" in SAID[0]
+    journal.close()
+
+
+def test_files_that_cannot_be_deleted_are_said_and_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    journal = open_journal(folder)
+    journal.begin(None)
+    journal.append(*record(0))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", fail)
+        cut = journal.begin("step-000010")
+        journal.commit(cut)
+        journal.append(*record(1))
+        assert len(SAID) == 1 and f"{folder} could not be deleted: Permission denied" in SAID[0]
+        assert told(folder, cut) == [record(1)]
+    later = journal.begin("step-000020")
+    journal.commit(later)
+    journal.close()
+    assert [path.name for path in folder.iterdir()] == ["000003.journal"] and len(SAID) == 1
+
+
+def test_a_file_that_cannot_be_read_is_no_reason_to_go_on_without_it(folder: Path) -> None:
+    (folder / "000001.journal").mkdir(parents=True)
+    (folder / "000001.journal" / "something").touch()
+    with pytest.raises(ValueError, match=r"000001.journal cannot be read \(Is a directory\): mend that, or delete"):
+        told(folder)
+
+
+def test_what_cannot_be_said_does_not_keep_the_journal_from_being_cut(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output may be on the same full disk."""
+
+    def fail(line: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    journal = Journal(folder, fail)
+    start = journal.begin(None)
+    journal.append(*record(0))
+    with monkeypatch.context() as patched:
+        fill_disk(patched, room=10)
+        with pytest.raises(OSError, match="No space left"):
+            journal.append(*record(5))
+    journal.append(*record(1))
+    assert not journal.writes and told(folder, start) == [record(0)]
 
 
 WRITE_FOREVER = """

@@ -26,6 +26,7 @@ ENOUGH = 6
 _REMEMBERED = 16  # settled pieces
 _COUNTED = 3  # pieces of a trial. The first that a number computes is not: code is generated for each
 _HOPELESS = 1.5  # a piece that costs so many times as much ends the trial
+_STOPPED = 10  # so many times as much is no price of threads: the process was stopped, or its machine suspended
 _CHANGED = 1.3  # so many times as much, or as little, is a change
 _NEWEST = 3  # if so many pieces in a row show it
 _ON_CREDIT = 4  # after a change the credit may be overdrawn by what so many pieces take more, or less, than before
@@ -97,7 +98,8 @@ class TeamSize:
             self._trial = _Trial(candidate, median(self._costs))
 
     def _try(self, trial: _Trial, seconds: float, work: float) -> None:
-        trial.extra_s += seconds - trial.usual * work
+        usual_s = trial.usual * work
+        trial.extra_s += min(seconds, _STOPPED * usual_s) - usual_s
         if trial.num not in self._warm:
             self._warm.add(trial.num)
             return

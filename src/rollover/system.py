@@ -5,8 +5,14 @@ Owns the words for what is missing. Imports nothing heavy: the command line asks
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import sys
+from pathlib import Path
+
+# Of a container (Linux's control groups, version 2): "<microseconds of all cores> <in so many>", or "max ...".
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
 def refusal() -> str:
@@ -16,9 +22,13 @@ def refusal() -> str:
     return ""
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(limit: Path = CPU_LIMIT) -> int:
+    """Cores that this process may use: those that it may run on, and no more than a container's limit pays for."""
+    num = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        microseconds, period = map(int, limit.read_text().split())
+        return max(1, min(num, math.ceil(microseconds / period)))
+    return num
 
 
 def hub_is_away() -> str:

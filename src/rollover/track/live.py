@@ -166,7 +166,12 @@ class LiveView:
         self._print(text)
 
     def _print(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+        try:
+            self._console.print(Text(text), soft_wrap=True)
+        except BrokenPipeError:
+            raise  # the reader went away, as it may
+        except OSError:
+            pass  # a full disk, where the output goes to a file: the run is worth more than a line of it
 
     @property
     def eta_s(self) -> float | None:

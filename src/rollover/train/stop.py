@@ -31,7 +31,11 @@ class Stop:
             if self.requested:
                 raise KeyboardInterrupt
             self.requested = True
-            say("stopping: parking rollouts and writing a checkpoint (again: stop at once)")
+            line = "stopping: parking rollouts and writing a checkpoint (again: stop at once)"
+            try:
+                say(line)
+            except RuntimeError:  # a line is being printed right now, as to a reader that is slow
+                loop.call_soon_threadsafe(say, line)
             loop.call_soon_threadsafe(self._stop)
 
         signal.signal(signal.SIGINT, handle)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 
 import pytest
 from hypothesis import given
@@ -226,3 +228,24 @@ def test_time_split_adds_up(seconds: list[float]) -> None:
     assert [label for label, _ in split] == ["generate", "score", "train", "weights", "other"]
     assert sum(share for _, share in split) == pytest.approx(1)
     assert time_split({"time/step_s": 0.0}) == []
+
+
+class FullDisk(io.StringIO):
+    """The output goes to a file on a disk that has no room, until `full` is False."""
+
+    full = True
+
+    def write(self, text: str) -> int:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(text)
+
+
+def test_a_line_that_cannot_be_printed_does_not_end_the_run() -> None:
+    file = FullDisk()
+    with LiveView("plain", 10, console=Console(file=file, force_terminal=False, width=80)) as view:
+        view.message("lost, perhaps")
+        view.update(ROW)
+        file.full = False
+        view.message("there is room again")
+    assert file.getvalue().endswith("there is room again\n")

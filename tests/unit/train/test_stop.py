@@ -48,3 +48,26 @@ def test_the_first_signal_asks_and_the_second_interrupts() -> None:
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(run())
     assert len(said) == 1
+
+
+def test_a_signal_while_a_line_is_being_printed_is_said_after_it() -> None:
+    """The output is a pipe whose reader is slow: Python does not let the handler print into the middle of a line."""
+    said: list[str] = []
+    printing = True
+
+    def say(line: str) -> None:
+        nonlocal printing
+        if printing:
+            printing = False
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
+        said.append(line)
+
+    async def run() -> None:
+        stop, asked = Stop(), asyncio.Event()
+        stop.on_stop = asked.set
+        stop.listen(say)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asked.wait()
+        assert stop.requested and len(said) == 1 and said[0].startswith("stopping: ")
+
+    asyncio.run(run())

@@ -33,9 +33,9 @@ class Records:
         advantages = {s.rollout_id: float(s.advantages[0]) for s in batch.samples} if batch is not None else {}
         records = [self._recorded(g, advantages, None) for g in groups]
         records += [self._recorded(group, {}, reason) for group, reason in self.dropped]
-        self.dropped.clear()
         if records:
             self.recorder.write(version, records)
+        self.dropped.clear()  # not before: a write that fails is tried again with the checkpoint at the end of a run
 
     def _recorded(self, group: Group, advantages: dict[str, float], reason: DropReason | None) -> RecordedGroup:
         texts = [self.decode(r.token_ids(), skip_special_tokens=True) for r in group.rollouts]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rollover.checkpoint.journal import Record
-from rollover.checkpoint.scribe import PUBLISH, ROW, STEP, TOKENS, pieces
+from rollover.checkpoint.scribe import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, pieces
 from rollover.checkpoint.snapshot import Owners
 from rollover.rollout.lifecycle import EventKind
 from rollover.types import DropReason, Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
@@ -58,6 +58,7 @@ class Replay:
             STEP: self._step,
             ROW: self._row,
             PUBLISH: self._publish,
+            ROLL_BACK: lambda meta, data: None,  # says what to make of the others
         }
 
     def read(self, records: Iterable[Record]) -> None:

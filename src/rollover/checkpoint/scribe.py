@@ -21,7 +21,7 @@ from rollover.checkpoint.journal import Journal, Mark
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.types import Rollout, Segment
 
-TOKENS, STEP, ROW, PUBLISH = "tokens", "step", "row", "publish"
+TOKENS, STEP, ROW, PUBLISH, ROLL_BACK = "tokens", "step", "row", "publish", "roll_back"
 _BEGINS = (EventKind.START, EventKind.RESUME)
 _ENDS = (EventKind.PARK, EventKind.FINISH)
 
@@ -124,6 +124,10 @@ class Scribe:
         """The weights of the trainer's `version` are live."""
         with self.timed():
             self._write(PUBLISH, {"version": version})
+
+    def on_roll_back(self) -> None:
+        """What steps since the checkpoint have written is cut off now: they are never trained again."""
+        self._write(ROLL_BACK, {})
 
     def _new(self, rollout: Rollout, segments: Sequence[Segment], start: int) -> tuple[dict[str, Any], bytes]:
         """What of `segments`, which begin with token `start` of a running rollout, the journal has not yet.

@@ -1,4 +1,4 @@
-"""Asks the engine for a rollout, and again, ever less often, when it fails or answers with nothing.
+"""Asks the engine for a rollout, and again, ever less often, when it fails or answers with nothing; and how far it is.
 
     a token or a stop           the answer; what failed before is forgotten
     nothing, uninterrupted      asked again, for as long as the watchdog lets it be
@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from rollover.config.watchdog import WatchdogConfig
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest
@@ -44,6 +45,7 @@ class Asker:
         self._interrupted: dict[str, asyncio.Event] = {}  # of what is asked for
         self._failures: Counter[str] = Counter()  # by rollout id: in a row, without an answer in between
         self._failing = False  # nothing was answered since the last failure
+        self._silent: set[str] = set()  # questions that had no answer the last time
         self._counts = dict.fromkeys(("engine/empty_answers", "engine/failed_extends", "watchdog/refused_answers"), 0)
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
@@ -84,9 +86,45 @@ class Asker:
             self._failures.pop(rollout_id, None)
         self._engine.release(rollout_ids)
 
+    async def progress(self, rollout_ids: Collection[str]) -> dict[str, list[Segment]]:
+        """What the engine says of those of them that run; nothing where it fails, or has no answer in time."""
+        found = await self._told("progress", self._engine.progress, rollout_ids, Mapping) or {}
+        segments_of = {i: found[i] for i in rollout_ids if i in found}
+        return {i: s for i, s in segments_of.items() if isinstance(s, list) and all(isinstance(x, Segment) for x in s)}
+
+    async def queued(self, rollout_ids: Collection[str]) -> set[str]:
+        """Those of them that wait in the engine; none where it fails, or has no answer in time."""
+        return set(await self._told("queued", self._engine.queued, rollout_ids, Collection) or ())
+
     def stats(self) -> dict[str, float]:
         """Cumulative counters."""
         return {name: float(num) for name, num in self._counts.items()}
+
+    async def _told(
+        self, name: str, question: Callable[[Collection[str]], Awaitable[Any]], of: Collection[str], kind: type
+    ) -> Any:
+        """The engine's answer, a `kind`; None where it has none, which is said the first time and does not end the run.
+
+        An engine that has a limit of its own, the same one, is given the time to act on it.
+        """
+        limit_s = 2 * self._config.rollout_timeout_s
+        try:
+            async with asyncio.timeout(limit_s or None):
+                answer = await question(of)
+            if isinstance(answer, kind):
+                self._silent.discard(name)
+                return answer
+            why = f"it says {answer!r:.100}"
+        except (AssertionError, EngineDied):
+            raise
+        except TimeoutError as error:
+            why = str(error) or f"no answer within {limit_s:.3g} s"
+        except Exception as error:  # boundary: whoever asks can do without
+            why = f"{type(error).__name__}: {error}"
+        if name not in self._silent:
+            self._silent.add(name)
+            self._say(f"the engine fails at {name} ({why}): until it answers, nothing is known of what runs")
+        return None
 
     async def _ask(self, request: ExtendRequest) -> tuple[str | None, list[Segment]]:
         """Once. (Why the engine failed, or None; what it answered.)"""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from rollover.engine.protocol import Engine
@@ -40,6 +41,7 @@ class Driver:
     group, one Reward each, in order: all of them when the last has stopped; or, if `scores_singly` of their task, each
     as soon as it stops. `stop_token_ids` (EOS) add to those of the config. Without a `watchdog` whatever hangs is
     waited for. `say` prints one of its lines. `clock` has the time that it took.
+    `on_abandon` is called before what is in flight is ended without its tokens.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Driver:
         self.lifecycle, self.engine, self.next_task = lifecycle, engine, next_task
         self.watchdog = watchdog or Watchdog()
         self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
+        self.on_abandon: Callable[[], None] = lambda: None
         self.clock = PhaseClock()
 
         def say(line: str) -> None:
@@ -68,7 +71,7 @@ class Driver:
         self.in_flight = InFlight(
             lifecycle, self.asker, requests, scorer, scores_singly, self.watchdog, patience, say
         )  # fmt: skip
-        self.watcher = Watcher(engine, self.in_flight, say)
+        self.watcher = Watcher(self.in_flight, say)
         self._stop_requested = False
         self._meanwhile: asyncio.Task[None] | None = None  # generates while the trainer trains
         self._woken: asyncio.Future[None] | None = None  # ends a wait when the driver is told to stop
@@ -80,8 +83,8 @@ class Driver:
         None after `request_stop`: everything is parked or finished and stays in the cache. Scores are not waited for
         then: a restarted run asks for them again.
         With `rollout.overlap` what else is in flight goes on; else it is parked. Raises ValueError if no group gets
-        enough rewards before the first step. Errors of the engine and of the scorer propagate; what was running is
-        parked without its lost tokens.
+        enough rewards before the first step. Errors propagate: after one of the user's (ValueError) what was running is
+        parked, after others (the engine has ended, say) without the tokens of this run.
         """
         await self._end_meanwhile()
         self._begin(version)
@@ -98,8 +101,8 @@ class Driver:
                         groups = self.lifecycle.consume(version, self.lifecycle.stream_ended)
                         self.in_flight.release(groups)
                         return groups
-            except BaseException:
-                await self._abandon()
+            except BaseException as error:
+                await self._abandon(error)
                 raise
             finally:
                 if not self.in_flight.anything:
@@ -180,8 +183,8 @@ class Driver:
             meanwhile = await self._cancel_meanwhile()
             if meanwhile is not None and not meanwhile.cancelled():
                 meanwhile.result()
-        except BaseException:
-            await self._abandon()
+        except BaseException as error:
+            await self._abandon(error)
             raise
 
     async def _cancel_meanwhile(self) -> asyncio.Task[None] | None:
@@ -262,7 +265,12 @@ class Driver:
         await asyncio.wait([*tasks, self._woken, *self.watcher.tasks], return_when=asyncio.FIRST_COMPLETED)
         self.watcher.go_on()
 
-    async def _abandon(self) -> None:
+    async def _abandon(self, error: BaseException | None = None) -> None:
         """After an error or a cancellation: end what is in flight, so that the cache is consistent."""
+        if isinstance(error, ValueError):  # one of the user's, and not the engine's end: what runs has tokens to keep
+            self.request_stop()
+            with suppress(ValueError):
+                await self._wind_down(None)
         self.watcher.end()
+        self.on_abandon()
         await self.in_flight.abandon()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from rollover.engine.protocol import Engine
 from rollover.rollout.in_flight import Extending, InFlight, now
 from rollover.rollout.watchdog import Action, Stall
 from rollover.types import DropReason, Segment
@@ -18,8 +17,8 @@ from rollover.types import DropReason, Segment
 class Watcher:
     """Of one driver. `say` prints a line of each stall."""
 
-    def __init__(self, engine: Engine, in_flight: InFlight, say: Callable[[str], None]) -> None:
-        self.engine, self.in_flight, self.say = engine, in_flight, say
+    def __init__(self, in_flight: InFlight, say: Callable[[str], None]) -> None:
+        self.in_flight, self.say = in_flight, say
         self.watchdog = in_flight.watchdog
         self._task: asyncio.Task[None] | None = None
 
@@ -49,7 +48,7 @@ class Watcher:
         while True:
             await asyncio.sleep(self.watchdog.pause(now()))
             asked = {r.rollout_id: task for task, r in flight.extends.items() if not task.done()}
-            seen, queued = await self.engine.progress(asked), await self.engine.queued(asked)
+            seen, queued = await flight.asker.progress(asked), await flight.asker.queued(asked)
             running = {i: task for i, task in asked.items() if task in flight.extends and not task.done()}
             scoring = {s.key: task for task, s in flight.scorings.items() if not task.done()}
             progress = {i: seen.get(i, []) for i in running}

@@ -19,6 +19,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from rollover.checkpoint.journal import holds_data
 from rollover.checkpoint.mirror import METRICS
 from rollover.checkpoint.store import CheckpointStore, checkpoint_name
 from rollover.config import Config
@@ -99,7 +100,7 @@ class RunDirectory:
 
     def _refuse_other_runs(self) -> None:
         metrics = self.path / "metrics.jsonl"
-        if metrics.exists() and metrics.stat().st_size > 0:
+        if (metrics.exists() and metrics.stat().st_size > 0) or holds_data(self.journal):
             raise ValueError(f"run.dir = {str(self.path)!r} holds a run already: add --resume, or give another run.dir")
         if names := self.store.list():
             raise ValueError(

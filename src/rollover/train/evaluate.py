@@ -149,7 +149,7 @@ async def answers_of(
         tasks = await _together([one_task(i) for i in range(len(held_out.tasks))])
         return [answer for of_task in tasks for answer in of_task]
 
-    return await _unless_it_stalls(all_tasks(), engine, watchdog)
+    return await _unless_it_stalls(all_tasks(), asker, watchdog)
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
@@ -162,7 +162,7 @@ async def _together(work: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Resul
             task.cancel()
 
 
-async def _unless_it_stalls(evaluation: Coroutine[Any, Any, _Result], engine: Engine, watchdog: Watchdog) -> _Result:
+async def _unless_it_stalls(evaluation: Coroutine[Any, Any, _Result], asker: Asker, watchdog: Watchdog) -> _Result:
     """Its result. An evaluation is not worth a second try: the first stall ends it with a ValueError."""
     if not watchdog.is_on:
         return await evaluation
@@ -172,8 +172,8 @@ async def _unless_it_stalls(evaluation: Coroutine[Any, Any, _Result], engine: En
         while not work.done():
             await asyncio.wait([work], timeout=watchdog.pause(clock()))
             rollout_ids = watchdog.extending
-            progress = {i: [] for i in rollout_ids} | await engine.progress(rollout_ids)
-            stalls = watchdog.look(clock(), progress, await engine.queued(rollout_ids), watchdog.scoring)
+            progress = {i: [] for i in rollout_ids} | await asker.progress(rollout_ids)
+            stalls = watchdog.look(clock(), progress, await asker.queued(rollout_ids), watchdog.scoring)
             if stalls and not work.done():
                 work.cancel()
                 await asyncio.wait([work], timeout=watchdog.config.grace_s)

@@ -95,6 +95,8 @@ class Run:
                 self.view, self.stop, self._quiesce, self._publish, self._tell,
                 self.directory.resume_command(self.command),
             )  # fmt: skip
+            # What is ended without its tokens is in the journal with those that it had: that is not taken back.
+            parts.driver.on_abandon = self.recovery.journal.halt
             try:
                 code = await self._main()
                 self.chronicle.flush()

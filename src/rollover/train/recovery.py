@@ -15,12 +15,13 @@ from collections.abc import Awaitable, Callable
 from rollover.checkpoint.journal import Journal, Part
 from rollover.checkpoint.replay import Replay
 from rollover.checkpoint.roll_back import RollBack
-from rollover.checkpoint.scribe import STEP, Scribe
+from rollover.checkpoint.scribe import ROLL_BACK, STEP, Scribe
 from rollover.checkpoint.snapshot import Owners, Snapshot, load_snapshot
 from rollover.checkpoint.store import CheckpointWriteError, checkpoint_name
 from rollover.config import Config
 from rollover.config import resume as resume_rules
 from rollover.rollout.lifecycle import Event
+from rollover.rollout.watchdog import salvaged
 from rollover.track.live import LiveView
 from rollover.train.batch import Batch
 from rollover.train.records import Records
@@ -92,28 +93,32 @@ class Recovery:
         """From now on the journal is written, if it is on. It begins at a checkpoint, or with the run."""
         if not self.directory.resume:
             self.journal.discard()
-        if not self.journaled:
-            return
-        if not self.journal.writes:
+        if self.journaled and not self.journal.writes:
             if self.parts.lifecycle.cache.num_admitted or self.parts.trainer.policy_version:
                 self.changed = True
-                await self.checkpoint()
             else:
                 self.scribe.begin(None)
-        self._timer = asyncio.ensure_future(self._write_progress())
+        if self.changed:  # what was read back must not be read back twice, journaled from now on or not
+            await self.checkpoint()
+        if self.journaled:
+            self._timer = asyncio.ensure_future(self._write_progress())
 
     async def _write_progress(self) -> None:
         while True:
             await asyncio.sleep(self.config.checkpoint.journal_s)
-            found = await self.parts.engine.progress(self.scribe.running)
-            self.scribe.progress(found)
+            found = await self.parts.driver.asker.progress(self.scribe.running)
+            lifecycle = self.parts.lifecycle
+            for rollout in lifecycle.running():
+                room = lifecycle.cache.remaining(rollout.rollout_id)
+                if believed := salvaged(found.get(rollout.rollout_id, ()), rollout.num_tokens, room):
+                    self.scribe.progress({rollout.rollout_id: believed})
             self.journal.sync()
             if self.mirror is not None:
                 self.mirror.beat()
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._timer is not None and not self._timer.cancel() and not self._timer.cancelled():
+            self._timer.exception()  # seen: what ends it ends the run, too
         self.journal.close()
         if self.mirror is not None:
             self.mirror.close()
@@ -144,9 +149,11 @@ class Recovery:
             if self.mirror is not None:
                 self.mirror.copy()  # the checkpoint counts on what is written down by now
             snapshot.write(self.directory.store)
+            self.directory.on_checkpoint()  # before the journal goes, from which a run without a checkpoint goes on
             if mark is not None:
                 self.journal.commit(mark)
-        self.directory.on_checkpoint()
+            else:
+                self.journal.discard()
         self.saved_version, self.changed = version, False
         if version < self.config.train.num_steps and not self.stop.requested:
             self.view.message(
@@ -207,6 +214,10 @@ class Recovery:
             await self.publish()
             if replay.unpublished:
                 self.owners.chronicle.publish(version)
+        if isinstance(replay, RollBack):  # before rows are cut: no later start, with whatever settings, trains them
+            self.journal.go_on(journal[-1])
+            self.scribe.on_roll_back()
+            self.journal.halt()
         self._go_on(version, replay)
         if len(journal) == 1 and not replay.num_records and self.journaled:
             self.journal.go_on(journal[0])
@@ -224,9 +235,9 @@ class Recovery:
     def _replay(self, journal: list[Part]) -> Replay:
         """What the journal tells happens again; steps are trained again, or rolled back. Nothing is generated."""
         owners, next_task, on_row = self.owners, self.parts.reuse.reroll.as_before, self.records.dropped.clear
-        steps = any(record.meta["kind"] == STEP for part in journal for record in part.records())
+        kinds = {record.meta["kind"] for part in journal for record in part.records()}
         otherwise = resume_rules.trains_otherwise(self.directory.changes, self.config)
-        if steps and (otherwise or self.config.checkpoint.lost_steps == "roll_back"):
+        if STEP in kinds and (otherwise or ROLL_BACK in kinds or self.config.checkpoint.lost_steps == "roll_back"):
             replay = RollBack(owners, next_task, self._lose, on_row)
         else:
             replay = Replay(owners, next_task, self._train_again, on_row)
@@ -248,8 +259,10 @@ class Recovery:
 
     def _train_again(self, groups: list[Group], version: int) -> None:
         self.view.phase(f"training step {version + 1} again")
-        batch = self.parts.reuse.build(groups, version)
-        trained = self.parts.trainer.train_step(batch)
+        self.rows.begin()
+        with self.rows.timed("train"):
+            batch = self.parts.reuse.build(groups, version)
+            trained = self.parts.trainer.train_step(batch)
         self.parts.reuse.after_step(groups, batch, version)
         self.owners.chronicle.trained(version + 1)
         self.trained_again = groups, batch, trained, version
@@ -267,7 +280,7 @@ class Recovery:
         held = {*lifecycle.cache.groups, *(group.group_id for group, _ in self.records.dropped)}
         told = version - row_is_missing
         directory.truncate(told, held, replay.trace_bytes, lifecycle.cache.num_admitted or None)
-        self.rows.restore(directory.metrics.rows()[-1] if told else {})
+        self.rows.restore(directory.metrics.rows()[-1] if told else {}, next_is_missing=row_is_missing)
         if row_is_missing:
             groups, batch, trained, before = self.trained_again
             self.tell(self.rows.of_step(groups, batch, trained, before, 0), groups, batch)

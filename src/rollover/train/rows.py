@@ -44,14 +44,20 @@ class Rows:
         self.mirror: Mirror | None = None  # of the run directory
 
     def begin(self) -> None:
-        """The first step begins now: what was done before it belongs to no row."""
+        """A step begins now, the first or one that is trained again: what was done before it belongs to no row."""
         self._started = time.perf_counter()
         self._seconds.clear()
+        self._since_last("train_flops", self.parts.trainer.flops)
+        self._threads({})
 
-    def restore(self, row: Mapping[str, float]) -> None:
-        """Go on after `row`, the last one of the process before ({}: there is none)."""
+    def restore(self, row: Mapping[str, float], *, next_is_missing: bool = False) -> None:
+        """Go on after `row`, the last one of the process before ({}: there is none).
+
+        `next_is_missing`: that process generated for the next row, too; else what it did since is in none.
+        """
         self._carried = {k: row[k] for k in self._owners_counters() if k in row and is_counter(k)}
-        self._since_last("generated", self.parts.lifecycle.ledger.generated_tokens)
+        generated = row.get("tokens/generated", 0) if next_is_missing else self.parts.lifecycle.ledger.generated_tokens
+        self._since_last("generated", generated)
         self._since_last("dropped", row.get("tokens/dropped", 0))
 
     @contextmanager

@@ -142,3 +142,27 @@ def test_a_failing_scorer_propagates() -> None:
     with pytest.raises(RuntimeError, match="no such column"):
         run.steps(1)
     run.ledger.check(run.cache)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_error_of_the_users_loses_no_token_of_what_runs(overlap: bool) -> None:
+    """No reward ever comes, say: the engine works, and gives back what it has."""
+
+    async def no_rewards(rollouts: list[Rollout]) -> list[Reward]:
+        return [Reward(None, error="no such service")] * len(rollouts)
+
+    short_ones = {f"{group}-{sibling}": 5 for group in (0, 1) for sibling in (0, 1)}
+    long_ones = {f"{group}-{sibling}": 500 for group in (2, 3) for sibling in (0, 1)}
+    run = Run(
+        engine=FakeEngine(short_ones | long_ones),
+        scorer=no_rewards,
+        in_flight_groups=4,
+        max_staleness=2,
+        overlap=overlap,
+        interrupt="on_weight_update" if overlap else "when_enough",
+    )
+    with pytest.raises(ValueError, match="no such service"):
+        run.steps(1)
+    run.ledger.check(run.cache)
+    parked = {i: run.cache.rollout(i) for i in long_ones}
+    assert all(r.state is RolloutState.PARKED and r.num_tokens >= 5 for r in parked.values())

@@ -1,0 +1,180 @@
+"""Unhappy ends and starts around the journal: between two writes of a restart, with other settings, by a second Ctrl-C.
+
+An end is an exception that nothing catches, in this process: what is in the files by then is all that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from test_journal_resume import CHECKPOINT, Ends, look_at_start, train
+from test_journal_run import check_whole
+
+from rollover.checkpoint.scribe import Scribe
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.protocol import ExtendRequest
+from rollover.train.directory import RunDirectory
+from rollover.train.recovery import Recovery
+from rollover.types import Segment
+
+
+def end(*args: Any, **kwargs: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return runs.json_lines(folder / "run" / "metrics.jsonl")
+
+
+def test_a_journal_that_is_switched_off_is_not_read_back_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its steps are rolled back, and others are trained in their place: those of the journal never happened."""
+    recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
+    words = ["--resume", "--checkpoint.journal_s", "0", "--train.learning_rate", "2e-3"]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Ends(monkeypatch, 4)
+        assert train(capsys, recipe)[0] == 130
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Ends(monkeypatch, 2)
+        assert train(capsys, recipe, *words)[0] == 130
+    code, text = train(capsys, recipe, *words)
+    assert code == 0 and "resumed from step-000000: " in text, text
+    check_whole(tmp_path / "run", 6)
+    assert not list((tmp_path / "run" / "journal").iterdir())
+
+
+def test_where_a_runs_checkpoints_are_is_known_before_its_journal_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = runs.write(tmp_path, steps=4, checkpoint=CHECKPOINT | {"every_steps": 2})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(RunDirectory, "on_checkpoint", end)
+        assert train(capsys, recipe)[0] == 130
+    before = rows_of(tmp_path)
+    code, text = train(capsys, recipe, "--resume", "--checkpoint.dir", tmp_path / "elsewhere")
+    assert code == 0 and "resumed from the start and " in text, text
+    assert rows_of(tmp_path)[: len(before)] == before
+    check_whole_at(tmp_path / "run", tmp_path / "elsewhere", 4)
+
+
+def check_whole_at(run_dir: Path, checkpoints: Path, steps: int) -> None:
+    """`check_whole` looks for checkpoints in the run's directory."""
+    (run_dir / "checkpoints").rename(run_dir / "of the first start")
+    checkpoints.rename(run_dir / "checkpoints")
+    check_whole(run_dir, steps)
+
+
+def test_steps_that_were_rolled_back_are_not_trained_again_by_a_start_with_the_settings_set_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed when their rows were cut, and before the checkpoint."""
+    recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
+    assert train(capsys, recipe, "--train.num_steps", "2")[0] == 0
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        begun = look_at_start(monkeypatch)
+        Ends(monkeypatch, 4)
+        assert train(capsys, recipe, "--resume")[0] == 130
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Recovery, "begin", end)
+        assert train(capsys, recipe, "--resume", "--train.learning_rate", "2e-3")[0] == 130
+    assert len(rows_of(tmp_path)) == 2
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        again = look_at_start(monkeypatch)
+        code, text = train(capsys, recipe, "--resume")
+    assert code == 0 and "2 steps after the checkpoint are rolled back" in text, text
+    assert all(torch.equal(begun[n], again[n]) for n in begun)
+    check_whole(tmp_path / "run", 6)
+
+
+class SecondCtrlC:
+    """Ends a run in the middle of a decode step, once the journal has tokens of what runs: `told` by rollout."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: dict[str, int] = {}
+        step, progress, ends = EmbeddedEngine.step, Scribe.progress, self
+
+        def ending(engine: EmbeddedEngine) -> None:
+            if ends.told:
+                raise KeyboardInterrupt
+            step(engine)
+
+        def telling(scribe: Scribe, found: dict[str, list[Segment]]) -> None:
+            progress(scribe, found)
+            ends.told |= {i: sum(map(len, s)) for i, s in found.items() if sum(map(len, s))}
+
+        monkeypatch.setattr(EmbeddedEngine, "step", ending)
+        monkeypatch.setattr(Scribe, "progress", telling)
+
+
+def test_a_second_ctrl_c_loses_no_more_than_a_kill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = runs.write(tmp_path, steps=2, checkpoint=CHECKPOINT | {"journal_s": 0.001})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ends = SecondCtrlC(monkeypatch)
+        assert train(capsys, recipe)[0] == 130
+    begun: dict[str, int] = {}
+    extend = EmbeddedEngine.extend
+
+    async def looking(engine: EmbeddedEngine, request: ExtendRequest) -> list[Segment]:
+        begun.setdefault(request.rollout_id, len(request.generated_ids))
+        return await extend(engine, request)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(EmbeddedEngine, "extend", looking)
+        code, text = train(capsys, recipe, "--resume")
+    assert code == 0, text
+    assert ends.told and ends.told.items() <= begun.items()
+    check_whole(tmp_path / "run", 2)
+
+
+def test_a_run_that_has_only_generated_is_not_begun_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = runs.write(tmp_path, steps=2, checkpoint=CHECKPOINT | {"journal_s": 0.001})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        SecondCtrlC(monkeypatch)
+        assert train(capsys, recipe)[0] == 130
+    code, text = train(capsys, recipe)
+    assert code == 2 and "holds a run already: add --resume" in text, text
+    assert train(capsys, recipe, "--resume")[0] == 0
+
+
+@pytest.mark.parametrize("before_row", [False, True], ids=["between steps", "before the row"])
+def test_what_was_trained_again_is_in_no_other_steps_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], before_row: bool
+) -> None:
+    recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Ends(monkeypatch, 5, before_row=before_row)
+        assert train(capsys, recipe)[0] == 130
+    assert train(capsys, recipe, "--resume")[0] == 0
+    rows = rows_of(tmp_path)
+    for row in rows:
+        assert (
+            0
+            < row["perf/train_flops"]
+            < 3 * row["tokens/step_trained"] / rows[0]["tokens/step_trained"] * (rows[0]["perf/train_flops"])
+        )
+        assert row["time/train_s"] > 0 and row["perf/mfu_train"] > 0
+    for before, row in zip(rows, rows[1:], strict=False):
+        if row["step"] < 6:  # what the step after a kill is given was generated by two processes
+            assert row["tokens/step_generated"] == row["tokens/generated"] - before["tokens/generated"]
+
+
+@pytest.mark.parametrize("nonsense", [False, True])
+def test_an_engine_that_does_not_say_how_far_it_is_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, nonsense: bool
+) -> None:
+    async def answer(engine: EmbeddedEngine, rollout_ids: Iterable[str]) -> Any:
+        if not nonsense:
+            raise RuntimeError("I do not know")
+        return dict.fromkeys(rollout_ids, [])
+
+    monkeypatch.setattr(EmbeddedEngine, "progress", answer)
+    recipe = runs.write(tmp_path, steps=3, checkpoint=CHECKPOINT | {"journal_s": 0.001})
+    code, text = train(capsys, recipe)
+    assert code == 0 and ("the engine fails at progress" in text) == (not nonsense), text
+    check_whole(tmp_path / "run", 3)

@@ -305,6 +305,8 @@ class TaskStream:
             """The keys of every row that may be trained (or of the held-out files), of sources split by file or not."""
             for i, cursor in enumerate(self._cursors):
                 if isinstance(cursor.source, DatasetSource) and cursor.by_file is by_file:
+                    if not by_file and cursor.source.num_rows is None:
+                        continue  # streamed, as it is too large to be looked through
                     other = by_file and held_out is not (self.split == "eval")
                     file = self._dataset(self.tasks.sources[i], labels[i], "", held_out) if other else cursor.source
                     yield from map(cursor.keys, file.problems())

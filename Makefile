@@ -1,5 +1,6 @@
 # `make demo` and `make test` work as the only command after `git clone`: they build .venv themselves.
-# PYTHON=... chooses the interpreter (3.11 or 3.12).
+# PYTHON=... chooses the interpreter: 3.11 or 3.12, with which the peers of tests and benchmarks (verl, vLLM) are tried. The
+# package itself takes 3.11 to 3.14.
 
 PYTHON ?=
 TORCH := torch==2.13.0
@@ -21,7 +22,7 @@ $(STAMP): pyproject.toml Makefile
 			if [ -n "$$candidate" ] && "$$candidate" -c "$$supported" 2>/dev/null; then found=$$candidate; break; fi; \
 		done; \
 		if [ -z "$$found" ]; then \
-			echo "rollover needs Python 3.11 or 3.12; none was found as python3.11, python3.12 or python3." >&2; \
+			echo "the tests of rollover need Python 3.11 or 3.12; none was found as python3.11, python3.12 or python3." >&2; \
 			echo "Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; \
 		fi; \
 		"$$found" -m venv --clear .venv || { \

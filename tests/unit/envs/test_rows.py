@@ -122,10 +122,22 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, folder: str, monkeypatch
         Place("sums/train.jsonl", split="test", base_dir=here): "tasks.sources.split has no effect: .* is a file",
         Place("sums/train.jsonl", subset="main", base_dir=here): "tasks.sources.subset has no effect: .* is a file",
         Place("openai/gsm8k", streaming=True, base_dir=here): "it is streamed from the hub, and HF_HUB_OFFLINE is set",
-        Place("openai/none", key="eval_path", base_dir=here): "sources.eval_path = 'openai/none' cannot be loaded",
+        Place("openai/none", key="eval_path", base_dir=here): "eval_path = 'openai/none': no data set of that name",
     }.items():
         found = refusal(place)
         assert re.search(message.replace("(", "[(]").replace(")", "[)]"), found, re.DOTALL), found
+
+
+def test_a_hub_that_is_away_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    """What is in the cache of the library is taken: that is its own offline mode, which lasts as long as the call."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    hub = Hub(monkeypatch, folder)
+    monkeypatch.setattr(rows_module, "hub_is_away", lambda: "huggingface.co cannot be reached")
+    offline: list[bool] = []
+    load = hub.load
+    hub.load = lambda *args, **options: offline.append(datasets.config.HF_HUB_OFFLINE) or load(*args, **options)
+    assert open_rows(Place("openai/gsm8k")).num_rows == 40
+    assert offline == [True] and datasets.config.HF_HUB_OFFLINE is False
 
 
 # Streams

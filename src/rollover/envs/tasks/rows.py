@@ -117,14 +117,19 @@ def open_rows(place: Place) -> Rows:
     """The rows there. ValueError that names the option and what can be done."""
     try:
         import datasets
+        from datasets import config
         from datasets.exceptions import DatasetGenerationError
     except ModuleNotFoundError as error:
         raise ValueError("tasks.sources.kind = 'dataset' needs the package datasets: pip install datasets") from error
     builder = _BUILDERS.get(_suffix(place.path))
-    where = _folder_or_id(place) if builder is None else {"path": builder, "data_files": _file(place)}
+    if builder is None:
+        where, away = _folder_or_id(place)
+    else:
+        where, away = {"path": builder, "data_files": _file(place)}, ""
     load: Any = datasets.load_dataset
-    bars = datasets.is_progress_bar_enabled()
+    bars, offline = datasets.is_progress_bar_enabled(), config.HF_HUB_OFFLINE
     datasets.disable_progress_bars()
+    config.HF_HUB_OFFLINE = offline or bool(away)  # else the hub would be tried again for half a minute
     try:
         found = load(**where, split=place.split, streaming=place.streaming)
         return StreamedRows(found, place) if place.streaming else StoredRows(found)
@@ -134,12 +139,15 @@ def open_rows(place: Place) -> Rows:
     except (ValueError, OSError) as error:
         if str(error).startswith(place.option) or getattr(error, "errno", None):  # said, or of the machine: a full disk
             raise
+        if away:
+            raise ValueError(f"{place.option}: no data set of that name is in the cache, and {away}") from error
         if builder is None:
             choice = "tasks.sources.subset and .split choose among what it has"
-            raise ValueError(f"{place.option} cannot be loaded: {error}. {choice}{_and_the_hub(place)}") from error
+            raise ValueError(f"{place.option} cannot be loaded: {error}. {choice}") from error
         # What the library makes of a file with columns only.
         raise ValueError(f"{place.option} has no rows, or none that can be read: {error}") from error
     finally:
+        config.HF_HUB_OFFLINE = offline
         if bars:
             datasets.enable_progress_bars()
 
@@ -164,25 +172,23 @@ def _file(place: Place) -> str:
     return located
 
 
-def _folder_or_id(place: Place) -> dict[str, Any]:
-    """What the library takes for a folder of files, or for a data set of the hub."""
+def _folder_or_id(place: Place) -> tuple[dict[str, Any], str]:
+    """What the library takes for a folder of files, or for a data set of the hub; and why the hub cannot be asked."""
     local = Path(place.base_dir, os.path.expanduser(place.path))
-    of_hub = re.fullmatch(_HUB_ID, place.path) and not local.exists()
-    if of_hub and local.parent.is_dir():
-        raise ValueError(f"{place.option}: there is no such file or folder{did_you_mean_path(local)}")
-    if not (of_hub or local.is_dir()):
+    arguments = {"path": str(local), "name": place.subset or None}
+    if local.is_dir():
+        return arguments, ""
+    if local.exists() or not re.fullmatch(_HUB_ID, place.path):
         raise ValueError(
             f"{place.option}: expected a file ending in {', '.join(_BUILDERS)}, a folder with such files, or a data set"
             " of the hub (owner/name)"
         )
-    if of_hub and place.streaming and (away := hub_is_away()):
+    if local.parent.is_dir():
+        raise ValueError(f"{place.option}: there is no such file or folder{did_you_mean_path(local)}")
+    away = hub_is_away()
+    if away and place.streaming:
         raise ValueError(f"{place.option}: it is streamed from the hub, and {away}")
-    return {"path": place.path if of_hub else str(local), "name": place.subset or None}
-
-
-def _and_the_hub(place: Place) -> str:
-    away = "" if Path(place.base_dir, os.path.expanduser(place.path)).is_dir() else hub_is_away()
-    return f". What is in no cache comes from the hub, and {away}" if away else ""
+    return arguments | {"path": place.path}, away
 
 
 def place_of_row(place: Place, index: int) -> str:

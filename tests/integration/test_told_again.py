@@ -13,6 +13,7 @@ from test_journal_resume import CHECKPOINT, Ends, train
 from test_journal_run import check_whole
 
 from rollover.track.sinks import JsonlSink
+from rollover.track.trace import spans
 from rollover.train.loop import Run
 
 
@@ -104,3 +105,17 @@ def test_what_the_journal_waits_for_is_in_its_time(
     assert train(capsys, recipe)[0] == 0
     rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
     assert all(0.05 <= row["journal/time_s"] <= row["time/step_s"] for row in rows[1:])
+
+
+def test_a_step_that_is_trained_again_has_no_length_in_the_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The clock stands while the journal is read: how long that training took is in the step's row alone."""
+    recipe = runs.write(tmp_path, steps=4, checkpoint=CHECKPOINT)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Ends(monkeypatch, 2, before_row=True)
+        assert train(capsys, recipe)[0] == 130
+    assert train(capsys, recipe, "--resume")[0] == 0
+    told = spans(runs.trace(tmp_path / "run"))
+    assert all(span.end > span.start for span in told)
+    assert [span.version for span in told if span.name == "train"] == [0, 2, 3]

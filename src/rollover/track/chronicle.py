@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rollover.rollout.lifecycle import Event
@@ -49,8 +49,8 @@ class Chronicle:
         self.trace.version = version
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """See Trace.span."""
-        return self.trace.span(name)
+        """See Trace.span. Nothing is told of one while the clock stands: it would have no length."""
+        return self.trace.span(name) if self._stands_at is None else nullcontext()
 
     def publish(self, version: int) -> None:
         """The trainer is at `version`, and its weights are live: before anything is dropped for it."""

@@ -1,7 +1,8 @@
-"""The user's own functions, named in the configuration as `module:function` or `path.py:function`.
+"""The user's own functions, named in the configuration as `module:function`, `path.py:function` or `<python>:name`.
 
 Owns how one is found, and what is said when one fails: a single line that names the option, the function, file:line and
-what was expected (`OwnFunction`). Rewards are called in another process, which uses `explained` alone. No torch.
+what was expected (`OwnFunction`). The last form names an object that a program handed over (`live_objects`). Rewards
+are called in another process, which uses `explained` alone. No torch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from rollover.live_objects import LIVE, live_object
 
 _MAX_ERROR_CHARS = 500
 # Whose code a file is, by the first of these folders that it lies in; the user's if it lies in none.
@@ -122,13 +125,18 @@ def load_function(spec: str, base_dir: str) -> Callable[..., Any]:
     place, _, attribute = spec.rpartition(":")
     if not place or not attribute:
         raise ValueError(f"{spec!r} is neither module:function nor path.py:function")
-    module = _import_resolved(_resolve(place, base_dir)) if place.endswith(".py") else _import_module(place)
-    function: Any = module
+    if place == LIVE:
+        return _callable(spec, live_object(spec))
+    function: Any = _import_resolved(_resolve(place, base_dir)) if place.endswith(".py") else _import_module(place)
     for part in attribute.split("."):
         if not hasattr(function, part):
             names = [n for n in dir(function) if callable(getattr(function, n)) and not n.startswith("__")]
             raise ValueError(f"{place} has no function {attribute!r}{_near(part, names)}")
         function = getattr(function, part)
+    return _callable(spec, function)
+
+
+def _callable(spec: str, function: Any) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{spec} is {shortened(function)}, not a function")
     return function

@@ -16,12 +16,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A part may import parts of its own level and below.
 LEVELS = [
     {"types"},
-    {"config", "files", "functions", "processes", "system"},
+    {"config", "files", "functions", "live_objects", "processes", "system"},
     {"models"},
     {"rollout", "algorithms", "engine", "envs", "rewards", "weights", "track"},
     {"train", "checkpoint"},
     {"cluster", "sim"},
-    {"bench", "cli", "__main__"},
+    {"api"},
+    {"bench", "cli", "__main__", "__init__"},
 ]
 LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 
@@ -39,6 +40,7 @@ MAY_ASYNCIO = (
     "train/recovery.py",
     "rollout/asker.py",
     "rollout/strays.py",
+    "api/",
     "bench/",
 )
 NO_TORCH = (
@@ -50,9 +52,13 @@ NO_TORCH = (
     "engine/protocol.py",
     "engine/fake.py",
     "track/",
+    "functions.py",
+    "live_objects.py",
     "cli.py",
     "models/team_size.py",
 )
+# Between a process of ours and its child, through a pipe that no one else writes to; nowhere else.
+MAY_PICKLE = ("rewards/travel.py",)
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
@@ -90,11 +96,11 @@ def find(rule) -> list[str]:
 
 
 def test_dependencies_go_one_way():
-    unknown = {name_of(p).split("/")[0].removesuffix(".py") for p in FILES} - set(LEVEL) - {"__init__"}
+    unknown = {name_of(p).split("/")[0].removesuffix(".py") for p in FILES} - set(LEVEL)
     assert not unknown, f"give these parts a level in LEVELS, and in docs/architecture.md: {unknown}"
 
     def upward(path: Path) -> Iterator[tuple[int, str]]:
-        own = LEVEL.get(name_of(path).split("/")[0].removesuffix(".py"), -1)  # rollover/__init__.py imports nothing
+        own = LEVEL[name_of(path).split("/")[0].removesuffix(".py")]
         for line, module in imports(path):
             if module.startswith("rollover.") and LEVEL.get(module.split(".")[1], own) > own:
                 yield line, module
@@ -124,7 +130,8 @@ def test_vllm_and_ray_have_files_of_their_own():
 
 def test_nothing_is_unpickled():
     def unsafe(path: Path) -> Iterator[tuple[int, str]]:
-        yield from (hit for hit in imports(path) if hit[1].split(".")[0] in UNPICKLERS)
+        if name_of(path) not in MAY_PICKLE:
+            yield from (hit for hit in imports(path) if hit[1].split(".")[0] in UNPICKLERS)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
                 continue

@@ -1,4 +1,4 @@
-"""Reads the configuration: preset < TOML files and recipes, left to right < dotted overrides.
+"""Reads the configuration: preset < TOML files, recipes and mappings, left to right < dotted overrides.
 
 Owns the layers, which one set what, and every message about a wrong configuration. Never writes a file.
 Tables are merged deeply, arrays are replaced; one element's field is reached as `tasks.sources.0.params.max_digits`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from rollover.config.suggest import unknown_key, unknown_table
 from rollover.config.toml_file import read_toml
 
 COMMAND_LINE = "command line"
+PYTHON = "Python"  # what a program gives in place of a file
 _ARRAYS = tuple(name for name, info in leaves() if row_of(info.annotation))  # of tables
 Values = dict[str, Any]
 
@@ -81,17 +82,25 @@ class _Layers:
 
 
 def load_config(
-    files: Sequence[Path | str], overrides: Sequence[tuple[str, str]] = (), *, require_sources: bool = True
+    files: Sequence[Path | str | Mapping[str, Any]],
+    overrides: Sequence[tuple[str, str]] = (),
+    *,
+    require_sources: bool = True,
 ) -> Resolved:
     """The configuration of `files`, changed by `overrides` (dotted key, text of a TOML value or a plain string).
 
+    In place of a file there may be a mapping: tables as in a file, or values by dotted keys.
     `require_sources = False` is for programs that need a model and no tasks.
     Raises ConfigError for a missing or malformed file, an unknown key, a wrong type, a value out of range, an option
     without effect (see `_settle`) and a refused combination.
     """
     stack: list[tuple[str, Values]] = []
-    for label, path in map(located, files):
-        stack.append((label, dict(_flatten(read_toml(path), Config, "", label))))
+    for source in files:
+        if isinstance(source, Mapping):
+            stack.append((PYTHON, _dotted(source, PYTHON)))
+        else:
+            label, path = located(source)
+            stack.append((label, dict(_flatten(read_toml(path), Config, "", label))))
     for key, text in overrides:
         stack.append((COMMAND_LINE, _override(key, text)))
     stack.insert(0, _preset(stack))
@@ -157,13 +166,22 @@ def _override(key: str, text: str) -> Values:
         raise ConfigError(f"{COMMAND_LINE}: {unknown_key(key)}")
     if info is not None and takes_text(info.annotation) and not isinstance(value, str):
         value = text
-    if _is_element(key):
-        _check_plain(key, value, COMMAND_LINE)
-        return {key: value}
-    nested: Any = value
-    for part in reversed(key.split(".")):
-        nested = {part: nested}
-    return dict(_flatten(nested, Config, "", COMMAND_LINE))
+    return _dotted({key: value}, COMMAND_LINE)
+
+
+def _dotted(values: Mapping[str, Any], label: str) -> Values:
+    """Values by their whole dotted names, of tables or of dotted keys."""
+    out: Values = {}
+    for key, value in values.items():
+        if _is_element(key):
+            _check_plain(key, value, label)
+            out[key] = value
+            continue
+        nested: Any = value
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        out |= _flatten(nested, Config, "", label)
+    return out
 
 
 def _parse(text: str) -> Any:
@@ -190,17 +208,17 @@ def _put_element(layers: _Layers, key: str, value: Any) -> None:
     if not position.isdigit() or int(position) >= len(rows) or not path:
         have = f"0 to {len(rows) - 1}" if rows else "none, no file sets any"
         raise ConfigError(
-            f"{COMMAND_LINE}: {key}: write {array}.INDEX.FIELD, with the index of one of the {array} ({have})"
+            f"{layers.labels[-1]}: {key}: write {array}.INDEX.FIELD, with the index of one of the {array} ({have})"
         )
     name, *inner = path.split(".")
     if name not in row.model_fields or (inner and row.model_fields[name].annotation != dict[str, Any]):
-        raise ConfigError(f"{COMMAND_LINE}: {unknown_key(key)}")
+        raise ConfigError(f"{layers.labels[-1]}: {unknown_key(key)}")
     rows = copy.deepcopy(rows)
     place = rows[int(position)]
     for part in [name, *inner][:-1]:
         place = place.setdefault(part, {})
         if not isinstance(place, dict):
-            raise ConfigError(f"{COMMAND_LINE}: {key}: {part} is not a table")
+            raise ConfigError(f"{layers.labels[-1]}: {key}: {part} is not a table")
     place[[name, *inner][-1]] = value
     layers.values[array] = rows
     layers.index[f"{array}.{position}.{name}"] = len(layers.labels) - 1

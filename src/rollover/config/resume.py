@@ -1,4 +1,4 @@
-"""What a resumed run may change of its configuration: one table. All else may change, and is printed.
+"""What may change of a configuration: where a run is resumed (all but one table), and while it goes on (another table).
 
 Owns the table, and how two configurations are compared. What the rollouts of a checkpoint cannot go on with under the
 new values is said where they are known (Lifecycle.check_restored), and another stream of tasks by the stream itself.
@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from rollover.config import Config
-from rollover.config.fields import leaves
+from rollover.config.base import ConfigError
+from rollover.config.fields import default_of, expected, field_at, leaves
+from rollover.config.suggest import unknown_key
+from rollover.live_objects import is_live
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,13 @@ def refuse(changed: Sequence[Change], *, held: bool | None = None) -> None:
     """ValueError for what may not change. `held`: whether the checkpoint holds rollouts; None: it is not known yet."""
     problems = []
     for change in changed:
+        if is_live(change.old) and change.new in (None, "", _default(change.key)):
+            problems.append(
+                f"--resume without {change.key}: it was an object of a Python program ({change.old}), which the command"
+                " line does not have. Go on in Python, with rollover.train(resume=RUN_DIR, ...) and the same object; or"
+                f" name a function of a file: --{change.key} path.py:function"
+            )
+            continue
         for rule in FIXED:
             if any(fnmatch(change.key, key) for key in rule.keys) and (held or not rule.while_held):
                 problems.append(
@@ -117,6 +129,10 @@ def trains_otherwise(changed: Sequence[Change], config: Config) -> list[Change]:
     return [change for change in changed if has(change.key)]
 
 
+def _default(key: str) -> Any:
+    return default_of(key) if field_at(key) is not None else None
+
+
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of all that is no table; rows of a list of tables by their index."""
     if isinstance(value, Mapping):
@@ -132,3 +148,43 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _shown(value: Any) -> str:
     text = "(not set)" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# What may change between two steps of a run that goes on: values that are read when they are used. Everything else is
+# built into something when the run begins.
+IN_RUN = (
+    "train.learning_rate", "train.min_lr_ratio", "train.max_grad_norm", "algorithm.entropy_coef", "eval.every_steps",
+    "checkpoint.every_steps",
+)  # fmt: skip
+
+
+def check_in_run(config: Config, key: str, value: Any) -> None:
+    """ConfigError unless `key` may have this value from the next step of the run on."""
+    info = field_at(key)
+    if info is None:
+        raise ConfigError(unknown_key(key))
+    if key not in IN_RUN:
+        rule = next(
+            (rule for rule in FIXED if any(fnmatch(key, name) for name in rule.keys) and not rule.while_held), None
+        )
+        how = f"it is fixed: {rule.why}" if rule else "leave the session, and give it where you go on (resume=...)"
+        raise ConfigError(f"{key} cannot change while a run goes on ({', '.join(IN_RUN)} can): {how}")
+    data = config.model_dump()
+    _put(data, key, value)
+    try:
+        Config.model_validate(data, strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        what = f"{key} = {value!r}: expected {expected(info)}" if problem["loc"] else problem["msg"]
+        raise ConfigError(what.removeprefix("Value error, ")) from None
+
+
+def change_in_run(config: Config, key: str, value: Any) -> None:
+    """Change a checked value in the one table that all who hold the configuration read it from."""
+    table, _, name = key.rpartition(".")
+    vars(getattr(config, table))[name] = value
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    table, _, name = key.rpartition(".")
+    data[table][name] = value

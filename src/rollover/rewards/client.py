@@ -26,6 +26,7 @@ from rollover.processes import child_command, child_environment
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import RETURNED_NONE, Mode
+from rollover.rewards.travel import packed
 from rollover.rewards.wire import MAX_LINE_BYTES, BadReply, checked_results, reply_of
 from rollover.types import Reward, Task
 
@@ -242,7 +243,11 @@ class RewardWorker:
         if spec in self._modes:
             return None
         replies: list[dict[str, Any]] = []
-        await self._ask({"op": "load", "spec": spec}, self.config.startup_timeout_s, replies.append)
+        try:
+            message = {"op": "load", "spec": spec, **packed(spec)}
+        except ValueError as error:  # of an object that cannot be copied
+            return {"error": str(error)}
+        await self._ask(message, self.config.startup_timeout_s, replies.append)
         if not {"error", "mode"} & replies[0].keys() or not isinstance(replies[0].get("pid"), int):
             raise BadReply("said something that is no reply")
         self._pid = replies[0]["pid"]

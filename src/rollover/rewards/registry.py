@@ -211,10 +211,11 @@ def load_reward(spec: str, base_dir: str) -> LoadedReward:
     if name in BUILTINS and rule in RULES:
         function = _exact_match if name == "exact_match" else _reasoning_gym
         return LoadedReward(spec, "builtin", partial(function, rule=rule))
-    return _with_signature(spec, load_function(spec, base_dir))
+    return with_signature(spec, load_function(spec, base_dir))
 
 
-def _with_signature(spec: str, function: Callable[..., Any]) -> LoadedReward:
+def with_signature(spec: str, function: Callable[..., Any]) -> LoadedReward:
+    """`function`, called `spec`, as its parameters say that it is to be called. ValueError where they do not."""
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

@@ -1,8 +1,9 @@
 """The reward worker: runs reward functions, in a kept child process (processes.py; rewards/client.py starts it).
 
-Owns the child's end of the protocol (JSON lines, never pickle; rewards/wire.py) and its memory limit. Functions run in
-the main thread, so they may use signal.alarm. It never limits time: the parent kills it. A copy of it that a function
-forked, and that comes back out of the function, ends there.
+Owns the child's end of the protocol (JSON lines; rewards/wire.py) and its memory limit. A function that the program of
+the parent handed over comes inside the message that loads it (rewards/travel.py). Functions run in the main thread, so
+they may use signal.alarm. It never limits time: the parent kills it. A copy of it that a function forked, and that
+comes back out of the function, ends there.
 
     in   {"op": "load", "spec"}                    out  {"pid", "mode": "each" | "together" | "batch"} | a failure
     in   {"op": "score", "spec", "items": [...]}   out  each, together: a line for each item as it is scored,
@@ -26,7 +27,9 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from rollover.functions import explained
-from rollover.rewards.registry import Item, LoadedReward, load_reward, runner
+from rollover.rewards.registry import Item, LoadedReward, runner
+from rollover.rewards.several import LoadedSum, loaded
+from rollover.rewards.travel import unpacked
 from rollover.rewards.wire import line_of
 
 _MAX_ERROR_CHARS = 2000
@@ -48,7 +51,7 @@ def main(base_dir: str, memory_bytes: str) -> None:
 
 def serve(requests: TextIO, replies: TextIO, base_dir: str) -> None:
     """Answer requests until the input ends."""
-    loaded: dict[str, LoadedReward] = {}
+    rewards: dict[str, LoadedReward | LoadedSum] = {}
     own_pid, call = os.getpid(), 0
 
     def reply(message: dict[str, Any]) -> None:
@@ -62,18 +65,29 @@ def serve(requests: TextIO, replies: TextIO, base_dir: str) -> None:
         spec, call = request["spec"], request["call"]
         if request["op"] == "load":
             try:
-                loaded[spec] = load_reward(spec, base_dir)
+                function = unpacked(request) if "function" in request else None
+                rewards[spec] = loaded(spec, base_dir, function)
             except ValueError as error:
                 reply({"pid": own_pid, "error": str(error)[:_MAX_ERROR_CHARS]})
             else:
-                reply({"pid": own_pid, "mode": loaded[spec].mode})
+                reply({"pid": own_pid, "mode": rewards[spec].mode})
         else:
-            _score(loaded[spec], request["items"], reply)
+            _score(rewards[spec], request["items"], reply)
 
 
-def _score(reward: LoadedReward, items: list[Item], reply: Callable[[dict[str, Any]], None]) -> None:
+def _score(reward: LoadedReward | LoadedSum, items: list[Item], reply: Callable[[dict[str, Any]], None]) -> None:
     """Score the items and reply. An alarm that a function left pending would kill a later call: it is cleared."""
-    if reward.mode == "each":
+    if isinstance(reward, LoadedSum) or reward.mode == "batch":
+        try:
+            message = {"results": reward.score_all(items)}
+        except BaseException as error:  # boundary: the user's function, KeyboardInterrupt included
+            message = _failure(error)
+        _clear_alarm()
+        reply(message)
+    elif reward.mode == "together":
+        runner().run(_score_together(reward, items, reply))
+        _clear_alarm()
+    else:
         for index, item in enumerate(items):
             try:
                 result = reward.score_one(item)
@@ -81,16 +95,6 @@ def _score(reward: LoadedReward, items: list[Item], reply: Callable[[dict[str, A
                 result = _failure(error)
             _clear_alarm()
             reply({"index": index, "result": result})
-    elif reward.mode == "together":
-        runner().run(_score_together(reward, items, reply))
-        _clear_alarm()
-    else:
-        try:
-            message = {"results": reward.score_all(items)}
-        except BaseException as error:  # boundary: the user's function, KeyboardInterrupt included
-            message = _failure(error)
-        _clear_alarm()
-        reply(message)
 
 
 async def _score_together(reward: LoadedReward, items: list[Item], reply: Callable[[dict[str, Any]], None]) -> None:

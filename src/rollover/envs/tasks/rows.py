@@ -1,4 +1,5 @@
-"""The rows of a dataset: a file, a folder of files, or a data set of the hub; on disk or streamed. By `datasets`.
+"""The rows of a dataset: a file, a folder of files, or a data set of the hub; on disk or streamed. By `datasets`. Or rows
+that a program handed over (live.py).
 
 Owns how one is found and opened, and the words where it cannot be. Knows no prompt and no answer (dataset.py does), and
 never shuffles: rows have the order of their files.
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rollover.envs.tasks.live import LiveStream, live_rows
 from rollover.files import did_you_mean_path
+from rollover.live_objects import is_live, live_object
 from rollover.system import hub_is_away
 
 # Rows of a stream that are held at once, and so shuffled among each other.
@@ -44,7 +47,7 @@ class Place:
 
 
 class StoredRows:
-    """All rows, read from an on-disk Arrow table and not held in memory."""
+    """All rows of a table: one on disk (Arrow), which is not held in memory, or a list of the program's."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -110,11 +113,14 @@ class StreamedRows:
         self._start = start
 
 
-Rows = StoredRows | StreamedRows
+Rows = StoredRows | StreamedRows | LiveStream
 
 
 def open_rows(place: Place) -> Rows:
     """The rows there. ValueError that names the option and what can be done."""
+    if is_live(place.path):
+        rows = live_rows(live_object(place.path))
+        return rows if isinstance(rows, LiveStream) else StoredRows(rows)
     try:
         import datasets
         from datasets import config

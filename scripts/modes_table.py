@@ -3,14 +3,13 @@
     .venv/bin/python scripts/modes_table.py            all modes, about a minute on two CPU cores
     .venv/bin/python scripts/modes_table.py drop mask  these only; the other rows stay
 
-The runs go through the real loop (rollover.train.loop.Run): embedded engine, reward worker, trainer, ledger. The table
+The runs go through the real loop (rollover.api.session): embedded engine, reward worker, trainer, ledger. The table
 is between two markers in docs/modes.md; the text around it is written by hand. Importing this file loads no torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import io
 import json
@@ -109,15 +108,15 @@ def run_mode(mode: Mode, mine: Path, name: str) -> dict[str, Any]:
     """One run in `mine`'s folder; its row of the table."""
     import runs
 
-    from rollover.train.loop import Run
+    from rollover.api.session import run_training
 
     folder = mine.parent / f"run-{name}"
     overrides = {"run.dir": str(folder)}
     if "order" in mode.settings:
         overrides["rollout.order"] = f"{mine.parent / mode.settings['order']}"
-    config = resolve(mode, mine, overrides).config
+    resolved = resolve(mode, mine, overrides)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        code = asyncio.run(Run(config, False, []).main())
+        code = run_training(resolved, False)
     assert code == 0, f"{mode.name} ended with {code}"
     rows = runs.json_lines(folder / "metrics.jsonl")
     last = rows[-1]
@@ -135,7 +134,7 @@ def run_mode(mode: Mode, mine: Path, name: str) -> dict[str, Any]:
         "resumed": f"{resumed / len(trained):.0%}",
         "decode steps": int(last["engine/decode_steps"]),
         "staleness max": int(max(row["staleness/max"] for row in rows)),
-        "bound": config.staleness_bound,
+        "bound": resolved.config.staleness_bound,
         "ledger": "balanced" if all(map(balanced, rows)) else "NOT balanced",
     }
 

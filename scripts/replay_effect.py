@@ -13,7 +13,6 @@ over all words alike.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import io
 import json
@@ -66,8 +65,8 @@ def run(folder: Path, seed: int, tables: dict[str, dict[str, Any]], steps: int) 
     """(metrics rows, evaluations) of one run."""
     import runs
 
+    from rollover.api.session import run_training
     from rollover.config.load import load_config
-    from rollover.train.loop import Run
 
     fixed: dict[str, dict[str, Any]] = {
         "run": {"seed": seed},
@@ -88,7 +87,7 @@ def run(folder: Path, seed: int, tables: dict[str, dict[str, Any]], steps: int) 
     with recipe.open("a") as file:
         file.write(f"eval_path = {json.dumps(str(folder / 'held-out.jsonl'))}\n")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        code = asyncio.run(Run(load_config([recipe]).config, False, []).main())
+        code = run_training(load_config([recipe]), False)
     assert code == 0
     return runs.json_lines(folder / "run" / "metrics.jsonl"), runs.json_lines(folder / "run" / "eval.jsonl")
 

@@ -178,7 +178,7 @@ def _train(args: argparse.Namespace, overrides: Overrides) -> int:
     name = resolved.config.checkpoint.resume_from
     if name and not args.resume:
         raise ValueError(f'checkpoint.resume_from = "{name}" has no effect without --resume: add it, or remove the key')
-    from rollover.train.loop import run_training
+    from rollover.api.session import run_training
 
     command = [*map(str, args.files), *(f"--{key}={value}" for key, value in overrides)]
     return run_training(resolved, args.resume, command)

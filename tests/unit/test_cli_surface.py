@@ -79,7 +79,7 @@ def test_train_passes_files_overrides_and_resume(monkeypatch, recipe, tmp_path):
     over = tmp_path / "over.toml"
     over.write_text("[train]\nnum_steps = 3\nlearning_rate = 0.5\n")
     calls = []
-    fake(monkeypatch, "rollover.train.loop", run_training=lambda *args: calls.append(args) or 0)
+    fake(monkeypatch, "rollover.api.session", run_training=lambda *args: calls.append(args) or 0)
     assert cli.main(["train", recipe, "--train.num_steps", "5", str(over), "--run.name=a b", "--resume"]) == 0
     ((resolved, resume, command),) = calls
     assert resume is True
@@ -92,7 +92,7 @@ def test_train_passes_files_overrides_and_resume(monkeypatch, recipe, tmp_path):
 def test_demo_trains_the_quickstart_whatever_lies_in_the_working_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     calls = []
-    fake(monkeypatch, "rollover.train.loop", run_training=lambda *args: calls.append(args) or 0)
+    fake(monkeypatch, "rollover.api.session", run_training=lambda *args: calls.append(args) or 0)
     assert cli.main(["demo", "--train.num_steps", "2"]) == 0
     (tmp_path / "quickstart.toml").write_text("mine = true")
     assert cli.main(["demo", "--train.num_steps", "2"]) == 0
@@ -117,7 +117,7 @@ def test_windows_is_refused_in_one_sentence(monkeypatch, capsys, platform, words
 
 
 def test_the_verb_s_exit_code_is_the_program_s(monkeypatch, recipe):
-    fake(monkeypatch, "rollover.train.loop", run_training=lambda *args: 130)
+    fake(monkeypatch, "rollover.api.session", run_training=lambda *args: 130)
     assert cli.main(["train", recipe]) == 130
 
 
@@ -159,7 +159,7 @@ def test_eval_sample_and_bench_arguments(monkeypatch, recipe):
     ],
 )
 def test_exit_codes(monkeypatch, capsys, recipe, error, code, traceback):
-    fake(monkeypatch, "rollover.train.loop", run_training=fail_with(error))
+    fake(monkeypatch, "rollover.api.session", run_training=fail_with(error))
     assert cli.main(["train", recipe]) == code
     out = capsys.readouterr()
     assert "Traceback" not in out.err
@@ -171,14 +171,14 @@ def test_exit_codes(monkeypatch, capsys, recipe, error, code, traceback):
     "error", [RuntimeError("bug"), PermissionError(errno.EACCES, "no"), AssertionError("invariant")]
 )
 def test_a_bug_keeps_its_traceback(monkeypatch, recipe, error):
-    fake(monkeypatch, "rollover.train.loop", run_training=fail_with(error))
+    fake(monkeypatch, "rollover.api.session", run_training=fail_with(error))
     with pytest.raises(type(error)):  # Python prints the traceback and exits with 1
         cli.main(["train", recipe])
 
 
 def test_traceback_of_an_input_error_on_demand(monkeypatch, capsys, recipe):
     monkeypatch.setenv("ROLLOVER_TRACEBACK", "1")
-    fake(monkeypatch, "rollover.train.loop", run_training=fail_with(ValueError("why")))
+    fake(monkeypatch, "rollover.api.session", run_training=fail_with(ValueError("why")))
     assert cli.main(["train", recipe]) == 2
     assert "Traceback" in capsys.readouterr().err
 
@@ -286,7 +286,7 @@ def test_schema_needs_no_file(capsys):
 def test_notices_go_to_stderr(monkeypatch, capsys, recipe, tmp_path):
     base = tmp_path / "base.toml"
     base.write_text("[eval]\nnum_tasks = 4\nevery_steps = 2\n")
-    fake(monkeypatch, "rollover.train.loop", run_training=lambda resolved, *rest: resolved.config.eval.every_steps)
+    fake(monkeypatch, "rollover.api.session", run_training=lambda resolved, *rest: resolved.config.eval.every_steps)
     assert cli.main(["train", str(base), recipe, "--eval.num_tasks", "0"]) == 0
     out = capsys.readouterr()
     assert "notice: eval.every_steps = 2" in out.err

@@ -8,7 +8,6 @@ machine, and in a partial mode which groups are ready.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import statistics
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import rollover
+from rollover.api.session import run_training
 from rollover.bench import machine
 from rollover.config import Config
 from rollover.config.load import load_config
@@ -31,7 +31,7 @@ from rollover.envs.tasks.stream import TaskStream
 from rollover.models.devices import pick_device
 from rollover.models.load import load_model
 from rollover.rewards.registry import load_reward
-from rollover.train.loop import Run
+from rollover.track.sinks import read_rows
 from rollover.train.setup import dtype_of, prepare_process
 from rollover.types import Segment
 
@@ -88,9 +88,8 @@ def run_ours(
         values = [("run.dir", f"{folder}/run"), ("train.num_steps", str(steps)), ("model.path", config.model.path),
                   ("model.dtype", config.model.dtype), ("run.threads", str(config.run.threads)),
                   ("checkpoint.every_steps", "0"), ("checkpoint.save_final_model", "false"), *overrides]  # fmt: skip
-        run = Run(load_config([recipe], values).config, False, [])
-        asyncio.run(run.main())
-        rows = [json.loads(line) for line in (run.directory.path / "metrics.jsonl").read_bytes().splitlines()]
+        run_training(load_config([recipe], values), False)
+        rows = read_rows(Path(folder, "run", "metrics.jsonl"))
     return [
         Step(
             row["time/step_s"],

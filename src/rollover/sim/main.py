@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollover.config import Config
 from rollover.config.load import Resolved
 from rollover.files import check_output_file, did_you_mean_path
-from rollover.sim.plan import make_plan, speeds_of_run
+from rollover.sim.plan import Plan, make_plan, speeds_of_run
 from rollover.sim.report import as_text
 from rollover.sim.timeline import timeline
 from rollover.track.recorder import read_rollouts
@@ -25,20 +27,35 @@ def run_plan(resolved: Resolved, args: argparse.Namespace) -> int:
     config = _with_arguments(resolved.config, args)
     if args.svg is not None:
         check_output_file(args.svg, "--svg")
-    sources = {k.removeprefix("plan."): v for k, v in resolved.origin.items() if k.startswith("plan.")}
-    observed = None
-    if args.from_run is not None:
-        observed, measured = _read_run(args.from_run)
-        config = config.model_copy(update={"plan": config.plan.model_copy(update=measured)})
-        sources |= {key: "run" for key in (*measured, "lengths")}
-    plan = make_plan(config, observed, progress=lambda text: print(f"rollover: plan: {text}", file=sys.stderr))
+    plan, sources, draw = planned(replace(resolved, config=config), args.from_run, _to_stderr)
     if args.svg is not None:
-        atomic_write_text(args.svg, timeline(config, observed))
+        atomic_write_text(args.svg, draw())
     if args.json:
         print(json.dumps({**plan.as_json(), "sources": sources}, indent=2))
     else:
         print(as_text(plan, sources), end="")
     return 0
+
+
+def planned(
+    resolved: Resolved, from_run: Path | None, say: Callable[[str], None] = lambda text: None
+) -> tuple[Plan, dict[str, str], Callable[[], str]]:
+    """(the plan, who set each value of [plan] that is not its default, what draws its first steps as SVG).
+
+    ValueError where the files of `from_run` cannot be planned with. `say` is told what is being done.
+    """
+    config = resolved.config
+    sources = {k.removeprefix("plan."): v for k, v in resolved.origin.items() if k.startswith("plan.")}
+    observed = None
+    if from_run is not None:
+        observed, measured = _read_run(from_run, say)
+        config = config.model_copy(update={"plan": config.plan.model_copy(update=measured)})
+        sources |= {key: "run" for key in (*measured, "lengths")}
+    return make_plan(config, observed, progress=say), sources, lambda: timeline(config, observed)
+
+
+def _to_stderr(text: str) -> None:
+    print(f"rollover: plan: {text}", file=sys.stderr)
 
 
 def _with_arguments(config: Config, args: argparse.Namespace) -> Config:
@@ -67,7 +84,7 @@ def _with_arguments(config: Config, args: argparse.Namespace) -> Config:
     return config.model_copy(update={"plan": plan, "rollout": rollout})
 
 
-def _read_run(directory: Path) -> tuple[list[list[int]], dict[str, Any]]:
+def _read_run(directory: Path, say: Callable[[str], None]) -> tuple[list[list[int]], dict[str, Any]]:
     """(Lengths of its groups, what its metrics say about speeds)."""
     metrics = directory / "metrics.jsonl"
     if not metrics.is_file():
@@ -86,11 +103,7 @@ def _read_run(directory: Path) -> tuple[list[list[int]], dict[str, Any]]:
     prompt_tokens = sum(prompts) / len(prompts)
     values: dict[str, Any] = {"prompt_tokens": max(1, round(prompt_tokens))}
     if _overlapped(directory):
-        print(
-            f"rollover: plan: {directory} generated while it trained: its metrics tell no speeds, only its lengths are"
-            " taken",
-            file=sys.stderr,
-        )
+        say(f"{directory} generated while it trained: its metrics tell no speeds, only its lengths are taken")
         return observed, values
     rows = [json.loads(line) for line in metrics.read_bytes().splitlines()]
     return observed, values | speeds_of_run(rows, prompt_tokens)

@@ -28,6 +28,7 @@ from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Sam
 _FILE = re.compile(r"step-(\d+)\.jsonl")
 _TEMPORARY = re.compile(r"\.step-\d+\.jsonl\.tmp-\d+")
 TRAINED = "trained"
+_SHARED = ("messages", "prompt", "columns", "prompt_ids")  # in the first line of a group alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +93,36 @@ def read_rollouts(dir: str | Path, include_dropped: bool = False) -> Iterator[li
     Raises ValueError if there are no recordings, and for a malformed record with its file and line.
     """
     dir = Path(dir)
-    names = sorted((n for n in os.listdir(dir) if _FILE.fullmatch(n)), key=_step_of) if dir.is_dir() else []
+    names = _names(dir)
     if not names:
         raise ValueError(f"run.replay_rollouts: {dir} has no step-*.jsonl files. Give a run's rollouts/ directory.")
     for name in names:
         groups = _read_step(dir / name)
         yield [g for g in groups if include_dropped or g.rollouts[0].state is RolloutState.READY]
+
+
+def read_records(dir: str | Path) -> Iterator[dict[str, Any]]:
+    """The recorded rollouts as they are in the files, in the order they were written, dropped ones included.
+
+    What siblings share is in each of them, and "columns" is a dict. Raises ValueError for a line that is not JSON.
+    """
+    for name in _names(Path(dir)):
+        shared: dict[str, Any] = {}
+        for number, line in enumerate((Path(dir) / name).read_bytes().splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                if record["columns"] is not None:
+                    record["columns"] = json.loads(record["columns"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{Path(dir) / name}:{number}: not a recorded rollout: {error}") from error
+            if record["sibling"] == 0:
+                shared = {key: record[key] for key in _SHARED}
+            yield record | shared
+
+
+def _names(dir: Path) -> list[str]:
+    """Its files, by step."""
+    return sorted((n for n in os.listdir(dir) if _FILE.fullmatch(n)), key=_step_of) if dir.is_dir() else []
 
 
 def _step_of(name: str) -> int:

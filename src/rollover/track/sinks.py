@@ -55,6 +55,18 @@ def atomic_write_text(path: str | Path, text: str) -> None:
     fsync_dir(path.parent)
 
 
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The complete rows of a JSONL file, [] where there is none; half a line, left by a killed writer, is no row.
+
+    ValueError for a line that is not JSON.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    # Bytes are split: a string's splitlines would also cut at U+2028 inside an answer.
+    return [_row(path, line) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
 class JsonlSink:
     """Append rows to a JSONL file, one object a line, visible to readers at once.
 
@@ -80,9 +92,8 @@ class JsonlSink:
         os.fsync(self._file.fileno())
 
     def rows(self) -> list[dict[str, Any]]:
-        """The complete rows of the file; half a line, left by a killed writer, is none."""
-        # Bytes are split: a string's splitlines would also cut at U+2028 inside an answer.
-        return [self._row(line) for line in self.path.read_bytes().split(b"\n")[:-1]]
+        """The complete rows of the file."""
+        return read_rows(self.path)
 
     def truncate(self, step: int) -> None:
         """Forget the rows after `step` (their key "step"), half-written ones included."""
@@ -99,7 +110,7 @@ class JsonlSink:
         with open(self.path, "rb") as file:
             for line in file:
                 try:
-                    of_line = self._row(line)["step"]
+                    of_line = _row(self.path, line)["step"]
                     whole = line.endswith(b"\n") and of_line <= step
                 except (ValueError, KeyError, TypeError):  # torn by a crash: what follows is not whole either
                     break
@@ -107,12 +118,6 @@ class JsonlSink:
                     break
                 kept, last = kept + len(line), of_line
         return kept, last
-
-    def _row(self, line: bytes) -> dict[str, Any]:
-        try:
-            return json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{self.path} has a line that is not JSON ({error}): restore the file") from error
 
     def close(self) -> None:
         self._file.close()
@@ -124,3 +129,10 @@ class JsonlSink:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _row(path: Path, line: bytes) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path} has a line that is not JSON ({error}): restore the file") from error

@@ -200,10 +200,13 @@ class RunDirectory:
         self.trace.truncate(trace_bytes)
         self.rollouts.truncate(step, held, next_group_id)
 
-    def write_config(self) -> None:
-        """config.resolved.json. One with other settings, of an earlier start, stays as config.resolved.1.json, ...2."""
+    def write_config(self, *, replace: bool = False) -> None:
+        """config.resolved.json. One with other settings, of an earlier start, stays as config.resolved.1.json, ...2.
+
+        `replace`: one of this start is replaced, as the run goes on with other settings.
+        """
         path = self.path / _CONFIG
-        if path.exists() and self.resume:
+        if path.exists() and self.resume and not replace:
             if not self.changes:
                 return
             kept = (self.path / f"config.resolved.{n}.json" for n in itertools.count(1))
@@ -216,8 +219,13 @@ class RunDirectory:
         path = self.path / _CONFIG
         return _read_json(path) if path.exists() else {}
 
-    def resume_command(self, command: list[str]) -> str:
-        """What to type in a shell to go on with this run; `command` is what was typed after `train`."""
+    def resume_command(self, command: list[str] | None) -> str:
+        """What to type in a shell to go on with this run; `command` is what was typed after `train`.
+
+        None: what to call in Python, with the functions and tasks that were given as objects.
+        """
+        if command is None:
+            return f"rollover.train(resume={str(self.path)!r})"
         python, script = Path(sys.executable), shutil.which("rollover")
         if script is not None and Path(script).parent == python.parent:
             program = ["rollover"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollover.config import Config
 from rollover.config.load import Resolved
@@ -25,9 +26,13 @@ from rollover.rollout.watchdog import Watchdog
 from rollover.track.answers import Answer, print_worst, summary_of, worst, write_answers
 from rollover.track.live import decimal
 from rollover.track.statistics import parts_of
-from rollover.types import SamplingParams, Segment, Task, rollout_seed
+from rollover.types import SamplingParams, Segment, StopReason, Task, rollout_seed
+
+if TYPE_CHECKING:
+    from rollover.train.setup import EvalParts
 
 _Result = TypeVar("_Result")
+_numbers = itertools.count()  # of the rollouts of prompts, over all calls: an engine knows each by its id
 
 
 def _to_stderr(line: str) -> None:
@@ -248,41 +253,69 @@ def print_eval(result: dict[str, Any]) -> None:
     Console().print(table)
 
 
+@dataclass(frozen=True)
+class Answered:
+    """What the model said to a prompt. token_ids and logprobs: of each sampled token; stop_reason: why it ended."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    stop_reason: StopReason
+
+
+async def answer_prompt(
+    prompt: str | Sequence[Mapping[str, str]], num: int, parts: EvalParts, config: Config
+) -> list[Answered]:
+    """`num` answers to a text, or to a list of chat messages, sampled as [rollout] says.
+
+    A text is put into a user message where the model has a chat template and tasks.chat is on. ValueError for a prompt
+    that leaves no room for an answer. The answers depend on run.seed, the prompt and their number alone.
+    """
+    tasks, tokenizer, rollout = config.tasks, parts.tokenizer, config.rollout
+    if not getattr(tokenizer, "chat_template", None):
+        tasks = tasks.model_copy(update={"chat": False})
+    text = prompt if isinstance(prompt, str) else None
+    messages = None if text is not None else tuple(dict(message) for message in prompt)  # type: ignore[arg-type]
+    task = decorated(Task(task_id="sample", source="sample", reward="", prompt=text, messages=messages), tasks)
+    ids = encode_prompt(task, tokenizer)
+    seeded = text if text is not None else task.content
+    requests = [
+        ExtendRequest(
+            rollout_id=f"sample-{next(_numbers)}",
+            prompt_ids=ids,
+            generated_ids=(),
+            max_new_tokens=rollout.max_new_tokens,
+            seed=rollout_seed(config.run.seed, seeded, 0, i),
+            sampling=SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p),
+            stop_token_ids=parts.stop_token_ids | frozenset(rollout.stop_token_ids),
+            stop_strings=tuple(rollout.stop),
+        )
+        for i in range(num)
+    ]
+    answers = await _together([parts.engine.extend(request) for request in requests])
+    parts.engine.release([request.rollout_id for request in requests])
+    return [_answered(segments, tokenizer) for segments in answers]
+
+
+def _answered(segments: Sequence[Segment], tokenizer: Any) -> Answered:
+    ids = [int(t) for s in segments for t in s.token_ids]
+    logprobs = [float(x) for s in segments for x in s.logprobs]
+    return Answered(tokenizer.decode(ids, skip_special_tokens=True), ids, logprobs, segments[-1].stop_reason)
+
+
 def run_sample(resolved: Resolved, prompt: str, num: int) -> int:
     """`rollover sample`: print `num` completions of a prompt."""
     from rollover.train.setup import EvalParts
 
     config = resolved.config
 
-    async def go() -> list[str]:
+    async def go() -> list[Answered]:
         parts = await EvalParts.build(config, None, with_rewards=False)
-        tasks = config.tasks
-        if not getattr(parts.tokenizer, "chat_template", None):
-            tasks = tasks.model_copy(update={"chat": False})
-        task = decorated(Task(task_id="sample", source="sample", reward="", prompt=prompt), tasks)
-        ids = encode_prompt(task, parts.tokenizer)
-        rollout = config.rollout
-        sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
-        requests = [
-            ExtendRequest(
-                rollout_id=f"sample-{i}",
-                prompt_ids=ids,
-                generated_ids=(),
-                max_new_tokens=rollout.max_new_tokens,
-                seed=rollout_seed(config.run.seed, prompt, 0, i),
-                sampling=sampling,
-                stop_token_ids=parts.stop_token_ids | frozenset(rollout.stop_token_ids),
-                stop_strings=tuple(rollout.stop),
-            )
-            for i in range(num)
-        ]
-        outs = await asyncio.gather(*[parts.engine.extend(r) for r in requests])
-        await parts.close()
-        return [
-            parts.tokenizer.decode([int(t) for s in segments for t in s.token_ids], skip_special_tokens=True)
-            for segments in outs
-        ]
+        try:
+            return await answer_prompt(prompt, num, parts, config)
+        finally:
+            await parts.close()
 
-    for i, text in enumerate(asyncio.run(go())):
-        print(f"--- {i + 1} of {num}" if num > 1 else "", text, sep="\n" if num > 1 else "")
+    for i, answer in enumerate(asyncio.run(go())):
+        print(f"--- {i + 1} of {num}" if num > 1 else "", answer.text, sep="\n" if num > 1 else "")
     return 0

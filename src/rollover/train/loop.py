@@ -8,77 +8,82 @@
 
 Sync, partial and asynchronous training are settings of the scheduler, not other loops. Owns the clock and the signals.
 Between two generation phases nothing runs (with rollout.overlap: after `_quiesce`), so a checkpoint there is a
-consistent cut.
+consistent cut. Whoever trains (the command line, `rollover.train`, a loop of the user's own) does it through
+api/session.py, which walks through `steps` inside `running`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rollover.checkpoint.snapshot import Owners
 from rollover.config import Config
-from rollover.config.load import Resolved
+from rollover.config import resume as resume_rules
+from rollover.config.fields import value_of
 from rollover.models.allocator import return_freed_memory
 from rollover.rollout.lifecycle import Event
 from rollover.track.chronicle import Chronicle
 from rollover.track.health import Health
 from rollover.track.live import LiveView
-from rollover.track.summary import RunSummary, print_summary, run_summary
+from rollover.track.summary import RunSummary, run_summary
 from rollover.train.alarm import Alarm
 from rollover.train.batch import Batch
 from rollover.train.directory import RunDirectory
-from rollover.train.evaluate import encode_tasks, evaluate
+from rollover.train.held_out import HeldOut
 from rollover.train.producer import Generation, OwnProducer, Producer, RecordedRollouts
 from rollover.train.profile import profiled
 from rollover.train.records import Records
 from rollover.train.recovery import Recovery
 from rollover.train.rows import Rows
-from rollover.train.setup import Parts, Threads, held_out_tasks, look_at_tasks
+from rollover.train.setup import Parts, Threads, look_at_tasks
 from rollover.train.stop import Stop
 from rollover.train.streaming import collect_and_accumulate
 from rollover.types import DropReason, Group
 
-INTERRUPTED = 130
 Result = TypeVar("Result")
 
 
-def run_training(resolved: Resolved, resume: bool, command: list[str] | None = None) -> int:
-    """`rollover train`: exit code. `command` is what the user typed after `train`, for the resume command."""
-    run = Run(resolved.config, resume, command or [])
-    try:
-        if resume and (finished := run.directory.why_finished()) is not None:
-            print(f"rollover: notice: {finished}", file=sys.stderr)
-            return 0
-        return asyncio.run(run.main())
-    finally:
-        run.directory.close()
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step that was made: `number` is the trainer's policy version after it, `groups` are those that it
+    trained, and `metrics` is its row of metrics.jsonl (docs/metrics.md)."""
+
+    number: int
+    groups: list[Group]
+    metrics: dict[str, float]
 
 
 class Run:
-    """One run of the loop, in its directory."""
+    """One run of the loop, in its directory: `running` around all of it, `steps` inside."""
 
-    def __init__(self, config: Config, resume: bool, command: list[str]) -> None:
+    def __init__(self, config: Config, resume: bool, command: list[str] | None = None) -> None:
+        """`command`: what was typed after `rollover train`, for the command that resumes; None: Python called it."""
         self.config, self.resume, self.command = config, resume, command
         self.directory = RunDirectory(config, resume)
         self.threads = Threads.of(config)
         self.health = Health(() if config.algorithm.compares_siblings else ("groups/zero_variance",))
         # One thread for all steps: it keeps its own team of torch's threads.
         self.trainer_thread = ThreadPoolExecutor(1, "trainer")
+        self.stop = Stop()
+        self.ended = False  # `steps` came to its end: all that is left to do is done, or a stop was requested
+        self.newest: Step | None = None
+        self._changes: dict[str, Any] = {}  # of options, from the next step on
 
-    async def main(self) -> int:
-        """Set up, (resume,) evaluate, train, evaluate, summarise. Returns the exit code."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Set up and (resume) before the block, and close all after it. An error in the block is followed by a
+        checkpoint of what there is, and so is the end of a block that took not all steps."""
         config = self.config
         with LiveView(config.track.live, config.train.num_steps, title=config.run.name) as self.view:
             self.view.phase("loading the model")
             parts = self.parts = Parts.build(config, self.view.message)
-            self.stop = Stop()
             self.producer = self._producer()
             parts.lifecycle.on_event = self._on_event
             parts.driver.say = parts.observed.say = parts.prompts.stream.say = self.view.message
@@ -88,6 +93,7 @@ class Run:
             self.alarm = Alarm(self.view.message)
             self.chronicle = Chronicle(self.directory.trace)
             self.rows = Rows(config, parts, self.chronicle, self.overlaps)
+            self.held_out = HeldOut(config, parts, self.stop, self.directory.evals, self.view.message)
             recorded = config.track.rollouts and not self.recorded
             self.records = Records(self.directory.rollouts, parts.loaded.tokenizer.decode, recorded)
             self.recovery = Recovery(
@@ -98,17 +104,21 @@ class Run:
             # What is ended without its tokens is in the journal with those that it had: that is not taken back.
             parts.driver.on_abandon = self.recovery.journal.halt
             try:
-                code = await self._main()
+                await self._prepare()
+                try:
+                    yield
+                    if not self.ended:
+                        await self.recovery.checkpoint()
+                except Exception as error:
+                    await self.recovery.rescue(error)
+                    raise
                 self.chronicle.flush()
             finally:
                 self.recovery.close()
                 await parts.close()
                 self.trainer_thread.shutdown()
-        if code == 0:
-            print_summary(self._summary())
-        return code
 
-    async def _main(self) -> int:
+    async def _prepare(self) -> None:
         if isinstance(self.producer, Generation):
             await look_at_tasks(self.config, self.parts.rewarder, self.view)
         if self.resume:
@@ -116,22 +126,20 @@ class Run:
         await self.recovery.begin()
         self.directory.write_config()
         self.stop.listen(self.view.message)
-        try:
-            return await self._run()
-        except Exception as error:
-            await self.recovery.rescue(error)
-            raise
 
-    async def _run(self) -> int:
-        """All steps and evaluations that are left. Returns the exit code."""
+    async def steps(self) -> AsyncGenerator[Step, None]:
+        """All steps and evaluations that are left. A stop ends it early; so may whoever asks for no more of them."""
         trainer, config = self.parts.trainer, self.config
         every = config.eval.every_steps
         if trainer.policy_version == 0 or (every and trainer.policy_version % every == 0):
             await self._evaluate()  # the second: a stop may have cut off the evaluation of the last step
         self.rows.begin()
         while trainer.policy_version < config.train.num_steps and not self.stop.requested:
+            await self._make_changes()
             if not await self._step():
                 break
+            assert self.newest is not None
+            yield self.newest
             step = trainer.policy_version
             if config.eval.every_steps and step % config.eval.every_steps == 0 and step < config.train.num_steps:
                 await self._evaluate()
@@ -140,17 +148,17 @@ class Run:
         await self.recovery.checkpoint()  # before the last evaluation: nothing that happens to that may cost the run
         if not self.stop.requested:
             await self._evaluate()
+        self.ended = True
         if self.stop.requested:
             self.view.message(
                 f"stopped after step {trainer.policy_version}; continue with:\n  {self.recovery.resume_command}"
             )
-            return INTERRUPTED
+            return
         if config.checkpoint.save_final_model:
             self.view.phase("saving the model")
             trainer.save_model(self.directory.model)
         finished = trainer.policy_version >= config.train.num_steps
         self.directory.end(trainer.policy_version, "" if finished else self.producer.source)
-        return 0
 
     async def _step(self) -> bool:
         """One training step. False when there is nothing (more) to train on."""
@@ -205,6 +213,7 @@ class Run:
         assert row.get("staleness/replayed_max", 0) <= self.config.replay.max_staleness, "replayed above its bound"
         self.records.write(self.parts.trainer.policy_version, groups, batch)
         self.directory.metrics.write(row)
+        self.newest = Step(self.parts.trainer.policy_version, groups, row)
         self.recovery.on_row(self.chronicle.flush())
         self.view.update(row)
         for warning in self.health.look(row):
@@ -303,43 +312,55 @@ class Run:
             weights = await self.parts.trainer.publish()
             return (await self.parts.engine.load_weights(version, weights)).num_bytes
 
+    def change(self, key: str, value: Any) -> None:
+        """Change an option from the next step on. ConfigError where it cannot (config/resume.py)."""
+        resume_rules.check_in_run(self.config, key, value)
+        self._changes[key] = value
+
+    async def _make_changes(self) -> None:
+        changes = [resume_rules.Change(k, value_of(self.config, k), value) for k, value in self._changes.items()]
+        self._changes.clear()
+        if not (changes := [change for change in changes if change.old != change.new]):
+            return
+        if self.recovery.journaled and resume_rules.trains_otherwise(changes, self.config):
+            await self.recovery.checkpoint()  # steps that a journal tells of are trained again as they were
+        for change in changes:
+            resume_rules.change_in_run(self.config, change.key, change.new)
+        self.directory.write_config(replace=True)
+        self.view.message("changed from here on: " + ", ".join(map(str, changes)))
+
+    async def evaluate(self) -> dict[str, Any] | None:
+        """Evaluate the present weights on the held-out tasks, once: their row of eval.jsonl; None if it was stopped.
+
+        ValueError where there are none, or none can be evaluated.
+        """
+        if self.config.eval.num_tasks == 0 or self.recorded:
+            raise ValueError("nothing is held out: set eval.num_tasks (it has no effect on recorded rollouts)")
+        if (row := self.held_out.newest) is not None:
+            return row
+        await self._quiesce()
+        self.view.phase("evaluating")
+        with self.rows.timed("eval"), self._loop_watched(lambda: "evaluating"):
+            return await self.held_out.evaluate()
+
     async def _evaluate(self) -> None:
-        """Evaluate on the held-out tasks and append the result to eval.jsonl, once per policy version.
+        """Evaluate if that is wanted, once per policy version.
 
         A failure ends the run only before the first step: later it must not cost what was trained.
         """
-        config, parts = self.config, self.parts
-        version, rows = parts.trainer.policy_version, self.directory.evals.rows()
-        done = bool(rows) and rows[-1]["step"] == version
-        if done or self.stop.requested or config.eval.num_tasks == 0 or self.recorded:
+        if self.stop.requested or self.config.eval.num_tasks == 0 or self.recorded or self.held_out.newest:
             return
-        await self._quiesce()
-        self.view.phase("evaluating")
-        started = time.perf_counter()
+        version = self.parts.trainer.policy_version
+        await self._quiesce()  # what fails there is no evaluation
         try:
-            with self.rows.timed("eval"), self._loop_watched(lambda: "evaluating"):
-                if not hasattr(self, "held_out"):
-                    tasks = held_out_tasks(config, self.view.message)
-                    self.held_out = encode_tasks(tasks, parts.loaded.tokenizer, parts.prompts.max_prompt_tokens)
-                # A stop waits for no answer and no score.
-                result = await self.stop.unless_requested(
-                    evaluate(
-                        self.held_out, parts.engine, parts.observed, parts.loaded.tokenizer, config,
-                        parts.stop_token_ids, self.view.message,
-                    )
-                )  # fmt: skip
+            await self.evaluate()
         except ValueError as error:
             if version == 0 and not self.stop.requested:
                 raise
             self.view.message(f"the evaluation after {version} steps failed: {error}")
-            return
-        if result is None:
-            return
-        seconds = time.perf_counter() - started
-        self.directory.evals.write({"step": version, "policy_version": version, "seconds": seconds, **result})
-        self.view.message(f"held-out mean reward after {version} steps: {result['mean']:.3f}")
 
-    def _summary(self) -> RunSummary:
+    def summary(self) -> RunSummary:
+        """Of the whole run, all its processes together."""
         config, directory = self.config, self.directory
         paths = {"run": str(directory.path)}
         if config.checkpoint.save_final_model:

@@ -31,8 +31,8 @@ class LiveTable:
 
 
 class LiveStream:
-    """Rows of an iterable, one after the other, in its order: the newest WINDOW of them are held, and older ones are read
-    again where it can be begun again. Its columns are those of the first row.
+    """Rows of an iterable, one after the other, in its order: the newest WINDOW of them are held, and older ones are
+    read again where it can be begun again. Its columns are those of the first row.
 
     ValueError where it is empty, and for a row that is gone.
     """
@@ -77,7 +77,7 @@ class LiveStream:
 
 
 def live_rows(tasks: Any) -> Any:
-    """`tasks` as a table (`column_names`, a length, rows by number), or as a LiveStream. ValueError for what has no rows."""
+    """`tasks` as a table (`column_names`, a length, rows by number) or a LiveStream. ValueError if it has no rows."""
     if isinstance(tasks, LiveStream) or hasattr(tasks, "column_names") and hasattr(tasks, "__len__"):
         return tasks
     if isinstance(tasks, str | bytes | Mapping) or not isinstance(tasks, Iterable):

@@ -1,5 +1,5 @@
-"""The rows of a dataset: a file, a folder of files, or a data set of the hub; on disk or streamed. By `datasets`. Or rows
-that a program handed over (live.py).
+"""The rows of a dataset: a file, a folder of files, or a data set of the hub; on disk or streamed. By `datasets`.
+Or those that a program handed over (live.py).
 
 Owns how one is found and opened, and the words where it cannot be. Knows no prompt and no answer (dataset.py does), and
 never shuffles: rows have the order of their files.

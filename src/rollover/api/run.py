@@ -1,0 +1,169 @@
+"""A run as its directory tells of it: finished, stopped or still going on, of this process or any other.
+
+Owns nothing: everything is read from the files (docs/running.md) when it is asked for, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollover.track.recorder import read_records, read_rollouts
+from rollover.track.sinks import read_rows
+from rollover.track.trace import TRACE, TraceEvent, read_trace
+from rollover.types import Group
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+    import pandas
+
+_PLOTTED = ("reward/mean", "length/mean", "staleness/mean", "time/step_s")
+
+
+class Run:
+    """What a run has written in its `directory`. What is asked for is read at that moment, so a live run shows more
+    each time."""
+
+    def __init__(self, directory: str | os.PathLike[str], live: Mapping[str, Any] | None = None) -> None:
+        """`live`: functions and tasks that the run was given as objects, by their names; `resume` needs them."""
+        self.directory = Path(directory).expanduser()
+        self._live = dict(live or {})
+        if not (self.directory / "config.resolved.json").is_file():
+            if not (self.directory / "metrics.jsonl").is_file():
+                raise ValueError(
+                    f"{str(self.directory)!r} is not the directory of a run: it has no config.resolved.json"
+                )
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Every value that the run uses, as in config.resolved.json. {} before the run has begun."""
+        path = self.directory / "config.resolved.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict a training step (docs/metrics.md)."""
+        return read_rows(self.directory / "metrics.jsonl")
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """One dict an evaluation: step, mean, ci, pass@k, sources, samples."""
+        return read_rows(self.directory / "eval.jsonl")
+
+    @property
+    def trace(self) -> list[TraceEvent]:
+        """What happened to every rollout, and when (docs/trace.md); [] where track.trace is off."""
+        path = self.directory / TRACE
+        return read_trace(path) if path.is_file() else []
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has made all its steps."""
+        return (self.directory / "finished").is_file()
+
+    @property
+    def model_path(self) -> Path:
+        """The trained model, for transformers' from_pretrained. ValueError where none is saved (yet)."""
+        path = self.directory / "model"
+        if self.finished and path.is_dir():
+            return path
+        why = (
+            "checkpoint.save_final_model is off"
+            if self.finished
+            else f"the run is not finished; {self._how_to_go_on()}"
+        )
+        raise ValueError(f"{str(self.directory)!r} has no trained model: {why}")
+
+    def rollouts(self, *, dropped: bool = False) -> Iterator[Group]:
+        """The groups that were trained, in order; with `dropped` also those that left otherwise. Read step by step.
+
+        ValueError for a file that is damaged.
+        """
+        for groups in read_rollouts(self.directory / "rollouts", include_dropped=dropped) if self._recorded else ():
+            yield from groups
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """One dict a rollout, trained or dropped, as in rollouts/ (docs/running.md): with "step", "prompt" or
+        "messages", "completion", "score", "advantage", "outcome", "segments" and more."""
+        return read_records(self.directory / "rollouts") if self._recorded else iter(())
+
+    def to_pandas(self, what: Literal["metrics", "evaluations", "rollouts"] = "metrics") -> pandas.DataFrame:
+        """A frame with a row for each step, evaluation or rollout. ImportError where pandas is not installed."""
+        frame = _package("pandas", "Run.to_pandas").DataFrame
+        rows = {"metrics": lambda: self.metrics, "evaluations": lambda: self.evaluations, "rollouts": self.records}
+        if what not in rows:
+            raise ValueError(f"to_pandas({what!r}): expected one of {', '.join(rows)}")
+        return frame(list(rows[what]()))
+
+    def plot(self, *keys: str) -> matplotlib.figure.Figure:
+        """A figure with a line over the steps for each of these metrics, by default reward, length, staleness and time;
+        evaluations are drawn into that of the reward. ImportError where matplotlib is not installed.
+
+        ValueError for a key that no step has.
+        """
+        plt = _package("matplotlib.pyplot", "Run.plot")
+        rows, evaluations = self.metrics, self.evaluations
+        known = {key for row in rows for key in row}
+        for key in keys:
+            if key not in known:
+                raise ValueError(f"plot: no step has the metric {key!r} (docs/metrics.md lists them)")
+        chosen = keys or tuple(key for key in _PLOTTED if key in known) or _PLOTTED[:1]
+        figure, axes = plt.subplots(len(chosen), 1, sharex=True, squeeze=False, figsize=(7, 1 + 1.8 * len(chosen)))
+        for key, (axis,) in zip(chosen, axes, strict=True):
+            axis.plot([row["step"] for row in rows], [_number(row.get(key)) for row in rows])
+            axis.set_ylabel(key)
+            if key == "reward/mean" and evaluations:
+                axis.plot(
+                    [e["step"] for e in evaluations], [_number(e["mean"]) for e in evaluations], "o", label="held out"
+                )
+                axis.legend()
+        axes[-1][0].set_xlabel("step")
+        figure.tight_layout()
+        plt.close(figure)  # a notebook draws what a cell returns: not twice
+        return figure
+
+    def resume(self, **overrides: Any) -> Run:
+        """Go on with the run, as `rollover.train(resume=run.directory, ...)` with this one's functions and tasks."""
+        from rollover.api.settings import Arguments
+        from rollover.api.training import start
+
+        named = {name: overrides.pop(name, None) for name in ("model", "tasks", "reward", "eval_tasks", "config")}
+        return start(Arguments(**named, resume=self.directory, overrides=overrides, live=self._live))
+
+    def __repr__(self) -> str:
+        rows, num_steps = self.metrics, self.config.get("train", {}).get("num_steps", "?")
+        step = rows[-1]["step"] if rows else 0
+        state = "finished" if self.finished else f"not finished: {self._how_to_go_on()}"
+        return f"<Run {str(self.directory)!r}: {step} of {num_steps} steps, {state}>"
+
+    def _how_to_go_on(self) -> str:
+        return "run.resume() goes on" + ("" if self._live else f" (rollover.train(resume={str(self.directory)!r}))")
+
+    @property
+    def _recorded(self) -> bool:
+        """Whether there is a record. ValueError where there never will be."""
+        if self.config and not self.config["track"]["rollouts"]:
+            raise ValueError(f"{str(self.directory)!r} records no rollouts: track.rollouts is off")
+        folder = self.directory / "rollouts"
+        return folder.is_dir() and any(folder.glob("step-*.jsonl"))
+
+
+def open(directory: str | os.PathLike[str]) -> Run:
+    """The run in `directory`, finished or live. ValueError where there is none."""
+    return Run(directory)
+
+
+def _package(name: str, what: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0]
+        raise ImportError(f"{what} needs the package {package}: pip install {package}") from error
+
+
+def _number(value: Any) -> float:
+    return float("nan") if value is None else float(value)

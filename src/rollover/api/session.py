@@ -1,0 +1,177 @@
+"""A training run as something to walk through: every step is handed to a loop of the caller's own.
+
+    async with Session(...) as session:
+        async for step in session.steps():
+            ...
+
+Owns the run's directory and the objects that its configuration names, from the first to the last moment. Never trains
+by itself: that is train/loop.py. `rollover train` and `rollover.train` are callers of it, which do nothing in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rollover.api.settings import Arguments, Layer, Settings
+from rollover.config import Config
+from rollover.config.load import Resolved
+from rollover.track.summary import print_summary
+from rollover.train.loop import Run as Loop
+from rollover.train.loop import Step
+from rollover.train.stop import signals_to
+
+INTERRUPTED = 130
+
+
+class Session:
+    """A training run, step by step. Use it as an async context manager; the arguments are those of `rollover.train`.
+
+    In the block the model is loaded and the run's directory is locked. Where the block ends with an error, or before
+    all steps are made, a checkpoint is written; `rollover.train(resume=session.directory)` or another Session goes on.
+    The first Ctrl-C ends `steps` early; the second interrupts.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        tasks: Any = None,
+        reward: Any = None,
+        eval_tasks: Any = None,
+        config: Layer | Sequence[Layer] | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        **overrides: Any,
+    ) -> None:
+        arguments = Arguments(model, tasks, reward, eval_tasks, config, resume, overrides)
+        self._begin(arguments.settle(), resume is not None)
+
+    @classmethod
+    def of(cls, settings: Settings, resume: bool, command: list[str] | None = None) -> Session:
+        """Over settled arguments. `command`: what was typed after `rollover train`; None: nothing was."""
+        session = cls.__new__(cls)
+        session._begin(settings, resume, command)
+        return session
+
+    def _begin(self, settings: Settings, resume: bool, command: list[str] | None = None) -> None:
+        self._settings = settings
+        self._stack = AsyncExitStack()
+        try:
+            self._loop = Loop(settings.config, resume, command)
+        except BaseException:
+            settings.release()
+            raise
+        self._inside = False
+        self._restores_signals = command is None  # the command line's process ends with its run
+
+    async def __aenter__(self) -> Session:
+        try:
+            self._stack.callback(self.close)
+            if self._restores_signals:
+                self._stack.enter_context(signals_to(None))
+            await self._stack.enter_async_context(self._loop.running())
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        self._inside = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._inside = False
+        await self._stack.__aexit__(kind, error, traceback)
+
+    def close(self) -> None:
+        """Give back the directory and the objects of a session that was not, or is no longer, entered."""
+        self._loop.directory.close()
+        self._settings.release()
+
+    async def steps(self) -> AsyncGenerator[Step, None]:
+        """Make the steps that are left, one each time; evaluations and checkpoints of the configuration between them.
+
+        At the end the last evaluation is made and the model is saved. A loop that was left goes on with the next call.
+        """
+        self._check_inside()
+        async with aclosing(self._loop.steps()) as steps:
+            async for step in steps:
+                yield step
+
+    async def checkpoint(self) -> None:
+        """Write a checkpoint now, if anything happened since the last."""
+        self._check_inside()
+        await self._loop.recovery.checkpoint()
+
+    async def evaluate(self) -> dict[str, Any] | None:
+        """Evaluate the present weights on the held-out tasks: the row of eval.jsonl; None if the run is being stopped.
+
+        ValueError where nothing is held out (eval.num_tasks), or every reward fails.
+        """
+        self._check_inside()
+        return await self._loop.evaluate()
+
+    def set(self, key: str, value: Any) -> None:
+        """Change an option from the next step on. ConfigError for one that cannot change while a run goes on, which
+        says how it can be changed, and for a value that is wrong."""
+        self._check_inside()
+        self._loop.change(key, value)
+
+    def stop(self) -> None:
+        """As the first Ctrl-C, from any thread: `steps` ends after what cannot be interrupted."""
+        self._loop.stop.request()
+
+    def on_signal(self, number: int, frame: object) -> None:
+        """For signal.signal, where the session runs in another thread than the main one."""
+        self._loop.stop.on_signal(number, frame)
+
+    @property
+    def config(self) -> Config:
+        """The configuration, as it is now."""
+        return self._loop.config
+
+    @property
+    def directory(self) -> Path:
+        """The run's directory."""
+        return self._loop.directory.path
+
+    @property
+    def policy_version(self) -> int:
+        """Training steps made by the trainer's present weights."""
+        self._check_inside()
+        return self._loop.parts.trainer.policy_version
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it was asked to stop."""
+        return self._loop.stop.requested
+
+    def _check_inside(self) -> None:
+        if not self._inside:
+            raise RuntimeError("the session is not open: use it inside `async with rollover.Session(...) as session:`")
+
+
+async def finish(session: Session) -> bool:
+    """Make all steps that are left, and print what came of it. False if the run was stopped before its end."""
+    loop = session._loop
+    if loop.resume and (finished := loop.directory.why_finished()) is not None:
+        print(f"rollover: notice: {finished}", file=sys.stderr)
+        session.close()
+        return True
+    async with session:
+        async for _ in session.steps():
+            pass
+    if not loop.stop.requested:
+        print_summary(loop.summary())
+    return not loop.stop.requested
+
+
+def run_training(resolved: Resolved, resume: bool, command: list[str] | None = None) -> int:
+    """`rollover train`: exit code. `command` is what the user typed after `train`, for the command that resumes."""
+    session = Session.of(Settings(resolved), resume, command or [])
+    return 0 if asyncio.run(finish(session)) else INTERRUPTED

@@ -1,0 +1,298 @@
+"""What a program hands over (names, rows, functions, keys of the configuration) as one resolved configuration.
+
+    an earlier run's config.resolved.json (resume) < config= < model=, tasks=, reward= and keywords
+
+Owns what each argument means as keys, and which live objects a run holds: a key has the name of each
+(live_objects.py), and `Settings.release` gives them back. Every mistake is a ConfigError before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+from rollover.config import Config, Table
+from rollover.config.base import ConfigError
+from rollover.config.fields import default_of, did_you_mean, leaves, row_of, tables
+from rollover.config.load import PYTHON, Resolved, load_config
+from rollover.config.presets import PRESETS
+from rollover.envs.tasks.live import LiveStream, live_rows
+from rollover.live_objects import LIVE, hold, is_live, live_object, name_of, release
+from rollover.processes import brief_waiting
+from rollover.rewards.several import SeveralRewards
+from rollover.rewards.travel import packed
+
+Layer = str | os.PathLike[str] | Mapping[str, Any]
+_FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A configuration and the objects that it names, by their names; they are held until `release`."""
+
+    resolved: Resolved
+    live: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        return self.resolved.config
+
+    def release(self) -> None:
+        """The run has ended: its functions and tasks are no longer held by it. Once."""
+        _release(self.live)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of `train` and `Session` (docs/python.md). `live`: objects of an earlier run, by their names."""
+
+    model: str | os.PathLike[str] | Mapping[str, Any] | None = None
+    tasks: Any = None
+    reward: Any = None
+    eval_tasks: Any = None
+    config: Layer | Sequence[Layer] | None = None
+    resume: str | os.PathLike[str] | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    live: Mapping[str, Any] = field(default_factory=dict)
+
+    def settle(self, *, require_sources: bool = True) -> Settings:
+        """The configuration. ConfigError names what is wrong. The caller releases it."""
+        held = _Held()
+        try:
+            for spec, value in self.live.items():
+                held.add(value, spec.removeprefix(f"{LIVE}:"))
+            before = {} if self.resume is None else _of_run(Path(self.resume))
+            given = [held.plain(x, "") if isinstance(x, Mapping) else os.fspath(x) for x in self._files()]
+            layers: list[Any] = [before, *given, self._own(held, before.get("tasks.sources", []))]
+            resolved = load_config(layers, require_sources=require_sources)
+            self._check(resolved.config, held)
+            for notice in resolved.notices:
+                print(f"rollover: notice: {notice}", file=sys.stderr)
+            _prepare_process(resolved.config)
+        except BaseException:
+            _release(held.live)
+            raise
+        return Settings(resolved, held.live)
+
+    def _files(self) -> Sequence[Layer]:
+        if self.config is None:
+            return []
+        return [self.config] if isinstance(self.config, str | os.PathLike | Mapping) else self.config
+
+    def _own(self, held: _Held, sources_before: list[dict[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        if isinstance(self.model, Mapping):
+            values["model"] = held.plain(self.model, "model")
+        elif self.model is not None:
+            if not isinstance(self.model, str | os.PathLike):
+                raise ConfigError(f"model is a {type(self.model).__name__}: give a folder, a hub id or a known name")
+            values["model.path"] = os.fspath(self.model)
+        if self.tasks is not None:
+            sources = _sources(self.tasks, self.eval_tasks, held)
+            if len(sources) == len(sources_before) == 1:  # of the run that goes on: what else was said of it holds
+                sources = [{**sources_before[0], **sources[0]}]
+            values["tasks.sources"] = sources
+        elif self.eval_tasks is not None:
+            raise ConfigError("eval_tasks needs tasks: a configuration's sources have eval_path for it")
+        if self.reward is not None:
+            values["rewards.function"] = held.reward(self.reward)
+        for name, value in self.overrides.items():
+            key = key_of(name)
+            values[key] = held.plain(value, key)
+        if self.resume is not None:
+            values["run.dir"] = os.fspath(self.resume)
+        return values
+
+    def _check(self, config: Config, held: _Held) -> None:
+        """What only shows in the whole configuration."""
+        own = [source.name or source.path for source in config.tasks.sources if source.reward]
+        if self.reward is not None and own:
+            raise ConfigError(
+                f"reward has no effect on the source {own[0]!r}, which names its own (tasks.sources.reward): remove one"
+            )
+        if held.streams and config.eval.num_tasks and not config.tasks.sources[0].eval_path:
+            raise ConfigError(
+                "eval.num_tasks: nothing is held out of an iterable that does not know its length. Give eval_tasks (a"
+                " list), or set eval.num_tasks = 0"
+            )
+        rewards = {config.rewards.function, *(source.reward for source in config.tasks.sources)}
+        for key, value in _texts(config.model_dump(), ""):
+            if is_live(value):
+                try:
+                    live_object(value)
+                    if value in rewards:
+                        packed(value)
+                except ValueError as error:
+                    raise ConfigError(f"{key}: {error}") from error
+
+
+@dataclass
+class _Held:
+    """Live objects by their names, as they are met."""
+
+    live: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, value: Any, name: str) -> str:
+        spec = hold(value, name)
+        if spec in self.live:
+            release(spec)  # it is held once by each run
+        self.live[spec] = value
+        return spec
+
+    @property
+    def streams(self) -> bool:
+        """Whether the tasks are an iterable without a length."""
+        return any(isinstance(value, LiveStream) for value in self.live.values())
+
+    def reward(self, reward: Any) -> str:
+        """A function, a name of one, or several of them."""
+        if isinstance(reward, str):
+            return reward
+        if isinstance(reward, Sequence):
+            if not reward:
+                raise ConfigError("reward is an empty list: give a function")
+            if len(reward) == 1:
+                return self.reward(reward[0])
+            for one in reward:
+                if not isinstance(one, str):
+                    _check_callable(one, "reward")
+            names = [one if isinstance(one, str) else name_of(one) for one in reward]
+            digest = hashlib.blake2b("\0".join(names).encode(), digest_size=4).hexdigest()
+            return self.add(SeveralRewards(reward), f"rewards-{digest}")
+        _check_callable(reward, "reward")
+        return self.add(reward, name_of(reward))
+
+    def plain(self, value: Any, key: str) -> Any:
+        """`value` as a configuration can hold it: functions by their names, tuples as lists, paths as texts."""
+        if isinstance(value, Mapping):
+            return {str(name): self.plain(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.plain(item, f"{key}.{i}") for i, item in enumerate(value)]
+        if isinstance(value, str | int | float):
+            return value
+        if isinstance(value, PurePath):
+            return str(value)
+        if getattr(value, "shape", None) == ():  # a numpy scalar
+            return value.item()
+        if value is None:
+            raise ConfigError(f"{PYTHON}: {key} = None: leave the key out to have its default")
+        _check_callable(value, key)
+        return self.add(value, name_of(value))
+
+
+def key_of(name: str) -> str:
+    """The dotted key that a keyword means: a dotted key, a table, or the last part of a key.
+
+    Where several have that last part it is [run]'s, else [rollout]'s; [plan]'s only where no other table has it.
+    """
+    known = [key for key, _ in leaves()]
+    if "." in name or name in dict(tables()):
+        return name
+    found = [key for key in known if key.rpartition(".")[2] == name]
+    found = [key for key in found if not key.startswith("plan.")] or found
+    first = [key for key in (f"run.{name}", f"rollout.{name}") if key in found]
+    found = first[:1] or found
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(
+            f"{name} may be {' or '.join(found)}: write **{{{json.dumps(found[0])}: ...}}, or"
+            f" {found[0].partition('.')[0]}={{{json.dumps(name)}: ...}}"
+        )
+    raise ConfigError(f"there is no option {name}{did_you_mean(name, [k.rpartition('.')[2] for k in known])}")
+
+
+def _check_callable(value: Any, key: str) -> None:
+    if not callable(value):
+        raise ConfigError(f"{PYTHON}: {key} is a {type(value).__name__}, which no option takes")
+
+
+def _sources(tasks: Any, eval_tasks: Any, held: _Held) -> list[dict[str, Any]]:
+    """`tasks` as [[tasks.sources]]: names of generators and files, or rows."""
+    names = [tasks] if isinstance(tasks, str | os.PathLike) else tasks
+    if isinstance(names, list | tuple) and names and all(isinstance(n, str | os.PathLike) for n in names):
+        rows = [_source(os.fspath(name)) for name in names]
+        if eval_tasks is not None:
+            if len(rows) > 1 or rows[0]["kind"] != "dataset":
+                raise ConfigError("eval_tasks goes with one file or with rows as tasks: a generator holds out its own")
+            rows[0]["eval_path"] = _path_of(eval_tasks, "eval_tasks", held)
+        return rows
+    source = {"kind": "dataset", "name": "tasks", "path": _path_of(tasks, "tasks", held)}
+    if eval_tasks is not None:
+        source["eval_path"] = _path_of(eval_tasks, "eval_tasks", held)
+    return [source]
+
+
+def _source(name: str) -> dict[str, Any]:
+    if name.lower().endswith(_FILES):
+        return {"kind": "dataset", "path": name}
+    return {"kind": "reasoning_gym", "name": name}
+
+
+def _path_of(rows: Any, name: str, held: _Held) -> str:
+    if isinstance(rows, str | os.PathLike):
+        return os.fspath(rows)
+    try:
+        made = live_rows(rows)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    # Of an iterable there is one reader, as what was read of it is gone; a list keeps its name from run to run.
+    return held.add(made if isinstance(made, LiveStream) else rows, name)
+
+
+def _of_run(folder: Path) -> dict[str, Any]:
+    """What an earlier run set, of its config.resolved.json. A value that would be the same without it is left out: it
+    stands in nobody's way."""
+    path = folder / "config.resolved.json"
+    if not path.is_file():
+        raise ConfigError(f"resume: {str(folder)!r} holds no run: there is no config.resolved.json")
+    saved: Any = json.loads(path.read_text(encoding="utf-8"))
+    preset = {f"algorithm.{k}": v for k, v in PRESETS.get(saved["algorithm"].get("preset"), {}).items()}
+    out: dict[str, Any] = {}
+    for key, info in leaves():
+        value: Any = saved
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        usual = preset[key] if key in preset else default_of(key)
+        if value is None or value == usual or key == "checkpoint.resume_from":
+            continue
+        table = row_of(info.annotation)
+        out[key] = value if table is None else [_row(row, table) for row in value]
+    if out.get("rollout.in_flight_groups") == saved["rollout"]["groups_per_step"]:
+        del out["rollout.in_flight_groups"]
+    return out
+
+
+def _row(row: Mapping[str, Any], table: type[Table]) -> dict[str, Any]:
+    usual = {name: info.get_default(call_default_factory=True) for name, info in table.model_fields.items()}
+    return {name: value for name, value in row.items() if name in usual and value != usual[name]}
+
+
+def _release(live: dict[str, Any]) -> None:
+    while live:
+        release(live.popitem()[0])
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Iterable):
+        for i, item in enumerate(value):
+            yield from _texts(item, f"{key}.{i}")
+
+
+def _prepare_process(config: Config) -> None:
+    """What the command line sets before a library reads it."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if "torch" not in sys.modules:
+        os.environ.update(brief_waiting(config.run))

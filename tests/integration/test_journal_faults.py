@@ -15,6 +15,7 @@ import torch
 from test_journal_resume import CHECKPOINT, Ends, look_at_start, train
 from test_journal_run import check_whole
 
+from rollover.checkpoint.journal import Journal
 from rollover.checkpoint.scribe import Scribe
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
@@ -178,3 +179,17 @@ def test_an_engine_that_does_not_say_how_far_it_is_ends_no_run(
     code, text = train(capsys, recipe)
     assert code == 0 and ("the engine fails at progress" in text) == (not nonsense), text
     check_whole(tmp_path / "run", 3)
+
+
+def test_what_a_checkpoint_has_made_needless_is_deleted_by_the_next_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last checkpoint is committed, and the process dies before it deletes the journal up to there."""
+    recipe = runs.write(tmp_path, steps=1, checkpoint=CHECKPOINT)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Journal, "commit", end)
+        assert train(capsys, recipe)[0] == 130
+    assert len(list((tmp_path / "run" / "journal").iterdir())) == 2
+    assert train(capsys, recipe, "--resume")[0] == 0
+    assert len(list((tmp_path / "run" / "journal").iterdir())) == 1
+    check_whole(tmp_path / "run", 1)

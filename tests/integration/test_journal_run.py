@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -53,13 +52,16 @@ class Killed:
         process = self.start()
         deadline = time.monotonic() + 600
         log = self.log(self.starts)
-        while self.steps() < before + more_steps or not any(x["kind"] == "extend" for x in runs.json_lines(log)):
+        try:
+            while self.steps() < before + more_steps or not any(x["kind"] == "extend" for x in runs.json_lines(log)):
+                assert process.poll() is None, self.said()
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            time.sleep(seconds)
             assert process.poll() is None, self.said()
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        time.sleep(seconds)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        finally:
+            process.kill()
+            process.wait()
         steps = [row["step"] for row in runs.json_lines(self.metrics)]
         assert steps == list(range(1, len(steps) + 1)), "duplicate or missing steps"
         assert len(steps) >= before + more_steps, "told steps are gone"

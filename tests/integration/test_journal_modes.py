@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +36,7 @@ def recipe(folder: Path, rollout: dict[str, Any], **tables: Any) -> Path:
 
 def kill(file: Path, place: str, count: int, *words: str) -> None:
     """SIGKILL before the call number `count` of a method."""
-    command = [sys.executable, KILLED_AT, place, str(count), "train", file, *words]
-    killed = subprocess.run(command, env=runs.environment(), capture_output=True, text=True, timeout=600, check=False)
+    killed = runs.rollover(place, count, "train", file, *words, script=KILLED_AT)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 
 

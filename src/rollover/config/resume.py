@@ -7,6 +7,7 @@ new values is said where they are known (Lifecycle.check_restored), and another 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -90,7 +91,8 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     if not old:
         return []
     before, now = dict(_flat(old)), dict(_flat(new.model_dump(mode="json")))
-    options = {name for name, _ in leaves()}
+    rows = set(map(_row_of, before)) & set(map(_row_of, now))  # one that is in either alone is a change
+    options = {name for name, _ in leaves()} | {k for k in {**now, **before} if field_at(k) and _row_of(k) in rows}
     keys = [
         k for k in {**now, **before} if k not in _WHERE and not (k in options and (k not in before or k not in now))
     ]
@@ -131,6 +133,12 @@ def trains_otherwise(changed: Sequence[Change], config: Config) -> list[Change]:
 
 def _default(key: str) -> Any:
     return default_of(key) if field_at(key) is not None else None
+
+
+def _row_of(key: str) -> str:
+    """`tasks.sources.0` of `tasks.sources.0.kind`; "" of a key that is in no row of a list."""
+    found = re.match(r".*\.\d+(?=\.)", key)
+    return found[0] if found else ""
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

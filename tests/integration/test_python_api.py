@@ -299,7 +299,7 @@ def test_inference_alone(tmp_path: Path) -> None:
         assert engine.generate(prompts[1])[0].prompt == prompts[1]
         with pytest.raises(ValueError, match="a prompt is a int"):
             engine.generate([3])  # type: ignore[list-item]
-        with pytest.raises(ValueError, match="Lower rollout.max_new_tokens"):
+        with pytest.raises(ValueError, match="2005 tokens, its prompt included, and the model 1024 positions"):
             engine.generate("x" * 2000)
     with pytest.raises(RuntimeError, match="this Engine is closed"):
         engine.generate("x")

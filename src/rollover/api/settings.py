@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
+from rollover import system
 from rollover.config import Config, Table
 from rollover.config.base import ConfigError
 from rollover.config.fields import default_of, did_you_mean, leaves, row_of, tables
@@ -291,7 +292,9 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _prepare_process(config: Config) -> None:
-    """What the command line sets before a library reads it."""
+    """What the command line asks and sets before a library is loaded. OSError on a system on which nothing runs."""
+    if reason := system.refusal():
+        raise OSError(reason)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if "torch" not in sys.modules:

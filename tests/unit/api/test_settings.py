@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,12 @@ def test_several_rewards_are_one(tmp_path: Path) -> None:
 def test_mistakes_are_told_before_anything_is_loaded(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settled(**arguments)
+
+
+def test_windows_is_refused_in_python_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(OSError, match="does not run on Windows itself"):
+        settled(tasks=["chain_sum"])
 
 
 def test_a_function_that_cannot_travel_is_named_with_the_cure() -> None:

@@ -8,7 +8,6 @@ Owns where things lie. Never decides what is written, nor when.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import shlex
@@ -45,12 +44,11 @@ class RunDirectory:
 
     def __init__(self, config: Config, resume: bool) -> None:
         self.config, self.resume = config, resume
-        name = f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.path = Path(config.run.dir or name).expanduser()
-        for output in (self.path, *(self.path / name for name in ("rollouts", "journal", "model", "profile"))):
-            check_writable(output, "run.dir")
         if resume and not config.run.dir:
             raise ValueError("--resume needs run.dir: add --run.dir <directory of the run>")
+        self.path = Path(config.run.dir).expanduser() if config.run.dir else _new_directory(config.run.name)
+        for output in (self.path, *(self.path / name for name in ("rollouts", "journal", "model", "profile"))):
+            check_writable(output, "run.dir")
         metrics = self.path / "metrics.jsonl"
         self.store = CheckpointStore(config.checkpoint.dir or str(self.path / "checkpoints"), config.checkpoint.keep)
         self.mirror = self.store.mirror(self.path)
@@ -62,7 +60,7 @@ class RunDirectory:
             self._refuse_other_runs()
         check_writable(self.store.dir, "checkpoint.dir")
         try:
-            self._make()
+            self.path.mkdir(parents=True, exist_ok=True)
             self.locks = [DirectoryLock(self.path, "run.dir")]
             if config.checkpoint.dir and (folder := self.store.local_folder) is not None:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -112,23 +110,6 @@ class RunDirectory:
                 f"checkpoint.dir = {self.store.dir!r} holds the files of another run, which had no checkpoint yet: give"
                 " another checkpoint.dir, or go on with that run by --resume"
             )
-
-    def _make(self) -> None:
-        """Make run.dir; where none was given, one that nobody else makes in the same second."""
-        if self.config.run.dir:
-            self.path.mkdir(parents=True, exist_ok=True)
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        first = self.path.name
-        for name in itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2))):
-            self.path = self.path.with_name(name)
-            with contextlib.suppress(FileExistsError):
-                self.path.mkdir()
-                break
-        if self.mirror is not None:
-            self.mirror.folder = self.path
-        if not self.config.checkpoint.dir:
-            self.store = CheckpointStore(str(self.path / "checkpoints"), self.config.checkpoint.keep)
 
     def checkpoint_to_resume(self) -> str | None:
         """checkpoint.resume_from or the newest one. None if the run ended before its first: it begins again."""
@@ -234,6 +215,21 @@ class RunDirectory:
             program += ["-m", "rollover"]
         words = [w for w in command if not w.startswith(("--run.dir=", "--checkpoint.resume_from="))]
         return shlex.join([*program, "train", *words, f"--run.dir={self.path}", "--resume"])
+
+
+def _new_directory(name: str) -> Path:
+    """Make runs/<name>-<time>; where another start of the same second has made that, with -2, -3 and so on."""
+    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    check_writable(first, "run.dir")
+    first.parent.mkdir(parents=True, exist_ok=True)
+    path, n = first, 1
+    while True:
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            n += 1
+            path = first.with_name(f"{first.name}-{n}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

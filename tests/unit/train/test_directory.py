@@ -94,7 +94,9 @@ def test_starts_in_the_same_second_have_directories_of_their_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda *args: "20260101-000000")
-    paths = [RunDirectory(Config(), resume=False) for _ in range(3)]
+    paths = [RunDirectory(Config(), resume=False)]
+    paths[0].metrics.write(row(1))  # a run that has begun, and one that has not yet
+    paths += [RunDirectory(Config(), resume=False) for _ in range(2)]
     name = "runs/run-20260101-000000"
     assert [str(d.path) for d in paths] == [name, f"{name}-2", f"{name}-3"]
     assert [d.store.local_folder for d in paths] == [(tmp_path / d.path / "checkpoints") for d in paths]

@@ -92,7 +92,7 @@ def test_an_engine_that_is_down_ends_the_run_with_a_checkpoint_and_loses_nothing
     plain = EmbeddedEngine.step
 
     def fails(self: EmbeddedEngine) -> None:
-        if self.oldest_version == 2:
+        if self.oldest_version >= 2:  # not == 2: in a quick run the next weights may come before the third failure
             raise ConnectionError("connection refused")
         plain(self)
 

@@ -40,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason := system.refusal():
         _complain(reason)
         return 2
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the reward worker forks after tokenizers were used
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     parser = build_parser()
     rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv, parser)
     args = parser.parse_args(rest)
@@ -263,13 +261,12 @@ def _bench(args: argparse.Namespace, overrides: Overrides) -> int:
 
 def _load(files: list[Path], overrides: Overrides, *, require_sources: bool = True) -> Resolved:
     from rollover.config.load import load_config
-    from rollover.processes import brief_waiting
+    from rollover.processes import prepare_libraries
 
     resolved = load_config(files, overrides, require_sources=require_sources)
     for notice in resolved.notices:
         print(f"rollover: notice: {notice}", file=sys.stderr)
-    if "torch" not in sys.modules:
-        os.environ.update(brief_waiting(resolved.config.run))
+    prepare_libraries(resolved.config.run)
     return resolved
 
 

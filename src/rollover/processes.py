@@ -70,6 +70,14 @@ def brief_waiting(run: RunConfig) -> dict[str, str]:
     return {"GOMP_SPINCOUNT": _SPINS}
 
 
+def prepare_libraries(run: RunConfig) -> None:
+    """Set what libraries read when they are loaded, and what the user has not set: before the first of them is."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the reward worker forks after tokenizers were used
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if "torch" not in sys.modules:
+        os.environ.update(brief_waiting(run))
+
+
 def main(parent: str, binding: str, module: str, *arguments: str) -> None:
     """What a child does, from its first moment on."""
     {"keep": keep, "die_with": die_with}[binding](int(parent))

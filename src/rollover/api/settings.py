@@ -25,7 +25,7 @@ from rollover.config.load import PYTHON, Resolved, load_config
 from rollover.config.presets import PRESETS
 from rollover.envs.tasks.live import LiveStream, live_rows
 from rollover.live_objects import LIVE, hold, is_live, live_object, name_of, release
-from rollover.processes import brief_waiting
+from rollover.processes import prepare_libraries
 from rollover.rewards.several import SeveralRewards
 from rollover.rewards.travel import packed
 
@@ -63,7 +63,7 @@ class Arguments:
     live: Mapping[str, Any] = field(default_factory=dict)
 
     def settle(self, *, require_sources: bool = True) -> Settings:
-        """The configuration. ConfigError names what is wrong. The caller releases it."""
+        """The configuration, which the caller releases. ConfigError names what is wrong, OSError an unfit system."""
         held = _Held()
         try:
             for spec, value in self.live.items():
@@ -75,7 +75,9 @@ class Arguments:
             self._check(resolved.config, held)
             for notice in resolved.notices:
                 print(f"rollover: notice: {notice}", file=sys.stderr)
-            _prepare_process(resolved.config)
+            if reason := system.refusal():
+                raise OSError(reason)
+            prepare_libraries(resolved.config.run)
         except BaseException:
             _release(held.live)
             raise
@@ -289,13 +291,3 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, Iterable):
         for i, item in enumerate(value):
             yield from _texts(item, f"{key}.{i}")
-
-
-def _prepare_process(config: Config) -> None:
-    """What the command line asks and sets before a library is loaded. OSError on a system on which nothing runs."""
-    if reason := system.refusal():
-        raise OSError(reason)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if "torch" not in sys.modules:
-        os.environ.update(brief_waiting(config.run))

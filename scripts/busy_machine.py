@@ -35,7 +35,7 @@ from rollover.processes import brief_waiting  # noqa: E402
 
 if TYPE_CHECKING:
     from rollover.engine.embedded.engine import EmbeddedEngine
-    from rollover.train.trainer import Trainer
+    from rollover.trainer.trainer import Trainer
 
 THREADS = {"fixed": "0", "auto": "auto"}  # run.threads
 KINDS = ("decode", "train")
@@ -53,9 +53,9 @@ class Worker:
         from rollover.models.devices import pick_device
         from rollover.models.load import load_model
         from rollover.models.team import Team
-        from rollover.train.batch import Batch
-        from rollover.train.setup import dtype_of, prepare_process
-        from rollover.train.trainer import Trainer
+        from rollover.run.parts import dtype_of, prepare_process
+        from rollover.trainer.batch import Batch
+        from rollover.trainer.trainer import Trainer
 
         prepare_process(config)
         device = pick_device(config.model.device)

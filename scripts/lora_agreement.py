@@ -39,11 +39,11 @@ from rollover.config import Config, LoraConfig
 from rollover.config.load import load_config
 from rollover.engine.build import embedded_engine
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.single_turn import encode_prompt
-from rollover.envs.tasks.stream import TaskStream
 from rollover.models.load import LoadedModel, load_model
-from rollover.train.lora import merged_weights
-from rollover.train.trainer import Trainer
+from rollover.tasks.prompts import encode_prompt
+from rollover.tasks.stream import TaskStream
+from rollover.trainer.lora import merged_weights
+from rollover.trainer.trainer import Trainer
 from rollover.types import Sample, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]

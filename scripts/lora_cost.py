@@ -20,8 +20,8 @@ from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import load_model
-from rollover.train.lora import adapter_weights, add_lora, base_weights, merged_weights
-from rollover.train.setup import prepare_process
+from rollover.run.parts import prepare_process
+from rollover.trainer.lora import adapter_weights, add_lora, base_weights, merged_weights
 from rollover.types import SamplingParams
 
 PROMPT_TOKENS = 32

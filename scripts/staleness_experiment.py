@@ -39,9 +39,9 @@ from rollover.engine.embedded.engine import EmbeddedEngine  # noqa: E402
 from rollover.engine.protocol import ExtendRequest  # noqa: E402
 from rollover.models.attention import IMPLEMENTATION  # noqa: E402
 from rollover.models.load import LoadedModel  # noqa: E402
-from rollover.rollout.staleness import staleness  # noqa: E402
-from rollover.train.batch import build_batch  # noqa: E402
-from rollover.train.trainer import Trainer  # noqa: E402
+from rollover.staleness import staleness  # noqa: E402
+from rollover.trainer.batch import build_batch  # noqa: E402
+from rollover.trainer.trainer import Trainer  # noqa: E402
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Task, rollout_seed  # noqa: E402
 
 FIGURE = ROOT / "docs" / "staleness_experiment.svg"

@@ -15,13 +15,13 @@ from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig,
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.single_turn import TASK_OR_NONE, PromptSource
-from rollover.envs.tasks.same import same_by
 from rollover.functions import own_function
 from rollover.rollout.order import RolloutView, load_order
-from rollover.train.batch import build_batch
-from rollover.train.objective import Counts, Objective, Streams
-from rollover.train.producer import OwnProducer
+from rollover.run.producer import OwnProducer
+from rollover.tasks.prompts import TASK_OR_NONE, PromptSource
+from rollover.tasks.same import same_by
+from rollover.trainer.batch import build_batch
+from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 TASK = Task("t", "docs", "reward", prompt="1 + 1 =")

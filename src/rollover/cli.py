@@ -211,14 +211,14 @@ def _init(args: argparse.Namespace, overrides: Overrides) -> int:
 
 def _eval(args: argparse.Namespace, overrides: Overrides) -> int:
     resolved = _load(args.files, overrides)
-    from rollover.train.evaluate import run_eval
+    from rollover.run.evaluate import run_eval
 
     return run_eval(resolved, args.model, args.json, args.answers, args.worst)
 
 
 def _sample(args: argparse.Namespace, overrides: Overrides) -> int:
     resolved = _load(args.files, overrides, require_sources=False)
-    from rollover.train.evaluate import run_sample
+    from rollover.run.evaluate import run_sample
 
     return run_sample(resolved, args.prompt, args.num)
 

@@ -14,17 +14,17 @@ import pytest
 
 from rollover.config import Config
 from rollover.engine.fake import FakeEngine
-from rollover.rollout.staleness import group_staleness
+from rollover.run.producer import Generation, OwnProducer, Producer, RecordedRollouts, ready_group
+from rollover.run.stop import Stop
+from rollover.staleness import group_staleness
 from rollover.track.recorder import RecordedGroup, RolloutRecorder
-from rollover.train.producer import Generation, OwnProducer, Producer, RecordedRollouts, ready_group
-from rollover.train.stop import Stop
 from rollover.types import Group, Reward, RolloutState, SamplingParams, Segment, StopReason, Task
 from unit.rollout.run import PARTIAL, Run
 
 STEPS = 4
 OWN = '''
 from rollover.engine.protocol import ExtendRequest
-from rollover.train.producer import ready_group
+from rollover.run.producer import ready_group
 from rollover.types import Reward, SamplingParams, Task
 
 class Mine:

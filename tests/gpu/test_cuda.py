@@ -15,8 +15,8 @@ from rollover.config import AlgorithmConfig, EngineConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import cast_parameters
-from rollover.train.batch import Batch
-from rollover.train.trainer import Trainer
+from rollover.trainer.batch import Batch
+from rollover.trainer.trainer import Trainer
 from rollover.types import Sample, SamplingParams, rollout_seed
 from virtual_time import at_once
 

@@ -26,8 +26,8 @@ from rollover.models.flex import packed_attention
 from rollover.models.load import cast_parameters
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.models.peak import known_peak, measured_peak
-from rollover.train.batch import Batch
-from rollover.train.trainer import Trainer
+from rollover.trainer.batch import Batch
+from rollover.trainer.trainer import Trainer
 from rollover.types import Sample, SamplingParams
 from virtual_time import at_once
 

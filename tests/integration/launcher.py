@@ -140,7 +140,7 @@ def _import_everything() -> None:
     import transformers  # noqa: F401
 
     del os.environ["JE_ARROW_MALLOC_CONF"]
-    from rollover.train import evaluate, loop  # noqa: F401
+    from rollover.run import evaluate, loop  # noqa: F401
 
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread, which a fork does not have"
     gc.collect()

@@ -16,11 +16,11 @@ from test_journal_resume import CHECKPOINT, Ends, look_at_start, train
 from test_journal_run import check_whole
 
 from rollover.checkpoint.journal import Journal
-from rollover.checkpoint.scribe import Scribe
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.train.directory import RunDirectory
-from rollover.train.recovery import Recovery
+from rollover.run.directory import RunDirectory
+from rollover.run.journal_scribe import Scribe
+from rollover.run.recovery import Recovery
 from rollover.types import Segment
 
 

@@ -48,7 +48,7 @@ def kill(file: Path, place: str, count: int, *words: str) -> None:
 def test_killed_before_a_step_a_synchronous_run_trains_the_same_model(tmp_path: Path, tables: dict[str, Any]) -> None:
     assert cli.main(["train", str(recipe(tmp_path / "whole", SYNC, **tables))]) == 0
     file = recipe(tmp_path / "killed", SYNC, **tables)
-    kill(file, "rollover.train.trainer:Trainer.train_step", 6)
+    kill(file, "rollover.trainer.trainer:Trainer.train_step", 6)
     assert cli.main(["train", str(file), "--resume"]) == 0
     check_whole(tmp_path / "killed" / "run", 8, tasks_once="reroll" not in tables)
     ours, theirs = (runs.json_lines(tmp_path / name / "run" / "metrics.jsonl") for name in ("killed", "whole"))

@@ -18,8 +18,8 @@ from test_journal_run import check_whole
 
 from rollover import cli
 from rollover.checkpoint import journal as journal_module
-from rollover.train.loop import Run
-from rollover.train.rows import Rows
+from rollover.run.loop import Run
+from rollover.run.metrics_row import Rows
 
 CHECKPOINT: dict[str, Any] = {"every_steps": 50, "save_final_model": False}
 

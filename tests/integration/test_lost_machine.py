@@ -14,7 +14,7 @@ import torch
 from test_journal_resume import Ends, look_at_start, train, weights
 from test_journal_run import check_whole
 
-from rollover.train.loop import Run
+from rollover.run.loop import Run
 
 RARELY: dict[str, Any] = {"every_steps": 50, "journal_s": 0.05, "save_final_model": False}
 

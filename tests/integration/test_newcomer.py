@@ -12,7 +12,7 @@ import pytest
 import runs
 
 from rollover import cli
-from rollover.train.lock import DirectoryLock
+from rollover.run.lock import DirectoryLock
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: str | Path, loads: bool = False) -> str:

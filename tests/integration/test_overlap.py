@@ -14,7 +14,7 @@ import safetensors.numpy
 import torch
 
 from rollover.cli import main
-from rollover.train.trainer import Trainer
+from rollover.trainer.trainer import Trainer
 
 
 def train(folder: Path, *, steps: int = 6, **tables: Any) -> list[dict[str, float]]:

@@ -8,7 +8,7 @@ import runs
 
 MINE = '''
 from rollover.engine.protocol import ExtendRequest
-from rollover.train.producer import ready_group
+from rollover.run.producer import ready_group
 from rollover.types import Reward, SamplingParams, Task, rollout_seed
 
 class Mine:

@@ -16,10 +16,10 @@ import torch
 
 from rollover import cli
 from rollover.checkpoint.store import CheckpointStore
-from rollover.rollout.reroll import ATTEMPT
+from rollover.tasks.reroll import ATTEMPT
 from rollover.track.metrics import validate
-from rollover.train.batch import Batch
-from rollover.train.trainer import Trainer
+from rollover.trainer.batch import Batch
+from rollover.trainer.trainer import Trainer
 
 SPARSE = '''
 def reward(prompts, completions, **columns):

@@ -9,7 +9,7 @@ import pytest
 import runs
 
 from rollover import cli
-from rollover.train.trainer import Trainer
+from rollover.trainer.trainer import Trainer
 
 OVERLAP = {"overlap": True, "interrupt": "on_weight_update"}
 SYNC = {"interrupt": "never", "in_flight_groups": 3, "max_staleness": 0}

@@ -42,7 +42,7 @@ def test_another_runs_checkpoints_are_not_overwritten(tmp_path: Path, capsys: py
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollover.train.loop import Run
+    from rollover.run.loop import Run
 
     recipe = runs.write(tmp_path, steps=3, checkpoint={"every_steps": 2, "journal_s": 0}, eval=EVAL)
     plain = Run._step
@@ -68,7 +68,7 @@ def test_steps_after_the_checkpoint_are_traced_and_counted_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Crash in the middle of step 5 of 7, two steps after the checkpoint of step 2: they are done again."""
-    from rollover.train.loop import Run
+    from rollover.run.loop import Run
 
     recipe = runs.write(tmp_path, steps=7, checkpoint={"every_steps": 0})
     assert run(capsys, "train", recipe, "--train.num_steps", "2")[0] == 0
@@ -162,7 +162,7 @@ def test_stale_rollouts_are_dropped_after_a_restart_under_drop(
 def test_an_evaluation_that_fails_after_training_does_not_lose_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollover.train import held_out
+    from rollover.run import held_out
 
     recipe = runs.write(tmp_path, steps=2, eval=EVAL)
     plain, calls = held_out.evaluate, 0

@@ -13,8 +13,8 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
-from rollover.train.batch import build_batch
-from rollover.train.trainer import Trainer
+from rollover.trainer.batch import build_batch
+from rollover.trainer.trainer import Trainer
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Task, rollout_seed
 
 STEPS, GROUPS, SIZE, TOKENS = 4, 3, 4, 24

@@ -11,7 +11,7 @@ import pytest
 import staleness_experiment as experiment
 from staleness_experiment import METHODS, Experiment, Result, Setting, make_group, run, run_all, score, table
 
-from rollover.train.batch import build_batch
+from rollover.trainer.batch import build_batch
 from rollover.types import Group, SamplingParams, Segment, StopReason
 
 

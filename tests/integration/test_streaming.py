@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from rollover.cli import main
 from rollover.config.load import ConfigError, load_config
-from rollover.train.trainer import Trainer
+from rollover.trainer.trainer import Trainer
 
 SLOW = '''
 import hashlib, os, time

@@ -12,9 +12,9 @@ import runs
 from test_journal_resume import CHECKPOINT, Ends, train
 from test_journal_run import check_whole
 
+from rollover.run.loop import Run
 from rollover.track.sinks import JsonlSink
 from rollover.track.trace import spans
-from rollover.train.loop import Run
 
 
 def test_a_run_that_ended_while_it_handed_its_weights_over_has_told_that_they_are_live(

@@ -22,10 +22,10 @@ import virtual_time
 from rollover import cli
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rewards.client import RewardWorker
+from rollover.run import loop as loop_module
+from rollover.run.blocked_warning import Alarm
 from rollover.track.metrics import validate
-from rollover.train import loop as loop_module
-from rollover.train.alarm import Alarm
-from rollover.train.trainer import Trainer
+from rollover.trainer.trainer import Trainer
 
 # Warnings come soon: one too many does no harm. What is ended for taking too long has all the time that it needs.
 SOON_S = 0.2

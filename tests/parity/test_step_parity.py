@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rollover.config import AlgorithmConfig
-from rollover.train.batch import BatchBuilder
-from rollover.train.objective import Counts, Objective, Streams
-from rollover.train.rejection import rejections, rewritten
+from rollover.trainer.batch import BatchBuilder
+from rollover.trainer.objective import Counts, Objective, Streams
+from rollover.trainer.rejection import rejections, rewritten
 from rollover.types import Group, Reward, Rollout, RolloutState, Sample, SamplingParams, Segment, StopReason, Task
 
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")

@@ -67,18 +67,6 @@ def test_every_public_thing_says_what_it_is() -> None:
                 assert member.__doc__, f"{name}.{member.__name__}"
 
 
-def test_train_is_the_function_and_the_package() -> None:
-    """Whatever is imported first, and after that."""
-    for code in (
-        "import rollover, rollover.train.rows; assert callable(rollover.train); rollover.train.rows",
-        "from rollover.train import stop; import rollover; assert callable(rollover.train); rollover.train.stop",
-        "from rollover import train; import rollover.train.stop; assert callable(train) and train is rollover.train",
-    ):
-        done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
-        assert done.returncode == 0, (code, done.stderr)
-    assert "reward:" in (rollover.train.__doc__ or "") and "resume" in inspect.signature(rollover.train).parameters
-
-
 def test_the_import_loads_nothing_heavy() -> None:
     """Which is why it is fast. A run that is only read loads no torch either."""
     code = (

@@ -125,7 +125,7 @@ def test_eval_sample_and_bench_arguments(monkeypatch, recipe):
     calls = []
     fake(
         monkeypatch,
-        "rollover.train.evaluate",
+        "rollover.run.evaluate",
         run_eval=lambda resolved, *arguments: calls.append(arguments) or 0,
         run_sample=lambda resolved, prompt, num: calls.append((prompt, num)) or 0,
     )
@@ -227,7 +227,7 @@ def test_a_slip_in_any_option_of_a_verb_suggests_it_first(
 def test_what_begins_like_an_option_but_is_a_text_is_one(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     prompts = []
     answer = lambda resolved, prompt, num: prompts.append(prompt) or 0  # noqa: E731
-    fake(monkeypatch, "rollover.train.evaluate", run_sample=answer)
+    fake(monkeypatch, "rollover.run.evaluate", run_sample=answer)
     assert cli.main(["sample", recipe, "--prompt", "--promt is a typo of?"]) == 0
     assert cli.main(["sample", recipe, "--prompt=--promt"]) == 0
     assert prompts == ["--promt is a typo of?", "--promt"]

@@ -16,11 +16,11 @@ import own_functions
 from documents import PAGES, ROOT, Block, blocks
 from rollover.config import RewardsConfig
 from rollover.config.load import load_config
-from rollover.envs.tasks.stream import TaskStream
 from rollover.functions import load_function
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView
+from rollover.tasks.stream import TaskStream
 
 BLOCKS = blocks()
 

@@ -16,11 +16,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A part may import parts of its own level and below.
 LEVELS = [
     {"types"},
-    {"config", "files", "functions", "live_objects", "processes", "system"},
+    {"config", "staleness", "files", "functions", "live_objects", "processes", "system"},
     {"models"},
-    {"rollout", "algorithms", "engine", "envs", "rewards", "weights", "track"},
-    {"train", "checkpoint"},
-    {"cluster", "sim"},
+    {"rollout", "tasks", "algorithms", "engine", "envs", "rewards", "weights", "track"},
+    {"trainer", "checkpoint"},
+    {"run", "cluster", "sim"},
     {"api"},
     {"bench", "cli", "__main__", "__init__"},
 ]
@@ -33,11 +33,7 @@ MAY_ASYNCIO = (
     "engine/",
     "envs/",
     "rewards/",
-    "train/loop.py",
-    "train/evaluate.py",
-    "train/streaming.py",
-    "train/stop.py",
-    "train/recovery.py",
+    "run/",
     "rollout/asker.py",
     "rollout/strays.py",
     "api/",
@@ -45,6 +41,7 @@ MAY_ASYNCIO = (
 )
 NO_TORCH = (
     "types.py",
+    "staleness.py",
     "config/",
     "rollout/",
     "sim/",

@@ -19,12 +19,12 @@ from rollover.algorithms.loss import Tokens
 from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig, TaskSourceConfig
 from rollover.config.fields import leaves
 from rollover.engine.fake import FakeEngine
-from rollover.envs.single_turn import TASK_OR_NONE, PromptSource
 from rollover.functions import FunctionError, explained, own_function
 from rollover.rollout.order import RolloutView, load_order
-from rollover.train.batch import build_batch
-from rollover.train.objective import Objective
-from rollover.train.producer import OwnProducer
+from rollover.run.producer import OwnProducer
+from rollover.tasks.prompts import TASK_OR_NONE, PromptSource
+from rollover.trainer.batch import build_batch
+from rollover.trainer.objective import Objective
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 TASK = Task("t0", "test", "reward", prompt="1 + 1 =")

@@ -129,7 +129,7 @@ def test_a_missing_extra_is_named(
     recipe: str, package: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from rollover.config.load import load_config
-    from rollover.envs.tasks.stream import TaskStream
+    from rollover.tasks.stream import TaskStream
 
     path = tmp_path / "mine.toml"
     path.write_text(f"[[tasks.sources]]\n{recipe}\n")

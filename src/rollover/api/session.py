@@ -5,7 +5,7 @@
             ...
 
 Owns the run's directory and the objects that its configuration names, from the first to the last moment. Never trains
-by itself: that is train/loop.py. `rollover train` and `rollover.train` are callers of it, which do nothing in between.
+by itself: that is run/loop.py. `rollover train` and `rollover.train` are callers of it, which do nothing in between.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 from rollover.api.settings import Arguments, Layer, Settings
 from rollover.config import Config
 from rollover.config.load import Resolved
+from rollover.run.loop import Run as Loop
+from rollover.run.loop import Step
+from rollover.run.stop import signals_to
 from rollover.track.summary import print_summary
-from rollover.train.loop import Run as Loop
-from rollover.train.loop import Step
-from rollover.train.stop import signals_to
 
 INTERRUPTED = 130
 

@@ -23,11 +23,11 @@ from rollover.config.base import ConfigError
 from rollover.config.fields import default_of, did_you_mean, leaves, row_of, tables
 from rollover.config.load import PYTHON, Resolved, load_config
 from rollover.config.presets import PRESETS
-from rollover.envs.tasks.live import LiveStream, live_rows
 from rollover.live_objects import LIVE, hold, is_live, live_object, name_of, release
 from rollover.processes import prepare_libraries
 from rollover.rewards.several import SeveralRewards
 from rollover.rewards.travel import packed
+from rollover.tasks.live import LiveStream, live_rows
 
 Layer = str | os.PathLike[str] | Mapping[str, Any]
 _FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")

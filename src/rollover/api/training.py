@@ -16,7 +16,7 @@ from typing import Any
 from rollover.api.run import Run
 from rollover.api.session import Session, finish
 from rollover.api.settings import Arguments, Layer
-from rollover.train.stop import signals_to
+from rollover.run.stop import signals_to
 
 _SIGNAL_S = 0.5
 

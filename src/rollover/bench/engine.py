@@ -24,7 +24,7 @@ from rollover.models.devices import engine_device
 from rollover.models.load import load_model, resolve_path
 from rollover.models.packed import PackedWeight
 from rollover.models.peak import peak_flops
-from rollover.train.setup import dtype_of, prepare_process
+from rollover.run.parts import dtype_of, prepare_process
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 128

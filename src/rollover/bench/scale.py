@@ -17,9 +17,9 @@ from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.models.devices import pick_device
 from rollover.models.load import load_model
-from rollover.train.batch import Batch
-from rollover.train.setup import dtype_of, prepare_process
-from rollover.train.trainer import Trainer
+from rollover.run.parts import dtype_of, prepare_process
+from rollover.trainer.batch import Batch
+from rollover.trainer.trainer import Trainer
 
 SEQUENCES = (1, 4, 16, 64, 256)
 CONTEXTS = (128, 512, 1024, 2048, 4096)

@@ -27,12 +27,12 @@ from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.tasks.stream import TaskStream
 from rollover.models.devices import pick_device
 from rollover.models.load import load_model
 from rollover.rewards.registry import load_reward
+from rollover.run.parts import dtype_of, prepare_process
+from rollover.tasks.stream import TaskStream
 from rollover.track.sinks import read_rows
-from rollover.train.setup import dtype_of, prepare_process
 from rollover.types import Segment
 
 GROUPS, SIZE, NEW_TOKENS = 8, 8, 128

@@ -27,12 +27,12 @@ from rollover.models.devices import pick_device
 from rollover.models.load import load_model
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
-from rollover.rollout.staleness import group_staleness
+from rollover.run.parts import dtype_of, prepare_process
 from rollover.sim.simulate import Simulation
 from rollover.sim.workload import Workload
-from rollover.train.batch import build_batch
-from rollover.train.setup import dtype_of, prepare_process
-from rollover.train.trainer import Trainer
+from rollover.staleness import group_staleness
+from rollover.trainer.batch import build_batch
+from rollover.trainer.trainer import Trainer
 from rollover.types import Reward, Rollout, Segment, Task
 
 GROUPS, SIZE, PROMPT_TOKENS = 16, 4, 32

@@ -14,9 +14,9 @@ from rollover.config import Config
 from rollover.models.devices import pick_device
 from rollover.models.load import load_model
 from rollover.models.peak import peak_flops
-from rollover.train.batch import Batch
-from rollover.train.setup import dtype_of, prepare_process
-from rollover.train.trainer import Trainer
+from rollover.run.parts import dtype_of, prepare_process
+from rollover.trainer.batch import Batch
+from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 
 MICRO_BATCH_TOKENS = 4096

@@ -2,7 +2,7 @@
 
 Owns the layout of a checkpoint directory (docs/checkpoint-format.md) and its guarantees: a checkpoint is either
 committed and complete, or invisible; a failing write leaves the earlier ones untouched; what is read was verified.
-It never knows what is in the files: train/ and checkpoint/snapshot.py do. One process writes at a time.
+It never knows what is in the files: run/snapshot.py does. One process writes at a time.
 
 Hashes are SHA-256: with the CPU's SHA instructions it is twice as fast as BLAKE2b. A CRC would be faster still, but
 this also catches a file swapped for another.

@@ -1,7 +1,7 @@
 """The threads that a decode step or a micro-batch is computed with: torch's and the compiled kernels' alike.
 
 Owns torch's number of threads while a piece of work lasts (each thread that calls torch has its own), and the clock for
-models/team_size.py. Which share of the cores engine and trainer have is decided elsewhere (train/setup.py).
+models/team_size.py. Which share of the cores engine and trainer have is decided elsewhere (run/parts.py).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 from rollover.config.watchdog import WatchdogConfig
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest
 from rollover.rollout.cache import why_no_continuation
-from rollover.rollout.patience import Patience
+from rollover.rollout.failure_limit import Patience
 from rollover.types import Segment, StopReason
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # after answers with nothing

@@ -22,9 +22,9 @@ from functools import partial
 
 from rollover.engine.protocol import Engine
 from rollover.rollout.asker import Asker
+from rollover.rollout.failure_limit import Patience
 from rollover.rollout.in_flight import InFlight, Scorer, now
 from rollover.rollout.lifecycle import Lifecycle
-from rollover.rollout.patience import Patience
 from rollover.rollout.phase_clock import PhaseClock
 from rollover.rollout.requests import Requests
 from rollover.rollout.watchdog import Watchdog

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.staleness import expiry, group_deadline, is_feasible, urgencies
+from rollover.staleness import expiry, group_deadline, is_feasible, urgencies
 from rollover.types import Group
 
 NO_DEADLINE = math.inf

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from rollover.rollout.asker import Asker, ExtendFailed
+from rollover.rollout.failure_limit import Patience
 from rollover.rollout.lifecycle import Lifecycle, is_complete
-from rollover.rollout.patience import Patience
 from rollover.rollout.requests import Requests
 from rollover.rollout.strays import Strays
 from rollover.rollout.watchdog import Watchdog, salvaged

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollover.rollout.cache import RolloutCache
-from rollover.rollout.staleness import EVERY_VERSION
+from rollover.staleness import EVERY_VERSION
 from rollover.types import DropReason, Group, RolloutState, Segment
 
 

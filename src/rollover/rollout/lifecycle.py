@@ -19,7 +19,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Scheduler
-from rollover.rollout.staleness import oldest_in_loss
+from rollover.staleness import oldest_in_loss
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 # Asked at every transition, and a member of an Enum class is slow to look up.
@@ -64,7 +64,7 @@ class Lifecycle:
     event.
 
     `start`, `set_rewards`, `consume` and `publish` decide, and carry out what they decided by the others: `run`,
-    `score`, `take`, `drop`. Those decide nothing, so that what a journal tells can happen again (checkpoint/replay.py).
+    `score`, `take`, `drop`. Those decide nothing: what a journal tells can so happen again (run/journal_replay.py).
     """
 
     def __init__(

@@ -17,9 +17,9 @@ from typing import Any
 
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.held import Held, HeldGroups
-from rollover.rollout.oversubscription import LengthEstimate
+from rollover.rollout.length_estimate import LengthEstimate
 from rollover.rollout.slots import Slots
-from rollover.rollout.staleness import expiry
+from rollover.staleness import expiry
 from rollover.types import Group, Rollout, RolloutState
 
 _UNFINISHED = (RolloutState.WAITING, RolloutState.RUNNING, RolloutState.PARKED)

@@ -11,7 +11,7 @@ that does not go back). Never waits, never touches a rollout or a task: the driv
 
 What it must not mistake for a stall: a rollout that waits in the engine's queue while others get tokens; a group that
 waits while an older one is scored (only the oldest scoring can stall, and the next one's time begins when it has gone);
-time in which the event loop stood still, so that nobody could look (train/alarm.py speaks up for that).
+time in which the event loop stood still, so that nobody could look (run/blocked_warning.py speaks up for that).
 """
 
 from __future__ import annotations

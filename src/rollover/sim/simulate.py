@@ -2,7 +2,7 @@
 
     phase (admit, start, stop, score; what the driver does) -> train -> publish -> ...
 
-With rollout.overlap generation goes on while the trainer trains, and meets new weights as in train/loop.py.
+With rollout.overlap generation goes on while the trainer trains, and meets new weights as in run/loop.py.
 
 Owns the virtual clock and the engines' policy version. Every decision is the Lifecycle's, every duration the Fleet's or
 the plan's. Pure: no asyncio, no wall clock; the same input gives the same outcome. Tokens have lengths and versions,
@@ -22,9 +22,9 @@ import numpy as np
 from rollover.config.plan import PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, Lifecycle
-from rollover.rollout.staleness import oldest_in_loss, staleness
 from rollover.sim.fleet import Fleet
 from rollover.sim.workload import Workload
+from rollover.staleness import oldest_in_loss, staleness
 from rollover.types import Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 
 _TASK = Task(task_id="", source="plan", reward="", prompt="")

@@ -14,7 +14,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.models import peak
 from rollover.models.flops import ModelFlops, visible_pairs
 from rollover.models.peak import known_peak, measured_peak, peak_flops
-from rollover.train.lora import add_lora
+from rollover.trainer.lora import add_lora
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from rollover.config import Config
 from rollover.models import kernels
-from rollover.train.setup import Parts
+from rollover.run.parts import Parts
 
 PROGRAM = """
 import ctypes, os, shutil, sys, warnings

@@ -17,7 +17,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models import smollm2
 from rollover.models.load import LoadedModel, cast_parameters, load_model, stop_token_ids
-from rollover.train.trainer import Trainer
+from rollover.trainer.trainer import Trainer
 from rollover.types import Sample, SamplingParams, rollout_seed
 
 # Not importorskip: importing the package needs its own dependencies, and only its GGUF file is used.

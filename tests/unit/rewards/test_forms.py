@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
-from rollover.envs.tasks.stream import TaskStream
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.group_state import task_from_json, task_to_json
+from rollover.tasks.stream import TaskStream
 from rollover.types import Reward, Task
 
 # As README has it; `seen` writes down what it was given.

@@ -11,8 +11,8 @@ from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
-from rollover.rollout.staleness import group_staleness
 from rollover.rollout.watchdog import Watchdog
+from rollover.staleness import group_staleness
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, rollout_seed
 from unit.rollout.world import make_task, same_rollout, through_json
 from virtual_time import at_once

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollover.engine.fake import FakeEngine
 from rollover.rollout.lifecycle import EventKind
-from rollover.rollout.staleness import group_staleness
+from rollover.staleness import group_staleness
 from rollover.types import DropReason, Reward, Rollout, RolloutState, StopReason, rollout_seed
 from unit.rollout.run import (
     EOS,

@@ -16,8 +16,8 @@ import virtual_time
 from rollover.config.watchdog import WatchdogConfig
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest, WeightLoad
-from rollover.rollout.staleness import group_staleness
 from rollover.rollout.watchdog import Watchdog
+from rollover.staleness import group_staleness
 from rollover.types import Group, Segment
 from unit.rollout.run import Run
 

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from rollover.config.rollout import RolloutConfig
+from rollover.rollout.length_estimate import LengthEstimate
 from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.order import load_order
-from rollover.rollout.oversubscription import LengthEstimate
 from rollover.rollout.scheduler import Scheduler
-from rollover.rollout.staleness import expiry
+from rollover.staleness import expiry
 from rollover.types import DropReason, Group, Reward, Rollout, rollout_seed
 from unit.rollout.run import Run, ids, long_tail, uninterrupted_tokens
 from unit.rollout.world import make_segment, make_task

@@ -15,7 +15,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.engine.fake import FakeEngine
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
-from rollover.rollout.staleness import group_staleness
+from rollover.staleness import group_staleness
 from rollover.types import Reward, Rollout, StopReason
 
 

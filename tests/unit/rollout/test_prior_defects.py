@@ -24,12 +24,12 @@ from rollover.config.rollout import RolloutConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.single_turn import PromptSource
-from rollover.envs.tasks.stream import TaskStream
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
-from rollover.train.batch import Batch, build_batch
-from rollover.train.packing import split_groups
-from rollover.train.report import rollout_metrics, staleness_metrics
+from rollover.run.batch_metrics import rollout_metrics, staleness_metrics
+from rollover.tasks.prompts import PromptSource
+from rollover.tasks.stream import TaskStream
+from rollover.trainer.batch import Batch, build_batch
+from rollover.trainer.packing import split_groups
 from rollover.types import DropReason, Group, Rollout, RolloutState, SamplingParams, Segment, StopReason, rollout_seed
 from unit.rollout.run import EOS, PARTIAL, PROMPT, Run, assert_same_groups, long_tail, uninterrupted_tokens
 from unit.rollout.world import make_segment, make_task, same_rollout, through_json

@@ -16,8 +16,8 @@ from rollover.engine.wire import requests_from_json, requests_to_json
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.requests import Requests
 from rollover.track.recorder import RecordedGroup, RolloutRecorder, read_rollouts
-from rollover.train.batch import build_batch
-from rollover.train.replay_buffer import Kept, ReplayBuffer
+from rollover.trainer.batch import build_batch
+from rollover.trainer.replay_buffer import Kept, ReplayBuffer
 from rollover.types import Group, Reward, StopReason, Task
 from unit.rollout.world import make_segment, through_json
 

@@ -17,7 +17,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Lifecycle, is_complete
-from rollover.rollout.staleness import group_staleness, oldest_in_loss
+from rollover.staleness import group_staleness, oldest_in_loss
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 MIN_VALID = 1

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from rollover.config import TaskSourceConfig
-from rollover.envs.tasks.stream import held_out_names
+from rollover.run.evaluate import print_eval
+from rollover.tasks.stream import held_out_names
 from rollover.track.answers import Answer, print_worst, summary_of, worst, write_answers
 from rollover.track.statistics import parts_of
-from rollover.train.evaluate import print_eval
 
 
 def answer(task: int = 0, score: float | None = 1.0, **fields: Any) -> Answer:

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from rollover.rollout.staleness import staleness
+from rollover.staleness import staleness
 from rollover.track.lifetimes import STATES, LengthBias, wait_by_quarter
 from rollover.track.statistics import censored_mean
 from rollover.types import Group, RolloutState

@@ -1,0 +1,146 @@
+"""One metrics row per step, from what was trained and what every owner counts. Pure; keys are in docs/metrics.md."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+
+import numpy as np
+
+from rollover.staleness import staleness
+from rollover.trainer.batch import Batch
+from rollover.types import Group, StopReason
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")
+
+
+def reward_metrics(groups: list[Group]) -> dict[str, float]:
+    """Means over valid rewards; missing ones are counted. Greedy baselines are left out.
+
+    A group with fewer than two valid rewards has no variance that could be zero: it is none of groups/zero_variance.
+    """
+    rewards = [(r.task.source, r.reward) for g in groups for r in g.rollouts if r.reward is not None and not r.greedy]
+    scores: dict[str, list[float]] = defaultdict(list)
+    extras: dict[str, list[float]] = defaultdict(list)
+    for source, reward in rewards:
+        if reward.score is not None:
+            scores[source].append(reward.score)
+            for name, value in reward.extras.items():
+                extras[name].append(value)
+    everything = [s for values in scores.values() for s in values]
+    spreads = [np.ptp(valid) == 0 for g in groups if len(valid := _valid_scores(g)) > 1]
+    return {
+        "reward/mean": _mean(everything),
+        "reward/std": float(np.std(everything)) if everything else float("nan"),
+        "reward/missing": float(sum(reward.missing for _, reward in rewards)),
+        "groups/zero_variance": _mean([float(s) for s in spreads]),
+        **{f"reward/{source}/mean": _mean(values) for source, values in scores.items()},
+        **{f"reward/extra/{name}": _mean(values) for name, values in extras.items()},
+    }
+
+
+def _valid_scores(group: Group) -> list[float]:
+    rewards = [r.reward for r in group.rollouts if r.reward is not None and not r.greedy]
+    return [reward.score for reward in rewards if reward.score is not None]
+
+
+def rollout_metrics(groups: list[Group]) -> dict[str, float]:
+    """Lengths, and how many rollouts have segments of two or more policy versions."""
+    rollouts = [r for g in groups for r in g.rollouts if not r.greedy]
+    versions = [len(r.versions) for r in rollouts]
+    lengths = [r.num_tokens for r in rollouts]
+    return {
+        "rollouts/partial_share": _mean([float(v >= 2) for v in versions]),
+        "rollouts/versions_mean": _mean([float(v) for v in versions]),
+        "rollouts/versions_max": float(max(versions)),
+        "length/mean": _mean([float(n) for n in lengths]),
+        "length/max": float(max(lengths)),
+        "length/repetition": _mean([float(r.stop_reason is StopReason.REPETITION) for r in rollouts]),
+        "length/truncated": _mean([float(r.stop_reason is StopReason.LENGTH) for r in rollouts]),
+    }
+
+
+def staleness_metrics(
+    batch: Batch, trainer_version: int, ready_versions: Mapping[int, int] | None = None
+) -> dict[str, float]:
+    """Over the tokens in the loss, and over the rollouts that have any; `trainer_version` is that before the step.
+
+    `ready_versions`: group id -> trainer version when the group became READY. It splits the age of a token into
+    in-flight and in-queue; without an entry for every group (recorded rollouts) there is no such split. Replayed
+    groups, whose bound is another, are only in staleness/replayed_max.
+    """
+    in_loss = [s for s in batch.samples if s.mask.any()]
+    samples = [s for s in in_loss if s.group_id not in batch.replayed]
+    replayed = [staleness(s.versions[s.mask], trainer_version).max() for s in in_loss if s.group_id in batch.replayed]
+    rollouts = [staleness(s.versions[s.mask], trainer_version) for s in samples] or [np.zeros(1, dtype=np.int32)]
+    ages, oldest = np.concatenate(rollouts), [float(r.max()) for r in rollouts]
+    metrics = {
+        "staleness/max": float(np.max(ages)),
+        "staleness/mean": float(np.mean(ages)),
+        **{f"staleness/p{q}": _percentile(ages, q) for q in (50, 95, 99)},
+        "staleness/rollout_mean": _mean(oldest),
+        "staleness/rollout_p95": _percentile(oldest, 95),
+    }
+    if samples and ready_versions and all(s.group_id in ready_versions for s in samples):
+        in_flight = np.concatenate([staleness(s.versions[s.mask], ready_versions[s.group_id]) for s in samples])
+        ready = np.repeat([ready_versions[s.group_id] for s in samples], [s.mask.sum() for s in samples])
+        metrics["staleness/in_flight_mean"] = float(np.mean(in_flight))
+        metrics["staleness/in_queue_mean"] = float(np.mean(staleness(ready, trainer_version)))
+    if replayed:
+        metrics["staleness/replayed_max"] = float(max(replayed))
+    return metrics
+
+
+def mask_metrics(batch: Batch) -> dict[str, float]:
+    """Rollouts that filters took out of the loss, and their sampled tokens; without effect on the ledger."""
+    rollouts = [m.rollout for m in batch.masked.rollouts]
+    return {
+        "train/masked_rollouts": float(len(rollouts)),
+        "train/masked_tokens": float(sum(r.num_sampled_tokens for r in rollouts)),
+    }
+
+
+def _percentile(values: np.ndarray | list[float], q: float) -> float:
+    """The smallest value that at least `q` percent do not exceed: one that occurs."""
+    return float(np.percentile(values, q, method="inverted_cdf"))
+
+
+def waste_metrics(engine: Mapping[str, float], row: Mapping[str, float]) -> dict[str, float]:
+    """What was processed for nothing. `engine`: growth of its counters over the generation of this step.
+
+    Seconds are estimates from speeds measured in this step: dropped tokens at the mean time of a generated one,
+    prefilled again at the mean time of a prefilled one. Without such a speed there is no estimate.
+    """
+    again, first = engine["engine/reprefill_tokens"], engine["engine/prefill_tokens"]
+    generated, dropped = row["tokens/step_generated"], row["waste/dropped_tokens"]
+    processed = first + again + generated
+    metrics = {"waste/reprefilled_tokens": again, "tokens/step_processed": processed}
+    if processed:
+        metrics["waste/reprefilled_share"] = again / processed
+    if row["tokens/generated"]:
+        metrics["waste/dropped_share"] = row["tokens/dropped"] / row["tokens/generated"]
+    if generated:
+        metrics["waste/dropped_s"] = dropped * row["time/generate_s"] / generated
+    if "engine/prefill_s" in engine and first + again:
+        metrics["waste/reprefilled_s"] = engine["engine/prefill_s"] * again / (first + again)
+    return metrics
+
+
+def speed_metrics(row: Mapping[str, float]) -> dict[str, float]:
+    """Rates of this step from its own tokens and seconds."""
+    pairs = {
+        "speed/generated_tokens_per_s": ("tokens/step_generated", "time/generate_s"),
+        "speed/trained_tokens_per_s": ("tokens/step_trained", "time/train_s"),
+        "speed/step_tokens_per_s": ("tokens/step_trained", "time/step_s"),
+    }
+    return {key: row[tokens] / row[seconds] for key, (tokens, seconds) in pairs.items() if row.get(seconds)}
+
+
+def peak_rss_bytes() -> float:
+    """Peak resident memory of this process."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)

@@ -1,0 +1,241 @@
+"""The directory of one run: its files, whether this run may use it, and the command that goes on with it.
+
+    config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  journal/  model/
+    lock (held while the run lives)  checkpointed (where its checkpoints are)  finished (it is, at which step)
+
+Owns where things lie. Never decides what is written, nor when.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from rollover.checkpoint.journal import holds_data
+from rollover.checkpoint.mirror import METRICS
+from rollover.checkpoint.store import CheckpointStore, checkpoint_name
+from rollover.config import Config
+from rollover.config import resume as resume_rules
+from rollover.files import check_writable
+from rollover.run.lock import DirectoryLock
+from rollover.track.metrics import validate
+from rollover.track.recorder import RolloutRecorder
+from rollover.track.sinks import JsonlSink, atomic_write_text
+from rollover.track.trace import TRACE, TraceFile
+
+_CONFIG = "config.resolved.json"
+_CHECKPOINTED = "checkpointed"
+_FINISHED = "finished"
+
+
+class RunDirectory:
+    """run.dir (default runs/<name>-<time>) with its sinks and checkpoint store.
+
+    Raises ValueError where a run, or another run's checkpoints, would be overwritten, where --resume finds no run, and
+    where one of the outputs cannot be written: every place is tried before there is any work to lose.
+    """
+
+    def __init__(self, config: Config, resume: bool) -> None:
+        self.config, self.resume = config, resume
+        if resume and not config.run.dir:
+            raise ValueError("--resume needs run.dir: add --run.dir <directory of the run>")
+        self.path = Path(config.run.dir).expanduser() if config.run.dir else _new_directory(config.run.name)
+        for output in (self.path, *(self.path / name for name in ("rollouts", "journal", "model", "profile"))):
+            check_writable(output, "run.dir")
+        metrics = self.path / "metrics.jsonl"
+        self.store = CheckpointStore(config.checkpoint.dir or str(self.path / "checkpoints"), config.checkpoint.keep)
+        self.mirror = self.store.mirror(self.path)
+        lost = resume and not metrics.exists()
+        self.fetched_from = ""  # where the files of this run come from, if its machine was lost
+        if lost and not (self.mirror is not None and self.mirror.files()):
+            raise ValueError(f"--resume: run.dir = {str(self.path)!r} holds no run: correct it, or leave --resume out")
+        if not resume:
+            self._refuse_other_runs()
+        check_writable(self.store.dir, "checkpoint.dir")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.locks = [DirectoryLock(self.path, "run.dir")]
+            if config.checkpoint.dir and (folder := self.store.local_folder) is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                if not folder.samefile(self.path):
+                    self.locks.append(DirectoryLock(folder, "checkpoint.dir"))
+            if not resume:
+                self._refuse_other_runs()  # one may have ended while the other waited for nothing
+            if lost and self.mirror is not None:
+                self.mirror.fetch()
+                self.fetched_from = self.mirror.root
+            self.metrics = JsonlSink(self.path / "metrics.jsonl", check=validate)
+            self.evals = JsonlSink(self.path / "eval.jsonl")
+            self.trace = TraceFile(self.path / TRACE, config.track.trace)
+            self.rollouts = RolloutRecorder(self.path / "rollouts")
+        except OSError as error:
+            raise ValueError(f"run.dir = {str(self.path)!r} cannot be used: {error}") from error
+        self.changes = resume_rules.changes(self._earlier_config(), config) if resume else []
+        if resume and self.checkpoint_to_resume() is not None:
+            resume_rules.refuse(self.changes)
+        if not resume:
+            self.truncate(-1)  # an evaluation may have been written before the first step
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def close(self) -> None:
+        """Another run may use the directory."""
+        for lock in self.locks:
+            lock.release()
+
+    def _refuse_other_runs(self) -> None:
+        metrics = self.path / "metrics.jsonl"
+        if (metrics.exists() and metrics.stat().st_size > 0) or holds_data(self.journal):
+            raise ValueError(f"run.dir = {str(self.path)!r} holds a run already: add --resume, or give another run.dir")
+        if names := self.store.list():
+            raise ValueError(
+                f"checkpoint.dir = {self.store.dir!r} holds checkpoints of another run ({names[-1]} is the newest):"
+                " give another checkpoint.dir or run.dir, or go on with that run by --resume"
+            )
+        if self.mirror is not None and METRICS in self.mirror.files():
+            raise ValueError(
+                f"checkpoint.dir = {self.store.dir!r} holds the files of another run, which had no checkpoint yet: give"
+                " another checkpoint.dir, or go on with that run by --resume"
+            )
+
+    def checkpoint_to_resume(self) -> str | None:
+        """checkpoint.resume_from or the newest one. None if the run ended before its first: it begins again."""
+        names, wanted = self.store.list(), self.config.checkpoint.resume_from
+        if wanted and wanted not in names:
+            raise ValueError(f"checkpoint.resume_from = {wanted!r}: there is {', '.join(names) or 'none'}")
+        if not names and (self.path / _CHECKPOINTED).exists():
+            before = (self.path / _CHECKPOINTED).read_text().strip()
+            raise ValueError(
+                f"--resume: this run wrote checkpoints to {before}, but {self.store.dir} holds none: set"
+                " checkpoint.dir to where they are, or start again in another run.dir"
+            )
+        return wanted or (names[-1] if names else None)
+
+    def is_newest(self, name: str) -> bool:
+        """Whether no checkpoint is later than `name`."""
+        return self.store.list()[-1:] == [name]
+
+    def on_checkpoint(self) -> None:
+        """A checkpoint was committed: from now on a run without one is not one that ended early."""
+        if not (self.path / _CHECKPOINTED).exists():
+            atomic_write_text((self.path / _CHECKPOINTED), f"{self.store.dir}\n")
+
+    def end(self, step: int, used_up: str) -> None:
+        """The run is finished at `step`, and its files are whole. `used_up`: of what there is no more, or ""."""
+        atomic_write_text(self.path / _FINISHED, json.dumps({"step": step, "used_up": used_up}) + "\n")
+
+    def why_finished(self) -> str | None:
+        """What to tell who resumes a run that is finished, and whose configuration asks for no more; else None."""
+        path = self.path / _FINISHED
+        if not path.exists():
+            return None
+        end = _read_json(path)
+        if self.checkpoint_to_resume() not in (None, checkpoint_name(end["step"])):
+            return None
+        run = f"this run is finished: {end['step']} steps are trained"
+        if self.config.train.num_steps <= end["step"]:
+            return f"{run}, and train.num_steps = {self.config.train.num_steps}. Raise it to go on"
+        if end["used_up"] and not self.tasks_changed:
+            return f"{run}, and the {end['used_up']} are used up. Start a new run, or raise tasks.epochs of a data set"
+        return None
+
+    @property
+    def tasks_changed(self) -> bool:
+        """Whether this start has other [tasks] than the one before it."""
+        return any(change.key.startswith("tasks.") for change in self.changes)
+
+    def truncate(
+        self, step: int, held: Collection[int] = (), trace_bytes: int = 0, next_group_id: int | None = None
+    ) -> None:
+        """Forget what was written after `step`: a run that goes on from there writes it again.
+
+        `held`: groups that are in the cache again, though they may have been recorded as dropped since, as may those of
+        `next_group_id` and above, which come again (None: none; an own producer numbers its groups). `trace_bytes`:
+        size of the trace in the checkpoint, which may have been taken in the middle of a step. ValueError, and nothing
+        is changed, if the metrics do not reach `step`: they are not those of the run of the checkpoint.
+        """
+        if step > 0 and not self.metrics.reaches(step):
+            raise ValueError(
+                f"{self.metrics.path} does not reach step {step}, where the checkpoint was taken: rows are missing."
+                " Restore the file, or start a new run in another run.dir"
+            )
+        (self.path / _FINISHED).unlink(missing_ok=True)
+        if step >= 0:
+            # Before the rows of their steps go: a checkpoint that the metrics do not reach cannot be resumed.
+            self.store.discard_after(checkpoint_name(step))
+        self.metrics.truncate(step)
+        self.evals.truncate(step)
+        self.trace.truncate(trace_bytes)
+        self.rollouts.truncate(step, held, next_group_id)
+
+    def write_config(self, *, replace: bool = False) -> None:
+        """config.resolved.json. One with other settings, of an earlier start, stays as config.resolved.1.json, ...2.
+
+        `replace`: one of this start is replaced, as the run goes on with other settings.
+        """
+        path = self.path / _CONFIG
+        if path.exists() and self.resume and not replace:
+            if not self.changes:
+                return
+            kept = (self.path / f"config.resolved.{n}.json" for n in itertools.count(1))
+            # Copied, not renamed: a kill in between must leave the settings that the next start is compared with.
+            atomic_write_text(next(p for p in kept if not p.exists()), path.read_text())
+        atomic_write_text(path, self.config.model_dump_json(indent=2) + "\n")
+
+    def _earlier_config(self) -> dict[str, Any]:
+        """That of the start before this one; {} if it is gone."""
+        path = self.path / _CONFIG
+        return _read_json(path) if path.exists() else {}
+
+    def resume_command(self, command: list[str] | None) -> str:
+        """What to type in a shell to go on with this run; `command` is what was typed after `train`.
+
+        None: what to call in Python, with the functions and tasks that were given as objects.
+        """
+        if command is None:
+            return f"rollover.train(resume={str(self.path)!r})"
+        python, script = Path(sys.executable), shutil.which("rollover")
+        if script is not None and Path(script).parent == python.parent:
+            program = ["rollover"]
+        else:  # the environment is not activated, or another one's script would answer
+            program = [str(python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python)]
+            program += ["-m", "rollover"]
+        words = [w for w in command if not w.startswith(("--run.dir=", "--checkpoint.resume_from="))]
+        return shlex.join([*program, "train", *words, f"--run.dir={self.path}", "--resume"])
+
+
+def _new_directory(name: str) -> Path:
+    """Make runs/<name>-<time>; where another start of the same second has made that, with -2, -3 and so on."""
+    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    check_writable(first, "run.dir")
+    first.parent.mkdir(parents=True, exist_ok=True)
+    path, n = first, 1
+    while True:
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            n += 1
+            path = first.with_name(f"{first.name}-{n}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"--resume: {path} is damaged ({error}): restore it, or delete it to go on without what it says"
+        ) from error

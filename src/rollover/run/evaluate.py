@@ -1,0 +1,321 @@
+"""Evaluation on held-out tasks, and `rollover eval` / `rollover sample`. Same engine, same scoring, no training."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rollover.config import Config
+from rollover.config.load import Resolved
+from rollover.engine.protocol import Engine, ExtendRequest
+from rollover.files import check_output_file
+from rollover.rewards.answers import reference_answer
+from rollover.rewards.protocol import Rewarder, ScoreRequest
+from rollover.rewards.registry import answer_of
+from rollover.rollout.asker import Asker
+from rollover.rollout.watchdog import Watchdog
+from rollover.tasks.prompts import encode_prompt
+from rollover.tasks.report import tasks_line
+from rollover.tasks.stream import decorated, held_out_names
+from rollover.track.answers import Answer, print_worst, summary_of, worst, write_answers
+from rollover.track.live import decimal
+from rollover.track.statistics import parts_of
+from rollover.types import SamplingParams, Segment, StopReason, Task, rollout_seed
+
+if TYPE_CHECKING:
+    from rollover.run.parts import EvalParts
+
+_Result = TypeVar("_Result")
+_numbers = itertools.count()  # of the rollouts of prompts, over all calls: an engine knows each by its id
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class EvalTasks:
+    """Held-out tasks with their prompts, the same at every evaluation of a run."""
+
+    tasks: list[Task]
+    prompts: list[tuple[int, ...]]
+
+
+def encode_tasks(tasks: list[Task], tokenizer: Any, max_prompt_tokens: int) -> EvalTasks:
+    """Leaves out tasks whose prompt is longer than that, as training does."""
+    prompts = [encode_prompt(t, tokenizer) for t in tasks]
+    kept = [i for i, p in enumerate(prompts) if len(p) <= max_prompt_tokens]
+    if not kept:
+        raise ValueError("every held-out task has a prompt above tasks.max_prompt_tokens: raise it")
+    return EvalTasks([tasks[i] for i in kept], [prompts[i] for i in kept])
+
+
+async def evaluate(
+    held_out: EvalTasks,
+    engine: Engine,
+    rewarder: Rewarder,
+    tokenizer: Any,
+    config: Config,
+    stop_token_ids: frozenset[int],
+    say: Callable[[str], None] = _to_stderr,
+) -> dict[str, Any]:
+    """Answer, score and summarise: see `summarised`. ValueErrors as `answers_of`."""
+    return summarised(await answers_of(held_out, engine, rewarder, tokenizer, config, stop_token_ids, say), config)
+
+
+def summarised(answers: Sequence[Answer], config: Config) -> dict[str, Any]:
+    """{"mean", "ci", "pass@1", ..., "sources", "missing", "samples"}; a missing reward leaves the statistics.
+
+    `samples` holds the first answers of the first tasks, for the summary. ValueError if every reward failed.
+    """
+    if all(a.score is None for a in answers):
+        error = next((a.error for a in answers), None)
+        raise ValueError(f"rewards: every reward of the evaluation failed; the last error is: {error}")
+    cfg = config.eval
+    ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < cfg.samples_per_task] + [cfg.samples_per_task]
+    first = [a for a in answers if a.sibling == 0][: config.track.show_samples]
+    samples = [{"prompt": a.prompt, "completion": a.answer, "score": a.score} for a in first]
+    return {**summary_of(answers, cfg.pass_threshold, ks), "samples": samples}
+
+
+async def answers_of(
+    held_out: EvalTasks,
+    engine: Engine,
+    rewarder: Rewarder,
+    tokenizer: Any,
+    config: Config,
+    stop_token_ids: frozenset[int],
+    say: Callable[[str], None] = _to_stderr,
+) -> list[Answer]:
+    """eval.samples_per_task answers to every task, scored; in the order of the tasks. `say` prints a line.
+
+    ValueError if a rollout or a task's scoring stalls, or the engine fails at a rollout again and again ([watchdog]).
+    """
+    cfg = config.eval
+    watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(cfg.samples_per_task))
+    asker = Asker(engine, config.watchdog, say)
+    clock = asyncio.get_running_loop().time
+    sampling = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
+
+    names = held_out_names(config.tasks.sources)
+
+    async def one_task(index: int) -> list[Answer]:
+        task, prompt = held_out.tasks[index], held_out.prompts[index]
+
+        async def one(sibling: int) -> list[Segment]:
+            rollout_id = f"eval-{index}-{sibling}"
+            watchdog.on_start(rollout_id, index, 0, clock())
+            segments = await asker.extend(
+                ExtendRequest(
+                    rollout_id=rollout_id,
+                    prompt_ids=prompt,
+                    generated_ids=(),
+                    max_new_tokens=config.rollout.max_new_tokens,
+                    seed=rollout_seed(cfg.seed, task.task_id, task.attempt, sibling),
+                    sampling=sampling,
+                    stop_token_ids=stop_token_ids | frozenset(config.rollout.stop_token_ids),
+                    stop_strings=tuple(config.rollout.stop),
+                )
+            )
+            watchdog.on_end(rollout_id, sum(map(len, segments)), clock())
+            return segments
+
+        rollouts = await _together([one(s) for s in range(cfg.samples_per_task)])
+        ids = [tuple(int(t) for s in segments for t in s.token_ids) for segments in rollouts]
+        texts = [tokenizer.decode(i, skip_special_tokens=True) for i in ids]
+        watchdog.on_score(index, clock())
+        rewards = await rewarder.score([ScoreRequest(task, text, i) for text, i in zip(texts, ids, strict=True)])
+        watchdog.on_scored(index, clock())
+        data_source, expected = task.columns.get("data_source"), answer_of(task.columns)
+        return [
+            Answer(
+                task_id=task.task_id,
+                sibling=sibling,
+                source=names.get(task.source, task.source),
+                data_source=data_source if isinstance(data_source, str) else None,
+                expected=None if expected is None else reference_answer(expected),
+                stop_reason=segments[-1].stop_reason.value,
+                num_tokens=sum(map(len, segments)),
+                score=reward.score,
+                error=reward.error,
+                prompt=task.content,
+                answer=text,
+            )
+            for sibling, (segments, text, reward) in enumerate(zip(rollouts, texts, rewards, strict=True))
+        ]
+
+    async def all_tasks() -> list[Answer]:
+        tasks = await _together([one_task(i) for i in range(len(held_out.tasks))])
+        return [answer for of_task in tasks for answer in of_task]
+
+    return await _unless_it_stalls(all_tasks(), asker, watchdog)
+
+
+async def _together(work: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Their results. Where one fails the others are ended."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _unless_it_stalls(evaluation: Coroutine[Any, Any, _Result], asker: Asker, watchdog: Watchdog) -> _Result:
+    """Its result. An evaluation is not worth a second try: the first stall ends it with a ValueError."""
+    if not watchdog.is_on:
+        return await evaluation
+    work = asyncio.ensure_future(evaluation)
+    clock = asyncio.get_running_loop().time
+    try:
+        while not work.done():
+            await asyncio.wait([work], timeout=watchdog.pause(clock()))
+            rollout_ids = watchdog.extending
+            progress = {i: [] for i in rollout_ids} | await asker.progress(rollout_ids)
+            stalls = watchdog.look(clock(), progress, await asker.queued(rollout_ids), watchdog.scoring)
+            if stalls and not work.done():
+                work.cancel()
+                await asyncio.wait([work], timeout=watchdog.config.grace_s)
+                raise ValueError(f"watchdog: {'; '.join(stall.what for stall in stalls)}: the evaluation is given up")
+    finally:
+        work.cancel()
+    return work.result()
+
+
+def run_eval(
+    resolved: Resolved, model: str | None, as_json: bool, answers_file: Path | None = None, num_worst: int = 0
+) -> int:
+    """`rollover eval`: exit code."""
+    from rollover.run.parts import EvalParts, held_out_tasks, prompt_limit
+
+    config = resolved.config
+    if config.eval.num_tasks == 0:
+        raise ValueError("eval.num_tasks = 0 means no evaluation: set it, for instance --eval.num_tasks 100")
+
+    if answers_file is not None:
+        check_output_file(answers_file, "--answers")
+
+    _to_stderr(_tasks_line(config))
+
+    async def go() -> list[Answer]:
+        parts = await EvalParts.build(config, model)
+        try:
+            assert parts.rewarder is not None
+            held_out = encode_tasks(
+                held_out_tasks(config, _to_stderr), parts.tokenizer, prompt_limit(config, parts.engine)
+            )
+            return await answers_of(
+                held_out, parts.engine, parts.rewarder, parts.tokenizer, config, parts.stop_token_ids
+            )
+        finally:
+            await parts.close()
+
+    answers = asyncio.run(go())
+    if answers_file is not None:  # first: where every reward failed it says why
+        write_answers(answers_file, answers)
+    result, chosen = summarised(answers, config), worst(answers, num_worst)
+    if as_json:
+        print(json.dumps({**result, "worst": [asdict(a) for a in chosen]} if num_worst else result))
+        return 0
+    print_eval(result)
+    print_worst(chosen)
+    return 0
+
+
+def _tasks_line(config: Config) -> str:
+    """As before a run. What is wrong with the training tasks does not keep the others from being evaluated."""
+    try:
+        return tasks_line(config)
+    except ValueError as error:
+        return f"tasks: those for training cannot be looked at, so nothing is said of them here: {error}"
+
+
+def print_eval(result: dict[str, Any]) -> None:
+    """A table of mean reward and pass@k with 95 % intervals: by file or generator, by data_source, and of all."""
+    from rich.console import Console
+    from rich.table import Table
+
+    names = [k for k in result if k.startswith("pass@") and not k.endswith("_ci")]
+    table = Table("source", "tasks", "mean reward", *names)
+    for source, row in [*parts_of(result).items(), ("all", result)]:
+        interval = f" [{row['ci'][0]:.3f}, {row['ci'][1]:.3f}]" if row["ci"] else ""
+        cells = []
+        for name in names:
+            ci = row.get(f"{name}_ci")
+            cells.append(decimal(row.get(name)) + (f" [{ci[0]:.3f}, {ci[1]:.3f}]" if ci else ""))
+        table.add_row(source, str(row["tasks"]), decimal(row["mean"]) + interval, *cells)
+    Console().print(table)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What the model said to a prompt. token_ids and logprobs: of each sampled token; stop_reason: why it ended."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    stop_reason: StopReason
+
+
+async def answer_prompt(
+    prompt: str | Sequence[Mapping[str, str]], num: int, parts: EvalParts, config: Config
+) -> list[Answered]:
+    """`num` answers to a text, or to a list of chat messages, sampled as [rollout] says.
+
+    A text is put into a user message where the model has a chat template and tasks.chat is on. ValueError for a prompt
+    that leaves no room for an answer. The answers depend on run.seed, the prompt and their number alone.
+    """
+    tasks, tokenizer, rollout = config.tasks, parts.tokenizer, config.rollout
+    if not getattr(tokenizer, "chat_template", None):
+        tasks = tasks.model_copy(update={"chat": False})
+    text = prompt if isinstance(prompt, str) else None
+    messages = None if text is not None else tuple(dict(message) for message in prompt)  # type: ignore[arg-type]
+    task = decorated(Task(task_id="sample", source="sample", reward="", prompt=text, messages=messages), tasks)
+    ids = encode_prompt(task, tokenizer)
+    seeded = text if text is not None else task.content
+    requests = [
+        ExtendRequest(
+            rollout_id=f"sample-{next(_numbers)}",
+            prompt_ids=ids,
+            generated_ids=(),
+            max_new_tokens=rollout.max_new_tokens,
+            seed=rollout_seed(config.run.seed, seeded, 0, i),
+            sampling=SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p),
+            stop_token_ids=parts.stop_token_ids | frozenset(rollout.stop_token_ids),
+            stop_strings=tuple(rollout.stop),
+        )
+        for i in range(num)
+    ]
+    answers = await _together([parts.engine.extend(request) for request in requests])
+    parts.engine.release([request.rollout_id for request in requests])
+    return [_answered(segments, tokenizer) for segments in answers]
+
+
+def _answered(segments: Sequence[Segment], tokenizer: Any) -> Answered:
+    ids = [int(t) for s in segments for t in s.token_ids]
+    logprobs = [float(x) for s in segments for x in s.logprobs]
+    return Answered(tokenizer.decode(ids, skip_special_tokens=True), ids, logprobs, segments[-1].stop_reason)
+
+
+def run_sample(resolved: Resolved, prompt: str, num: int) -> int:
+    """`rollover sample`: print `num` completions of a prompt."""
+    from rollover.run.parts import EvalParts
+
+    config = resolved.config
+
+    async def go() -> list[Answered]:
+        parts = await EvalParts.build(config, None, with_rewards=False)
+        try:
+            return await answer_prompt(prompt, num, parts, config)
+        finally:
+            await parts.close()
+
+    for i, answer in enumerate(asyncio.run(go())):
+        print(f"--- {i + 1} of {num}" if num > 1 else "", answer.text, sep="\n" if num > 1 else "")
+    return 0

@@ -1,0 +1,205 @@
+"""The journal read back: what it tells happens again, in order, without an engine, a reward or a decision.
+
+    records ──▶ Lifecycle.admit, run, append, score, ready, take, drop ...     step ──▶ the same groups are trained
+
+The tokens of a rollout come in pieces while it runs; it gets them when it is parked or finished, as from an engine.
+Owns those pieces, and the groups that were taken for a step. Never writes a file: what the run wrote stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rollover.checkpoint.journal import Record
+from rollover.rollout.lifecycle import EventKind
+from rollover.run.journal_scribe import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, pieces
+from rollover.run.snapshot import Owners
+from rollover.types import DropReason, Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
+
+Train = Callable[[list[Group], int], None]
+NextTask = Callable[[int], tuple[Task, Sequence[int]] | None]
+
+
+class Replay:
+    """Into the owners of a run that was restored from the checkpoint at which the journal begins, or is new.
+
+    `next_task(attempt)`: the next task and its prompt, which had that attempt. `train(groups, version)` trains the step
+    at trainer `version` again; `on_row` is called when its row, and with it what was dropped until then, is known to be
+    written.
+    `num_records`, `num_steps`: what was read so far. `untold`: whether the row of the last step is not known to be
+    written; `unpublished`: whether its weights are not known to have been live. `trace_bytes`: size of the trace when
+    the last row was written.
+    """
+
+    def __init__(self, owners: Owners, next_task: NextTask, train: Train, on_row: Callable[[], None]) -> None:
+        self.owners, self.lifecycle, self.chronicle = owners, owners.lifecycle, owners.chronicle
+        self.next_task, self.train, self.on_row = next_task, train, on_row
+        self.num_records = self.num_steps = 0
+        self.untold = self.unpublished = False
+        self.trace_bytes = owners.chronicle.trace_bytes
+        self.taken: dict[int, Group] = {}
+        self._pieces: dict[str, list[Segment]] = {}
+        self._of_kind: dict[str, Callable[[dict[str, Any], bytes], None]] = {
+            EventKind.ADMIT.value: self._admit,
+            EventKind.START.value: self._run,
+            EventKind.RESUME.value: self._run,
+            TOKENS: self._tokens,
+            EventKind.PARK.value: self._stop,
+            EventKind.FINISH.value: self._stop,
+            EventKind.SCORE.value: self._score,
+            EventKind.READY.value: lambda meta, _: self.lifecycle.ready(self._group(meta)),
+            EventKind.DROP.value: self._drop,
+            EventKind.CONSUME.value: self._consume,
+            EventKind.GIVE_BACK.value: self._give_back,
+            STEP: self._step,
+            ROW: self._row,
+            PUBLISH: self._publish,
+            ROLL_BACK: lambda meta, data: None,  # says what to make of the others
+        }
+
+    def read(self, records: Iterable[Record]) -> None:
+        """All of them, in order. ValueError where they do not fit to the tasks of this start."""
+        for meta, data in records:
+            self.chronicle.stand_at(meta["seconds"])
+            self._of_kind[meta["kind"]](meta, data)
+            self.num_records += 1
+
+    def end(self) -> None:
+        """Nothing more comes: what was taken for a step that was not trained is given back, and what runs is parked."""
+        self._return_taken()
+        for rollout in self.lifecycle.running():
+            room = self.lifecycle.config.max_new_tokens - 1  # of a full one the journal lacks how it stopped
+            self._append(rollout, self._joined(rollout, min(self._told(rollout), room)), StopReason.PAUSED)
+        self.lifecycle.check()
+        self.chronicle.go_on()
+
+    # Rollouts
+
+    def _group(self, meta: dict[str, Any]) -> Group:
+        return self.lifecycle.cache.groups[meta["group"]]
+
+    def _rollout(self, meta: dict[str, Any]) -> Rollout:
+        return self.lifecycle.cache.rollout(meta["rollout"])
+
+    def _admit(self, meta: dict[str, Any], data: bytes) -> None:
+        self.owners.prompts.version = meta["task_version"]
+        item = self.next_task(meta["attempt"])
+        wanted = f"{meta['task']} (attempt {meta['attempt']})"
+        found = "no more task" if item is None else f"{item[0].task_id} (attempt {item[0].attempt})"
+        if item is None or found != wanted:
+            raise ValueError(
+                f"--resume: the journal goes on with task {wanted}, and the tasks with {found}. Set back what gives"
+                " them ([tasks], tasks.before_produce, the data, [reroll]), or delete the folder journal/ in run.dir to"
+                " go on from the checkpoint alone"
+            )
+        group = self.lifecycle.admit(*item, meta["version"])
+        assert group.group_id == meta["group"]
+
+    def _run(self, meta: dict[str, Any], data: bytes) -> None:
+        self.lifecycle.run(self._rollout(meta), meta["version"])
+
+    def _tokens(self, meta: dict[str, Any], data: bytes) -> None:
+        if meta["anew"]:
+            self._pieces.pop(meta["rollout"], None)
+        self._pieces.setdefault(meta["rollout"], []).extend(pieces(meta["segments"], data))
+
+    def _stop(self, meta: dict[str, Any], data: bytes) -> None:
+        self._tokens(meta, data)
+        rollout = self._rollout(meta)
+        segments = self._joined(rollout, meta["num_tokens"])
+        self._append(rollout, segments, StopReason(meta["stop_reason"] or StopReason.PAUSED))
+
+    def _append(self, rollout: Rollout, segments: list[Segment], stop_reason: StopReason) -> None:
+        limit = self.lifecycle.config.max_new_tokens
+        num_tokens = rollout.num_tokens + sum(map(len, segments))
+        if num_tokens > limit or (num_tokens == limit and stop_reason is StopReason.PAUSED):
+            raise ValueError(
+                f"--resume with rollout.max_new_tokens = {limit}: in the journal rollout {rollout.rollout_id} has"
+                f" {num_tokens} tokens. Set it back to what the run had"
+            )
+        segments = segments or [Segment.nothing(SamplingParams(), rollout.num_tokens)]
+        self.lifecycle.append(rollout, [*segments[:-1], replace(segments[-1], stop_reason=stop_reason)])
+
+    def _told(self, rollout: Rollout) -> int:
+        """Its tokens, with those that are not appended yet."""
+        return rollout.num_tokens + sum(map(len, self._pieces.get(rollout.rollout_id, ())))
+
+    def _joined(self, rollout: Rollout, num_tokens: int) -> list[Segment]:
+        """The pieces since it was started, up to `num_tokens` of it: one segment for each version in a row."""
+        left = num_tokens - rollout.num_tokens
+        joined: list[list[Segment]] = []
+        for piece in self._pieces.pop(rollout.rollout_id, ()):
+            piece = _first(piece, left)
+            left -= len(piece)
+            if not len(piece):
+                break
+            if joined and _same_origin(joined[-1][-1], piece):
+                joined[-1].append(piece)
+            else:
+                joined.append([piece])
+        return [_one(parts) for parts in joined]
+
+    # Groups and steps
+
+    def _score(self, meta: dict[str, Any], data: bytes) -> None:
+        rollout = self._rollout(meta)
+        self.lifecycle.cache.set_reward(rollout.rollout_id, Reward(**meta["reward"]))
+        self.lifecycle.scored(self.lifecycle.cache.groups[rollout.group_id], [rollout])
+
+    def _drop(self, meta: dict[str, Any], data: bytes) -> None:
+        self.lifecycle.drop(meta["group"], DropReason(meta["reason"]), meta["filter"])
+
+    def _consume(self, meta: dict[str, Any], data: bytes) -> None:
+        self.taken[meta["group"]] = self.lifecycle.take(meta["group"], meta["version"])
+
+    def _give_back(self, meta: dict[str, Any], data: bytes) -> None:
+        self.lifecycle.give_back([self.taken.pop(meta["group"])], meta["version"])
+
+    def _return_taken(self) -> None:
+        self.lifecycle.give_back(list(self.taken.values()), self.owners.trainer.policy_version)
+        self.taken.clear()
+
+    def _step(self, meta: dict[str, Any], data: bytes) -> None:
+        groups = list(self.taken.values())
+        self.taken.clear()
+        self.train(groups, meta["version"])
+        self.num_steps += 1
+        self.untold = self.unpublished = True
+
+    def _row(self, meta: dict[str, Any], data: bytes) -> None:
+        self.told(meta["trace_bytes"])
+        self.lifecycle.scheduler.on_publish()
+
+    def _publish(self, meta: dict[str, Any], data: bytes) -> None:
+        self.unpublished = False
+        self.chronicle.publish(meta["version"])
+
+    def told(self, trace_bytes: int | None = None) -> None:
+        """The row of the last step is in its file, and with it what was dropped; the trace is, if its size is given."""
+        self.untold = False
+        self.on_row()
+        self.chronicle.lifetimes.step_metrics()
+        if trace_bytes is not None:
+            self.trace_bytes = trace_bytes
+            self.chronicle.trace.drain()
+
+
+def _first(segment: Segment, num: int) -> Segment:
+    """Its first `num` tokens, or all it has."""
+    if num >= len(segment):
+        return segment
+    return replace(segment, token_ids=segment.token_ids[:num], logprobs=segment.logprobs[:num])
+
+
+def _same_origin(a: Segment, b: Segment) -> bool:
+    return (a.policy_version, a.sampling, a.trainable) == (b.policy_version, b.sampling, b.trainable)
+
+
+def _one(parts: Sequence[Segment]) -> Segment:
+    """Consecutive pieces of one origin as one segment."""
+    ids, logprobs = (np.concatenate([getattr(p, name) for p in parts]) for name in ("token_ids", "logprobs"))
+    return replace(parts[-1], token_ids=ids, logprobs=logprobs, start=parts[0].start)

@@ -1,0 +1,161 @@
+"""The row of a step for metrics.jsonl: gathers what everyone in the run has to say of it. docs/metrics.md has the keys.
+
+Owns what was counted up to the row before, and the seconds that the loop spends on this and that. Never decides
+anything; the loop asserts the staleness bound on what it is given here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rollover.checkpoint.mirror import Mirror
+from rollover.config import Config
+from rollover.run.batch_metrics import (
+    mask_metrics,
+    peak_rss_bytes,
+    reward_metrics,
+    rollout_metrics,
+    speed_metrics,
+    staleness_metrics,
+    waste_metrics,
+)
+from rollover.run.journal_scribe import Scribe
+from rollover.run.mfu import Utilization
+from rollover.run.parts import Parts
+from rollover.track.chronicle import Chronicle
+from rollover.track.metrics import is_counter
+from rollover.trainer.batch import Batch
+from rollover.types import Group
+
+
+class Rows:
+    """Makes the rows of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
+
+    def __init__(self, config: Config, parts: Parts, chronicle: Chronicle, overlaps: bool) -> None:
+        self.config, self.parts, self.chronicle, self.overlaps = config, parts, chronicle, overlaps
+        self.utilization = Utilization(config, overlaps)
+        self._seconds: dict[str, float] = {}
+        self._counted: dict[str, float] = {}
+        self._carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
+        self._started = time.perf_counter()
+        self.scribe: Scribe | None = None  # of the journal
+        self.mirror: Mirror | None = None  # of the run directory
+
+    def begin(self) -> None:
+        """A step begins now, the first or one that is trained again: what was done before it belongs to no row."""
+        self._started = time.perf_counter()
+        self._seconds.clear()
+        self._since_last("train_flops", self.parts.trainer.flops)
+        self._threads({})
+
+    def restore(self, row: Mapping[str, float], *, next_is_missing: bool = False) -> None:
+        """Go on after `row`, the last one of the process before ({}: there is none).
+
+        `next_is_missing`: that process generated for the next row, too; else what it did since is in none.
+        """
+        self._carried = {k: row[k] for k in self._owners_counters() if k in row and is_counter(k)}
+        generated = row.get("tokens/generated", 0) if next_is_missing else self.parts.lifecycle.ledger.generated_tokens
+        self._since_last("generated", generated)
+        self._since_last("dropped", row.get("tokens/dropped", 0))
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Counts the seconds of a block as `name`: train, weights, checkpoint or eval."""
+        started = time.perf_counter()
+        try:
+            with self.chronicle.span(name):
+                yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def of_step(
+        self, groups: list[Group], batch: Batch, trained: dict[str, float], version: int, num_bytes: int
+    ) -> dict[str, float]:
+        """The step at trainer `version` trained `batch` of `groups`; `num_bytes` of weights were handed over."""
+        parts, driver = self.parts, self.parts.driver
+        ledger = parts.lifecycle.metrics()
+        ages = staleness_metrics(batch, version, self.chronicle.lifetimes.ready_versions)
+        clock = driver.clock
+        waits = {"generate": clock.generation_s, "score": clock.scoring_s, "schedule": clock.scheduling_s}
+        now = time.perf_counter()
+        step_s, self._started = now - self._started, now
+        times = {f"time/{k}_s": self._seconds.pop(k, 0.0) for k in ("train", "weights", "checkpoint", "eval")}
+        times |= {f"time/{phase}_s": self._since_last(phase, total) for phase, total in waits.items()}
+        row: dict[str, float] = {
+            "step": parts.trainer.policy_version,
+            "policy_version": parts.trainer.policy_version,
+            "time": time.time(),
+            **reward_metrics(groups),
+            **rollout_metrics(groups),
+            **self.chronicle.lifetimes.step_metrics(),
+            **ages,
+            "staleness/bound": self.config.staleness_bound,
+            **trained,
+            **ledger,
+            **parts.reuse.metrics(),
+            "tokens/step_generated": self._since_last("generated", ledger["tokens/generated"]),
+            "tokens/step_trained": float(batch.num_loss_tokens),
+            **mask_metrics(batch),
+            "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),
+            "tasks/skipped_long_prompt": parts.prompts.num_skipped,
+            "tasks/left_out": parts.prompts.num_left_out,
+            "tasks/failed": parts.prompts.stream.num_failed,
+            **self._owners_counters(),
+            **times,
+            "time/other_s": max(0.0, step_s - sum(times.values())),
+            "time/step_s": step_s,
+            **self._engine_waits(),
+            **self._journal(),
+            "weights/bytes": num_bytes,
+            "memory/peak_rss_bytes": peak_rss_bytes(),
+        }
+        engine = self.engine_growth()
+        train_flops = self._since_last("train_flops", parts.trainer.flops)
+        row |= self.utilization.of_step(row, train_flops, engine.get("engine/flops", 0.0))
+        return row | speed_metrics(row) | waste_metrics(engine, row) | self._threads(engine)
+
+    def engine_growth(self) -> dict[str, float]:
+        """Growth of the engine's counters since the last call."""
+        return {key: self._since_last(key, value) for key, value in self.parts.engine.stats().items()}
+
+    def _threads(self, growth: Mapping[str, float]) -> dict[str, float]:
+        """Mean threads of decode steps and micro-batches by time, where there were any. `growth` of engine counters."""
+        team = self.parts.trainer.team
+        trained = [self._since_last(f"team/{n}", getattr(team, n)) for n in ("seconds", "thread_seconds")]
+        decoded = [growth.get(f"engine/decode_{n}", 0.0) for n in ("s", "thread_s")]
+        spans = {"train": trained, "engine": decoded}
+        return {f"{who}/threads": of_threads / of_all for who, (of_all, of_threads) in spans.items() if of_all}
+
+    def _engine_waits(self) -> dict[str, float]:
+        """The engine's side of the waiting: in this step, and with rollout.overlap only."""
+        idle = self.parts.driver.idle_s()
+        if not self.overlaps:
+            return {}
+        return {f"wait/engine_for_{whom}_s": self._since_last(f"idle/{whom}", s) for whom, s in idle.items()}
+
+    def _journal(self) -> dict[str, float]:
+        """What it cost in this step, if there is one."""
+        if self.scribe is None or not self.scribe.journal.num_bytes:
+            return {}
+        seconds = self._since_last("journal", self.scribe.seconds)
+        return {"journal/time_s": seconds, "journal/bytes": self.scribe.journal.num_bytes}
+
+    def _owners_counters(self) -> dict[str, float]:
+        """Counters and gauges of rewards, engine and driver; counters go on where a resumed run had ended."""
+        driver = self.parts.driver
+        owners = (self.parts.rewarder, self.parts.engine, driver.asker, driver.watchdog)
+        now = {key: value for owner in owners for key, value in owner.stats().items()}
+        if self.scribe is not None:
+            now["journal/failed"] = self.scribe.journal.failed
+            now["journal/cut_bytes"] = self.scribe.journal.cut_bytes
+        if self.mirror is not None:
+            now["mirror/failed"] = self.mirror.failed
+        return {key: value + self._carried.get(key, 0.0) for key, value in now.items()}
+
+    def _since_last(self, name: str, cumulative: float) -> float:
+        """Growth of a cumulative number since the last row."""
+        before = self._counted.get(name, 0.0)
+        self._counted[name] = cumulative
+        return cumulative - before

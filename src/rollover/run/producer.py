@@ -1,0 +1,187 @@
+"""Where the groups of a step come from: `produce(step, version) -> groups`.
+
+    Generation         the driver's: tasks -> rollouts -> rewards, with all that rolls over
+    RecordedRollouts   run.replay_rollouts: what another run recorded, for debugging a trainer without an engine
+    OwnProducer        tasks.producer: the user's own class
+
+All are behind the one loop, which trains what it is given. Owns what was produced last; never trains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollover.config import Config
+from rollover.engine.protocol import Engine
+from rollover.files import did_you_mean_path
+from rollover.functions import OwnFunction, described, own_function
+from rollover.run.stop import Stop
+from rollover.staleness import group_staleness
+from rollover.track.recorder import read_rollouts
+from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
+
+
+class Producer(Protocol):
+    """`source`: what is used up when it returns []. `journaled`: whether its groups come through the lifecycle."""
+
+    source: str
+    journaled: bool
+
+    async def produce(self, step: int, version: int) -> list[Group] | None:
+        """The groups that training step `step` (1, 2, ...) trains, at trainer version `version` (step - 1).
+
+        Whole, with rewards, in group-id order, no id twice in a run. [] when there is nothing (more) to train on; None
+        when the run is stopping. A resumed run goes on with the next step.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: what a checkpoint holds of it."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; {} is that of a checkpoint without one."""
+        ...
+
+
+class _Stateless:
+    """A producer whose groups follow from the step alone, or are in the cache."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class Generation(_Stateless):
+    """The driver's groups. `collect(version)` as `Driver.collect`."""
+
+    source, journaled = "tasks", True
+
+    def __init__(self, collect: Callable[[int], Awaitable[list[Group] | None]]) -> None:
+        self._collect = collect
+
+    async def produce(self, step: int, version: int) -> list[Group] | None:
+        return await self._collect(version)
+
+
+class RecordedRollouts(_Stateless):
+    """The groups of one recorded step after the other; [] at the end. Steps that trained nothing are left out."""
+
+    source, journaled = "recorded rollouts", False
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise ValueError(
+                f"run.replay_rollouts = {str(folder)!r}: there is no such folder{did_you_mean_path(folder)}"
+            )
+        self.folder = folder
+        self._steps: Iterator[list[Group]] = (groups for groups in read_rollouts(folder) if groups)
+        self._step = 0
+
+    async def produce(self, step: int, version: int) -> list[Group] | None:
+        """Those before `step` are passed over: a resumed run has trained them. ValueError for what none can be."""
+        groups: list[Group] = []
+        while self._step < step:
+            groups = next(self._steps, [])
+            self._step += 1
+        for group in groups:
+            if (why := _why_not_sampled(group)) is not None:
+                raise ValueError(f"run.replay_rollouts = {str(self.folder)!r}: group {group.group_id} {why}")
+        return groups
+
+
+class OwnProducer:
+    """The user's class, made by `Class(config, tokenizer, engine)`; its `produce(step, version)` may be `async def`.
+
+    It may generate with the run's engine, which gets the new weights after every step, or bring groups from elsewhere
+    (`ready_group`). What it returns is checked: ValueError says what is wrong with it. [] or None: there is no more.
+    When the run is stopped an `async def` is cancelled, and nothing that it has by then is trained: a resumed run asks
+    for that step again.
+    """
+
+    source, journaled = "groups of tasks.producer", False
+
+    def __init__(self, config: Config, tokenizer: Any, engine: Engine, stop: Stop | None = None) -> None:
+        self.name, self.engine, self.stop = config.tasks.producer, engine, stop or Stop()
+        self.max_staleness = config.rollout.max_staleness
+        self._last_group_id = -1
+        make = own_function("tasks.producer", self.name, "an object with a method produce(step, version)")
+        own = make(config, tokenizer, engine)
+        if not callable(getattr(own, "produce", None)):
+            raise make.refused(f"{described(own)}, which has no method produce")
+        self._produce = OwnFunction(own.produce, "tasks.producer", self.name, "a list of Groups (of ready_group)")
+
+    async def produce(self, step: int, version: int) -> list[Group] | None:
+        groups = await self.stop.unless_requested(self._produce.awaited(step, version))
+        if self.stop.requested:
+            return None
+        if groups is None:
+            return []
+        if not isinstance(groups, list | tuple) or not all(isinstance(g, Group) for g in groups):
+            raise self._produce.refused(described(groups))
+        groups = sorted(groups, key=lambda g: g.group_id)
+        for group in groups:
+            problem = self._problem(group, version)
+            if problem is not None:
+                raise ValueError(f"tasks.producer = {self.name!r}: group {group.group_id} of step {step} {problem}")
+            self._last_group_id = group.group_id
+            self.engine.release([r.rollout_id for r in group.rollouts])
+        return groups
+
+    def _problem(self, group: Group, version: int) -> str | None:
+        if group.group_id <= self._last_group_id:
+            return f"comes after group {self._last_group_id}: ids must rise over the run, restarts included"
+        if not group.rollouts or not group.ready or any(r.reward is None for r in group.rollouts):
+            return "is not ready: every rollout needs tokens and a Reward (make it with ready_group)"
+        if any(v > version for r in group.rollouts for v in r.versions):
+            return f"has tokens of a policy version above the trainer's, {version}"
+        stale = group_staleness(group, version) or 0
+        if stale > self.max_staleness:
+            return f"has tokens that are {stale} versions old, above rollout.max_staleness = {self.max_staleness}"
+        return _why_not_sampled(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_group_id": self._last_group_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._last_group_id = state.get("last_group_id", -1)
+
+
+def _why_not_sampled(group: Group) -> str | None:
+    """Why a group holds what no policy can have sampled, to complete "group 3 ..."; None: it does not."""
+    found = ((r, why) for r in group.rollouts if (why := r.why_not_sampled()) is not None)
+    return next((f"cannot be trained, as of rollout {r.sibling} {why}" for r, why in found), None)
+
+
+def ready_group(
+    group_id: int,
+    task: Task,
+    prompt_ids: Sequence[int],
+    segments: Sequence[Sequence[Segment]],
+    rewards: Sequence[Reward],
+) -> Group:
+    """A group to be trained, of one list of segments and one Reward a rollout. For producers of your own.
+
+    `group_id`: 0, 1, 2, ... over the run, restarts included (make it of the step). Each segment holds token ids, the
+    log-probs that they were sampled with and the policy version that sampled them: the correction of off-policy tokens
+    needs both. ValueError where a rollout was interrupted: its answer is not whole.
+    """
+    if not segments or len(segments) != len(rewards):
+        raise ValueError(f"{len(segments)} rollouts and {len(rewards)} rewards: a group has one reward a rollout")
+    rollouts = []
+    for sibling, (of, reward) in enumerate(zip(segments, rewards, strict=True)):
+        if not sum(map(len, of)):
+            raise ValueError(f"rollout {sibling} of group {group_id} has no tokens")
+        if of[-1].stop_reason is StopReason.PAUSED:
+            raise ValueError(
+                f"rollout {sibling} of group {group_id} was interrupted, its answer is not whole: extend it to its end"
+            )
+        rollout = Rollout(group_id, sibling, task, list(of), RolloutState.READY)
+        rollout.stop_reason = of[-1].stop_reason
+        rollout.reward = reward
+        rollouts.append(rollout)
+    return Group(group_id, task, tuple(prompt_ids), rollouts)

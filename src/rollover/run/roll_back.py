@@ -1,0 +1,74 @@
+"""The journal read back without its steps: the run goes on with the weights of the checkpoint, at its version S.
+
+A token that was sampled by a lost version v > S gets the version 2 S - v: it is v - S updates away from the
+checkpoint, and those were lost, so at trainer version t there are (v - S) + (t - S) updates between the two policies.
+That is its staleness then (docs/staleness.md). Groups that lost steps had trained are READY again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rollover.run.journal_replay import Replay
+from rollover.staleness import beyond_bound, rolled_back
+from rollover.types import DropReason, Segment
+
+
+class RollBack(Replay):
+    """As Replay, for a journal whose steps are not trained again. `train(groups, version)` is told of them instead."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.version = self.owners.trainer.policy_version
+        self.of_lost_versions: set[int] = set()  # ids of groups with such tokens
+        self.of_lost_steps: set[int] = set()  # ids of the groups that they trained
+
+    def give_up(self, bound: int, *, needs_weights: bool) -> int:
+        """Drop what cannot be trained within this bound of staleness; returns how many groups. After `end`.
+
+        `needs_weights`: nor what has tokens of lost versions, since the trainer needs the weights that sampled them.
+        """
+        cache = self.lifecycle.cache
+        doomed = set(beyond_bound(cache.groups.values(), self.lifecycle.config, self.version, bound))
+        if needs_weights:
+            doomed |= self.of_lost_versions & cache.groups.keys()
+        for group_id in sorted(doomed):
+            self.lifecycle.drop(group_id, DropReason.ROLLED_BACK)
+        return len(doomed)
+
+    def _tokens(self, meta: dict[str, Any], data: bytes) -> None:
+        super()._tokens(meta, data)
+        parts = self._pieces[meta["rollout"]]
+        if any(part.policy_version > self.version for part in parts):
+            self._pieces[meta["rollout"]] = [self._relabelled(part) for part in parts]
+            self.of_lost_versions.add(self._rollout(meta).group_id)
+
+    def _admit(self, meta: dict[str, Any], data: bytes) -> None:
+        super()._admit(meta | {"version": min(meta["version"], self.version)}, data)
+
+    def _run(self, meta: dict[str, Any], data: bytes) -> None:
+        super()._run(meta | {"version": min(meta["version"], self.version)}, data)
+
+    def _relabelled(self, part: Segment) -> Segment:
+        return replace(part, policy_version=rolled_back(part.policy_version, self.version))
+
+    def _consume(self, meta: dict[str, Any], data: bytes) -> None:
+        self.taken[meta["group"]] = self._group(meta)
+
+    def _give_back(self, meta: dict[str, Any], data: bytes) -> None:
+        del self.taken[meta["group"]]
+
+    def _return_taken(self) -> None:
+        self.taken.clear()
+
+    def _step(self, meta: dict[str, Any], data: bytes) -> None:
+        self.of_lost_steps |= self.taken.keys()
+        super()._step(meta, data)
+        self.untold = self.unpublished = False  # there will be no row of it, and its weights are lost
+
+    def _row(self, meta: dict[str, Any], data: bytes) -> None:
+        """It is cut off, with what else was written of lost steps."""
+
+    def _publish(self, meta: dict[str, Any], data: bytes) -> None:
+        """Those weights are lost."""

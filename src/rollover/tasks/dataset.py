@@ -1,0 +1,129 @@
+"""Tasks from the rows of a dataset, in file order.
+
+Owns the reading of TRL's layout (`prompt` + columns), verl's (`prompt`, `data_source`, `reward_model`, `extra_info`)
+and plain question/answer files. Never opens a file (rows.py), shuffles or splits (stream.py), or adds a system prompt.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from rollover.tasks.rows import Place, open_rows, place_of_row
+from rollover.types import Task
+
+PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
+ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
+
+
+class DatasetSource:
+    """The rows of one dataset as problems, in its order.
+
+    `answer_column` empty: reward_model.ground_truth, answer, solution or ground_truth, if there is one;
+    `needs_answer` makes a missing one an error. Raises ValueError naming file, column and config key.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        label: str,
+        reward: str,
+        prompt_column: str = "",
+        answer_column: str = "",
+        needs_answer: bool = False,
+        problem_key: str = "",
+        chat: bool = True,
+        task_prefix: str = "",
+    ) -> None:
+        self.label, self.reward, self.chat = label, reward, chat
+        self.task_prefix = task_prefix or label
+        self._place, self._rows = place, open_rows(place)
+        path, columns = place.path, self._rows.columns
+        self.answer_column = answer_column
+        self.prompt_column = prompt_column or next((c for c in PROMPT_COLUMNS if c in columns), "")
+        found = f"its columns are {', '.join(columns)}"
+        if self.prompt_column not in columns:
+            wanted = repr(prompt_column) if prompt_column else "named " + ", ".join(PROMPT_COLUMNS)
+            raise ValueError(
+                f"dataset {path!r} has no prompt column {wanted}; {found}: set tasks.sources.prompt_column"
+            )
+        if answer_column and answer_column not in columns:
+            raise ValueError(
+                f"dataset {path!r} has no answer column {answer_column!r}; {found}: set tasks.sources.answer_column"
+            )
+        if problem_key and ":" not in problem_key and problem_key not in columns:
+            raise ValueError(
+                f"dataset {path!r} has no column {problem_key!r}; {found}: correct tasks.sources.problem_key"
+            )
+        has_answer = answer_column or "reward_model" in columns or any(c in columns for c in ANSWER_COLUMNS)
+        if needs_answer and not has_answer:
+            raise ValueError(
+                f"dataset {path!r} has no answer column (reward_model, {', '.join(ANSWER_COLUMNS)}), which the reward"
+                f" {reward!r} needs; {found}: set tasks.sources.answer_column"
+            )
+
+    @property
+    def num_rows(self) -> int | None:
+        """None: nobody knows, as they are streamed."""
+        return self._rows.num_rows
+
+    def together(self, index: int) -> range:
+        """The rows that are shuffled among each other with row `index`; it is none of them behind the last row."""
+        return self._rows.together(index)
+
+    def problem(self, index: int) -> Task:
+        """Row `index` as a problem: chat messages as they are; a plain prompt as `prompt`."""
+        row = self._rows[index]
+        prompt = row.pop(self.prompt_column)
+        where = place_of_row(self._place, index)
+        columns = {name: _jsonable(value, where, name) for name, value in row.items()}
+        if self.answer_column:
+            columns["answer"] = _jsonable(
+                prompt if self.answer_column == self.prompt_column else row[self.answer_column], where, "answer"
+            )
+            if isinstance(columns.get("reward_model"), dict):
+                columns["reward_model"]["ground_truth"] = columns["answer"]
+        task_id = f"{self.task_prefix}/{index}"
+        if isinstance(prompt, str) and prompt.strip():
+            return Task(task_id, self.label, self.reward, prompt=prompt, columns=columns)
+        if not self.chat and not isinstance(prompt, str):
+            raise ValueError(f"{where}: column {self.prompt_column!r} holds chat messages; set tasks.chat = true")
+        return Task(task_id, self.label, self.reward, messages=self._messages(prompt, where), columns=columns)
+
+    def fingerprint(self) -> str:
+        """Of the rows and their prompts: another file, another order."""
+        return self._rows.fingerprint(self.prompt_column)
+
+    def problems(self) -> Iterator[Task]:
+        """All of them, in order."""
+        return (self.problem(i) for i in itertools.takewhile(lambda i: i in self.together(i), itertools.count()))
+
+    def _messages(self, prompt: Any, where: str) -> tuple[dict[str, str], ...]:
+        if not isinstance(prompt, list) or not prompt:
+            raise ValueError(
+                f"{where}: column {self.prompt_column!r} holds {prompt!r}; expected a text that is not empty or a list"
+                " of chat messages (set tasks.sources.prompt_column if another column has it)"
+            )
+        for message in prompt:
+            if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+                raise ValueError(
+                    f"{where}: {message!r} in {self.prompt_column!r} is not a message with role and content"
+                )
+        return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
+
+
+def _jsonable(value: Any, where: str, column: str) -> Any:
+    """A JSON value: rewards run in another process, and tasks are kept in checkpoints."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return {str(k): _jsonable(v, where, column) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(v, where, column) for v in value]
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
+        return str(value)
+    raise ValueError(f"{where}: column {column!r} holds a {type(value).__name__}, which no reward can take: remove it")

@@ -1,0 +1,101 @@
+"""Single-turn prompts: tasks of a stream -> prompt token ids, and completions back to text.
+
+Owns the count of tasks skipped for their length. Text is tokenised once here; continuation is by token ids only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jinja2 import TemplateError
+
+from rollover.functions import OwnFunction, described
+from rollover.tasks.stream import TaskStream
+from rollover.types import Task
+
+TASK_OR_NONE = "the Task to use, or None to leave it out"
+_MAX_SKIPS = 1000
+
+
+def encode_prompt(task: Task, tokenizer: Any) -> tuple[int, ...]:
+    """Token ids of the task's prompt; chat messages go through the tokenizer's chat template."""
+    if task.messages is None:
+        assert task.prompt is not None
+        return tuple(tokenizer(task.prompt)["input_ids"])
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "the model's tokenizer has no chat template: set tasks.chat = false to send prompts as plain text"
+        )
+    messages = list(task.messages)
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except TemplateError as error:
+        raise ValueError(
+            f"task {task.task_id!r} of {task.source}: the model's chat template refuses its messages: {error}"
+        ) from error
+    return tuple(ids)
+
+
+class PromptSource:
+    """The `next_task` of the driver: next (task, prompt ids) whose prompt is short enough, None at the end."""
+
+    def __init__(
+        self,
+        stream: TaskStream,
+        tokenizer: Any,
+        max_prompt_tokens: int,
+        replace: Callable[[Task, int], Task | None] | None = None,
+    ) -> None:
+        self.stream, self.tokenizer, self.max_prompt_tokens = stream, tokenizer, max_prompt_tokens
+        self.replace = replace and OwnFunction.over(replace, "tasks.before_produce", TASK_OR_NONE)
+        self.version = 0  # of the trainer: set by the loop, for `replace` alone
+        self.num_skipped = 0
+        self.num_left_out = 0
+
+    def __call__(self) -> tuple[Task, tuple[int, ...]] | None:
+        before = self.state_dict()
+        try:
+            return self._next()
+        except BaseException:  # a task that fails is not passed over: a resumed run comes to it again
+            self.load_state_dict(before)
+            raise
+
+    def _next(self) -> tuple[Task, tuple[int, ...]] | None:
+        for _ in range(_MAX_SKIPS):
+            task = self.stream.next()
+            if task is None:
+                return None
+            if self.replace is not None:
+                task = _replaced(task, self.replace, self.version)
+                if task is None:
+                    self.num_left_out += 1
+                    continue
+            prompt_ids = encode_prompt(task, self.tokenizer)
+            if len(prompt_ids) <= self.max_prompt_tokens:
+                return task, prompt_ids
+            self.num_skipped += 1
+        raise ValueError(
+            f"{_MAX_SKIPS} tasks in a row have prompts above {self.max_prompt_tokens} tokens, or were left out by"
+            " tasks.before_produce: raise tasks.max_prompt_tokens, or lower rollout.max_new_tokens if the model's"
+            " positions are the limit"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "stream": self.stream.state_dict(),
+            "num_skipped": self.num_skipped,
+            "num_left_out": self.num_left_out,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state["stream"])
+        self.num_skipped = state["num_skipped"]
+        self.num_left_out = state.get("num_left_out", 0)
+
+
+def _replaced(task: Task, replace: OwnFunction, version: int) -> Task | None:
+    other = replace(task, version)
+    if other is not None and not isinstance(other, Task):
+        raise replace.refused(f"{described(other)} for {task.task_id}")
+    return other

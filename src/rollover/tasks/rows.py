@@ -1,0 +1,214 @@
+"""The rows of a dataset: a file, a folder of files, or a data set of the hub; on disk or streamed. By `datasets`.
+Or those that a program handed over (live.py).
+
+Owns how one is found and opened, and the words where it cannot be. Knows no prompt and no answer (dataset.py does), and
+never shuffles: rows have the order of their files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rollover.files import did_you_mean_path
+from rollover.live_objects import is_live, live_object
+from rollover.system import hub_is_away
+from rollover.tasks.live import LiveStream, live_rows
+
+# Rows of a stream that are held at once, and so shuffled among each other.
+STREAM_ROWS = 1000
+_BUILDERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
+_HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rows are. `path`: a file, a folder or a hub id, relative to `base_dir` if it is local; `key`: the option of
+    tasks.sources that gave it. `subset` and `split` are those of a folder or of the hub; a file has one split, train.
+    """
+
+    path: str
+    subset: str = ""
+    split: str = "train"
+    streaming: bool = False
+    key: str = "path"
+    base_dir: str | os.PathLike[str] = "."
+
+    @property
+    def option(self) -> str:
+        return f"tasks.sources.{self.key} = {self.path!r}"
+
+
+class StoredRows:
+    """All rows of a table: one on disk (Arrow), which is not held in memory, or a list of the program's."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self.columns: list[str] = table.column_names
+        self.num_rows: int | None = len(table)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(self._table[index])
+
+    def together(self, index: int) -> range:
+        """The rows that are shuffled among each other with row `index`: all of them."""
+        return range(len(self._table))
+
+    def fingerprint(self, column: str) -> str:
+        """Of the number of rows and this column of up to 1,000 of them, evenly spaced: another file, another order."""
+        num = len(self._table)
+        return f"{num} rows, {_digest(self._table[i][column] for i in range(0, num, max(1, num // 1000)))}"
+
+
+class StreamedRows:
+    """Rows as they come, STREAM_ROWS at a time. A row behind or far ahead costs reading again from the first one.
+
+    `num_rows` is None: nobody knows. ValueError, which names `place`, where there are none or they cannot be read.
+    """
+
+    num_rows: int | None = None
+
+    def __init__(self, stream: Any, place: Place) -> None:
+        self._stream, self._place = stream, place
+        self._held: list[dict[str, Any]] = []
+        self._start = 0
+        self._ahead: Iterator[dict[str, Any]] | None = None
+        self._read(0)
+        if not self._held:
+            raise ValueError(f"{place.option} has no rows")
+        self._first = self._held
+        self.columns: list[str] = stream.column_names or list(self._held[0])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(self._held[index - self.together(index).start])
+
+    def together(self, index: int) -> range:
+        """The rows that are shuffled among each other with row `index`. It is none of them behind the last row."""
+        start = index - index % STREAM_ROWS
+        if start != self._start:
+            self._read(start)
+        return range(start, start + len(self._held))
+
+    def fingerprint(self, column: str) -> str:
+        """Of this column of the first rows: what comes behind them is not known to be what it was."""
+        return f"streamed, {_digest(row[column] for row in self._first)}"
+
+    def _read(self, start: int) -> None:
+        if self._ahead is None or start != self._start + len(self._held):
+            self._ahead = iter(self._stream.skip(start))
+        try:
+            self._held = list(itertools.islice(self._ahead, STREAM_ROWS))
+        except Exception as error:  # boundary: the network, and every format, have errors of their own
+            self._ahead = None
+            raise ValueError(
+                f"{self._place.option} cannot be read from row {start + 1} on: {type(error).__name__}: {error}"
+            ) from error
+        self._start = start
+
+
+Rows = StoredRows | StreamedRows | LiveStream
+
+
+def open_rows(place: Place) -> Rows:
+    """The rows there. ValueError that names the option and what can be done."""
+    if is_live(place.path):
+        rows = live_rows(live_object(place.path))
+        return rows if isinstance(rows, LiveStream) else StoredRows(rows)
+    try:
+        import datasets
+        from datasets import config
+        from datasets.exceptions import DatasetGenerationError
+    except ModuleNotFoundError as error:
+        raise ValueError("tasks.sources.kind = 'dataset' needs the package datasets: pip install datasets") from error
+    builder = _BUILDERS.get(_suffix(place.path))
+    if builder is None:
+        where, away = _folder_or_id(place)
+    else:
+        where, away = {"path": builder, "data_files": _file(place)}, ""
+    load: Any = datasets.load_dataset
+    bars, offline = datasets.is_progress_bar_enabled(), config.HF_HUB_OFFLINE
+    datasets.disable_progress_bars()
+    config.HF_HUB_OFFLINE = offline or bool(away)  # else the hub would be tried again for half a minute
+    try:
+        found = load(**where, split=place.split, streaming=place.streaming)
+        return StreamedRows(found, place) if place.streaming else StoredRows(found)
+    except DatasetGenerationError as error:
+        cause = error.__cause__ or error
+        raise ValueError(f"{place.option} cannot be read as {builder or 'a data set'}: {cause}") from error
+    except (ValueError, OSError) as error:
+        if str(error).startswith(place.option) or getattr(error, "errno", None):  # said, or of the machine: a full disk
+            raise
+        if away:
+            raise ValueError(f"{place.option}: no data set of that name is in the cache, and {away}") from error
+        if builder is None:
+            choice = "tasks.sources.subset and .split choose among what it has"
+            raise ValueError(f"{place.option} cannot be loaded: {error}. {choice}") from error
+        # What the library makes of a file with columns only.
+        raise ValueError(f"{place.option} has no rows, or none that can be read: {error}") from error
+    finally:
+        config.HF_HUB_OFFLINE = offline
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def _file(place: Place) -> str:
+    """The file as the library takes it, which is there and not empty."""
+    import fsspec
+
+    for name, value in (("subset", place.subset), ("split", place.split.partition("[")[0] != "train")):
+        if value:
+            raise ValueError(f"tasks.sources.{name} has no effect: {place.path!r} is a file, which has none. Remove it")
+    located = place.path if "://" in place.path else os.path.join(place.base_dir, os.path.expanduser(place.path))
+    try:
+        filesystem, inside = fsspec.core.url_to_fs(located)
+    except (ValueError, ImportError) as error:  # unknown protocol, or its package is not installed
+        raise ValueError(f"{place.option} cannot be opened: {error}") from error
+    if not filesystem.isfile(inside):
+        near = "" if "://" in place.path else did_you_mean_path(located, _BUILDERS)
+        raise ValueError(f"{place.option}: there is no such file{near}")
+    if filesystem.size(inside) == 0:
+        raise ValueError(f"{place.option} is empty")
+    return located
+
+
+def _folder_or_id(place: Place) -> tuple[dict[str, Any], str]:
+    """What the library takes for a folder of files, or for a data set of the hub; and why the hub cannot be asked."""
+    local = Path(place.base_dir, os.path.expanduser(place.path))
+    arguments = {"path": str(local), "name": place.subset or None}
+    if local.is_dir():
+        return arguments, ""
+    if local.exists() or not re.fullmatch(_HUB_ID, place.path):
+        raise ValueError(
+            f"{place.option}: expected a file ending in {', '.join(_BUILDERS)}, a folder with such files, or a data set"
+            " of the hub (owner/name)"
+        )
+    if local.parent.is_dir():
+        raise ValueError(f"{place.option}: there is no such file or folder{did_you_mean_path(local)}")
+    away = hub_is_away()
+    if away and place.streaming:
+        raise ValueError(f"{place.option}: it is streamed from the hub, and {away}")
+    return arguments | {"path": place.path}, away
+
+
+def place_of_row(place: Place, index: int) -> str:
+    """Where an editor shows row `index`: JSON lines have their number, other rows are counted from 1."""
+    lines = _suffix(place.path) in (".jsonl", ".ndjson")
+    return f"dataset {place.path!r}, {'line' if lines else 'row'} {index + 1}"
+
+
+def _digest(values: Iterable[Any]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for value in values:
+        digest.update(json.dumps(value, default=str).encode())
+    return digest.hexdigest()
+
+
+def _suffix(path: str) -> str:
+    return PurePosixPath(path.removesuffix(".gz")).suffix.lower()

@@ -1,0 +1,367 @@
+"""The stream of tasks: sources mixed by weight, split into train and eval, resumable from a small state.
+
+Owns the order of tasks: mixing, epochs, shuffling and cursors. Every choice is a function of the seed and a counter, so
+a stream that is given its state back goes on exactly. Never tokenises and never scores.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
+from rollover.rewards.registry import spec_for
+from rollover.tasks.dataset import DatasetSource
+from rollover.tasks.reasoning_gym import FailedProblem, ReasoningGymSource
+from rollover.tasks.rows import Place
+from rollover.tasks.same import Same, problem_text, same_by
+from rollover.tasks.split import Split, SplitName, key_of
+from rollover.types import Task
+
+# A generator that gives no new problem of the wanted side in so many attempts has none (left).
+MAX_CANDIDATES = 10_000
+MAX_ROWS = 50_000  # of a dataset that are looked at before the run: what is said of it must not take minutes
+MAX_FAILED = 1000  # problems that a generator fails to make, for one task: it would do nothing else
+_NAMED = 10
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """A source and where the stream stands in it: problem `position` of pass `epoch`."""
+
+    source: ReasoningGymSource | DatasetSource
+    same: Same
+    weight: float
+    by_file: bool
+    seed: int
+    max_epochs: int  # datasets; 0: endless
+    shuffle: bool
+    epoch: int = 0
+    position: int = 0
+    exhausted: bool = False
+    order: tuple[tuple[int, range], list[int]] | None = None  # of which epoch and rows, and theirs
+
+    def candidates(self) -> Iterator[Task | FailedProblem]:
+        """Problems from here on; the cursor moves with every one taken."""
+        if isinstance(self.source, ReasoningGymSource):
+            while True:
+                self.position += 1
+                try:
+                    problem = self.source.problem(self.position - 1)
+                except FailedProblem as failed:
+                    problem = failed
+                yield problem
+        while self.max_epochs == 0 or self.epoch < self.max_epochs:
+            while self.position in (rows := self.source.together(self.position)):
+                self.position += 1
+                row = self._in_order(rows)[self.position - 1 - rows.start]
+                yield replace(self.source.problem(row), attempt=self.epoch)
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _in_order(self, rows: range) -> list[int]:
+        """The numbers of these rows in the order of this epoch."""
+        if self.order is None or self.order[0] != (self.epoch, rows):
+            numbers = list(rows)
+            if self.shuffle:
+                seed = f"{self.seed}/{self.epoch}" + (f"/{rows.start}" if rows.start else "")
+                random.Random(seed).shuffle(numbers)
+            self.order = (self.epoch, rows), numbers
+        return self.order[1]
+
+    def keys(self, problem: Task) -> tuple[int, ...]:
+        """As split.py compares problems: what makes it the same as another, and its text, if that is not the same."""
+        texts = [self.same(problem)] if self.same is problem_text else [self.same(problem), problem_text(problem)]
+        return tuple(map(key_of, texts))
+
+    @property
+    def max_candidates(self) -> int:
+        known = self.source.num_rows if isinstance(self.source, DatasetSource) else None
+        return known or MAX_CANDIDATES
+
+
+def decorated(problem: Task, tasks: TasksConfig) -> Task:
+    """Add the system prompt and the instruction, and put a plain prompt into a user message (tasks.chat)."""
+    instruction = f"\n{tasks.instruction}" if tasks.instruction else ""
+    if problem.prompt is not None and not tasks.chat:
+        return replace(problem, prompt=problem.prompt + instruction)
+    prompt = problem.prompt
+    messages = list(problem.messages or ()) if prompt is None else [{"role": "user", "content": prompt}]
+    if instruction:
+        last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
+        if last is None:
+            raise ValueError(f"task {problem.task_id!r} has no user message to put tasks.instruction into")
+        messages[last] = {"role": "user", "content": messages[last]["content"] + instruction}
+    if tasks.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": tasks.system_prompt})
+    return replace(problem, messages=tuple(messages), prompt=None, plain=prompt is not None)
+
+
+class TaskStream:
+    """Tasks of one side of the split, in an order that depends on (tasks, seed, split) only.
+
+    train: generators are endless, datasets make `tasks.epochs` passes, and `Task.attempt` is the pass. eval: every
+    text once. No problem is on both sides (split.py), whichever of its texts it has (same.py), and no text of a dataset
+    is, whichever problems it has: where problems have other keys than their texts, every row is looked at before the
+    first task. A generator's problems are compared by their keys, and with rows of datasets by keys and texts: two of
+    its own of one text need one key. Relative paths are relative to `base_dir`; `rewards` names the reward of sources
+    that name none.
+
+    A row's own system message is kept in place of tasks.system_prompt. Raises ValueError for sources that cannot be
+    used, and when no problem is left for the side. A problem that its generator fails to make is left out: `num_failed`
+    counts them, and `say` is told of the first.
+    """
+
+    def __init__(
+        self,
+        tasks: TasksConfig,
+        seed: int,
+        split: SplitName,
+        base_dir: str | os.PathLike[str] = ".",
+        *,
+        rewards: RewardsConfig,
+    ) -> None:
+        if not tasks.sources:
+            raise ValueError("tasks.sources is empty: add a [[tasks.sources]] table")
+        if tasks.system_prompt and not tasks.chat:
+            raise ValueError("tasks.system_prompt has no effect with tasks.chat = false: put the text into the prompts")
+        self.tasks, self.seed = tasks, seed
+        self.split: SplitName = split
+        self._base_dir, self._rewards = base_dir, rewards
+        self._draws = 0
+        self._known_fingerprint: dict[str, Any] | None = None
+        self.num_failed = 0
+        self.say: Callable[[str], None] = lambda text: None
+        self._seen: set[int] = set()  # eval only: texts already given
+        self._on_neither_side: set[int] = set()  # eval only: keys of what came up and is trained as a row
+        labels = _labels(tasks.sources)
+        self._cursors = [self._cursor(i, source, labels[i]) for i, source in enumerate(tasks.sources)]
+        self._rule = self._make_split(labels)
+
+    def next(self) -> Task | None:
+        """The next task; None when every source is finite and at its end (or, for eval, has no new problem)."""
+        while active := [cursor for cursor in self._cursors if not cursor.exhausted]:
+            cursor = self._choose(active)
+            failed_before = self.num_failed
+            for tried, problem in enumerate(cursor.candidates(), start=1):
+                if isinstance(problem, FailedProblem):
+                    self._leave_out(problem, self.num_failed - failed_before)
+                elif self._take_if_wanted(problem, cursor):
+                    return decorated(problem, self.tasks)
+                if tried >= cursor.max_candidates:
+                    if self.split == "train":
+                        raise ValueError(self._nothing_left(cursor, tried))
+                    break
+            cursor.exhausted = True
+        return None
+
+    def take(self, num_tasks: int) -> list[Task]:
+        """The next `num_tasks` tasks, or as many as there are. Raises ValueError if that is none."""
+        taken = list(itertools.islice(iter(self.next, None), num_tasks))
+        if num_tasks > 0 and not taken:
+            raise ValueError(self._nothing_left(self._cursors[0], self._cursors[0].max_candidates))
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON: where the stream stands. Its size does not grow with the tasks given (eval: 8 bytes or so for each)."""
+        return {
+            "draws": self._draws,
+            "num_failed": self.num_failed,
+            "fingerprint": self._fingerprint(),
+            "sources": [
+                {"label": c.source.label, "epoch": c.epoch, "position": c.position, "exhausted": c.exhausted}
+                for c in self._cursors
+            ],
+            "seen": sorted(self._seen),
+        }
+
+    def files(self) -> list[tuple[TaskSourceConfig, DatasetSource, list[tuple[int, ...]]]]:
+        """Each dataset of this side whose rows are counted, with the keys of all (of the first MAX_ROWS), in order."""
+        return [
+            (config, cursor.source, [cursor.keys(cursor.source.problem(i)) for i in range(num)])
+            for config, cursor in zip(self.tasks.sources, self._cursors, strict=True)
+            if isinstance(cursor.source, DatasetSource) and (num := min(cursor.source.num_rows or 0, MAX_ROWS))
+        ]
+
+    def streamed(self) -> list[str]:
+        """The labels of the datasets whose rows nobody has counted."""
+        sources = [cursor.source for cursor in self._cursors]
+        return [s.label for s in sources if isinstance(s, DatasetSource) and s.num_rows is None]
+
+    def accepts(self, keys: Sequence[int], by_file: bool) -> bool:
+        """Whether a problem with these keys is on this side of the split."""
+        return self._rule.accepts(keys, self.split, by_file)
+
+    @property
+    def num_on_neither_side(self) -> int:
+        """Problems so far that were held out by the hash, and not given as rows that are trained are the same."""
+        return len(self._on_neither_side)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`. Raises ValueError if it belongs to other sources, or to other problems of theirs."""
+        labels, saved = [c.source.label for c in self._cursors], [s["label"] for s in state["sources"]]
+        if labels != saved:
+            raise ValueError(f"tasks.sources are {labels}, but the checkpoint was written with {saved}: use the same")
+        now = self._fingerprint()
+        for what, was in state.get("fingerprint", {}).items():
+            if now.get(what) != was:
+                raise ValueError(
+                    f"{what} is not what it was when the checkpoint was written ({was}; now {now.get(what)}): tasks"
+                    " would be repeated or skipped. Set it back, or start a new run in another run.dir"
+                )
+        self._draws, self._seen = state["draws"], set(state["seen"])
+        self.num_failed = state.get("num_failed", 0)  # absent in a checkpoint of an earlier version
+        for cursor, source in zip(self._cursors, state["sources"], strict=True):
+            cursor.epoch, cursor.position = source["epoch"], source["position"]
+            # tasks.epochs may have been raised since.
+            more = isinstance(cursor.source, DatasetSource) and not 0 < cursor.max_epochs <= cursor.epoch
+            cursor.exhausted = source["exhausted"] and not more
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """JSON: what the order and the side of every problem depend on, by the name of the option that sets it."""
+        if self._known_fingerprint is None:
+            files = {f"the data of tasks.sources.{i}": c.source for i, c in enumerate(self._cursors)}
+            digests = {what: file.fingerprint() for what, file in files.items() if isinstance(file, DatasetSource)}
+            tasks = self.tasks
+            settings = {"tasks.shuffle": tasks.shuffle, "tasks.eval_fraction": tasks.eval_fraction}
+            self._known_fingerprint = {"run.seed": self.seed, **settings, **digests}
+        return self._known_fingerprint
+
+    def _choose(self, active: list[_Cursor]) -> _Cursor:
+        """By weight, with draw number `_draws` of a counter-based generator."""
+        bounds = list(itertools.accumulate(cursor.weight for cursor in active))
+        draw = _hash(f"{self.seed}/{self.split}/mix/{self._draws}") / 2**64
+        self._draws += 1
+        return active[min(bisect.bisect_right(bounds, draw * bounds[-1]), len(active) - 1)]
+
+    def _take_if_wanted(self, problem: Task, cursor: _Cursor) -> bool:
+        keys = cursor.keys(problem)
+        if not self.accepts(keys, cursor.by_file):
+            if self._rule.on_neither_side(keys, cursor.by_file):
+                self._on_neither_side.add(keys[0])
+            return False
+        if self.split == "eval":
+            text = key_of(problem_text(problem))
+            if text in self._seen:
+                return False
+            self._seen.add(text)
+        return True
+
+    def _leave_out(self, failed: FailedProblem, num_before: int) -> None:
+        """`num_before`: how many were left out before it since the last task. ValueError where it does nothing else."""
+        if num_before + 1 >= MAX_FAILED:
+            raise ValueError(f"{failed}. So did the {num_before:,} problems before it: change tasks.sources.params")
+        self.num_failed += 1
+        if self.num_failed <= _NAMED:
+            more = "; more of them are only counted, in tasks/failed" if self.num_failed == _NAMED else ""
+            self.say(f"{failed}: it is left out{more}")
+
+    # Construction
+
+    def _cursor(self, index: int, source: TaskSourceConfig, label: str) -> _Cursor:
+        seed = _hash(f"{self.seed}/{self.split}/source/{index}") >> 33
+        reward = spec_for(source, self._rewards, self.tasks.answer_rule)
+        endless = source.kind == "reasoning_gym"
+        if endless:
+            made = ReasoningGymSource(source.name, source.params, seed, label, reward)
+        else:
+            made = self._dataset(source, label, reward, held_out=self.split == "eval")
+        max_epochs = 1 if self.split == "eval" else self.tasks.epochs
+        same = same_by(source)
+        return _Cursor(made, same, source.weight, source.names_held_out, seed, max_epochs, self.tasks.shuffle)
+
+    def _dataset(self, source: TaskSourceConfig, label: str, reward: str, held_out: bool) -> DatasetSource:
+        """The rows of one side: those that are named as held out if they are asked for, else those that are trained."""
+        apart = held_out and source.names_held_out
+        other_path = apart and bool(source.eval_path)
+        place = Place(
+            source.eval_path if other_path else source.path,
+            "" if other_path else source.subset,
+            (source.eval_split or "train") if apart else source.split,
+            source.streaming,
+            "eval_path" if other_path else "path",
+            self._base_dir,
+        )
+        return DatasetSource(
+            place,
+            label=label,
+            reward=reward,
+            prompt_column=source.prompt_column,
+            answer_column=source.answer_column,
+            needs_answer=reward.startswith("exact_match/"),
+            problem_key=source.problem_key,
+            chat=self.tasks.chat,
+            task_prefix=f"{label}/eval" if apart else label,
+        )
+
+    def _make_split(self, labels: list[str]) -> Split:
+        def rows(by_file: bool, held_out: bool = False) -> Iterator[tuple[int, ...]]:
+            """The keys of every row that may be trained (or of the held-out files), of sources split by file or not."""
+            for i, cursor in enumerate(self._cursors):
+                if isinstance(cursor.source, DatasetSource) and cursor.by_file is by_file:
+                    if not by_file and cursor.source.num_rows is None:
+                        continue  # streamed, as it is too large to be looked through
+                    other = by_file and held_out is not (self.split == "eval")
+                    file = self._dataset(self.tasks.sources[i], labels[i], "", held_out) if other else cursor.source
+                    yield from map(cursor.keys, file.problems())
+
+        def keys(rows: Iterable[tuple[int, ...]]) -> frozenset[int]:
+            return frozenset(itertools.chain.from_iterable(rows))
+
+        rule = Split(self.tasks.eval_fraction, keys(rows(by_file=True, held_out=True)))
+        # Where its text is the only key of any problem, the hash alone puts all that are the same on one side.
+        by_key = any(cursor.same is not problem_text for cursor in self._cursors)
+        generated = any(isinstance(cursor.source, ReasoningGymSource) for cursor in self._cursors)
+        if by_key and (generated or self.split == "train"):
+            held_out = (row for row in rows(by_file=False) if rule.accepts(row, "eval", False))
+            rule = replace(rule, held_out_keys=keys(held_out))
+        if self.split == "train":
+            return rule
+        # Rows that are held out keep those that are the same from being trained. A generator's problems, which nobody
+        # can look through, cannot; nor is a row of a training file left out for what the hash says of another.
+        by_hash = any(not cursor.by_file for cursor in self._cursors)
+        kinds = [by_file for by_file, matters in ((True, by_hash), (False, by_key and generated)) if matters]
+        trained = (row for kind in kinds for row in rows(by_file=kind) if rule.accepts(row, "train", kind))
+        return replace(rule, trained_keys=keys(trained))
+
+    def _nothing_left(self, cursor: _Cursor, tried: int) -> str:
+        label, fraction = cursor.source.label, self.tasks.eval_fraction
+        if self.split == "train":
+            return (
+                f"tasks.eval_fraction = {fraction:g} leaves no problem of {label!r} for training: all of {tried} in a"
+                " row are held out. Lower it, or use a source with more distinct problems"
+            )
+        rows = f" but for {num}, which are rows that are trained" if (num := self.num_on_neither_side) else ""
+        return (
+            f"tasks.eval_fraction = {fraction:g} holds no problem out for evaluation: none of {tried} of {label!r}"
+            f" is{rows}. Raise it, use a source with more distinct problems, or set eval.num_tasks = 0"
+        )
+
+
+def held_out_names(sources: list[TaskSourceConfig]) -> dict[str, str]:
+    """The label of each source -> the name for what is held out of it: that of its held-out file, if it has one."""
+    files = [s.model_copy(update={"path": s.eval_path}) if s.eval_path else s for s in sources]
+    return dict(zip(_labels(sources), _labels(files), strict=True))
+
+
+def _labels(sources: list[TaskSourceConfig]) -> list[str]:
+    """A label per source, for task ids and metrics: its name, a dataset's file name; a repeated one gets #2, #3, ..."""
+    labels: list[str] = []
+    for number, source in enumerate(sources):
+        missing = "name" if source.kind == "reasoning_gym" else "path"
+        if not getattr(source, missing):
+            raise ValueError(f"tasks.sources[{number}].{missing} is not set: kind = {source.kind!r} needs it")
+        name = source.name or PurePosixPath(source.path).name.partition(".")[0]
+        taken = itertools.chain([name], (f"{name}#{n}" for n in itertools.count(2)))
+        labels.append(next(label for label in taken if label not in labels))
+    return labels
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -1,0 +1,330 @@
+"""The loss of a micro-batch, composed from `rollover.algorithms` as [algorithm] says. Never touches a model.
+
+    policy loss x importance weight x mask + KL to the reference - entropy bonus, aggregated to one number
+
+What algorithm.rejection leaves out is no part of it: `kept` says so once a step, and the masks come without it.
+
+Shapes: B samples, T longest response.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollover.algorithms.aggregate import aggregate, geometric_row_mean
+from rollover.algorithms.correction import (
+    ess_step_scale,
+    importance_weights,
+    interpolated_proximal,
+    mismatch_metrics,
+    mismatch_summary,
+    off_policy_sequence_mask,
+    rejection_mask,
+)
+from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
+from rollover.algorithms.loss import entropy_bonus, loss_function, option_parameters, policy_loss
+from rollover.algorithms.own_loss import OwnLoss
+from rollover.config import AlgorithmConfig
+from rollover.functions import FunctionError
+from rollover.staleness import staleness
+from rollover.types import Sample
+
+Sums = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a minibatch holds over all its micro-batches: loss tokens, sequences and groups with such.
+
+    `divided` False: the rest of the minibatch is not known yet, and its gradient is divided at the end.
+    """
+
+    tokens: int
+    sequences: int
+    group_tokens: dict[int, int]
+    divided: bool = True
+
+    @classmethod
+    def of(cls, samples: list[Sample]) -> Counts:
+        group_tokens = Counter[int]()
+        for s in samples:
+            group_tokens[s.group_id] += int(s.mask.sum())
+        return cls(
+            tokens=group_tokens.total(),
+            sequences=sum(bool(s.mask.any()) for s in samples),
+            group_tokens={group: num for group, num in group_tokens.items() if num},
+        )
+
+    def divisor(self, aggregation: str) -> float:
+        """The global count of what `aggregation` divides by."""
+        if not self.divided or aggregation == "token-sum":
+            return 1.0
+        if aggregation.startswith("seq-"):
+            return float(self.sequences)
+        return float(len(self.group_tokens) if aggregation == "prompt-mean" else self.tokens)
+
+    def tokens_of(self, group_B: torch.Tensor) -> torch.Tensor:
+        """Loss tokens of the whole group of each row [B]."""
+        return torch.tensor([self.group_tokens[int(group)] for group in group_B.numpy()])
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Per-token streams of a micro-batch, 0 outside the mask. `staleness_BT`: trainer version - policy version.
+
+    Differentiable: logprobs_BT and entropy_BT. `proximal_BT` None: the current ones, detached. `group_B`: group ids, on
+    the CPU.
+    """
+
+    logprobs_BT: torch.Tensor
+    entropy_BT: torch.Tensor
+    proximal_BT: torch.Tensor | None
+    behavior_BT: torch.Tensor
+    reference_BT: torch.Tensor | None
+    advantages_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    versions_BT: torch.Tensor
+    staleness_BT: torch.Tensor
+    group_B: torch.Tensor
+
+
+class Objective:
+    """`max_new_tokens` is the norm of seq-mean-token-sum-norm."""
+
+    def __init__(self, config: AlgorithmConfig, max_new_tokens: int) -> None:
+        self.config = config
+        self.norm = float(max_new_tokens)
+        self.kind = OwnLoss(config.loss) if ":" in config.loss else config.loss
+        self._options: dict[str, Any] = _of_the_same_name(self.kind, config) | config.loss_options
+        if config.loss_traits.weighs:
+            self._options["weight_cap"] = config.correction_cap
+        if config.dual_clip:
+            self._options["dual_clip"] = config.dual_clip
+        self._wants_behavior = "behavior_logprobs_BT" in inspect.signature(loss_function(self.kind)).parameters
+        self._check_options()
+
+    def __call__(self, streams: Streams, counts: Counts) -> tuple[torch.Tensor, Sums]:
+        """(scalar loss, metrics as sums and counts over the micro-batch)."""
+        cfg, mask_BT = self.config, streams.mask_BT
+        proximal_BT = self._proximal(streams)
+        loss_BT, sums = self._policy_loss(
+            streams.logprobs_BT, proximal_BT, streams.advantages_BT, mask_BT, streams.behavior_BT
+        )
+        weights_BT = self._weights(streams, proximal_BT, sums)
+        loss_BT = loss_BT * weights_BT
+        if streams.reference_BT is not None:
+            kl_BT = self._reference_kl(streams, streams.reference_BT)
+            loss_BT = loss_BT + cfg.kl_coef * kl_BT
+            sums["sum/reference_kl"] = kl_BT.detach().sum()
+        if cfg.entropy_coef:
+            loss_BT = loss_BT + entropy_bonus(streams.entropy_BT, mask_BT, coef=cfg.entropy_coef)
+        by_group = cfg.aggregation == "prompt-mean"
+        group_tokens_B = counts.tokens_of(streams.group_B).to(loss_BT.device) if by_group else None
+        loss = aggregate(
+            loss_BT,
+            mask_BT,
+            cfg.aggregation,
+            denominator=counts.divisor(cfg.aggregation),
+            group_B=streams.group_B,
+            group_tokens_B=group_tokens_B,
+            norm=self.norm,
+        )
+        sums |= mismatch_metrics(
+            proximal_BT,
+            streams.behavior_BT,
+            mask_BT,
+            mode=cfg.weight,
+            cap=cfg.correction_cap,
+            floor=cfg.correction_floor or None,
+            versions_BT=streams.versions_BT,
+        )
+        return loss, sums | {"sum/loss": loss.detach(), "sum/entropy": streams.entropy_BT.detach().sum()}
+
+    def _policy_loss(
+        self,
+        logprobs_BT: torch.Tensor,
+        proximal_BT: torch.Tensor,
+        advantages_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        behavior_BT: torch.Tensor,
+    ) -> tuple[torch.Tensor, Sums]:
+        cfg, options = self.config, self._options
+        if self._wants_behavior:
+            options = {**options, "behavior_logprobs_BT": behavior_BT}
+        return policy_loss(
+            logprobs_BT,
+            proximal_BT,
+            advantages_BT,
+            mask_BT,
+            kind=self.kind,
+            clip_low=cfg.clip_low,
+            clip_high=cfg.clip_high,
+            **options,
+        )
+
+    def _check_options(self) -> None:
+        """ValueError where the loss takes no such options, or is none: before anything is generated."""
+        old_BT = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
+        mask_BT, advantages_BT = old_BT < 0, torch.tensor([[1.0], [-0.5]]).expand(2, 3)
+        try:
+            self._policy_loss((old_BT * 1.1).requires_grad_(), old_BT, advantages_BT, mask_BT, old_BT)
+        except FunctionError:
+            raise  # it says all
+        except (TypeError, ValueError) as error:
+            options = self.config.loss_options
+            raise ValueError(f"algorithm.loss = {self.config.loss!r}, loss_options = {options}: {error}") from error
+
+    def rate_scale(self, sums: dict[str, float]) -> float:
+        """Factor of the learning rate for the minibatch with these sums (algorithm.ess_step_scaling)."""
+        if not self.config.ess_step_scaling or not sums:
+            return 1.0
+        return float(ess_step_scale(mismatch_summary(sums)["ess_sequence_ratio"]))
+
+    def kept(self, sample: Sample, start_M: np.ndarray, trainer_version: int) -> np.ndarray:
+        """Which of the sample's loss tokens algorithm.rejection keeps, bool [loss tokens].
+
+        `start_M`: their log-probs at the start of the step; with proximal = "snapshot" under the weights that sampled.
+        """
+        behavior_1M, start_1M = (torch.from_numpy(x)[None] for x in (sample.behavior_logprobs[sample.mask], start_M))
+        every_1M = torch.ones_like(start_1M, dtype=torch.bool)
+        if self.config.proximal_policy == "interpolated":
+            ages_1M = torch.from_numpy(staleness(sample.versions[sample.mask], trainer_version))[None]
+            start_1M = interpolated_proximal(behavior_1M, start_1M, ages_1M, mask_BT=every_1M)
+        level, _, kind = self.config.rejection.rpartition("_")
+        kept_1M = rejection_mask(
+            start_1M,
+            behavior_1M,
+            every_1M,
+            kind=kind,  # pyright: ignore[reportArgumentType]
+            level=level,  # pyright: ignore[reportArgumentType]
+            high=self.config.rejection_high,
+        )
+        return kept_1M[0].numpy()
+
+    def _proximal(self, streams: Streams) -> torch.Tensor:
+        policy = self.config.proximal_policy
+        if policy == "behavior":
+            return streams.behavior_BT
+        if policy == "interpolated":
+            return interpolated_proximal(
+                streams.behavior_BT, streams.logprobs_BT, streams.staleness_BT, mask_BT=streams.mask_BT
+            )
+        if policy == "current" or streams.proximal_BT is None:
+            return streams.logprobs_BT.detach()
+        return streams.proximal_BT
+
+    def _weights(self, streams: Streams, proximal_BT: torch.Tensor, sums: Sums) -> torch.Tensor:
+        """Importance weight of each token, 0 where off_policy_mask_threshold leaves it out [B, T]. Denominators, KL and
+        entropy count what has the weight 0, too."""
+        cfg, mask_BT, behavior_BT = self.config, streams.mask_BT, streams.behavior_BT
+        weights_BT = mask_BT.float()
+        if cfg.weight_outside != "none":
+            weights_BT = importance_weights(
+                proximal_BT,
+                behavior_BT,
+                mask_BT,
+                mode=cfg.weight_outside,
+                cap=cfg.correction_cap,
+                floor=cfg.correction_floor or None,
+                versions_BT=streams.versions_BT,
+            )
+            if cfg.loss_traits.by_row:
+                weights_BT = geometric_row_mean(weights_BT, mask_BT)
+        if cfg.off_policy_mask_threshold:
+            kept_BT = off_policy_sequence_mask(
+                streams.advantages_BT,
+                streams.logprobs_BT.detach(),
+                behavior_BT,
+                mask_BT,
+                threshold=cfg.off_policy_mask_threshold,
+            )
+            weights_BT = weights_BT * kept_BT
+            sums["sum/off_policy"] = (mask_BT & ~kept_BT).sum().float()
+        return weights_BT
+
+    def _reference_kl(self, streams: Streams, reference_BT: torch.Tensor) -> torch.Tensor:
+        cfg = self.config
+        if cfg.kl_bias_correction:
+            # Tokens are drawn from the behavior policy: the ratio to any other would leave a bias.
+            kl_BT = bias_corrected_kl(
+                streams.logprobs_BT, reference_BT, streams.behavior_BT, cfg.kl_kind, mask_BT=streams.mask_BT
+            )
+        else:
+            kl_BT = kl_penalty(streams.logprobs_BT, reference_BT, cfg.kl_kind, mask_BT=streams.mask_BT)
+        return torch.where(streams.mask_BT, kl_BT, 0.0)
+
+
+def _of_the_same_name(kind: str | OwnLoss, config: AlgorithmConfig) -> dict[str, Any]:
+    """Options of a loss of the user's own that have the name of an option of [algorithm]: they get its value. (The
+    clip bounds and dual_clip are handed to every loss that takes them.)"""
+    if isinstance(kind, str):
+        return {}
+    names = option_parameters(kind).keys() - {"clip_low", "clip_high", "dual_clip"}
+    return {name: getattr(config, name) for name in AlgorithmConfig.model_fields if name in names}
+
+
+# metric of docs/metrics.md -> the sum behind it, as a mean over tokens
+_TOKEN_MEANS = {
+    "entropy": "sum/entropy",
+    "clip_fraction": "sum/clipped",
+    "ratio/mean": "sum/ratio",
+    "kl/reference": "sum/reference_kl",
+    "off_policy/masked_share": "sum/off_policy",
+    "critic/loss": "sum/critic_loss",
+}
+# metric -> diagnostic of correction.mismatch_summary
+_MISMATCH = {
+    "importance/mean": "importance",
+    "importance/weight_mean": "weight",
+    "importance/capped_share": "capped",
+    "importance/below_share": "below",
+    "importance/ess": "ess_weight",
+    "importance/ess_token_ratio": "ess_token_ratio",
+    "importance/ess_sequence_ratio": "ess_sequence_ratio",
+    "mismatch/logprob_abs_mean": "logprob_abs",
+    "mismatch/bounded_share": "bounded",
+    "mismatch/kl": "kl",
+    "mismatch/k3": "k3",
+    "mismatch/chi2_token": "chi2_token",
+    "mismatch/chi2_sequence": "chi2_sequence",
+    "mismatch/proximal_ppl": "proximal_ppl",
+    "mismatch/behavior_ppl": "behavior_ppl",
+    "mismatch/ppl_ratio": "ppl_ratio",
+    "mismatch/log_ppl_difference": "log_ppl_difference",
+    "mismatch/log_ppl_abs_difference": "log_ppl_abs_difference",
+    "mismatch/log_ppl_difference_max": "log_ppl_difference_max",
+    "mismatch/log_ppl_difference_min": "log_ppl_difference_min",
+}
+_MAXIMA = {
+    "ratio/max": "max/ratio",
+    "importance/max": "max/importance",
+    "mismatch/logprob_abs_max": "max/logprob_abs",
+}
+
+
+def step_metrics(totals: dict[str, float], updates: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of a training step under their names in docs/metrics.md. `updates`: what its optimizer steps returned."""
+    tokens = max(1.0, totals.get("count/tokens", 0.0))
+    mismatch = mismatch_summary(totals)
+    metrics = {
+        "loss": totals.get("sum/loss", 0.0) / len(updates),
+        **{key: totals[source] / tokens for key, source in _TOKEN_MEANS.items() if source in totals},
+        **{key: mismatch[source] for key, source in _MISMATCH.items() if source in mismatch},
+        **{key: totals[source] for key, source in _MAXIMA.items() if source in totals},
+        "grad_norm": max(u["grad_norm"] for u in updates),
+        "learning_rate": updates[-1]["learning_rate"],
+        "train/skipped_steps": sum(u["train/skipped_steps"] for u in updates),
+    }
+    if "critic/grad_norm" in updates[0]:
+        metrics["critic/grad_norm"] = max(u["critic/grad_norm"] for u in updates)
+    if "sum/returns" in totals:
+        mean = totals["sum/returns"] / tokens
+        variance = totals["sum/returns_squared"] / tokens - mean**2
+        metrics["critic/explained_variance"] = 1 - totals["sum/critic_error"] / tokens / max(variance, 1e-8)
+    return metrics

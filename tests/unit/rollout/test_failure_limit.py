@@ -1,0 +1,44 @@
+"""How many failures in a row end a run: what comes in between begins the count anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollover.config.rollout import RolloutConfig
+from rollover.rollout.failure_limit import Patience
+from rollover.rollout.lifecycle import Lifecycle
+from rollover.types import DropReason, Reward
+
+TOO_MANY = 12  # four steps of three groups
+
+
+def patience() -> Patience:
+    return Patience(Lifecycle(RolloutConfig(groups_per_step=3)))
+
+
+def test_so_many_stalled_groups_in_a_row_end_the_run() -> None:
+    told = patience()
+    for _ in range(TOO_MANY - 1):
+        told.on_given_up()
+    with pytest.raises(ValueError, match=f"watchdog: the last {TOO_MANY} groups .* the engine seems to hang"):
+        told.on_given_up()
+
+
+def test_a_group_that_is_complete_begins_the_count_of_stalled_ones_anew() -> None:
+    told = patience()
+    for _ in range(3):
+        for _ in range(TOO_MANY - 1):
+            told.on_given_up()
+        told.on_complete()
+
+
+def test_a_group_with_rewards_begins_the_count_of_failed_ones_anew() -> None:
+    told, failed = patience(), [Reward(None, error="down")]
+    for _ in range(3):
+        for _ in range(2):  # of the three that end a run at its beginning
+            told.on_dropped(DropReason.TOO_FEW_REWARDS, failed)
+        told.on_dropped(DropReason.STALE, [Reward(1.0)])
+    told.on_dropped(DropReason.TOO_FEW_REWARDS, failed)
+    told.on_dropped(DropReason.TOO_FEW_REWARDS, failed)
+    with pytest.raises(ValueError, match="none of the first 3 groups"):
+        told.on_dropped(DropReason.TOO_FEW_REWARDS, failed)

@@ -1,0 +1,220 @@
+"""A run's directory: one run at a time, nothing lost to a resumed one, and the order in which things are cut off."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollover.checkpoint.store import checkpoint_name
+from rollover.config import Config
+from rollover.run import directory as directory_module
+from rollover.run.directory import RunDirectory
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from rollover.run.lock import DirectoryLock
+lock = DirectoryLock(Path(sys.argv[1]), "run.dir")
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def config(folder: Path, **tables: dict) -> Config:
+    return Config.model_validate({"run": {"dir": str(folder / "run")}} | tables)
+
+
+def opened(folder: Path, resume: bool = False, **tables: dict) -> RunDirectory:
+    return RunDirectory(config(folder, **tables), resume)
+
+
+def row(step: int) -> dict[str, float]:
+    return {"step": step, "policy_version": step}
+
+
+def with_steps(folder: Path, *checkpoints: int, steps: int = 3) -> RunDirectory:
+    directory = opened(folder)
+    directory.write_config()
+    for step in range(1, steps + 1):
+        directory.metrics.write(row(step))
+    for step in checkpoints:
+        directory.store.write(checkpoint_name(step), {"a": b"x"})
+    directory.close()
+    return directory
+
+
+def steps_of(directory: RunDirectory) -> list[int]:
+    return [row["step"] for row in directory.metrics.rows()]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_run_is_told_who_has_the_directory(tmp_path: Path, resume: bool) -> None:
+    if resume:
+        with_steps(tmp_path, 2)
+    else:
+        (tmp_path / "run").mkdir()
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    try:
+        with pytest.raises(ValueError) as refused:
+            opened(tmp_path, resume)
+        said = (
+            f"run.dir = {str(tmp_path / 'run')!r} is in use by process {holder.pid} on {socket.gethostname()} (since "
+        )
+        assert str(refused.value).startswith(said)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert opened(tmp_path, resume).path == tmp_path / "run", "the lock dies with its process"
+
+
+def test_a_shared_checkpoint_directory_is_locked_too(tmp_path: Path) -> None:
+    shared = {"dir": str(tmp_path / "shared")}
+    first = opened(tmp_path / "a", checkpoint=shared)
+    with pytest.raises(ValueError, match="checkpoint.dir = .* is in use by process"):
+        opened(tmp_path / "b", checkpoint=shared)
+    first.close()
+    opened(tmp_path / "b", checkpoint=shared).close()
+
+
+def test_checkpoints_may_lie_in_the_run_directory_itself(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    opened(tmp_path, checkpoint={"dir": str(tmp_path / "link")}).close()
+
+
+def test_starts_in_the_same_second_have_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda *args: "20260101-000000")
+    paths = [RunDirectory(Config(), resume=False)]
+    paths[0].metrics.write(row(1))  # a run that has begun, and one that has not yet
+    paths += [RunDirectory(Config(), resume=False) for _ in range(2)]
+    name = "runs/run-20260101-000000"
+    assert [str(d.path) for d in paths] == [name, f"{name}-2", f"{name}-3"]
+    assert [d.store.local_folder for d in paths] == [(tmp_path / d.path / "checkpoints") for d in paths]
+
+
+def test_later_checkpoints_go_before_the_rows_of_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in between, the run can still be resumed."""
+    with_steps(tmp_path, 1, 3)
+    directory = opened(tmp_path, resume=True)
+
+    def killed(step: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(directory.metrics, "truncate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        directory.truncate(1)
+    directory.close()
+    again = opened(tmp_path, resume=True)
+    assert again.checkpoint_to_resume() == "step-000001"
+    again.truncate(1)
+    assert steps_of(again) == [1]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "poli\n', b"\x00\x00\x00\n", b"3\n", b'{"step": 3'])
+def test_a_torn_line_after_the_checkpoint_is_cut_off_unread(tmp_path: Path, torn: bytes) -> None:
+    metrics = with_steps(tmp_path, 2, steps=2).metrics
+    with open(metrics.path, "ab") as file:
+        file.write(torn)
+    directory = opened(tmp_path, resume=True)
+    directory.truncate(2)
+    assert steps_of(directory) == [1, 2]
+
+
+def test_a_torn_line_before_the_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
+    metrics = with_steps(tmp_path, 2, steps=1).metrics
+    with open(metrics.path, "ab") as file:
+        file.write(b'{"st\n' + json.dumps(row(2)).encode() + b"\n")
+    directory = opened(tmp_path, resume=True)
+    with pytest.raises(ValueError, match="does not reach step 2"):
+        directory.truncate(2)
+    assert b'"step": 2' in metrics.path.read_bytes()
+
+
+def test_the_configuration_of_every_start_is_kept(tmp_path: Path) -> None:
+    with_steps(tmp_path, 2)
+    for rate, files in ((1e-6, 1), (2e-6, 2), (2e-6, 2), (3e-6, 3)):
+        directory = opened(tmp_path, resume=True, train={"learning_rate": rate})
+        assert [change.key for change in directory.changes] in ([], ["train.learning_rate"])
+        directory.write_config()
+        directory.close()
+        kept = sorted(p.name for p in directory.path.glob("config.resolved*.json"))
+        assert len(kept) == files
+    rates = {
+        name: json.loads((tmp_path / "run" / name).read_text())["train"]["learning_rate"]
+        for name in ("config.resolved.1.json", "config.resolved.2.json", "config.resolved.json")
+    }
+    assert list(rates.values()) == [1e-6, 2e-6, 3e-6]
+
+
+@pytest.mark.parametrize("tables", [{}, {"train": {"num_steps": 9}}])
+def test_settings_that_are_gone_are_compared_with_nothing(tmp_path: Path, tables: dict) -> None:
+    source = {"tasks": {"sources": [{"kind": "dataset", "path": "tasks.jsonl"}]}}
+    first = opened(tmp_path, **source)
+    first.metrics.write(row(1))
+    first.store.write(checkpoint_name(1), {"a": b"x"})
+    first.close()  # killed before it wrote its settings
+    again = opened(tmp_path, resume=True, **source, **tables)
+    assert again.changes == []
+    again.write_config()
+    again.close()
+    assert (tmp_path / "run" / "config.resolved.json").exists()
+
+
+def test_a_kill_while_other_settings_are_written_leaves_the_former(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_steps(tmp_path, 3)
+    again = opened(tmp_path, resume=True, train={"num_steps": 9})
+    plain = directory_module.atomic_write_text
+
+    def killed(path: Path, text: str) -> None:
+        if path.name == "config.resolved.json":
+            raise KeyboardInterrupt
+        plain(path, text)
+
+    monkeypatch.setattr(directory_module, "atomic_write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        again.write_config()
+    again.close()
+    third = opened(tmp_path, resume=True, train={"num_steps": 9})
+    third.close()
+    assert [change.key for change in third.changes] == ["train.num_steps"]
+
+
+@pytest.mark.parametrize("name", ["config.resolved.json", "finished"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    with_steps(tmp_path, 3).end(3, "")
+    (tmp_path / "run" / name).write_text('{"step"')
+    with pytest.raises(ValueError, match=rf"^--resume: .*run/{name} is damaged .*: restore it, or delete it"):
+        opened(tmp_path, resume=True).why_finished()
+
+
+def test_a_finished_run_is_known_and_goes_on_when_more_is_asked_for(tmp_path: Path) -> None:
+    def why(steps: int, **tables: dict) -> str | None:
+        directory = opened(tmp_path, resume=True, train={"num_steps": steps}, **tables)
+        directory.close()
+        return directory.why_finished()
+
+    directory = with_steps(tmp_path, 2, 3)
+    assert why(3) is None, "it may have ended before its last evaluation, or before its model was written"
+    directory.end(3, "")
+    assert why(3) == "this run is finished: 3 steps are trained, and train.num_steps = 3. Raise it to go on"
+    assert why(4) is None
+    assert why(3, checkpoint={"resume_from": "step-000002"}) is None
+    directory.end(3, "tasks")
+    assert "the tasks are used up" in (why(9) or "")
+    assert why(9, tasks={"epochs": 2}) is None
+    resumed = opened(tmp_path, resume=True, train={"num_steps": 4})
+    resumed.truncate(3)
+    resumed.close()
+    assert why(3) is None

@@ -1,0 +1,313 @@
+"""What the journal tells, read back: over random runs that are killed at random moments the state is the same again,
+and after a roll-back every token that is trained is in bound."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollover.checkpoint.journal import Record
+from rollover.config.rollout import RolloutConfig
+from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
+from rollover.run.journal_replay import Replay
+from rollover.run.journal_scribe import Scribe
+from rollover.run.roll_back import RollBack
+from rollover.staleness import rolled_back, staleness
+from rollover.track.chronicle import Chronicle
+from rollover.types import DropReason, Group, RolloutState, StopReason
+from unit.rollout.test_properties import ADVERSARIES, FILTER_RATE, MAX_RUNNING, PUBLISH_EVERY, configs, sequences
+from unit.rollout.world import MIN_VALID, World, make_segment, make_task, same_rollout, through_json
+
+
+class Killed(BaseException):
+    pass
+
+
+class Memory:
+    """As much of a journal as the scribe asks for."""
+
+    writes = True
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def append(self, meta: Any, data: bytes = b"") -> None:
+        self.records.append(Record(json.loads(json.dumps(meta)), data))
+
+    def sync(self) -> None:
+        pass
+
+
+class JournaledWorld(World):
+    """A random run with a journal, which is killed after `kill_after` checks."""
+
+    def __init__(self, *args: Any, kill_after: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.left_until_kill = kill_after
+        self.journal = Memory()
+        self.scribe = Scribe(self.journal, lambda: 1.5, lambda: self.version)  # pyright: ignore[reportArgumentType]
+        self.lifecycle.on_event = self.on_event
+        self.taken: dict[int, Group] = {}
+
+    def on_event(self, event: Event) -> None:
+        self.scribe.on_event(event)
+        if event.kind is EventKind.CONSUME:
+            self.taken[event.group.group_id] = event.group
+        elif event.kind is EventKind.GIVE_BACK:
+            del self.taken[event.group.group_id]
+
+    def check(self) -> None:
+        super().check()
+        self.left_until_kill -= 1
+        if self.left_until_kill < 0:
+            raise Killed
+
+    def trained(self) -> None:
+        self.scribe.on_step(self.version)
+        self.taken.clear()
+
+    def step(self) -> list[Group]:
+        consumed = super().step()
+        self.scribe.on_row(self.version, 0)
+        return consumed
+
+    def run_until_killed(self) -> None:
+        try:
+            while True:
+                self.step()
+        except Killed:
+            pass
+
+
+class Owners:
+    """Of a run that goes on from `state` (None: from its start), with the tasks from `next_task` on."""
+
+    def __init__(self, world: World, state: Any, version: int, next_task: int) -> None:
+        self.lifecycle = Lifecycle(world.config, world.max_running, MIN_VALID)
+        if state is not None:
+            meta, arrays = state
+            self.lifecycle.load_state_dict(through_json(meta), arrays)
+        self.chronicle = Chronicle(clock=lambda: 0.0)
+        self.chronicle.load_state_dict({}, self.lifecycle.cache.groups.values(), version)
+        self.lifecycle.on_event = self.chronicle.on_event
+        self.trainer = SimpleNamespace(policy_version=version)
+        self.prompts = SimpleNamespace(version=version)
+        self.num_tasks = next_task
+
+    def next_task(self, attempt: int) -> Any:
+        self.num_tasks += 1
+        return make_task(self.num_tasks - 1), (1, 2, 3)
+
+    def train(self, groups: list[Group], version: int) -> None:
+        assert groups and version == self.trainer.policy_version
+        self.trainer.policy_version += 1
+
+
+KILLS = st.integers(0, 120)
+WORLDS = st.tuples(
+    configs(), st.integers(), ADVERSARIES, MAX_RUNNING, st.sampled_from([0.0, 0.3]), FILTER_RATE, PUBLISH_EVERY, KILLS,
+    st.integers(0, 3),
+)  # fmt: skip
+
+
+def journaled(
+    config: RolloutConfig, seed: int, adversary: str, max_running: int | None, failures: float, filters: float,
+    publish_every: int, kill_after: int, checkpoint_at: int,
+) -> tuple[JournaledWorld, Owners, int]:  # fmt: skip
+    """(a run that was killed, the owners of a checkpoint in it, the checkpoint's version)."""
+    world = JournaledWorld(
+        config, random.Random(seed), adversary, max_running, failures, filter_rate=filters, kill_after=10**9,
+        publish_every=min(publish_every, config.max_staleness + 1),
+    )  # fmt: skip
+    state = None
+    for _ in range(checkpoint_at):
+        world.step()
+        state = world.lifecycle.state_dict()
+    owners = Owners(world, state, world.version, world.next_task)
+    world.journal.records.clear()  # it begins at the checkpoint
+    version = world.version
+    world.left_until_kill = kill_after
+    world.run_until_killed()
+    return world, owners, version
+
+
+@sequences(300)
+@given(WORLDS)
+def test_a_killed_run_is_the_same_again(of: Any) -> None:
+    world, owners, _ = journaled(*of)
+    replay = Replay(owners, owners.next_task, owners.train, lambda: None)  # pyright: ignore[reportArgumentType]
+    replay.read(world.journal.records)
+    replay.end()
+    dead, again = world.lifecycle, owners.lifecycle
+    dead.give_back(list(world.taken.values()), owners.trainer.policy_version)
+    for rollout in dead.running():
+        dead.park(rollout)
+    if replay.untold:  # killed between a step and its row
+        dead.scheduler.on_publish()
+        again.scheduler.on_publish()
+    again.check()
+    (meta, arrays), (dead_meta, dead_arrays) = again.state_dict(), dead.state_dict()
+    dead_meta["stream_ended"] = meta["stream_ended"]
+    assert through_json(meta) == through_json(dead_meta) | {
+        "cache": _without_starts(meta["cache"], through_json(dead_meta["cache"]))
+    }
+    assert all((arrays[name] == dead_arrays[name]).all() for name in arrays)
+    assert owners.num_tasks == world.next_task
+
+
+def _without_starts(ours: Any, theirs: Any) -> Any:
+    """The world's segments do not say where they start; those from the journal do."""
+    for group, other in zip(ours["groups"], theirs["groups"], strict=True):
+        for rollout, same in zip(group["rollouts"], other["rollouts"], strict=True):
+            for segment, twin in zip(rollout["segments"], same["segments"], strict=True):
+                twin["start"] = segment["start"]
+    return theirs
+
+
+class Continued(World):
+    """A world that goes on with what a roll-back left."""
+
+    def __init__(self, dead: World, owners: Owners, seed: int) -> None:
+        super().__init__(dead.config, random.Random(seed), dead.adversary, dead.max_running, dead.failure_rate)
+        self.publish_every = dead.publish_every
+        self.lifecycle = owners.lifecycle
+        self.lifecycle.on_event = None
+        self.version = self.engine_version = owners.trainer.policy_version
+        self.next_task = owners.num_tasks
+        self.lengths = dead.lengths
+        self.generated = self.lifecycle.ledger.generated_tokens
+        self.num_left = self.lifecycle.cache.num_admitted - len(self.cache.groups)
+        self.left = {}
+        for group in self.cache.groups.values():
+            for rollout in group.rollouts:
+                self.admitted_version[group.group_id] = self.version
+                self.seen[rollout.rollout_id] = self._tokens(rollout)
+        self.lifecycle.publish(self.version)
+        self.lifecycle.begin(self.version, self.version)
+        for rollout in self.lifecycle.unscored():
+            if self.singly or all(r.stop_reason for r in self.cache.groups[rollout.group_id].rollouts):
+                self._score([rollout])
+
+    def check(self) -> None:
+        """The ledger balances. (There may be more groups than are admitted otherwise.)"""
+        self.ledger.check(self.cache)
+        assert len(self.left) + self.num_left + len(self.cache.groups) == self.cache.num_admitted
+
+
+@sequences(300)
+@given(WORLDS)
+def test_after_a_roll_back_every_trained_token_is_in_bound(of: Any) -> None:
+    """World.step asserts it of every group that it trains, and that finish_first drops nothing."""
+    world, owners, version = journaled(*of)
+    replay = RollBack(owners, owners.next_task, lambda *_: None, lambda: None)
+    replay.read(world.journal.records)
+    replay.end()
+    bound = world.config.staleness_bound(world.publish_every)
+    held = set(owners.lifecycle.cache.groups)
+    num = replay.give_up(bound, needs_weights=False)
+    ledger = owners.lifecycle.ledger
+    assert ledger.dropped[DropReason.ROLLED_BACK].groups == num == len(held) - len(owners.lifecycle.cache.groups)
+    owners.lifecycle.check()
+    assert ledger.generated_tokens == world.ledger.generated_tokens, "what was sampled is counted, and once"
+    assert owners.trainer.policy_version == version
+    for group in owners.lifecycle.cache.groups.values():
+        assert all(v <= version for r in group.rollouts for v in r.versions)
+    owners.lifecycle.check_restored(version, 10**6)
+    continued = Continued(world, owners, of[1])
+    for _ in range(4):
+        continued.step()
+
+
+def test_a_lost_version_is_as_far_away_as_before_the_roll_back() -> None:
+    """Its staleness is the updates back to the checkpoint, and from there to the trainer's version."""
+    for checkpoint in (0, 3, 10):
+        for version in range(checkpoint + 5):
+            label = rolled_back(version, checkpoint)
+            for trainer in range(checkpoint, checkpoint + 5):
+                away = max(0, version - checkpoint) + trainer - min(version, checkpoint)
+                assert staleness(label, trainer) == away
+
+
+def test_weights_that_are_lost_cannot_be_asked_for_log_probs() -> None:
+    """With proximal = "snapshot" the trainer needs the weights of every version that it trains."""
+    config = RolloutConfig(
+        groups_per_step=2, group_size=2, in_flight_groups=6, max_staleness=2, interrupt="when_enough"
+    )
+    of = (config, 5, "random", None, 0.0, 0.0, 1, 18, 1)
+    kept = {}
+    for needs_weights in (False, True):
+        world, owners, version = journaled(*of)
+        replay = RollBack(owners, owners.next_task, lambda *_: None, lambda: None)
+        replay.read(world.journal.records)
+        replay.end()
+        assert replay.num_steps > 0 and replay.of_lost_versions
+        replay.give_up(2, needs_weights=needs_weights)
+        kept[needs_weights] = set(owners.lifecycle.cache.groups)
+    assert kept[True] < kept[False] and not kept[True] & replay.of_lost_versions
+
+
+def running(world_tokens: int = 3) -> tuple[Lifecycle, Scribe, Memory, Any]:
+    """(a lifecycle with one running rollout that has `world_tokens` of an earlier run, its scribe, ...)."""
+    config = RolloutConfig(group_size=1, groups_per_step=1, max_new_tokens=20)
+    lifecycle, journal = Lifecycle(config, None, MIN_VALID), Memory()
+    scribe = Scribe(journal, lambda: 1.5, lambda: 0)  # pyright: ignore[reportArgumentType]
+    lifecycle.on_event = scribe.on_event
+    lifecycle.admit(make_task(0), (1, 2, 3), 0)
+    (rollout,) = lifecycle.start(0)
+    lifecycle.append(rollout, [make_segment(world_tokens, 0)])
+    lifecycle.start(0)
+    return lifecycle, scribe, journal, rollout
+
+
+def read_back(journal: Memory, num_records: int | None = None) -> Any:
+    """The one rollout, after the first `num_records`."""
+    world = SimpleNamespace(config=RolloutConfig(group_size=1, groups_per_step=1, max_new_tokens=20), max_running=None)
+    owners = Owners(world, None, 0, 0)  # pyright: ignore[reportArgumentType]
+    replay = Replay(owners, owners.next_task, owners.train, lambda: None)  # pyright: ignore[reportArgumentType]
+    replay.read(journal.records[:num_records])
+    replay.end()
+    return owners.lifecycle.cache.rollout("0-0")
+
+
+def test_tokens_of_a_running_rollout_are_told_once_and_joined_again() -> None:
+    lifecycle, scribe, journal, rollout = running()
+    first, second = make_segment(4, 0, first=3), make_segment(2, 1, first=7)
+    for tokens in (make_segment(2, 0, first=3), first, first):
+        scribe.progress({i: [tokens] for i in scribe.running})
+    scribe.progress({i: [first, second] for i in scribe.running})
+    told = [r.meta["segments"] for r in journal.records if r.meta["kind"] == "tokens"]
+    assert [[s["num_tokens"] for s in of] for of in told] == [[2], [2], [2]]
+    killed = read_back(journal)
+    assert killed.state is RolloutState.PARKED and killed.num_tokens == 9
+    lifecycle.append(rollout, [first, make_segment(5, 1, StopReason.EOS, first=7)])
+    again = read_back(journal)
+    assert same_rollout(again, rollout) and [len(s) for s in again.segments] == [3, 4, 5]
+
+
+def test_what_a_failed_engine_had_told_does_not_count_when_it_was_asked_again() -> None:
+    lifecycle, scribe, journal, rollout = running()
+    scribe.progress({i: [make_segment(4, 0, first=3)] for i in scribe.running})
+    scribe.progress({i: [make_segment(2, 1, first=3)] for i in scribe.running})  # again, under other weights
+    assert read_back(journal).num_tokens == 7, "what it had is better than nothing, should the run be killed now"
+    scribe.progress({i: [make_segment(6, 1, first=3)] for i in scribe.running})
+    assert [s.policy_version for s in read_back(journal).segments] == [0, 1]
+    lifecycle.append(rollout, [make_segment(8, 1, StopReason.EOS, first=3)])
+    assert same_rollout(read_back(journal), rollout)
+
+
+def test_an_answer_that_was_refused_leaves_what_was_there_before() -> None:
+    lifecycle, scribe, journal, rollout = running()
+    scribe.progress({i: [make_segment(4, 0, first=3)] for i in scribe.running})
+    lifecycle.park(rollout)
+    assert same_rollout(read_back(journal), rollout) and rollout.num_tokens == 3
+
+
+def test_a_rollout_that_had_used_its_budget_keeps_room_to_stop() -> None:
+    _, scribe, journal, _ = running()
+    scribe.progress({i: [make_segment(17, 0, first=3)] for i in scribe.running})
+    assert read_back(journal).num_tokens == 19

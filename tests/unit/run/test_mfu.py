@@ -1,0 +1,37 @@
+"""The utilization of a step, by hand; a run's rows hold it (tests/integration/test_train.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollover.config import Config
+from rollover.run.mfu import Utilization
+
+
+def config(**track: float) -> Config:
+    return Config.model_validate({"model": {"device": "cpu"}, "track": track})
+
+
+ROW = {"time/train_s": 4.0, "time/generate_s": 2.0, "time/step_s": 8.0}
+
+
+def test_flops_by_the_peak_in_the_time() -> None:
+    metrics = Utilization(config(peak_tflops=0.5), overlaps=False).of_step(ROW, 1e12, 3e11)
+    assert metrics == {
+        "perf/peak_tflops": 0.5,
+        "perf/train_flops": 1e12,
+        "perf/mfu_train": pytest.approx(0.5),
+        "perf/generate_flops": 3e11,
+        "perf/mfu_generate": pytest.approx(0.3),
+    }
+    beside = Utilization(config(peak_tflops=0.5), overlaps=True).of_step(ROW, 1e12, 3e11)
+    assert beside["perf/mfu_generate"] == pytest.approx(0.3 / 4), "it had the whole step"
+
+
+def test_without_generation_there_is_no_rate() -> None:
+    metrics = Utilization(config(peak_tflops=1.0), overlaps=False).of_step(ROW, 1e12, 0.0)
+    assert metrics.keys() == {"perf/peak_tflops", "perf/train_flops", "perf/mfu_train"}
+
+
+def test_without_a_given_peak_it_is_measured() -> None:
+    assert Utilization(config(), overlaps=False).of_step(ROW, 1e12, 0.0)["perf/peak_tflops"] > 0

@@ -1,0 +1,211 @@
+"""The consistent cut: who is in a checkpoint, in which files, and what comes back of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
+from rollover.config import Config
+from rollover.config.rollout import RolloutConfig
+from rollover.rollout.lifecycle import Lifecycle
+from rollover.run import snapshot
+from rollover.run.snapshot import Owners, Snapshot, load_snapshot
+from rollover.tasks.reroll import Reroll
+from rollover.track.chronicle import Chronicle
+from rollover.trainer.reuse import Reuse
+from rollover.types import Reward, StopReason
+from unit.rollout.world import make_segment, make_task, same_rollout
+
+CONFIG = Config.model_validate({
+    "rollout": {"groups_per_step": 1, "group_size": 2, "in_flight_groups": 3, "interrupt": "when_enough",
+                "max_staleness": 2, "max_new_tokens": 20},
+    "algorithm": {"advantage": "dr_grpo", "correction_cap": 2.0},
+    "replay": {"size": 4, "max_staleness": 3},
+})  # fmt: skip
+
+
+class Trainer:
+    """As much of the trainer as a snapshot asks for."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.policy_version = version
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.loaded = False
+
+    def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return self.tensors, {"policy_version": self.policy_version}
+
+    def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        self.loaded, self.tensors, self.policy_version = True, tensors, meta["policy_version"]
+
+
+class Prompts:
+    max_prompt_tokens = 100
+
+    def __init__(self, cursor: int = 0) -> None:
+        self.cursor = cursor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cursor": self.cursor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.cursor = state["cursor"]
+
+
+def write_snapshot(of: Owners) -> str:
+    snapshot = Snapshot.begin(of)
+    snapshot.write(of.directory.store)
+    return snapshot.name
+
+
+class Sink:
+    def __init__(self, store: CheckpointStore) -> None:
+        self.store, self.checkpoints_when_synced = store, []
+
+    def sync(self) -> None:
+        self.checkpoints_when_synced.append(self.store.list())
+
+
+def owners(folder: Path, version: int = 0, seconds: float = 0.0) -> Owners:
+    store = CheckpointStore(str(folder), keep=2)
+    clock = SimpleNamespace(now=0.0)
+    chronicle = Chronicle(clock=lambda: clock.now)
+    clock.now = seconds
+    parts: dict[str, Any] = dict(
+        trainer=Trainer(version),
+        lifecycle=Lifecycle(RolloutConfig.model_validate(CONFIG.rollout.model_dump()), on_event=chronicle.on_event),
+        prompts=Prompts(),
+        directory=SimpleNamespace(store=store, metrics=Sink(store), evals=Sink(store)),
+        chronicle=chronicle,
+        reuse=Reuse(CONFIG, Reroll(CONFIG.reroll, CONFIG.train.num_steps, lambda: None)),
+        producer=Prompts(),
+    )
+    return Owners(**parts)
+
+
+def worked(folder: Path) -> Owners:
+    """A run at version 3: one group trained and kept for replay, one half-written, one that has not begun."""
+    of = owners(folder, version=3, seconds=12.5)
+    lifecycle, rng = of.lifecycle, random.Random(0)
+    for i in range(3):
+        lifecycle.admit(make_task(i), (1, 2, 3), 2)
+    for rollout in lifecycle.start(2)[:4]:
+        stop = StopReason.EOS if rollout.group_id == 0 else StopReason.PAUSED
+        complete = lifecycle.append(rollout, [make_segment(rng.randint(2, 9), 2, stop)])
+        if complete is not None:
+            lifecycle.set_rewards(complete, [Reward(1.0), Reward(0.0)])
+    for rollout in lifecycle.running():
+        lifecycle.park(rollout)
+    groups = lifecycle.consume(2)
+    of.reuse.after_step(groups, of.reuse.build(groups, 2), 2)
+    of.prompts.cursor = 3  # pyright: ignore[reportAttributeAccessIssue]
+    of.producer.cursor = 4  # pyright: ignore[reportAttributeAccessIssue]
+    generator = torch.Generator().manual_seed(0)
+    of.trainer.tensors = {  # pyright: ignore[reportAttributeAccessIssue]
+        "master/layer.weight": torch.randn(3, 4, generator=generator).T,  # not contiguous
+        "master/bias": torch.randn(5, generator=generator),
+        "exp_avg/bias": torch.randn(5, generator=generator).bfloat16(),
+        "random/cpu": torch.get_rng_state(),
+    }
+    return of
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    before = worked(tmp_path)
+    assert write_snapshot(before) == "step-000003"
+    files = before.directory.store.open("step-000003")
+    assert set(files) == {
+        "state.json", "rollouts.safetensors", "replay.safetensors",
+        "trainer-master.safetensors", "trainer-exp_avg.safetensors", "trainer-random.safetensors",
+    }  # fmt: skip
+    assert safetensors.torch.load_file(files["trainer-exp_avg.safetensors"]).keys() == {"exp_avg/bias"}
+
+    after = owners(tmp_path)
+    load_snapshot("step-000003", after)
+    assert after.trainer.policy_version == 3 and after.prompts.state_dict() == {"cursor": 3}
+    assert after.producer.state_dict() == {"cursor": 4}
+    ours, theirs = (of.trainer.save_state()[0] for of in (before, after))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert all(ours[name].dtype == theirs[name].dtype for name in ours)
+    held, again = (of.lifecycle.cache.groups for of in (before, after))
+    assert list(again) == list(held) == [1, 2]
+    assert all(same_rollout(a, b) for i in held for a, b in zip(held[i].rollouts, again[i].rollouts, strict=True))
+    assert after.lifecycle.metrics() == before.lifecycle.metrics()
+    assert after.lifecycle.metrics()["tokens/generated"] > after.lifecycle.metrics()["tokens/trained"] > 0
+    assert [r.rollout_id for r in after.lifecycle.start(3)] == [r.rollout_id for r in before.lifecycle.start(3)]
+    (kept,) = after.reuse.buffer.kept
+    assert kept.group.group_id == 0 and after.reuse.metrics() == before.reuse.metrics()
+    assert after.chronicle.seconds() == 12.5 and after.chronicle.trace.version == 3
+    assert after.chronicle.lifetimes.state_dict() == before.chronicle.lifetimes.state_dict()
+
+
+def test_metrics_are_on_disk_before_the_checkpoint_that_counts_on_them(tmp_path: Path) -> None:
+    of = worked(tmp_path)
+    write_snapshot(of)
+    sinks: list[Any] = [of.directory.metrics, of.directory.evals]
+    assert [sink.checkpoints_when_synced for sink in sinks] == [[[]], [[]]]
+    assert of.directory.store.list() == ["step-000003"]
+
+
+def test_another_format_is_refused_before_anything_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_snapshot(worked(tmp_path))
+    was = snapshot.FORMAT
+    monkeypatch.setattr(snapshot, "FORMAT", was + 1)
+    after = owners(tmp_path)
+    with pytest.raises(ValueError, match=f"checkpoint step-000003 has format {was}, .*reads {was + 1}"):
+        load_snapshot("step-000003", after)
+    assert after.trainer.loaded is False  # pyright: ignore[reportAttributeAccessIssue]
+    assert not after.lifecycle.cache.groups and after.prompts.state_dict() == {"cursor": 0}
+
+
+def rewritten(store: CheckpointStore, change: Any) -> None:
+    """The checkpoint again, with another state.json: its hashes are right."""
+    files = {name: Path(path).read_bytes() for name, path in store.open("step-000003").items()}
+    state = json.loads(files["state.json"])
+    change(state)
+    store.write("step-000003", files | {"state.json": json.dumps(state).encode()})
+
+
+def test_a_checkpoint_from_before_replay_and_trace_is_read(tmp_path: Path) -> None:
+    write_snapshot(worked(tmp_path))
+    after = owners(tmp_path, seconds=99.0)
+    rewritten(after.directory.store, lambda state: (state.pop("reuse"), state.pop("chronicle")))
+    load_snapshot("step-000003", after)
+    assert after.trainer.policy_version == 3 and list(after.lifecycle.cache.groups) == [1, 2]
+    assert not len(after.reuse.buffer) and after.chronicle.seconds() == 0.0
+
+
+def test_accounts_that_do_not_balance_are_noticed(tmp_path: Path) -> None:
+    write_snapshot(worked(tmp_path))
+    after = owners(tmp_path)
+
+    def lose_a_token(state: dict[str, Any]) -> None:
+        state["ledger"]["generated_tokens"] += 1
+
+    rewritten(after.directory.store, lose_a_token)
+    with pytest.raises(AssertionError):
+        load_snapshot("step-000003", after)
+
+
+def test_a_failed_write_is_reported_and_leaves_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = worked(tmp_path)
+    write_snapshot(of)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    of.trainer.policy_version = 4
+    monkeypatch.setattr(snapshot.safetensors.torch, "save_file", full)
+    with pytest.raises(CheckpointWriteError, match="step-000004 could not be written.*No space left"):
+        write_snapshot(of)
+    assert of.directory.store.list() == ["step-000003"]

@@ -1,0 +1,246 @@
+import collections
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
+
+from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
+from rollover.tasks import stream as stream_module
+from rollover.tasks.same import same_by
+from rollover.tasks.split import key_of
+from rollover.tasks.stream import TaskStream
+
+TINY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 200 problems
+
+
+def gym(name="chain_sum", params=TINY, **options):
+    return TaskSourceConfig(kind="reasoning_gym", name=name, params=params, **options)
+
+
+def file(path, **options):
+    return TaskSourceConfig(kind="dataset", path=str(path), **options)
+
+
+def write(path, texts):
+    path.write_text("".join(json.dumps({"prompt": t, "answer": "1"}) + "\n" for t in texts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("data") / "numbers.jsonl", [f"problem {i}" for i in range(100)])
+
+
+def stream(*sources, seed=0, split="train", rewards=None, **options):
+    config = TasksConfig(sources=list(sources), **options)
+    return TaskStream(config, seed, split, rewards=rewards or RewardsConfig())
+
+
+def draw(tasks, count):
+    return list(itertools.islice(iter(tasks.next, None), count))
+
+
+def texts(tasks):
+    return {task.content for task in tasks}
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 2**31), st.floats(0.05, 0.9))
+def test_train_and_eval_never_overlap_in_a_tiny_space(train_seed, eval_seed, fraction):
+    held = stream(gym(), seed=eval_seed, split="eval", eval_fraction=fraction).take(20)
+    trained = draw(stream(gym(), seed=train_seed, eval_fraction=fraction), 1000)
+    assert len(trained) == 1000 and len(held) == len(texts(held)) > 0
+    assert not texts(trained) & texts(held)
+
+
+def test_the_two_sides_of_a_tiny_space_are_all_of_it():
+    held, trained = stream(gym(), split="eval").take(1000), draw(stream(gym()), 3000)
+    assert len(held) < 60  # as many as there are
+    assert len(texts(held) | texts(trained)) == 200
+
+
+def test_the_sides_do_not_depend_on_what_is_added_to_the_prompt():
+    plain = texts(stream(gym(), split="eval", chat=False).take(1000))
+    decorated = stream(gym(), split="eval", system_prompt="Be brief.", instruction="End with the number.").take(1000)
+    assert {t.messages[-1]["content"].partition("\n")[0] for t in decorated} == plain
+
+
+def test_prompts_are_decorated(numbers):
+    task = stream(file(numbers), system_prompt="Be brief.", instruction="Think.").next()
+    roles = [m["role"] for m in task.messages]
+    assert roles == ["system", "user"] and task.messages[0]["content"] == "Be brief."
+    assert task.messages[1]["content"].endswith("\nThink.") and task.prompt is None
+    plain = stream(file(numbers), chat=False, instruction="Think.").next()
+    assert plain.messages is None and plain.prompt.endswith("\nThink.")
+    with pytest.raises(ValueError, match="tasks.system_prompt has no effect with tasks.chat = false"):
+        stream(file(numbers), chat=False, system_prompt="x")
+
+
+def test_a_row_keeps_its_own_system_message(tmp_path):
+    messages = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user", "assistant")]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": messages, "answer": "1"}) + "\n")
+    task = stream(file(tmp_path / "chat.jsonl"), system_prompt="mine", instruction="Go.", eval_fraction=1e-9).next()
+    assert [m["content"] for m in task.messages] == ["system", "user", "assistant", "user\nGo.", "assistant"]
+
+
+def test_epochs_end_and_count_attempts(numbers):
+    tasks = draw(stream(file(numbers), epochs=3), 10_000)
+    by_attempt = collections.Counter(t.attempt for t in tasks)
+    assert set(by_attempt) == {0, 1, 2} and len(set(by_attempt.values())) == 1
+    assert len({(t.task_id, t.attempt) for t in tasks}) == len(tasks)
+    orders = [[t.task_id for t in tasks if t.attempt == e] for e in range(3)]
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
+    held = stream(file(numbers), split="eval").take(100)
+    assert len(held) + by_attempt[0] == 100 and not texts(held) & texts(tasks)
+
+
+def test_without_shuffle_rows_come_in_file_order(numbers):
+    rows = [int(t.task_id.rpartition("/")[2]) for t in draw(stream(file(numbers), epochs=1, shuffle=False), 100)]
+    assert rows == sorted(rows) and len(rows) > 50
+
+
+def test_sources_are_mixed_by_weight_and_the_rest_goes_on_when_one_ends(numbers):
+    tasks = draw(stream(file(numbers, weight=1), gym(weight=3)), 1000)
+    assert abs(sum(t.source == "chain_sum" for t in tasks) / 1000 - 0.75) < 0.05
+    ended = draw(stream(file(numbers), gym(), epochs=1), 1000)
+    assert {t.source for t in ended[-500:]} == {"chain_sum"}
+
+
+def test_sources_of_one_name_keep_apart(numbers):
+    tasks = draw(stream(gym(), gym(params={}), file(numbers, name="chain_sum")), 300)
+    assert {t.source for t in tasks} == {"chain_sum", "chain_sum#2", "chain_sum#3"}
+    assert len({t.task_id for t in tasks}) == len({(t.task_id, t.content) for t in tasks})
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 99), taken=st.integers(0, 150), split=st.sampled_from(["train", "eval"]))
+def test_a_restored_stream_goes_on_exactly(numbers, seed, taken, split):
+    def make():
+        return stream(file(numbers, weight=2), gym(), seed=seed, split=split, epochs=2, eval_fraction=0.3)
+
+    whole = draw(make(), 300)
+    first = make()
+    assert draw(first, taken) == whole[:taken]
+    state = json.loads(json.dumps(first.state_dict()))
+    second = make()
+    second.load_state_dict(state)
+    assert draw(second, 300 - taken) == whole[taken:]
+    assert draw(first, 300 - taken) == whole[taken:]
+
+
+def test_the_train_state_stays_small():
+    tasks = stream(gym())
+    draw(tasks, 500)
+    assert len(json.dumps(tasks.state_dict())) < 250
+
+
+def test_a_state_of_other_sources_is_refused(numbers):
+    with pytest.raises(ValueError, match="chain_sum.*numbers.*use the same"):
+        stream(gym()).load_state_dict(stream(file(numbers)).state_dict())
+
+
+def test_streams_depend_on_the_seed_only():
+    assert draw(stream(gym(), seed=1), 20) == draw(stream(gym(), seed=1), 20)
+    assert draw(stream(gym(), seed=1), 20) != draw(stream(gym(), seed=2), 20)
+
+
+def test_an_eval_file_is_the_split_and_its_problems_are_not_trained(tmp_path):
+    train = write(tmp_path / "train.jsonl", [f"problem {i}" for i in range(50)])
+    held = write(tmp_path / "held.jsonl", [f"problem {i}" for i in range(40, 60)] + ["problem 41"])
+    source = file(train, eval_path=str(held))
+    trained, evaluated = draw(stream(source, epochs=1), 100), stream(source, split="eval").take(100)
+    assert texts(trained) == {f"user: problem {i}" for i in range(40)}
+    assert len(evaluated) == 20 and texts(evaluated) == {f"user: problem {i}" for i in range(40, 60)}
+    assert not {t.task_id for t in trained} & {t.task_id for t in evaluated}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sides_never_overlap_over_sources_split_by_file_and_by_hash(tmp_path, seed):
+    train = write(tmp_path / "train.jsonl", [f"problem {i}" for i in range(50)])
+    held = write(tmp_path / "held.jsonl", [f"problem {i}" for i in range(40, 60)])
+    other = write(tmp_path / "other.jsonl", [f"problem {i}" for i in range(100)])
+    sources = file(train, eval_path=str(held)), file(other)
+    trained = draw(stream(*sources, seed=seed, epochs=1, eval_fraction=0.4), 200)
+    evaluated = stream(*sources, seed=seed, split="eval", eval_fraction=0.4).take(200)
+    assert len(trained) > 50 and len(evaluated) > 25
+    assert not texts(trained) & texts(evaluated)
+
+
+def test_an_empty_side_is_an_error_that_names_the_keys(tmp_path):
+    one = write(tmp_path / "one.jsonl", ["problem 0"])
+    with pytest.raises(ValueError, match="tasks.eval_fraction = 1e-09 holds no problem out.*eval.num_tasks"):
+        stream(file(one), split="eval", eval_fraction=1e-9).take(5)
+    with pytest.raises(ValueError, match="tasks.eval_fraction = 0.999999 leaves no problem of 'one'"):
+        stream(file(one), eval_fraction=0.999999).next()
+    with pytest.raises(ValueError, match="leaves no problem of 'chain_sum'.*10000 in a row"):
+        stream(gym(), eval_fraction=1 - 1e-9).next()
+
+
+def test_sources_are_checked():
+    for sources, error in [
+        ([], "tasks.sources is empty"),
+        ([TaskSourceConfig(kind="dataset")], r"tasks.sources\[0\].path is not set"),
+        ([TaskSourceConfig(kind="reasoning_gym")], r"tasks.sources\[0\].name is not set"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            stream(*sources)
+
+
+def test_tasks_carry_their_reward(numbers):
+    assert stream(gym(answer_rule="boxed")).next().reward == "reasoning_gym/boxed"
+    assert stream(file(numbers), answer_rule="last_line").next().reward == "exact_match/last_line"
+    assert stream(file(numbers), rewards=RewardsConfig(function="my:f")).next().reward == "my:f"
+
+
+def test_the_split_is_the_documented_hash():
+    same = same_by(gym())
+    for task in stream(gym(), split="eval", chat=False, eval_fraction=0.25).take(100):
+        assert key_of(same(task)) / 2**64 < 0.25
+
+
+# Generators that fail
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Offsets for which the generator fails, as a function that may be changed."""
+    which = [lambda offset: offset % 3 == 1]
+    plain = ChainSumDataset.__getitem__
+
+    def fails(self, idx):
+        if which[0](idx):
+            raise RuntimeError("no sum found")
+        return plain(self, idx)
+
+    monkeypatch.setattr(ChainSumDataset, "__getitem__", fails)
+    return which
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_problem_that_its_generator_fails_to_make_is_left_out_counted_and_named(failing, split):
+    whole, said = stream(gym(params={}), split=split), []
+    whole.say = said.append
+    tasks = draw(whole, 30)
+    indices = [int(task.task_id.rpartition("/")[2]) for task in tasks]
+    assert len(tasks) == 30 and all(index % 3 != 1 for index in indices)
+    assert whole.num_failed == sum(index % 3 == 1 for index in range(indices[-1]))
+    first = tasks[0].task_id.rpartition("/")[0] + "/1"
+    told = f"task {first}: the generator chain_sum with {{}} raised RuntimeError: no sum found: it is left out"
+    assert said[0] == told and len(said) == 10 and said[-1].endswith("more of them are only counted, in tasks/failed")
+    again = stream(gym(params={}), split=split)
+    again.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert draw(again, 10) == draw(whole, 10) and again.num_failed == whole.num_failed
+
+
+def test_a_generator_that_makes_nothing_any_more_ends_the_stream_with_an_error(failing, monkeypatch):
+    monkeypatch.setattr(stream_module, "MAX_FAILED", 30)
+    tasks = stream(gym(params={}))
+    draw(tasks, 5)
+    failing[0] = lambda offset: True
+    with pytest.raises(
+        ValueError, match=r"chain_sum with \{\} raised RuntimeError: no sum found. So did the 29 problems"
+    ):
+        tasks.next()

@@ -1,0 +1,123 @@
+"""Properties of every configuration of [algorithm] that is accepted, over 2,000 drawn ones each."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from objective_space import HERE, MINIBATCHES, VALUES, Drawn, draw, load, objective_of
+
+from rollover.config import AlgorithmConfig, Config, FiltersConfig
+from rollover.config.load import ConfigError
+from rollover.trainer.objective import Objective
+
+NUM = 2000
+# Two names of one thing, as docs/algorithms.md says.
+SYNONYMS = (
+    {"gspo", "luspo"},  # apart by the aggregation
+    {"clip", "decoupled"},  # correction = "token_truncate"
+    {"grpo", "sum_then_normalize"},  # the score alone
+    {"grpo", "dr_grpo"},  # advantage_std = "none"
+    {"sum_then_normalize", "dr_grpo"},
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+OF_THE_WEIGHT = ("loss", "proximal", "correction", "correction_cap", "correction_floor", "clip_low", "clip_high")
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and np.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+def weight_alone(config: Config) -> Config:
+    """Of what depends on the probability that a token was sampled with: others drop tokens by it, and weigh none."""
+    plain = AlgorithmConfig(**{key: getattr(config.algorithm, key) for key in OF_THE_WEIGHT})
+    return config.model_copy(update={"algorithm": plain, "filters": FiltersConfig()})
+
+
+def test_stale_rollouts_are_corrected_or_it_was_permitted() -> None:
+    """The loss of stale tokens depends on the probability that they were sampled with."""
+    rng = random.Random(1)
+    seen: dict[str, bool] = {}
+    permitted = 0
+    for _ in range(NUM):
+        config = draw(rng, off_policy=True).config
+        algorithm = config.algorithm
+        permitted += algorithm.allow_uncorrected
+        if algorithm.allow_uncorrected:
+            continue
+        config = weight_alone(config)
+        name = f"{config.algorithm} {config.rollout.on_stale} {config.rollout.max_staleness}"
+        if name not in seen:
+            seen[name] = any(
+                not same(objective_of(config, seed), objective_of(config, seed, behavior_shift=0.3))
+                for seed in range(8)
+            )
+        assert seen[name], algorithm
+    assert len(seen) > 100 and permitted
+
+
+def test_later_minibatches_of_a_step_are_corrected_or_it_was_permitted() -> None:
+    """The loss depends on the log-probs from before the step's first update: it holds how far the policy has moved."""
+    rng = random.Random(3)
+    seen: dict[str, bool] = {}
+    permitted = 0
+    for _ in range(NUM // 4):
+        config = draw(rng, off_policy=False, always=MINIBATCHES).config
+        permitted += config.algorithm.allow_uncorrected
+        if config.algorithm.allow_uncorrected:
+            continue
+        config = weight_alone(config)
+        name = str(config.algorithm)
+        if name not in seen:
+            seen[name] = any(
+                not same(objective_of(config, seed), objective_of(config, seed, before_update=0.3)) for seed in range(8)
+            )
+        assert seen[name], config.algorithm
+    assert len(seen) > 50 and permitted
+
+
+def acts(before: Config, after: Config) -> bool:
+    """On one of some random batches: a threshold may leave the same tokens on any one of them."""
+    return any(not same(objective_of(before, seed), objective_of(after, seed)) for seed in range(60))
+
+
+def is_synonym(key: str, drawn: Drawn, value: object) -> bool:
+    algorithm = drawn.config.algorithm
+    if key == "algorithm.loss_options":
+        # So small a batch seldom has more candidates than the share; test_policy_loss.py holds it.
+        return algorithm.loss == "clip_cov" and {*algorithm.loss_options, *value} <= {"share"}  # type: ignore[misc]
+    return isinstance(value, str) and {getattr(algorithm, key.partition(".")[2], None), value} in SYNONYMS
+
+
+def test_every_key_of_an_accepted_configuration_acts_or_its_change_is_refused() -> None:
+    rng = random.Random(2)
+    acted, refused = Counter[str](), Counter[str]()
+    for i in range(NUM):
+        key = sorted(VALUES)[i % len(VALUES)]
+        drawn = draw(rng, about=key)
+        value = rng.choice([v for v in VALUES[key] if v != drawn.values[key]])
+        try:
+            changed = load(drawn.preset, drawn.values | {key: value})
+            Objective(changed.algorithm, 16)
+        except (ConfigError, ValueError):
+            refused[key] += 1
+            continue
+        if acts(drawn.config, changed):
+            acted[key] += 1
+        else:
+            assert is_synonym(key, drawn, value), (key, value, drawn.preset, drawn.values)
+    permission = {"algorithm.allow_uncorrected"}  # it changes nothing but what is refused
+    assert {key for key in VALUES if acted[key] < 5} == permission and refused[HERE] == 0

@@ -1,0 +1,131 @@
+"""algorithm.rejection rewrites the masks: what is left out is as if it were context, in the whole step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from rollover.algorithms.correction import rejection_mask
+from rollover.config import AlgorithmConfig, TrainConfig
+from rollover.trainer.batch import Batch
+from rollover.trainer.trainer import Trainer
+from rollover.types import Sample
+from samples import random_samples
+
+SAMPLES = random_samples(1)
+HIGH = 0.2
+# Everything that a token enters: ratios of sequences, denominators of rows and groups, KL, entropy.
+ALGORITHMS = [
+    {"loss": "clip", "aggregation": "token-mean", "entropy_coef": 0.1},
+    {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
+    {"loss": "gmpo", "aggregation": "prompt-mean"},
+    {"loss": "reinforce", "aggregation": "seq-mean-token-sum-norm"},
+    {"loss": "clip", "aggregation": "seq-mean-token-sum", "kl_coef": 0.3, "correction": "sequence_truncate"},
+    {"loss": "clip", "proximal": "snapshot"},
+    {"loss": "clip", "proximal": "interpolated"},
+]
+
+
+def trainer(algorithm: dict[str, Any], **train: Any) -> Trainer:
+    values = {"learning_rate": 1e-2, "num_steps": 10, "micro_batch_tokens": 40, "adam_eps": 1e-3, **train}
+    return Trainer(
+        tiny.loaded(),
+        TrainConfig.model_validate(values),
+        AlgorithmConfig.model_validate(algorithm),
+        dtype=torch.float32,
+        max_new_tokens=16,
+    )
+
+
+def masked_by_hand(level: str) -> list[Sample]:
+    """The samples with rejected tokens taken out of the masks, by the untrained model."""
+    known = trainer({}).compute_logprobs(SAMPLES)
+    out = []
+    for s in SAMPLES:
+        args = (torch.from_numpy(x)[None] for x in (known[s.rollout_id], s.behavior_logprobs[s.mask]))
+        every = torch.ones(1, int(s.mask.sum()), dtype=torch.bool)
+        mask = s.mask.copy()
+        mask[s.mask] = rejection_mask(*args, every, kind="k2", level=level, high=HIGH)[0].numpy()  # type: ignore[arg-type]
+        out.append(dataclasses.replace(s, mask=mask))
+    return out
+
+
+def weights(t: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in t.model.parameters()])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence_mean"])
+@pytest.mark.parametrize("minibatches", [1, 3])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: "-".join(str(v) for v in a.values()))
+def test_a_step_is_that_of_samples_with_such_masks(algorithm: dict[str, Any], minibatches: int, level: str) -> None:
+    left = masked_by_hand(level)
+    before, after = (sum(int(s.mask.sum()) for s in samples) for samples in (SAMPLES, left))
+    if algorithm.get("proximal") == "interpolated":
+        # Fresh tokens: it is the behavior policy, so that nothing is rejected.
+        left, after = SAMPLES, before
+    expected = trainer(algorithm, minibatches_per_step=minibatches)
+    wanted = expected.train_step(Batch(left))
+    t = trainer({**algorithm, "rejection": f"{level}_k2", "rejection_high": HIGH}, minibatches_per_step=minibatches)
+    got = t.train_step(Batch(SAMPLES))
+    torch.testing.assert_close(weights(t), weights(expected), atol=2e-6, rtol=1e-5)
+    assert got.pop("off_policy/rejected_share") == pytest.approx(1 - after / before)
+    assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+    assert 0 < after < before or after == before and algorithm.get("proximal") == "interpolated"
+
+
+def test_a_gradient_that_comes_in_parts_rejects_the_same_tokens() -> None:
+    algorithm = {"rejection": "token_k2", "rejection_high": HIGH, "aggregation": "seq-mean-token-mean"}
+    whole, parts = trainer(algorithm), trainer(algorithm)
+    for _ in range(2):
+        wanted = whole.train_step(Batch(SAMPLES))
+        parts.accumulate([s for s in SAMPLES if s.group_id == 1])
+        assert parts.train_step(Batch(SAMPLES)) == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+    torch.testing.assert_close(weights(parts), weights(whole), atol=2e-6, rtol=1e-5)
+    assert wanted["off_policy/rejected_share"] > 0
+
+
+def test_a_critic_estimates_over_all_tokens_and_learns_from_those_that_are_left() -> None:
+    rewarded = []
+    for s in SAMPLES:
+        rewards = np.zeros_like(s.advantages)
+        rewards[np.flatnonzero(s.mask)[-1]] = 3.0
+        rewarded.append(dataclasses.replace(s, advantages=rewards))
+    t = trainer({"advantage": "gae", "rejection": "token_k2", "rejection_high": HIGH})
+    metrics = t.train_step(Batch(rewarded))
+    assert metrics["off_policy/rejected_share"] > 0
+    assert metrics["critic/loss"] == pytest.approx(4.5)  # (3 - 0)^2 / 2 at every token: no reward is lost
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_a_step_that_rejects_everything_is_an_error_that_names_its_cause(minibatches: int) -> None:
+    t = trainer({"rejection": "sequence_max_k2", "rejection_high": 1e-9}, minibatches_per_step=minibatches)
+    before = weights(t)
+    with pytest.raises(
+        ValueError, match='step 1 has no token in its loss: algorithm.rejection = "sequence_max_k2"'
+    ) as e:
+        t.train_step(Batch(SAMPLES))
+    assert "algorithm.rejection_high = 1e-09" in str(e.value) and "rollout.max_staleness" in str(e.value)
+    assert torch.equal(weights(t), before) and t.policy_version == 0 and not t.in_update
+
+
+def test_a_minibatch_that_is_rejected_whole_leaves_the_others_to_be_trained() -> None:
+    """One group was sampled by a policy that is far away."""
+    first = SAMPLES[0].group_id
+    far = [dataclasses.replace(s, behavior_logprobs=s.behavior_logprobs - 9 * (s.group_id == first)) for s in SAMPLES]
+    t = trainer({"rejection": "sequence_mean_k2", "rejection_high": 30.0}, minibatches_per_step=3)
+    before = weights(t)
+    share = sum(int(s.mask.sum()) for s in far if s.group_id == first) / Batch(far).num_loss_tokens
+    metrics = t.train_step(Batch(far))
+    assert metrics["off_policy/rejected_share"] == pytest.approx(share) and not torch.equal(weights(t), before)
+
+
+def test_a_gradient_that_comes_in_parts_may_begin_with_parts_that_are_rejected() -> None:
+    t = trainer({"rejection": "sequence_max_k2", "rejection_high": 1e-9})
+    t.accumulate([s for s in SAMPLES if s.group_id == 1])
+    with pytest.raises(ValueError, match="step 1 has no token in its loss"):
+        t.train_step(Batch(SAMPLES))

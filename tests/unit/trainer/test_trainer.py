@@ -1,0 +1,408 @@
+"""The trainer on a tiny Llama: invariances, exactness of the first micro-batch, state, files, and that it learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tiny
+from rollover.config import AlgorithmConfig, TrainConfig
+from rollover.models.load import LoadedModel
+from rollover.trainer.batch import Batch
+from rollover.trainer.objective import Counts
+from rollover.trainer.packing import micro_batches
+from rollover.trainer.trainer import Trainer
+from rollover.types import Sample
+from samples import random_samples
+from virtual_time import at_once
+
+AGGREGATIONS = [
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+]
+SAMPLES = random_samples(1)
+
+
+def trainer(
+    *, dtype: torch.dtype = torch.float32, algorithm: dict[str, Any] | None = None, loaded=None, **train: Any
+) -> Trainer:
+    return Trainer(
+        loaded or tiny.loaded(),
+        TrainConfig.model_validate({"learning_rate": 1e-3, "num_steps": 10, **train}),
+        AlgorithmConfig.model_validate(algorithm or {}),
+        dtype=dtype,
+        max_new_tokens=16,
+    )
+
+
+def gradients(samples: list[Sample], *, micro_batch_tokens: int, dtype: torch.dtype = torch.float32, **algorithm: Any):
+    """(loss, gradient by parameter) of one minibatch, before any optimizer step."""
+    t = trainer(dtype=dtype, algorithm=algorithm, micro_batch_tokens=micro_batch_tokens)
+    counts = Counts.of(samples)
+    loss = sum(float(t.forward_backward(m, counts)["sum/loss"]) for m in micro_batches(samples, micro_batch_tokens))
+    return loss, torch.cat([g.flatten() for g in t.optimizer.gradients()])
+
+
+def plain_logprobs(model: Any, sample: Sample) -> torch.Tensor:
+    """Reference: transformers' own attention on one unpacked sequence, float64 softmax over the full vocabulary."""
+    ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.token_ids]), dtype=torch.long)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1].double() / sample.temperature
+    model.set_attn_implementation("rollover")
+    picked = torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.token_ids, dtype=torch.long)[:, None])[:, 0]
+    return picked[torch.from_numpy(sample.mask)]
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_logprobs_equal_the_plain_model(budget: int) -> None:
+    t = trainer(micro_batch_tokens=budget)
+    got = t.compute_logprobs(SAMPLES)
+    for sample in SAMPLES:
+        expected = plain_logprobs(t.model, sample).numpy()
+        np.testing.assert_allclose(got[sample.rollout_id], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_loss_and_gradient_do_not_depend_on_the_micro_batch_split(aggregation: str) -> None:
+    """DESIGN test 9: alone, some together, all together."""
+    alone = gradients(SAMPLES, micro_batch_tokens=1, aggregation=aggregation)
+    for budget in (40, 10_000):
+        loss, gradient = gradients(SAMPLES, micro_batch_tokens=budget, aggregation=aggregation)
+        assert loss == pytest.approx(alone[0], rel=1e-5, abs=1e-6)
+        assert float((gradient - alone[1]).norm() / alone[1].norm()) < 1e-5
+
+
+def test_aggregations_differ_where_they_should() -> None:
+    """Or the test above would compare one thing six times."""
+    found = {a: gradients(SAMPLES, micro_batch_tokens=10_000, aggregation=a)[0] for a in AGGREGATIONS}
+    assert len({round(x, 6) for x in found.values()}) == len(found)
+    assert found["seq-mean-token-sum-norm"] == pytest.approx(found["seq-mean-token-sum"] / 16, rel=1e-5)
+
+
+def test_gradient_equals_autograd_through_the_plain_model() -> None:
+    """token-mean of -w A log pi at the proximal policy: weights, masks, advantages and temperatures all in."""
+    cap = 1.5
+    _, got = gradients(SAMPLES, micro_batch_tokens=40, correction="token_truncate", correction_cap=cap)
+    model = tiny.model()
+    model.set_attn_implementation("sdpa")
+    total = torch.zeros(())
+    for s in SAMPLES:
+        ids = torch.tensor(np.concatenate([s.prompt_ids, s.token_ids]), dtype=torch.long)
+        logits = model(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1] / s.temperature
+        logprobs = torch.log_softmax(logits, -1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
+        weights = (logprobs.detach() - torch.from_numpy(s.behavior_logprobs)).exp().clamp(max=cap)
+        total = total - (weights * torch.from_numpy(s.advantages * s.mask) * logprobs).sum()
+    (total / sum(int(s.mask.sum()) for s in SAMPLES)).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert float((got - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_training_steps_do_not_depend_on_the_micro_batch_split(aggregation: str, minibatches: int) -> None:
+    runs = []
+    for budget in (1, 40, 10_000):
+        t = trainer(
+            micro_batch_tokens=budget,
+            minibatches_per_step=minibatches,
+            adam_eps=1e-3,  # keeps Adam's first steps from amplifying rounding of near-zero gradients
+            algorithm={"aggregation": aggregation},
+        )
+        metrics = [t.train_step(Batch(SAMPLES)) for _ in range(2)]
+        runs.append((metrics, torch.cat([p.detach().flatten() for p in t.model.parameters()])))
+    for metrics, weights in runs[1:]:
+        torch.testing.assert_close(weights, runs[0][1], atol=2e-6, rtol=1e-5)
+        for got, expected in zip(metrics, runs[0][0], strict=True):
+            assert got == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_gradient_that_comes_in_parts_is_the_same(aggregation: str, dtype: torch.dtype) -> None:
+    """Whole groups in any order, some of them only with the step; a second step is as if nothing had been."""
+    of = {i: [s for s in SAMPLES if s.group_id == i] for i in {s.group_id for s in SAMPLES}}
+    algorithm = {"aggregation": aggregation, "kl_coef": 0.1, "entropy_coef": 0.01}
+    runs = []
+    for order in ([], [0], [2, 0], [0, 1, 2]):
+        t = trainer(dtype=dtype, micro_batch_tokens=40, adam_eps=1e-3, algorithm=algorithm)
+        metrics = []
+        for _ in range(2):
+            for group_id in order:
+                t.accumulate(of[group_id])
+            metrics.append(t.train_step(Batch(SAMPLES)))
+        runs.append((metrics, torch.cat([p.detach().flatten() for p in t.optimizer.masters])))
+    start = torch.cat([p.detach().flatten() for p in trainer(dtype=dtype).optimizer.masters])
+    tolerance = 1e-4 if dtype is torch.float32 else 0.03
+    for metrics, weights in runs[1:]:
+        assert float((weights - runs[0][1]).norm()) < tolerance * float((runs[0][1] - start).norm())
+        for got, expected in zip(metrics, runs[0][0], strict=True):
+            assert got == pytest.approx(expected, rel=1e-3 if dtype is torch.float32 else 0.05, abs=1e-3)
+
+
+def test_what_was_accumulated_can_be_forgotten() -> None:
+    plain, other = trainer(), trainer()
+    other.accumulate([s for s in SAMPLES if s.group_id == 1])
+    other.forget_accumulated()
+    assert plain.train_step(Batch(SAMPLES)) == other.train_step(Batch(SAMPLES))
+    for ours, theirs in zip(plain.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_accumulated_samples_are_not_computed_again() -> None:
+    t = trainer(micro_batch_tokens=1)
+    seen: list[str] = []
+    original = t.forward_backward
+
+    def spy(micro, counts, known):
+        seen.extend(s.rollout_id for s in micro)
+        return original(micro, counts, known)
+
+    t.forward_backward = spy  # type: ignore[method-assign]
+    t.accumulate([s for s in SAMPLES if s.group_id == 1])
+    assert set(seen) == {s.rollout_id for s in SAMPLES if s.group_id == 1}
+    t.train_step(Batch(SAMPLES))
+    assert len(seen) == len(set(seen)) == len(SAMPLES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_first_micro_batches_have_ratio_exactly_one(dtype: torch.dtype, checkpointing: bool) -> None:
+    """The proximal pass, when there is one, gives the bits of the current log-probs at equal weights."""
+    t = trainer(dtype=dtype, micro_batch_tokens=40, gradient_checkpointing=checkpointing)
+    proximal = t.compute_logprobs(SAMPLES)
+    counts = Counts.of(SAMPLES)
+    for known in (None, proximal):
+        for micro in micro_batches(SAMPLES, 40):
+            sums = t.forward_backward(micro, counts, {"proximal": known} if known else {})
+            assert float(sums["max/ratio"]) == 1.0
+            assert float(sums["sum/ratio"]) == float(sums["count/tokens"])
+            assert float(sums["sum/clipped"]) == 0.0
+    assert t.train_step(Batch(SAMPLES))["ratio/max"] == 1.0
+
+
+def test_later_minibatches_are_proximal_to_the_start_of_the_step() -> None:
+    start = trainer(micro_batch_tokens=40).compute_logprobs(SAMPLES)
+    t = trainer(micro_batch_tokens=40, minibatches_per_step=3, learning_rate=0.01)
+    seen: list[dict[str, np.ndarray] | None] = []
+    original = t.forward_backward
+
+    def spy(micro, counts, known):
+        seen.append({s.rollout_id: known["proximal"][s.rollout_id] for s in micro} if "proximal" in known else None)
+        return original(micro, counts, known)
+
+    t.forward_backward = spy  # type: ignore[method-assign]
+    metrics = t.train_step(Batch(SAMPLES))
+    used = {k: v for part in seen if part for k, v in part.items()}
+    assert used.keys() == {s.rollout_id for s in SAMPLES if s.group_id > 0} and seen[0] is None
+    for rollout_id, values in used.items():
+        np.testing.assert_allclose(values, start[rollout_id], atol=1e-5)
+    assert metrics["ratio/max"] > 1.01, "the weights moved between the minibatches"
+    assert t.optimizer.step_count == 3 and t.policy_version == 1
+
+
+def test_the_proximal_pass_packs_rows_as_training_does() -> None:
+    """Other rows together round differently; at learning rate 0 the ratio is exactly 1 in every minibatch."""
+    t = trainer(dtype=torch.bfloat16, micro_batch_tokens=60, minibatches_per_step=3, learning_rate=0.0)
+    rows: dict[bool, list[list[int]]] = {False: [], True: []}
+    original = t._forward
+
+    def spy(packed):
+        rows[torch.is_grad_enabled()].append(packed.input_ids_N.tolist())
+        return original(packed)
+
+    t._forward = spy  # type: ignore[method-assign]
+    samples = random_samples(5, 6, 6)  # 2 groups a minibatch, which the budget does not divide
+    metrics = t.train_step(Batch(samples))
+    first = len(list(micro_batches(samples[:12], 60)))
+    assert rows[False] == rows[True][first:] and len(rows[False]) >= 4
+    across = [[s.rollout_id for s in m] for m in micro_batches(samples[12:], 60)]
+    apart = [[s.rollout_id for s in m] for part in (samples[12:24], samples[24:]) for m in micro_batches(part, 60)]
+    assert across != apart, "or this test could not see the difference"
+    assert metrics["ratio/max"] == 1.0 and metrics["ratio/mean"] == 1.0
+
+
+def test_clip_bounds_come_from_the_config() -> None:
+    """In the second minibatch ratios differ from 1; each bound clips its own side."""
+
+    def clipped(low: float, high: float) -> float:
+        t = trainer(minibatches_per_step=2, learning_rate=0.01, algorithm={"clip_low": low, "clip_high": high})
+        return t.train_step(Batch(random_samples(1, 2, 6)))["clip_fraction"]
+
+    lower, upper, both = clipped(1e-4, 1e6), clipped(1 - 1e-9, 1e-4), clipped(1e-4, 1e-4)
+    assert clipped(1 - 1e-9, 1e6) == 0.0
+    assert lower > 0 and upper > 0 and both == pytest.approx(lower + upper)
+
+
+def test_on_policy_metrics_and_names() -> None:
+    t = trainer()
+    known = t.compute_logprobs(SAMPLES)
+    samples = []
+    for s in SAMPLES:
+        behavior = s.behavior_logprobs.copy()
+        behavior[s.mask] = known[s.rollout_id]
+        samples.append(dataclasses.replace(s, behavior_logprobs=behavior))
+    metrics = t.train_step(Batch(samples))
+    found = {k: metrics[k] for k in metrics if k.split("/")[0] in ("mismatch", "importance", "ratio")}
+    for policy in ("proximal", "behavior"):
+        assert found.pop(f"mismatch/{policy}_ppl") > 1
+    ones = {
+        "ratio/mean",
+        "ratio/max",
+        "mismatch/ppl_ratio",
+        *(f"importance/{k}" for k in ("mean", "max", "weight_mean")),
+    }
+    ones |= {f"importance/ess{k}" for k in ("", "_token_ratio", "_sequence_ratio")}
+    assert found == {k: 1.0 if k in ones else 0.0 for k in found} and ones < found.keys()
+    assert {"mismatch/kl", "mismatch/k3", "mismatch/chi2_sequence", "importance/capped_share"} < found.keys()
+    assert metrics["learning_rate"] == 1e-3 and metrics["train/skipped_steps"] == 0.0
+    assert metrics["grad_norm"] > 0 and 0 < metrics["entropy"] < np.log(102) + 1e-3
+    assert metrics.keys() >= {"loss", "clip_fraction"} and all(isinstance(v, float) for v in metrics.values())
+
+
+def test_importance_metrics_are_before_the_cap() -> None:
+    t = trainer(algorithm={"correction": "token_truncate", "correction_cap": 1.5})
+    known = t.compute_logprobs(SAMPLES)
+    ratios = np.concatenate([np.exp(known[s.rollout_id] - s.behavior_logprobs[s.mask]) for s in SAMPLES])
+    metrics = t.train_step(Batch(SAMPLES))
+    assert metrics["importance/mean"] == pytest.approx(ratios.mean(), rel=1e-4)
+    assert metrics["importance/max"] == pytest.approx(ratios.max(), rel=1e-4) and ratios.max() > 1.5
+    assert metrics["importance/capped_share"] == pytest.approx((ratios > 1.5).mean())
+
+
+def test_correction_none_weighs_every_token_one() -> None:
+    _, uncorrected = gradients(SAMPLES, micro_batch_tokens=99, correction="none")
+    t = trainer()
+    on_policy = t.compute_logprobs(SAMPLES)
+    same = []
+    for s in SAMPLES:
+        behavior = s.behavior_logprobs.copy()
+        behavior[s.mask] = on_policy[s.rollout_id]
+        same.append(dataclasses.replace(s, behavior_logprobs=behavior))
+    _, expected = gradients(same, micro_batch_tokens=99, correction="token_truncate")
+    torch.testing.assert_close(uncorrected, expected, atol=1e-7, rtol=1e-5)
+
+
+def test_checkpointing_gives_the_same_gradient() -> None:
+    flat = []
+    for checkpointing in (False, True):
+        t = trainer(gradient_checkpointing=checkpointing)
+        t.forward_backward(SAMPLES, Counts.of(SAMPLES))
+        assert any(m.gradient_checkpointing and m.training for m in t.model.model.layers) == checkpointing
+        flat.append(torch.cat([g.flatten() for g in t.optimizer.gradients()]))
+    torch.testing.assert_close(flat[0], flat[1], atol=1e-7, rtol=1e-5)
+
+
+def test_masked_samples_change_nothing() -> None:
+    gone = dataclasses.replace(SAMPLES[4], mask=np.zeros_like(SAMPLES[4].mask))
+    without = gradients([s for s in SAMPLES if s is not SAMPLES[4]], micro_batch_tokens=40)
+    masked = gradients([gone if s is SAMPLES[4] else s for s in SAMPLES], micro_batch_tokens=40)
+    assert masked[0] == without[0] and torch.equal(masked[1], without[1])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_skipping_zero_advantages_changes_no_update(aggregation: str) -> None:
+    """Also where a whole minibatch has none: the momentum goes on."""
+    quiet = [dataclasses.replace(s, advantages=np.zeros_like(s.advantages)) for s in SAMPLES]
+    some = [q if s.group_id == 1 or i % 2 else s for i, (s, q) in enumerate(zip(SAMPLES, quiet, strict=True))]
+    weights, skipped = [], []
+    for skip in (False, True):
+        t = trainer(
+            skip_zero_advantage=skip, minibatches_per_step=3, micro_batch_tokens=40, learning_rate=1e-3,
+            algorithm={"aggregation": aggregation},
+        )  # fmt: skip
+        skipped.append([t.train_step(Batch(batch))["train/zero_advantage_tokens"] for batch in (SAMPLES, some, quiet)])
+        weights.append(torch.cat([p.detach().flatten() for p in t.model.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], atol=2e-6, rtol=1e-5)
+    assert skipped[0] == [0, 0, 0]
+    assert skipped[1][0] == 0 < skipped[1][1] < skipped[1][2] == sum(int(s.mask.sum()) for s in SAMPLES)
+
+
+def test_a_step_without_any_loss_token_changes_no_weight() -> None:
+    t = trainer(weight_decay=0.1)
+    before = [p.detach().clone() for p in t.model.parameters()]
+    metrics = t.train_step(Batch([dataclasses.replace(s, mask=np.zeros_like(s.mask)) for s in SAMPLES]))
+    assert all(torch.equal(a, b) for a, b in zip(before, t.model.parameters(), strict=True))
+    assert metrics["loss"] == 0.0 and metrics["grad_norm"] == 0.0 and t.policy_version == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resumed_training_is_identical(dtype: torch.dtype) -> None:
+    options: dict[str, Any] = dict(dtype=dtype, micro_batch_tokens=40, minibatches_per_step=2, schedule="linear")
+    batches = [Batch(random_samples(i)) for i in range(4)]
+    t = trainer(**options)
+    for batch in batches[:2]:
+        t.train_step(batch)
+    tensors, meta = t.save_state()
+    saved = {k: v.clone() for k, v in tensors.items()}
+    meta = json.loads(json.dumps(meta))
+    expected = [t.train_step(batch) for batch in batches[2:]]
+
+    resumed = trainer(loaded=tiny.loaded(seed=9), **options)
+    resumed.load_state(saved, meta)
+    assert resumed.policy_version == 2
+    assert [resumed.train_step(batch) for batch in batches[2:]] == expected
+    for a, b in zip(t.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert t.policy_version == resumed.policy_version == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_publish_and_saved_folder_are_the_trained_model(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
+    t = trainer(dtype=dtype, loaded=tiny.loaded(tie_word_embeddings=tied))
+    t.train_step(Batch(SAMPLES))
+    published = dict(at_once(t.publish()))
+    other = tiny.model(seed=5, dtype=dtype, tie_word_embeddings=tied)
+    assert published.keys() == dict(other.named_parameters()).keys()
+    assert ("lm_head.weight" in published) != tied
+    assert {v.dtype for v in published.values()} == {dtype}
+    assert dict(at_once(t.publish())).keys() == published.keys()
+
+    t.save_model(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert saved.dtype == dtype and saved.config._attn_implementation != "rollover"
+    assert {n: p.shape for n, p in saved.named_parameters()} == {n: p.shape for n, p in published.items()}
+    assert all(torch.equal(p, published[n]) for n, p in saved.named_parameters())
+    ids = AutoTokenizer.from_pretrained(tmp_path)("1+1=2", add_special_tokens=False)["input_ids"]
+    assert ids == tiny.tokenizer()("1+1=2", add_special_tokens=False)["input_ids"]
+    # The folder computes what the trainer computes, at large positions too.
+    long = dataclasses.replace(SAMPLES[0], prompt_ids=np.full(900, 7, dtype=np.int32), temperature=1.0)
+    trained = t.compute_logprobs([long])["0-0"]
+    loaded = LoadedModel(saved, tiny.tokenizer(), "saved")
+    np.testing.assert_allclose(
+        plain_logprobs(loaded.model, long).numpy(), trained, atol=1e-4 if dtype == torch.float32 else 0.1
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", ["clip", "reinforce"])
+def test_rewarded_tokens_become_likelier(dtype: torch.dtype, loss: str) -> None:
+    """A bandit: after one prompt, token 40 is right (+1) and 41 to 44 are wrong (-1/4)."""
+
+    def arm(i: int, token: int, advantage: float) -> Sample:
+        one = np.ones(1, dtype=np.float32)
+        return Sample(
+            f"0-{i}", 0, np.array([5, 6], dtype=np.int32), np.array([token], dtype=np.int32), one.astype(bool),
+            -4.6 * one, np.zeros(1, dtype=np.int32), advantage * one, 1.0,
+        )  # fmt: skip
+
+    arms = [arm(0, 40, 1.0)] + [arm(i, 40 + i, -0.25) for i in range(1, 5)]
+    t = trainer(dtype=dtype, algorithm={"loss": loss, "correction": "none"}, micro_batch_tokens=5)
+    before = t.compute_logprobs(arms)
+    for _ in range(10):
+        t.train_step(Batch(arms))
+    after = t.compute_logprobs(arms)
+    assert after["0-0"] > before["0-0"] + 1.0
+    assert all(after[f"0-{i}"] < before[f"0-{i}"] for i in range(1, 5))

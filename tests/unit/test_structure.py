@@ -1,0 +1,160 @@
+"""What the structure promises: small classes, files and functions, no circle of files, no private name read by tests.
+
+The tables of exceptions only shrink: an entry that is no longer needed fails, too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from test_imports import FILES, PACKAGE, name_of
+
+TESTS = Path(__file__).parents[1]
+MAX_METHODS, MAX_CLASS_LINES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 20, 250, 400, 80
+
+WIDE_CLASSES: set[str] = {
+    "checkpoint/store.py:CheckpointStore",
+    "engine/embedded/engine.py:EmbeddedEngine",
+    "engine/process.py:ProcessEngine",
+    "rewards/client.py:RewardWorker",
+    "rollout/driver.py:Driver",
+    "rollout/lifecycle.py:Lifecycle",
+    "rollout/scheduler.py:Scheduler",
+    "rollout/watchdog.py:Watchdog",
+    "run/journal_replay.py:Replay",
+    "run/loop.py:Run",
+    "run/recovery.py:Recovery",
+    "sim/simulate.py:Simulation",
+    "trainer/trainer.py:Trainer",
+}
+LONG_FILES: set[str] = {"algorithms/loss.py", "track/metrics.py", "trainer/trainer.py"}
+LONG_FUNCTIONS: set[str] = {"bench/step.py:run_trl"}
+CIRCLES: set[frozenset[str]] = {
+    frozenset({"api/run.py", "api/training.py"}),
+    frozenset({"engine/embedded/kv_cache.py", "engine/embedded/sequence.py"}),
+    frozenset(f"config/{name}.py" for name in ("algorithm", "algorithm_rules", "checks", "rules", "train_rules")),
+}
+# File of tests: private names of the product that it reads.
+PRIVATE: dict[str, set[str]] = {}
+
+
+def length(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def test_no_class_is_wide() -> None:
+    found = set()
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+                if methods > MAX_METHODS or length(node) > MAX_CLASS_LINES:
+                    found.add(f"{name_of(path)}:{node.name}")
+    assert found == WIDE_CLASSES
+
+
+def test_no_file_is_long() -> None:
+    found = {name_of(path) for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES}
+    assert found == LONG_FILES
+
+
+def test_no_function_is_long() -> None:
+    found = {
+        f"{name_of(path)}:{node.name}"
+        for path in FILES
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and length(node) > MAX_FUNCTION_LINES
+    }
+    assert found == LONG_FUNCTIONS
+
+
+def file_of(module: str) -> str | None:
+    """The file of a module, or of the module that a name was imported from; None if it is not ours."""
+    parts = module.split(".")[1:] if module.startswith("rollover.") else []
+    for end in range(len(parts), 0, -1):
+        stem = "/".join(parts[:end])
+        for name in (f"{stem}.py", f"{stem}/__init__.py"):
+            if (PACKAGE / name).exists():
+                return name
+    return None
+
+
+def circles(arrows: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The groups of more than one node that reach each other."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = list(arrows.get(start, ()))
+        while waiting:
+            if (node := waiting.pop()) not in seen:
+                seen.add(node)
+                waiting.extend(arrows.get(node, ()))
+        return seen
+
+    beyond = {node: reached(node) for node in arrows}
+    found = {frozenset(m for m in beyond[n] if n in beyond.get(m, ())) for n in arrows if n in beyond[n]}
+    return {circle for circle in found if len(circle) > 1}
+
+
+def imported_files(path: Path) -> Iterator[str]:
+    """The files of ours that a file imports, inside functions and for a type checker too."""
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from filter(None, map(file_of, modules))
+
+
+def test_no_files_import_each_other() -> None:
+    assert circles({name_of(path): set(imported_files(path)) for path in FILES}) == CIRCLES
+
+
+def test_the_search_for_circles_finds_them() -> None:
+    arrows = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}}
+    assert circles(arrows) == {frozenset("bc")}
+
+
+def private_names(path: Path) -> set[str]:
+    """Private names that a file of the product gives to functions, methods, classes and attributes."""
+    names = set()
+    for node in nodes(path):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def read_of_others(path: Path) -> Iterator[str]:
+    """Private names that a file reads of something else than its own `self`, or imports from the product."""
+    for node in nodes(path):
+        if isinstance(node, ast.Attribute) and not (
+            isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
+        ):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rollover"):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def test_tests_touch_no_private_name() -> None:
+    private = {name for path in FILES for name in private_names(path)}
+    found = {}
+    for path in sorted(TESTS.rglob("*.py")):
+        if "parity" in path.parts:
+            continue  # those read names of the peers
+        own = {n.name for n in nodes(path) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+        if touched := (set(read_of_others(path)) & private) - own:
+            found[path.relative_to(TESTS).as_posix()] = touched
+    assert found == PRIVATE

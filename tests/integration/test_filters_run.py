@@ -177,7 +177,7 @@ def test_masked_rollouts_leave_the_loss_and_stay_in_their_groups(tmp_path: Path)
     [
         "rollover.track.recorder:RolloutRecorder.write",
         "rollover.track.sinks:JsonlSink.write",
-        "rollover.track.chronicle:Chronicle.flush",
+        "rollover.track.history:RunHistory.flush",
         "rollover.track.sinks:JsonlSink.sync",
         "rollover.checkpoint.journal:Journal.sync",
         "rollover.track.live:LiveView.update",

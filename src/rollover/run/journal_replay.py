@@ -36,11 +36,11 @@ class Replay:
     """
 
     def __init__(self, owners: Owners, next_task: NextTask, train: Train, on_row: Callable[[], None]) -> None:
-        self.owners, self.lifecycle, self.chronicle = owners, owners.lifecycle, owners.chronicle
+        self.owners, self.lifecycle, self.history = owners, owners.lifecycle, owners.history
         self.next_task, self.train, self.on_row = next_task, train, on_row
         self.num_records = self.num_steps = 0
         self.untold = self.unpublished = False
-        self.trace_bytes = owners.chronicle.trace_bytes
+        self.trace_bytes = owners.history.trace_bytes
         self.taken: dict[int, Group] = {}
         self._pieces: dict[str, list[Segment]] = {}
         self._of_kind: dict[str, Callable[[dict[str, Any], bytes], None]] = {
@@ -64,7 +64,7 @@ class Replay:
     def read(self, records: Iterable[Record]) -> None:
         """All of them, in order. ValueError where they do not fit to the tasks of this start."""
         for meta, data in records:
-            self.chronicle.stand_at(meta["seconds"])
+            self.history.stand_at(meta["seconds"])
             self._of_kind[meta["kind"]](meta, data)
             self.num_records += 1
 
@@ -75,7 +75,7 @@ class Replay:
             room = self.lifecycle.config.max_new_tokens - 1  # of a full one the journal lacks how it stopped
             self._append(rollout, self._joined(rollout, min(self._told(rollout), room)), StopReason.PAUSED)
         self.lifecycle.check()
-        self.chronicle.go_on()
+        self.history.go_on()
 
     # Rollouts
 
@@ -176,16 +176,16 @@ class Replay:
 
     def _publish(self, meta: dict[str, Any], data: bytes) -> None:
         self.unpublished = False
-        self.chronicle.publish(meta["version"])
+        self.history.on_new_version(meta["version"])
 
     def told(self, trace_bytes: int | None = None) -> None:
         """The row of the last step is in its file, and with it what was dropped; the trace is, if its size is given."""
         self.untold = False
         self.on_row()
-        self.chronicle.lifetimes.step_metrics()
+        self.history.lifetimes.step_metrics()
         if trace_bytes is not None:
             self.trace_bytes = trace_bytes
-            self.chronicle.trace.drain()
+            self.history.trace.drain()
 
 
 def _first(segment: Segment, num: int) -> Segment:

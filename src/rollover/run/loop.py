@@ -40,8 +40,8 @@ from rollover.run.recovery import Recovery
 from rollover.run.snapshot import Owners
 from rollover.run.stop import Stop
 from rollover.run.streaming import collect_and_accumulate
-from rollover.track.chronicle import Chronicle
 from rollover.track.health import Health
+from rollover.track.history import RunHistory
 from rollover.track.live import LiveView
 from rollover.track.summary import RunSummary, run_summary
 from rollover.trainer.batch import Batch
@@ -91,13 +91,13 @@ class Run:
             if self.overlaps:
                 parts.trainer.team.before = self._take_cores
             self.alarm = Alarm(self.view.message)
-            self.chronicle = Chronicle(self.directory.trace)
-            self.rows = Rows(config, parts, self.chronicle, self.overlaps)
+            self.history = RunHistory(self.directory.trace)
+            self.rows = Rows(config, parts, self.history, self.overlaps)
             self.held_out = HeldOut(config, parts, self.stop, self.directory.evals, self.view.message)
             recorded = config.track.rollouts and not self.recorded
             self.records = Records(self.directory.rollouts, parts.loaded.tokenizer.decode, recorded)
             self.recovery = Recovery(
-                config, parts, Owners.of(parts, self.directory, self.chronicle, self.producer), self.rows, self.records,
+                config, parts, Owners.of(parts, self.directory, self.history, self.producer), self.rows, self.records,
                 self.view, self.stop, self._quiesce, self._publish, self._tell,
                 self.directory.resume_command(self.command),
             )  # fmt: skip
@@ -112,7 +112,7 @@ class Run:
                 except Exception as error:
                     await self.recovery.rescue(error)
                     raise
-                self.chronicle.flush()
+                self.history.flush()
             finally:
                 self.recovery.close()
                 await parts.close()
@@ -166,7 +166,7 @@ class Run:
         version = parts.prompts.version = trainer.policy_version
         self.rows.engine_growth()  # what an evaluation did is not this step's
         self.view.phase("generating")
-        with self.chronicle.span("generate"):
+        with self.history.span("generate"):
             groups = await self.producer.produce(version + 1, version)
         if not groups:
             if groups is not None:
@@ -182,7 +182,7 @@ class Run:
         self.recovery.taken = []
         parts.reuse.after_step(groups, batch, version)
         self.recovery.scribe.on_step(version)
-        self.chronicle.trained(version + 1)
+        self.history.trained(version + 1)
         return_freed_memory()
         num_bytes = 0
         try:
@@ -201,7 +201,7 @@ class Run:
             await self.parts.driver.drain()  # a wait for generation, which the driver counts as such
         with self.rows.timed("weights"):
             num_bytes = await self._publish()
-        self.chronicle.publish(version)
+        self.history.on_new_version(version)
         self.recovery.scribe.on_publish(version)
         return num_bytes
 
@@ -214,7 +214,7 @@ class Run:
         self.records.write(self.parts.trainer.policy_version, groups, batch)
         self.directory.metrics.write(row)
         self.newest = Step(self.parts.trainer.policy_version, groups, row)
-        self.recovery.on_row(self.chronicle.flush())
+        self.recovery.on_row(self.history.flush())
         self.view.update(row)
         for warning in self.health.look(row):
             self.view.message(f"health: {warning}")
@@ -369,7 +369,7 @@ class Run:
         return run_summary(config.run.name, directory.metrics.rows(), directory.evals.rows(), paths, errors)
 
     def _on_event(self, event: Event) -> None:
-        self.chronicle.on_event(event)
+        self.history.on_event(event)
         self.recovery.on_event(event)
         self.records.on_event(event)
         if event.reason is DropReason.FILTERED:

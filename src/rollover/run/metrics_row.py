@@ -24,7 +24,7 @@ from rollover.run.batch_metrics import (
 from rollover.run.journal_scribe import Scribe
 from rollover.run.mfu import Utilization
 from rollover.run.parts import Parts
-from rollover.track.chronicle import Chronicle
+from rollover.track.history import RunHistory
 from rollover.track.metrics import is_counter
 from rollover.trainer.batch import Batch
 from rollover.types import Group
@@ -33,8 +33,8 @@ from rollover.types import Group
 class Rows:
     """Makes the rows of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
 
-    def __init__(self, config: Config, parts: Parts, chronicle: Chronicle, overlaps: bool) -> None:
-        self.config, self.parts, self.chronicle, self.overlaps = config, parts, chronicle, overlaps
+    def __init__(self, config: Config, parts: Parts, history: RunHistory, overlaps: bool) -> None:
+        self.config, self.parts, self.history, self.overlaps = config, parts, history, overlaps
         self.utilization = Utilization(config, overlaps)
         self._seconds: dict[str, float] = {}
         self._counted: dict[str, float] = {}
@@ -65,7 +65,7 @@ class Rows:
         """Counts the seconds of a block as `name`: train, weights, checkpoint or eval."""
         started = time.perf_counter()
         try:
-            with self.chronicle.span(name):
+            with self.history.span(name):
                 yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
@@ -76,7 +76,7 @@ class Rows:
         """The step at trainer `version` trained `batch` of `groups`; `num_bytes` of weights were handed over."""
         parts, driver = self.parts, self.parts.driver
         ledger = parts.lifecycle.metrics()
-        ages = staleness_metrics(batch, version, self.chronicle.lifetimes.ready_versions)
+        ages = staleness_metrics(batch, version, self.history.lifetimes.ready_versions)
         clock = driver.clock
         waits = {"generate": clock.generation_s, "score": clock.scoring_s, "schedule": clock.scheduling_s}
         now = time.perf_counter()
@@ -89,7 +89,7 @@ class Rows:
             "time": time.time(),
             **reward_metrics(groups),
             **rollout_metrics(groups),
-            **self.chronicle.lifetimes.step_metrics(),
+            **self.history.lifetimes.step_metrics(),
             **ages,
             "staleness/bound": self.config.staleness_bound,
             **trained,

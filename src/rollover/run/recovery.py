@@ -65,7 +65,7 @@ class Recovery:
         self.mirror = self.directory.mirror
         if self.mirror is not None:
             self.mirror.say = view.message
-        self.scribe = Scribe(self.journal, owners.chronicle.seconds, lambda: parts.prompts.version)
+        self.scribe = Scribe(self.journal, owners.history.seconds, lambda: parts.prompts.version)
         rows.scribe = self.scribe if self.journaled else None
         rows.mirror = self.mirror
         self._timer: asyncio.Task[None] | None = None
@@ -213,7 +213,7 @@ class Recovery:
             parts.lifecycle.check_restored(version, parts.engine.max_tokens)
             await self.publish()
             if replay.unpublished:
-                self.owners.chronicle.publish(version)
+                self.owners.history.on_new_version(version)
         if isinstance(replay, RollBack):  # before rows are cut: no later start, with whatever settings, trains them
             self.journal.go_on(journal[-1])
             self.scribe.on_roll_back()
@@ -266,7 +266,7 @@ class Recovery:
             batch = self.parts.reuse.build(groups, version)
             trained = self.parts.trainer.train_step(batch)
         self.parts.reuse.after_step(groups, batch, version)
-        self.owners.chronicle.trained(version + 1)
+        self.owners.history.trained(version + 1)
         self.trained_again = groups, batch, trained, version
 
     def _lose(self, groups: list[Group], version: int) -> None:

@@ -23,7 +23,7 @@ from rollover.run.directory import RunDirectory
 from rollover.run.parts import Parts
 from rollover.run.producer import Producer
 from rollover.tasks.prompts import PromptSource
-from rollover.track.chronicle import Chronicle
+from rollover.track.history import RunHistory
 from rollover.trainer.reuse import Reuse
 from rollover.trainer.trainer import Trainer
 
@@ -39,14 +39,14 @@ class Owners:
     lifecycle: Lifecycle
     prompts: PromptSource
     directory: RunDirectory
-    chronicle: Chronicle
+    history: RunHistory
     reuse: Reuse
     producer: Producer
 
     @classmethod
-    def of(cls, parts: Parts, directory: RunDirectory, chronicle: Chronicle, producer: Producer) -> Owners:
+    def of(cls, parts: Parts, directory: RunDirectory, history: RunHistory, producer: Producer) -> Owners:
         """Those of a run that is made of `parts`."""
-        return cls(parts.trainer, parts.lifecycle, parts.prompts, directory, chronicle, parts.reuse, producer)
+        return cls(parts.trainer, parts.lifecycle, parts.prompts, directory, history, parts.reuse, producer)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Snapshot:
             "prompts": owners.prompts.state_dict(),
             "reuse": reuse,
             "producer": owners.producer.state_dict(),
-            "chronicle": owners.chronicle.state_dict(),
+            "chronicle": owners.history.state_dict(),
             "journal": journal,
         }
         files: dict[str, FileWriter] = {
@@ -115,7 +115,7 @@ def load_snapshot(name: str, owners: Owners) -> Mark | None:
         owners.reuse.load_state_dict(state["reuse"], kept, version, max_prompt_tokens)
     owners.producer.load_state_dict(state.get("producer", {}))
     groups = owners.lifecycle.cache.groups.values()
-    owners.chronicle.load_state_dict(state.get("chronicle", {}), groups, owners.trainer.policy_version)
+    owners.history.load_state_dict(state.get("chronicle", {}), groups, owners.trainer.policy_version)
     owners.lifecycle.check()
     mark = state.get("journal")
     return None if mark is None else Mark(*mark)

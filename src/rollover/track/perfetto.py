@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollover.track.trace import PUBLISH, TraceEvent, spans, stays
+from rollover.track.trace import PUBLISH, TraceEvent, engine_visits, spans
 
 _LOOP = 1  # process ids; engine i has _LOOP + 1 + i
 
 
 def perfetto(events: Sequence[TraceEvent]) -> dict[str, Any]:
     """JSON-able. Times in microseconds."""
-    of_stays, of_spans = stays(events), spans(events)
+    visits, of_spans = engine_visits(events), spans(events)
     names = list(dict.fromkeys(["generate", "train", PUBLISH, *(s.name for s in of_spans)]))
     tracks: dict[tuple[int, int], tuple[str, str]] = {(_LOOP, i): ("loop", name) for i, name in enumerate(names)}
     slices: list[dict[str, Any]] = []
@@ -27,13 +27,13 @@ def perfetto(events: Sequence[TraceEvent]) -> dict[str, Any]:
         if event.kind == PUBLISH:
             instant = {"name": f"v{event.version}", "ph": "i", "s": "g", "ts": _micros(event.seconds)}
             slices.append(instant | {"pid": _LOOP, "tid": names.index(PUBLISH), "cat": "loop"})
-    for stay in of_stays:
-        process = _LOOP + 1 + stay.engine
-        tracks[process, stay.slot] = f"engine {stay.engine}", f"slot {stay.slot}"
-        for version, tokens, start, end in stay.bars():
-            name = f"{stay.group}-{stay.sibling} v{version}"
-            args = {"tokens": tokens, "resumed": stay.resumed, "parked": stay.parked, "dropped": stay.dropped}
-            slices.append(_slice(name, process, stay.slot, start, end, args))
+    for visit in visits:
+        process = _LOOP + 1 + visit.engine
+        tracks[process, visit.slot] = f"engine {visit.engine}", f"slot {visit.slot}"
+        for version, tokens, start, end in visit.bars():
+            name = f"{visit.group}-{visit.sibling} v{version}"
+            args = {"tokens": tokens, "resumed": visit.resumed, "parked": visit.parked, "dropped": visit.dropped}
+            slices.append(_slice(name, process, visit.slot, start, end, args))
     named = []
     for (pid, tid), (process, track) in sorted(tracks.items()):
         named += [_name("process_name", pid, tid, process), _name("thread_name", pid, tid, track)]

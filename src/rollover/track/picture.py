@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from rollover.track.trace import PUBLISH, Stay, TraceEvent, busy_share, spans, stays
+from rollover.track.trace import PUBLISH, EngineVisit, TraceEvent, busy_share, engine_visits, spans
 
 _WIDTH, _LEFT, _RIGHT = 1200, 56, 16
 _TITLE, _AXIS, _LEGEND, _GAP = 30, 34, 40, 14
@@ -37,7 +37,7 @@ def draw(traces: Sequence[tuple[str, Sequence[TraceEvent]]]) -> str:
     for panel in panels:
         parts += panel.draw(top, seconds)
         top += panel.height
-    versions = sorted({v for p in panels for s in p.stays for v, _, _, _ in s.bars()})
+    versions = sorted({v for p in panels for s in p.visits for v, _, _, _ in s.bars()})
     parts += _legend(top, versions)
     height = math.ceil(top + _LEGEND)
     head = (
@@ -52,10 +52,10 @@ class _Panel:
     """One trace. `seconds`: its length on the time axis."""
 
     def __init__(self, title: str, events: Sequence[TraceEvent]) -> None:
-        self.stays, self.spans, self.events = stays(events), spans(events), events
+        self.visits, self.spans, self.events = engine_visits(events), spans(events), events
         self.begin = min([s.start for s in self.spans if s.name == "generate"], default=0.0)
-        self.seconds = max([s.end for s in (*self.spans, *self.stays)], default=self.begin) - self.begin
-        places = sorted({(s.engine, s.slot) for s in self.stays})
+        self.seconds = max([s.end for s in (*self.spans, *self.visits)], default=self.begin) - self.begin
+        places = sorted({(s.engine, s.slot) for s in self.visits})
         self.lanes = {place: i for i, place in enumerate(places)}
         self.lane = min(_MAX_LANE, max(_MIN_LANE, _LANES_HEIGHT / max(1, len(self.lanes))))
         self.height = _TITLE + self.lane * len(self.lanes) + _AXIS
@@ -86,26 +86,26 @@ class _Panel:
                 x_publish = x(event.seconds)
                 out.append(_line("publish", x_publish, first - 8, x_publish, bottom + 4))
         left_at: dict[tuple[int, int], tuple[float, float]] = {}  # rollout -> where its last bar ends
-        for stay in self.stays:
-            y = first + self.lane * self.lanes[stay.engine, stay.slot]
-            rollout, middle = (stay.group, stay.sibling), y + self.lane * 0.43
+        for visit in self.visits:
+            y = first + self.lane * self.lanes[visit.engine, visit.slot]
+            rollout, middle = (visit.group, visit.sibling), y + self.lane * 0.43
             if rollout in left_at:
-                out.append(_line("over", *left_at[rollout], x(stay.start), middle))
-            left_at[rollout] = x(stay.end), middle
-            out += _bars(stay, x, y, y + self.lane * 0.86)
+                out.append(_line("over", *left_at[rollout], x(visit.start), middle))
+            left_at[rollout] = x(visit.end), middle
+            out += _bars(visit, x, y, y + self.lane * 0.86)
         return out + _axis(bottom, seconds, scale)
 
 
-def _bars(stay: Stay, x, top: float, bottom: float) -> list[str]:
+def _bars(visit: EngineVisit, x, top: float, bottom: float) -> list[str]:
     out = []
-    for version, tokens, start, end in stay.bars():
-        dropped = " dropped" if stay.dropped else ""
-        about = f"rollout {stay.group}-{stay.sibling}, version {version}, {tokens} tokens, {end - start:.3g} s"
+    for version, tokens, start, end in visit.bars():
+        dropped = " dropped" if visit.dropped else ""
+        about = f"rollout {visit.group}-{visit.sibling}, version {version}, {tokens} tokens, {end - start:.3g} s"
         kind = f"bar v{version % len(COLOURS)}{dropped}"
         # A hair apart from the next, but never invisible.
         out.append(_rect(kind, x(start), top, max(x(end) - 0.6, x(start) + 0.5), bottom, about))
-    if stay.parked:
-        out.append(_line("cut", x(stay.end), top, x(stay.end), bottom))
+    if visit.parked:
+        out.append(_line("cut", x(visit.end), top, x(visit.end), bottom))
     return out
 
 

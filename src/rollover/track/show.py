@@ -12,7 +12,7 @@ from rollover.track.live import count, percent
 from rollover.track.perfetto import perfetto
 from rollover.track.picture import draw
 from rollover.track.sinks import atomic_write_text
-from rollover.track.trace import TRACE, TraceEvent, busy_share, read_trace, spans, stays
+from rollover.track.trace import TRACE, TraceEvent, busy_share, engine_visits, read_trace, spans
 
 
 def show_traces(run_dirs: Sequence[Path], to_perfetto: Path | None, to_svg: Path | None) -> int:
@@ -34,11 +34,11 @@ def show_traces(run_dirs: Sequence[Path], to_perfetto: Path | None, to_svg: Path
 
 def summary(title: str, events: Sequence[TraceEvent]) -> str:
     """A few lines of text: what happened, and where the time went."""
-    of_stays, of_spans = stays(events), spans(events)
+    visits, of_spans = engine_visits(events), spans(events)
     seconds = events[-1].seconds if events else 0.0
     kinds = [e.kind for e in events]
-    num_slots = len({(s.engine, s.slot) for s in of_stays})
-    num_parked = sum(s.parked for s in of_stays)
+    num_slots = len({(s.engine, s.slot) for s in visits})
+    num_parked = sum(s.parked for s in visits)
     counts = ", ".join(f"{kind.value} {kinds.count(kind.value)}" for kind in EventKind)
     by_name = {name: sum(s.end - s.start for s in of_spans if s.name == name) for name, *_ in of_spans}
     times = ", ".join(f"{name} {time:.1f} s ({percent(time / seconds)})" for name, time in by_name.items() if seconds)
@@ -47,9 +47,9 @@ def summary(title: str, events: Sequence[TraceEvent]) -> str:
             f"{title}: {kinds.count('train_end')} steps, {seconds:.1f} s",
             f"  time    {times}",
             f"  events  {counts}",
-            f"  tokens  {count(sum(n for s in of_stays for _, n in s.segments))} generated",
+            f"  tokens  {count(sum(n for s in visits for _, n in s.segments))} generated",
             f"  slots   {num_slots}, busy {percent(busy_share(events))} of generation",
-            f"  stays   {len(of_stays)}, of which {num_parked} were interrupted and rolled over",
+            f"  visits  {len(visits)} to the engine, of which {num_parked} were interrupted and rolled over",
         ]
     )
 

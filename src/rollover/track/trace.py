@@ -1,7 +1,7 @@
 """The trace of a run: what happened to every rollout and when. docs/trace.md describes trace.jsonl line by line.
 
-    Lifecycle.on_event ──▶ Trace.on_event ──TraceEvent──▶ TraceFile        (trace.jsonl)
-    the loop ──▶ Trace.span, Trace.publish ──┘      └──▶ stays, spans      (picture, Perfetto, summary)
+    Lifecycle.on_event ──▶ Trace.on_event ────────────TraceEvent──▶ TraceFile             (trace.jsonl)
+    the loop ──▶ Trace.span, Trace.on_new_version ──┘         └──▶ engine_visits, spans  (picture, Perfetto, summary)
 
 Owns the events, their lines, and how they are paired up again. The clock is passed in: a run's, or a planner's virtual
 one. Never decides anything, and nothing is decided by it. No torch, no event loop.
@@ -23,8 +23,8 @@ from rollover.rollout.lifecycle import Event, EventKind
 TRACE = "trace.jsonl"  # in the run directory
 PUBLISH = "publish"
 SPAN_START, SPAN_END = "_start", "_end"
-_BEGINS_STAY = (EventKind.START.value, EventKind.RESUME.value)
-_ENDS_STAY = (EventKind.PARK.value, EventKind.FINISH.value)
+_BEGINS_VISIT = (EventKind.START.value, EventKind.RESUME.value)
+_ENDS_VISIT = (EventKind.PARK.value, EventKind.FINISH.value)
 
 
 class TraceEvent(NamedTuple):
@@ -71,7 +71,7 @@ class TraceEvent(NamedTuple):
 class Trace:
     """Collects events in memory, in the order of their happening.
 
-    `clock` gives seconds since the start of the run. `version` is the trainer's; `publish` sets it.
+    `clock` gives seconds since the start of the run. `version` is the trainer's; `on_new_version` sets it.
     """
 
     def __init__(self, clock: Callable[[], float], version: int = 0) -> None:
@@ -91,7 +91,7 @@ class Trace:
         segments: tuple[tuple[int, int], ...] = ()
         if rollout is None:
             tokens = sum(r.num_sampled_tokens for r in group.rollouts)
-        elif kind in _BEGINS_STAY:
+        elif kind in _BEGINS_VISIT:
             self._segments_before[rollout.rollout_id] = len(rollout.segments)
             tokens = rollout.num_sampled_tokens
         else:
@@ -112,7 +112,7 @@ class Trace:
         finally:
             self.events.append(TraceEvent(name + SPAN_END, self.clock(), self.version))
 
-    def publish(self, version: int) -> None:
+    def on_new_version(self, version: int) -> None:
         """The trainer is at `version`, and its weights are live."""
         self.version = version
         self.events.append(TraceEvent(PUBLISH, self.clock(), version))
@@ -174,7 +174,7 @@ def read_trace(path: str | Path) -> list[TraceEvent]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class EngineVisit:
     """What one rollout did on an engine from one start or resume to the park or finish after it.
 
     `slot`: the engine's smallest one that was free then. `resumed`: it had been interrupted before. `parked`: it was
@@ -196,7 +196,7 @@ class Stay:
     def bars(self) -> list[tuple[int, int, float, float]]:
         """(policy version, tokens, start, end) of each segment; one of 0 tokens if there is none.
 
-        The trace knows when a stay began and ended, not when weights changed in the middle of it: there the time is
+        The trace knows when a visit began and ended, not when weights changed in the middle of it: there the time is
         split in proportion to the tokens.
         """
         segments = self.segments or ((self.trainer_version, 0),)
@@ -216,7 +216,7 @@ class Span(NamedTuple):
     end: float
 
 
-def stays(events: Sequence[TraceEvent]) -> list[Stay]:
+def engine_visits(events: Sequence[TraceEvent]) -> list[EngineVisit]:
     """In order of their ends. What ran when the trace began or broke off is left out."""
     dropped = {e.group for e in events if e.kind == EventKind.DROP.value}
     running: dict[tuple[int | None, int | None], tuple[TraceEvent, int]] = {}
@@ -225,17 +225,17 @@ def stays(events: Sequence[TraceEvent]) -> list[Stay]:
     out = []
     for event in events:
         rollout = (event.group, event.sibling)
-        if event.kind in _BEGINS_STAY:
+        if event.kind in _BEGINS_VISIT:
             slots = free.setdefault(event.engine, [])
             slot = heapq.heappop(slots) if slots else num_slots.get(event.engine, 0)
             num_slots[event.engine] = max(slot + 1, num_slots.get(event.engine, 0))
             running[rollout] = event, slot
-        elif event.kind in _ENDS_STAY and rollout in running:
+        elif event.kind in _ENDS_VISIT and rollout in running:
             begin, slot = running.pop(rollout)
             heapq.heappush(free[begin.engine], slot)
             assert event.group is not None and event.sibling is not None
             out.append(
-                Stay(
+                EngineVisit(
                     event.group,
                     event.sibling,
                     begin.engine,
@@ -270,11 +270,11 @@ def busy_share(events: Sequence[TraceEvent]) -> float:
     Slots: as many per engine as ever ran at once. The time: when the loop waits for rollouts, or (with rollout.overlap)
     some run beside the training.
     """
-    of_stays = stays(events)
-    num_slots = len({(s.engine, s.slot) for s in of_stays})
+    visits = engine_visits(events)
+    num_slots = len({(s.engine, s.slot) for s in visits})
     generating = [(s.start, s.end) for s in spans(events) if s.name == "generate"]
-    available = num_slots * _covered(generating + [(s.start, s.end) for s in of_stays])
-    return sum(s.end - s.start for s in of_stays) / available if available else float("nan")
+    available = num_slots * _covered(generating + [(s.start, s.end) for s in visits])
+    return sum(s.end - s.start for s in visits) / available if available else float("nan")
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:

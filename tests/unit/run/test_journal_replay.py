@@ -18,7 +18,7 @@ from rollover.run.journal_replay import Replay
 from rollover.run.journal_scribe import Scribe
 from rollover.run.roll_back import RollBack
 from rollover.staleness import rolled_back, staleness
-from rollover.track.chronicle import Chronicle
+from rollover.track.history import RunHistory
 from rollover.types import DropReason, Group, RolloutState, StopReason
 from unit.rollout.test_properties import ADVERSARIES, FILTER_RATE, MAX_RUNNING, PUBLISH_EVERY, configs, sequences
 from unit.rollout.world import MIN_VALID, World, make_segment, make_task, same_rollout, through_json
@@ -92,9 +92,9 @@ class Owners:
         if state is not None:
             meta, arrays = state
             self.lifecycle.load_state_dict(through_json(meta), arrays)
-        self.chronicle = Chronicle(clock=lambda: 0.0)
-        self.chronicle.load_state_dict({}, self.lifecycle.cache.groups.values(), version)
-        self.lifecycle.on_event = self.chronicle.on_event
+        self.history = RunHistory(clock=lambda: 0.0)
+        self.history.load_state_dict({}, self.lifecycle.cache.groups.values(), version)
+        self.lifecycle.on_event = self.history.on_event
         self.trainer = SimpleNamespace(policy_version=version)
         self.prompts = SimpleNamespace(version=version)
         self.num_tasks = next_task

@@ -19,7 +19,7 @@ from rollover.rollout.lifecycle import Lifecycle
 from rollover.run import snapshot
 from rollover.run.snapshot import Owners, Snapshot, load_snapshot
 from rollover.tasks.reroll import Reroll
-from rollover.track.chronicle import Chronicle
+from rollover.track.history import RunHistory
 from rollover.trainer.reuse import Reuse
 from rollover.types import Reward, StopReason
 from unit.rollout.world import make_segment, make_task, same_rollout
@@ -77,14 +77,14 @@ class Sink:
 def owners(folder: Path, version: int = 0, seconds: float = 0.0) -> Owners:
     store = CheckpointStore(str(folder), keep=2)
     clock = SimpleNamespace(now=0.0)
-    chronicle = Chronicle(clock=lambda: clock.now)
+    history = RunHistory(clock=lambda: clock.now)
     clock.now = seconds
     parts: dict[str, Any] = dict(
         trainer=Trainer(version),
-        lifecycle=Lifecycle(RolloutConfig.model_validate(CONFIG.rollout.model_dump()), on_event=chronicle.on_event),
+        lifecycle=Lifecycle(RolloutConfig.model_validate(CONFIG.rollout.model_dump()), on_event=history.on_event),
         prompts=Prompts(),
         directory=SimpleNamespace(store=store, metrics=Sink(store), evals=Sink(store)),
-        chronicle=chronicle,
+        history=history,
         reuse=Reuse(CONFIG, Reroll(CONFIG.reroll, CONFIG.train.num_steps, lambda: None)),
         producer=Prompts(),
     )
@@ -143,8 +143,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert [r.rollout_id for r in after.lifecycle.start(3)] == [r.rollout_id for r in before.lifecycle.start(3)]
     (kept,) = after.reuse.buffer.kept
     assert kept.group.group_id == 0 and after.reuse.metrics() == before.reuse.metrics()
-    assert after.chronicle.seconds() == 12.5 and after.chronicle.trace.version == 3
-    assert after.chronicle.lifetimes.state_dict() == before.chronicle.lifetimes.state_dict()
+    assert after.history.seconds() == 12.5 and after.history.trace.version == 3
+    assert after.history.lifetimes.state_dict() == before.history.lifetimes.state_dict()
 
 
 def test_metrics_are_on_disk_before_the_checkpoint_that_counts_on_them(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_checkpoint_from_before_replay_and_trace_is_read(tmp_path: Path) -> No
     rewritten(after.directory.store, lambda state: (state.pop("reuse"), state.pop("chronicle")))
     load_snapshot("step-000003", after)
     assert after.trainer.policy_version == 3 and list(after.lifecycle.cache.groups) == [1, 2]
-    assert not len(after.reuse.buffer) and after.chronicle.seconds() == 0.0
+    assert not len(after.reuse.buffer) and after.history.seconds() == 0.0
 
 
 def test_accounts_that_do_not_balance_are_noticed(tmp_path: Path) -> None:

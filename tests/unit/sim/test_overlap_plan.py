@@ -20,7 +20,7 @@ from rollover.sim.plan import Figures, make_plan
 from rollover.sim.simulate import Outcome, Simulation
 from rollover.sim.timeline import planned_trace
 from rollover.sim.workload import Workload
-from rollover.track.trace import PUBLISH, stays
+from rollover.track.trace import PUBLISH, engine_visits
 from unit.sim.driven import driver_over
 
 ROOT = Path(__file__).parents[3]
@@ -365,5 +365,5 @@ def test_the_picture_has_the_versions_and_the_weights_that_were_handed_over() ->
     workload = Workload(plan, 8, 128)
     events = planned_trace(config.rollout, plan, 64, workload, 2)
     assert [e.version for e in events if e.kind == PUBLISH] == [2, 4, 6]
-    assert {v for s in stays(events) for v, _ in s.segments} == {0, 2, 4}
-    assert any(len(s.segments) > 1 for s in stays(events))
+    assert {v for s in engine_visits(events) for v, _ in s.segments} == {0, 2, 4}
+    assert any(len(s.segments) > 1 for s in engine_visits(events))

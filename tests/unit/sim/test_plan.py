@@ -17,7 +17,7 @@ from rollover.sim.plan import make_plan, speeds_of_run
 from rollover.sim.simulate import Simulation
 from rollover.sim.timeline import planned_trace
 from rollover.sim.workload import Workload
-from rollover.track.trace import spans, stays
+from rollover.track.trace import engine_visits, spans
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -174,7 +174,7 @@ def test_a_planned_trace_has_the_tokens_of_the_plan() -> None:
     workload = Workload(plan, 8, 1024)
     events = planned_trace(config.rollout, plan, 64, workload)
     outcome = Simulation(config.rollout, plan, 64, workload).run()
-    assert sum(n for s in stays(events) for _, n in s.segments) == outcome.ledger["tokens/generated"]
+    assert sum(n for s in engine_visits(events) for _, n in s.segments) == outcome.ledger["tokens/generated"]
     trained = [s for s in spans(events) if s.name == "train"]
     assert sum(s.end - s.start for s in trained) == pytest.approx(sum(s.train_s for s in outcome.steps))
-    assert {v for s in stays(events) for v, _ in s.segments} == {0, 1, 2, 3}
+    assert {v for s in engine_visits(events) for v, _ in s.segments} == {0, 1, 2, 3}

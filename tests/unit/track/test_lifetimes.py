@@ -77,7 +77,7 @@ def test_a_checkpoint_in_the_middle_of_a_step_loses_no_time() -> None:
     second = TracedRun(**MODES["slots"])
     second.load(saved)
     second.steps(5)
-    second.chronicle.trace.events[:0] = first.trace
+    second.history.trace.events[:0] = first.trace
     expected = lives_from_the_trace(second)[3:]
     for row, life in zip(second.rows, expected, strict=True):
         assert sum(row[f"state/{s.value}_s"] for s in STATES) == pytest.approx(life["whole"])
@@ -92,7 +92,7 @@ def test_what_ran_in_a_snapshot_is_parked_after_it() -> None:
     assert {r.state for r in group.rollouts} == {RolloutState.RUNNING}
     again = TracedRun(**MODES["slots"])
     again.load(saved)
-    (held,) = again.chronicle.lifetimes._held.values()
+    (held,) = again.history.lifetimes._held.values()
     assert [life.state for life in held.lives] == [RolloutState.WAITING] * 2
     assert [life.seconds["running"] for life in held.lives] == [8.0, 7.0]
 

@@ -12,7 +12,7 @@ import pytest
 from rollover.track.perfetto import perfetto
 from rollover.track.picture import COLOURS, draw
 from rollover.track.show import show_traces, summary
-from rollover.track.trace import TRACE, TraceEvent, TraceFile, stays
+from rollover.track.trace import TRACE, TraceEvent, TraceFile, engine_visits
 from unit.track.traced import MODES, traced
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -35,16 +35,16 @@ def num_segments(trace: list[TraceEvent]) -> int:
 def test_one_bar_a_segment_coloured_by_version(mode: str) -> None:
     run = traced(mode, 6)
     svg = draw([("a run", run.trace)])
-    empty = sum(not s.segments for s in stays(run.trace))
+    empty = sum(not s.segments for s in engine_visits(run.trace))
     found = bars(svg)
     assert len(found) == num_segments(run.trace) + empty > 20
-    versions = sorted(v for s in stays(run.trace) for v, _, _, _ in s.bars())
+    versions = sorted(v for s in engine_visits(run.trace) for v, _, _, _ in s.bars())
     colours = sorted(int(re.search(r"v(\d+)", b.attrib["class"])[1]) for b in found)  # type: ignore[index]
     assert colours == sorted(v % len(COLOURS) for v in versions)
     classes = [e.get("class") for e in ET.fromstring(svg).iter()]
     assert classes.count("train") == 6 + 1 and classes.count("publish") == 6 + 1, "one of each is in the legend"
     assert classes.count("over") == run.lifecycle.metrics()["rollouts/resumed"] + 1
-    num_dropped = sum(len(s.bars()) for s in stays(run.trace) if s.dropped)
+    num_dropped = sum(len(s.bars()) for s in engine_visits(run.trace) if s.dropped)
     assert sum("dropped" in b.attrib["class"] for b in found) == num_dropped
     assert num_dropped or mode != "drop"
 
@@ -60,7 +60,9 @@ def test_two_traces_have_one_time_scale_and_their_own_titles() -> None:
     lowest_of_first = max(float(b.attrib["y"]) for b in found[: num_segments(sync)])
     assert all(float(b.attrib["y"]) > lowest_of_first for b in found[num_segments(sync) :])
     # A bar's pixels by its seconds are the same above and below: 0.6 pixels are left free between bars.
-    expected = [(end - start) for trace in (sync, partial) for s in stays(trace) for _, _, start, end in s.bars()]
+    expected = [
+        (end - start) for trace in (sync, partial) for s in engine_visits(trace) for _, _, start, end in s.bars()
+    ]
     scales = {
         round((right - left + 0.6) / t, 2)
         for (left, right), t in zip(map(left_and_right, found), expected, strict=True)
@@ -100,9 +102,9 @@ def test_perfetto_slices_are_valid_and_do_not_overlap(mode: str) -> None:
     assert sum(1 for e in segments if e["args"]["tokens"]) == num_segments(run.trace)
     resumed = {(e["pid"], e["tid"], e["ts"]) for e in segments if e["args"]["resumed"]}
     assert len(resumed) == run.lifecycle.metrics()["rollouts/resumed"]
-    stay = stays(run.trace)[0]
-    (first,) = [e for e in segments if e["name"] == f"{stay.group}-{stay.sibling} v{stay.segments[0][0]}"]
-    assert first["ts"] == round(stay.start * 1e6) and named[first["pid"], first["tid"]] == f"slot {stay.slot}"
+    visit = engine_visits(run.trace)[0]
+    (first,) = [e for e in segments if e["name"] == f"{visit.group}-{visit.sibling} v{visit.segments[0][0]}"]
+    assert first["ts"] == round(visit.start * 1e6) and named[first["pid"], first["tid"]] == f"slot {visit.slot}"
 
 
 def test_what_the_verb_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollover.rollout.lifecycle import EventKind
-from rollover.track.trace import Stay, Trace, TraceEvent, TraceFile, busy_share, read_trace, spans, stays
+from rollover.track.trace import EngineVisit, Trace, TraceEvent, TraceFile, busy_share, engine_visits, read_trace, spans
 from rollover.types import DropReason
 from unit.track.traced import MODES, TracedRun, stopped_in_the_middle, traced
 
@@ -32,8 +32,8 @@ def test_the_trace_is_the_ledger(mode: str) -> None:
 def test_segments_are_those_of_the_rollouts(mode: str) -> None:
     run = traced(mode, 8)
     traced_segments: dict[str, list[tuple[int, int]]] = {}
-    for stay in stays(run.trace):
-        traced_segments.setdefault(f"{stay.group}-{stay.sibling}", []).extend(stay.segments)
+    for visit in engine_visits(run.trace):
+        traced_segments.setdefault(f"{visit.group}-{visit.sibling}", []).extend(visit.segments)
     checked = 0
     for event in run.events:
         if event.kind in (EventKind.CONSUME, EventKind.DROP):
@@ -46,11 +46,11 @@ def test_segments_are_those_of_the_rollouts(mode: str) -> None:
 
 @every_mode
 def test_no_slot_holds_two_rollouts_at_once(mode: str) -> None:
-    found = stays(traced(mode, 8).trace)
-    by_slot: dict[int, list[Stay]] = {}
-    for stay in found:
-        assert stay.start < stay.end
-        by_slot.setdefault(stay.slot, []).append(stay)
+    found = engine_visits(traced(mode, 8).trace)
+    by_slot: dict[int, list[EngineVisit]] = {}
+    for visit in found:
+        assert visit.start < visit.end
+        by_slot.setdefault(visit.slot, []).append(visit)
     for of_slot in by_slot.values():
         of_slot.sort(key=lambda s: s.start)
         assert all(a.end <= b.start for a, b in zip(of_slot, of_slot[1:], strict=False))
@@ -119,12 +119,12 @@ def test_a_resumed_run_writes_the_trace_of_an_uninterrupted_one(tmp_path: Path, 
     first.steps(4)
     saved = first.save()
     first.steps(lost_steps)  # after the checkpoint, and killed
-    first.chronicle.flush()
+    first.history.flush()
     second = TracedRun(file, **MODES[mode])
     second.load(saved)
-    file.truncate(second.chronicle.trace_bytes)
+    file.truncate(second.history.trace_bytes)
     second.steps(5)
-    second.chronicle.flush()
+    second.history.flush()
     assert read_trace(file.path) == straight.trace
 
 
@@ -138,9 +138,9 @@ def test_a_checkpoint_in_the_middle_of_a_step(tmp_path: Path, after_events: int)
     saved = first.save()
     second = TracedRun(file, **MODES["partial"])
     second.load(saved)
-    file.truncate(second.chronicle.trace_bytes)
+    file.truncate(second.history.trace_bytes)
     second.steps(4)
-    second.chronicle.flush()
+    second.history.flush()
     events = read_trace(file.path)
     assert [e.seconds for e in events] == sorted(e.seconds for e in events), "the clock goes on"
     assert sum(e.tokens for e in events if e.kind in ("park", "finish")) == second.ledger.generated_tokens
@@ -150,20 +150,20 @@ def test_a_checkpoint_in_the_middle_of_a_step(tmp_path: Path, after_events: int)
 
 
 def test_a_stay_under_several_versions_is_cut_by_tokens() -> None:
-    def stay(*segments: tuple[int, int]) -> Stay:
-        return Stay(0, 0, 0, 0, 10.0, 20.0, 7, segments, resumed=False, parked=False, dropped=False)
+    def visit(*segments: tuple[int, int]) -> EngineVisit:
+        return EngineVisit(0, 0, 0, 0, 10.0, 20.0, 7, segments, resumed=False, parked=False, dropped=False)
 
-    assert stay((3, 5)).bars() == [(3, 5, 10.0, 20.0)]
-    assert stay((3, 5), (4, 3), (5, 2)).bars() == [(3, 5, 10.0, 15.0), (4, 3, 15.0, 18.0), (5, 2, 18.0, 20.0)]
-    assert stay().bars() == [(7, 0, 10.0, 20.0)]
+    assert visit((3, 5)).bars() == [(3, 5, 10.0, 20.0)]
+    assert visit((3, 5), (4, 3), (5, 2)).bars() == [(3, 5, 10.0, 15.0), (4, 3, 15.0, 18.0), (5, 2, 18.0, 20.0)]
+    assert visit().bars() == [(7, 0, 10.0, 20.0)]
 
 
 def test_what_is_cut_off_is_left_out() -> None:
     trace = traced("partial", 3).trace
     last = max(i for i, e in enumerate(trace) if e.kind in ("start", "resume"))
-    assert len(stays(trace[: last + 1])) < len(stays(trace))
+    assert len(engine_visits(trace[: last + 1])) < len(engine_visits(trace))
     first_end = next(i for i, e in enumerate(trace) if e.kind == "finish")
-    assert stays(trace[first_end:]) and spans(trace[1:])[0].name == "train"
+    assert engine_visits(trace[first_end:]) and spans(trace[1:])[0].name == "train"
 
 
 def test_busy_share() -> None:

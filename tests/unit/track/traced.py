@@ -1,4 +1,4 @@
-"""A driver on the fake engine with a chronicle, on a clock that ticks once an event."""
+"""A driver on the fake engine with a history, on a clock that ticks once an event."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import itertools
 
 from rollover.rollout.lifecycle import Event
-from rollover.track.chronicle import Chronicle
+from rollover.track.history import RunHistory
 from rollover.track.trace import TraceEvent, TraceFile
 from rollover.types import Group
 from unit.rollout.run import Run
@@ -29,41 +29,41 @@ class TracedRun(Run):
     def __init__(self, file: TraceFile | None = None, **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
         self.now = 0
-        self.chronicle = Chronicle(file, clock=lambda: float(self.now))
+        self.history = RunHistory(file, clock=lambda: float(self.now))
         self.lifecycle.on_event = self._tick
         self.rows: list[dict[str, float]] = []
 
     def _tick(self, event: Event) -> None:
         self.now += 1
         self.events.append(event)
-        self.chronicle.on_event(event)
+        self.history.on_event(event)
 
     async def step(self) -> list[Group] | None:
-        with self.chronicle.span("generate"):
+        with self.history.span("generate"):
             groups = await self.driver.collect(self.version)
         if groups:
-            with self.chronicle.span("train"):
+            with self.history.span("train"):
                 self.now += 1
-            self.ready_versions = self.chronicle.lifetimes.ready_versions
+            self.ready_versions = self.history.lifetimes.ready_versions
             self.publish()
-            self.rows.append(self.chronicle.lifetimes.step_metrics())
+            self.rows.append(self.history.lifetimes.step_metrics())
         return groups
 
     def publish(self) -> list[Group]:
-        self.chronicle.publish(self.version + 1)
+        self.history.on_new_version(self.version + 1)
         return super().publish()
 
     def save(self):
-        return super().save(), through_json(self.chronicle.state_dict())
+        return super().save(), through_json(self.history.state_dict())
 
     def load(self, saved) -> None:
-        mine, chronicle = saved
+        mine, history = saved
         super().load(mine)
-        self.chronicle.load_state_dict(chronicle, self.cache.groups.values(), self.version)
+        self.history.load_state_dict(history, self.cache.groups.values(), self.version)
 
     @property
     def trace(self) -> list[TraceEvent]:
-        return self.chronicle.trace.events
+        return self.history.trace.events
 
 
 def traced(mode: str, num_steps: int, **options: object) -> TracedRun:

@@ -1,4 +1,4 @@
-"""The chronicle of a run: one clock and one trainer version for its trace and its lifetimes, over all its processes.
+"""The history of a run: one clock and one trainer version for its trace and its lifetimes, over all its processes.
 
 Owns the run's clock, which stands still while no process runs and goes back with a checkpoint that is resumed, so that
 no second is counted twice. Never decides what is told to it, nor when it is written.
@@ -17,7 +17,7 @@ from rollover.track.trace import Trace, TraceFile
 from rollover.types import Group
 
 
-class Chronicle:
+class RunHistory:
     """What happened in a run, and when. `clock` gives seconds; without a `file` the trace stays in memory."""
 
     def __init__(self, file: TraceFile | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -52,9 +52,9 @@ class Chronicle:
         """See Trace.span. Nothing is told of one while the clock stands: it would have no length."""
         return self.trace.span(name) if self._stands_at is None else nullcontext()
 
-    def publish(self, version: int) -> None:
+    def on_new_version(self, version: int) -> None:
         """The trainer is at `version`, and its weights are live: before anything is dropped for it."""
-        self.trace.publish(version)
+        self.trace.on_new_version(version)
 
     def flush(self) -> int:
         """Write the trace's new events, once a step; returns how many bytes the trace has then."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -107,6 +107,20 @@ class Task:
         if self.prompt is not None:
             return self.prompt
         return "\n".join(f"{m['role']}: {m['content']}" for m in self.messages or ())
+
+    def to_json(self) -> dict[str, Any]:
+        """What checkpoints and the journal hold of it."""
+        return {**asdict(self), "messages": None if self.messages is None else [dict(m) for m in self.messages]}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Task:
+        """The task that `to_json` was asked of."""
+        messages = saved["messages"]
+        return cls(**{**saved, "messages": None if messages is None else tuple(messages)})
+
+
+# Gives the next task to be admitted, with its prompt's token ids; None at the end of all tasks.
+NextTask = Callable[[], tuple[Task, Sequence[int]] | None]
 
 
 # How far a log-prob may be above 0, for rounding: numbers of the size of 10^5 (logits over a low temperature) are 0.008

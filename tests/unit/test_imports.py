@@ -18,11 +18,13 @@ LEVELS = [
     {"types"},
     {"config", "staleness", "files", "functions", "live_objects", "processes", "system"},
     {"models"},
-    {"rollout", "tasks", "algorithms", "engine", "envs", "rewards", "weights", "track"},
-    {"trainer", "checkpoint"},
+    {"algorithms", "engine", "envs", "rewards", "tasks", "weights"},
+    {"rollout"},
+    {"track", "checkpoint"},
+    {"trainer"},
     {"run", "cluster", "sim"},
     {"api"},
-    {"bench", "cli", "__main__", "__init__"},
+    {"bench", "commands", "cli", "__main__", "__init__"},
 ]
 LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 

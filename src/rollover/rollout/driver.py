@@ -29,9 +29,7 @@ from rollover.rollout.phase_clock import PhaseClock
 from rollover.rollout.requests import Requests
 from rollover.rollout.watchdog import Watchdog
 from rollover.rollout.watcher import Watcher
-from rollover.types import Group, Task
-
-NextTask = Callable[[], tuple[Task, Sequence[int]] | None]
+from rollover.types import Group, NextTask, Task
 
 
 class Driver:

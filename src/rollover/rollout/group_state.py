@@ -23,7 +23,7 @@ def groups_to_state(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arra
     meta = [
         {
             "group_id": g.group_id,
-            "task": task_to_json(g.task),
+            "task": g.task.to_json(),
             "rollouts": [_rollout_to_json(r) for r in g.rollouts],
         }
         for g in groups
@@ -44,7 +44,7 @@ def groups_from_state(meta: Sequence[Mapping[str, Any]], arrays: Mapping[str, np
     prompt_offsets, segment_offsets = arrays["prompt_offsets"], arrays["segment_offsets"]
     segment_index = 0
     for i, saved in enumerate(meta):
-        task = task_from_json(saved["task"])
+        task = Task.from_json(saved["task"])
         prompt = tuple(arrays["prompt_ids"][prompt_offsets[i] : prompt_offsets[i + 1]].tolist())
         group = Group(saved["group_id"], task, prompt, [])
         for sibling, entry in enumerate(saved["rollouts"]):
@@ -73,15 +73,6 @@ def _concatenate(parts: list[np.ndarray], dtype: type) -> np.ndarray:
 
 def _offsets(lengths: list[int]) -> np.ndarray:
     return np.cumsum([0, *lengths], dtype=np.int64)
-
-
-def task_to_json(task: Task) -> dict[str, Any]:
-    return {**asdict(task), "messages": None if task.messages is None else [dict(m) for m in task.messages]}
-
-
-def task_from_json(saved: dict[str, Any]) -> Task:
-    messages = saved["messages"]
-    return Task(**{**saved, "messages": None if messages is None else tuple(messages)})
 
 
 def _rollout_to_json(rollout: Rollout) -> dict[str, Any]:

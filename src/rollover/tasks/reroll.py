@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollover.config.reroll import RerollConfig
-from rollover.rollout.driver import NextTask
-from rollover.rollout.group_state import task_from_json, task_to_json
-from rollover.types import Group, Task
+from rollover.types import Group, NextTask, Task
 
 # Added to Task.attempt by every re-roll, so that it samples anew: no pass of the stream over its tasks has that number.
 ATTEMPT = 1_000_000
@@ -103,7 +101,7 @@ class Reroll:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
         return {
-            "queue": [[task_to_json(task), list(prompt_ids)] for task, prompt_ids in self._queue.values()],
+            "queue": [[task.to_json(), list(prompt_ids)] for task, prompt_ids in self._queue.values()],
             "looked_at": sorted(self._looked_at),
             "version": self.version,
             "given_in_step": self._given_in_step,
@@ -120,7 +118,7 @@ class Reroll:
         self._queue = {}
         for saved, prompt_ids in state["queue"]:
             if len(self._queue) < self.config.size and len(prompt_ids) <= max_prompt_tokens:
-                task = task_from_json(saved)
+                task = Task.from_json(saved)
                 self._queue[task.task_id] = (task, tuple(prompt_ids))
             else:
                 self.dropped += 1

@@ -16,7 +16,7 @@ SplitName = Literal["train", "eval"]
 
 
 def key_of(text: str) -> int:
-    """64-bit key of the text that identifies a problem: blake2b."""
+    """The 64-bit blake2b hash of a text: of one that identifies a problem, its key."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 

@@ -7,7 +7,6 @@ a stream that is given its state back goes on exactly. Never tokenises and never
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 import os
 import random
@@ -236,7 +235,7 @@ class TaskStream:
     def _choose(self, active: list[_Cursor]) -> _Cursor:
         """By weight, with draw number `_draws` of a counter-based generator."""
         bounds = list(itertools.accumulate(cursor.weight for cursor in active))
-        draw = _hash(f"{self.seed}/{self.split}/mix/{self._draws}") / 2**64
+        draw = key_of(f"{self.seed}/{self.split}/mix/{self._draws}") / 2**64
         self._draws += 1
         return active[min(bisect.bisect_right(bounds, draw * bounds[-1]), len(active) - 1)]
 
@@ -265,7 +264,7 @@ class TaskStream:
     # Construction
 
     def _cursor(self, index: int, source: TaskSourceConfig, label: str) -> _Cursor:
-        seed = _hash(f"{self.seed}/{self.split}/source/{index}") >> 33
+        seed = key_of(f"{self.seed}/{self.split}/source/{index}") >> 33
         reward = spec_for(source, self._rewards, self.tasks.answer_rule)
         endless = source.kind == "reasoning_gym"
         if endless:
@@ -361,7 +360,3 @@ def _labels(sources: list[TaskSourceConfig]) -> list[str]:
         taken = itertools.chain([name], (f"{name}#{n}" for n in itertools.count(2)))
         labels.append(next(label for label in taken if label not in labels))
     return labels
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -13,7 +13,6 @@ import pytest
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rollout.group_state import task_from_json, task_to_json
 from rollover.tasks.stream import TaskStream
 from rollover.types import Reward, Task
 
@@ -77,7 +76,7 @@ def test_prompts_and_completions_have_the_form_of_the_column(
 ) -> None:
     task = tasks_of(tmp_path, prompt, "seen", columns={"expected": json.dumps(expected)}, **options)
     assert scores(tmp_path, task, ["12"]) == [1.0]
-    restored = task_from_json(json.loads(json.dumps(task_to_json(task))))
+    restored = Task.from_json(json.loads(json.dumps(task.to_json())))
     assert restored == task and restored.reward_prompt == expected[0], "after a restart too"
 
 

@@ -135,7 +135,7 @@ class Fuzz:
         self._build()
         await self.engine.load_weights(self.version, self.weights)
         if self.version:
-            self.driver.after_publish(self.version)
+            self.driver.on_new_version(self.version)
         trouble = Trouble(self.rng, self.engine, self.pool, self.lifecycle, self.counts)
         troubling = asyncio.ensure_future(trouble.make())
         try:
@@ -153,7 +153,7 @@ class Fuzz:
         finally:
             troubling.cancel()
             await asyncio.wait([troubling])
-            await self.driver.close()
+            await self.driver.abandon()
             await self.engine.close()
             await self.pool.close()
             driver = self.driver
@@ -228,12 +228,12 @@ class Fuzz:
             await self.driver.drain()
         self.version += 1
         await self.engine.load_weights(self.version, self.weights)
-        self.driver.after_publish(self.version)
+        self.driver.on_new_version(self.version)
         self.counts["steps"] += 1
 
     async def _saved(self) -> Snapshot:
         if self.config.rollout.overlap:
-            await self.driver.park()
+            await self.driver.interrupt_all()
         states = {r.state for g in self.lifecycle.cache.groups.values() for r in g.rollouts}
         assert RolloutState.RUNNING not in states
         self.counts["snapshots"] += 1

@@ -81,7 +81,7 @@ class Trouble:
         time.sleep(self.rng.random() * 0.5)
 
     async def _interrupt(self) -> None:
-        running = [r.rollout_id for r in self.lifecycle.running()]
+        running = [r.rollout_id for r in self.lifecycle.cache.running()]
         self.counts["interruptions"] += 1
         self.engine.interrupt(self.rng.sample(running, min(2, len(running))))
 

@@ -54,7 +54,7 @@ def generation(folder: Path) -> tuple[Producer, FakeEngine]:
     run = Run(lengths=short, num_tasks=2 * STEPS, **PARTIAL)
 
     async def collect(version: int) -> list[Group] | None:
-        run.driver.after_publish(version)
+        run.driver.on_new_version(version)
         return await run.driver.collect(version)
 
     return Generation(collect), run.engine

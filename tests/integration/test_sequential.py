@@ -91,7 +91,7 @@ async def scheduled() -> tuple[Trainer, list[list[int]]]:
         seen += [r.token_ids() for g in groups for r in g.rollouts]
         trainer.train_step(build_batch(groups, AlgorithmConfig()))
         await engine.load_weights(trainer.policy_version, await trainer.publish())
-        driver.after_publish(trainer.policy_version)
+        driver.on_new_version(trainer.policy_version)
         driver.lifecycle.check()
     return trainer, seen
 

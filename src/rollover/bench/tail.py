@@ -151,7 +151,7 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
                 trainer.train_step(build_batch(groups, run.algorithm))
             trained = time.perf_counter()
             await engine.load_weights(step + 1, await trainer.publish())
-            driver.after_publish(step + 1)
+            driver.on_new_version(step + 1)
             if step >= mode.warm_up:
                 out.generate_s.append(generated - started)
                 out.train_s.append(trained - generated)
@@ -160,7 +160,7 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
                 out.staleness += [group_staleness(g, step) or 0 for g in groups]
             machine.progress(f"{mode.name}: step {step + 1} of {mode.warm_up + STEPS}")
         out.when = time.perf_counter() - sum(out.step_s) / 2
-        driver.request_stop()
+        driver.interrupt_for_good()
         await engine.close()
 
     asyncio.run(go())

@@ -20,7 +20,7 @@ from typing import Any
 from rollover.config.watchdog import WatchdogConfig
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest
 from rollover.rollout.cache import why_no_continuation
-from rollover.rollout.failure_limit import Patience
+from rollover.rollout.failure_limit import FailureLimit
 from rollover.types import Segment, StopReason
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # after answers with nothing
@@ -35,13 +35,17 @@ class Asker:
     """`extend`, `interrupt` and `release` of `engine`, for one who can wait.
 
     `say` prints a line: of the first failure after an answer, and of every rollout that gets nothing for long.
-    `patience` ends the run where the engine fails at everything.
+    `failure_limit` ends the run where the engine fails at everything.
     """
 
     def __init__(
-        self, engine: Engine, config: WatchdogConfig, say: Callable[[str], None], patience: Patience | None = None
+        self,
+        engine: Engine,
+        config: WatchdogConfig,
+        say: Callable[[str], None],
+        failure_limit: FailureLimit | None = None,
     ) -> None:
-        self._engine, self._config, self._say, self._patience = engine, config, say, patience
+        self._engine, self._config, self._say, self._failure_limit = engine, config, say, failure_limit
         self._interrupted: dict[str, asyncio.Event] = {}  # of what is asked for
         self._failures: Counter[str] = Counter()  # by rollout id: in a row, without an answer in between
         self._failing = False  # nothing was answered since the last failure
@@ -52,7 +56,8 @@ class Asker:
         """At least one token, or a stop, or nothing because it was interrupted.
 
         ExtendFailed when that failed watchdog.max_failures times in a row, with interruptions in between or without.
-        Our own errors (AssertionError) and the end of an engine (EngineDied) are raised at once, and so is Patience's.
+        Our own errors (AssertionError), the end of an engine (EngineDied) and the failure limit's error are raised at
+        once.
         """
         rollout_id, num_empty = request.rollout_id, 0
         interrupted = self._interrupted[rollout_id] = asyncio.Event()
@@ -143,14 +148,14 @@ class Asker:
         if _says_something(segments):
             self._failing = False
             self._failures.pop(request.rollout_id, None)
-            if self._patience is not None:
-                self._patience.on_answer()
+            if self._failure_limit is not None:
+                self._failure_limit.on_answer()
         return None, segments
 
     def _on_failure(self, rollout_id: str, why: str) -> float:
         """Seconds until it is asked again."""
-        if self._patience is not None:
-            self._patience.on_failure(why)
+        if self._failure_limit is not None:
+            self._failure_limit.on_failure(why)
         self._failures[rollout_id] += 1
         num = self._failures[rollout_id]
         if num >= self._config.max_failures:

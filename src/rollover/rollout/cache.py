@@ -52,6 +52,14 @@ class RolloutCache:
     def rollout(self, rollout_id: str) -> Rollout:
         return self._rollouts[rollout_id]
 
+    def running(self) -> list[Rollout]:
+        """In group order."""
+        return self._in_state(_RUNNING)
+
+    def unscored(self) -> list[Rollout]:
+        """Finished rollouts without a reward, in group order: those being scored, and those whose scoring was lost."""
+        return self._in_state(RolloutState.SCORING)
+
     def remaining(self, rollout_id: str) -> int:
         """Tokens left of the rollout's budget."""
         return self.max_new_tokens - self._rollouts[rollout_id].num_tokens
@@ -168,6 +176,9 @@ class RolloutCache:
                         " Set it to more than that"
                     )
             self._hold(group)
+
+    def _in_state(self, state: RolloutState) -> list[Rollout]:
+        return [r for g in self._groups.values() for r in g.rollouts if r.state is state]
 
     def _hold(self, group: Group) -> None:
         self._groups[group.group_id] = group

@@ -5,8 +5,8 @@
 Owns the waiting: for what is in flight (in_flight.py), beside which the watchdog looks (watcher.py). Never decides an
 order, never changes a rollout itself (Lifecycle does), never trains or hands over weights. Between two `collect` calls
 nothing runs: every held rollout is WAITING, PARKED, SCORING (siblings still unfinished) or READY. With
-`rollout.overlap` that holds after `park` alone: `collect` leaves in flight what it does not return, and `go_on`
-generates while the trainer trains.
+`rollout.overlap` that holds after `interrupt_all` alone: `collect` leaves in flight what it does not return, and
+`go_on` generates while the trainer trains.
 
 A wait has no end of its own: the watchdog looks at times of its own, and does not change the order of what does not
 stall. It may end an extension or a scoring, or take it out of the wait for good.
@@ -22,7 +22,7 @@ from functools import partial
 
 from rollover.engine.protocol import Engine
 from rollover.rollout.asker import Asker
-from rollover.rollout.failure_limit import Patience
+from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.in_flight import InFlight, Scorer, now
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.phase_clock import PhaseClock
@@ -63,11 +63,11 @@ class Driver:
         def say(line: str) -> None:
             self.say(line)
 
-        patience = Patience(lifecycle, self.watchdog.config.max_failures)
+        failure_limit = FailureLimit(lifecycle, self.watchdog.config.max_failures)
         requests = Requests(config, run_seed, stop_token_ids)
-        self.asker = Asker(engine, self.watchdog.config, say, patience)
+        self.asker = Asker(engine, self.watchdog.config, say, failure_limit)
         self.in_flight = InFlight(
-            lifecycle, self.asker, requests, scorer, scores_singly, self.watchdog, patience, say
+            lifecycle, self.asker, requests, scorer, scores_singly, self.watchdog, failure_limit, say
         )  # fmt: skip
         self.watcher = Watcher(self.in_flight, say)
         self._stop_requested = False
@@ -78,8 +78,8 @@ class Driver:
         """Generate until there is enough for the step at trainer `version`; return its groups, in group-id order.
 
         They have left the cache as consumed. At the end of the task stream: what is left, smaller than a step, then [].
-        None after `request_stop`: everything is parked or finished and stays in the cache. Scores are not waited for
-        then: a restarted run asks for them again.
+        None after `interrupt_for_good`: everything is parked or finished and stays in the cache. Scores are not waited
+        for then: a restarted run asks for them again.
         With `rollout.overlap` what else is in flight goes on; else it is parked. Raises ValueError if no group gets
         enough rewards before the first step. Errors propagate: after one of the user's (ValueError) what was running is
         parked, after others (the engine has ended, say) without the tokens of this run.
@@ -125,24 +125,24 @@ class Driver:
             await self._wait_for_some()
         self.clock.idle.set("trainer")
 
-    async def park(self) -> None:
+    async def interrupt_all(self) -> None:
         """Interrupt everything and wait for it and its scores: for a snapshot, or for other work of the engine."""
         await self._end_meanwhile()
         await self._wind_down(None)
         self.watcher.end()
 
-    async def close(self) -> None:
+    async def abandon(self) -> None:
         """End what is in flight: its tokens are lost, the cache stays consistent."""
         await self._cancel_meanwhile()
         await self._abandon()
 
-    def after_publish(self, version: int) -> list[Group]:
+    def on_new_version(self, version: int) -> list[Group]:
         """Drop what can no longer be trained in bound, now that the trainer is at `version`. Returns those groups."""
-        dropped = self.lifecycle.publish(version)
+        dropped = self.lifecycle.on_new_version(version)
         self.in_flight.release(dropped)
         return dropped
 
-    def request_stop(self) -> None:
+    def interrupt_for_good(self) -> None:
         """Interrupt everything: `collect` parks what runs, gives up scores under way, and returns None from now on.
 
         For the event loop's thread and its signal handlers.
@@ -152,25 +152,12 @@ class Driver:
         if self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
 
-    def idle_s(self) -> dict[str, float]:
-        """Seconds, cumulative and up to now, in which the engine ran nothing while nobody waited for it (`go_on`).
-
-        "trainer": nothing was in flight, and nothing may start before the trainer has trained or published;
-        "rewards": only scorings were in flight.
-        """
-        return self.clock.idle.seconds()
-
-    @property
-    def engine_idle(self) -> bool:
-        """Whether the engine runs nothing while nobody waits for it. For any thread."""
-        return self.clock.idle.running
-
     # Private
 
     def _begin(self, version: int) -> None:
         """From now on generate for the step at trainer `version`."""
         self.lifecycle.begin(version, self.engine.oldest_version)
-        for group_id in dict.fromkeys(r.group_id for r in self.lifecycle.unscored()):
+        for group_id in dict.fromkeys(r.group_id for r in self.lifecycle.cache.unscored()):
             self.in_flight.score(self.lifecycle.cache.groups[group_id])
         self.watcher.begin()
 
@@ -266,7 +253,7 @@ class Driver:
     async def _abandon(self, error: BaseException | None = None) -> None:
         """After an error or a cancellation: end what is in flight, so that the cache is consistent."""
         if isinstance(error, ValueError):  # one of the user's, and not the engine's end: what runs has tokens to keep
-            self.request_stop()
+            self.interrupt_for_good()
             with suppress(ValueError):
                 await self._wind_down(None)
         self.watcher.end()

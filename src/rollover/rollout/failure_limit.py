@@ -1,4 +1,4 @@
-"""Patience: ends a run whose groups, or whose engine, fail one time after another, instead of drawing tasks for ever.
+"""The failure limit: ends a run whose groups, or whose engine, fail one time after another.
 
 Owns how many in a row are too many, and what the user is told. Failures are data up to there. Pure.
 """
@@ -14,7 +14,7 @@ from rollover.types import DropReason, Reward
 _MAX_FAILED_STEPS = 4
 
 
-class Patience:
+class FailureLimit:
     """Told what becomes of each group and of each extension, in turn.
 
     `max_failures`: failures in a row of one rollout's extensions that drop its group.
@@ -39,7 +39,7 @@ class Patience:
         of_a_group = lifecycle.config.rollouts_per_group
         of_a_step = lifecycle.config.groups_per_step * of_a_group
         at_once = min(of_a_step, lifecycle.scheduler.max_running or of_a_step)
-        if num > max(self._max_failures - 1, 1) * max(len(lifecycle.running()), at_once, 2 * of_a_group):
+        if num > max(self._max_failures - 1, 1) * max(len(lifecycle.cache.running()), at_once, 2 * of_a_group):
             raise ValueError(
                 f"the engine failed {num} times in a row, at whatever it was asked; the last error is: {why}."
                 " Go on with --resume once it works"

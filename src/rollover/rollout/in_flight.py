@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from rollover.rollout.asker import Asker, ExtendFailed
-from rollover.rollout.failure_limit import Patience
+from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.lifecycle import Lifecycle, is_complete
 from rollover.rollout.requests import Requests
 from rollover.rollout.strays import Strays
@@ -48,12 +48,12 @@ class InFlight:
         scorer: Scorer,
         scores_singly: Callable[[Task], bool],
         watchdog: Watchdog,
-        patience: Patience,
+        failure_limit: FailureLimit,
         say: Callable[[str], None],
     ) -> None:
         self.lifecycle, self.asker, self.requests = lifecycle, asker, requests
         self.scorer, self.scores_singly = scorer, scores_singly
-        self.watchdog, self.patience, self.say = watchdog, patience, say
+        self.watchdog, self.failure_limit, self.say = watchdog, failure_limit, say
         self.extends: dict[Extending, Rollout] = {}
         self.scorings: dict[Scoring, Scored] = {}
         self.strays = Strays()
@@ -121,7 +121,7 @@ class InFlight:
             self.strays.add(task)
         if tasks:
             await asyncio.wait(tasks, timeout=self.watchdog.config.grace_s if self.watchdog.is_on else None)
-        for rollout in self.lifecycle.running():
+        for rollout in self.lifecycle.cache.running():
             self.lifecycle.park(rollout)
 
     # What is done about one that stalls
@@ -179,7 +179,7 @@ class InFlight:
         complete = self.lifecycle.append(rollout, segments)
         self.watchdog.on_end(rollout.rollout_id, rollout.num_tokens, now())
         if complete is not None:
-            self.patience.on_complete()
+            self.failure_limit.on_complete()
             self._dropping.pop(complete.group_id, None)  # it came round at the last moment
         if rollout.state is RolloutState.SCORING:
             self.score(self.lifecycle.cache.groups[rollout.group_id])
@@ -195,10 +195,10 @@ class InFlight:
         ready = self.lifecycle.set_rewards(group, rewards, rollouts)
         if ready is True:
             self.arrival.set()
-            self.patience.on_ready()
+            self.failure_limit.on_ready()
         elif ready:
             self.release([group])
-            self.patience.on_dropped(ready, [r.reward for r in group.rollouts if r.reward is not None])
+            self.failure_limit.on_dropped(ready, [r.reward for r in group.rollouts if r.reward is not None])
 
     def _give_up_scoring(self, task: Scoring) -> None:
         self.watchdog.on_scored(self.scorings.pop(task).key, now())
@@ -210,7 +210,7 @@ class InFlight:
             for task in [t for t, scored in self.scorings.items() if scored.rollouts[0].group_id == group_id]:
                 self._give_up_scoring(task)
             self.release([self.lifecycle.drop(group_id, self._dropping.pop(group_id))])
-            self.patience.on_given_up()
+            self.failure_limit.on_given_up()
 
 
 def now() -> float:

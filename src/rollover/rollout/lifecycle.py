@@ -60,10 +60,10 @@ class Lifecycle:
 
     `max_running`: rollouts that may run at once; None means no limit. A group with fewer than `min_valid_rewards` is
     dropped, and so is one for which `group_filter` answers (the filter's name, what is the matter);
-    `max_filtered_steps` steps' worth of those in a row are too many (patience.py). `on_event` is called after each
+    `max_filtered_steps` steps' worth of those in a row are too many (failure_limit.py). `on_event` is called after each
     event.
 
-    `start`, `set_rewards`, `consume` and `publish` decide, and carry out what they decided by the others: `run`,
+    `start`, `set_rewards`, `consume` and `on_new_version` decide, and carry out what they decided by the others: `run`,
     `score`, `take`, `drop`. Those decide nothing: what a journal tells can so happen again (run/journal_replay.py).
     """
 
@@ -232,19 +232,11 @@ class Lifecycle:
         self._emit(EventKind.DROP, group, reason=reason, filter=filter)
         return group
 
-    def publish(self, version: int) -> list[Group]:
+    def on_new_version(self, version: int) -> list[Group]:
         """The trainer is at `version`, its weights are live: drops what can no longer be trained in bound."""
         dropped = [self.drop(group_id, DropReason.STALE) for group_id in self.scheduler.to_drop(version)]
-        self.scheduler.on_publish()
+        self.scheduler.on_new_version()
         return dropped
-
-    def unscored(self) -> list[Rollout]:
-        """Finished rollouts without a reward, in order: those being scored, and what a snapshot or an error left so."""
-        return [r for g in self.cache.groups.values() for r in g.rollouts if r.state is RolloutState.SCORING]
-
-    def running(self) -> list[Rollout]:
-        """In group order."""
-        return [r for g in self.cache.groups.values() for r in g.rollouts if r.state is RolloutState.RUNNING]
 
     def refuse_to_stand_still(self) -> NoReturn:
         """Nothing runs, and there is not enough for a step. ValueError if the engine is too far behind for more."""

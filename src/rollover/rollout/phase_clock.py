@@ -45,7 +45,11 @@ class PhaseClock:
 
 
 class IdleTime:
-    """Counts for one cause at a time: "trainer" or "rewards"."""
+    """Seconds in which the engine ran nothing while nobody waited for it (`Driver.go_on`), by cause, one at a time.
+
+    "trainer": nothing was in flight, and nothing may start before the trainer has trained or handed over its weights;
+    "rewards": only scorings were in flight.
+    """
 
     def __init__(self) -> None:
         self._seconds = {"trainer": 0.0, "rewards": 0.0}

@@ -207,7 +207,7 @@ class Scheduler:
             if group.ready:
                 self.held.set_ready(held)
 
-    def on_publish(self) -> None:
+    def on_new_version(self) -> None:
         """New weights are live: choose the number of groups in flight, if it is ours to choose; a new phase begins."""
         self.slots.next_round()
         if self.config.in_flight_groups == "auto":

@@ -71,7 +71,7 @@ class Replay:
     def end(self) -> None:
         """Nothing more comes: what was taken for a step that was not trained is given back, and what runs is parked."""
         self._return_taken()
-        for rollout in self.lifecycle.running():
+        for rollout in self.lifecycle.cache.running():
             room = self.lifecycle.config.max_new_tokens - 1  # of a full one the journal lacks how it stopped
             self._append(rollout, self._joined(rollout, min(self._told(rollout), room)), StopReason.PAUSED)
         self.lifecycle.check()
@@ -172,7 +172,7 @@ class Replay:
 
     def _row(self, meta: dict[str, Any], data: bytes) -> None:
         self.told(meta["trace_bytes"])
-        self.lifecycle.scheduler.on_publish()
+        self.lifecycle.scheduler.on_new_version()
 
     def _publish(self, meta: dict[str, Any], data: bytes) -> None:
         self.unpublished = False

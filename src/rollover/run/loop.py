@@ -2,7 +2,7 @@
 
     producer.produce ─groups─▶ reuse.build ──▶ trainer.train_step ──▶ engine.load_weights(trainer.publish())
           ▲                                                                      │
-          └── driver.after_publish (stale drops) ◀── version + 1 ────────────────┘
+          └── driver.on_new_version (stale drops) ◀── version + 1 ────────────────┘
                          │
               record, metrics row, checkpoint
 
@@ -87,7 +87,7 @@ class Run:
             self.producer = self._producer()
             parts.lifecycle.on_event = self._on_event
             parts.driver.say = parts.observed.say = parts.prompts.stream.say = self.view.message
-            self.stop.on_stop = parts.driver.request_stop
+            self.stop.on_stop = parts.driver.interrupt_for_good
             if self.overlaps:
                 parts.trainer.team.before = self._take_cores
             self.alarm = Alarm(self.view.message)
@@ -187,7 +187,7 @@ class Run:
         num_bytes = 0
         try:
             num_bytes = await self._hand_over()
-            parts.driver.after_publish(trainer.policy_version)
+            parts.driver.on_new_version(trainer.policy_version)
         finally:  # the step was trained, whatever becomes of its weights
             self._tell(self.rows.of_step(groups, batch, trained, version, num_bytes), groups, batch)
         return True
@@ -236,13 +236,13 @@ class Run:
 
     def _take_cores(self) -> None:
         """In the trainer's thread: its share of the cores, or all once the engine has nothing to run beside it."""
-        idle = self.parts.driver.engine_idle
+        idle = self.parts.driver.clock.idle.running
         self.parts.trainer.team.use(self.threads.alone if idle else self.threads.trainer)
 
     async def _quiesce(self) -> None:
         """Park what is in flight, if anything is: a snapshot is a cut at which nothing runs."""
         if self.overlaps:
-            await self.parts.driver.park()
+            await self.parts.driver.interrupt_all()
 
     @property
     def recorded(self) -> bool:

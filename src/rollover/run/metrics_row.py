@@ -130,7 +130,7 @@ class Rows:
 
     def _engine_waits(self) -> dict[str, float]:
         """The engine's side of the waiting: in this step, and with rollout.overlap only."""
-        idle = self.parts.driver.idle_s()
+        idle = self.parts.driver.clock.idle.seconds()
         if not self.overlaps:
             return {}
         return {f"wait/engine_for_{whom}_s": self._since_last(f"idle/{whom}", s) for whom, s in idle.items()}

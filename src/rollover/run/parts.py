@@ -248,6 +248,6 @@ class Parts:
         return cls(loaded, trainer, lifecycle, prompts, engine, rewarder, observed, driver, stops, reuse)
 
     async def close(self) -> None:
-        await self.driver.close()
+        await self.driver.abandon()
         await self.engine.close()
         await self.rewarder.close()

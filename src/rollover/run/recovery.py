@@ -108,7 +108,7 @@ class Recovery:
             await asyncio.sleep(self.config.checkpoint.journal_s)
             found = await self.parts.driver.asker.progress(self.scribe.running)
             lifecycle = self.parts.lifecycle
-            for rollout in lifecycle.running():
+            for rollout in lifecycle.cache.running():
                 room = lifecycle.cache.remaining(rollout.rollout_id)
                 if believed := salvaged(found.get(rollout.rollout_id, ()), rollout.num_tokens, room):
                     self.scribe.progress({rollout.rollout_id: believed})
@@ -167,11 +167,11 @@ class Recovery:
             return  # before the first step there are answers to look at, too
         self.view.message(f"{type(error).__name__} after {version} steps: writing a checkpoint before the run ends")
         try:
-            parts.driver.request_stop()  # no score is waited for
+            parts.driver.interrupt_for_good()  # no score is waited for
             try:
-                await parts.driver.park()
+                await parts.driver.interrupt_all()
             except Exception:  # the engine is gone, say: what it had not returned is lost
-                await parts.driver.close()
+                await parts.driver.abandon()
             if parts.trainer.in_update:
                 raise ValueError(f"the weights are in the middle of step {version + 1}")
             if self.taken:
@@ -224,7 +224,7 @@ class Recovery:
         if len(journal) == 1 and not replay.num_records and self.journaled:
             self.journal.go_on(journal[0])
         if not recorded:
-            parts.driver.after_publish(version)
+            parts.driver.on_new_version(version)
         held = sum(len(g.rollouts) for g in parts.lifecycle.cache.groups.values())
         of_journal = f" and {replay.num_records} records of its journal ({replay.num_steps} steps)"
         self.view.message(

@@ -165,7 +165,7 @@ class Simulation:
             overlapped_s, generating_s = 0.0, generate_s
         if self._publishes(version):
             self.engine_version = version + 1
-        for group in [*groups, *self.lifecycle.publish(version + 1)]:
+        for group in [*groups, *self.lifecycle.on_new_version(version + 1)]:
             del self._groups[group.group_id]
         step = Step(
             version=version,

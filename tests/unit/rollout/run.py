@@ -92,7 +92,7 @@ class Run:
     def publish(self) -> list[Group]:
         self.version += 1
         at_once(self.engine.load_weights(self.version, ()))
-        dropped = self.driver.after_publish(self.version)
+        dropped = self.driver.on_new_version(self.version)
         self.check()
         return dropped
 

@@ -91,7 +91,7 @@ def test_without_overlap_nobody_counts(clock: Clock) -> None:
     run = Run(lengths=lambda seed: 5)
     run.steps(2)
     clock.now += 9
-    assert run.driver.idle_s() == NEVER
+    assert run.driver.clock.idle.seconds() == NEVER
 
 
 def test_with_nothing_in_flight_the_engine_waits_for_the_trainer(clock: Clock) -> None:
@@ -101,16 +101,16 @@ def test_with_nothing_in_flight_the_engine_waits_for_the_trainer(clock: Clock) -
         clock.now += 7  # the engine is idle for nobody before `go_on`
         run.driver.go_on(0)
         await settle()
-        assert run.driver.idle_s() == NEVER, "the room for groups is filled, and now it begins"
+        assert run.driver.clock.idle.seconds() == NEVER, "the room for groups is filled, and now it begins"
         clock.now += 5
-        assert run.driver.idle_s() == {"trainer": 5.0, "rewards": 0.0}, "what goes on counts as well"
+        assert run.driver.clock.idle.seconds() == {"trainer": 5.0, "rewards": 0.0}, "what goes on counts as well"
         run.publish()
         clock.now += 2
         assert await run.driver.collect(1)
         clock.now += 3  # `collect` has ended it
-        assert run.driver.idle_s() == {"trainer": 7.0, "rewards": 0.0}
+        assert run.driver.clock.idle.seconds() == {"trainer": 7.0, "rewards": 0.0}
         assert run.driver.clock.generation_s == run.driver.clock.scoring_s == 0.0
-        await run.driver.close()
+        await run.driver.abandon()
 
     play(story)
 
@@ -131,12 +131,12 @@ def test_with_scorings_alone_in_flight_it_waits_for_rewards(clock: Clock) -> Non
     async def story() -> None:
         run, gate = await with_scorings_alone_in_flight()
         clock.now += 4
-        assert run.driver.idle_s() == {"trainer": 0.0, "rewards": 4.0}
+        assert run.driver.clock.idle.seconds() == {"trainer": 0.0, "rewards": 4.0}
         gate.is_open.set()
         await settle()
         clock.now += 2
-        assert run.driver.idle_s() == {"trainer": 2.0, "rewards": 4.0}
-        await run.driver.close()
+        assert run.driver.clock.idle.seconds() == {"trainer": 2.0, "rewards": 4.0}
+        await run.driver.abandon()
 
     play(story)
 
@@ -146,16 +146,16 @@ def test_rewards_that_the_trainer_waits_for_are_its_own_wait(clock: Clock) -> No
         run, gate = await with_scorings_alone_in_flight()
         clock.now += 4
         await run.engine.load_weights(1, ())
-        run.driver.after_publish(1)
+        run.driver.on_new_version(1)
         collecting = asyncio.ensure_future(run.driver.collect(1))
         await settle()
         before = run.driver.clock.scoring_s
         clock.now += 6
         gate.is_open.set()
         assert await collecting
-        assert run.driver.idle_s() == {"trainer": 0.0, "rewards": 4.0}
+        assert run.driver.clock.idle.seconds() == {"trainer": 0.0, "rewards": 4.0}
         assert run.driver.clock.scoring_s - before == 6.0
-        await run.driver.close()
+        await run.driver.abandon()
 
     play(story)
 
@@ -165,7 +165,7 @@ def test_to_close_ends_what_is_generated_meanwhile(clock: Clock) -> None:
         run = Run(lengths=lambda seed: 10**6, max_new_tokens=10**6, **OVERLAP)
         run.driver.go_on(-1)
         await settle()
-        await run.driver.close()
+        await run.driver.abandon()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     play(story)
@@ -178,8 +178,8 @@ def test_an_engine_that_runs_is_not_idle(clock: Clock) -> None:
         await settle()
         assert run.driver.in_flight.extends
         clock.now += 8
-        assert run.driver.idle_s() == NEVER
-        await run.driver.close()
+        assert run.driver.clock.idle.seconds() == NEVER
+        await run.driver.abandon()
 
     play(story)
 
@@ -196,12 +196,14 @@ def test_after_a_drain_it_waits_for_the_new_weights(clock: Clock) -> None:
             await asyncio.sleep(0)
         clock.now += 3
         await draining
-        assert run.driver.clock.generation_s == 3.0 and run.driver.idle_s() == NEVER, "the trainer waited for it"
+        assert run.driver.clock.generation_s == 3.0 and run.driver.clock.idle.seconds() == NEVER, (
+            "the trainer waited for it"
+        )
         clock.now += 2
-        assert run.driver.idle_s() == {"trainer": 2.0, "rewards": 0.0}
-        await run.driver.park()
+        assert run.driver.clock.idle.seconds() == {"trainer": 2.0, "rewards": 0.0}
+        await run.driver.interrupt_all()
         clock.now += 6  # an evaluation
-        assert run.driver.idle_s() == {"trainer": 2.0, "rewards": 0.0}
-        await run.driver.close()
+        assert run.driver.clock.idle.seconds() == {"trainer": 2.0, "rewards": 0.0}
+        await run.driver.abandon()
 
     play(story)

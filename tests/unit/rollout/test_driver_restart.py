@@ -42,7 +42,7 @@ def test_request_stop_during_generation(mode: dict, delay: int) -> None:
         collecting = asyncio.ensure_future(run.driver.collect(0))
         for _ in range(delay):
             await asyncio.sleep(0)
-        run.driver.request_stop()
+        run.driver.interrupt_for_good()
         return await collecting
 
     assert asyncio.run(stop()) is None
@@ -69,7 +69,7 @@ def test_request_stop_during_generation(mode: dict, delay: int) -> None:
 
 def test_stop_requested_before_the_extensions_have_begun() -> None:
     run = Run(lengths=lambda seed: 2000, max_new_tokens=1000)
-    run.lifecycle.on_event = lambda event: run.driver.request_stop() if event.kind is EventKind.START else None
+    run.lifecycle.on_event = lambda event: run.driver.interrupt_for_good() if event.kind is EventKind.START else None
     assert asyncio.run(run.driver.collect(0)) is None
     run.check()
     assert run.ledger.generated_tokens < 100, "the extensions were not interrupted"

@@ -31,18 +31,18 @@ def test_a_stop_waits_for_no_score_and_they_are_asked_for_again(watched: bool, o
 
     async def stop() -> None:
         collecting = asyncio.ensure_future(run.driver.collect(0))
-        while not run.lifecycle.unscored():
+        while not run.lifecycle.cache.unscored():
             await asyncio.sleep(0)
         for _ in range(3):
             await asyncio.sleep(0)
-        run.driver.request_stop()
+        run.driver.interrupt_for_good()
         assert await asyncio.wait_for(collecting, 60) is None
-        await asyncio.wait_for(run.driver.park(), 60)
-        await run.driver.close()
+        await asyncio.wait_for(run.driver.interrupt_all(), 60)
+        await run.driver.abandon()
 
     asyncio.run(stop())
     run.check(stopped=True)
-    unscored = run.lifecycle.unscored()
+    unscored = run.lifecycle.cache.unscored()
     assert unscored and all(r.reward is None for r in unscored)
     resumed = Run(lambda seed: 3 if seed % 2 else 30, **PARTIAL)
     resumed.load(run.save())
@@ -94,7 +94,7 @@ def test_an_engine_that_answers_with_nothing_for_long_is_named_once() -> None:
     async def for_a_minute() -> None:
         collecting = asyncio.ensure_future(run.driver.collect(0))
         await asyncio.sleep(60)
-        run.driver.request_stop()
+        run.driver.interrupt_for_good()
         await collecting
 
     virtual_time.run(for_a_minute())
@@ -109,7 +109,7 @@ def test_a_stop_ends_the_pause() -> None:
     async def stop() -> None:
         collecting = asyncio.ensure_future(run.driver.collect(0))
         await asyncio.sleep(0.3)
-        run.driver.request_stop()
+        run.driver.interrupt_for_good()
         assert await asyncio.wait_for(collecting, 30) is None
 
     asyncio.run(stop())

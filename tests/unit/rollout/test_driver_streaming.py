@@ -170,7 +170,7 @@ def test_reserved_groups_stay_held_until_their_step_and_are_free_after_a_stop() 
         reserved = reserve(run, 1)
         held = set(run.cache.groups)
         assert set(reserved) <= held
-        run.driver.request_stop()
+        run.driver.interrupt_for_good()
         assert await collecting is None
         assert set(reserved) <= set(run.cache.groups)
         run.scheduler.held.reserved.clear()
@@ -202,7 +202,7 @@ def test_no_group_that_is_due_loses_its_place() -> None:
     give(3, 0, False)
     give(4, 0, False)
     life.consume(0)
-    life.publish(1)
+    life.on_new_version(1)
     life.start(1)
     give(5, 1, True)
     groups += [life.admit(make_task(i), (1, 2, 3), 1) for i in (6, 7, 8)]

@@ -282,7 +282,7 @@ def test_ctrl_c_does_not_wait_for_what_hangs(deaf: bool) -> None:
         collecting = asyncio.ensure_future(run.driver.collect(0))
         while not all(run.engine._is_stuck(s) for s in run.engine._running.values()) or not run.engine._running:
             await asyncio.sleep(0)
-        run.driver.request_stop()
+        run.driver.interrupt_for_good()
         async with asyncio.timeout(5):
             assert await collecting is None
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.failure_limit import Patience
+from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.types import DropReason, Reward
 
 TOO_MANY = 12  # four steps of three groups
 
 
-def patience() -> Patience:
-    return Patience(Lifecycle(RolloutConfig(groups_per_step=3)))
+def failure_limit() -> FailureLimit:
+    return FailureLimit(Lifecycle(RolloutConfig(groups_per_step=3)))
 
 
 def test_so_many_stalled_groups_in_a_row_end_the_run() -> None:
-    told = patience()
+    told = failure_limit()
     for _ in range(TOO_MANY - 1):
         told.on_given_up()
     with pytest.raises(ValueError, match=f"watchdog: the last {TOO_MANY} groups .* the engine seems to hang"):
@@ -25,7 +25,7 @@ def test_so_many_stalled_groups_in_a_row_end_the_run() -> None:
 
 
 def test_a_group_that_is_complete_begins_the_count_of_stalled_ones_anew() -> None:
-    told = patience()
+    told = failure_limit()
     for _ in range(3):
         for _ in range(TOO_MANY - 1):
             told.on_given_up()
@@ -33,7 +33,7 @@ def test_a_group_that_is_complete_begins_the_count_of_stalled_ones_anew() -> Non
 
 
 def test_a_group_with_rewards_begins_the_count_of_failed_ones_anew() -> None:
-    told, failed = patience(), [Reward(None, error="down")]
+    told, failed = failure_limit(), [Reward(None, error="down")]
     for _ in range(3):
         for _ in range(2):  # of the three that end a run at its beginning
             told.on_dropped(DropReason.TOO_FEW_REWARDS, failed)

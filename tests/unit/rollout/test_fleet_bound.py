@@ -120,9 +120,9 @@ def steps(run: Run, num: int, rng: random.Random) -> list[list[Group]]:
                     for _ in range(rng.randrange(60)):
                         await asyncio.sleep(0)
                 await run.engine.load_weights(version + 1, ())
-                run.driver.after_publish(version + 1)
+                run.driver.on_new_version(version + 1)
                 run.lifecycle.check()
-            await run.driver.close()
+            await run.driver.abandon()
         return batches
 
     return virtual_time.run(go())

@@ -49,9 +49,9 @@ def test_a_filtered_group_is_replaced_within_the_step(monkeypatch: pytest.Monkey
             if run.config.overlap:
                 run.driver.go_on(run.version)
                 await asyncio.sleep(0.01)
-                await run.driver.park()
+                await run.driver.interrupt_all()
             run.publish()
-        await run.driver.close()
+        await run.driver.abandon()
         return batches
 
     batches = virtual_time.run(steps())  # what goes on has done all that it may when it sleeps
@@ -159,7 +159,7 @@ def test_groups_without_rewards_in_between_do_not_reset_the_count() -> None:
     assert run.ledger.dropped[DropReason.TOO_FEW_REWARDS].groups in (5, 6)
 
 
-def test_rewards_that_fail_later_than_a_filtered_group_get_the_patience_of_a_started_run() -> None:
+def test_rewards_that_fail_later_than_a_filtered_group_get_the_limit_of_a_started_run() -> None:
     async def scorer(rollouts: list[Rollout]) -> list[Reward]:
         lost = rollouts[0].group_id > 0
         return [Reward(None, error="boom") if lost else Reward(1.0) for _ in rollouts]

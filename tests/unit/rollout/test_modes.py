@@ -164,9 +164,9 @@ def test_what_gets_its_rewards_after_its_tokens_left_the_bound_is_dropped_and_no
             for _ in range(40):
                 await asyncio.sleep(0)
             await run.engine.load_weights(version + 1, ())
-            run.driver.after_publish(version + 1)
+            run.driver.on_new_version(version + 1)
             late.set()
-        await run.driver.close()
+        await run.driver.abandon()
         return taken
 
     assert asyncio.run(steps()) == [[0, 1], [4, 5], [8, 9]]
@@ -188,7 +188,7 @@ def test_nothing_new_is_begun_that_would_be_too_old_for_every_step() -> None:
         for _ in range(100):
             await asyncio.sleep(0)
         assert run.cache.num_admitted == admitted, "tasks were used up for nothing"
-        await run.driver.close()
+        await run.driver.abandon()
 
     asyncio.run(first_step())
 

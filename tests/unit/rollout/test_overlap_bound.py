@@ -82,7 +82,7 @@ class AsyncWorld:
         self.version += 1
         if self.version % self.publish_every == 0:
             self.engine_version = self.version
-        life.publish(self.version)
+        life.on_new_version(self.version)
         life.check()
 
 
@@ -174,8 +174,8 @@ def test_a_rollout_that_outlasts_many_steps_holds_the_step_up_before_it_gets_too
             for _ in range(40):
                 await asyncio.sleep(0)
             await engine.load_weights(version + 1, ())
-            driver.after_publish(version + 1)
-        await driver.close()
+            driver.on_new_version(version + 1)
+        await driver.abandon()
 
     asyncio.run(run())
     assert len(ages) == 8 and max(ages.values()) == ages[0] == staleness

@@ -131,7 +131,7 @@ class World:
         self.version += 1
         if self.version % self.publish_every == 0:
             self.engine_version = self.version
-        for group in self.lifecycle.publish(self.version):
+        for group in self.lifecycle.on_new_version(self.version):
             self._dropped(group, DropReason.STALE)
         self.check()
         return consumed
@@ -202,7 +202,7 @@ class World:
         self.lifecycle.begin(self.version, self.engine_version)
         self.check()
         self.reserved, self.awaited = set(), []
-        for rollout in self.lifecycle.unscored():
+        for rollout in self.lifecycle.cache.unscored():
             if self.singly or is_complete(self.cache.groups[rollout.group_id]):
                 self._score([rollout])
 
@@ -225,7 +225,7 @@ class World:
 
     def _random_event(self) -> None:
         """A running rollout stops, or is paused with some tokens (its token budget, where there is one)."""
-        running = self.lifecycle.running()
+        running = self.lifecycle.cache.running()
         assert running or self.awaited, "nothing runs and there is not enough for a step"
         if self.awaited and (not running or self.rng.random() < 0.2):
             self._give_rewards(self.awaited.pop(self.rng.randrange(len(self.awaited))))
@@ -263,7 +263,7 @@ class World:
 
     def _wind_down(self) -> None:
         to_interrupt = self.lifecycle.scheduler.to_interrupt(self.version, self.stream_ended)
-        running = self.lifecycle.running()
+        running = self.lifecycle.cache.running()
         assert to_interrupt == [r.rollout_id for r in running]
         self.rng.shuffle(running)
         for rollout in running:

@@ -145,11 +145,11 @@ def test_a_killed_run_is_the_same_again(of: Any) -> None:
     replay.end()
     dead, again = world.lifecycle, owners.lifecycle
     dead.give_back(list(world.taken.values()), owners.trainer.policy_version)
-    for rollout in dead.running():
+    for rollout in dead.cache.running():
         dead.park(rollout)
     if replay.untold:  # killed between a step and its row
-        dead.scheduler.on_publish()
-        again.scheduler.on_publish()
+        dead.scheduler.on_new_version()
+        again.scheduler.on_new_version()
     again.check()
     (meta, arrays), (dead_meta, dead_arrays) = again.state_dict(), dead.state_dict()
     dead_meta["stream_ended"] = meta["stream_ended"]
@@ -187,9 +187,9 @@ class Continued(World):
             for rollout in group.rollouts:
                 self.admitted_version[group.group_id] = self.version
                 self.seen[rollout.rollout_id] = self._tokens(rollout)
-        self.lifecycle.publish(self.version)
+        self.lifecycle.on_new_version(self.version)
         self.lifecycle.begin(self.version, self.version)
-        for rollout in self.lifecycle.unscored():
+        for rollout in self.lifecycle.cache.unscored():
             if self.singly or all(r.stop_reason for r in self.cache.groups[rollout.group_id].rollouts):
                 self._score([rollout])
 

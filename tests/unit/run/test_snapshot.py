@@ -102,7 +102,7 @@ def worked(folder: Path) -> Owners:
         complete = lifecycle.append(rollout, [make_segment(rng.randint(2, 9), 2, stop)])
         if complete is not None:
             lifecycle.set_rewards(complete, [Reward(1.0), Reward(0.0)])
-    for rollout in lifecycle.running():
+    for rollout in lifecycle.cache.running():
         lifecycle.park(rollout)
     groups = lifecycle.consume(2)
     of.reuse.after_step(groups, of.reuse.build(groups, 2), 2)

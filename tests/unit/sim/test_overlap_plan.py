@@ -109,9 +109,9 @@ def driven(config, max_running: int, seed: int, publish_every: int, num_tasks: i
                 if config.interrupt == "never":
                     await driver.drain()
                 await engine.load_weights(version + 1, ())
-            driver.after_publish(version + 1)
+            driver.on_new_version(version + 1)
         driver.lifecycle.on_event = None
-        await driver.close()
+        await driver.abandon()
 
     asyncio.run(run())
     return events

@@ -60,7 +60,7 @@ def driven(config: RolloutConfig, max_running: int, seed: int, num_tasks: int | 
             if not await driver.collect(version):
                 return
             await driver.engine.load_weights(version + 1, ())
-            driver.after_publish(version + 1)
+            driver.on_new_version(version + 1)
 
     asyncio.run(run())
     return events

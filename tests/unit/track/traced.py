@@ -79,7 +79,7 @@ def stopped_in_the_middle(run: TracedRun, after_events: int) -> None:
     def stop(event: Event) -> None:
         tick(event)
         if next(counter) == after_events:
-            run.driver.request_stop()
+            run.driver.interrupt_for_good()
 
     run.lifecycle.on_event = stop
 

@@ -1,7 +1,4 @@
-"""Unhappy ends and starts around the journal: between two writes of a restart, with other settings, by a second Ctrl-C.
-
-An end is an exception that nothing catches, in this process: what is in the files by then is all that is left.
-"""
+"""Unhappy ends and starts around the journal: between two writes of a restart, by a second Ctrl-C, and so on."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 import pytest
 import runs
 import torch
-from test_journal_resume import CHECKPOINT, Ends, look_at_start, train
+from endings import CHECKPOINT, look_at_start, train, train_until, train_until_called
 from test_journal_run import check_whole
 
 from rollover.checkpoint.journal import Journal
@@ -22,10 +19,6 @@ from rollover.run.directory import RunDirectory
 from rollover.run.journal_scribe import Scribe
 from rollover.run.recovery import Recovery
 from rollover.types import Segment
-
-
-def end(*args: Any, **kwargs: Any) -> Any:
-    raise KeyboardInterrupt
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -38,12 +31,8 @@ def test_a_journal_that_is_switched_off_is_not_read_back_twice(
     """Its steps are rolled back, and others are trained in their place: those of the journal never happened."""
     recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
     words = ["--resume", "--checkpoint.journal_s", "0", "--train.learning_rate", "2e-3"]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        Ends(monkeypatch, 4)
-        assert train(capsys, recipe)[0] == 130
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        Ends(monkeypatch, 2)
-        assert train(capsys, recipe, *words)[0] == 130
+    train_until(capsys, 4, recipe)
+    train_until(capsys, 2, recipe, *words)
     code, text = train(capsys, recipe, *words)
     assert code == 0 and "resumed from step-000000: " in text, text
     check_whole(tmp_path / "run", 6)
@@ -54,9 +43,7 @@ def test_where_a_runs_checkpoints_are_is_known_before_its_journal_goes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = runs.write(tmp_path, steps=4, checkpoint=CHECKPOINT | {"every_steps": 2})
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(RunDirectory, "on_checkpoint", end)
-        assert train(capsys, recipe)[0] == 130
+    train_until_called(capsys, RunDirectory, "on_checkpoint", recipe)
     before = rows_of(tmp_path)
     code, text = train(capsys, recipe, "--resume", "--checkpoint.dir", tmp_path / "elsewhere")
     assert code == 0 and "resumed from the start and " in text, text
@@ -79,11 +66,8 @@ def test_steps_that_were_rolled_back_are_not_trained_again_by_a_start_with_the_s
     assert train(capsys, recipe, "--train.num_steps", "2")[0] == 0
     with pytest.MonkeyPatch.context() as monkeypatch:
         begun = look_at_start(monkeypatch)
-        Ends(monkeypatch, 4)
-        assert train(capsys, recipe, "--resume")[0] == 130
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Recovery, "begin", end)
-        assert train(capsys, recipe, "--resume", "--train.learning_rate", "2e-3")[0] == 130
+        train_until(capsys, 4, recipe, "--resume")
+    train_until_called(capsys, Recovery, "begin", recipe, "--resume", "--train.learning_rate", "2e-3")
     assert len(rows_of(tmp_path)) == 2
     with pytest.MonkeyPatch.context() as monkeypatch:
         again = look_at_start(monkeypatch)
@@ -93,31 +77,30 @@ def test_steps_that_were_rolled_back_are_not_trained_again_by_a_start_with_the_s
     check_whole(tmp_path / "run", 6)
 
 
-class SecondCtrlC:
-    """Ends a run in the middle of a decode step, once the journal has tokens of what runs: `told` by rollout."""
+def train_until_second_ctrl_c(capsys: pytest.CaptureFixture[str], recipe: Path) -> dict[str, int]:
+    """It ends the run in the middle of a decode step, once the journal has tokens of what runs: so many by rollout."""
+    told: dict[str, int] = {}
+    step, progress = EmbeddedEngine.step, Scribe.progress
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told: dict[str, int] = {}
-        step, progress, ends = EmbeddedEngine.step, Scribe.progress, self
+    def step_or_end(engine: EmbeddedEngine) -> None:
+        if told:
+            raise KeyboardInterrupt
+        step(engine)
 
-        def ending(engine: EmbeddedEngine) -> None:
-            if ends.told:
-                raise KeyboardInterrupt
-            step(engine)
+    def telling(scribe: Scribe, found: dict[str, list[Segment]]) -> None:
+        progress(scribe, found)
+        told.update({i: sum(map(len, s)) for i, s in found.items() if sum(map(len, s))})
 
-        def telling(scribe: Scribe, found: dict[str, list[Segment]]) -> None:
-            progress(scribe, found)
-            ends.told |= {i: sum(map(len, s)) for i, s in found.items() if sum(map(len, s))}
-
-        monkeypatch.setattr(EmbeddedEngine, "step", ending)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(EmbeddedEngine, "step", step_or_end)
         monkeypatch.setattr(Scribe, "progress", telling)
+        assert train(capsys, recipe)[0] == 130
+    return told
 
 
 def test_a_second_ctrl_c_loses_no_more_than_a_kill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = runs.write(tmp_path, steps=2, checkpoint=CHECKPOINT | {"journal_s": 0.001})
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        ends = SecondCtrlC(monkeypatch)
-        assert train(capsys, recipe)[0] == 130
+    told = train_until_second_ctrl_c(capsys, recipe)
     begun: dict[str, int] = {}
     extend = EmbeddedEngine.extend
 
@@ -129,15 +112,13 @@ def test_a_second_ctrl_c_loses_no_more_than_a_kill(tmp_path: Path, capsys: pytes
         monkeypatch.setattr(EmbeddedEngine, "extend", looking)
         code, text = train(capsys, recipe, "--resume")
     assert code == 0, text
-    assert ends.told and ends.told.items() <= begun.items()
+    assert told and told.items() <= begun.items()
     check_whole(tmp_path / "run", 2)
 
 
 def test_a_run_that_has_only_generated_is_not_begun_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = runs.write(tmp_path, steps=2, checkpoint=CHECKPOINT | {"journal_s": 0.001})
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        SecondCtrlC(monkeypatch)
-        assert train(capsys, recipe)[0] == 130
+    train_until_second_ctrl_c(capsys, recipe)
     code, text = train(capsys, recipe)
     assert code == 2 and "holds a run already: add --resume" in text, text
     assert train(capsys, recipe, "--resume")[0] == 0
@@ -148,9 +129,7 @@ def test_what_was_trained_again_is_in_no_other_steps_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], before_row: bool
 ) -> None:
     recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        Ends(monkeypatch, 5, before_row=before_row)
-        assert train(capsys, recipe)[0] == 130
+    train_until(capsys, 5, recipe, before_row=before_row)
     assert train(capsys, recipe, "--resume")[0] == 0
     rows = rows_of(tmp_path)
     for row in rows:
@@ -186,9 +165,7 @@ def test_what_a_checkpoint_has_made_needless_is_deleted_by_the_next_start(
 ) -> None:
     """The last checkpoint is committed, and the process dies before it deletes the journal up to there."""
     recipe = runs.write(tmp_path, steps=1, checkpoint=CHECKPOINT)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Journal, "commit", end)
-        assert train(capsys, recipe)[0] == 130
+    train_until_called(capsys, Journal, "commit", recipe)
     assert len(list((tmp_path / "run" / "journal").iterdir())) == 2
     assert train(capsys, recipe, "--resume")[0] == 0
     assert len(list((tmp_path / "run" / "journal").iterdir())) == 1

@@ -1,7 +1,4 @@
-"""A run that ended between two checkpoints: its steps are trained again bit by bit, or rolled back; damage is named.
-
-The end is an exception that nothing catches, in this process: what the journal has by then is all that is left.
-"""
+"""A run that ended between two checkpoints: its steps are trained again bit by bit, or rolled back; damage is named."""
 
 from __future__ import annotations
 
@@ -14,67 +11,10 @@ from typing import Any
 import pytest
 import runs
 import torch
+from endings import CHECKPOINT, look_at_start, train, train_until
 from test_journal_run import check_whole
 
-from rollover import cli
 from rollover.checkpoint import journal as journal_module
-from rollover.run.loop import Run
-from rollover.run.metrics_row import Rows
-
-CHECKPOINT: dict[str, Any] = {"every_steps": 50, "save_final_model": False}
-
-
-def train(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
-    code = cli.main(["train", *map(str, words)])
-    out = capsys.readouterr()
-    assert "Traceback" not in out.err, out.err
-    return code, out.out + out.err
-
-
-def weights(run: Run) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for name, t in run.parts.trainer.save_state()[0].items() if not name.startswith("random")}
-
-
-class Ends:
-    """Lets a run end at the beginning of the step at `version`, and takes its weights; or when `of_step` is asked."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, version: int, *, before_row: bool = False) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-        self.run: Run | None = None
-        step, of_step = Run._step, Rows.of_step
-        ends = self
-
-        async def ending(run: Run) -> bool:
-            if run.parts.trainer.policy_version == version and not before_row:
-                ends.weights = weights(run)
-                raise KeyboardInterrupt
-            ends.run = run
-            return await step(run)
-
-        def of_step_or_end(rows: Rows, *args: Any) -> dict[str, float]:
-            if args[3] == version - 1:
-                assert ends.run is not None
-                ends.weights = weights(ends.run)
-                raise KeyboardInterrupt
-            return of_step(rows, *args)
-
-        monkeypatch.setattr(Run, "_step", ending)
-        if before_row:
-            monkeypatch.setattr(Rows, "of_step", of_step_or_end)
-
-
-def look_at_start(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """The weights with which a run takes its first step, once it has."""
-    found: dict[str, torch.Tensor] = {}
-    step = Run._step
-
-    async def looking(run: Run) -> bool:
-        if not found:
-            found.update(weights(run))
-        return await step(run)
-
-    monkeypatch.setattr(Run, "_step", looking)
-    return found
 
 
 @pytest.mark.parametrize("before_row", [False, True], ids=["between steps", "before the row"])
@@ -85,9 +25,7 @@ def test_steps_are_trained_again_bit_by_bit(
     recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
     if first:
         assert train(capsys, recipe, "--train.num_steps", str(first))[0] == 0
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        end = Ends(monkeypatch, 4, before_row=before_row)
-        assert train(capsys, recipe, *(["--resume"] if first else []))[0] == 130
+    end = train_until(capsys, 4, recipe, *(["--resume"] if first else []), before_row=before_row)
     rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 4 - before_row
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -102,9 +40,7 @@ def test_steps_are_trained_again_bit_by_bit(
 def test_a_run_with_generation_beside_training_goes_on_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overlap = {"overlap": True, "interrupt": "on_weight_update"}
     recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT | {"journal_s": 0.05}, rollout=overlap)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        Ends(monkeypatch, 4)
-        assert train(capsys, recipe)[0] == 130
+    train_until(capsys, 4, recipe)
     code, text = train(capsys, recipe, "--resume")
     assert code == 0 and "(4 steps)" in text, text
     check_whole(tmp_path / "run", 6)
@@ -124,8 +60,7 @@ def test_lost_steps_are_rolled_back(
     assert train(capsys, recipe, "--train.num_steps", "2")[0] == 0
     with pytest.MonkeyPatch.context() as monkeypatch:
         begun = look_at_start(monkeypatch)
-        Ends(monkeypatch, 4)
-        assert train(capsys, recipe, "--resume")[0] == 130
+        train_until(capsys, 4, recipe, "--resume")
     trained = {r["rollout_id"]: r["token_ids"] for r in runs.records(tmp_path / "run") if r["step"] > 2}
     with pytest.MonkeyPatch.context() as monkeypatch:
         again = look_at_start(monkeypatch)
@@ -145,9 +80,7 @@ def test_a_flipped_byte_is_named_and_the_run_goes_on_from_before_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        Ends(monkeypatch, 4)
-        assert train(capsys, recipe)[0] == 130
+    train_until(capsys, 4, recipe)
     (path,) = (tmp_path / "run" / "journal").iterdir()
     content = bytearray(path.read_bytes())
     content[len(content) * 2 // 3] ^= 8
@@ -160,9 +93,7 @@ def test_a_flipped_byte_is_named_and_the_run_goes_on_from_before_it(
 
 def test_a_torn_last_record_is_cut_said_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = runs.write(tmp_path, steps=4, checkpoint=CHECKPOINT)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        Ends(monkeypatch, 2)
-        assert train(capsys, recipe)[0] == 130
+    train_until(capsys, 2, recipe)
     (path,) = (tmp_path / "run" / "journal").iterdir()
     content = path.read_bytes()
     torn = content[: content.rindex(b"RLVJ") + 33]
@@ -192,9 +123,8 @@ def test_a_full_disk_ends_the_journal_until_the_next_checkpoint_and_not_the_run(
     limited = types.SimpleNamespace(**{**vars(os), "write": write})
     with monkeypatch.context() as patched:
         patched.setattr(journal_module, "os", limited)
-        Ends(patched, 5)
-        code, text = train(capsys, recipe)
-    assert code == 130 and text.count("the journal cannot be written") == 1, text
+        text = train_until(capsys, 5, recipe).text
+    assert text.count("the journal cannot be written") == 1, text
     rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
     assert [row["journal/failed"] for row in rows] == [1] * 5
     assert rows[2]["journal/bytes"] < rows[4]["journal/bytes"], "it goes on after the checkpoint of step 3"
@@ -205,9 +135,7 @@ def test_a_full_disk_ends_the_journal_until_the_next_checkpoint_and_not_the_run(
 
 def test_an_earlier_checkpoint_is_gone_on_from_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT | {"every_steps": 2})
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        Ends(monkeypatch, 5)
-        assert train(capsys, recipe)[0] == 130
+    train_until(capsys, 5, recipe)
     code, text = train(capsys, recipe, "--resume", "--checkpoint.resume_from", "step-000002")
     assert code == 0 and "resumed from step-000002: " in text, text
     check_whole(tmp_path / "run", 6)

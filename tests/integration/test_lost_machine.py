@@ -11,7 +11,7 @@ import fsspec
 import pytest
 import runs
 import torch
-from test_journal_resume import Ends, look_at_start, train, weights
+from endings import before_step, look_at_start, train, train_until, weights
 from test_journal_run import check_whole
 
 from rollover.run.loop import Run
@@ -45,20 +45,17 @@ def test_another_machine_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert train(capsys, recipe, "--train.num_steps", str(first))[0] == 0
     reached: dict[str, torch.Tensor] = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        Ends(monkeypatch, 4)
-        step = Run._step
 
-        async def cut_off(run: Run) -> bool:
-            if run.parts.trainer.policy_version == 3:
+        def cut_off(run: Run, version: int) -> None:
+            if version == 3:
                 assert run.directory.mirror is not None
                 run.directory.mirror.copy()
                 reached.update(weights(run))
                 refuse(monkeypatch, "/run/")
-            return await step(run)
 
-        monkeypatch.setattr(Run, "_step", cut_off)
-        code, text = train(capsys, recipe, *(["--resume"] if first else []))
-    assert code == 130 and text.count("cannot be copied to ") == 1 and "no route to host" in text, text
+        before_step(monkeypatch, cut_off)
+        text = train_until(capsys, 4, recipe, *(["--resume"] if first else [])).text
+    assert text.count("cannot be copied to ") == 1 and "no route to host" in text, text
     rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
     shutil.rmtree(tmp_path / "run")
     code, text = train(capsys, recipe, "--run.dir", str(tmp_path / "another"))

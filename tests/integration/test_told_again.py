@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import runs
-from test_journal_resume import CHECKPOINT, Ends, train
+from endings import CHECKPOINT, end, train, train_until
 from test_journal_run import check_whole
 
-from rollover.run.loop import Run
+from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.track.sinks import JsonlSink
 from rollover.track.trace import spans
 
@@ -21,15 +21,13 @@ def test_a_run_that_ended_while_it_handed_its_weights_over_has_told_that_they_ar
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
-    publish = Run._publish
+    load_weights = EmbeddedEngine.load_weights
 
-    async def ending(run: Run) -> int:
-        if run.parts.trainer.policy_version == 4:
-            raise KeyboardInterrupt
-        return await publish(run)
+    async def load_or_end(engine: EmbeddedEngine, version: int, tensors: Any) -> Any:
+        return end() if version == 4 else await load_weights(engine, version, tensors)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Run, "_publish", ending)
+        monkeypatch.setattr(EmbeddedEngine, "load_weights", load_or_end)
         assert train(capsys, recipe)[0] == 130
     code, text = train(capsys, recipe, "--resume")
     assert code == 0 and "(4 steps)" in text, text
@@ -44,9 +42,7 @@ def test_an_age_is_counted_in_steps_of_the_trainer_whenever_its_weights_are_hand
     rollout: dict[str, Any] = {"interrupt": "never", "in_flight_groups": 3, "max_staleness": 2, "max_new_tokens": 8}
     recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT, rollout=rollout, train={"publish_every": 3})
     if ended:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            Ends(monkeypatch, 2)
-            assert train(capsys, recipe)[0] == 130
+        train_until(capsys, 2, recipe)
     assert train(capsys, recipe, *(["--resume"] if ended else []))[0] == 0
     rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
     assert max(row["staleness/max"] for row in rows) > 0
@@ -62,9 +58,7 @@ def test_which_task_is_given_again_is_not_decided_by_other_settings(
     """With more steps re-rolls begin later; those that the journal has were given all the same."""
     reroll = {"max_groups": 2, "start_fraction": 0.25, "failed_at_most": 1.0}  # who is as good as its siblings
     recipe = runs.write(tmp_path, steps=8, checkpoint=CHECKPOINT, reroll=reroll, rollout={"max_new_tokens": 2})
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        Ends(monkeypatch, 6)
-        assert train(capsys, recipe)[0] == 130
+    train_until(capsys, 6, recipe)
     given = [row["reroll/given"] for row in runs.json_lines(tmp_path / "run" / "metrics.jsonl")]
     assert given[-1] > 0
     code, text = train(capsys, recipe, "--resume", "--train.num_steps", "16")
@@ -80,9 +74,7 @@ def test_a_task_that_failed_in_a_lost_step_is_given_again_once(
     reroll = {"max_groups": 2, "start_fraction": 0.0, "failed_at_most": 1.0}
     rollout = {"max_new_tokens": 2, "max_staleness": 6, "in_flight_groups": 20}
     recipe = runs.write(tmp_path, steps=12, checkpoint=CHECKPOINT, reroll=reroll, rollout=rollout)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        Ends(monkeypatch, 4)
-        assert train(capsys, recipe)[0] == 130
+    train_until(capsys, 4, recipe)
     code, text = train(capsys, recipe, "--resume", "--checkpoint.lost_steps", "roll_back")
     assert code == 0 and "4 steps after the checkpoint are rolled back: " in text, text
     visits = {r["group_id"]: (r["task_id"], r["attempt"]) for r in runs.records(tmp_path / "run")}
@@ -112,9 +104,7 @@ def test_a_step_that_is_trained_again_has_no_length_in_the_trace(
 ) -> None:
     """The clock stands while the journal is read: how long that training took is in the step's row alone."""
     recipe = runs.write(tmp_path, steps=4, checkpoint=CHECKPOINT)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        Ends(monkeypatch, 2, before_row=True)
-        assert train(capsys, recipe)[0] == 130
+    train_until(capsys, 2, recipe, before_row=True)
     assert train(capsys, recipe, "--resume")[0] == 0
     told = spans(runs.trace(tmp_path / "run"))
     assert all(span.end > span.start for span in told)

@@ -8,7 +8,7 @@ from rollover.config import AlgorithmConfig
 from rollover.config.algorithm import ADVANTAGES
 from rollover.config.fields import field_at
 from rollover.track.health import PATIENCE, RANGES, Health
-from rollover.track.metrics import METRICS
+from rollover.track.metric_keys import METRICS
 
 
 def test_a_figure_is_named_once_after_some_steps_out_of_its_range() -> None:

@@ -1,0 +1,346 @@
+"""Every metric key of `metrics.jsonl`: what it means, its unit and how its values are reduced. A table, and no code.
+
+A key may hold placeholders, as in `dropped/{reason}/groups`; each stands for one name, which may itself contain a
+slash (`reward/openai/gsm8k/mean`). docs/metrics.md is made of this table (track/metrics.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["mean", "sum", "max", "last", "counter", "rate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One key of `metrics.jsonl`.
+
+    `kind` says how the rows of several steps become one: mean, sum, max, the last one (gauges), the last one of a
+    counter that grows over the whole run, or, for a rate, sum of `numerator` / sum of `denominator` (both keys of
+    METRICS).
+    """
+
+    key: str
+    kind: Kind
+    unit: str
+    doc: str
+    numerator: str = ""
+    denominator: str = ""
+
+
+METRICS: list[Metric] = [
+    # Progress
+    Metric("step", "last", "steps", "Training step that this row describes, from 1."),
+    Metric("policy_version", "last", "version", "Policy version after the step: training steps completed."),
+    Metric("time", "last", "unix s", "When the row was written."),
+    # Reward
+    Metric("reward/mean", "mean", "reward", "Mean score of the trained rollouts that have one."),
+    Metric("reward/std", "mean", "reward", "Standard deviation of those scores."),
+    Metric("reward/{source}/mean", "mean", "reward", "Mean score of the trained rollouts of one task source."),
+    Metric("reward/missing", "sum", "rollouts", "Trained groups' rollouts without a reward (masked, never scored 0)."),
+    Metric("reward/extra/{name}", "mean", "", "Mean of one further entry of the dicts that the reward returned."),
+    # Rewards workers
+    Metric("rewards/timeouts", "counter", "calls", "Reward calls past rewards.timeout_s; the worker was killed."),
+    Metric("rewards/crashes", "counter", "calls", "Reward calls whose worker died, or gave no reply to them."),
+    Metric("rewards/errors", "counter", "rewards", "Missing since the function raised, or returned no score."),
+    Metric("rewards/out_of_memory", "counter", "rewards", "Missing since the function raised a MemoryError."),
+    Metric("rewards/quarantined", "counter", "rewards", "Missing since the task had ended too many workers."),
+    Metric("rewards/retries", "counter", "calls", "Calls made again after a timeout or a crash."),
+    Metric("rewards/busy_workers", "last", "workers", "Reward workers with a group at the end of the step."),
+    Metric("rewards/queue", "last", "groups", "Groups that wait for a reward worker at the end of the step."),
+    Metric("rewards/longest_call_s", "last", "s", "Age of the oldest call that a reward worker is at then; 0: none."),
+    # Ledger
+    Metric("tokens/generated", "counter", "tokens", "Sampled tokens since step 1. Equals trained + dropped + held."),
+    Metric("tokens/trained", "counter", "tokens", "Sampled tokens whose rollout was consumed by a step, cumulative."),
+    Metric("tokens/dropped", "counter", "tokens", "Sampled tokens whose group was dropped, cumulative, all reasons."),
+    Metric("tokens/held", "last", "tokens", "Sampled tokens of groups now in the system, unfinished ones included."),
+    Metric("tokens/step_generated", "sum", "tokens", "Tokens sampled in this step."),
+    Metric(
+        "tokens/step_processed",
+        "sum",
+        "tokens",
+        "Tokens that the engine computed while this step was generated: prefilled, prefilled again and sampled.",
+    ),
+    Metric("tokens/step_trained", "sum", "tokens", "Sampled tokens of the rollouts that this step trained on."),
+    Metric(
+        "dropped/{reason}/groups",
+        "counter",
+        "groups",
+        "Groups dropped for this reason (masked: 0, its tokens are of trained groups), cumulative.",
+    ),
+    Metric("dropped/{reason}/tokens", "counter", "tokens", "Sampled tokens dropped for this reason, cumulative."),
+    Metric(
+        "filtered/{filter}/groups",
+        "counter",
+        "groups",
+        "Of dropped/filtered/groups, those that this filter dropped, cumulative; absent before its first.",
+    ),
+    Metric(
+        "watchdog/stalled_rollouts", "counter", "rollouts", "Times that a rollout stalled (watchdog.rollout_timeout_s)."
+    ),
+    Metric("watchdog/stalled_rewards", "counter", "groups", "Scorings that stalled (watchdog.reward_timeout_s)."),
+    Metric("watchdog/redispatched", "counter", "", "Of these, rollouts continued and scorings repeated."),
+    Metric(
+        "watchdog/refused_answers",
+        "counter",
+        "",
+        "Answers of the engine that cannot come next for their rollout; their tokens count as never generated.",
+    ),
+    Metric("groups/admitted", "counter", "groups", "Groups admitted since step 1. Equals consumed + dropped + held."),
+    Metric("groups/consumed", "counter", "groups", "Groups trained, cumulative."),
+    Metric("groups/dropped", "counter", "groups", "Groups dropped, cumulative, all reasons."),
+    Metric("groups/held", "last", "groups", "Groups now in the system."),
+    Metric(
+        "groups/in_flight_limit", "last", "groups", "Groups held at once; rollout.in_flight_groups = auto moves it."
+    ),
+    Metric(
+        "groups/zero_variance",
+        "mean",
+        "share",
+        "Of the trained groups with two or more rewards, the share whose rewards are all equal: siblings compared teach"
+        " nothing.",
+    ),
+    Metric("tasks/left_out", "counter", "tasks", "Tasks for which tasks.before_produce returned None."),
+    Metric("tasks/failed", "counter", "tasks", "Problems left out because their generator failed, cumulative."),
+    # Replay and re-roll (only when on)
+    Metric(
+        "tokens/replayed",
+        "counter",
+        "tokens",
+        "Loss tokens of replayed groups, cumulative: in tokens/trained at their first use, here at each other.",
+    ),
+    Metric("replay/replaced", "counter", "groups", "Groups without signal whose place in a step a kept one took."),
+    Metric("replay/size", "last", "groups", "Groups now in the replay buffer."),
+    Metric("replay/stale", "counter", "groups", "Groups that left the replay buffer past replay.max_staleness."),
+    Metric("replay/evicted", "counter", "groups", "Groups that left a full replay buffer: the lowest score."),
+    Metric("reroll/size", "last", "tasks", "Failed tasks that wait to be given again."),
+    Metric("reroll/given", "counter", "tasks", "Failed tasks given again."),
+    Metric("reroll/solved", "counter", "tasks", "Of them: trained since, and not failed again."),
+    Metric("reroll/dropped", "counter", "tasks", "Failed tasks that found reroll.size of them waiting."),
+    Metric("tasks/skipped_long_prompt", "counter", "tasks", "Tasks skipped by tasks.max_prompt_tokens, cumulative."),
+    # Rollouts
+    Metric("rollouts/resumed", "counter", "rollouts", "Times that an unfinished rollout was continued."),
+    Metric(
+        "rollouts/partial_share", "mean", "share", "Share of trained rollouts with segments of >= 2 policy versions."
+    ),
+    Metric("rollouts/versions_mean", "mean", "versions", "Mean number of policy versions in a trained rollout."),
+    Metric("rollouts/versions_max", "max", "versions", "Most policy versions in one trained rollout."),
+    Metric("length/mean", "mean", "tokens", "Mean length of the trained rollouts, without prompt."),
+    Metric("length/max", "max", "tokens", "Longest trained rollout, without prompt."),
+    Metric(
+        "length/longest_of_group", "last", "tokens", "Longest rollout of a group, running mean over finished groups."
+    ),
+    Metric(
+        "length/repetition", "mean", "share", "Share of trained rollouts stopped by rollout.stop_repetition_tokens."
+    ),
+    Metric("length/truncated", "mean", "share", "Share of trained rollouts that stopped at rollout.max_new_tokens."),
+    Metric("staleness/max", "max", "versions", "Largest trainer_version - policy_version of a token in the loss."),
+    Metric("staleness/mean", "mean", "versions", "Mean staleness over the tokens in the loss."),
+    Metric(
+        "staleness/replayed_max",
+        "max",
+        "versions",
+        "Largest staleness of a replayed token in the loss, bounded by replay.max_staleness. The other staleness/ keys"
+        " are of fresh rollouts.",
+    ),
+    Metric(
+        "staleness/p{percent}", "mean", "versions", "Its 50th, 95th and 99th percentile over the tokens in the loss."
+    ),
+    Metric(
+        "staleness/rollout_mean", "mean", "versions", "Mean over trained rollouts of their oldest token in the loss."
+    ),
+    Metric("staleness/rollout_p95", "mean", "versions", "Its 95th percentile over trained rollouts."),
+    Metric(
+        "staleness/in_flight_mean",
+        "mean",
+        "versions",
+        "Part of staleness/mean: policy versions between the sampling of the token and its group's being READY.",
+    ),
+    Metric(
+        "staleness/in_queue_mean",
+        "mean",
+        "versions",
+        "The rest of it: policy versions between the group's being READY and its step.",
+    ),
+    Metric("staleness/bound", "last", "versions", "The bound that holds for staleness/max: rollout.max_staleness."),
+    Metric(
+        "state/{state}_s",
+        "mean",
+        "s",
+        "Mean time that a trained rollout spent waiting (for its first slot), running, parked, scoring (its siblings'"
+        " generation and the reward) and ready (for its step). They add up to its life from admission.",
+    ),
+    # Waste
+    Metric("waste/reprefilled_tokens", "sum", "tokens", "Tokens prefilled again while this step was generated."),
+    Metric(
+        "waste/reprefilled_share",
+        "rate",
+        "share",
+        "Share of the tokens that the engine computed which were prefilled again.",
+        "waste/reprefilled_tokens",
+        "tokens/step_processed",
+    ),
+    Metric(
+        "waste/reprefilled_s",
+        "sum",
+        "s",
+        "Estimate: measured prefill time of this step (engine/prefill_s) by the share of prefilled tokens that were"
+        " prefilled again. Only where the engine measures it.",
+    ),
+    Metric("waste/dropped_tokens", "sum", "tokens", "Sampled tokens dropped in this step, masked ones included."),
+    Metric("waste/dropped_share", "last", "share", "tokens/dropped by tokens/generated: of the whole run so far."),
+    Metric(
+        "waste/dropped_s",
+        "sum",
+        "s",
+        "Estimate: waste/dropped_tokens by speed/generated_tokens_per_s, what they cost at this step's speed.",
+    ),
+    # Length bias
+    Metric(
+        "bias/trained_vs_dispatched_length",
+        "last",
+        "",
+        "Mean length of all rollouts trained so far by that of all dispatched (that got a token) so far. 1: no bias;"
+        " below 1: short ones are trained first, or long ones dropped. Of a rollout that is unfinished, or was dropped"
+        " so, only a lower bound of its length is known: the second mean is Kaplan and Meier's, which allows for that.",
+    ),
+    Metric(
+        "bias/wait_steps_q{quarter}",
+        "mean",
+        "versions",
+        "Mean policy versions between admission and step of the trained rollouts, by quarter of their lengths: 1 the"
+        " shortest, 4 the longest.",
+    ),
+    # Time
+    Metric("time/step_s", "sum", "s", "Wall-clock time of the step; the other time/ keys add up to it."),
+    Metric("time/generate_s", "sum", "s", "Time in which the trainer waited for generation."),
+    Metric("time/score_s", "sum", "s", "Time in which the trainer waited for rewards only."),
+    Metric("time/schedule_s", "sum", "s", "New tasks, the scheduler's decisions and the bookkeeping of rollouts."),
+    Metric("time/train_s", "sum", "s", "Proximal log-probs, forward, backward and optimizer."),
+    Metric("time/weights_s", "sum", "s", "Handing the new weights to the engine."),
+    Metric("time/checkpoint_s", "sum", "s", "Writing checkpoints."),
+    Metric("time/eval_s", "sum", "s", "Evaluation between steps."),
+    Metric("time/other_s", "sum", "s", "The rest of the step."),
+    Metric(
+        "wait/engine_for_trainer_s",
+        "sum",
+        "s",
+        "With rollout.overlap: time in which the engine was idle, since nothing may start before the trainer has"
+        " trained or handed over new weights. What the trainer waited for is in time/generate_s and time/score_s.",
+    ),
+    Metric(
+        "wait/engine_for_rewards_s",
+        "sum",
+        "s",
+        "With rollout.overlap: time in which the engine was idle while the trainer worked, and only rewards were under"
+        " way.",
+    ),
+    Metric(
+        "speed/generated_tokens_per_s",
+        "rate",
+        "tokens/s",
+        "Generation speed while generating.",
+        "tokens/step_generated",
+        "time/generate_s",
+    ),
+    Metric(
+        "speed/trained_tokens_per_s",
+        "rate",
+        "tokens/s",
+        "Training speed while training.",
+        "tokens/step_trained",
+        "time/train_s",
+    ),
+    Metric(
+        "speed/step_tokens_per_s",
+        "rate",
+        "tokens/s",
+        "Throughput of the whole loop: trained tokens by the time of the step.",
+        "tokens/step_trained",
+        "time/step_s",
+    ),
+    Metric("perf/train_flops", "sum", "FLOP", "Model FLOPs of the step's training (docs/gpu.md); recomputation once."),
+    Metric("perf/generate_flops", "sum", "FLOP", "Model FLOPs of the step's generation: prefilled again ones, too."),
+    Metric("perf/mfu_train", "mean", "share", "perf/train_flops by the trainer's peak in time/train_s."),
+    Metric(
+        "perf/mfu_generate",
+        "mean",
+        "share",
+        "perf/generate_flops by the engine's peak in time/generate_s (with rollout.overlap: in time/step_s).",
+    ),
+    Metric("perf/peak_tflops", "last", "TFLOP/s", "That peak, of the trainer's device: track.peak_tflops."),
+    Metric("weights/bytes", "sum", "bytes", "Bytes of weights handed to the engine."),
+    # Optimization
+    Metric("loss", "mean", "", "Loss of the step, as algorithm.aggregation defines it."),
+    Metric("train/zero_advantage_tokens", "sum", "tokens", "Tokens left out of passes and their metrics: advantage 0."),
+    Metric("train/threads", "mean", "threads", "Mean CPU threads of this step's micro-batches, by time."),
+    Metric("train/masked_rollouts", "sum", "rollouts", "Rollouts that filters.mask_* took out of the loss."),
+    Metric("train/masked_tokens", "sum", "tokens", "Their sampled tokens, which are in tokens/trained all the same."),
+    Metric("train/skipped_steps", "sum", "updates", "Optimizer steps skipped because a gradient was not finite."),
+    Metric("grad_norm", "mean", "", "Global gradient norm before clipping."),
+    Metric("learning_rate", "last", "", "Learning rate of the step's last optimizer step."),
+    Metric("entropy", "mean", "nats", "Mean entropy of the current policy over the tokens in the loss."),
+    Metric("clip_fraction", "mean", "share", "Share of tokens in the loss whose ratio was clipped."),
+    Metric("ratio/mean", "mean", "", "Mean of current / proximal probability over the tokens in the loss."),
+    Metric("ratio/max", "max", "", "Its maximum."),
+    # Correction for tokens of other versions
+    Metric("importance/mean", "mean", "", "Mean importance weight proximal / behavior, before the cap."),
+    Metric("importance/max", "max", "", "Its maximum, before the cap."),
+    Metric("importance/capped_share", "mean", "share", "Share of tokens whose weight passed algorithm.correction_cap."),
+    Metric("mismatch/logprob_abs_mean", "mean", "nats", "Mean |proximal - behavior| log-prob over tokens in the loss."),
+    Metric("mismatch/logprob_abs_max", "max", "nats", "Its maximum."),
+    Metric("importance/below_share", "mean", "share", "Share of tokens whose weight was below its floor."),
+    Metric("importance/weight_mean", "mean", "", "Mean importance weight as applied: capped, masked ones 0."),
+    Metric("importance/ess", "mean", "share", "Effective sample size of the weights as applied, by loss tokens."),
+    Metric("importance/ess_token_ratio", "mean", "share", "The same of proximal/behavior per token, before any cap."),
+    Metric("importance/ess_sequence_ratio", "mean", "share", "The same of whole sequences' proximal/behavior."),
+    Metric("mismatch/bounded_share", "mean", "share", "Share of tokens whose log-ratio was bounded to +-20."),
+    Metric("mismatch/k3", "mean", "nats", "KL(behavior, proximal), k3 estimate: never negative."),
+    Metric("mismatch/chi2_token", "mean", "", "Chi-square divergence of proximal from behavior, by token ratios."),
+    Metric("mismatch/chi2_sequence", "mean", "", "The same by ratios of whole sequences."),
+    Metric("mismatch/proximal_ppl", "mean", "", "Mean perplexity of a rollout's loss tokens, proximal policy."),
+    Metric("mismatch/behavior_ppl", "mean", "", "Mean perplexity of a rollout's loss tokens, behavior policy."),
+    Metric("mismatch/ppl_ratio", "mean", "", "Mean ratio of the two, proximal / behavior."),
+    Metric("mismatch/log_ppl_difference", "mean", "nats", "Mean difference of their logarithms."),
+    Metric("mismatch/log_ppl_abs_difference", "mean", "nats", "Mean absolute difference of their logarithms."),
+    Metric("mismatch/log_ppl_difference_max", "max", "nats", "The largest difference of a rollout."),
+    Metric("mismatch/log_ppl_difference_min", "last", "nats", "The smallest difference of a rollout."),
+    Metric("kl/reference", "mean", "nats", "KL to the initial weights, as in the loss (algorithm.kl_coef)."),
+    Metric("off_policy/rejected_share", "mean", "share", "Share of the loss that algorithm.rejection leaves out."),
+    Metric("off_policy/masked_share", "mean", "share", "Share left out by off_policy_mask_threshold."),
+    Metric("critic/loss", "mean", "", "Clipped value loss (algorithm.advantage = gae)."),
+    Metric("critic/grad_norm", "mean", "", "Gradient norm of the value head before clipping."),
+    Metric("critic/explained_variance", "mean", "share", "Of the returns, by the values before the step; 1 is all."),
+    Metric("mismatch/kl", "mean", "nats", "KL(behavior, proximal), k1 estimate: mean of behavior - proximal log-prob."),
+    # Journal
+    Metric("journal/time_s", "sum", "s", "Time spent on the journal; it is part of the time/ keys."),
+    Metric("journal/bytes", "last", "bytes", "Size of the journal since the newest checkpoint."),
+    Metric("journal/failed", "counter", "", "Times that the journal could not be written (full disk), and ended."),
+    Metric("journal/cut_bytes", "counter", "bytes", "Of journals read back, what was not trusted: torn, damaged."),
+    Metric("mirror/failed", "counter", "", "Times that the run could not be copied to a remote checkpoint.dir."),
+    # Engine
+    Metric("engine/decode_steps", "counter", "steps", "Decode steps."),
+    Metric("engine/prefill_tokens", "counter", "tokens", "Tokens prefilled for the first time."),
+    Metric("engine/reprefill_tokens", "counter", "tokens", "Tokens prefilled again (a cost)."),
+    Metric("engine/prefill_s", "counter", "s", "Time in prefill. Not on a GPU, where it is not known without waiting."),
+    Metric("engine/flops", "counter", "FLOP", "Model FLOPs computed; what a step added is perf/generate_flops."),
+    Metric("engine/decode_s", "counter", "s", "Time in decode steps. Not on a GPU, as engine/prefill_s."),
+    Metric("engine/decode_thread_s", "counter", "thread s", "The time of each decode step times its CPU threads."),
+    Metric("engine/threads", "mean", "threads", "Mean CPU threads of this step's decode steps, by time."),
+    Metric("engine/restarts", "counter", "processes", "Engine processes that died and were started again."),
+    Metric("engine/empty_answers", "counter", "", "Answers without a token to rollouts that nobody interrupted."),
+    Metric("engine/failed_extends", "counter", "", "Extensions that ended in an error, each tried again or given up."),
+    Metric("engine/preemptions", "counter", "rollouts", "Rollouts preempted for KV memory."),
+    Metric("kv/stale_prefix_tokens", "counter", "tokens", "Tokens served from KV of older weights."),
+    Metric("kv/kept_tokens", "counter", "tokens", "Tokens of resumed rollouts with reused KV."),
+    Metric("kv/shared_prompt_tokens", "counter", "tokens", "Prompt tokens shared with a sibling."),
+    Metric("kv/bytes", "last", "bytes", "Memory of the KV cache now."),
+    Metric(
+        "engine/kernels",
+        "last",
+        "",
+        "1: compiled kernels do the small operations on the CPU; 0: torch does, more slowly (the start says why).",
+    ),
+    Metric("memory/peak_rss_bytes", "max", "bytes", "Peak resident memory of the process."),
+]

@@ -45,17 +45,17 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
     from rollover.run.loop import Run
 
     recipe = runs.write(tmp_path, steps=3, checkpoint={"every_steps": 2, "journal_s": 0}, eval=EVAL)
-    plain = Run._step
+    plain = Run.step
 
     async def crash(self: Run) -> bool:
         if self.parts.trainer.policy_version == 1:
             raise KeyboardInterrupt
         return await plain(self)
 
-    monkeypatch.setattr(Run, "_step", crash)
+    monkeypatch.setattr(Run, "step", crash)
     assert run(capsys, "train", recipe)[0] == 130
     assert steps(tmp_path) == [1] and steps(tmp_path, "eval.jsonl") == [0]
-    monkeypatch.setattr(Run, "_step", plain)
+    monkeypatch.setattr(Run, "step", plain)
     code, text = run(capsys, "train", recipe, "--resume")
     assert code == 0 and "begins again" in text
     assert steps(tmp_path) == [1, 2, 3] and steps(tmp_path, "eval.jsonl") == [0, 3]
@@ -72,17 +72,17 @@ def test_steps_after_the_checkpoint_are_traced_and_counted_once(
 
     recipe = runs.write(tmp_path, steps=7, checkpoint={"every_steps": 0})
     assert run(capsys, "train", recipe, "--train.num_steps", "2")[0] == 0
-    plain = Run._step
+    plain = Run.step
 
     async def crash(self: Run) -> bool:
         if self.parts.trainer.policy_version == 4:
             raise KeyboardInterrupt
         return await plain(self)
 
-    monkeypatch.setattr(Run, "_step", crash)
+    monkeypatch.setattr(Run, "step", crash)
     assert run(capsys, "train", recipe, "--resume")[0] == 130
     assert [e.version for e in runs.trace(tmp_path / "run") if e.kind == "publish"] == [1, 2, 3, 4]
-    monkeypatch.setattr(Run, "_step", plain)
+    monkeypatch.setattr(Run, "step", plain)
     assert run(capsys, "train", recipe, "--resume")[0] == 0
     told, rows = runs.trace(tmp_path / "run"), runs.json_lines(tmp_path / "run" / "metrics.jsonl")
     assert [e.version for e in told if e.kind == "publish"] == steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7]

@@ -23,7 +23,7 @@ from rollover import cli
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rewards.client import RewardWorker
 from rollover.run import loop as loop_module
-from rollover.run.blocked_warning import Alarm
+from rollover.run.blocked_warning import BlockedWarning
 from rollover.track.metrics import validate
 from rollover.trainer.trainer import Trainer
 
@@ -55,17 +55,17 @@ def hold_up_until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the alarm says, which speaks soon of an event loop that stands still, too."""
+    """The warnings about what blocks a run, which come soon of an event loop that stands still, too."""
     lines: list[str] = []
 
-    class Soon(Alarm):
+    class Soon(BlockedWarning):
         def __init__(self, say: Callable[[str], None]) -> None:
             super().__init__(lambda line: (lines.append(line), say(line))[1])
 
         def over_loop(self, text: Any, limit_s: float, call_later: Any) -> AbstractContextManager[None]:
             return super().over_loop(text, min(limit_s, SOON_S), call_later)
 
-    monkeypatch.setattr(loop_module, "Alarm", Soon)
+    monkeypatch.setattr(loop_module, "BlockedWarning", Soon)
     return lines
 
 
@@ -177,7 +177,7 @@ def test_what_hangs_is_named_and_the_run_goes_on(
     counts = [last[f"watchdog/{name}"] for name in ("stalled_rollouts", "stalled_rewards", "redispatched")]
     assert counts == [1, 1, 2] and last["dropped/stalled/groups"] == 0
 
-    monkeypatch.setattr(loop_module, "Alarm", Alarm)
+    monkeypatch.setattr(loop_module, "BlockedWarning", BlockedWarning)
     words = ["--watchdog.weights_timeout_s", "1000", "--watchdog.train_timeout_s", "1000"]
     code, text = run(capsys, "train", recipe, "--resume", "--train.num_steps", "5", *words)
     assert code == 0 and "watchdog: " not in text

@@ -45,10 +45,6 @@ CIRCLES: set[frozenset[str]] = {
 # File of tests: private names of the product that it reads.
 PRIVATE: dict[str, set[str]] = {
     "integration/test_bench.py": {"_continuous"},
-    "integration/test_journal_resume.py": {"_step"},
-    "integration/test_lost_machine.py": {"_step"},
-    "integration/test_restart.py": {"_step"},
-    "integration/test_told_again.py": {"_publish"},
     "integration/test_vllm_peer.py": {"_process"},
     "unit/checkpoint/test_store.py": {"_fs", "_root"},
     "unit/engine/test_embedded.py": {"_batcher"},

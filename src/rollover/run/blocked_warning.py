@@ -1,23 +1,43 @@
-"""The alarm: speaks up from a thread of its own while the main thread is held up and cannot.
+"""Warns about a block of code that takes too long and that nothing can end: what holds the run up, and for how long.
 
-Owns one daemon thread for each block that it watches. It names what holds the run up and for how long; it can end
-nothing, and it is silent too while a library holds the interpreter's lock.
+Owns one daemon thread for each block that it watches, since the thread that is held up cannot speak. It ends nothing,
+and it is silent while a library holds the interpreter's lock.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 
-class Alarm:
-    """`say` prints one line; it is called in the alarm's thread."""
+class BlockedWarning:
+    """`say` prints one line; it is called in the warning's own thread."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
+
+    def over_work(self, what: str, state: str, limit_s: float) -> AbstractContextManager[object]:
+        """Warn when the work of a block takes longer than `limit_s` (0: never). `state`: what is being done with it."""
+
+        def text(seconds: float) -> str:
+            return f"{what} ({state} {seconds:.3g} s ago): it cannot be ended from here, so the run waits"
+
+        return self.over(text, limit_s)
+
+    def over_event_loop(self, doing: Callable[[], str], limit_s: float) -> AbstractContextManager[None]:
+        """Warn when one step of the running event loop takes longer than `limit_s`, as then no watchdog can look."""
+
+        def text(seconds: float) -> str:
+            return (
+                f"the event loop has stood still for {seconds:.3g} s while {doing()}:"
+                " nothing can be ended from here, so the run waits"
+            )
+
+        return self.over_loop(text, limit_s, asyncio.get_running_loop().call_later)
 
     @contextmanager
     def over(self, text: Callable[[float], str], limit_s: float) -> Iterator[Callable[[], None]]:
@@ -28,21 +48,20 @@ class Alarm:
         if limit_s == 0:
             yield lambda: None
             return
-        heard = threading.Event()
-        ended = threading.Event()
-        thread = threading.Thread(target=self._listen, args=(text, limit_s, heard, ended), daemon=True, name="alarm")
-        thread.start()
+        restarted, ended = threading.Event(), threading.Event()
+        watch = (text, limit_s, restarted, ended)
+        threading.Thread(target=self._watch, args=watch, daemon=True, name="blocked-warning").start()
         try:
-            yield heard.set
+            yield restarted.set
         finally:
             ended.set()
-            heard.set()
+            restarted.set()
 
     @contextmanager
     def over_loop(
         self, text: Callable[[float], str], limit_s: float, call_later: Callable[[float, Callable[[], None]], Any]
     ) -> Iterator[None]:
-        """The same for an event loop that stands still, whose `call_later` it is. Waiting alone does not count."""
+        """As `over`, for an event loop that stands still, whose `call_later` it is. Waiting alone does not count."""
         handle: Any = None
 
         def beat() -> None:
@@ -59,16 +78,16 @@ class Alarm:
                 if handle is not None:
                     handle.cancel()
 
-    def _listen(
-        self, text: Callable[[float], str], limit_s: float, heard: threading.Event, ended: threading.Event
+    def _watch(
+        self, text: Callable[[float], str], limit_s: float, restarted: threading.Event, ended: threading.Event
     ) -> None:
         since, wait = time.monotonic(), limit_s
         while True:
-            restarted = heard.wait(min(wait, threading.TIMEOUT_MAX))
+            anew = restarted.wait(min(wait, threading.TIMEOUT_MAX))
             if ended.is_set():
                 return
-            if restarted:
-                heard.clear()
+            if anew:
+                restarted.clear()
                 since, wait = time.monotonic(), limit_s
             else:
                 wait = time.monotonic() - since  # the next time at the double

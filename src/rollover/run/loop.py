@@ -28,7 +28,7 @@ from rollover.config import resume as resume_rules
 from rollover.config.fields import value_of
 from rollover.models.allocator import return_freed_memory
 from rollover.rollout.lifecycle import Event
-from rollover.run.blocked_warning import Alarm
+from rollover.run.blocked_warning import BlockedWarning
 from rollover.run.directory import RunDirectory
 from rollover.run.held_out import HeldOut
 from rollover.run.metrics_row import Rows
@@ -90,7 +90,7 @@ class Run:
             self.stop.on_stop = parts.driver.interrupt_for_good
             if self.overlaps:
                 parts.trainer.team.before = self._take_cores
-            self.alarm = Alarm(self.view.message)
+            self.blocked = BlockedWarning(self.view.message)
             self.history = RunHistory(self.directory.trace)
             self.rows = Rows(config, parts, self.history, self.overlaps)
             self.held_out = HeldOut(config, parts, self.stop, self.directory.evals, self.view.message)
@@ -98,7 +98,7 @@ class Run:
             self.records = Records(self.directory.rollouts, parts.loaded.tokenizer.decode, recorded)
             self.recovery = Recovery(
                 config, parts, Owners.of(parts, self.directory, self.history, self.producer), self.rows, self.records,
-                self.view, self.stop, self._quiesce, self._publish, self._tell,
+                self.view, self.stop, self._quiesce, self.hand_over_weights, self._tell,
                 self.directory.resume_command(self.command),
             )  # fmt: skip
             # What is ended without its tokens is in the journal with those that it had: that is not taken back.
@@ -136,7 +136,7 @@ class Run:
         self.rows.begin()
         while trainer.policy_version < config.train.num_steps and not self.stop.requested:
             await self._make_changes()
-            if not await self._step():
+            if not await self.step():
                 break
             assert self.newest is not None
             yield self.newest
@@ -160,7 +160,7 @@ class Run:
         finished = trainer.policy_version >= config.train.num_steps
         self.directory.end(trainer.policy_version, "" if finished else self.producer.source)
 
-    async def _step(self) -> bool:
+    async def step(self) -> bool:
         """One training step. False when there is nothing (more) to train on."""
         parts, trainer = self.parts, self.parts.trainer
         version = parts.prompts.version = trainer.policy_version
@@ -186,13 +186,13 @@ class Run:
         return_freed_memory()
         num_bytes = 0
         try:
-            num_bytes = await self._hand_over()
+            num_bytes = await self._hand_over_if_due()
             parts.driver.on_new_version(trainer.policy_version)
         finally:  # the step was trained, whatever becomes of its weights
             self._tell(self.rows.of_step(groups, batch, trained, version, num_bytes), groups, batch)
         return True
 
-    async def _hand_over(self) -> int:
+    async def _hand_over_if_due(self) -> int:
         """Give the engine the new weights, if they are due; returns their bytes."""
         version = self.parts.trainer.policy_version
         if self.recorded or version % self.config.train.publish_every:
@@ -200,7 +200,7 @@ class Run:
         if self.overlaps and self.config.rollout.interrupt == "never":
             await self.parts.driver.drain()  # a wait for generation, which the driver counts as such
         with self.rows.timed("weights"):
-            num_bytes = await self._publish()
+            num_bytes = await self.hand_over_weights()
         self.history.on_new_version(version)
         self.recovery.scribe.on_publish(version)
         return num_bytes
@@ -282,16 +282,8 @@ class Run:
     def _training(self, version: int) -> Iterator[None]:
         """Times the trainer's work, and says so if it does not end."""
         limit_s = self.config.watchdog.train_timeout_s
-        with self.rows.timed("train"), self._alarmed(f"the training of step {version + 1}", "begun", limit_s):
+        with self.rows.timed("train"), self.blocked.over_work(f"the training of step {version + 1}", "begun", limit_s):
             yield
-
-    def _alarmed(self, what: str, state: str, limit_s: float) -> AbstractContextManager[object]:
-        """Says so if a block that nothing can end from outside takes longer than that."""
-
-        def text(seconds: float) -> str:
-            return f"{what} ({state} {seconds:.3g} s ago): it cannot be ended from here, so the run waits"
-
-        return self.alarm.over(text, limit_s)
 
     async def _beside_generation(self, work: Callable[[], Result]) -> Result:
         """The trainer's work in its thread, while the engine goes on with the cores that are left to it."""
@@ -304,11 +296,11 @@ class Run:
             team.use(self.threads.alone)
             engine.use_threads(self.threads.alone)
 
-    async def _publish(self) -> int:
+    async def hand_over_weights(self) -> int:
         """Hand the trainer's weights to the engine; returns their bytes."""
         version, limit_s = self.parts.trainer.policy_version, self.config.watchdog.weights_timeout_s
         state = "being handed to the engine, begun"
-        with self._alarmed(f"the weights of policy version {version}", state, limit_s):
+        with self.blocked.over_work(f"the weights of policy version {version}", state, limit_s):
             weights = await self.parts.trainer.publish()
             return (await self.parts.engine.load_weights(version, weights)).num_bytes
 
@@ -378,18 +370,6 @@ class Run:
     def _generating(self) -> str:
         return f"generating: {self.parts.driver.watchdog.describe(time.monotonic())}"
 
-    # Clocks
-
-    @contextmanager
-    def _loop_watched(self, doing: Callable[[], str]) -> Iterator[None]:
-        """Warn when a step of the engine holds up the event loop, so that no other watchdog can look."""
-
-        def text(seconds: float) -> str:
-            return (
-                f"the event loop has stood still for {seconds:.3g} s while {doing()}:"
-                " nothing can be ended from here, so the run waits"
-            )
-
-        loop, limit_s = asyncio.get_running_loop(), self.config.watchdog.rollout_timeout_s
-        with self.alarm.over_loop(text, limit_s, loop.call_later):
-            yield
+    def _loop_watched(self, doing: Callable[[], str]) -> AbstractContextManager[None]:
+        """Warns when a step of the engine holds up the event loop."""
+        return self.blocked.over_event_loop(doing, self.config.watchdog.rollout_timeout_s)

@@ -1,4 +1,4 @@
-"""The alarm speaks from its own thread while the main thread is held up, and only then. Time is the tests' own."""
+"""The warning comes from its own thread while the main thread is held up, and only then. Time is the tests' own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 import pytest
 
 import virtual_time
-from rollover.run import blocked_warning as alarm_module
-from rollover.run.blocked_warning import Alarm
+from rollover.run import blocked_warning as warning_module
+from rollover.run.blocked_warning import BlockedWarning
 
 
 class Heard(list):
@@ -33,29 +33,29 @@ def lines(*seconds: float) -> list[str]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> virtual_time.ThreadClock:
     clock = virtual_time.ThreadClock()
-    monkeypatch.setattr(alarm_module, "time", clock)
-    monkeypatch.setattr(alarm_module, "threading", clock)
+    monkeypatch.setattr(warning_module, "time", clock)
+    monkeypatch.setattr(warning_module, "threading", clock)
     return clock
 
 
 def test_warns_in_time_and_at_doubling_times(clock: virtual_time.ThreadClock) -> None:
     heard = Heard()
-    with Alarm(heard).over(text, 5):
+    with BlockedWarning(heard).over(text, 5):
         clock.let_pass(4.9)
         assert heard == []
         clock.let_pass(50)
-    assert heard == lines(5, 10, 20, 40) and heard.threads == {"alarm"}
+    assert heard == lines(5, 10, 20, 40) and heard.threads == {"blocked-warning"}
     clock.let_pass(1000)
     assert len(heard) == 4 and clock.num_alive == 0
 
 
 def test_is_silent_when_nothing_takes_long_and_when_it_is_off(clock: virtual_time.ThreadClock) -> None:
     heard = Heard()
-    with Alarm(heard).over(text, 5):
+    with BlockedWarning(heard).over(text, 5):
         clock.let_pass(1)
     clock.let_pass(100)
     assert len(clock.threads) == 1 and clock.num_alive == 0
-    with Alarm(heard).over(text, 0) as restart:
+    with BlockedWarning(heard).over(text, 0) as restart:
         restart()
         clock.let_pass(100)
     assert heard == [] and len(clock.threads) == 1, "what is off has no thread"
@@ -63,7 +63,7 @@ def test_is_silent_when_nothing_takes_long_and_when_it_is_off(clock: virtual_tim
 
 def test_a_sign_of_life_starts_the_time_anew(clock: virtual_time.ThreadClock) -> None:
     heard = Heard()
-    with Alarm(heard).over(text, 5) as restart:
+    with BlockedWarning(heard).over(text, 5) as restart:
         for _ in range(8):
             clock.let_pass(4)
             restart()
@@ -82,7 +82,7 @@ def test_an_event_loop_that_waits_is_no_reason_one_that_stands_still_is(clock: v
     async def go() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, virtual_time.VirtualLoop)
-        with Alarm(heard).over_loop(text, 8, loop.call_later):
+        with BlockedWarning(heard).over_loop(text, 8, loop.call_later):
             await asyncio.sleep(100)
             assert heard == []
             loop.let_pass(20)  # a step of the engine that does not end
@@ -90,7 +90,7 @@ def test_an_event_loop_that_waits_is_no_reason_one_that_stands_still_is(clock: v
             await asyncio.sleep(100)
             assert len(heard) == 2
         await asyncio.sleep(100)
-        with Alarm(heard).over_loop(text, 0, loop.call_later):
+        with BlockedWarning(heard).over_loop(text, 0, loop.call_later):
             loop.let_pass(100)
 
     virtual_time.run(go(), clock.let_pass)
@@ -99,7 +99,7 @@ def test_an_event_loop_that_waits_is_no_reason_one_that_stands_still_is(clock: v
 
 def test_an_error_ends_it_too(clock: virtual_time.ThreadClock) -> None:
     heard = Heard()
-    with pytest.raises(RuntimeError), Alarm(heard).over(text, 5):
+    with pytest.raises(RuntimeError), BlockedWarning(heard).over(text, 5):
         raise RuntimeError
     clock.let_pass(100)
     assert heard == [] and clock.num_alive == 0
@@ -114,7 +114,7 @@ def test_in_real_time() -> None:
         if len(heard) == 2:
             spoken.set()
 
-    with Alarm(say).over(text, 0.01):
+    with BlockedWarning(say).over(text, 0.01):
         assert spoken.wait(120)
     first, second = (float(line.split()[-2]) for line in heard[:2])
-    assert first >= 0.01 and second >= 2 * first - 0.02 and heard.threads == {"alarm"}
+    assert first >= 0.01 and second >= 2 * first - 0.02 and heard.threads == {"blocked-warning"}

@@ -50,10 +50,9 @@ class Worker:
     def __init__(self, config: Config) -> None:
         from rollover.bench import workload
         from rollover.engine.build import embedded_engine
-        from rollover.models.devices import pick_device
+        from rollover.models.devices import dtype_of, pick_device
         from rollover.models.load import load_model
-        from rollover.models.team import Team
-        from rollover.run.parts import dtype_of, prepare_process
+        from rollover.models.team import Team, prepare_process
         from rollover.trainer.batch import Batch
         from rollover.trainer.trainer import Trainer
 

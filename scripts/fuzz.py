@@ -49,10 +49,10 @@ from rollover.engine.process import EngineDied, ProcessEngine  # noqa: E402
 from rollover.engine.protocol import ExtendRequest  # noqa: E402
 from rollover.models.load import LoadedModel, load_model  # noqa: E402
 from rollover.rewards.pool import RewardPool  # noqa: E402
+from rollover.rewards.scorer import make_scorer  # noqa: E402
 from rollover.rollout.driver import Driver  # noqa: E402
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle  # noqa: E402
 from rollover.rollout.watchdog import Watchdog  # noqa: E402
-from rollover.run.parts import make_scorer  # noqa: E402
 from rollover.staleness import group_staleness  # noqa: E402
 from rollover.types import Group, Rollout, RolloutState, SamplingParams, StopReason, Task, rollout_seed  # noqa: E402
 

@@ -20,11 +20,11 @@ from rollover.bench import machine, vllm_peer, workload
 from rollover.bench.vllm_peer import VllmPeer
 from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.models.devices import engine_device
+from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_model, resolve_path
 from rollover.models.packed import PackedWeight
 from rollover.models.peak import peak_flops
-from rollover.run.parts import dtype_of, prepare_process
+from rollover.models.team import prepare_process
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 128

@@ -18,7 +18,7 @@ from rollover.bench.step import PARTIAL, run_ours, run_trl
 from rollover.cli import split_overrides
 from rollover.config import Config
 from rollover.config.load import ConfigError, load_config
-from rollover.run.parts import prepare_process
+from rollover.models.team import prepare_process
 
 LAST = 5  # steps at the end whose mean reward is compared
 

@@ -15,9 +15,9 @@ import rollover
 from rollover.bench import machine, workload
 from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.models.devices import pick_device
+from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import load_model
-from rollover.run.parts import dtype_of, prepare_process
+from rollover.models.team import prepare_process
 from rollover.trainer.batch import Batch
 from rollover.trainer.trainer import Trainer
 

@@ -27,10 +27,10 @@ from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.models.devices import pick_device
+from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import load_model
+from rollover.models.team import prepare_process
 from rollover.rewards.registry import load_reward
-from rollover.run.parts import dtype_of, prepare_process
 from rollover.tasks.stream import TaskStream
 from rollover.track.sinks import read_rows
 from rollover.types import Segment

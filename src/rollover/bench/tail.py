@@ -23,11 +23,11 @@ from rollover.config.rollout import RolloutConfig
 from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.models.devices import pick_device
+from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import load_model
+from rollover.models.team import prepare_process
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
-from rollover.run.parts import dtype_of, prepare_process
 from rollover.sim.simulate import Simulation
 from rollover.sim.workload import Workload
 from rollover.staleness import group_staleness

@@ -11,10 +11,10 @@ import torch
 import rollover
 from rollover.bench import machine, workload
 from rollover.config import Config
-from rollover.models.devices import pick_device
+from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import load_model
 from rollover.models.peak import peak_flops
-from rollover.run.parts import dtype_of, prepare_process
+from rollover.models.team import prepare_process
 from rollover.trainer.batch import Batch
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample

@@ -1,4 +1,5 @@
-"""Devices: the one that a key names, and what CUDA and Apple's GPUs (MPS) do each in a way of its own.
+"""Devices: the one that a key names, what is computed in there, and what CUDA and Apple's GPUs (MPS) do in their own
+ways.
 
 Owns no tensor. Everything else asks a device's type only where it computes in another way there.
 """
@@ -35,6 +36,11 @@ def engine_device(config: Config) -> torch.device:
     if config.engine.device:
         return pick_device(config.engine.device, "engine.device")
     return pick_device(config.model.device)
+
+
+def dtype_of(config: Config) -> torch.dtype:
+    """What trainer and engine compute in: model.dtype."""
+    return getattr(torch, config.model.dtype)
 
 
 def widest_float(device: torch.device) -> torch.dtype:

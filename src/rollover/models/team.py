@@ -1,7 +1,7 @@
 """The threads that a decode step or a micro-batch is computed with: torch's and the compiled kernels' alike.
 
 Owns torch's number of threads while a piece of work lasts (each thread that calls torch has its own), and the clock for
-models/team_size.py. Which share of the cores engine and trainer have is decided elsewhere (run/parts.py).
+models/team_size.py. Which share of the cores engine and trainer have is decided elsewhere (run/overlap.py).
 """
 
 from __future__ import annotations
@@ -13,10 +13,25 @@ from typing import TypeVar
 
 import torch
 
-from rollover.config import RunConfig
+from rollover.config import Config, RunConfig
+from rollover.models.allocator import keep_freed_memory
 from rollover.models.team_size import TeamSize
+from rollover.system import cores
 
 Result = TypeVar("Result")
+
+
+def most_threads(config: Config) -> int:
+    """run.threads; with auto or 0 one for each core that this process may use."""
+    threads = config.run.threads
+    return threads if isinstance(threads, int) and threads else cores()
+
+
+def prepare_process(config: Config) -> None:
+    """For a process that computes: torch has all threads that it may have, and freed memory is kept for the next
+    tensor."""
+    keep_freed_memory()
+    torch.set_num_threads(most_threads(config))
 
 
 class Team:

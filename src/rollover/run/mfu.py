@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from rollover.config import Config
-from rollover.models.devices import engine_device, pick_device
+from rollover.models.devices import dtype_of, engine_device, pick_device
 from rollover.models.peak import peak_flops
 
 
@@ -18,7 +16,7 @@ class Utilization:
     """Of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
 
     def __init__(self, config: Config, overlaps: bool) -> None:
-        dtype = getattr(torch, config.model.dtype)
+        dtype = dtype_of(config)
         trains_on, generates_on = pick_device(config.model.device), engine_device(config)
         self.overlaps = overlaps
         self.train_peak = self.generate_peak = peak_flops(trains_on, dtype, config.track.peak_tflops)

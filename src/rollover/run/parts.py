@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,20 @@ from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
 from rollover.functions import own_function
 from rollover.models import kernels
-from rollover.models.allocator import keep_freed_memory
-from rollover.models.devices import engine_device, pick_device
+from rollover.models.devices import dtype_of, engine_device, pick_device
 from rollover.models.load import (
     LoadedModel,
     load_model,
     stop_token_ids,
 )
-from rollover.models.team import Team
+from rollover.models.team import Team, most_threads, prepare_process
 from rollover.rewards.observer import RewardObserver
 from rollover.rewards.pool import RewardPool
-from rollover.rewards.protocol import Rewarder, ScoreRequest
+from rollover.rewards.protocol import Rewarder
+from rollover.rewards.scorer import make_scorer
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.watchdog import Watchdog
-from rollover.system import cores
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource
 from rollover.tasks.report import tasks_line
 from rollover.tasks.reroll import Reroll
@@ -40,23 +39,7 @@ from rollover.track.live import LiveView
 from rollover.trainer.lora import ADAPTER, read_adapter
 from rollover.trainer.reuse import Reuse
 from rollover.trainer.trainer import Trainer
-from rollover.types import Reward, Rollout, StopReason, Task
-
-
-def prepare_process(config: Config) -> None:
-    """Torch threads: all that this run may have. Freed memory is kept for the next tensor."""
-    keep_freed_memory()
-    torch.set_num_threads(most_threads(config))
-
-
-def dtype_of(config: Config) -> torch.dtype:
-    return getattr(torch, config.model.dtype)
-
-
-def most_threads(config: Config) -> int:
-    """run.threads; with auto or 0 one for each core that this process may use."""
-    threads = config.run.threads
-    return threads if isinstance(threads, int) and threads else cores()
+from rollover.types import Task
 
 
 @dataclass(frozen=True)
@@ -106,29 +89,6 @@ async def look_at_tasks(config: Config, rewarder: RewardPool, view: LiveView) ->
     view.phase("looking at the tasks")
     if line := tasks_line(config):
         view.message(line)
-
-
-def make_scorer(rewarder: Rewarder, tokenizer: Any, repetition_penalty: float = 0.0) -> Callable[[list[Rollout]], Any]:
-    """The driver's scorer: decodes a group's completions and asks the reward pool.
-
-    `repetition_penalty` is subtracted from the score of a rollout that was stopped for repeating itself.
-    """
-
-    async def score(rollouts: list[Rollout]) -> list[Reward]:
-        requests = [
-            ScoreRequest(r.task, tokenizer.decode(ids, skip_special_tokens=True), tuple(ids))
-            for r in rollouts
-            for ids in [r.token_ids()]
-        ]
-        rewards = await rewarder.score(requests)
-        return [
-            replace(reward, score=reward.score - repetition_penalty)
-            if reward.score is not None and rollout.stop_reason is StopReason.REPETITION
-            else reward
-            for rollout, reward in zip(rollouts, rewards, strict=True)
-        ]
-
-    return score
 
 
 @dataclass

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +31,17 @@ def to_json(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not JSON: {value!r}")
 
 
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """An OSError of the block names the file: what a write, a flush or a sync raises says only that the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def fsync_dir(path: str | Path) -> None:
     """Make the entries of a directory (a rename in it, say) durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -44,7 +56,7 @@ def atomic_write_text(path: str | Path, text: str) -> None:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        with open(temporary, "w", encoding="utf-8", newline="") as file:
+        with naming(path), open(temporary, "w", encoding="utf-8", newline="") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -77,19 +89,23 @@ class JsonlSink:
         self.path = Path(path)
         self._check = check
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "ab")
+        # Unbuffered: what could not be written must not follow later, behind what another start has written since.
+        self._file = open(self.path, "ab", buffering=0)
 
     def write(self, row: Mapping[str, object]) -> None:
         """Append one row. NaN and infinities are written as null."""
         if self._check is not None:
             self._check(row)
         line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
+        left = memoryview(line.encode() + b"\n")
+        with naming(self.path):
+            while left:
+                left = left[self._file.write(left) :]
 
     def sync(self) -> None:
         """Return when every row is on disk: before a checkpoint that counts on them."""
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            os.fsync(self._file.fileno())
 
     def rows(self) -> list[dict[str, Any]]:
         """The complete rows of the file."""
@@ -97,8 +113,9 @@ class JsonlSink:
 
     def truncate(self, step: int) -> None:
         """Forget the rows after `step` (their key "step"), half-written ones included."""
-        self._file.truncate(self._up_to(step)[0])
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            self._file.truncate(self._up_to(step)[0])
+            os.fsync(self._file.fileno())
 
     def reaches(self, step: int) -> bool:
         """Whether the row of `step` would be the last after `truncate(step)`."""

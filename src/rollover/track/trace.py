@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollover.rollout.lifecycle import Event, EventKind
+from rollover.track.sinks import naming
 
 TRACE = "trace.jsonl"  # in the run directory
 PUBLISH = "publish"
@@ -140,7 +141,7 @@ class TraceFile:
         """Append; readers see all of them at once."""
         lines = "".join(event.to_line() + "\n" for event in events) if self.enabled else ""
         if lines:
-            with open(self.path, "ab") as file:
+            with naming(self.path), open(self.path, "ab") as file:
                 file.write(lines.encode())
 
     def sync(self) -> None:
@@ -153,7 +154,7 @@ class TraceFile:
 
     def _change(self, num_bytes: int | None) -> None:
         if self.path.exists():
-            with open(self.path, "ab") as file:
+            with naming(self.path), open(self.path, "ab") as file:
                 if num_bytes is not None and num_bytes < self.num_bytes:
                     file.truncate(num_bytes)
                 os.fsync(file.fileno())

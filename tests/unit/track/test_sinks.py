@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -83,3 +85,40 @@ def test_rows_names_the_file_of_a_line_that_is_not_json(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="m.jsonl has a line that is not JSON"),
     ):
         sink.rows()
+
+
+FULL = """
+import errno, resource, signal, sys
+from pathlib import Path
+from rollover.track.sinks import JsonlSink, atomic_write_text
+from rollover.track.trace import PUBLISH, TraceEvent, TraceFile
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+folder = Path(sys.argv[1])
+sink, trace = JsonlSink(folder / "metrics.jsonl"), TraceFile(folder / "trace.jsonl")
+writers = {
+    "metrics.jsonl": lambda: sink.write({"step": 1, "text": "x" * 300}),
+    "trace.jsonl": lambda: trace.write([TraceEvent(PUBLISH, 0.0, version) for version in range(50)]),
+    "config.json": lambda: atomic_write_text(folder / "config.json", "x" * 300),
+}
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+for name, write in writers.items():
+    try:
+        write()
+    except OSError as error:
+        assert error.errno == errno.EFBIG and str(folder / name) in str(error), error
+    else:
+        raise AssertionError(name)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+with JsonlSink(folder / "metrics.jsonl") as again:
+    again.truncate(0)
+    again.write({"step": 1})
+    sink.close()
+    assert again.rows() == [{"step": 1}], "what the first could not write came after all"
+"""
+
+
+def test_a_full_disk_is_named_and_what_found_no_room_never_comes_later(tmp_path: Path) -> None:
+    """A run that is gone on with in the same process has another sink, while the first may still be alive."""
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

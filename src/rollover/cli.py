@@ -281,20 +281,15 @@ def _positive(text: str) -> int:
 
 
 def _is_of_the_machine(error: Exception) -> bool:
-    """A full or a broken disk, a checkpoint that could not be written, an engine process that was killed: the user can act on the
-    message alone."""
+    """A full or broken disk, a checkpoint that could not be written, an engine process that was killed: the message
+    alone lets the user act."""
     from rollover.checkpoint.store import CheckpointWriteError
     from rollover.engine.protocol import EngineDied
 
     if isinstance(error, CheckpointWriteError | EngineDied):
         return True
-    return isinstance(error, OSError) and error.errno in (
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EFBIG,
-        errno.EROFS,
-        errno.EIO,
-    )
+    of_disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+    return isinstance(error, OSError) and error.errno in of_disk
 
 
 def _complain(error: Exception | str) -> None:

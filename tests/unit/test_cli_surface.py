@@ -155,6 +155,7 @@ def test_eval_sample_and_bench_arguments(monkeypatch, recipe):
         (CorruptCheckpointError("step-000020 is not committed"), 2, False),
         (CheckpointWriteError("step-000020 was not written"), 1, False),
         (OSError(errno.ENOSPC, "No space left on device"), 1, False),
+        (OSError(errno.EIO, "Input/output error"), 1, False),
         (KeyboardInterrupt(), 130, False),
     ],
 )

@@ -181,8 +181,11 @@ class Recovery:
                 raise ValueError(f"metrics.jsonl has no row of step {version}")
             await self.checkpoint()
         except Exception as failure:
-            newest = next(reversed(self.directory.store.list()), "none")
-            self.view.message(f"that checkpoint could not be written ({failure}); the newest one is {newest}")
+            newest = next(reversed(self.directory.store.list()), "the start")
+            journal = " and its journal" if self.journal.num_bytes else ""
+            self.view.message(
+                f"that checkpoint could not be written ({failure}): --resume goes on from {newest}{journal}"
+            )
 
     # Going on
 

@@ -33,7 +33,7 @@ def to_json(value: Any) -> Any:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """An OSError of the block names the file: what a write, a flush or a sync raises says only that the disk is full."""
+    """An OSError of the block names the file, which one of a write or a sync by itself does not."""
     try:
         yield
     except OSError as error:

@@ -121,31 +121,30 @@ def test_the_verb_s_exit_code_is_the_program_s(monkeypatch, recipe):
     assert cli.main(["train", recipe]) == 130
 
 
-def test_eval_sample_and_bench_arguments(monkeypatch, recipe):
+def test_eval_and_sample_arguments():
+    def parsed(*words: str) -> dict:
+        return vars(cli.build_parser().parse_args(words))
+
+    none = {"answers": None, "worst": 0, "model": None, "json": False}
+    assert none.items() <= parsed("eval", "x.toml").items()
+    given = {"answers": Path("out.jsonl"), "worst": 5, "model": "out/model", "json": True}
+    words = ["--answers", "out.jsonl", "--worst", "5", "--model", "out/model", "--json"]
+    assert given.items() <= parsed("eval", "x.toml", *words).items()
+    assert {"prompt": "1 + 1 = ", "num": 3}.items() <= parsed(
+        "sample", "x", "--prompt", "1 + 1 = ", "--num", "3"
+    ).items()
+
+
+def test_bench_measures_with_all_threads(monkeypatch):
     calls = []
-    fake(
-        monkeypatch,
-        "rollover.run.evaluate",
-        run_eval=lambda resolved, *arguments: calls.append(arguments) or 0,
-        run_sample=lambda resolved, prompt, num: calls.append((prompt, num)) or 0,
-    )
-    fake(
-        monkeypatch,
-        "rollover.bench",
-        main=lambda what, config, as_json: calls.append((what, config.engine.max_running, as_json)) or 0,
-    )
-    assert cli.main(["eval", recipe, "--model", "out/model", "--json"]) == 0
-    assert cli.main(["eval", recipe, "--eval.num_tasks", "4"]) == 0
-    assert cli.main(["eval", recipe, "--answers", "out.jsonl", "--worst", "5"]) == 0
-    assert cli.main(["sample", recipe, "--prompt", "1 + 1 = ", "--num", "3"]) == 0
+
+    def main(what, config, as_json):
+        calls.append((what, config.engine.max_running, config.run.threads, as_json))
+        return 0
+
+    fake(monkeypatch, "rollover.bench", main=main)
     assert cli.main(["bench", "engine", "--json", "--engine.max_running", "8"]) == 0
-    assert calls == [
-        ("out/model", True, None, 0),
-        (None, False, None, 0),
-        (None, False, Path("out.jsonl"), 5),
-        ("1 + 1 = ", 3),
-        ("engine", 8, True),
-    ]
+    assert calls == [("engine", 8, 0, True)]
 
 
 @pytest.mark.parametrize(
@@ -225,13 +224,10 @@ def test_a_slip_in_any_option_of_a_verb_suggests_it_first(
         assert error.startswith(f"rollover {verb}: error: unknown option {slip}. Did you mean {flag}"), error
 
 
-def test_what_begins_like_an_option_but_is_a_text_is_one(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
-    prompts = []
-    answer = lambda resolved, prompt, num: prompts.append(prompt) or 0  # noqa: E731
-    fake(monkeypatch, "rollover.run.evaluate", run_sample=answer)
-    assert cli.main(["sample", recipe, "--prompt", "--promt is a typo of?"]) == 0
-    assert cli.main(["sample", recipe, "--prompt=--promt"]) == 0
-    assert prompts == ["--promt is a typo of?", "--promt"]
+def test_what_begins_like_an_option_but_is_a_text_is_one(recipe: str) -> None:
+    parse = cli.build_parser().parse_args
+    assert parse(["sample", recipe, "--prompt", "--promt is a typo of?"]).prompt == "--promt is a typo of?"
+    assert parse(["sample", recipe, "--prompt=--promt"]).prompt == "--promt"
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ MAY_ASYNCIO = (
     "rollout/strays.py",
     "api/",
     "bench/",
+    "commands/",
 )
 NO_TORCH = (
     "types.py",
@@ -54,6 +55,7 @@ NO_TORCH = (
     "functions.py",
     "live_objects.py",
     "cli.py",
+    "commands/",
     "models/team_size.py",
 )
 # Between a process of ours and its child, through a pipe that no one else writes to; nowhere else.

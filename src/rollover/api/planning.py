@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rollover.api.settings import Arguments, Layer
-from rollover.sim.main import planned
 from rollover.sim.plan import Plan
+from rollover.sim.planned import planned
 
 
 def plan(

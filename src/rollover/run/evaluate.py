@@ -1,31 +1,24 @@
-"""Evaluation on held-out tasks, and `rollover eval` / `rollover sample`. Same engine, same scoring, no training."""
+"""Answers of a model: to held-out tasks, scored and summarised, and to a prompt. Never trains."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollover.config import Config
-from rollover.config.load import Resolved
 from rollover.engine.protocol import Engine, ExtendRequest
-from rollover.files import check_output_file
 from rollover.rewards.answers import reference_answer
 from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.rewards.registry import answer_of
 from rollover.rollout.asker import Asker
 from rollover.rollout.watchdog import Watchdog
 from rollover.tasks.prompts import encode_prompt
-from rollover.tasks.report import tasks_line
 from rollover.tasks.stream import decorated, held_out_names
-from rollover.track.answers import Answer, print_worst, summary_of, worst, write_answers
-from rollover.track.live import decimal
-from rollover.track.statistics import parts_of
+from rollover.track.answers import Answer, summary_of
 from rollover.types import SamplingParams, Segment, StopReason, Task, rollout_seed
 
 if TYPE_CHECKING:
@@ -188,71 +181,6 @@ async def _unless_it_stalls(evaluation: Coroutine[Any, Any, _Result], asker: Ask
     return work.result()
 
 
-def run_eval(
-    resolved: Resolved, model: str | None, as_json: bool, answers_file: Path | None = None, num_worst: int = 0
-) -> int:
-    """`rollover eval`: exit code."""
-    from rollover.run.parts import EvalParts, held_out_tasks, prompt_limit
-
-    config = resolved.config
-    if config.eval.num_tasks == 0:
-        raise ValueError("eval.num_tasks = 0 means no evaluation: set it, for instance --eval.num_tasks 100")
-
-    if answers_file is not None:
-        check_output_file(answers_file, "--answers")
-
-    _to_stderr(_tasks_line(config))
-
-    async def go() -> list[Answer]:
-        parts = await EvalParts.build(config, model)
-        try:
-            assert parts.rewarder is not None
-            held_out = encode_tasks(
-                held_out_tasks(config, _to_stderr), parts.tokenizer, prompt_limit(config, parts.engine)
-            )
-            return await answers_of(
-                held_out, parts.engine, parts.rewarder, parts.tokenizer, config, parts.stop_token_ids
-            )
-        finally:
-            await parts.close()
-
-    answers = asyncio.run(go())
-    if answers_file is not None:  # first: where every reward failed it says why
-        write_answers(answers_file, answers)
-    result, chosen = summarised(answers, config), worst(answers, num_worst)
-    if as_json:
-        print(json.dumps({**result, "worst": [asdict(a) for a in chosen]} if num_worst else result))
-        return 0
-    print_eval(result)
-    print_worst(chosen)
-    return 0
-
-
-def _tasks_line(config: Config) -> str:
-    """As before a run. What is wrong with the training tasks does not keep the others from being evaluated."""
-    try:
-        return tasks_line(config)
-    except ValueError as error:
-        return f"tasks: those for training cannot be looked at, so nothing is said of them here: {error}"
-
-
-def print_eval(result: dict[str, Any]) -> None:
-    """A table of mean reward and pass@k with 95 % intervals: by file or generator, by data_source, and of all."""
-    from rich.console import Console
-    from rich.table import Table
-
-    names = [k for k in result if k.startswith("pass@") and not k.endswith("_ci")]
-    table = Table("source", "tasks", "mean reward", *names)
-    for source, row in [*parts_of(result).items(), ("all", result)]:
-        interval = f" [{row['ci'][0]:.3f}, {row['ci'][1]:.3f}]" if row["ci"] else ""
-        cells = []
-        for name in names:
-            ci = row.get(f"{name}_ci")
-            cells.append(decimal(row.get(name)) + (f" [{ci[0]:.3f}, {ci[1]:.3f}]" if ci else ""))
-        table.add_row(source, str(row["tasks"]), decimal(row["mean"]) + interval, *cells)
-    Console().print(table)
-
-
 @dataclass(frozen=True)
 class Answered:
     """What the model said to a prompt. token_ids and logprobs: of each sampled token; stop_reason: why it ended."""
@@ -301,21 +229,3 @@ def _answered(segments: Sequence[Segment], tokenizer: Any) -> Answered:
     ids = [int(t) for s in segments for t in s.token_ids]
     logprobs = [float(x) for s in segments for x in s.logprobs]
     return Answered(tokenizer.decode(ids, skip_special_tokens=True), ids, logprobs, segments[-1].stop_reason)
-
-
-def run_sample(resolved: Resolved, prompt: str, num: int) -> int:
-    """`rollover sample`: print `num` completions of a prompt."""
-    from rollover.run.parts import EvalParts
-
-    config = resolved.config
-
-    async def go() -> list[Answered]:
-        parts = await EvalParts.build(config, None, with_rewards=False)
-        try:
-            return await answer_prompt(prompt, num, parts, config)
-        finally:
-            await parts.close()
-
-    for i, answer in enumerate(asyncio.run(go())):
-        print(f"--- {i + 1} of {num}" if num > 1 else "", answer.text, sep="\n" if num > 1 else "")
-    return 0

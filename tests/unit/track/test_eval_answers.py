@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from rollover.commands.eval import print_eval
 from rollover.config import TaskSourceConfig
-from rollover.run.evaluate import print_eval
 from rollover.tasks.stream import held_out_names
 from rollover.track.answers import Answer, print_worst, summary_of, worst, write_answers
 from rollover.track.statistics import parts_of

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rollover.commands.trace import show_traces, summary
 from rollover.track.perfetto import perfetto
 from rollover.track.picture import COLOURS, draw
-from rollover.track.show import show_traces, summary
 from rollover.track.trace import TRACE, TraceEvent, TraceFile, engine_visits
 from unit.track.traced import MODES, traced
 

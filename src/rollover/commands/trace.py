@@ -1,32 +1,48 @@
-"""`rollover trace`: reads traces of run directories; prints a summary, or writes a picture or a Perfetto file."""
+"""`rollover trace`: print what happened in a run, or write it as a picture or a Perfetto file."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rollover.files import check_output_file, did_you_mean_path
-from rollover.rollout.lifecycle import EventKind
-from rollover.track.live import count, percent
-from rollover.track.perfetto import perfetto
-from rollover.track.picture import draw
-from rollover.track.sinks import atomic_write_text
-from rollover.track.trace import TRACE, TraceEvent, busy_share, engine_visits, read_trace, spans
+from rollover.commands.verb import Overrides, Verb
+
+if TYPE_CHECKING:
+    from rollover.track.trace import TraceEvent
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_dirs", nargs="+", metavar="RUN_DIR", type=Path, help="a run's directory; the SVG takes two")
+    add("--perfetto", metavar="OUT.json", type=Path, help="write one run for ui.perfetto.dev")
+    add("--svg", metavar="OUT.svg", type=Path, help="draw the runs, one above the other")
+
+
+def run(args: argparse.Namespace, overrides: Overrides) -> int:
+    if overrides:
+        raise ValueError(f"rollover trace reads no configuration: leave out --{overrides[0][0]}")
+    return show_traces(args.run_dirs, args.perfetto, args.svg)
 
 
 def show_traces(run_dirs: Sequence[Path], to_perfetto: Path | None, to_svg: Path | None) -> int:
     """Exit code. ValueError where a run has no trace, or an output cannot be written there."""
+    from rollover.files import check_output_file
+    from rollover.track.perfetto import perfetto
+    from rollover.track.picture import draw
+
     if to_perfetto is not None and len(run_dirs) > 1:
         raise ValueError("--perfetto takes one RUN_DIR: a file has one clock")
     for option, path in (("--perfetto", to_perfetto), ("--svg", to_svg)):
         if path is not None:
             check_output_file(path, option)
-    traces = [(str(path), _read(path)) for path in run_dirs]
+    traces = [(str(path), read(path)) for path in run_dirs]
     if to_perfetto is not None:
-        _write(to_perfetto, json.dumps(perfetto(traces[0][1])))
+        write(to_perfetto, json.dumps(perfetto(traces[0][1])))
     if to_svg is not None:
-        _write(to_svg, draw(traces))
+        write(to_svg, draw(traces))
     if to_perfetto is None and to_svg is None:
         print("\n\n".join(summary(title, events) for title, events in traces))
     return 0
@@ -34,11 +50,15 @@ def show_traces(run_dirs: Sequence[Path], to_perfetto: Path | None, to_svg: Path
 
 def summary(title: str, events: Sequence[TraceEvent]) -> str:
     """A few lines of text: what happened, and where the time went."""
+    from rollover.rollout.lifecycle import EventKind
+    from rollover.track.live import count, percent
+    from rollover.track.trace import busy_share, engine_visits, spans
+
     visits, of_spans = engine_visits(events), spans(events)
     seconds = events[-1].seconds if events else 0.0
     kinds = [e.kind for e in events]
-    num_slots = len({(s.engine, s.slot) for s in visits})
-    num_parked = sum(s.parked for s in visits)
+    num_slots = len({(v.engine, v.slot) for v in visits})
+    num_parked = sum(v.parked for v in visits)
     counts = ", ".join(f"{kind.value} {kinds.count(kind.value)}" for kind in EventKind)
     by_name = {name: sum(s.end - s.start for s in of_spans if s.name == name) for name, *_ in of_spans}
     times = ", ".join(f"{name} {time:.1f} s ({percent(time / seconds)})" for name, time in by_name.items() if seconds)
@@ -47,14 +67,18 @@ def summary(title: str, events: Sequence[TraceEvent]) -> str:
             f"{title}: {kinds.count('train_end')} steps, {seconds:.1f} s",
             f"  time    {times}",
             f"  events  {counts}",
-            f"  tokens  {count(sum(n for s in visits for _, n in s.segments))} generated",
+            f"  tokens  {count(sum(n for v in visits for _, n in v.segments))} generated",
             f"  slots   {num_slots}, busy {percent(busy_share(events))} of generation",
             f"  visits  {len(visits)} to the engine, of which {num_parked} were interrupted and rolled over",
         ]
     )
 
 
-def _read(run_dir: Path) -> list[TraceEvent]:
+def read(run_dir: Path) -> list[TraceEvent]:
+    """The trace of a run. ValueError where there is none."""
+    from rollover.files import did_you_mean_path
+    from rollover.track.trace import TRACE, read_trace
+
     path = run_dir / TRACE
     if not path.is_file():
         if not run_dir.is_dir():
@@ -63,6 +87,11 @@ def _read(run_dir: Path) -> list[TraceEvent]:
     return read_trace(path)
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    from rollover.track.sinks import atomic_write_text
+
     atomic_write_text(path, text)
     print(path)
+
+
+VERB = Verb("Show what happened in a run, and when.", run, arguments, files="", keys=False)

@@ -1,0 +1,47 @@
+"""The verbs of the command line: a table of their names, and how one of another package enters.
+
+A verb is a `Verb` (commands/verb.py) that stands in a module of its own. Ours are those of VERBS. An installed package
+adds one by an entry point of the group `rollover.verbs`, `name = "package.module:VERB"`; a name of ours stays ours.
+Owns who is asked for which name. No module of another package is loaded before its verb, or the list of all, is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from rollover.commands.verb import Verb
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "rollover.verbs"
+VERBS = {
+    name: f"rollover.commands.{name}"
+    for name in ("train", "demo", "init", "eval", "sample", "config", "plan", "trace", "bench")
+}
+
+
+def our_verbs() -> dict[str, Verb]:
+    """Those of this package, by name."""
+    return {name: import_module(module).VERB for name, module in VERBS.items()}
+
+
+def installed_verbs() -> Mapping[str, EntryPoint]:
+    """Those of other installed packages, by name; none of them is loaded."""
+    from importlib.metadata import entry_points
+
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in VERBS}
+
+
+def load_verb(point: EntryPoint) -> Verb:
+    """The verb of another package. ValueError where it cannot be loaded, or is no Verb."""
+    where = f"the verb {point.name} ({point.value})"
+    try:
+        verb = point.load()
+    except Exception as error:  # boundary: another package's module
+        raise ValueError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(verb, Verb):
+        raise ValueError(f"{where} is {verb!r}, not a rollover.commands.verb.Verb")
+    return verb

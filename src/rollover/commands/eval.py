@@ -1,0 +1,100 @@
+"""`rollover eval`: evaluate a model on held-out tasks."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollover.commands.verb import Overrides, Verb, load, positive
+
+if TYPE_CHECKING:
+    from rollover.config import Config
+    from rollover.track.answers import Answer
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--answers", metavar="OUT.jsonl", type=Path, help="write every answer, with task and score")
+    add("--worst", metavar="N", type=positive, default=0, help="print the N answers scored lowest")
+    add("--model", metavar="DIR", help="model to evaluate in place of model.path")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace, overrides: Overrides) -> int:
+    config = load(args.files, overrides).config
+    from rollover.files import check_output_file
+    from rollover.run.evaluate import summarised
+    from rollover.track.answers import print_worst, worst, write_answers
+
+    if config.eval.num_tasks == 0:
+        raise ValueError("eval.num_tasks = 0 means no evaluation: set it, for instance --eval.num_tasks 100")
+    if args.answers is not None:
+        check_output_file(args.answers, "--answers")
+    to_stderr(tasks_line(config))
+    answers = asyncio.run(answers_to_all(config, args.model))
+    if args.answers is not None:  # first: where every reward failed it says why
+        write_answers(args.answers, answers)
+    result, chosen = summarised(answers, config), worst(answers, args.worst)
+    if args.json:
+        print(json.dumps({**result, "worst": [asdict(a) for a in chosen]} if args.worst else result))
+        return 0
+    print_eval(result)
+    print_worst(chosen)
+    return 0
+
+
+async def answers_to_all(config: Config, model: str | None) -> list[Answer]:
+    """Answers to the held-out tasks of `model` (None: model.path), scored."""
+    from rollover.run.evaluate import answers_of, encode_tasks
+    from rollover.run.parts import EvalParts, held_out_tasks, prompt_limit
+
+    parts = await EvalParts.build(config, model)
+    try:
+        assert parts.rewarder is not None
+        tasks = held_out_tasks(config, to_stderr)
+        held_out = encode_tasks(tasks, parts.tokenizer, prompt_limit(config, parts.engine))
+        return await answers_of(held_out, parts.engine, parts.rewarder, parts.tokenizer, config, parts.stop_token_ids)
+    finally:
+        await parts.close()
+
+
+def tasks_line(config: Config) -> str:
+    """As before a run. What is wrong with the training tasks does not keep the others from being evaluated."""
+    from rollover.tasks import report
+
+    try:
+        return report.tasks_line(config)
+    except ValueError as error:
+        return f"tasks: those for training cannot be looked at, so nothing is said of them here: {error}"
+
+
+def print_eval(result: dict[str, Any]) -> None:
+    """A table of mean reward and pass@k with 95 % intervals: by file or generator, by data_source, and of all."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollover.track.live import decimal
+    from rollover.track.statistics import parts_of
+
+    names = [k for k in result if k.startswith("pass@") and not k.endswith("_ci")]
+    table = Table("source", "tasks", "mean reward", *names)
+    for source, row in [*parts_of(result).items(), ("all", result)]:
+        interval = f" [{row['ci'][0]:.3f}, {row['ci'][1]:.3f}]" if row["ci"] else ""
+        cells = []
+        for name in names:
+            ci = row.get(f"{name}_ci")
+            cells.append(decimal(row.get(name)) + (f" [{ci[0]:.3f}, {ci[1]:.3f}]" if ci else ""))
+        table.add_row(source, str(row["tasks"]), decimal(row["mean"]) + interval, *cells)
+    Console().print(table)
+
+
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+VERB = Verb("Evaluate on held-out tasks: mean reward, pass@1 and pass@k per source.", run, arguments)

@@ -1,0 +1,40 @@
+"""`rollover sample`: print what the model answers to a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from typing import TYPE_CHECKING
+
+from rollover.commands.verb import Overrides, Verb, load, positive
+
+if TYPE_CHECKING:
+    from rollover.config import Config
+    from rollover.run.evaluate import Answered
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="what to ask")
+    parser.add_argument("--num", metavar="N", type=positive, default=1, help="number of answers (default: 1)")
+
+
+def run(args: argparse.Namespace, overrides: Overrides) -> int:
+    config = load(args.files, overrides, require_sources=False).config
+    for i, answer in enumerate(asyncio.run(answers(config, args.prompt, args.num))):
+        print(f"--- {i + 1} of {args.num}" if args.num > 1 else "", answer.text, sep="\n" if args.num > 1 else "")
+    return 0
+
+
+async def answers(config: Config, prompt: str, num: int) -> list[Answered]:
+    """`num` answers to the prompt, of an engine that is built for them alone."""
+    from rollover.run.evaluate import answer_prompt
+    from rollover.run.parts import EvalParts
+
+    parts = await EvalParts.build(config, None, with_rewards=False)
+    try:
+        return await answer_prompt(prompt, num, parts, config)
+    finally:
+        await parts.close()
+
+
+VERB = Verb("Print what the model answers to a prompt.", run, arguments)

@@ -1,0 +1,61 @@
+"""What a verb of the command line is, and what several of them share.
+
+Loads nothing heavy: `--help` of every verb answers at once. A verb imports what it works with when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rollover.config.load import Resolved
+
+Overrides = list[tuple[str, str]]  # (key of the configuration, its value as it was typed), in order
+
+
+def no_arguments(parser: argparse.ArgumentParser) -> None:
+    """For a verb that has none of its own."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb.
+
+    about: one sentence for `--help`. run(args, overrides): does its work and returns the exit code; a ValueError is
+    shown as the user's mistake (exit code 2). arguments(parser): adds its own. files: how many FILE.toml it takes ("":
+    none), which are `args.files`. keys: whether its help says that `--table.key VALUE` sets a key of the configuration.
+    """
+
+    about: str
+    run: Callable[[argparse.Namespace, Overrides], int]
+    arguments: Callable[[argparse.ArgumentParser], None] = no_arguments
+    files: Literal["+", "*", ""] = "+"
+    keys: bool = True
+
+
+def load(files: Sequence[Path], overrides: Overrides, *, require_sources: bool = True) -> Resolved:
+    """The configuration that files and overrides make, its notices printed to stderr; the process is prepared for it.
+
+    ConfigError (a ValueError) for what is wrong in it.
+    """
+    from rollover.config.load import load_config
+    from rollover.processes import prepare_libraries
+
+    resolved = load_config(list(files), overrides, require_sources=require_sources)
+    for notice in resolved.notices:
+        print(f"rollover: notice: {notice}", file=sys.stderr)
+    prepare_libraries(resolved.config.run)
+    return resolved
+
+
+def positive(text: str) -> int:
+    """An argument's type: an integer above 0."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number

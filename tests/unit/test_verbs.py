@@ -1,0 +1,87 @@
+"""How a verb enters the command line: ours by the table, one of an installed package by an entry point."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollover import cli
+from rollover.commands import VERBS, our_verbs
+from rollover.commands.verb import Verb
+
+MODULE = """
+from rollover.commands.verb import Verb, load
+
+def run(args, overrides):
+    print("hello", args.loud, load(args.files, overrides, require_sources=False).config.train.num_steps)
+    return 7
+
+VERB = Verb("Say 100 % hello.", run, lambda parser: parser.add_argument("--loud", action="store_true"), files="*")
+OTHER = 3
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package that brings verbs, one of them under a name of ours."""
+    (tmp_path / "greeter.py").write_text(MODULE)
+    metadata = tmp_path / "greeter-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: greeter\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(
+        "[rollover.verbs]\nhello = greeter:VERB\ntrain = greeter:VERB\nno_verb = greeter:OTHER\n"
+        "gone = nothing_of_it:VERB\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def unloaded() -> None:
+    sys.modules.pop("greeter", None)
+
+
+def test_each_module_of_the_folder_is_in_the_table() -> None:
+    folder = Path(cli.__file__).parent / "commands"
+    assert {path.stem for path in folder.glob("*.py")} == VERBS.keys() | {"verb", "__init__"}
+    assert all(isinstance(verb, Verb) and verb.about.endswith(".") for verb in our_verbs().values())
+
+
+def test_a_verb_of_another_package_runs(package: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["hello", "--loud", "--train.num_steps", "3"]) == 7
+    assert capsys.readouterr().out == "hello True 3\n"
+
+
+def test_an_option_that_it_does_not_have_is_refused_as_ours_are(
+    package: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["hello", "--lound"])
+    assert "unknown option --lound. Did you mean --loud" in capsys.readouterr().err
+
+
+def test_help_lists_it_and_tells_of_one_that_cannot_be_loaded(
+    package: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and "Say 100 % hello." in text
+    assert "the verb gone (nothing_of_it:VERB) cannot be loaded: ModuleNotFoundError" in text
+    assert "the verb no_verb (greeter:OTHER) is 3, not a rollover.commands.verb.Verb" in text
+    assert "Train a model." in text, "a name of ours stays ours"
+
+
+@pytest.mark.parametrize("name", ["gone", "no_verb"])
+def test_one_that_cannot_be_loaded_is_the_user_s_error(
+    package: None, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert cli.main([name]) == 2
+    assert f"rollover: error: the verb {name} (" in capsys.readouterr().err
+
+
+def test_a_verb_of_ours_loads_none_of_another_package(package: None) -> None:
+    assert cli.main(["init", "--list"]) == 0
+    assert "greeter" not in sys.modules

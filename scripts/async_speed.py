@@ -9,7 +9,7 @@ sides; both have two reward workers. Modes take turns; the first steps of each r
 left out. Run it alone.
 
 The engine elsewhere is a process that computes nothing: each of its tokens is a wait, and what it answers is drawn at
-the end. It goes through the product's own pipes and weight file (engine/process.py). Both sides train with one thread,
+the end. It goes through the product's own pipes and weight file (engine/process/). Both sides train with one thread,
 and the engine holds no more rollouts at once than a step has.
 """
 
@@ -40,7 +40,7 @@ import runs  # noqa: E402
 import tiny  # noqa: E402
 from rollover.api.session import run_training  # noqa: E402
 from rollover.config.load import load_config  # noqa: E402
-from rollover.engine import process_worker  # noqa: E402
+from rollover.engine.process import child  # noqa: E402
 from rollover.engine.protocol import ExtendRequest, WeightLoad  # noqa: E402
 from rollover.processes import die_with  # noqa: E402
 from rollover.types import Segment, StopReason  # noqa: E402
@@ -146,8 +146,8 @@ def serve(parent: str, token_s: str, *arguments: str) -> None:
     """The engine's process: the product's worker over a Sleeping engine."""
     die_with(int(parent))
     Sleeping.token_s = float(token_s)
-    with mock.patch.object(process_worker, "EmbeddedEngine", Sleeping):
-        process_worker.main(*arguments)
+    with mock.patch.object(child, "EmbeddedEngine", Sleeping):
+        child.main(*arguments)
 
 
 @contextlib.contextmanager
@@ -156,7 +156,7 @@ def engine_elsewhere(token_s: float) -> Iterator[None]:
     popen = subprocess.Popen
 
     def start(command: list[str], **options: Any) -> subprocess.Popen:
-        if (worker := "rollover.engine.process_worker") in command:
+        if (worker := "rollover.engine.process.child") in command:
             words = command[command.index(worker) + 1 :]
             command = [sys.executable, str(Path(__file__).resolve()), WORKER, str(os.getpid()), str(token_s), *words]
         return popen(command, **options)

@@ -45,7 +45,7 @@ from fuzz_trouble import Trouble, left_over, marked_processes  # noqa: E402
 import tiny  # noqa: E402
 from rollover.config import Config  # noqa: E402
 from rollover.engine.embedded.engine import EmbeddedEngine  # noqa: E402
-from rollover.engine.process import EngineDied, ProcessEngine  # noqa: E402
+from rollover.engine.process.engine import EngineDied, ProcessEngine  # noqa: E402
 from rollover.engine.protocol import ExtendRequest  # noqa: E402
 from rollover.models.load import LoadedModel, load_model  # noqa: E402
 from rollover.rewards.pool import RewardPool  # noqa: E402

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollover.engine.process import ProcessEngine
+from rollover.engine.process.engine import ProcessEngine
 from rollover.rewards.pool import RewardPool
 from rollover.rollout.lifecycle import Lifecycle
 

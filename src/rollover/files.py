@@ -1,4 +1,4 @@
-"""What the file system says, in words: can a place be written to, which existing path was meant, who may read a file.
+"""Files: durable writes; and in words, whether a place can be written to and which existing path was meant.
 
 Owns no file. Imports nothing heavy; fsspec only where a path is a URL.
 """
@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 
@@ -106,3 +106,39 @@ def give_usual_mode(path: str | Path) -> None:
         mode = os.fstat(file.fileno()).st_mode
     example.unlink()
     path.chmod(stat.S_IMODE(mode))
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """An OSError of the block names the file, which one of a write or a sync by itself does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def fsync_dir(path: str | Path) -> None:
+    """Make the entries of a directory (a rename in it, say) durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def atomic_write_text(path: str | Path, text: str) -> None:
+    """Replace the file at `path` (UTF-8): a reader, or a restart after a crash, sees the old text or the new one."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with naming(path), open(temporary, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)

@@ -27,12 +27,12 @@ from contract import engine_contract
 from contract.engine_contract import tokens_of
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.process import EngineDied, ProcessEngine
+from rollover.engine.process.engine import EngineDied, ProcessEngine
+from rollover.engine.process.wire import Channel
 from rollover.engine.protocol import ExtendRequest
-from rollover.engine.weights_file import WeightsFile
-from rollover.engine.wire import Channel
 from rollover.models.load import load_model
 from rollover.types import SamplingParams, StopReason
+from rollover.weights.shared_file import SharedFile
 
 PROMPTS = [tuple(range(5, 15)), (7, 8, 9), (20,)]
 
@@ -352,7 +352,7 @@ def test_a_file_that_grows_out_of_memory_takes_what_it_has_along(
     """And without room anywhere it says what to do."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     said: list[str] = []
-    file = WeightsFile(said.append)
+    file = SharedFile(said.append)
     file.reserve(1000)
     file.write("a", torch.arange(100))
     full_above(monkeypatch, "/dev/shm", 1000)
@@ -386,7 +386,7 @@ def test_it_dies_with_a_parent_that_is_killed(model: Path) -> None:
     program = (
         "import sys, time\n"
         "from rollover.config import Config\n"
-        "from rollover.engine.process import ProcessEngine\n"
+        "from rollover.engine.process.engine import ProcessEngine\n"
         "engine = ProcessEngine(Config.model_validate_json(sys.argv[1]), threads=1)\n"
         "print(engine.max_tokens and engine.pid, flush=True)\n"
         "time.sleep(600)\n"

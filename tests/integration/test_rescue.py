@@ -144,15 +144,15 @@ def test_masks_that_leave_nothing_end_the_run_and_it_goes_on_without_them(
 def test_an_engine_process_that_is_killed_while_it_loads_is_told_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollover.engine.child import EngineChild
+    from rollover.engine.process.client import EngineClient
 
-    plain = EngineChild.hello
+    plain = EngineClient.hello
 
-    def killed(self: EngineChild, *args: Any) -> Any:
+    def killed(self: EngineClient, *args: Any) -> Any:
         self.kill()  # as the kernel's OOM killer does
         return plain(self, *args)
 
-    monkeypatch.setattr(EngineChild, "hello", killed)
+    monkeypatch.setattr(EngineClient, "hello", killed)
     code, text = train(capsys, runs.write(tmp_path, engine={"kind": "process"}))
     assert code == 1 and "rollover: error: the engine process ended while it was loading the model" in text, text
 

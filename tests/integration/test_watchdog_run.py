@@ -21,7 +21,7 @@ import runs
 import virtual_time
 from rollover import cli
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.rewards.client import RewardWorker
+from rollover.rewards.worker import RewardWorker
 from rollover.run import loop as loop_module
 from rollover.run.blocked_warning import BlockedWarning
 from rollover.track.metrics import validate

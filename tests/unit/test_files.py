@@ -10,7 +10,14 @@ import pytest
 from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
-from rollover.files import check_output_file, check_writable, did_you_mean_path, give_usual_mode, near_paths
+from rollover.files import (
+    atomic_write_text,
+    check_output_file,
+    check_writable,
+    did_you_mean_path,
+    give_usual_mode,
+    near_paths,
+)
 
 
 class ReadOnly(MemoryFileSystem):
@@ -81,3 +88,14 @@ def test_the_usual_mode_follows_the_umask(tmp_path: Path, umask: int, mode: int)
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == mode and os.listdir(tmp_path) == [path.name]
+
+
+def test_atomic_write_text(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    atomic_write_text(path, "one\n")
+    atomic_write_text(str(path), "zwei ü\n")
+    assert path.read_text(encoding="utf-8") == "zwei ü\n"
+    assert os.listdir(tmp_path) == ["config.json"]
+    with pytest.raises(UnicodeEncodeError):
+        atomic_write_text(path, "\ud800")
+    assert path.read_text(encoding="utf-8") == "zwei ü\n" and os.listdir(tmp_path) == ["config.json"]

@@ -22,9 +22,9 @@ SOURCE = str(Path(__file__).parents[2] / "src")
 
 @pytest.mark.parametrize(("kept", "binding"), [(False, "die_with"), (True, "keep")])
 def test_a_child_is_bound_to_its_parent_and_gets_words(kept: bool, binding: str) -> None:
-    command = child_command("rollover.rewards.worker", "/base", 7, kept=kept)
+    command = child_command("rollover.rewards.child", "/base", 7, kept=kept)
     begin = [sys.executable, "-P", "-m", "rollover.processes", str(os.getpid()), binding]
-    assert command == [*begin, "rollover.rewards.worker", "/base", "7"]
+    assert command == [*begin, "rollover.rewards.child", "/base", "7"]
 
 
 @pytest.mark.parametrize(("ours", "path"), [(None, SOURCE), ("/mine", os.pathsep.join((SOURCE, "/mine")))])

@@ -12,8 +12,8 @@ from huggingface_hub import constants
 
 from rollover import processes, system
 from rollover.config import RewardsConfig
-from rollover.engine import weights_file
 from rollover.models import kernels
+from rollover.weights import shared_file
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_kernels_are_not_tried_on_macos(macos: None, monkeypatch: pytest.MonkeyP
 
 def test_new_weights_go_through_a_file_of_the_temporary_folder_on_macos(macos: None) -> None:
     said: list[str] = []
-    file = weights_file.WeightsFile(said.append)
+    file = shared_file.SharedFile(said.append)
     try:
         file.reserve(1 << 16)
         assert os.fstat(file.fileno()).st_size == 1 << 16

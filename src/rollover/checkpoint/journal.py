@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollover.track.sinks import fsync_dir
+from rollover.files import fsync_dir
 
 FORMAT = 1
 HEAD, END = "head", "end"  # the kinds of the journal's own records

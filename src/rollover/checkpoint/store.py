@@ -37,7 +37,6 @@ from rollover.checkpoint.entries import (
 )
 from rollover.checkpoint.mirror import Mirror
 from rollover.checkpoint.writing import COMMITTED, MANIFEST, LocalPlace, PendingCheckpoint, Place, RemotePlace
-from rollover.track.sinks import atomic_write_text
 
 Names = list[str]  # inside CheckpointStore `list` is its method
 
@@ -46,7 +45,6 @@ __all__ = [
     "CheckpointWriteError",
     "CorruptCheckpointError",
     "FileWriter",
-    "atomic_write_text",
     "checkpoint_name",
     "checkpoint_step",
 ]

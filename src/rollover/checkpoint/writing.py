@@ -18,7 +18,7 @@ from typing import Any
 
 from rollover.checkpoint.content import FileWriter, commit_text, fingerprint, manifest_text, produce
 from rollover.checkpoint.entries import is_plain_name, leftover
-from rollover.track.sinks import fsync_dir
+from rollover.files import fsync_dir
 
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"

@@ -29,10 +29,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     resolved = load(args.files, overrides, require_sources=False)
-    from rollover.files import check_output_file
+    from rollover.files import atomic_write_text, check_output_file
     from rollover.sim.planned import planned
     from rollover.sim.report import as_text
-    from rollover.track.sinks import atomic_write_text
 
     config = with_arguments(resolved.config, args)
     if args.svg is not None:

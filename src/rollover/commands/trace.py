@@ -88,7 +88,7 @@ def read(run_dir: Path) -> list[TraceEvent]:
 
 
 def write(path: Path, text: str) -> None:
-    from rollover.track.sinks import atomic_write_text
+    from rollover.files import atomic_write_text
 
     atomic_write_text(path, text)
     print(path)

@@ -14,7 +14,7 @@ import torch
 
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.process import ProcessEngine
+from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import Engine
 from rollover.functions import own_function
 from rollover.models.devices import engine_device

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.rewards.registry import BUILTINS, answer_of, extract_answer, reference_answer
@@ -19,12 +19,14 @@ from rollover.types import Reward, Task
 
 _MAX_CHARS = 160
 
+Scorer = TypeVar("Scorer", bound=Rewarder)
 
-class RewardObserver:
+
+class RewardObserver(Generic[Scorer]):
     """Scores by `rewarder`. Of each reward function it says one line at its first failure, and one if its first
     `num_equal` scores are all the same (0: never). `say` prints a line."""
 
-    def __init__(self, rewarder: Rewarder, num_equal: int = 0) -> None:
+    def __init__(self, rewarder: Scorer, num_equal: int = 0) -> None:
         self.rewarder, self.num_equal = rewarder, num_equal
         self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
         self._failed: set[str] = set()  # functions of which a failure was told

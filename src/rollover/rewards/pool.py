@@ -18,10 +18,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollover.config import RewardsConfig
-from rollover.rewards.client import RewardWorker, WorkerHealth
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import Mode
+from rollover.rewards.worker import RewardWorker, WorkerHealth
 from rollover.types import Reward, Task
 
 

@@ -23,11 +23,11 @@ from rollover.checkpoint.mirror import METRICS
 from rollover.checkpoint.store import CheckpointStore, checkpoint_name
 from rollover.config import Config
 from rollover.config import resume as resume_rules
-from rollover.files import check_writable
+from rollover.files import atomic_write_text, check_writable
 from rollover.run.lock import DirectoryLock
 from rollover.track.metrics import validate
 from rollover.track.recorder import RolloutRecorder
-from rollover.track.sinks import JsonlSink, atomic_write_text
+from rollover.track.sinks import JsonlSink
 from rollover.track.trace import TRACE, TraceFile
 
 _CONFIG = "config.resolved.json"

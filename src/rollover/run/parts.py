@@ -24,6 +24,7 @@ from rollover.models.load import (
     stop_token_ids,
 )
 from rollover.models.team import Team, most_threads, prepare_process
+from rollover.rewards.build import build_rewarder
 from rollover.rewards.observer import RewardObserver
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import Rewarder
@@ -114,7 +115,7 @@ class EvalParts:
             config=config,
             tokenizer=loaded.tokenizer,
             engine=engine,
-            rewarder=RewardObserver(RewardPool(config.rewards)) if with_rewards else None,
+            rewarder=build_rewarder(config, training=False) if with_rewards else None,
             stop_token_ids=stop_token_ids(loaded, []),
         )
 
@@ -191,7 +192,8 @@ class Parts:
             team=Team.of(config.run, device),
         )
         prompts = PromptSource(stream, loaded.tokenizer, prompt_limit(config, engine), before_produce)
-        rewarder = RewardPool(config.rewards)
+        observed = build_rewarder(config, training=True)
+        rewarder = observed.rewarder
         lifecycle = Lifecycle(
             config.rollout,
             config.engine.max_running,
@@ -199,7 +201,6 @@ class Parts:
             group_filter=(lambda group: first_match(group, filters)) if filters else None,
             max_filtered_steps=config.filters.give_up_after_steps,
         )
-        observed = RewardObserver(rewarder, num_equal=2 * config.rollout.groups_per_step * config.rollout.group_size)
         scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
         watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
         reroll = Reroll(config.reroll, config.train.num_steps, prompts)

@@ -14,8 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from rollover.files import atomic_write_text
 from rollover.track.live import decimal
-from rollover.track.sinks import atomic_write_text, to_json
+from rollover.track.sinks import to_json
 from rollover.track.statistics import summarise_eval
 from rollover.track.summary import excerpt
 

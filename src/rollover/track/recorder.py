@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from rollover.track.sinks import atomic_write_text, to_json
+from rollover.files import atomic_write_text
+from rollover.track.sinks import to_json
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 _FILE = re.compile(r"step-(\d+)\.jsonl")

@@ -1,4 +1,4 @@
-"""Durable text files of a run: the append-only JSONL of metrics and evaluations, and atomic whole-file writes.
+"""The append-only JSONL files of a run: metrics and evaluations.
 
 Owns how a row becomes a line and where a resumed run goes on. It never decides what is in a row, and never rewrites
 a line: resuming cuts the file back to the step of the snapshot, so no step appears twice.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from rollover.files import naming
 
 
 def to_json(value: Any) -> Any:
@@ -29,42 +30,6 @@ def to_json(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return to_json(value.tolist())
     raise TypeError(f"{type(value).__name__} is not JSON: {value!r}")
-
-
-@contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """An OSError of the block names the file, which one of a write or a sync by itself does not."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-def fsync_dir(path: str | Path) -> None:
-    """Make the entries of a directory (a rename in it, say) durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def atomic_write_text(path: str | Path, text: str) -> None:
-    """Replace the file at `path` (UTF-8): a reader, or a restart after a crash, sees the old text or the new one."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with naming(path), open(temporary, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_dir(path.parent)
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from rollover.files import naming
 from rollover.rollout.lifecycle import Event, EventKind
-from rollover.track.sinks import naming
 
 TRACE = "trace.jsonl"  # in the run directory
 PUBLISH = "publish"

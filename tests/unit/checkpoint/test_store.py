@@ -22,7 +22,6 @@ from rollover.checkpoint.store import (
     CheckpointStore,
     CheckpointWriteError,
     CorruptCheckpointError,
-    atomic_write_text,
     checkpoint_name,
     checkpoint_step,
 )
@@ -555,14 +554,3 @@ def test_file_url_is_local(tmp_path: Path) -> None:
 def test_unusable_url_names_the_field(url: str) -> None:
     with pytest.raises(ValueError, match=r"checkpoint\.dir: cannot use 'nosuch"):
         CheckpointStore(url, keep=1)
-
-
-def test_atomic_write_text(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    atomic_write_text(path, "one\n")
-    atomic_write_text(str(path), "zwei ü\n")
-    assert path.read_text(encoding="utf-8") == "zwei ü\n"
-    assert os.listdir(tmp_path) == ["config.json"]
-    with pytest.raises(UnicodeEncodeError):
-        atomic_write_text(path, "\ud800")
-    assert path.read_text(encoding="utf-8") == "zwei ü\n" and os.listdir(tmp_path) == ["config.json"]

@@ -69,21 +69,21 @@ def test_the_youngest_is_preempted_and_is_the_next_to_run() -> None:
     assert of.running[-1] is not late, "who was preempted goes before who comes"
 
 
-def test_what_is_parked_loses_its_cache_before_anything_that_runs() -> None:
-    """The one that was parked first goes first, and no more of them than must."""
+def test_what_is_kept_loses_its_cache_before_anything_that_runs() -> None:
+    """The one that was kept first goes first, and no more of them than must."""
     of = batcher(6 * ROW)
     *others, last = arrive(of, 0, 1, 2, 3)
     of.admit()
     prefill(of)
     for seq in others:
         of.retire(seq, keep_kv=True)
-    seen = [names(of.parked.values())]
+    seen = [names(of.kept.values())]
     while len(last.tokens) < 3 * ROW:
         last.tokens.append(1)
         last.kv_len += 1
         assert of.make_room() == [last]
-        if names(of.parked.values()) != seen[-1]:
-            seen.append(names(of.parked.values()))
+        if names(of.kept.values()) != seen[-1]:
+            seen.append(names(of.kept.values()))
     assert seen == [["0", "1", "2"], ["1", "2"], []] and of.num_preemptions == 0
 
 

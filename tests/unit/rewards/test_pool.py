@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from rollover.config import RewardsConfig
-from rollover.rewards.client import RewardProbeError, RewardWorker
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
+from rollover.rewards.worker import RewardProbeError, RewardWorker
 from rollover.types import Task
 from unit.rewards.children import LIMIT, alive, skipping, wait_until_dead
 

@@ -11,10 +11,10 @@ import pytest
 
 from rollover.config import RewardsConfig
 from rollover.live_objects import hold, release
-from rollover.rewards.client import RewardProbeError
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.several import SeveralRewards
+from rollover.rewards.worker import RewardProbeError
 from rollover.types import Reward, Task
 
 FACTOR = 3

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from rollover.config import RewardsConfig
-from rollover.rewards.client import RewardProbeError, RewardWorker
 from rollover.rewards.protocol import ScoreRequest
+from rollover.rewards.worker import RewardProbeError, RewardWorker
 from rollover.types import Task
 from unit.rewards.children import LIMIT, alive, skipping, wait_until_dead
 
@@ -273,7 +273,7 @@ def test_every_worker_dies_when_its_parent_is_killed_in_a_call(folder):
 
 
 def test_the_worker_imports_nothing_heavy():
-    code = "import sys, rollover.rewards.worker; print([m for m in ('torch', 'numpy', 'pydantic') if m in sys.modules])"
+    code = "import sys, rollover.rewards.child; print([m for m in ('torch', 'numpy', 'pydantic') if m in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from rollover.config import RewardsConfig
-from rollover.rewards.client import RewardWorker
 from rollover.rewards.protocol import ScoreRequest
+from rollover.rewards.worker import RewardWorker
 from rollover.types import Reward, Task
 from unit.rewards.children import LIMIT, alive, skipping, wait_until_dead
 
@@ -112,7 +112,7 @@ def test_a_worker_whose_keeper_was_killed_dies_and_is_replaced():
 PARENT = """
 import asyncio
 from rollover.config import RewardsConfig
-from rollover.rewards.client import RewardWorker
+from rollover.rewards.worker import RewardWorker
 from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Task
 

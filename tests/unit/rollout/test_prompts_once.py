@@ -12,7 +12,7 @@ import pytest
 from rollover.config import AlgorithmConfig
 from rollover.config.replay import ReplayConfig
 from rollover.config.rollout import RolloutConfig
-from rollover.engine.wire import requests_from_json, requests_to_json
+from rollover.engine.process.wire import requests_from_json, requests_to_json
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.requests import Requests
 from rollover.track.recorder import RecordedGroup, RolloutRecorder, read_rollouts

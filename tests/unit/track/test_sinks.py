@@ -90,7 +90,8 @@ def test_rows_names_the_file_of_a_line_that_is_not_json(tmp_path: Path) -> None:
 FULL = """
 import errno, resource, signal, sys
 from pathlib import Path
-from rollover.track.sinks import JsonlSink, atomic_write_text
+from rollover.files import atomic_write_text
+from rollover.track.sinks import JsonlSink
 from rollover.track.trace import PUBLISH, TraceEvent, TraceFile
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -18,7 +18,7 @@ from rollover.engine.build import embedded_engine
 from rollover.engine.embedded import sampler
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.embedded.sampler import sample, uniforms
-from rollover.engine.process import ProcessEngine
+from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models import devices
 from rollover.models.devices import engine_device, pick_device

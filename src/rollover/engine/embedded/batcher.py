@@ -1,4 +1,4 @@
-"""Who runs: waiting and running sequences, parked ones that still have KV, and whose KV goes when memory is short.
+"""Who runs: waiting and running sequences, kept ones that still have KV, and whose KV goes when memory is short.
 
 Owns the queues; never touches the model. Preempted sequences lose their KV and wait at the head of the queue.
 """
@@ -20,7 +20,7 @@ class Batcher:
         self.max_running = max_running
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.parked: dict[str, Sequence] = {}
+        self.kept: dict[str, Sequence] = {}
         self.num_preemptions = 0
 
     @property
@@ -76,17 +76,17 @@ class Batcher:
         elif seq in self.waiting:
             self.waiting.remove(seq)
         if keep_kv and seq.kv_len:
-            self.parked[seq.request.rollout_id] = seq
+            self.kept[seq.request.rollout_id] = seq
         else:
             self.cache.free(seq)
 
-    def unpark(self, rollout_id: str) -> Sequence | None:
-        return self.parked.pop(rollout_id, None)
+    def take_kept(self, rollout_id: str) -> Sequence | None:
+        return self.kept.pop(rollout_id, None)
 
     def donor(self, target: Sequence, version: int | None) -> Sequence | None:
         """A sequence with the same prompt whose cached KV covers it (computed under `version`, if given)."""
         need = target.num_prompt - 1
-        for seq in (*self.running, *self.parked.values(), *self.waiting):
+        for seq in (*self.running, *self.kept.values(), *self.waiting):
             if (
                 seq is not target
                 and seq.kv_len >= need
@@ -97,10 +97,10 @@ class Batcher:
         return None
 
     def _reserve_or_evict_idle(self, seq: Sequence, num_tokens: int) -> bool:
-        """Reserve; while memory is short, evict what does not run: parked ones first, then the last in the queue."""
+        """Reserve; while memory is short, evict what does not run: kept ones first, then the last in the queue."""
         while not self.cache.reserve(seq, num_tokens):
-            if self.parked:
-                self.cache.free(self.parked.pop(next(iter(self.parked))))
+            if self.kept:
+                self.cache.free(self.kept.pop(next(iter(self.kept))))
                 continue
             idle = next((s for s in reversed(self.waiting) if s is not seq and s.bucket is not None), None)
             if idle is None:

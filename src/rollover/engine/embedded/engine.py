@@ -125,7 +125,7 @@ class EmbeddedEngine:
         if request.stop_strings and self._decode_text is None:
             raise ValueError("stop strings need the engine's decode_text")
         future: asyncio.Future[list[Segment]] = asyncio.get_running_loop().create_future()
-        seq = self._batcher.unpark(request.rollout_id)
+        seq = self._batcher.take_kept(request.rollout_id)
         if seq is not None and seq.continues(request):
             seq.resume(request, future)
             self._counts["kv/kept_tokens"] += seq.kv_len
@@ -271,7 +271,7 @@ class EmbeddedEngine:
 
     def release(self, rollout_ids: Iterable[str]) -> None:
         for rollout_id in rollout_ids:
-            seq = self._batcher.unpark(rollout_id)
+            seq = self._batcher.take_kept(rollout_id)
             if seq is not None:
                 self._batcher.cache.free(seq)
 
@@ -284,13 +284,13 @@ class EmbeddedEngine:
                 seq.cut_at_update(self._version)
             if self._kv_policy == "recompute":
                 self._batcher.requeue_running()
-            for seq in (*self._batcher.active(), *self._batcher.parked.values()):
+            for seq in (*self._batcher.active(), *self._batcher.kept.values()):
                 if self._kv_policy == "recompute":
                     self._batcher.drop_kv(seq)
                 else:
                     self._counts["kv/stale_prefix_tokens"] += seq.kv_len
             if self._kv_policy == "recompute":
-                self._batcher.parked.clear()
+                self._batcher.kept.clear()
             self._version = version
         return WeightLoad(num_bytes, time.perf_counter() - started)
 
@@ -316,4 +316,4 @@ class EmbeddedEngine:
             await asyncio.wait([self._loop])
             if not self._loop.cancelled():
                 self._loop.exception()  # seen: a second Ctrl-C ends the step loop with an error of its own
-        self._batcher.parked.clear()
+        self._batcher.kept.clear()

@@ -1,4 +1,4 @@
-"""Keys and values of running and parked sequences, in buckets of equal row length. A discardable accelerator.
+"""Keys and values of running and kept sequences, in buckets of equal row length. A discardable accelerator.
 
 Shapes: L layers, R rows, K key/value heads, T row length in tokens, D head size.
 

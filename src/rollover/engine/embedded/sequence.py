@@ -54,7 +54,7 @@ class Sequence:
         return self.kv_len == len(self.tokens) - 1
 
     def continues(self, request: ExtendRequest) -> bool:
-        """Whether the cached KV of this parked sequence is a prefix of what `request` asks for."""
+        """Whether the cached KV of this kept sequence is a prefix of what `request` asks for."""
         known = len(request.prompt_ids) + len(request.generated_ids)
         return (
             self.request.prompt_ids == request.prompt_ids

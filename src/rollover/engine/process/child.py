@@ -1,4 +1,4 @@
-"""The engine process: runs one EmbeddedEngine for its parent (engine/child.py starts it, and has the channels)."""
+"""What runs in the engine process: one EmbeddedEngine for the parent, whose end of the channels is client.py."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rollover.config import Config
 from rollover.config.base import UNSETTLED
 from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.process.wire import Channel, requests_from_json, segment_to_json
 from rollover.engine.protocol import ExtendRequest
-from rollover.engine.weights_file import aligned
-from rollover.engine.wire import Channel, requests_from_json, segment_to_json
 from rollover.models.allocator import keep_freed_memory
 from rollover.models.devices import engine_device
 from rollover.models.load import load_model
+from rollover.weights.shared_file import aligned
 
 
 def main(control_fd: str) -> None:

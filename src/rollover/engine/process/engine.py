@@ -1,4 +1,4 @@
-"""An embedded engine in a process of its own, beside the trainer (engine/child.py: its channels).
+"""An embedded engine in a process of its own, beside the trainer (client.py: its channels).
 
     extend ──▶ calls under way ──▶ the present process ──reply──▶ the call that it answers
                     └── it died: what was interrupted returns as it is, the rest is asked again of the next one
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollover.config import Config
-from rollover.engine.child import EngineChild, replies_of
+from rollover.engine.process.client import EngineClient, replies_of
+from rollover.engine.process.wire import requests_to_json, segment_from_json
 from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad
-from rollover.engine.weights_file import WeightsFile
-from rollover.engine.wire import requests_to_json, segment_from_json
 from rollover.types import Segment
+from rollover.weights.shared_file import SharedFile
 
 if TYPE_CHECKING:
     import torch
@@ -58,12 +58,12 @@ class ProcessEngine:
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
         self._unsent: list[int] = []
-        self._weights = WeightsFile(self.say)
+        self._weights = SharedFile(self.say)
         self._loading = asyncio.Lock()  # the file is written, or read by a process
         self._version = 0  # of what is in the file
         self._stats: dict[str, float] = {}
         self._before: dict[str, float] = {}  # counters of the processes that died
-        self._child = EngineChild(config, threads)
+        self._child = EngineClient(config, threads)
         self._said: dict[str, Any] | None = None
         self._up = False  # the present process has the last weights and gets the calls
         self._start_limit_s: float | None = None
@@ -153,7 +153,7 @@ class ProcessEngine:
             f"the engine process died (exit code {code}): it is started again, and {len(self._calls)} rollouts"
             " go on from their last segment"
         )
-        self._child = EngineChild(self.config, self.threads)
+        self._child = EngineClient(self.config, self.threads)
 
     def _return(self, numbers: Iterable[int]) -> None:
         """No process has these calls, and they were interrupted: they return with what they began with."""

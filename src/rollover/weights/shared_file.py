@@ -25,7 +25,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class WeightsFile:
+class SharedFile:
     """Tensors at fixed offsets, each written in place again with every version. It has no name, and vanishes with its
     last holder. `say` prints one line where memory has no room."""
 

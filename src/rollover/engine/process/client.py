@@ -20,20 +20,20 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rollover.config import Config
+from rollover.engine.process.wire import Channel
 from rollover.engine.protocol import EngineDied
-from rollover.engine.wire import Channel
 from rollover.processes import brief_waiting, child_command, child_environment
 
 _MAX_LINE_BYTES = 2**30
 
 
-class EngineChild:
+class EngineClient:
     """Starts at once, and loads the model while its parent does other things; `hello` waits for it."""
 
     def __init__(self, config: Config, threads: int) -> None:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            child_command("rollover.engine.process_worker", theirs.fileno()),
+            child_command("rollover.engine.process.child", theirs.fileno()),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[theirs.fileno()],

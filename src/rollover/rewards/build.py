@@ -1,0 +1,16 @@
+"""The rewards of a run: the pool of worker processes, observed, so that a user is told of what fails."""
+
+from __future__ import annotations
+
+from rollover.config import Config
+from rollover.rewards.observer import RewardObserver
+from rollover.rewards.pool import RewardPool
+
+
+def build_rewarder(config: Config, *, training: bool) -> RewardObserver[RewardPool]:
+    """What scores rollouts: `score` and `close` of the observer, and its pool as `.rewarder`. Starts no process.
+
+    `training`: scores that are all the same over the first two steps are told, as nothing can be learned from them.
+    """
+    per_step = config.rollout.groups_per_step * config.rollout.group_size
+    return RewardObserver(RewardPool(config.rewards), num_equal=2 * per_step if training else 0)

@@ -1,0 +1,1 @@
+"""How new weights get from the trainer to an engine."""

@@ -77,6 +77,23 @@ def test_steps_that_were_rolled_back_are_not_trained_again_by_a_start_with_the_s
     check_whole(tmp_path / "run", 6)
 
 
+def test_rows_that_are_missing_are_said_of_the_step_that_the_run_goes_on_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = runs.write(tmp_path, steps=5, checkpoint=CHECKPOINT)
+    assert train(capsys, recipe, "--train.num_steps", "2")[0] == 0
+    train_until(capsys, 4, recipe, "--resume")
+    path = tmp_path / "run" / "metrics.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(b"".join(content.splitlines(keepends=True)[:3]))
+    code, text = train(capsys, recipe, "--resume")
+    assert code == 2 and f"{path} has no row of step 4, from which this run goes on" in text, text
+    path.write_bytes(content)
+    code, text = train(capsys, recipe, "--resume")
+    assert code == 0 and "(2 steps)" in text, text
+    check_whole(tmp_path / "run", 5)
+
+
 def train_until_second_ctrl_c(capsys: pytest.CaptureFixture[str], recipe: Path) -> dict[str, int]:
     """It ends the run in the middle of a decode step, once the journal has tokens of what runs: so many by rollout."""
     told: dict[str, int] = {}

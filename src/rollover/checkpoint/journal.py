@@ -49,11 +49,15 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """What is trusted of one file: its first `num_bytes`, `num_records` records. `problem`: why no more; "" if all."""
+    """What is trusted of one file: its first `num_bytes`, `num_records` records of these `kinds`.
+
+    `problem`: why no more; "" if all.
+    """
 
     path: Path
     num_bytes: int
     num_records: int
+    kinds: frozenset[str] = frozenset()
     problem: str = ""
 
     def records(self) -> Iterator[Record]:
@@ -336,17 +340,19 @@ class Journal:
         size = path.stat().st_size
         num = following = num_bytes = 0
         head: dict[str, Any] = {}
-        problem = ""
+        kinds: set[str] = set()
+        problem = "" if size else f"the journal {path} is empty: what happened after its beginning is lost"
         if size:
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 for record, num_bytes in _whole(content):  # noqa: B007
                     if num == 0:
                         head = record.meta
                     following = record.meta["next"] if record.meta["kind"] == END else 0
+                    kinds.add(record.meta["kind"])
                     num += 1
                 if num_bytes < size:
                     problem = _why_no_more(path, content, num_bytes, num)
-        return Part(path, num_bytes, num, problem), head, following
+        return Part(path, num_bytes, num, frozenset(kinds), problem), head, following
 
     def _delete(self, doomed: Callable[[int], bool]) -> None:
         """Those files. One that stays is of no harm: nothing leads to it."""

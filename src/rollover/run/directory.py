@@ -165,12 +165,12 @@ class RunDirectory:
         `held`: groups that are in the cache again, though they may have been recorded as dropped since, as may those of
         `next_group_id` and above, which come again (None: none; an own producer numbers its groups). `trace_bytes`:
         size of the trace in the checkpoint, which may have been taken in the middle of a step. ValueError, and nothing
-        is changed, if the metrics do not reach `step`: they are not those of the run of the checkpoint.
+        is changed, if the metrics do not reach `step`: they are not those of the run that goes on.
         """
         if step > 0 and not self.metrics.reaches(step):
             raise ValueError(
-                f"{self.metrics.path} does not reach step {step}, where the checkpoint was taken: rows are missing."
-                " Restore the file, or start a new run in another run.dir"
+                f"{self.metrics.path} has no row of step {step}, from which this run goes on: rows are missing. Restore"
+                " the file, or start a new run in another run.dir"
             )
         (self.path / _FINISHED).unlink(missing_ok=True)
         if step >= 0:

@@ -55,7 +55,12 @@ METRICS: list[Metric] = [
     Metric("tokens/trained", "counter", "tokens", "Sampled tokens whose rollout was consumed by a step, cumulative."),
     Metric("tokens/dropped", "counter", "tokens", "Sampled tokens whose group was dropped, cumulative, all reasons."),
     Metric("tokens/held", "last", "tokens", "Sampled tokens of groups now in the system, unfinished ones included."),
-    Metric("tokens/step_generated", "sum", "tokens", "Tokens sampled in this step."),
+    Metric(
+        "tokens/step_generated",
+        "sum",
+        "tokens",
+        "Tokens sampled in this step; after a restart in it, since then, as are its times.",
+    ),
     Metric(
         "tokens/step_processed",
         "sum",

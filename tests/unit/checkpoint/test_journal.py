@@ -56,7 +56,16 @@ def only_file(folder: Path) -> Path:
 def test_what_is_appended_is_read_back(folder: Path) -> None:
     mark = written(folder)
     assert told(folder) == told(folder, mark) == [record(i) for i in range(5)]
+    assert [part.kinds for part in open_journal(folder).read(mark)] == [{"head", "fact"}]
     assert SAID == []
+
+
+def test_an_empty_file_is_said(folder: Path) -> None:
+    """As a lost power supply may leave it: its entry was on the disk, and its content was not."""
+    mark = written(folder)
+    only_file(folder).write_bytes(b"")
+    assert told(folder, mark) == told(folder) == []
+    assert len(SAID) == 2 and all(f"{only_file(folder)} is empty: what happened after" in line for line in SAID)
 
 
 def test_a_checkpoint_begins_a_new_file_and_its_commit_deletes_the_old_one(folder: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_torn_line_before_the_checkpoint_is_not_passed_over(tmp_path: Path) ->
     with open(metrics.path, "ab") as file:
         file.write(b'{"st\n' + json.dumps(row(2)).encode() + b"\n")
     directory = opened(tmp_path, resume=True)
-    with pytest.raises(ValueError, match="does not reach step 2"):
+    with pytest.raises(ValueError, match="has no row of step 2, from which this run goes on"):
         directory.truncate(2)
     assert b'"step": 2' in metrics.path.read_bytes()
 

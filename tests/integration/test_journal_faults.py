@@ -15,9 +15,9 @@ from test_journal_run import check_whole
 from rollover.checkpoint.journal import Journal
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
+from rollover.run.checkpointing import Checkpointing
 from rollover.run.directory import RunDirectory
 from rollover.run.journal_scribe import Scribe
-from rollover.run.recovery import Recovery
 from rollover.types import Segment
 
 
@@ -67,7 +67,7 @@ def test_steps_that_were_rolled_back_are_not_trained_again_by_a_start_with_the_s
     with pytest.MonkeyPatch.context() as monkeypatch:
         begun = look_at_start(monkeypatch)
         train_until(capsys, 4, recipe, "--resume")
-    train_until_called(capsys, Recovery, "begin", recipe, "--resume", "--train.learning_rate", "2e-3")
+    train_until_called(capsys, Checkpointing, "begin", recipe, "--resume", "--train.learning_rate", "2e-3")
     assert len(rows_of(tmp_path)) == 2
     with pytest.MonkeyPatch.context() as monkeypatch:
         again = look_at_start(monkeypatch)

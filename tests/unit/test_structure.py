@@ -24,8 +24,6 @@ WIDE_CLASSES: set[str] = {
     "rollout/scheduler.py:Scheduler",
     "rollout/watchdog.py:Watchdog",
     "run/journal_replay.py:Replay",
-    "run/loop.py:Run",
-    "run/recovery.py:Recovery",
     "sim/simulate.py:Simulation",
     "trainer/trainer.py:Trainer",
 }

@@ -22,9 +22,9 @@ from typing import Any
 from rollover.api.settings import Arguments, Layer, Settings
 from rollover.config import Config
 from rollover.config.load import Resolved
-from rollover.run.loop import Run as Loop
-from rollover.run.loop import Step
-from rollover.run.stop import signals_to
+from rollover.run.directory import RunDirectory
+from rollover.run.loop import Run, Step, running
+from rollover.run.stop import Stop, signals_to
 from rollover.track.summary import print_summary
 
 INTERRUPTED = 130
@@ -61,13 +61,14 @@ class Session:
 
     def _begin(self, settings: Settings, resume: bool, command: list[str] | None = None) -> None:
         self._settings = settings
-        self._stack = AsyncExitStack()
+        self._stack, self._stop = AsyncExitStack(), Stop()
         try:
-            self._loop = Loop(settings.config, resume, command)
+            self._directory = RunDirectory(settings.config, resume)
         except BaseException:
             settings.release()
             raise
-        self._inside = False
+        self._run: Run | None = None  # inside the block
+        self._resume_command = self._directory.resume_command(command)
         self._restores_signals = command is None  # the command line's process ends with its run
 
     async def __aenter__(self) -> Session:
@@ -75,22 +76,22 @@ class Session:
             self._stack.callback(self.close)
             if self._restores_signals:
                 self._stack.enter_context(signals_to(None))
-            await self._stack.enter_async_context(self._loop.running())
+            run = running(self.config, self._directory, self._stop, self._resume_command)
+            self._run = await self._stack.enter_async_context(run)
         except BaseException:
             await self._stack.aclose()
             raise
-        self._inside = True
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._inside = False
+        self._run = None
         await self._stack.__aexit__(kind, error, traceback)
 
     def close(self) -> None:
         """Give back the directory and the objects of a session that was not, or is no longer, entered."""
-        self._loop.directory.close()
+        self._directory.close()
         self._settings.release()
 
     async def steps(self) -> AsyncGenerator[Step, None]:
@@ -98,77 +99,74 @@ class Session:
 
         At the end the last evaluation is made and the model is saved. A loop that was left goes on with the next call.
         """
-        self._check_inside()
-        async with aclosing(self._loop.steps()) as steps:
+        async with aclosing(self._open_run().steps()) as steps:
             async for step in steps:
                 yield step
 
     async def checkpoint(self) -> None:
         """Write a checkpoint now, if anything happened since the last."""
-        self._check_inside()
-        await self._loop.recovery.checkpoint()
+        await self._open_run().checkpointing.checkpoint()
 
     async def evaluate(self) -> dict[str, Any] | None:
         """Evaluate the present weights on the held-out tasks: the row of eval.jsonl; None if the run is being stopped.
 
         ValueError where nothing is held out (eval.num_tasks), or every reward fails.
         """
-        self._check_inside()
-        return await self._loop.evaluate()
+        return await self._open_run().held_out.evaluate()
 
     def set(self, key: str, value: Any) -> None:
         """Change an option from the next step on. ConfigError for one that cannot change while a run goes on, which
         says how it can be changed, and for a value that is wrong."""
-        self._check_inside()
-        self._loop.change(key, value)
+        self._open_run().changes.ask_for(key, value)
 
     def stop(self) -> None:
         """As the first Ctrl-C, from any thread: `steps` ends after what cannot be interrupted."""
-        self._loop.stop.request()
+        self._stop.request()
 
     def on_signal(self, number: int, frame: object) -> None:
         """For signal.signal, where the session runs in another thread than the main one."""
-        self._loop.stop.on_signal(number, frame)
+        self._stop.on_signal(number, frame)
 
     @property
     def config(self) -> Config:
         """The configuration, as it is now."""
-        return self._loop.config
+        return self._settings.config
 
     @property
     def directory(self) -> Path:
         """The run's directory."""
-        return self._loop.directory.path
+        return self._directory.path
 
     @property
     def policy_version(self) -> int:
         """Training steps made by the trainer's present weights."""
-        self._check_inside()
-        return self._loop.parts.trainer.policy_version
+        return self._open_run().parts.trainer.policy_version
 
     @property
     def interrupted(self) -> bool:
         """Whether it was asked to stop."""
-        return self._loop.stop.requested
+        return self._stop.requested
 
-    def _check_inside(self) -> None:
-        if not self._inside:
+    def _open_run(self) -> Run:
+        if self._run is None:
             raise RuntimeError("the session is not open: use it inside `async with rollover.Session(...) as session:`")
+        return self._run
 
 
 async def finish(session: Session) -> bool:
     """Make all steps that are left, and print what came of it. False if the run was stopped before its end."""
-    loop = session._loop
-    if loop.resume and (finished := loop.directory.why_finished()) is not None:
+    directory = session._directory
+    if directory.resume and (finished := directory.why_finished()) is not None:
         print(f"rollover: notice: {finished}", file=sys.stderr)
         session.close()
         return True
     async with session:
+        run = session._open_run()
         async for _ in session.steps():
             pass
-    if not loop.stop.requested:
-        print_summary(loop.summary())
-    return not loop.stop.requested
+    if not session.interrupted:
+        print_summary(run.summary())
+    return not session.interrupted
 
 
 def run_training(resolved: Resolved, resume: bool, command: list[str] | None = None) -> int:

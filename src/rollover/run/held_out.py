@@ -1,58 +1,93 @@
 """The evaluations of a run: its held-out tasks, the same ones every time, and the rows of eval.jsonl.
 
-Owns the encoded tasks, and that there is one evaluation a policy version. Never decides when there is one.
+Owns the encoded tasks, and that there is one evaluation a policy version. When one is due is decided by the loop.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from rollover.config import Config
+from rollover.run.directory import RunDirectory
 from rollover.run.evaluate import EvalTasks, encode_tasks, evaluate
+from rollover.run.overlap import Overlap
 from rollover.run.parts import Parts, held_out_tasks
 from rollover.run.stop import Stop
-from rollover.track.sinks import JsonlSink
+from rollover.track.live import LiveView
 
 
 class HeldOut:
-    """Evaluates with the run's engine; `rows` is its eval.jsonl. `say` prints a line."""
+    """Evaluates with the run's engine. `is_possible`: whether that has the trainer's weights; of recorded rollouts it
+    does not."""
 
-    def __init__(self, config: Config, parts: Parts, stop: Stop, rows: JsonlSink, say: Callable[[str], None]) -> None:
-        self.config, self.parts, self.stop, self.rows, self.say = config, parts, stop, rows, say
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        directory: RunDirectory,
+        overlap: Overlap,
+        stop: Stop,
+        view: LiveView,
+        *,
+        is_possible: bool,
+    ) -> None:
+        self.config, self.parts, self.directory, self.overlap = config, parts, directory, overlap
+        self.stop, self.view, self.is_possible = stop, view, is_possible
         self._tasks: EvalTasks | None = None
 
+    async def evaluate(self) -> dict[str, Any] | None:
+        """Evaluate the present weights, once: their row of eval.jsonl; None where a stop cut the evaluation off.
+
+        ValueError where nothing is held out, no task can be evaluated, or every reward fails.
+        """
+        if not self._is_wanted:
+            raise ValueError("nothing is held out: set eval.num_tasks (it has no effect on recorded rollouts)")
+        if (row := self._newest()) is not None:
+            return row
+        await self.overlap.interrupt_all()
+        self.view.phase("evaluating")
+        with self.overlap.rows.timed("eval"), self.overlap.event_loop_watched(lambda: "evaluating"):
+            return await self._evaluate()
+
+    async def evaluate_if_wanted(self) -> None:
+        """Evaluate if anything is held out and the run is not being stopped, once per policy version.
+
+        A failure ends the run only before the first step: later it must not cost what was trained.
+        """
+        if self.stop.requested or not self._is_wanted or self._newest():
+            return
+        version = self.parts.trainer.policy_version
+        await self.overlap.interrupt_all()  # what fails there is no evaluation
+        try:
+            await self.evaluate()
+        except ValueError as error:
+            if version == 0 and not self.stop.requested:
+                raise
+            self.view.message(f"the evaluation after {version} steps failed: {error}")
+
     @property
-    def newest(self) -> dict[str, Any] | None:
+    def _is_wanted(self) -> bool:
+        return self.is_possible and self.config.eval.num_tasks > 0
+
+    def _newest(self) -> dict[str, Any] | None:
         """The evaluation of the present policy version; None if it has none."""
-        rows = self.rows.rows()
+        rows = self.directory.evals.rows()
         return rows[-1] if rows and rows[-1]["step"] == self.parts.trainer.policy_version else None
 
-    async def evaluate(self) -> dict[str, Any] | None:
-        """The new row of eval.jsonl; None where a stop cut it off: it waits for no answer and no score.
-
-        ValueError if no task can be evaluated, or every reward fails.
-        """
-        config, parts = self.config, self.parts
+    async def _evaluate(self) -> dict[str, Any] | None:
+        """The new row of eval.jsonl; None where a stop cut it off, which waits for no answer and no score."""
+        config, parts, say = self.config, self.parts, self.view.message
         version, started = parts.trainer.policy_version, time.perf_counter()
+        tokenizer = parts.loaded.tokenizer
         if self._tasks is None:
-            tasks = held_out_tasks(config, self.say)
-            self._tasks = encode_tasks(tasks, parts.loaded.tokenizer, parts.prompts.max_prompt_tokens)
+            self._tasks = encode_tasks(held_out_tasks(config, say), tokenizer, parts.prompts.max_prompt_tokens)
         result = await self.stop.unless_requested(
-            evaluate(
-                self._tasks,
-                parts.engine,
-                parts.observed,
-                parts.loaded.tokenizer,
-                config,
-                parts.stop_token_ids,
-                self.say,
-            )
+            evaluate(self._tasks, parts.engine, parts.observed, tokenizer, config, parts.stop_token_ids, say)
         )
         if result is None:
             return None
         seconds = time.perf_counter() - started
-        self.rows.write({"step": version, "policy_version": version, "seconds": seconds, **result})
-        self.say(f"held-out mean reward after {version} steps: {result['mean']:.3f}")
-        return self.newest
+        self.directory.evals.write({"step": version, "policy_version": version, "seconds": seconds, **result})
+        say(f"held-out mean reward after {version} steps: {result['mean']:.3f}")
+        return self._newest()

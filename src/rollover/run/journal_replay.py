@@ -17,7 +17,7 @@ import numpy as np
 from rollover.checkpoint.journal import Record
 from rollover.rollout.lifecycle import EventKind
 from rollover.run.journal_scribe import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, pieces
-from rollover.run.snapshot import Owners
+from rollover.run.parts import Parts
 from rollover.types import DropReason, Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 
 Train = Callable[[list[Group], int], None]
@@ -25,7 +25,7 @@ NextTask = Callable[[int], tuple[Task, Sequence[int]] | None]
 
 
 class Replay:
-    """Into the owners of a run that was restored from the checkpoint at which the journal begins, or is new.
+    """Into the parts of a run that was restored from the checkpoint at which the journal begins, or is new.
 
     `next_task(attempt)`: the next task and its prompt, which had that attempt. `train(groups, version)` trains the step
     at trainer `version` again; `on_row` is called when its row, and with it what was dropped until then, is known to be
@@ -35,12 +35,12 @@ class Replay:
     the last row was written.
     """
 
-    def __init__(self, owners: Owners, next_task: NextTask, train: Train, on_row: Callable[[], None]) -> None:
-        self.owners, self.lifecycle, self.history = owners, owners.lifecycle, owners.history
+    def __init__(self, parts: Parts, next_task: NextTask, train: Train, on_row: Callable[[], None]) -> None:
+        self.parts, self.lifecycle, self.history = parts, parts.lifecycle, parts.history
         self.next_task, self.train, self.on_row = next_task, train, on_row
         self.num_records = self.num_steps = 0
         self.untold = self.unpublished = False
-        self.trace_bytes = owners.history.trace_bytes
+        self.trace_bytes = parts.history.trace_bytes
         self.taken: dict[int, Group] = {}
         self._pieces: dict[str, list[Segment]] = {}
         self._of_kind: dict[str, Callable[[dict[str, Any], bytes], None]] = {
@@ -86,7 +86,7 @@ class Replay:
         return self.lifecycle.cache.rollout(meta["rollout"])
 
     def _admit(self, meta: dict[str, Any], data: bytes) -> None:
-        self.owners.prompts.version = meta["task_version"]
+        self.parts.prompts.version = meta["task_version"]
         item = self.next_task(meta["attempt"])
         wanted = f"{meta['task']} (attempt {meta['attempt']})"
         found = "no more task" if item is None else f"{item[0].task_id} (attempt {item[0].attempt})"
@@ -160,7 +160,7 @@ class Replay:
         self.lifecycle.give_back([self.taken.pop(meta["group"])], meta["version"])
 
     def _return_taken(self) -> None:
-        self.lifecycle.give_back(list(self.taken.values()), self.owners.trainer.policy_version)
+        self.lifecycle.give_back(list(self.taken.values()), self.parts.trainer.policy_version)
         self.taken.clear()
 
     def _step(self, meta: dict[str, Any], data: bytes) -> None:

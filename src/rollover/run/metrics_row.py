@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from rollover.checkpoint.mirror import Mirror
 from rollover.config import Config
 from rollover.run.batch_metrics import (
     mask_metrics,
@@ -21,10 +20,9 @@ from rollover.run.batch_metrics import (
     staleness_metrics,
     waste_metrics,
 )
-from rollover.run.journal_scribe import Scribe
+from rollover.run.journaling import Journaling
 from rollover.run.mfu import Utilization
 from rollover.run.parts import Parts
-from rollover.track.history import RunHistory
 from rollover.track.metrics import is_counter
 from rollover.trainer.batch import Batch
 from rollover.types import Group
@@ -33,15 +31,13 @@ from rollover.types import Group
 class Rows:
     """Makes the rows of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
 
-    def __init__(self, config: Config, parts: Parts, history: RunHistory, overlaps: bool) -> None:
-        self.config, self.parts, self.history, self.overlaps = config, parts, history, overlaps
+    def __init__(self, config: Config, parts: Parts, journaling: Journaling, *, overlaps: bool) -> None:
+        self.config, self.parts, self.journaling, self.overlaps = config, parts, journaling, overlaps
         self.utilization = Utilization(config, overlaps)
         self._seconds: dict[str, float] = {}
         self._counted: dict[str, float] = {}
         self._carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
         self._started = time.perf_counter()
-        self.scribe: Scribe | None = None  # of the journal
-        self.mirror: Mirror | None = None  # of the run directory
 
     def begin(self) -> None:
         """A step begins now, the first or one that is trained again: what was done before it belongs to no row."""
@@ -65,7 +61,7 @@ class Rows:
         """Counts the seconds of a block as `name`: train, weights, checkpoint or eval."""
         started = time.perf_counter()
         try:
-            with self.history.span(name):
+            with self.parts.history.span(name):
                 yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
@@ -76,7 +72,7 @@ class Rows:
         """The step at trainer `version` trained `batch` of `groups`; `num_bytes` of weights were handed over."""
         parts, driver = self.parts, self.parts.driver
         ledger = parts.lifecycle.metrics()
-        ages = staleness_metrics(batch, version, self.history.lifetimes.ready_versions)
+        ages = staleness_metrics(batch, version, self.parts.history.lifetimes.ready_versions)
         clock = driver.clock
         waits = {"generate": clock.generation_s, "score": clock.scoring_s, "schedule": clock.scheduling_s}
         now = time.perf_counter()
@@ -89,7 +85,7 @@ class Rows:
             "time": time.time(),
             **reward_metrics(groups),
             **rollout_metrics(groups),
-            **self.history.lifetimes.step_metrics(),
+            **self.parts.history.lifetimes.step_metrics(),
             **ages,
             "staleness/bound": self.config.staleness_bound,
             **trained,
@@ -137,21 +133,22 @@ class Rows:
 
     def _journal(self) -> dict[str, float]:
         """What it cost in this step, if there is one."""
-        if self.scribe is None or not self.scribe.journal.num_bytes:
+        journaling = self.journaling
+        if not journaling.is_on or not journaling.journal.num_bytes:
             return {}
-        seconds = self._since_last("journal", self.scribe.seconds)
-        return {"journal/time_s": seconds, "journal/bytes": self.scribe.journal.num_bytes}
+        seconds = self._since_last("journal", journaling.scribe.seconds)
+        return {"journal/time_s": seconds, "journal/bytes": journaling.journal.num_bytes}
 
     def _owners_counters(self) -> dict[str, float]:
         """Counters and gauges of rewards, engine and driver; counters go on where a resumed run had ended."""
         driver = self.parts.driver
         owners = (self.parts.rewarder, self.parts.engine, driver.asker, driver.watchdog)
         now = {key: value for owner in owners for key, value in owner.stats().items()}
-        if self.scribe is not None:
-            now["journal/failed"] = self.scribe.journal.failed
-            now["journal/cut_bytes"] = self.scribe.journal.cut_bytes
-        if self.mirror is not None:
-            now["mirror/failed"] = self.mirror.failed
+        if self.journaling.is_on:
+            now["journal/failed"] = self.journaling.journal.failed
+            now["journal/cut_bytes"] = self.journaling.journal.cut_bytes
+        if self.journaling.mirror is not None:
+            now["mirror/failed"] = self.journaling.mirror.failed
         return {key: value + self._carried.get(key, 0.0) for key, value in now.items()}
 
     def _since_last(self, name: str, cumulative: float) -> float:

@@ -36,29 +36,13 @@ from rollover.tasks.prompts import TASK_OR_NONE, PromptSource
 from rollover.tasks.report import tasks_line
 from rollover.tasks.reroll import Reroll
 from rollover.tasks.stream import TaskStream
+from rollover.track.history import RunHistory
 from rollover.track.live import LiveView
+from rollover.track.trace import TraceFile
 from rollover.trainer.lora import ADAPTER, read_adapter
 from rollover.trainer.reuse import Reuse
 from rollover.trainer.trainer import Trainer
 from rollover.types import Task
-
-
-@dataclass(frozen=True)
-class Threads:
-    """CPU threads of trainer and engine while both work, and of either (`alone`) while the other waits."""
-
-    trainer: int
-    engine: int
-    alone: int
-
-    @classmethod
-    def of(cls, config: Config) -> Threads:
-        """If they never work at the same time, either has all, in turns."""
-        total = most_threads(config)
-        if not (config.rollout.overlap or config.train.streaming_min_groups):
-            return cls(total, total, total)
-        engine = min(config.engine.threads or max(1, total // 2), total)
-        return cls(max(1, total - engine), engine, total)
 
 
 def prompt_limit(config: Config, engine: Engine) -> int:
@@ -148,7 +132,7 @@ def _with_adapter(
 
 @dataclass
 class Parts:
-    """Everything a training run is made of."""
+    """Everything a training run is made of, but for what is written to its directory."""
 
     loaded: LoadedModel
     trainer: Trainer
@@ -160,11 +144,14 @@ class Parts:
     driver: Driver
     stop_token_ids: frozenset[int]
     reuse: Reuse
+    history: RunHistory
 
     @classmethod
-    def build(cls, config: Config, say: Callable[[str], None] = lambda text: None) -> Parts:
-        """Loads the model and starts nothing: a reward worker starts at its first call. `say` tells what is slower than
-        it could be."""
+    def build(
+        cls, config: Config, say: Callable[[str], None] = lambda text: None, trace: TraceFile | None = None
+    ) -> Parts:
+        """Loads the model and starts nothing: a reward worker starts at its first call. `say` prints the lines of all
+        of them; without a file the `trace` stays in memory."""
         prepare_process(config)
         torch.manual_seed(config.run.seed)
         # What a wrong path, name or device ends comes before the model, which takes longer.
@@ -178,7 +165,7 @@ class Parts:
         model = functools.cache(lambda: load_model(config.model, device=device))
         # First: one elsewhere loads the model while we do, and one here copies the weights before the trainer casts
         # them or adds adapters.
-        engine = build_engine(EngineSetup(config, model, Threads.of(config).alone))
+        engine = build_engine(EngineSetup(config, model, most_threads(config)))
         loaded = model()
         stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
         trainer = Trainer(
@@ -205,8 +192,9 @@ class Parts:
         watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
         reroll = Reroll(config.reroll, config.train.num_steps, prompts)
         driver = Driver(lifecycle, engine, reroll, scorer, config.run.seed, stops, watchdog, rewarder.scores_singly)
-        reuse = Reuse(config, reroll)
-        return cls(loaded, trainer, lifecycle, prompts, engine, rewarder, observed, driver, stops, reuse)
+        driver.say = observed.say = stream.say = say
+        reuse, history = Reuse(config, reroll), RunHistory(trace)
+        return cls(loaded, trainer, lifecycle, prompts, engine, rewarder, observed, driver, stops, reuse, history)
 
     async def close(self) -> None:
         await self.driver.abandon()

@@ -24,10 +24,13 @@ from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopRe
 
 
 class Producer(Protocol):
-    """`source`: what is used up when it returns []. `journaled`: whether its groups come through the lifecycle."""
-
     source: str
-    journaled: bool
+    """What is used up when it returns []."""
+    generates: bool
+    """Whether the run's own driver makes its groups: they come through the lifecycle, so that a journal can tell of
+    them and more of them can be generated while the trainer trains."""
+    uses_engine: bool
+    """Whether anyone generates with the run's engine, which then needs new weights."""
 
     async def produce(self, step: int, version: int) -> list[Group] | None:
         """The groups that training step `step` (1, 2, ...) trains, at trainer version `version` (step - 1).
@@ -46,6 +49,19 @@ class Producer(Protocol):
         ...
 
 
+Collect = Callable[[int], Awaitable[list[Group] | None]]
+
+
+def build_producer(config: Config, tokenizer: Any, engine: Engine, stop: Stop, collect: Collect) -> Producer:
+    """The one that the configuration names; without a name the run generates by `collect`. ValueError where it cannot
+    be used."""
+    if config.run.replay_rollouts:
+        return RecordedRollouts(Path(config.run.replay_rollouts))
+    if config.tasks.producer:
+        return OwnProducer(config, tokenizer, engine, stop)
+    return Generation(collect)
+
+
 class _Stateless:
     """A producer whose groups follow from the step alone, or are in the cache."""
 
@@ -59,9 +75,9 @@ class _Stateless:
 class Generation(_Stateless):
     """The driver's groups. `collect(version)` as `Driver.collect`."""
 
-    source, journaled = "tasks", True
+    source, generates, uses_engine = "tasks", True, True
 
-    def __init__(self, collect: Callable[[int], Awaitable[list[Group] | None]]) -> None:
+    def __init__(self, collect: Collect) -> None:
         self._collect = collect
 
     async def produce(self, step: int, version: int) -> list[Group] | None:
@@ -71,7 +87,7 @@ class Generation(_Stateless):
 class RecordedRollouts(_Stateless):
     """The groups of one recorded step after the other; [] at the end. Steps that trained nothing are left out."""
 
-    source, journaled = "recorded rollouts", False
+    source, generates, uses_engine = "recorded rollouts", False, False
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -103,7 +119,7 @@ class OwnProducer:
     for that step again.
     """
 
-    source, journaled = "groups of tasks.producer", False
+    source, generates, uses_engine = "groups of tasks.producer", False, True
 
     def __init__(self, config: Config, tokenizer: Any, engine: Engine, stop: Stop | None = None) -> None:
         self.name, self.engine, self.stop = config.tasks.producer, engine, stop or Stop()

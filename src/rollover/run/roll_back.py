@@ -20,7 +20,7 @@ class RollBack(Replay):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.version = self.owners.trainer.policy_version
+        self.version = self.parts.trainer.policy_version
         self.of_lost_versions: set[int] = set()  # ids of groups with such tokens
         self.of_lost_steps: set[int] = set()  # ids of the groups that they trained
 

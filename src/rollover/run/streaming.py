@@ -18,13 +18,13 @@ from rollover.trainer.reuse import Reuse
 from rollover.trainer.trainer import Trainer
 from rollover.types import Group
 
-Run = Callable[[Callable[[], None]], Awaitable[None]]
+Beside = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 async def collect_and_accumulate(
-    driver: Driver, reuse: Reuse, trainer: Trainer, version: int, min_groups: int, run: Run
+    driver: Driver, reuse: Reuse, trainer: Trainer, version: int, min_groups: int, beside: Beside
 ) -> list[Group] | None:
-    """`driver.collect(version)`; meanwhile `run` the trainer's work on every `min_groups` groups that are ready.
+    """`driver.collect(version)`; meanwhile the trainer's work on every `min_groups` groups that are ready.
 
     After a stop (None) or an error nothing of it is left: the groups stay in the cache, the gradient is forgotten.
     """
@@ -34,7 +34,7 @@ async def collect_and_accumulate(
             groups = driver.lifecycle.reserve(version, min_groups)
             if groups:
                 samples = reuse.with_signal(groups, version)
-                await run(lambda samples=samples: trainer.accumulate(samples))
+                await beside(lambda samples=samples: trainer.accumulate(samples))
             else:
                 arrival = asyncio.ensure_future(driver.next_ready())
                 await asyncio.wait([collecting, arrival], return_when=asyncio.FIRST_COMPLETED)

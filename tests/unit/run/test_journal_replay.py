@@ -84,7 +84,7 @@ class JournaledWorld(World):
             pass
 
 
-class Owners:
+class Parts:
     """Of a run that goes on from `state` (None: from its start), with the tasks from `next_task` on."""
 
     def __init__(self, world: World, state: Any, version: int, next_task: int) -> None:
@@ -118,8 +118,8 @@ WORLDS = st.tuples(
 def journaled(
     config: RolloutConfig, seed: int, adversary: str, max_running: int | None, failures: float, filters: float,
     publish_every: int, kill_after: int, checkpoint_at: int,
-) -> tuple[JournaledWorld, Owners, int]:  # fmt: skip
-    """(a run that was killed, the owners of a checkpoint in it, the checkpoint's version)."""
+) -> tuple[JournaledWorld, Parts, int]:  # fmt: skip
+    """(a run that was killed, the parts of a checkpoint in it, the checkpoint's version)."""
     world = JournaledWorld(
         config, random.Random(seed), adversary, max_running, failures, filter_rate=filters, kill_after=10**9,
         publish_every=min(publish_every, config.max_staleness + 1),
@@ -128,23 +128,23 @@ def journaled(
     for _ in range(checkpoint_at):
         world.step()
         state = world.lifecycle.state_dict()
-    owners = Owners(world, state, world.version, world.next_task)
+    parts = Parts(world, state, world.version, world.next_task)
     world.journal.records.clear()  # it begins at the checkpoint
     version = world.version
     world.left_until_kill = kill_after
     world.run_until_killed()
-    return world, owners, version
+    return world, parts, version
 
 
 @sequences(300)
 @given(WORLDS)
 def test_a_killed_run_is_the_same_again(of: Any) -> None:
-    world, owners, _ = journaled(*of)
-    replay = Replay(owners, owners.next_task, owners.train, lambda: None)  # pyright: ignore[reportArgumentType]
+    world, parts, _ = journaled(*of)
+    replay = Replay(parts, parts.next_task, parts.train, lambda: None)  # pyright: ignore[reportArgumentType]
     replay.read(world.journal.records)
     replay.end()
-    dead, again = world.lifecycle, owners.lifecycle
-    dead.give_back(list(world.taken.values()), owners.trainer.policy_version)
+    dead, again = world.lifecycle, parts.lifecycle
+    dead.give_back(list(world.taken.values()), parts.trainer.policy_version)
     for rollout in dead.cache.running():
         dead.park(rollout)
     if replay.untold:  # killed between a step and its row
@@ -157,7 +157,7 @@ def test_a_killed_run_is_the_same_again(of: Any) -> None:
         "cache": _without_starts(meta["cache"], through_json(dead_meta["cache"]))
     }
     assert all((arrays[name] == dead_arrays[name]).all() for name in arrays)
-    assert owners.num_tasks == world.next_task
+    assert parts.num_tasks == world.next_task
 
 
 def _without_starts(ours: Any, theirs: Any) -> Any:
@@ -172,13 +172,13 @@ def _without_starts(ours: Any, theirs: Any) -> Any:
 class Continued(World):
     """A world that goes on with what a roll-back left."""
 
-    def __init__(self, dead: World, owners: Owners, seed: int) -> None:
+    def __init__(self, dead: World, parts: Parts, seed: int) -> None:
         super().__init__(dead.config, random.Random(seed), dead.adversary, dead.max_running, dead.failure_rate)
         self.publish_every = dead.publish_every
-        self.lifecycle = owners.lifecycle
+        self.lifecycle = parts.lifecycle
         self.lifecycle.on_event = None
-        self.version = self.engine_version = owners.trainer.policy_version
-        self.next_task = owners.num_tasks
+        self.version = self.engine_version = parts.trainer.policy_version
+        self.next_task = parts.num_tasks
         self.lengths = dead.lengths
         self.generated = self.lifecycle.ledger.generated_tokens
         self.num_left = self.lifecycle.cache.num_admitted - len(self.cache.groups)
@@ -203,22 +203,22 @@ class Continued(World):
 @given(WORLDS)
 def test_after_a_roll_back_every_trained_token_is_in_bound(of: Any) -> None:
     """World.step asserts it of every group that it trains, and that finish_first drops nothing."""
-    world, owners, version = journaled(*of)
-    replay = RollBack(owners, owners.next_task, lambda *_: None, lambda: None)
+    world, parts, version = journaled(*of)
+    replay = RollBack(parts, parts.next_task, lambda *_: None, lambda: None)
     replay.read(world.journal.records)
     replay.end()
     bound = world.config.staleness_bound(world.publish_every)
-    held = set(owners.lifecycle.cache.groups)
+    held = set(parts.lifecycle.cache.groups)
     num = replay.give_up(bound, needs_weights=False)
-    ledger = owners.lifecycle.ledger
-    assert ledger.dropped[DropReason.ROLLED_BACK].groups == num == len(held) - len(owners.lifecycle.cache.groups)
-    owners.lifecycle.check()
+    ledger = parts.lifecycle.ledger
+    assert ledger.dropped[DropReason.ROLLED_BACK].groups == num == len(held) - len(parts.lifecycle.cache.groups)
+    parts.lifecycle.check()
     assert ledger.generated_tokens == world.ledger.generated_tokens, "what was sampled is counted, and once"
-    assert owners.trainer.policy_version == version
-    for group in owners.lifecycle.cache.groups.values():
+    assert parts.trainer.policy_version == version
+    for group in parts.lifecycle.cache.groups.values():
         assert all(v <= version for r in group.rollouts for v in r.versions)
-    owners.lifecycle.check_restored(version, 10**6)
-    continued = Continued(world, owners, of[1])
+    parts.lifecycle.check_restored(version, 10**6)
+    continued = Continued(world, parts, of[1])
     for _ in range(4):
         continued.step()
 
@@ -241,13 +241,13 @@ def test_weights_that_are_lost_cannot_be_asked_for_log_probs() -> None:
     of = (config, 5, "random", None, 0.0, 0.0, 1, 18, 1)
     kept = {}
     for needs_weights in (False, True):
-        world, owners, version = journaled(*of)
-        replay = RollBack(owners, owners.next_task, lambda *_: None, lambda: None)
+        world, parts, version = journaled(*of)
+        replay = RollBack(parts, parts.next_task, lambda *_: None, lambda: None)
         replay.read(world.journal.records)
         replay.end()
         assert replay.num_steps > 0 and replay.of_lost_versions
         replay.give_up(2, needs_weights=needs_weights)
-        kept[needs_weights] = set(owners.lifecycle.cache.groups)
+        kept[needs_weights] = set(parts.lifecycle.cache.groups)
     assert kept[True] < kept[False] and not kept[True] & replay.of_lost_versions
 
 
@@ -267,11 +267,11 @@ def running(world_tokens: int = 3) -> tuple[Lifecycle, Scribe, Memory, Any]:
 def read_back(journal: Memory, num_records: int | None = None) -> Any:
     """The one rollout, after the first `num_records`."""
     world = SimpleNamespace(config=RolloutConfig(group_size=1, groups_per_step=1, max_new_tokens=20), max_running=None)
-    owners = Owners(world, None, 0, 0)  # pyright: ignore[reportArgumentType]
-    replay = Replay(owners, owners.next_task, owners.train, lambda: None)  # pyright: ignore[reportArgumentType]
+    parts = Parts(world, None, 0, 0)  # pyright: ignore[reportArgumentType]
+    replay = Replay(parts, parts.next_task, parts.train, lambda: None)  # pyright: ignore[reportArgumentType]
     replay.read(journal.records[:num_records])
     replay.end()
-    return owners.lifecycle.cache.rollout("0-0")
+    return parts.lifecycle.cache.rollout("0-0")
 
 
 def test_tokens_of_a_running_rollout_are_told_once_and_joined_again() -> None:

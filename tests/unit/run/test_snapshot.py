@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import safetensors.torch
@@ -17,7 +17,8 @@ from rollover.config import Config
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.run import snapshot
-from rollover.run.snapshot import Owners, Snapshot, load_snapshot
+from rollover.run.snapshot import Snapshot, load_snapshot
+from rollover.run.stateful import StatefulPart, stateful_parts, without_arrays
 from rollover.tasks.reroll import Reroll
 from rollover.track.history import RunHistory
 from rollover.trainer.reuse import Reuse
@@ -60,10 +61,22 @@ class Prompts:
         self.cursor = state["cursor"]
 
 
-def write_snapshot(of: Owners) -> str:
-    snapshot = Snapshot.begin(of)
+class Run(SimpleNamespace):
+    """As much of a run as has a state, and its directory."""
+
+    def stateful(self) -> list[StatefulPart]:
+        parts: Any = self
+        return stateful_parts(parts, parts.producer)
+
+
+def write_snapshot(of: Run) -> str:
+    snapshot = Snapshot.begin(of.stateful(), of.directory, of.trainer.policy_version)
     snapshot.write(of.directory.store)
     return snapshot.name
+
+
+def restore(of: Run) -> None:
+    load_snapshot("step-000003", of.stateful(), of.directory)
 
 
 class Sink:
@@ -74,12 +87,12 @@ class Sink:
         self.checkpoints_when_synced.append(self.store.list())
 
 
-def owners(folder: Path, version: int = 0, seconds: float = 0.0) -> Owners:
+def new_run(folder: Path, version: int = 0, seconds: float = 0.0) -> Run:
     store = CheckpointStore(str(folder), keep=2)
     clock = SimpleNamespace(now=0.0)
     history = RunHistory(clock=lambda: clock.now)
     clock.now = seconds
-    parts: dict[str, Any] = dict(
+    return Run(
         trainer=Trainer(version),
         lifecycle=Lifecycle(RolloutConfig.model_validate(CONFIG.rollout.model_dump()), on_event=history.on_event),
         prompts=Prompts(),
@@ -88,12 +101,11 @@ def owners(folder: Path, version: int = 0, seconds: float = 0.0) -> Owners:
         reuse=Reuse(CONFIG, Reroll(CONFIG.reroll, CONFIG.train.num_steps, lambda: None)),
         producer=Prompts(),
     )
-    return Owners(**parts)
 
 
-def worked(folder: Path) -> Owners:
+def worked(folder: Path) -> Run:
     """A run at version 3: one group trained and kept for replay, one half-written, one that has not begun."""
-    of = owners(folder, version=3, seconds=12.5)
+    of = new_run(folder, version=3, seconds=12.5)
     lifecycle, rng = of.lifecycle, random.Random(0)
     for i in range(3):
         lifecycle.admit(make_task(i), (1, 2, 3), 2)
@@ -106,10 +118,10 @@ def worked(folder: Path) -> Owners:
         lifecycle.park(rollout)
     groups = lifecycle.consume(2)
     of.reuse.after_step(groups, of.reuse.build(groups, 2), 2)
-    of.prompts.cursor = 3  # pyright: ignore[reportAttributeAccessIssue]
-    of.producer.cursor = 4  # pyright: ignore[reportAttributeAccessIssue]
+    of.prompts.cursor = 3
+    of.producer.cursor = 4
     generator = torch.Generator().manual_seed(0)
-    of.trainer.tensors = {  # pyright: ignore[reportAttributeAccessIssue]
+    of.trainer.tensors = {
         "master/layer.weight": torch.randn(3, 4, generator=generator).T,  # not contiguous
         "master/bias": torch.randn(5, generator=generator),
         "exp_avg/bias": torch.randn(5, generator=generator).bfloat16(),
@@ -128,8 +140,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     }  # fmt: skip
     assert safetensors.torch.load_file(files["trainer-exp_avg.safetensors"]).keys() == {"exp_avg/bias"}
 
-    after = owners(tmp_path)
-    load_snapshot("step-000003", after)
+    after = new_run(tmp_path)
+    restore(after)
     assert after.trainer.policy_version == 3 and after.prompts.state_dict() == {"cursor": 3}
     assert after.producer.state_dict() == {"cursor": 4}
     ours, theirs = (of.trainer.save_state()[0] for of in (before, after))
@@ -159,10 +171,10 @@ def test_another_format_is_refused_before_anything_is_restored(tmp_path: Path, m
     write_snapshot(worked(tmp_path))
     was = snapshot.FORMAT
     monkeypatch.setattr(snapshot, "FORMAT", was + 1)
-    after = owners(tmp_path)
+    after = new_run(tmp_path)
     with pytest.raises(ValueError, match=f"checkpoint step-000003 has format {was}, .*reads {was + 1}"):
-        load_snapshot("step-000003", after)
-    assert after.trainer.loaded is False  # pyright: ignore[reportAttributeAccessIssue]
+        restore(after)
+    assert after.trainer.loaded is False
     assert not after.lifecycle.cache.groups and after.prompts.state_dict() == {"cursor": 0}
 
 
@@ -176,23 +188,36 @@ def rewritten(store: CheckpointStore, change: Any) -> None:
 
 def test_a_checkpoint_from_before_replay_and_trace_is_read(tmp_path: Path) -> None:
     write_snapshot(worked(tmp_path))
-    after = owners(tmp_path, seconds=99.0)
+    after = new_run(tmp_path, seconds=99.0)
     rewritten(after.directory.store, lambda state: (state.pop("reuse"), state.pop("chronicle")))
-    load_snapshot("step-000003", after)
+    restore(after)
     assert after.trainer.policy_version == 3 and list(after.lifecycle.cache.groups) == [1, 2]
     assert not len(after.reuse.buffer) and after.history.seconds() == 0.0
 
 
 def test_accounts_that_do_not_balance_are_noticed(tmp_path: Path) -> None:
     write_snapshot(worked(tmp_path))
-    after = owners(tmp_path)
+    after = new_run(tmp_path)
 
     def lose_a_token(state: dict[str, Any]) -> None:
         state["ledger"]["generated_tokens"] += 1
 
     rewritten(after.directory.store, lose_a_token)
     with pytest.raises(AssertionError):
-        load_snapshot("step-000003", after)
+        restore(after)
+
+
+def test_a_part_that_joins_is_one_line_of_the_list(tmp_path: Path) -> None:
+    """Its state comes back, and of a checkpoint from before it was there it has its default."""
+    of, joined = worked(tmp_path), Prompts(7)
+    snapshot = Snapshot.begin(
+        [*of.stateful(), without_arrays("joined", joined.state_dict, joined.load_state_dict)], of.directory, 3
+    )
+    assert json.loads(cast(bytes, snapshot.files["state.json"]))["joined"] == {"cursor": 7}
+    write_snapshot(of)
+    part = without_arrays("joined", joined.state_dict, joined.load_state_dict, {"cursor": 1})
+    load_snapshot("step-000003", [*new_run(tmp_path).stateful(), part], of.directory)
+    assert joined.cursor == 1
 
 
 def test_a_failed_write_is_reported_and_leaves_the_earlier_checkpoint(

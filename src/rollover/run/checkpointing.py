@@ -1,0 +1,133 @@
+"""When a checkpoint is written, and what becomes of the journal then. The way back is resume.py's business.
+
+    begin ──▶ on_event, on_row (journal) ──▶ checkpoint (the journal begins anew) ──▶ ...        error ──▶ rescue
+
+Owns which checkpoint is the newest, and whether anything happened since. Never generates and never trains.
+"""
+
+from __future__ import annotations
+
+from rollover.checkpoint.store import CheckpointWriteError, checkpoint_name
+from rollover.config import Config
+from rollover.rollout.lifecycle import Event
+from rollover.run.directory import RunDirectory
+from rollover.run.journaling import Journaling
+from rollover.run.overlap import Overlap
+from rollover.run.parts import Parts
+from rollover.run.records import Records
+from rollover.run.snapshot import Snapshot
+from rollover.run.stateful import StatefulPart
+from rollover.run.stop import Stop
+from rollover.track.live import LiveView
+from rollover.types import Group
+
+
+class Checkpointing:
+    """Of one run, whose state is that of `stateful` parts.
+
+    `taken`: the groups of the step that is being trained. `saved_version`: of the newest checkpoint, -1 without one;
+    `told_version`: of the newest metrics row. `resume_command`: what to type to go on with this run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        stateful: list[StatefulPart],
+        directory: RunDirectory,
+        journaling: Journaling,
+        overlap: Overlap,
+        records: Records,
+        view: LiveView,
+        stop: Stop,
+        resume_command: str,
+    ) -> None:
+        self.config, self.parts, self.stateful, self.directory = config, parts, stateful, directory
+        self.journaling, self.overlap, self.records = journaling, overlap, records
+        self.view, self.stop, self.resume_command = view, stop, resume_command
+        self.taken: list[Group] = []
+        self.saved_version, self.told_version = -1, 0
+        self.changed = False  # whether anything happened to a rollout since the newest checkpoint
+
+    def on_event(self, event: Event) -> None:
+        """For Lifecycle.on_event."""
+        self.changed = True
+        self.journaling.on_event(event)
+
+    def on_row(self) -> None:
+        """The row of the newest step is written."""
+        self.told_version = self.parts.trainer.policy_version
+        self.journaling.on_row(self.told_version)
+
+    async def begin(self) -> None:
+        """From now on the journal is written, if it is on. It begins at a checkpoint, or with the run."""
+        journaling = self.journaling
+        if not self.directory.resume:
+            journaling.journal.discard()
+        if journaling.is_on and not journaling.journal.writes:
+            if self.parts.lifecycle.cache.num_admitted or self.parts.trainer.policy_version:
+                self.changed = True
+            else:
+                journaling.scribe.begin(None)
+        if self.changed:  # what was read back must not be read back twice, journaled from now on or not
+            await self.checkpoint()
+        journaling.start_timer()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a checkpoint must be written after the step that was just told."""
+        config, step = self.config.checkpoint, self.parts.trainer.policy_version
+        due = config.every_steps > 0 and step % config.every_steps == 0
+        return due or self.journaling.journal.num_bytes > config.journal_max_gb * 1e9
+
+    async def checkpoint(self) -> None:
+        """Write one, if anything happened since the last."""
+        version, journaling = self.parts.trainer.policy_version, self.journaling
+        await self.overlap.interrupt_all()
+        if version == self.saved_version and not self.changed:
+            return
+        self.view.phase("writing a checkpoint")
+        self.records.write(version, [], None)
+        with self.overlap.rows.timed("checkpoint"):
+            mark = journaling.scribe.begin(checkpoint_name(version)) if journaling.is_on else None
+            snapshot = Snapshot.begin(self.stateful, self.directory, version, mark)
+            if journaling.mirror is not None:
+                journaling.mirror.copy()  # the checkpoint counts on what is written down by now
+            snapshot.write(self.directory.store)
+            self.directory.on_checkpoint()  # before the journal goes, from which a run without a checkpoint goes on
+            if mark is not None:
+                journaling.journal.commit(mark)
+            else:
+                journaling.journal.discard()
+        self.saved_version, self.changed = version, False
+        if version < self.config.train.num_steps and not self.stop.requested:
+            self.view.message(
+                f"checkpoint {snapshot.name}; if this run ends early, continue with: {self.resume_command}"
+            )
+
+    async def rescue(self, error: Exception) -> None:
+        """Before an error ends the run: a checkpoint of what it has, if that is consistent."""
+        parts, version = self.parts, self.parts.trainer.policy_version
+        if parts.lifecycle.ledger.generated_tokens == version == 0 or isinstance(error, CheckpointWriteError):
+            return  # before the first step there are answers to look at, too
+        self.view.message(f"{type(error).__name__} after {version} steps: writing a checkpoint before the run ends")
+        try:
+            parts.driver.interrupt_for_good()  # no score is waited for
+            try:
+                await parts.driver.interrupt_all()
+            except Exception:  # the engine is gone, say: what it had not returned is lost
+                await parts.driver.abandon()
+            if parts.trainer.in_update:
+                raise ValueError(f"the weights are in the middle of step {version + 1}")
+            if self.taken:
+                parts.lifecycle.give_back(self.taken, version)
+            parts.lifecycle.check()
+            if version != max(self.told_version, self.saved_version):
+                raise ValueError(f"metrics.jsonl has no row of step {version}")
+            await self.checkpoint()
+        except Exception as failure:
+            newest = next(reversed(self.directory.store.list()), "the start")
+            journal = " and its journal" if self.journaling.journal.num_bytes else ""
+            self.view.message(
+                f"that checkpoint could not be written ({failure}): --resume goes on from {newest}{journal}"
+            )

@@ -1,0 +1,45 @@
+"""The hand-over of new weights from the trainer to the engine, and who is told that they are live.
+
+    step trained ──▶ due? ──▶ (drain) ──▶ trainer.publish ──▶ engine.load_weights ──▶ history, journal
+
+Never drops or admits anything: `Driver.on_new_version` does, after each step, whether weights were handed over or not.
+"""
+
+from __future__ import annotations
+
+from rollover.config import Config
+from rollover.run.blocked_warning import BlockedWarning
+from rollover.run.journaling import Journaling
+from rollover.run.metrics_row import Rows
+from rollover.run.parts import Parts
+
+
+class HandOver:
+    """Of one run. `needed`: whether anyone generates with the engine; recorded rollouts need none."""
+
+    def __init__(
+        self, config: Config, parts: Parts, rows: Rows, journaling: Journaling, blocked: BlockedWarning, *, needed: bool
+    ) -> None:
+        self.config, self.parts, self.rows, self.journaling, self.blocked = config, parts, rows, journaling, blocked
+        self.needed = needed
+
+    async def hand_over_if_due(self) -> int:
+        """After a step: every train.publish_every of them. Returns the bytes that were handed over, 0 if none were."""
+        parts, version = self.parts, self.parts.trainer.policy_version
+        if not self.needed or version % self.config.train.publish_every:
+            return 0
+        if self.rows.overlaps and self.config.rollout.interrupt == "never":
+            await parts.driver.drain()  # a wait for generation, which the driver counts as such
+        with self.rows.timed("weights"):
+            num_bytes = await self.hand_over_weights()
+        parts.history.on_new_version(version)
+        self.journaling.scribe.on_new_version(version)
+        return num_bytes
+
+    async def hand_over_weights(self) -> int:
+        """The engine samples under the trainer's present weights from now on. Returns their bytes."""
+        version, limit_s = self.parts.trainer.policy_version, self.config.watchdog.weights_timeout_s
+        what, state = f"the weights of policy version {version}", "being handed to the engine, begun"
+        with self.blocked.over_work(what, state, limit_s):
+            weights = await self.parts.trainer.publish()
+            return (await self.parts.engine.load_weights(version, weights)).num_bytes

@@ -1,0 +1,127 @@
+"""Generation and training, one after the other or at the same time: who works in which thread, with which cores.
+
+    sync        collect ──▶ train                        both in the event loop's thread, each with all cores
+    overlap     collect ──▶ train in the trainer's thread, while the driver generates for later steps
+    streaming   collect, while the trainer's thread adds up the gradient of groups that are READY ──▶ train the rest
+
+Owns the trainer's thread and the shares of the cores. Never decides what is generated or trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from rollover.config import Config
+from rollover.models.team import most_threads
+from rollover.run.blocked_warning import BlockedWarning
+from rollover.run.metrics_row import Rows
+from rollover.run.parts import Parts
+from rollover.run.streaming import collect_and_accumulate
+from rollover.types import Group
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """CPU threads of trainer and engine while both work, and of either (`alone`) while the other waits."""
+
+    trainer: int
+    engine: int
+    alone: int
+
+    @classmethod
+    def of(cls, config: Config) -> Shares:
+        """If they never work at the same time, either has all, in turns."""
+        total = most_threads(config)
+        if not (config.rollout.overlap or config.train.streaming_min_groups):
+            return cls(total, total, total)
+        engine = min(config.engine.threads or max(1, total // 2), total)
+        return cls(max(1, total - engine), engine, total)
+
+
+class Overlap:
+    """The driver's and the trainer's work of one run.
+
+    `is_on`: whether rollouts are generated while the trainer trains. `rows` counts the trainer's seconds.
+    """
+
+    def __init__(self, config: Config, parts: Parts, rows: Rows, blocked: BlockedWarning) -> None:
+        self.config, self.parts, self.rows, self.blocked = config, parts, rows, blocked
+        self.is_on = rows.overlaps
+        self.shares = Shares.of(config)
+        # One thread for all steps: it keeps its own team of torch's threads.
+        self._thread = ThreadPoolExecutor(1, "trainer")
+        if self.is_on:
+            parts.trainer.team.before = self._take_cores
+
+    async def collect(self, version: int) -> list[Group] | None:
+        """As `Driver.collect`; with train.streaming_min_groups the trainer works on what is ready meanwhile."""
+        parts, min_groups = self.parts, self.config.train.streaming_min_groups
+        with self.event_loop_watched(self._generating):
+            if not min_groups:
+                return await parts.driver.collect(version)
+            beside = partial(self._accumulate, version)
+            return await collect_and_accumulate(parts.driver, parts.reuse, parts.trainer, version, min_groups, beside)
+
+    async def train(self, work: Callable[[], Result], version: int) -> Result:
+        """What `work`, the training step at trainer `version`, returns; with overlap generation goes on meanwhile."""
+        if not self.is_on:
+            return work()
+        self.parts.driver.go_on(version)
+        for _ in range(2):  # what may start has begun then, or the driver knows that nothing may
+            await asyncio.sleep(0)
+        with self.event_loop_watched(self._generating):
+            return await self._beside_generation(work)
+
+    async def interrupt_all(self) -> None:
+        """Park what is in flight, if anything is: a snapshot is a cut at which nothing runs."""
+        if self.is_on:
+            await self.parts.driver.interrupt_all()
+
+    @contextmanager
+    def training(self, version: int) -> Iterator[None]:
+        """Count the block as training for the step at trainer `version`, and warn if it does not end."""
+        what, limit_s = f"the training of step {version + 1}", self.config.watchdog.train_timeout_s
+        with self.rows.timed("train"), self.blocked.over_work(what, "begun", limit_s):
+            yield
+
+    def event_loop_watched(self, doing: Callable[[], str]) -> AbstractContextManager[None]:
+        """Warn if the engine holds up the event loop in the block. `doing` says what the run does."""
+        return self.blocked.over_event_loop(doing, self.config.watchdog.rollout_timeout_s)
+
+    def close(self) -> None:
+        """End the trainer's thread."""
+        self._thread.shutdown()
+
+    # Private
+
+    async def _accumulate(self, version: int, work: Callable[[], None]) -> None:
+        with self.training(version):
+            await self._beside_generation(work)
+
+    async def _beside_generation(self, work: Callable[[], Result]) -> Result:
+        """The trainer's work in its thread, while the engine goes on with the cores that are left to it."""
+        engine, team = self.parts.engine, self.parts.trainer.team
+        engine.use_threads(self.shares.engine)
+        try:
+            loop, share = asyncio.get_running_loop(), self.shares.trainer
+            return await loop.run_in_executor(self._thread, team.compute, share, work)
+        finally:
+            team.use(self.shares.alone)
+            engine.use_threads(self.shares.alone)
+
+    def _take_cores(self) -> None:
+        """In the trainer's thread: its share of the cores, or all once the engine has nothing to run beside it."""
+        idle = self.parts.driver.clock.idle.running
+        self.parts.trainer.team.use(self.shares.alone if idle else self.shares.trainer)
+
+    def _generating(self) -> str:
+        return f"generating: {self.parts.driver.watchdog.describe(time.monotonic())}"

@@ -1,0 +1,167 @@
+"""The way back (`--resume`): the newest checkpoint, what the journal tells after it, and where the run goes on.
+
+    load_snapshot ──▶ Replay: steps are trained again    ──▶ weights to the engine ──▶ files cut to there ──▶ the loop
+                  └─▶ RollBack: they are given up
+
+Owns nothing beyond the restart. What is in a checkpoint is stateful.py's business, and what a record of the journal
+does journal_replay.py's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rollover.checkpoint.journal import Part
+from rollover.config import Config
+from rollover.config import resume as resume_rules
+from rollover.run.directory import RunDirectory
+from rollover.run.hand_over import HandOver
+from rollover.run.journal_replay import Replay
+from rollover.run.journal_scribe import ROLL_BACK, STEP
+from rollover.run.journaling import Journaling
+from rollover.run.metrics_row import Rows
+from rollover.run.parts import Parts
+from rollover.run.roll_back import RollBack
+from rollover.run.snapshot import load_snapshot
+from rollover.run.stateful import StatefulPart
+from rollover.run.tracking import Tracking
+from rollover.track.live import LiveView
+from rollover.trainer.batch import Batch
+from rollover.types import Group
+
+
+class Restored(NamedTuple):
+    """Trainer versions: of the checkpoint that the run goes on from (-1: of none), and of its newest metrics row."""
+
+    saved_version: int = -1
+    told_version: int = 0
+
+
+class Resume:
+    """Of one run, whose parts have not done anything yet."""
+
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        stateful: list[StatefulPart],
+        directory: RunDirectory,
+        journaling: Journaling,
+        hand_over: HandOver,
+        rows: Rows,
+        tracking: Tracking,
+        view: LiveView,
+    ) -> None:
+        self.config, self.parts, self.stateful, self.directory = config, parts, stateful, directory
+        self.journaling, self.hand_over, self.rows, self.tracking = journaling, hand_over, rows, tracking
+        self.view = view
+        # Of the newest step that was trained again: what its row is made of.
+        self._trained_again: tuple[list[Group], Batch, dict[str, float], int] | None = None
+
+    async def restore(self) -> Restored:
+        """Go on from the checkpoint that is to be resumed and its journal; without either the run begins again."""
+        directory, parts, journal = self.directory, self.parts, self.journaling.journal
+        if directory.fetched_from:
+            self.view.message(f"the files of this run come from {directory.fetched_from}")
+        name, mark, saved_version = directory.checkpoint_to_resume(), None, -1
+        if name is not None:
+            self.view.phase(f"restoring {name}")
+            mark = load_snapshot(name, self.stateful, directory)
+            saved_version = parts.trainer.policy_version
+        # The journal goes on from the newest checkpoint alone, or from the start.
+        usable = self.journaling.is_possible and (name is None or (mark is not None and directory.is_newest(name)))
+        files = journal.read(mark) if usable else []
+        if name is None and not files:
+            directory.truncate(-1)
+            journal.discard()
+            self.view.message("the run ended before its first checkpoint: it begins again")
+            return Restored()
+        held = bool(parts.lifecycle.cache.groups or sum(file.num_records for file in files) > 1)
+        resume_rules.refuse(directory.changes, held=held)
+        parts.lifecycle.stream_ended &= not directory.tasks_changed  # there may be more of them now
+        replay = self._replay(files)
+        version = parts.trainer.policy_version
+        if self.hand_over.needed:
+            parts.lifecycle.check_restored(version, parts.engine.max_tokens)
+            await self.hand_over.hand_over_weights()
+            if replay.unpublished:
+                parts.history.on_new_version(version)
+        if isinstance(replay, RollBack):  # before rows are cut: no later start, with whatever settings, trains them
+            journal.go_on(files[-1])
+            self.journaling.scribe.on_roll_back()
+            journal.halt()
+        self._cut_files(version, replay)
+        if files and mark is not None:
+            journal.commit(mark)  # the process that wrote the checkpoint may have died before that
+        if len(files) == 1 and not replay.num_records and self.journaling.is_on:
+            journal.go_on(files[0])
+        if self.hand_over.needed:
+            parts.driver.on_new_version(version)
+        self._say(name, replay)
+        return Restored(saved_version, version)
+
+    def _replay(self, files: list[Part]) -> Replay:
+        """What the journal tells happens again; steps are trained again, or rolled back. Nothing is generated."""
+        parts, dropped = self.parts, self.tracking.records.dropped
+        kinds = {record.meta["kind"] for file in files for record in file.records()}
+        otherwise = resume_rules.trains_otherwise(self.directory.changes, self.config)
+        next_task = parts.reuse.reroll.as_before
+        if STEP in kinds and (otherwise or ROLL_BACK in kinds or self.config.checkpoint.lost_steps == "roll_back"):
+            replay = RollBack(parts, next_task, self._lose, dropped.clear)
+        else:
+            replay = Replay(parts, next_task, self._train_again, dropped.clear)
+        for file in files:
+            self.view.phase(f"reading {file.path.name} of the journal")
+            replay.read(file.records())
+        replay.end()
+        if isinstance(replay, RollBack):
+            needs_weights = self.config.algorithm.proximal == "snapshot"
+            num = replay.give_up(self.config.staleness_bound, needs_weights=needs_weights)
+            held_again = replay.of_lost_steps & parts.lifecycle.cache.groups.keys()
+            parts.reuse.reroll.on_roll_back(replay.version, held_again)
+            why = f", since {', '.join(change.key for change in otherwise)} changed" if otherwise else ""
+            self.view.message(
+                f"{replay.num_steps} steps after the checkpoint are rolled back{why}: their groups are held again, but"
+                f" for {num} that can no longer be trained in bound"
+            )
+        return replay
+
+    def _train_again(self, groups: list[Group], version: int) -> None:
+        self.view.phase(f"training step {version + 1} again")
+        self.rows.begin()
+        with self.rows.timed("train"):
+            batch = self.parts.reuse.build(groups, version)
+            trained = self.parts.trainer.train_step(batch)
+        self.parts.reuse.after_step(groups, batch, version)
+        self.parts.history.trained(version + 1)
+        self._trained_again = groups, batch, trained, version
+
+    def _lose(self, groups: list[Group], version: int) -> None:
+        """The tasks that come next depend on what failed in the step at `version`, though its weights are lost."""
+        self.parts.reuse.reroll.on_step(groups, version + 1)
+
+    def _cut_files(self, version: int, replay: Replay) -> None:
+        """Cut the run's files to what it goes on from; write the row of the last step, if the kill was before it."""
+        directory, lifecycle = self.directory, self.parts.lifecycle
+        row_is_missing = replay.untold and not directory.metrics.reaches(version)
+        if replay.untold and not row_is_missing:
+            replay.told()  # before `held`: what was dropped until then is recorded
+        held = {*lifecycle.cache.groups, *(group.group_id for group, _ in self.tracking.records.dropped)}
+        told = version - row_is_missing
+        directory.truncate(told, held, replay.trace_bytes, lifecycle.cache.num_admitted or None)
+        self.rows.restore(directory.metrics.rows()[-1] if told else {}, next_is_missing=row_is_missing)
+        if row_is_missing:
+            assert self._trained_again is not None
+            groups, batch, trained, before = self._trained_again
+            self.tracking.on_step(self.rows.of_step(groups, batch, trained, before, 0), groups, batch)
+
+    def _say(self, name: str | None, replay: Replay) -> None:
+        """Where the run goes on, and with which other settings."""
+        held = sum(len(g.rollouts) for g in self.parts.lifecycle.cache.groups.values())
+        of_journal = f" and {replay.num_records} records of its journal ({replay.num_steps} steps)"
+        self.view.message(
+            f"resumed from {name or 'the start'}{of_journal if replay.num_records else ''}:"
+            f" {held} rollouts in the cache go on where they were"
+        )
+        if changes := self.directory.changes:
+            self.view.message("settings that changed since:" + "".join(f"\n  {change}" for change in changes))

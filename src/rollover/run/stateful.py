@@ -1,0 +1,71 @@
+"""Everyone whose state is in a checkpoint: one list, in the order in which they are restored.
+
+A part that joins is one line here: its key in state.json (docs/checkpoint-format.md), how it gives its state, and how
+it takes it back. What is done with the list is snapshot.py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollover.run.parts import Parts
+from rollover.run.producer import Producer
+
+Arrays = Mapping[str, Any]  # numpy arrays or torch tensors, by their names
+
+
+@dataclass(frozen=True)
+class StatefulPart:
+    """One of them."""
+
+    name: str
+    """Its key in state.json; "": its own keys stand beside those of the others."""
+    save: Callable[[], tuple[Mapping[str, Any], Arrays]]
+    """Gives (its JSON-able state, its arrays)."""
+    load: Callable[[Any, Arrays], None]
+    """Goes on from that. Those before it in the list have theirs by then."""
+    file: str = ""
+    """The file of its arrays; "" if it has none. With a "*" there is one for each kind of them, the first word of
+    `<kind>/<name>`: saving copies all arrays of a file in memory."""
+    default: Mapping[str, Any] | None = None
+    """The state that a checkpoint from before it was in one has of it; None: it then stays as it is."""
+
+
+def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
+    """Those of a run that is made of `parts`."""
+    trainer, lifecycle, prompts, reuse = parts.trainer, parts.lifecycle, parts.prompts, parts.reuse
+
+    def save_trainer() -> tuple[Mapping[str, Any], Arrays]:
+        tensors, meta = trainer.save_state()
+        return meta, tensors
+
+    def load_lifecycle(state: Any, arrays: Arrays) -> None:
+        lifecycle.load_state_dict(state, arrays)
+        lifecycle.check()
+
+    def load_reuse(state: Mapping[str, Any], arrays: Arrays) -> None:
+        reuse.load_state_dict(state, arrays, trainer.policy_version, prompts.max_prompt_tokens)
+
+    def load_history(state: Mapping[str, Any]) -> None:
+        parts.history.load_state_dict(state, lifecycle.cache.groups.values(), trainer.policy_version)
+
+    return [
+        StatefulPart("trainer", save_trainer, lambda meta, t: trainer.load_state(dict(t), meta), "trainer-*"),
+        StatefulPart("", lifecycle.state_dict, load_lifecycle, "rollouts"),
+        without_arrays("prompts", prompts.state_dict, prompts.load_state_dict),
+        StatefulPart("reuse", reuse.state_dict, load_reuse, "replay"),
+        without_arrays("producer", producer.state_dict, producer.load_state_dict, {}),
+        without_arrays("chronicle", parts.history.state_dict, load_history, {}),
+    ]
+
+
+def without_arrays(
+    name: str,
+    state_dict: Callable[[], Mapping[str, Any]],
+    load_state_dict: Callable[[Any], None],
+    default: Mapping[str, Any] | None = None,
+) -> StatefulPart:
+    """A part whose state is JSON-able as a whole."""
+    return StatefulPart(name, lambda: (state_dict(), {}), lambda state, arrays: load_state_dict(state), default=default)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import uuid
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from rollover.checkpoint.mirror import Mirror
 from rollover.checkpoint.store import CheckpointStore
+from scripted import output_of
 
 
 @pytest.fixture
@@ -200,42 +199,10 @@ LOST_AT_EVERY_PLACE = '''
 """A run whose machine is lost before each change of an object store, or in the middle of one."""
 import json, os, shutil, signal, sys
 from pathlib import Path
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.spec import AbstractFileSystem
+from dying_store import Objects
 from rollover.checkpoint.journal import Journal, Mark
 from rollover.checkpoint.store import CheckpointStore
 
-class Objects(AbstractFileSystem):
-    protocol, cachable = "objects", False
-    files, left = LocalFileSystem(), None
-
-    def _change(self, name, *args, **kwargs):
-        if Objects.left is not None:
-            if Objects.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            Objects.left -= 1
-        return getattr(self.files, name)(*args, **kwargs)
-
-    @classmethod
-    def _strip_protocol(cls, path): return path.removeprefix("objects://")
-    def info(self, path, **kw): return self.files.info(path)
-    def ls(self, path, detail=True, **kw): return self.files.ls(path, detail=detail)
-    def cat_file(self, path, **kw): return self.files.cat_file(path)
-    def get_file(self, source, target, **kw): return self.files.get_file(source, target)
-    def makedirs(self, path, exist_ok=False): return self.files.makedirs(path, exist_ok=exist_ok)
-    def pipe_file(self, path, value, **kw):
-        if "@" in path:  # a part: a kill also falls into the middle of its upload
-            self._change("pipe_file", path, value[: len(value) // 2])
-        return self._change("pipe_file", path, value)
-    def put_file(self, source, target, **kw): return self.pipe_file(target, open(source, "rb").read())
-    def rm_file(self, path): return self._change("rm_file", path)
-    def rm(self, path, recursive=False):
-        for file in self.files.find(path):
-            self._change("rm_file", file)
-        return self._change("rm", path, recursive=True)
-
-fsspec.register_implementation("objects", Objects)
 root = Path(sys.argv[1])
 remote = root / "remote"
 
@@ -318,8 +285,6 @@ for start in ("nothing", "a copy"):
 
 def test_a_machine_that_is_lost_between_any_two_changes_of_the_store(tmp_path: Path) -> None:
     """What a new one finds is never less than before, fits together, and goes on."""
-    command = [sys.executable, "-c", LOST_AT_EVERY_PLACE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    first, second = (line.split() for line in done.stdout.splitlines())
-    assert int(first[-2]) > 50 and int(second[-2]) > 130 and first[-1] == second[-1] == "7", done.stdout
+    output = output_of(LOST_AT_EVERY_PLACE, tmp_path)
+    first, second = (line.split() for line in output.splitlines())
+    assert int(first[-2]) > 50 and int(second[-2]) > 130 and first[-1] == second[-1] == "7", output

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from scripted import output_of
 
 KILLED_AT_EVERY_PLACE = '''
 import json, os, shutil, signal, sys
@@ -103,8 +103,5 @@ print(places, known)
 
 
 def test_sigkill_at_every_place_of_the_rotation_loses_no_record(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED_AT_EVERY_PLACE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    places, known = map(int, done.stdout.split())
+    places, known = map(int, output_of(KILLED_AT_EVERY_PLACE, tmp_path).split())
     assert places > 100 and known == 7

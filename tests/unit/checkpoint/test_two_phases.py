@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
 from rollover.checkpoint.writing import PendingCheckpoint
+from scripted import output_of
 
 OLD, NEW = {"a": b"old", "folder/b": b"older"}, {"a": b"new", "folder/b": b"newer", "c": b"newest"}
 STORES: dict[str, Callable[[Path], str]] = {
@@ -78,77 +77,58 @@ def test_names_that_would_leave_the_checkpoint_are_refused(store: CheckpointStor
 
 
 KILLED_BETWEEN_ANY_TWO_WRITES = '''
-"""An object store (a folder behind a file system of its own, without rename) whose writer is killed at every place."""
+"""One checkpoint is replaced, and another deletes the oldest, by a writer that is killed at every place."""
 import os, shutil, signal, sys
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.spec import AbstractFileSystem
+from pathlib import Path
+from dying_store import Objects
 from rollover.checkpoint.store import CheckpointStore
 
-class Objects(AbstractFileSystem):
-    """Every call that changes something is counted, and number `kill_at` is not made: the process dies instead."""
-    protocol, cachable = "objects", False
-    files, left, kill_at = LocalFileSystem(), 0, None
-
-    def _change(self, name, *args, **kwargs):
-        if Objects.kill_at is not None:
-            if Objects.left == Objects.kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            Objects.left += 1
-        return getattr(self.files, name)(*args, **kwargs)
-
-    @classmethod
-    def _strip_protocol(cls, path): return path.removeprefix("objects://")
-    def info(self, path, **kw): return self.files.info(path)
-    def ls(self, path, detail=True, **kw): return self.files.ls(path, detail=detail)
-    def cat_file(self, path, **kw): return self.files.cat_file(path)
-    def get_file(self, source, target, **kw): return self.files.get_file(source, target)
-    def makedirs(self, path, exist_ok=False): return self._change("makedirs", path, exist_ok=exist_ok)
-    def pipe_file(self, path, value, **kw): return self._change("pipe_file", path, value)
-    def rm_file(self, path): return self._change("rm_file", path)
-    def put_file(self, source, target, **kw):
-        # Uploaded in two halves, so that a kill also falls into the middle of a file.
-        half = open(source, "rb").read()
-        self._change("pipe_file", target, half[: len(half) // 2])
-        return self._change("pipe_file", target, half)
-    def rm(self, path, recursive=False):
-        for file in self.files.find(path):
-            self._change("rm_file", file)
-        return self._change("rm", path, recursive=True)
-
-fsspec.register_implementation("objects", Objects)
-root = sys.argv[1]
+kind, root = sys.argv[1:]
 start, work = f"{root}/start", f"{root}/work"
+opened = lambda folder: CheckpointStore(f"objects://{folder}" if kind == "objects" else folder, keep=2)
 content = lambda letter: {f"{i}": letter * 100 for i in range(3)}
-before = CheckpointStore(f"objects://{start}", keep=2)
+before = opened(start)
 before.write("step-000010", content(b"a"))
 before.write("step-000020", content(b"b"))
+
+def kill_after(left):
+    if kind == "objects":
+        Objects.left = left
+
+    def hook(event, args):  # comes before the call that it announces: so a kill falls between two changes of the disk
+        nonlocal left
+        if event != "os.kill" and event.startswith(("open", "os.", "shutil.")):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if kind == "local":
+        sys.addaudithook(hook)
+
 places, seen = 0, set()
 while True:
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(start, work)
     child = os.fork()
     if child == 0:
-        Objects.left, Objects.kill_at = 0, places
-        store = CheckpointStore(f"objects://{work}", keep=2)
-        for name, letter in (("step-000020", b"c"), ("step-000030", b"d")):  # replaces one; deletes the oldest
-            pending = store.begin(name)
-            for file, value in content(letter).items():
-                pending.add(file, value)
-            pending.commit()
+        kill_after(places)
+        store = opened(work)
+        store.write("step-000020", content(b"c"))
+        store.write("step-000030", content(b"d"))
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    store = CheckpointStore(f"objects://{work}", keep=2)
+    store = opened(work)
     names = store.list()
     assert "step-000020" in names and len(names) >= 2, (places, names)
     state = []
     for name in names:
-        files = {file: open(path, "rb").read() for file, path in store.open(name).items()}
+        files = {file: Path(path).read_bytes() for file, path in store.open(name).items()}
         assert files in [content(letter) for letter in (b"a", b"b", b"c", b"d")], (places, name, files)
         state.append((name, files["0"][:1]))
     seen.add(tuple(state))
     store.write("step-000040", content(b"e"))
     assert len(store.list()) == 2 and "step-000040" in store.list()
+    assert kind == "objects" or len(os.listdir(work)) == 2, (places, os.listdir(work))
     if status == 0:
         break
     assert os.WTERMSIG(status) == signal.SIGKILL, status
@@ -157,10 +137,8 @@ print(places, len(seen))
 '''
 
 
-def test_sigkill_between_any_two_writes_to_an_object_store(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED_BETWEEN_ANY_TWO_WRITES, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    places, states = map(int, done.stdout.split())
+@pytest.mark.parametrize(("kind", "at_least"), [("objects", 30), ("local", 40)])
+def test_sigkill_between_any_two_writes(tmp_path: Path, kind: str, at_least: int) -> None:
+    places, states = map(int, output_of(KILLED_BETWEEN_ANY_TWO_WRITES, kind, tmp_path).split())
     # The four states: a b, a c (replaced), a c d (committed), c d (the oldest deleted).
-    assert places > 30 and states == 4
+    assert places > at_least and states == 4

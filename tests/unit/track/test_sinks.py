@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollover.track.metrics import validate
 from rollover.track.sinks import JsonlSink, to_json
+from scripted import output_of
 
 
 def rows(path: Path) -> list[dict]:
@@ -121,5 +120,4 @@ with JsonlSink(folder / "metrics.jsonl") as again:
 
 def test_a_full_disk_is_named_and_what_found_no_room_never_comes_later(tmp_path: Path) -> None:
     """A run that is gone on with in the same process has another sink, while the first may still be alive."""
-    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    output_of(FULL, tmp_path)

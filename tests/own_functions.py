@@ -11,7 +11,7 @@ import torch
 
 import tiny
 from rollover.algorithms.filters import group_filters
-from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig, TaskSourceConfig
+from rollover.config import AlgorithmConfig, Config, FiltersConfig, RewardsConfig, TasksConfig
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
@@ -20,6 +20,7 @@ from rollover.rollout.order import RolloutView, load_order
 from rollover.run.producer import OwnProducer
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource
 from rollover.tasks.same import same_by
+from rollover.tasks.stream import TaskStream
 from rollover.trainer.batch import build_batch
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
@@ -125,8 +126,15 @@ def check_engine(spec: str) -> None:
     assert asyncio.run(counted())["engine/calls"] == 2
 
 
+def check_source(spec: str) -> None:
+    source = {"kind": spec, "params": {"num": 5}}
+    tasks = TasksConfig.model_validate({"sources": [source], "chat": False, "epochs": 1, "eval_fraction": 1e-9})
+    taken = TaskStream(tasks, 0, "train", rewards=RewardsConfig()).take(9)
+    assert sorted((t.prompt, t.columns["answer"]) for t in taken) == [(f"2 * {i} =", str(2 * i)) for i in range(5)]
+
+
 def check_problem_key(spec: str) -> None:
-    same = same_by(TaskSourceConfig(kind="dataset", path="rows.jsonl", problem_key=spec))
+    same = same_by(spec)
     texts = [same(Task("t", "docs", "r", prompt=text)) for text in ("Add 3 and 14.", "What is 14 + 3?", "Add 3 and 4.")]
     assert texts[0] == texts[1] != texts[2]
 
@@ -141,5 +149,6 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "short_ones_first"): check_before_produce,
     (PAGE, "Counting"): check_producer,
     (PAGE, "Counted"): check_engine,
+    (PAGE, "Doubles"): check_source,
     (PAGE, "by_its_numbers"): check_problem_key,
 }

@@ -6,6 +6,8 @@ A rule reads the configuration as given: `in_flight_groups = 0` and `on_stale = 
 
 from __future__ import annotations
 
+import json
+
 from rollover.config import (
     Config,
     TaskSourceConfig,
@@ -20,14 +22,16 @@ from rollover.config.engine import ENGINES
 from rollover.config.fields import did_you_mean, leaves
 from rollover.config.rollout import ORDERS
 from rollover.config.rule import Inert, Refused
+from rollover.config.tasks import SOURCES
 
 
 def _fields(table: str, *, without: str) -> tuple[str, ...]:
     return tuple(name for name, _ in leaves() if name.startswith(f"{table}.") and name != f"{table}.{without}")
 
 
-def _has_dataset(config: Config) -> bool:
-    return any(source.kind == "dataset" for source in config.tasks.sources)
+def _may_end(config: Config) -> bool:
+    """Whether a source may have an order and an end, which generators do not have."""
+    return any(source.kind != "reasoning_gym" for source in config.tasks.sources)
 
 
 def _all_sources_set(config: Config, field: str) -> bool:
@@ -186,13 +190,13 @@ INERT: tuple[Inert, ...] = (
     Inert(
         ("tasks.epochs",),
         ("tasks.sources",),
-        lambda c: bool(c.tasks.sources) and not _has_dataset(c),
+        lambda c: bool(c.tasks.sources) and not _may_end(c),
         'without a source of kind "dataset": generators are always endless',
     ),
     Inert(
         ("tasks.shuffle",),
         ("tasks.sources",),
-        lambda c: bool(c.tasks.sources) and not _has_dataset(c),
+        lambda c: bool(c.tasks.sources) and not _may_end(c),
         'without a source of kind "dataset": generators have no order to shuffle',
     ),
     Inert(
@@ -209,37 +213,29 @@ INERT: tuple[Inert, ...] = (
     ),
 )
 
-_OF_KIND = {
-    "reasoning_gym": ("params",),
-    "dataset": (
-        "path",
-        "subset",
-        "split",
-        "eval_path",
-        "eval_split",
-        "streaming",
-        "prompt_column",
-        "answer_column",
-    ),
-}
-
 
 def source_rules(sources: list[TaskSourceConfig]) -> list[Inert]:
-    """One rule for each source: the fields of the other kind have no effect."""
+    """One rule for each source: the fields of other kinds have no effect."""
     rules = []
     for i, source in enumerate(sources):
-        others = tuple(name for kind, names in _OF_KIND.items() if kind != source.kind for name in names)
+        others = tuple(name for kind in SOURCES.values() for name in kind.keys if name not in source.about.keys)
         key = f"tasks.sources.{i}"
         options = tuple(f"{key}.{name}" for name in others)
         rules.append(Inert(options, (f"{key}.kind",), lambda _: True, f'in a source of kind "{source.kind}"'))
     return rules
 
 
-def _unnamed_source(config: Config) -> str | None:
+def _no_source(config: Config) -> str | None:
+    """What is wrong with the first source that is none; None if all are."""
+    one_of = "one of " + ", ".join(map(json.dumps, SOURCES)) + ", or a function (module:function or path.py:function)"
     for i, source in enumerate(config.tasks.sources):
-        needed = "name" if source.kind == "reasoning_gym" else "path"
-        if not getattr(source, needed):
-            return f'tasks.sources.{i}.{needed} is missing: a source of kind "{source.kind}" needs it'
+        key = f"tasks.sources.{i}"
+        if not source.kind:
+            return f"{key}.kind is missing: expected {one_of}"
+        if source.kind not in SOURCES and ":" not in source.kind:
+            return f'{key}.kind = "{source.kind}": expected {one_of}{did_you_mean(source.kind, tuple(SOURCES))}'
+        if missing := source.missing:
+            return f'{key}.{missing} is missing: a source of kind "{source.kind}" needs it'
     return None
 
 
@@ -269,8 +265,8 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         ("tasks.sources",),
-        lambda c: _unnamed_source(c) is not None,
-        lambda c: _unnamed_source(c) or "",
+        lambda c: _no_source(c) is not None,
+        lambda c: _no_source(c) or "",
     ),
     Refused(
         ("rollout.interrupt", "rollout.max_staleness"),

@@ -18,7 +18,7 @@ def _streamed(config: Config) -> str:
 
 
 def _with_keys(config: Config) -> str:
-    return _first(config, lambda s: s.kind == "dataset" and bool(s.problem_key))
+    return _first(config, lambda s: s.kind != "reasoning_gym" and bool(s.problem_key))
 
 
 def _streamed_and_named(config: Config) -> str:

@@ -1,4 +1,4 @@
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -7,17 +7,51 @@ from rollover.config.base import Table
 AnswerRule = Literal["last_number", "last_line", "answer_tag", "boxed", "full_text"]
 
 
+class SourceKind(NamedTuple):
+    """A kind of source: the key that it cannot do without, the keys that not every kind has, and its own reward."""
+
+    needs: str
+    keys: tuple[str, ...]
+    reward: str = "exact_match"
+
+
+# Of rollover.tasks.build, which config may not import; a test compares them.
+SOURCES = {
+    "reasoning_gym": SourceKind("name", ("params",), "reasoning_gym"),
+    "dataset": SourceKind(
+        "path",
+        (
+            "path",
+            "subset",
+            "split",
+            "eval_path",
+            "eval_split",
+            "streaming",
+            "prompt_column",
+            "answer_column",
+        ),
+    ),
+}
+_OWN = SourceKind("", ("params",))
+
+
 class TaskSourceConfig(Table):
     """[[tasks.sources]]: one source of tasks."""
 
-    kind: Literal["reasoning_gym", "dataset"] = Field(
-        description="reasoning_gym: a generator by name. dataset: a file, a folder or a data set of the hub."
+    kind: str = Field(
+        default="",
+        description="reasoning_gym: a generator by name. dataset: a file, a folder or a data set of the hub. Or your"
+        " own function (module:function or path.py:function), which makes a source of tasks.",
     )
     name: str = Field(
-        default="", description="Generator name (reasoning_gym), or the label of a dataset (default: its file name)."
+        default="",
+        description="Generator name (reasoning_gym), or the label of another source (default: the name of its file or"
+        " function).",
     )
     weight: float = Field(default=1.0, gt=0, description="Share of this source among all sources.")
-    params: dict[str, Any] = Field(default_factory=dict, description="reasoning_gym: parameters of the generator.")
+    params: dict[str, Any] = Field(
+        default_factory=dict, description="Parameters of the generator, or of a source of your own."
+    )
     path: str = Field(
         default="",
         description="dataset: JSONL, Parquet or CSV file (local path or fsspec URL), a folder of such files, or a data"
@@ -58,11 +92,22 @@ class TaskSourceConfig(Table):
     reward: str = Field(
         default="",
         description="Reward of this source: module:function, path.py:function, or a built-in name; empty ="
-        " [rewards].function, then the generator's own scorer (reasoning_gym) or exact_match (dataset).",
+        " [rewards].function, then the generator's own scorer (reasoning_gym) or exact_match (any other).",
     )
     answer_rule: AnswerRule | Literal[""] = Field(
         default="", description="Overrides tasks.answer_rule for this source."
     )
+
+    @property
+    def about(self) -> SourceKind:
+        """What holds of every source of this kind."""
+        return SOURCES.get(self.kind, _OWN)
+
+    @property
+    def missing(self) -> str:
+        """The key that is not set, though this kind needs it; "" if there is none."""
+        needs = self.about.needs if self.kind else "kind"
+        return "" if not needs or getattr(self, needs) else needs
 
     @property
     def names_held_out(self) -> bool:

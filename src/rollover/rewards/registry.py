@@ -40,10 +40,10 @@ def spec_for(source: TaskSourceConfig, rewards: RewardsConfig, answer_rule: str 
     A built-in's spec carries the answer rule: the source's own, else `answer_rule` (pass `tasks.answer_rule`).
     Raises ValueError for a name that is neither a built-in nor module:function nor path.py:function.
     """
-    spec = source.reward or rewards.function or ("reasoning_gym" if source.kind == "reasoning_gym" else "exact_match")
-    if spec == "reasoning_gym" and source.kind != "reasoning_gym":
+    spec = source.reward or rewards.function or source.about.reward
+    if spec == "reasoning_gym" != source.about.reward:
         raise ValueError(
-            f"tasks.sources.reward: 'reasoning_gym' cannot score the dataset {source.path!r};"
+            f"tasks.sources.reward: 'reasoning_gym' cannot score the dataset {source.path or source.kind!r};"
             " use exact_match or your own function"
         )
     if spec in BUILTINS:

@@ -16,8 +16,9 @@ from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.rewards.registry import answer_of
 from rollover.rollout.asker import Asker
 from rollover.rollout.watchdog import Watchdog
+from rollover.tasks.build import held_out_names
 from rollover.tasks.prompts import encode_prompt
-from rollover.tasks.stream import decorated, held_out_names
+from rollover.tasks.stream import decorated
 from rollover.track.answers import Answer, summary_of
 from rollover.types import SamplingParams, Segment, StopReason, Task, rollout_seed
 

@@ -8,15 +8,41 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 from rollover.tasks.rows import Place, open_rows, place_of_row
+from rollover.tasks.same import problem_text
+from rollover.tasks.source import SourceSetup
 from rollover.types import Task
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
+
+
+def dataset_source(setup: SourceSetup) -> DatasetSource:
+    """The rows of one side: those that are named as held out if they are asked for, else those that are trained."""
+    config = setup.config
+    apart = setup.held_out and config.names_held_out
+    other_path = apart and bool(config.eval_path)
+    place = Place(
+        config.eval_path if other_path else config.path,
+        "" if other_path else config.subset,
+        (config.eval_split or "train") if apart else config.split,
+        config.streaming,
+        "eval_path" if other_path else "path",
+        setup.base_dir,
+    )
+    return DatasetSource(
+        place,
+        label=setup.label,
+        reward=setup.reward,
+        prompt_column=config.prompt_column,
+        answer_column=config.answer_column,
+        needs_answer=setup.reward.startswith("exact_match/"),
+        problem_key=config.problem_key,
+        chat=setup.chat,
+        task_prefix=f"{setup.label}/eval" if apart else setup.label,
+    )
 
 
 class DatasetSource:
@@ -25,6 +51,8 @@ class DatasetSource:
     `answer_column` empty: reward_model.ground_truth, answer, solution or ground_truth, if there is one;
     `needs_answer` makes a missing one an error. Raises ValueError naming file, column and config key.
     """
+
+    endless = False
 
     def __init__(
         self,
@@ -40,6 +68,7 @@ class DatasetSource:
         task_prefix: str = "",
     ) -> None:
         self.label, self.reward, self.chat = label, reward, chat
+        self.same = problem_text
         self.task_prefix = task_prefix or label
         self._place, self._rows = place, open_rows(place)
         path, columns = place.path, self._rows.columns
@@ -67,7 +96,7 @@ class DatasetSource:
             )
 
     @property
-    def num_rows(self) -> int | None:
+    def num_problems(self) -> int | None:
         """None: nobody knows, as they are streamed."""
         return self._rows.num_rows
 
@@ -98,9 +127,7 @@ class DatasetSource:
         """Of the rows and their prompts: another file, another order."""
         return self._rows.fingerprint(self.prompt_column)
 
-    def problems(self) -> Iterator[Task]:
-        """All of them, in order."""
-        return (self.problem(i) for i in itertools.takewhile(lambda i: i in self.together(i), itertools.count()))
+    # Private
 
     def _messages(self, prompt: Any, where: str) -> tuple[dict[str, str], ...]:
         if not isinstance(prompt, list) or not prompt:

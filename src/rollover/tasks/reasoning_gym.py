@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from rollover.tasks.same import same_of_generator
+from rollover.tasks.source import FailedProblem, SourceSetup
 from rollover.types import Task
 
 # Some generators prepare all of their virtual size when created, and some refuse a large one: problem i is entry
@@ -21,8 +23,14 @@ CHUNK_SIZE = 1000
 _FIRST_PROBLEMS = 10  # tried before a run: if all fail, the others may be expected to
 
 
-class FailedProblem(Exception):
-    """A generator raised an error in place of a problem; the text names problem, generator, parameters and error."""
+def generator_source(setup: SourceSetup) -> ReasoningGymSource:
+    """The generator `setup.config.name`."""
+    config = setup.config
+    if (key := config.problem_key) and ":" not in key:
+        raise ValueError(
+            f"tasks.sources.problem_key = {key!r}: a generator has no columns. Name a function, or remove it"
+        )
+    return ReasoningGymSource(config.name, config.params, setup.seed, setup.label, setup.reward)
 
 
 class ReasoningGymSource:
@@ -32,8 +40,12 @@ class ReasoningGymSource:
     for each of its first problems.
     """
 
+    endless = True
+    num_problems = None
+
     def __init__(self, name: str, params: Mapping[str, Any], seed: int, label: str, reward: str) -> None:
         self.name, self.params, self.seed, self.label, self.reward = name, dict(params), seed, label, reward
+        self.same = same_of_generator(name)
         gym = _import_gym()
         from reasoning_gym.factory import DATASETS
 
@@ -63,7 +75,7 @@ class ReasoningGymSource:
     def problem(self, index: int) -> Task:
         """Problem number `index` (0, 1, 2, ...) as a plain prompt, without system prompt or instruction.
 
-        FailedProblem where the generator has none under this number.
+        FailedProblem, which names generator, parameters and error, where it raised one in place of a problem.
         """
         chunk, offset = divmod(index, CHUNK_SIZE)
         task_id = f"{self.label}/{self.seed}/{index}"
@@ -82,6 +94,16 @@ class ReasoningGymSource:
             "index": offset,
         }
         return Task(task_id, self.label, self.reward, prompt=entry["question"], columns=columns)
+
+    def together(self, index: int) -> range:
+        """The number alone: nothing is shuffled."""
+        return range(index, index + 1)
+
+    def fingerprint(self) -> str:
+        """Nothing: name, parameters and seed, on which all depends, are in the configuration."""
+        return ""
+
+    # Private
 
     def _failure(self, index: int) -> FailedProblem | None:
         try:

@@ -34,12 +34,12 @@ def tasks_line(config: Config, num_drawn: int = _NUM_DRAWN, limit_s: float = _LI
 
 def _datasets(config: Config, trained: TaskStream) -> list[str]:
     parts = []
-    for source, rows, keys in trained.files():
+    for source, rows, keys in trained.counted():
         by_file = source.names_held_out
         left_out = sum(not trained.accepts(of_row, by_file) for of_row in keys)
         for_text = left_out - sum(not trained.accepts(of_row[:1], by_file) for of_row in keys)
         repeated = len(keys) - len({of_row[0] for of_row in keys})
-        first = "the first " if (rows.num_rows or 0) > MAX_ROWS else ""
+        first = "the first " if (rows.num_problems or 0) > MAX_ROWS else ""
         if not by_file:
             why = f"held out (tasks.eval_fraction = {config.tasks.eval_fraction:g})"
         else:

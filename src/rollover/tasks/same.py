@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from rollover.config import TaskSourceConfig
 from rollover.functions import described, own_function
 from rollover.types import Task
 
@@ -27,21 +26,6 @@ _PRODUCT = re.compile(rf"-?{_NUMBER}(?: \* -?{_NUMBER})+")
 _LIST = re.compile(rf"-?{_NUMBER}(?:, -?{_NUMBER})+")
 _PREMISE = re.compile(r"(?<=\d\. ).+? (?=\.)")
 _FORMULA = re.compile(r"\(([^()]+) ([∧∨→↔]) ([^()]+)\)")
-
-
-def same_by(source: TaskSourceConfig) -> Same:
-    """The text by which problems of this source are compared. ValueError if problem_key names none."""
-    key = source.problem_key
-    if ":" in key:
-        return _by_function(key)
-    if key and source.kind == "reasoning_gym":
-        raise ValueError(
-            f"tasks.sources.problem_key = {key!r}: a generator has no columns. Name a function, or remove it"
-        )
-    if key:
-        return lambda problem: _of_column(problem, key)
-    ordered = UNORDERED.get(source.name) if source.kind == "reasoning_gym" else None
-    return problem_text if ordered is None else lambda problem: ordered(problem_text(problem))
 
 
 def problem_text(problem: Task) -> str:
@@ -57,6 +41,21 @@ def problem_text(problem: Task) -> str:
     else:  # a line break that no text below has keeps the turns apart
         return "\n".join(f"{m['role']}: {_normalised(m['content'])}" for m in turns)
     return _normalised(text)
+
+
+def same_by(problem_key: str, otherwise: Same = problem_text) -> Same:
+    """The text by which the problems of a source are compared: as tasks.sources.problem_key says, or `otherwise`."""
+    if ":" in problem_key:
+        return _by_function(problem_key)
+    if problem_key:
+        return lambda problem: _of_column(problem, problem_key)
+    return otherwise
+
+
+def same_of_generator(name: str) -> Same:
+    """How reasoning-gym's generator of that name compares its problems."""
+    ordered = UNORDERED.get(name)
+    return problem_text if ordered is None else lambda problem: ordered(problem_text(problem))
 
 
 def _normalised(text: str) -> str:

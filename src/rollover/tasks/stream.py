@@ -12,15 +12,13 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 from typing import Any
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.rewards.registry import spec_for
-from rollover.tasks.dataset import DatasetSource
-from rollover.tasks.reasoning_gym import FailedProblem, ReasoningGymSource
-from rollover.tasks.rows import Place
+from rollover.tasks.build import build_source, labels_of
 from rollover.tasks.same import Same, problem_text, same_by
+from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, problems_of
 from rollover.tasks.split import Split, SplitName, key_of
 from rollover.types import Task
 
@@ -35,12 +33,10 @@ _NAMED = 10
 class _Cursor:
     """A source and where the stream stands in it: problem `position` of pass `epoch`."""
 
-    source: ReasoningGymSource | DatasetSource
+    setup: SourceSetup
+    source: TaskSource
     same: Same
-    weight: float
-    by_file: bool
-    seed: int
-    max_epochs: int  # datasets; 0: endless
+    max_epochs: int  # of a source that has an end; 0: any number
     shuffle: bool
     epoch: int = 0
     position: int = 0
@@ -49,27 +45,23 @@ class _Cursor:
 
     def candidates(self) -> Iterator[Task | FailedProblem]:
         """Problems from here on; the cursor moves with every one taken."""
-        if isinstance(self.source, ReasoningGymSource):
-            while True:
-                self.position += 1
-                try:
-                    problem = self.source.problem(self.position - 1)
-                except FailedProblem as failed:
-                    problem = failed
-                yield problem
         while self.max_epochs == 0 or self.epoch < self.max_epochs:
             while self.position in (rows := self.source.together(self.position)):
                 self.position += 1
-                row = self._in_order(rows)[self.position - 1 - rows.start]
-                yield replace(self.source.problem(row), attempt=self.epoch)
+                number = self._in_order(rows)[self.position - 1 - rows.start]
+                try:
+                    problem = replace(self.source.problem(number), attempt=self.epoch)
+                except FailedProblem as failed:
+                    problem = failed
+                yield problem
             self.epoch, self.position = self.epoch + 1, 0
 
     def _in_order(self, rows: range) -> list[int]:
-        """The numbers of these rows in the order of this epoch."""
+        """These numbers in the order of this epoch."""
         if self.order is None or self.order[0] != (self.epoch, rows):
             numbers = list(rows)
-            if self.shuffle:
-                seed = f"{self.seed}/{self.epoch}" + (f"/{rows.start}" if rows.start else "")
+            if self.shuffle and len(rows) > 1:
+                seed = f"{self.setup.seed}/{self.epoch}" + (f"/{rows.start}" if rows.start else "")
                 random.Random(seed).shuffle(numbers)
             self.order = (self.epoch, rows), numbers
         return self.order[1]
@@ -80,9 +72,17 @@ class _Cursor:
         return tuple(map(key_of, texts))
 
     @property
+    def weight(self) -> float:
+        return self.setup.config.weight
+
+    @property
+    def by_file(self) -> bool:
+        """Whether its held-out problems are named, and not chosen by a hash."""
+        return self.setup.config.names_held_out
+
+    @property
     def max_candidates(self) -> int:
-        known = self.source.num_rows if isinstance(self.source, DatasetSource) else None
-        return known or MAX_CANDIDATES
+        return self.source.num_problems or MAX_CANDIDATES
 
 
 def decorated(problem: Task, tasks: TasksConfig) -> Task:
@@ -132,16 +132,14 @@ class TaskStream:
             raise ValueError("tasks.system_prompt has no effect with tasks.chat = false: put the text into the prompts")
         self.tasks, self.seed = tasks, seed
         self.split: SplitName = split
-        self._base_dir, self._rewards = base_dir, rewards
         self._draws = 0
         self._known_fingerprint: dict[str, Any] | None = None
         self.num_failed = 0
         self.say: Callable[[str], None] = lambda text: None
         self._seen: set[int] = set()  # eval only: texts already given
         self._on_neither_side: set[int] = set()  # eval only: keys of what came up and is trained as a row
-        labels = _labels(tasks.sources)
-        self._cursors = [self._cursor(i, source, labels[i]) for i, source in enumerate(tasks.sources)]
-        self._rule = self._make_split(labels)
+        self._cursors = [self._cursor(setup) for setup in self._setups(base_dir, rewards)]
+        self._rule = self._make_split()
 
     def next(self) -> Task | None:
         """The next task; None when every source is finite and at its end (or, for eval, has no new problem)."""
@@ -180,18 +178,19 @@ class TaskStream:
             "seen": sorted(self._seen),
         }
 
-    def files(self) -> list[tuple[TaskSourceConfig, DatasetSource, list[tuple[int, ...]]]]:
-        """Each dataset of this side whose rows are counted, with the keys of all (of the first MAX_ROWS), in order."""
+    def counted(self) -> list[tuple[TaskSourceConfig, TaskSource, list[tuple[int, ...]]]]:
+        """Each source of this side whose problems are counted, with the keys of all (of the first MAX_ROWS), in
+        order."""
         return [
-            (config, cursor.source, [cursor.keys(cursor.source.problem(i)) for i in range(num)])
-            for config, cursor in zip(self.tasks.sources, self._cursors, strict=True)
-            if isinstance(cursor.source, DatasetSource) and (num := min(cursor.source.num_rows or 0, MAX_ROWS))
+            (cursor.setup.config, cursor.source, [cursor.keys(p) for p in problems_of(cursor.source, MAX_ROWS)])
+            for cursor in self._cursors
+            if cursor.source.num_problems
         ]
 
     def streamed(self) -> list[str]:
-        """The labels of the datasets whose rows nobody has counted."""
+        """The labels of the sources that have an end, but whose problems nobody has counted."""
         sources = [cursor.source for cursor in self._cursors]
-        return [s.label for s in sources if isinstance(s, DatasetSource) and s.num_rows is None]
+        return [s.label for s in sources if not s.endless and s.num_problems is None]
 
     def accepts(self, keys: Sequence[int], by_file: bool) -> bool:
         """Whether a problem with these keys is on this side of the split."""
@@ -219,14 +218,14 @@ class TaskStream:
         for cursor, source in zip(self._cursors, state["sources"], strict=True):
             cursor.epoch, cursor.position = source["epoch"], source["position"]
             # tasks.epochs may have been raised since.
-            more = isinstance(cursor.source, DatasetSource) and not 0 < cursor.max_epochs <= cursor.epoch
+            more = not cursor.source.endless and not 0 < cursor.max_epochs <= cursor.epoch
             cursor.exhausted = source["exhausted"] and not more
 
     def _fingerprint(self) -> dict[str, Any]:
         """JSON: what the order and the side of every problem depend on, by the name of the option that sets it."""
         if self._known_fingerprint is None:
-            files = {f"the data of tasks.sources.{i}": c.source for i, c in enumerate(self._cursors)}
-            digests = {what: file.fingerprint() for what, file in files.items() if isinstance(file, DatasetSource)}
+            sources = {f"the data of tasks.sources.{i}": c.source for i, c in enumerate(self._cursors)}
+            digests = {what: digest for what, source in sources.items() if (digest := source.fingerprint())}
             tasks = self.tasks
             settings = {"tasks.shuffle": tasks.shuffle, "tasks.eval_fraction": tasks.eval_fraction}
             self._known_fingerprint = {"run.seed": self.seed, **settings, **digests}
@@ -263,52 +262,28 @@ class TaskStream:
 
     # Construction
 
-    def _cursor(self, index: int, source: TaskSourceConfig, label: str) -> _Cursor:
-        seed = key_of(f"{self.seed}/{self.split}/source/{index}") >> 33
-        reward = spec_for(source, self._rewards, self.tasks.answer_rule)
-        endless = source.kind == "reasoning_gym"
-        if endless:
-            made = ReasoningGymSource(source.name, source.params, seed, label, reward)
-        else:
-            made = self._dataset(source, label, reward, held_out=self.split == "eval")
-        max_epochs = 1 if self.split == "eval" else self.tasks.epochs
-        same = same_by(source)
-        return _Cursor(made, same, source.weight, source.names_held_out, seed, max_epochs, self.tasks.shuffle)
+    def _setups(self, base_dir: str | os.PathLike[str], rewards: RewardsConfig) -> Iterator[SourceSetup]:
+        sources = self.tasks.sources
+        for i, (source, label) in enumerate(zip(sources, labels_of(sources), strict=True)):
+            seed = key_of(f"{self.seed}/{self.split}/source/{i}") >> 33
+            reward = spec_for(source, rewards, self.tasks.answer_rule)
+            yield SourceSetup(source, label, reward, seed, self.split == "eval", self.tasks.chat, base_dir)
 
-    def _dataset(self, source: TaskSourceConfig, label: str, reward: str, held_out: bool) -> DatasetSource:
-        """The rows of one side: those that are named as held out if they are asked for, else those that are trained."""
-        apart = held_out and source.names_held_out
-        other_path = apart and bool(source.eval_path)
-        place = Place(
-            source.eval_path if other_path else source.path,
-            "" if other_path else source.subset,
-            (source.eval_split or "train") if apart else source.split,
-            source.streaming,
-            "eval_path" if other_path else "path",
-            self._base_dir,
-        )
-        return DatasetSource(
-            place,
-            label=label,
-            reward=reward,
-            prompt_column=source.prompt_column,
-            answer_column=source.answer_column,
-            needs_answer=reward.startswith("exact_match/"),
-            problem_key=source.problem_key,
-            chat=self.tasks.chat,
-            task_prefix=f"{label}/eval" if apart else label,
-        )
+    def _cursor(self, setup: SourceSetup) -> _Cursor:
+        source = build_source(setup)
+        same = same_by(setup.config.problem_key, source.same)
+        return _Cursor(setup, source, same, 1 if self.split == "eval" else self.tasks.epochs, self.tasks.shuffle)
 
-    def _make_split(self, labels: list[str]) -> Split:
+    def _make_split(self) -> Split:
         def rows(by_file: bool, held_out: bool = False) -> Iterator[tuple[int, ...]]:
             """The keys of every row that may be trained (or of the held-out files), of sources split by file or not."""
-            for i, cursor in enumerate(self._cursors):
-                if isinstance(cursor.source, DatasetSource) and cursor.by_file is by_file:
-                    if not by_file and cursor.source.num_rows is None:
+            for cursor in self._cursors:
+                if not cursor.source.endless and cursor.by_file is by_file:
+                    if not by_file and cursor.source.num_problems is None:
                         continue  # streamed, as it is too large to be looked through
-                    other = by_file and held_out is not (self.split == "eval")
-                    file = self._dataset(self.tasks.sources[i], labels[i], "", held_out) if other else cursor.source
-                    yield from map(cursor.keys, file.problems())
+                    other = by_file and held_out is not cursor.setup.held_out
+                    setup = replace(cursor.setup, reward="", held_out=held_out)
+                    yield from map(cursor.keys, problems_of(build_source(setup) if other else cursor.source))
 
         def keys(rows: Iterable[tuple[int, ...]]) -> frozenset[int]:
             return frozenset(itertools.chain.from_iterable(rows))
@@ -316,7 +291,7 @@ class TaskStream:
         rule = Split(self.tasks.eval_fraction, keys(rows(by_file=True, held_out=True)))
         # Where its text is the only key of any problem, the hash alone puts all that are the same on one side.
         by_key = any(cursor.same is not problem_text for cursor in self._cursors)
-        generated = any(isinstance(cursor.source, ReasoningGymSource) for cursor in self._cursors)
+        generated = any(cursor.source.endless for cursor in self._cursors)
         if by_key and (generated or self.split == "train"):
             held_out = (row for row in rows(by_file=False) if rule.accepts(row, "eval", False))
             rule = replace(rule, held_out_keys=keys(held_out))
@@ -341,22 +316,3 @@ class TaskStream:
             f"tasks.eval_fraction = {fraction:g} holds no problem out for evaluation: none of {tried} of {label!r}"
             f" is{rows}. Raise it, use a source with more distinct problems, or set eval.num_tasks = 0"
         )
-
-
-def held_out_names(sources: list[TaskSourceConfig]) -> dict[str, str]:
-    """The label of each source -> the name for what is held out of it: that of its held-out file, if it has one."""
-    files = [s.model_copy(update={"path": s.eval_path}) if s.eval_path else s for s in sources]
-    return dict(zip(_labels(sources), _labels(files), strict=True))
-
-
-def _labels(sources: list[TaskSourceConfig]) -> list[str]:
-    """A label per source, for task ids and metrics: its name, a dataset's file name; a repeated one gets #2, #3, ..."""
-    labels: list[str] = []
-    for number, source in enumerate(sources):
-        missing = "name" if source.kind == "reasoning_gym" else "path"
-        if not getattr(source, missing):
-            raise ValueError(f"tasks.sources[{number}].{missing} is not set: kind = {source.kind!r} needs it")
-        name = source.name or PurePosixPath(source.path).name.partition(".")[0]
-        taken = itertools.chain([name], (f"{name}#{n}" for n in itertools.count(2)))
-        labels.append(next(label for label in taken if label not in labels))
-    return labels

@@ -21,7 +21,7 @@ def make(tmp_path, path, **options):
 
 def test_trl_layout(tmp_path):
     source = make(tmp_path, jsonl(tmp_path, {"prompt": "2 + 2", "answer": "4", "level": 1}))
-    assert source.num_rows == 1
+    assert source.num_problems == 1
     problem = source.problem(0)
     assert (problem.task_id, problem.source, problem.prompt) == ("data/0", "data", "2 + 2")
     assert problem.columns == {"answer": "4", "level": 1}

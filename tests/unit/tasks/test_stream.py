@@ -9,7 +9,7 @@ from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.tasks import stream as stream_module
-from rollover.tasks.same import same_by
+from rollover.tasks.same import same_of_generator
 from rollover.tasks.split import key_of
 from rollover.tasks.stream import TaskStream
 
@@ -196,7 +196,7 @@ def test_tasks_carry_their_reward(numbers):
 
 
 def test_the_split_is_the_documented_hash():
-    same = same_by(gym())
+    same = same_of_generator("chain_sum")
     for task in stream(gym(), split="eval", chat=False, eval_fraction=0.25).take(100):
         assert key_of(same(task)) / 2**64 < 0.25
 

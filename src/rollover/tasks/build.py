@@ -1,0 +1,96 @@
+"""The source of tasks that tasks.sources.kind names: a built-in one, or a function of the user's own that makes one.
+
+Owns the table of kinds, the labels of sources, and what is said of a source of the user's own that breaks the rules.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+from rollover.config import TaskSourceConfig
+from rollover.functions import FunctionError, OwnFunction, described, own_function
+from rollover.tasks.dataset import dataset_source
+from rollover.tasks.reasoning_gym import generator_source
+from rollover.tasks.same import problem_text
+from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, problems_of
+from rollover.tasks.split import key_of
+from rollover.types import Task
+
+SOURCES: dict[str, Callable[[SourceSetup], TaskSource]] = {
+    "reasoning_gym": generator_source,
+    "dataset": dataset_source,
+}
+_KEY = "tasks.sources.kind"
+_FIRST_PROBLEMS = 10  # by which it is told whether a source of the user's own is the one of before
+
+
+def build_source(setup: SourceSetup) -> TaskSource:
+    """The source that `setup.config.kind` names. ValueError where it cannot be used."""
+    make = SOURCES.get(setup.config.kind, OwnSource)
+    return make(setup)
+
+
+class OwnSource:
+    """What a function of the user's own made of a SourceSetup: an object with `problem(index)`, which returns a Task
+    (or raises FailedProblem), and with a length if its problems end."""
+
+    def __init__(self, setup: SourceSetup) -> None:
+        self.label, self.spec = setup.label, setup.config.kind
+        make = own_function(_KEY, self.spec, "an object with problem(index), and a length if its problems end")
+        made = make(setup)
+        if not callable(getattr(made, "problem", None)):
+            raise make.refused(f"a {type(made).__name__} without a method problem")
+        self.endless = not hasattr(made, "__len__")
+        self.num_problems = None if self.endless else len(made)
+        if self.num_problems == 0:
+            raise make.refused(f"a {type(made).__name__} without any problem (its length is 0)")
+        self.same = problem_text
+        self._problem = OwnFunction(made.problem, _KEY, self.spec, "a Task for every number below its length")
+
+    def problem(self, index: int) -> Task:
+        try:
+            problem = self._problem(index)
+        except FunctionError as error:
+            if isinstance(error.__cause__, FailedProblem):
+                raise error.__cause__ from None
+            raise
+        if not isinstance(problem, Task):
+            raise self._problem.refused(f"{described(problem)} for number {index}")
+        if (problem.prompt is None) == (problem.messages is None):
+            raise self._problem.refused(f"a Task for number {index} that has not one of prompt and messages")
+        try:
+            json.dumps(problem.columns)
+        except (TypeError, ValueError) as error:
+            raise self._problem.refused(f"columns for number {index} that are not JSON ({error})") from error
+        return problem
+
+    def together(self, index: int) -> range:
+        return range(index, index + 1) if self.num_problems is None else range(self.num_problems)
+
+    def fingerprint(self) -> str:
+        texts = [problem.content for problem in problems_of(self, _FIRST_PROBLEMS)]
+        number = "endless" if self.endless else f"{self.num_problems} problems"
+        return f"{number}, {key_of(json.dumps(texts)):016x}"
+
+
+def held_out_names(sources: list[TaskSourceConfig]) -> dict[str, str]:
+    """The label of each source -> the name for what is held out of it: that of its held-out file, if it has one."""
+    files = [s.model_copy(update={"path": s.eval_path}) if s.eval_path else s for s in sources]
+    return dict(zip(labels_of(sources), labels_of(files), strict=True))
+
+
+def labels_of(sources: list[TaskSourceConfig]) -> list[str]:
+    """A label per source, for task ids and metrics: its name, a dataset's file name, or that of the user's own
+    function; a repeated one gets #2, #3, ... ValueError for a source without what names it."""
+    labels: list[str] = []
+    for number, source in enumerate(sources):
+        if missing := source.missing:
+            raise ValueError(f"tasks.sources[{number}].{missing} is not set: kind = {source.kind!r} needs it")
+        named = PurePosixPath(source.path).name.partition(".")[0] or source.kind.rpartition(":")[2]
+        name = source.name or named
+        taken = itertools.chain([name], (f"{name}#{n}" for n in itertools.count(2)))
+        labels.append(next(label for label in taken if label not in labels))
+    return labels

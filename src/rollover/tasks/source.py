@@ -1,0 +1,80 @@
+"""What a source of tasks is: problems by number, and what the stream must know of them.
+
+Owns the protocol, and what a source is made from. Never decides an order, a side of the split or an epoch: stream.py
+does, for every kind alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollover.config import TaskSourceConfig
+from rollover.tasks.same import Same
+from rollover.types import Task
+
+
+class FailedProblem(Exception):
+    """There is no problem under this number: it is left out, and counted. The text says which, and why."""
+
+
+@dataclass(frozen=True)
+class SourceSetup:
+    """What a source is made from.
+
+    Every task of it carries `label` as its `source`, and `reward`. `seed`: of this source, for this side of the split.
+    `held_out`: the rows that are named as held out are wanted, where `config` names some (eval_path, eval_split).
+    `chat`: tasks.chat. Relative paths are relative to `base_dir`.
+    """
+
+    config: TaskSourceConfig
+    label: str
+    reward: str
+    seed: int
+    held_out: bool = False
+    chat: bool = True
+    base_dir: str | os.PathLike[str] = "."
+
+
+class TaskSource(Protocol):
+    """Problems by number: 0, 1, 2, ... `endless`: there is one under every number. Else `num_problems` says how many
+    there are, or is None where nobody has counted them (they are streamed)."""
+
+    label: str
+    endless: bool
+
+    @property
+    def num_problems(self) -> int | None: ...
+
+    def problem(self, index: int) -> Task:
+        """Problem number `index`, the same at every call, without tasks.system_prompt and tasks.instruction.
+        FailedProblem where there is none under this number; ValueError where the source cannot go on."""
+        ...
+
+    def together(self, index: int) -> range:
+        """The numbers that are shuffled among each other with `index`. It is none of them behind the last problem."""
+        ...
+
+    @property
+    def same(self) -> Same:
+        """What compares its problems where tasks.sources.problem_key does not say it: `problem_text`, if it knows
+        nothing better."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Another one where the problems are others than before, as far as can be told from some of them: a run is not
+        resumed then. "": whatever makes them others is a key of the configuration."""
+        ...
+
+
+def problems_of(source: TaskSource, at_most: int | None = None) -> Iterator[Task]:
+    """The problems of a source that has an end, in order: all of them, or the first `at_most`."""
+    numbers = itertools.takewhile(lambda i: i in source.together(i), itertools.count())
+    for index in itertools.islice(numbers, at_most):
+        try:
+            yield source.problem(index)
+        except FailedProblem:
+            continue

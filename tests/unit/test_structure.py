@@ -23,7 +23,6 @@ WIDE_CLASSES: set[str] = {
     "rollout/lifecycle.py:Lifecycle",
     "rollout/scheduler.py:Scheduler",
     "rollout/watchdog.py:Watchdog",
-    "run/journal_replay.py:Replay",
     "sim/simulate.py:Simulation",
     "trainer/trainer.py:Trainer",
 }

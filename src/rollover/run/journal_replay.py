@@ -2,8 +2,8 @@
 
     records ──▶ Lifecycle.admit, run, append, score, ready, take, drop ...     step ──▶ the same groups are trained
 
-The tokens of a rollout come in pieces while it runs; it gets them when it is parked or finished, as from an engine.
-Owns those pieces, and the groups that were taken for a step. Never writes a file: what the run wrote stays as it is.
+The tokens of a rollout come in pieces while it runs (running_tokens.py); it gets them when it is parked or finished, as
+from an engine. Owns the groups that were taken for a step. Never writes a file: what the run wrote stays as it is.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from rollover.checkpoint.journal import Record
 from rollover.rollout.lifecycle import EventKind
 from rollover.run.journal_scribe import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, pieces
 from rollover.run.parts import Parts
+from rollover.run.running_tokens import RunningTokens
 from rollover.types import DropReason, Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 
 Train = Callable[[list[Group], int], None]
@@ -42,7 +41,7 @@ class Replay:
         self.untold = self.unpublished = False
         self.trace_bytes = parts.history.trace_bytes
         self.taken: dict[int, Group] = {}
-        self._pieces: dict[str, list[Segment]] = {}
+        self.tokens = RunningTokens()
         self._of_kind: dict[str, Callable[[dict[str, Any], bytes], None]] = {
             EventKind.ADMIT.value: self._admit,
             EventKind.START.value: self._run,
@@ -73,7 +72,8 @@ class Replay:
         self._return_taken()
         for rollout in self.lifecycle.cache.running():
             room = self.lifecycle.config.max_new_tokens - 1  # of a full one the journal lacks how it stopped
-            self._append(rollout, self._joined(rollout, min(self._told(rollout), room)), StopReason.PAUSED)
+            segments = self.tokens.take(rollout, min(self.tokens.num_told(rollout), room))
+            self._append(rollout, segments, StopReason.PAUSED)
         self.lifecycle.check()
         self.history.go_on()
 
@@ -103,14 +103,15 @@ class Replay:
         self.lifecycle.run(self._rollout(meta), meta["version"])
 
     def _tokens(self, meta: dict[str, Any], data: bytes) -> None:
-        if meta["anew"]:
-            self._pieces.pop(meta["rollout"], None)
-        self._pieces.setdefault(meta["rollout"], []).extend(pieces(meta["segments"], data))
+        self.tokens.add(meta["rollout"], self._pieces(meta, data), anew=meta["anew"])
+
+    def _pieces(self, meta: dict[str, Any], data: bytes) -> list[Segment]:
+        return list(pieces(meta["segments"], data))
 
     def _stop(self, meta: dict[str, Any], data: bytes) -> None:
         self._tokens(meta, data)
         rollout = self._rollout(meta)
-        segments = self._joined(rollout, meta["num_tokens"])
+        segments = self.tokens.take(rollout, meta["num_tokens"])
         self._append(rollout, segments, StopReason(meta["stop_reason"] or StopReason.PAUSED))
 
     def _append(self, rollout: Rollout, segments: list[Segment], stop_reason: StopReason) -> None:
@@ -123,25 +124,6 @@ class Replay:
             )
         segments = segments or [Segment.nothing(SamplingParams(), rollout.num_tokens)]
         self.lifecycle.append(rollout, [*segments[:-1], replace(segments[-1], stop_reason=stop_reason)])
-
-    def _told(self, rollout: Rollout) -> int:
-        """Its tokens, with those that are not appended yet."""
-        return rollout.num_tokens + sum(map(len, self._pieces.get(rollout.rollout_id, ())))
-
-    def _joined(self, rollout: Rollout, num_tokens: int) -> list[Segment]:
-        """The pieces since it was started, up to `num_tokens` of it: one segment for each version in a row."""
-        left = num_tokens - rollout.num_tokens
-        joined: list[list[Segment]] = []
-        for piece in self._pieces.pop(rollout.rollout_id, ()):
-            piece = _first(piece, left)
-            left -= len(piece)
-            if not len(piece):
-                break
-            if joined and _same_origin(joined[-1][-1], piece):
-                joined[-1].append(piece)
-            else:
-                joined.append([piece])
-        return [_one(parts) for parts in joined]
 
     # Groups and steps
 
@@ -186,20 +168,3 @@ class Replay:
         if trace_bytes is not None:
             self.trace_bytes = trace_bytes
             self.history.trace.drain()
-
-
-def _first(segment: Segment, num: int) -> Segment:
-    """Its first `num` tokens, or all it has."""
-    if num >= len(segment):
-        return segment
-    return replace(segment, token_ids=segment.token_ids[:num], logprobs=segment.logprobs[:num])
-
-
-def _same_origin(a: Segment, b: Segment) -> bool:
-    return (a.policy_version, a.sampling, a.trainable) == (b.policy_version, b.sampling, b.trainable)
-
-
-def _one(parts: Sequence[Segment]) -> Segment:
-    """Consecutive pieces of one origin as one segment."""
-    ids, logprobs = (np.concatenate([getattr(p, name) for p in parts]) for name in ("token_ids", "logprobs"))
-    return replace(parts[-1], token_ids=ids, logprobs=logprobs, start=parts[0].start)

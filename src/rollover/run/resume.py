@@ -103,7 +103,7 @@ class Resume:
     def _replay(self, files: list[Part]) -> Replay:
         """What the journal tells happens again; steps are trained again, or rolled back. Nothing is generated."""
         parts, dropped = self.parts, self.tracking.records.dropped
-        kinds = {record.meta["kind"] for file in files for record in file.records()}
+        kinds = {kind for file in files for kind in file.kinds}
         otherwise = resume_rules.trains_otherwise(self.directory.changes, self.config)
         next_task = parts.reuse.reroll.as_before
         if STEP in kinds and (otherwise or ROLL_BACK in kinds or self.config.checkpoint.lost_steps == "roll_back"):

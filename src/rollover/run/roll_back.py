@@ -37,21 +37,17 @@ class RollBack(Replay):
             self.lifecycle.drop(group_id, DropReason.ROLLED_BACK)
         return len(doomed)
 
-    def _tokens(self, meta: dict[str, Any], data: bytes) -> None:
-        super()._tokens(meta, data)
-        parts = self._pieces[meta["rollout"]]
-        if any(part.policy_version > self.version for part in parts):
-            self._pieces[meta["rollout"]] = [self._relabelled(part) for part in parts]
+    def _pieces(self, meta: dict[str, Any], data: bytes) -> list[Segment]:
+        pieces = super()._pieces(meta, data)
+        if any(piece.policy_version > self.version for piece in pieces):
             self.of_lost_versions.add(self._rollout(meta).group_id)
+        return [replace(p, policy_version=rolled_back(p.policy_version, self.version)) for p in pieces]
 
     def _admit(self, meta: dict[str, Any], data: bytes) -> None:
         super()._admit(meta | {"version": min(meta["version"], self.version)}, data)
 
     def _run(self, meta: dict[str, Any], data: bytes) -> None:
         super()._run(meta | {"version": min(meta["version"], self.version)}, data)
-
-    def _relabelled(self, part: Segment) -> Segment:
-        return replace(part, policy_version=rolled_back(part.policy_version, self.version))
 
     def _consume(self, meta: dict[str, Any], data: bytes) -> None:
         self.taken[meta["group"]] = self._group(meta)

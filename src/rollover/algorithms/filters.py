@@ -34,6 +34,12 @@ def first_match(group: Group, filters: Sequence[GroupFilter]) -> tuple[str, str]
     return next(matches, None)
 
 
+def build_group_filter(config: FiltersConfig) -> Callable[[Group], tuple[str, str] | None] | None:
+    """`first_match` of what [filters] drops, for the lifecycle; None if it drops nothing. ValueErrors as below."""
+    filters = group_filters(config)
+    return (lambda group: first_match(group, filters)) if filters else None
+
+
 def group_filters(config: FiltersConfig) -> list[GroupFilter]:
     """What [filters] drops, in the order in which it is asked. ValueError if `custom` names no function."""
     chosen: list[GroupFilter] = []

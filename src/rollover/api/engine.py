@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from rollover.api.settings import Arguments, Layer
 from rollover.config import Config
+from rollover.run.eval_parts import EvalParts
 from rollover.run.evaluate import Answered, answer_prompt
-from rollover.run.parts import EvalParts
 from rollover.types import StopReason
 
 Result = TypeVar("Result")

@@ -27,8 +27,8 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 
 async def answers(config: Config, prompt: str, num: int) -> list[Answered]:
     """`num` answers to the prompt, of an engine that is built for them alone."""
+    from rollover.run.eval_parts import EvalParts
     from rollover.run.evaluate import answer_prompt
-    from rollover.run.parts import EvalParts
 
     parts = await EvalParts.build(config, None, with_rewards=False)
     try:

@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rollover.config import Config
 from rollover.engine.protocol import Engine, ExtendRequest
@@ -16,14 +16,12 @@ from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.rewards.registry import answer_of
 from rollover.rollout.asker import Asker
 from rollover.rollout.watchdog import Watchdog
+from rollover.run.eval_parts import EvalParts
 from rollover.tasks.build import held_out_names
 from rollover.tasks.prompts import encode_prompt
-from rollover.tasks.stream import decorated
+from rollover.tasks.stream import TaskStream, decorated
 from rollover.track.answers import Answer, summary_of
 from rollover.types import SamplingParams, Segment, StopReason, Task, rollout_seed
-
-if TYPE_CHECKING:
-    from rollover.run.parts import EvalParts
 
 _Result = TypeVar("_Result")
 _numbers = itertools.count()  # of the rollouts of prompts, over all calls: an engine knows each by its id
@@ -39,6 +37,13 @@ class EvalTasks:
 
     tasks: list[Task]
     prompts: list[tuple[int, ...]]
+
+
+def held_out_tasks(config: Config, say: Callable[[str], None]) -> list[Task]:
+    """The held-out tasks: the same ones at every evaluation. `say` is told what is left out."""
+    stream = TaskStream(config.tasks, seed=config.eval.seed, split="eval", rewards=config.rewards)
+    stream.say = say
+    return stream.take(config.eval.num_tasks)
 
 
 def encode_tasks(tasks: list[Task], tokenizer: Any, max_prompt_tokens: int) -> EvalTasks:

@@ -10,9 +10,9 @@ from typing import Any
 
 from rollover.config import Config
 from rollover.run.directory import RunDirectory
-from rollover.run.evaluate import EvalTasks, encode_tasks, evaluate
+from rollover.run.evaluate import EvalTasks, encode_tasks, evaluate, held_out_tasks
 from rollover.run.overlap import Overlap
-from rollover.run.parts import Parts, held_out_tasks
+from rollover.run.parts import Parts
 from rollover.run.stop import Stop
 from rollover.track.live import LiveView
 

@@ -24,13 +24,14 @@ from rollover.rollout.lifecycle import Event
 from rollover.run.blocked_warning import BlockedWarning
 from rollover.run.checkpointing import Checkpointing
 from rollover.run.directory import RunDirectory
+from rollover.run.first_look import look_at_tasks
 from rollover.run.hand_over import HandOver
 from rollover.run.held_out import HeldOut
 from rollover.run.journaling import Journaling
 from rollover.run.metrics_row import Rows
 from rollover.run.option_changes import OptionChanges
 from rollover.run.overlap import Overlap
-from rollover.run.parts import Parts, look_at_tasks
+from rollover.run.parts import Parts
 from rollover.run.producer import build_producer
 from rollover.run.profile import profiled
 from rollover.run.resume import Resume

@@ -10,7 +10,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from rollover.functions import OwnFunction, described
+from rollover.config import Config
+from rollover.functions import OwnFunction, described, own_function
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task
 
@@ -92,6 +93,29 @@ class PromptSource:
         self.stream.load_state_dict(state["stream"])
         self.num_skipped = state["num_skipped"]
         self.num_left_out = state.get("num_left_out", 0)
+
+
+def build_prompts(config: Config) -> Callable[[Any, int], PromptSource]:
+    """Makes the training prompts of a tokenizer and a longest prompt. ValueError where [tasks] names what is not there:
+    that is found here, before a model is loaded for its tokenizer."""
+    stream = TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards)
+    name = config.tasks.before_produce
+    before_produce = own_function("tasks.before_produce", name, TASK_OR_NONE) if name else None
+    return lambda tokenizer, max_prompt_tokens: PromptSource(stream, tokenizer, max_prompt_tokens, before_produce)
+
+
+def prompt_limit(config: Config, max_tokens: int) -> int:
+    """The longest prompt: tasks.max_prompt_tokens, or what a rollout's budget leaves of the engine's `max_tokens`.
+
+    ValueError where it leaves nothing.
+    """
+    left = max_tokens - config.rollout.max_new_tokens
+    if left < 1:
+        raise ValueError(
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: the model's"
+            f" positions and engine.kv_memory_gb allow rollouts of {max_tokens} tokens. Lower it"
+        )
+    return min(config.tasks.max_prompt_tokens, left)
 
 
 def _replaced(task: Task, replace: OwnFunction, version: int) -> Task | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from rollover.config import LoraConfig
+from rollover.config import LoraConfig, ModelConfig
 from rollover.models.adapters import names
+from rollover.models.load import LoadedModel, load_model
 
 ADAPTER = "adapter"  # in the folder of the merged model
 _PREFIX = "base_model.model."  # of peft's names
@@ -100,6 +102,31 @@ def save_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path, 
     config = copy.deepcopy(model.peft_config["default"])
     config.inference_mode, config.base_model_name_or_path = True, base
     config.save_pretrained(folder)
+
+
+def load_with_adapter(
+    model: ModelConfig, *, dtype: torch.dtype, device: torch.device
+) -> tuple[LoadedModel, list[tuple[str, torch.Tensor]]]:
+    """The model, and the adapter to be served beside its weights; [] where there is none.
+
+    There is one in a folder to which a run with LoRA saved the model: merged into its weights, small updates are
+    rounded away. Without the model that it was trained over the merged weights are used. What is used is printed to
+    stderr.
+    """
+    folder = Path(model.path).expanduser() / ADAPTER
+    if not (folder / "adapter_config.json").is_file():
+        return load_model(model, dtype=dtype, device=device), []
+    base, adapter = read_adapter(folder)
+    plain = model.model_copy(update={"path": base, "revision": ""})
+    try:
+        loaded = load_model(plain, dtype=dtype, device=device)
+    except ValueError as error:
+        what = f"the merged weights are used, in which small updates are rounded away: {error}"
+        loaded, adapter = load_model(model, dtype=dtype, device=device), []
+    else:
+        what = f"its adapters are used over {base}: merged, small updates are rounded away"
+    print(f"rollover: notice: {model.path}: {what}", file=sys.stderr)
+    return loaded, adapter
 
 
 def read_adapter(folder: Path) -> tuple[str, list[tuple[str, torch.Tensor]]]:

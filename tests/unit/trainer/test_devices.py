@@ -22,8 +22,9 @@ from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models import devices
 from rollover.models.devices import engine_device, pick_device
-from rollover.run import parts
-from rollover.run.parts import EvalParts, Parts
+from rollover.run import eval_parts, parts
+from rollover.run.eval_parts import EvalParts
+from rollover.run.parts import Parts
 from rollover.trainer import tally
 from rollover.types import SamplingParams
 from virtual_time import at_once
@@ -92,7 +93,7 @@ def test_who_only_generates_loads_to_the_engines_device(monkeypatch: pytest.Monk
         raise Asked(device.type)
 
     wanted = config(tiny.save(tmp_path), generates_on="meta")
-    monkeypatch.setattr(parts, "load_model", asked)
+    monkeypatch.setattr(eval_parts, "load_with_adapter", asked)
     with pytest.raises(Asked, match="meta"):
         at_once(EvalParts.build(wanted, None, with_rewards=False))
 

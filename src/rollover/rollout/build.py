@@ -1,0 +1,34 @@
+"""The driver of a run, with its lifecycle and its watchdog, as the configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from rollover.config import Config
+from rollover.engine.protocol import Engine
+from rollover.rollout.driver import Driver, NextTask
+from rollover.rollout.in_flight import Scorer
+from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.watchdog import Watchdog
+from rollover.types import Group, Task
+
+
+def build_driver(
+    config: Config,
+    engine: Engine,
+    next_task: NextTask,
+    scorer: Scorer,
+    scores_singly: Callable[[Task], bool],
+    group_filter: Callable[[Group], tuple[str, str] | None] | None,
+    stop_token_ids: Iterable[int],
+) -> Driver:
+    """See Driver for what it is given. Starts nothing."""
+    lifecycle = Lifecycle(
+        config.rollout,
+        config.engine.max_running,
+        config.rewards.min_valid,
+        group_filter=group_filter,
+        max_filtered_steps=config.filters.give_up_after_steps,
+    )
+    watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
+    return Driver(lifecycle, engine, next_task, scorer, config.run.seed, stop_token_ids, watchdog, scores_singly)

@@ -1,0 +1,50 @@
+"""What evaluation and sampling are made of, where there is no trainer. Owns nothing afterwards: its user does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rollover.config import Config
+from rollover.engine.build import EngineSetup, build_engine
+from rollover.engine.protocol import Engine
+from rollover.models.devices import dtype_of, engine_device
+from rollover.models.load import stop_token_ids
+from rollover.models.team import most_threads, prepare_process
+from rollover.rewards.build import build_rewarder
+from rollover.rewards.protocol import Rewarder
+from rollover.trainer.lora import load_with_adapter
+
+
+@dataclass
+class EvalParts:
+    """`rewarder` is None where nothing is scored. `close` ends all of them."""
+
+    config: Config
+    tokenizer: Any
+    engine: Engine
+    rewarder: Rewarder | None
+    stop_token_ids: frozenset[int]
+
+    @classmethod
+    async def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:
+        """Of `model` (a folder or a name; None: model.path), which is loaded."""
+        prepare_process(config)
+        model_config = config.model if model is None else config.model.model_copy(update={"path": model})
+        loaded, adapter = load_with_adapter(model_config, dtype=dtype_of(config), device=engine_device(config))
+        config = config.model_copy(update={"model": model_config})
+        engine = build_engine(EngineSetup(config, lambda: loaded, most_threads(config), beside_trainer=False))
+        if adapter:
+            await engine.load_weights(0, adapter)
+        return cls(
+            config=config,
+            tokenizer=loaded.tokenizer,
+            engine=engine,
+            rewarder=build_rewarder(config, training=False) if with_rewards else None,
+            stop_token_ids=stop_token_ids(loaded, []),
+        )
+
+    async def close(self) -> None:
+        await self.engine.close()
+        if self.rewarder is not None:
+            await self.rewarder.close()

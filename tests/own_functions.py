@@ -17,6 +17,7 @@ from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.functions import own_function
 from rollover.rollout.order import RolloutView, load_order
+from rollover.run.own_metrics import own_metrics
 from rollover.run.producer import OwnProducer
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource
 from rollover.tasks.same import same_by
@@ -74,6 +75,11 @@ def check_filter(spec: str) -> None:
     (own,) = group_filters(FiltersConfig(custom=spec))
     assert own.why(group((1, 1.0), (1, None), (1, 1.0))) == "every answer is right"
     assert own.why(group((1, 1.0), (1, 0.0))) is None
+
+
+def check_metrics(spec: str) -> None:
+    groups = [group((101, 1.0), (100, 1.0)), group((3, None))]
+    assert own_metrics(spec)(groups) == {"own/long": 1 / 3, "own/groups": 2}
 
 
 def check_order(spec: str) -> None:
@@ -145,6 +151,7 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "half_for_long"): check_after_scoring,
     (PAGE, "two_sided"): check_loss,
     (PAGE, "solved"): check_filter,
+    (PAGE, "share_of_long"): check_metrics,
     (PAGE, "nearly_done_first"): check_order,
     (PAGE, "short_ones_first"): check_before_produce,
     (PAGE, "Counting"): check_producer,

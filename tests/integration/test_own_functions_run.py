@@ -46,6 +46,7 @@ FAILING: dict[str, tuple[str, str, str, str, str]] = {
         "1 / 0",
         "failed: ZeroDivisionError: division by zero (mine.py:5)",
     ),
+    "track.metrics": ("groups", "{'groups': len(groups)}", "len(calls) >= 3", "3", "returned 3 (int)"),
     "rollout.order": ("view", "(view.remaining,)", "view.group_id >= 8", "None", "returned None"),
     "tasks.before_produce": (
         "task, version",

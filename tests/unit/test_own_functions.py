@@ -21,6 +21,7 @@ from rollover.config.fields import leaves
 from rollover.engine.fake import FakeEngine
 from rollover.functions import FunctionError, explained, own_function
 from rollover.rollout.order import RolloutView, load_order
+from rollover.run.own_metrics import own_metrics
 from rollover.run.producer import OwnProducer
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource
 from rollover.trainer.batch import build_batch
@@ -104,6 +105,17 @@ KINDS: dict[str, tuple[str, Callable[[str], Any], str, dict[str, str]]] = {
         lambda spec: group_filters(FiltersConfig(custom=spec))[0].why(group()),
         "a text that says why to drop the group, or None",
         {"return True": "returned True (bool)", "return float('nan')": "returned nan (float)"},
+    ),
+    "track.metrics": (
+        "groups",
+        lambda spec: own_metrics(spec)([group()]),
+        "a number for each name",
+        {
+            "return None": "returned None",
+            "return {'a': 'high'}": "returned 'high' (str) for 'a'",
+            "return {'a': True}": "returned True (bool) for 'a'",
+            "return {1: 2.0}": "returned 2.0 (float) for 1",
+        },
     ),
     "rollout.order": (
         "view",

@@ -15,6 +15,11 @@ class TrackConfig(Table):
     trace: bool = Field(
         default=True, description="Write what happened to every rollout, and when, to trace.jsonl (docs/trace.md)."
     )
+    metrics: str = Field(
+        default="",
+        description="Your own function (module:function or path.py:function) of the groups that a step trains: numbers"
+        " by name, which its row of metrics.jsonl has as own/NAME.",
+    )
     show_samples: int = Field(default=3, ge=0, description="Answers before and after training shown in the summary.")
     peak_tflops: float = Field(
         default=0.0,

@@ -40,6 +40,8 @@ METRICS: list[Metric] = [
     Metric("reward/{source}/mean", "mean", "reward", "Mean score of the trained rollouts of one task source."),
     Metric("reward/missing", "sum", "rollouts", "Trained groups' rollouts without a reward (masked, never scored 0)."),
     Metric("reward/extra/{name}", "mean", "", "Mean of one further entry of the dicts that the reward returned."),
+    # Of the user's own
+    Metric("own/{name}", "mean", "", "What the function of track.metrics returned under this name."),
     # Rewards workers
     Metric("rewards/timeouts", "counter", "calls", "Reward calls past rewards.timeout_s; the worker was killed."),
     Metric("rewards/crashes", "counter", "calls", "Reward calls whose worker died, or gave no reply to them."),

@@ -1,0 +1,36 @@
+"""Metrics of the user's own (track.metrics), beside ours in metrics.jsonl.
+
+Owns what such a function must return. Called before the step is trained, so that a wrong one costs no step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from numbers import Real
+
+from rollover.functions import described, own_function
+from rollover.types import Group
+
+_RETURNS = "a number for each name, as {'name': 1.0}"
+
+
+def own_metrics(spec: str) -> Callable[[list[Group]], dict[str, float]]:
+    """Of a step's groups, what the function says of them, as keys of a row: `own/NAME`. {} where `spec` is empty.
+
+    ValueError where there is no such function; FunctionError where it raises or returns anything else than numbers.
+    """
+    if not spec:
+        return lambda groups: {}
+    own = own_function("track.metrics", spec, _RETURNS)
+
+    def metrics(groups: list[Group]) -> dict[str, float]:
+        found = own([replace(group, rollouts=list(group.rollouts)) for group in groups])  # lists that it may sort
+        if not isinstance(found, Mapping):
+            raise own.refused(described(found))
+        for name, value in found.items():
+            if not (isinstance(name, str) and name) or isinstance(value, bool) or not isinstance(value, Real):
+                raise own.refused(f"{described(value)} for {name!r}")
+        return {f"own/{name}": float(value) for name, value in found.items()}
+
+    return metrics

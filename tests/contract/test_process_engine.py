@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import os
 import re
 import signal
@@ -14,9 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +23,7 @@ import torch
 import tiny
 from contract import engine_contract
 from contract.engine_contract import tokens_of
+from contract.full_disk import full_above
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process.engine import EngineDied, ProcessEngine
@@ -32,7 +31,6 @@ from rollover.engine.process.wire import Channel
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import load_model
 from rollover.types import SamplingParams, StopReason
-from rollover.weights.shared_file import SharedFile
 
 PROMPTS = [tuple(range(5, 15)), (7, 8, 9), (20,)]
 
@@ -344,42 +342,6 @@ def test_without_room_in_memory_weights_go_through_another_folder(
     assert [asyncio.run(run(request))] == uninterrupted(model, changed, request)
     assert len(said) == 1
     assert re.fullmatch(rf"/dev/shm has no room for the \S+ MB of weights: .* a file in {tmp_path}, .*", said[0])
-
-
-def test_a_file_that_grows_out_of_memory_takes_what_it_has_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And without room anywhere it says what to do."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    said: list[str] = []
-    file = SharedFile(said.append)
-    file.reserve(1000)
-    file.write("a", torch.arange(100))
-    full_above(monkeypatch, "/dev/shm", 1000)
-    file.write("b", torch.ones(300))
-    assert len(said) == 1 and [entry[0] for entry in file.table()] == ["a", "b"]
-    (_, _, _, offset_a), (_, _, _, offset_b) = file.table()
-    assert np.frombuffer(os.pread(file.fileno(), 800, offset_a), dtype=np.int64).tolist() == list(range(100))
-    assert (np.frombuffer(os.pread(file.fileno(), 1200, offset_b), dtype=np.float32) == 1).all()
-    full_above(monkeypatch, "/", 10_000)
-    with pytest.raises(ValueError, match=r"room for \S+ MB of weights in .*TMPDIR.*engine.kind = embedded"):
-        file.write("c", torch.ones(10_000))
-    file.close()
-
-
-def full_above(monkeypatch: pytest.MonkeyPatch, folder: str, num_bytes: int) -> None:
-    """No file in `folder` may become larger."""
-
-    def checked(function: Callable, size: Callable[..., int]) -> Callable:
-        def call(file: int, *rest: Any) -> Any:
-            if os.readlink(f"/proc/self/fd/{file}").startswith(folder) and size(*rest) > num_bytes:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return function(file, *rest)
-
-        return call
-
-    monkeypatch.setattr(os, "posix_fallocate", checked(os.posix_fallocate, lambda offset, length: offset + length))
-    monkeypatch.setattr(os, "pwrite", checked(os.pwrite, lambda data, offset: offset + len(data)))
 
 
 def test_it_dies_with_a_parent_that_is_killed(model: Path) -> None:

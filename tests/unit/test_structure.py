@@ -16,8 +16,6 @@ MAX_METHODS, MAX_CLASS_LINES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 20, 250, 400,
 
 WIDE_CLASSES: set[str] = {
     "checkpoint/store.py:CheckpointStore",
-    "engine/embedded/engine.py:EmbeddedEngine",
-    "engine/process/engine.py:ProcessEngine",
     "rewards/worker.py:RewardWorker",
     "rollout/driver.py:Driver",
     "rollout/lifecycle.py:Lifecycle",
@@ -30,7 +28,6 @@ LONG_FILES: set[str] = {"algorithms/loss.py", "trainer/trainer.py"}
 LONG_FUNCTIONS: set[str] = {"bench/step.py:run_trl"}
 CIRCLES: set[frozenset[str]] = {
     frozenset({"api/run.py", "api/training.py"}),
-    frozenset({"engine/embedded/kv_cache.py", "engine/embedded/sequence.py"}),
     frozenset(
         f"config/{name}.py"
         for name in (
@@ -44,7 +41,6 @@ PRIVATE: dict[str, set[str]] = {
     "integration/test_bench.py": {"_continuous"},
     "integration/test_vllm_peer.py": {"_process"},
     "unit/checkpoint/test_store.py": {"_fs", "_root"},
-    "unit/engine/test_embedded.py": {"_batcher"},
     "unit/models/test_smollm2.py": {"_convert"},
     "unit/rollout/test_driver_watchdog.py": {"_lengths", "_running", "_stalls"},
     "unit/rollout/test_failing_engine.py": {"_lengths"},

@@ -8,12 +8,14 @@ import socket
 import sys
 
 import pytest
+import torch
 from huggingface_hub import constants
 
 from rollover import processes, system
 from rollover.config import RewardsConfig
 from rollover.models import kernels
-from rollover.weights import shared_file
+from rollover.weights.build import build_transport
+from rollover.weights.protocol import TransportSetup
 
 
 @pytest.fixture
@@ -52,12 +54,12 @@ def test_kernels_are_not_tried_on_macos(macos: None, monkeypatch: pytest.MonkeyP
 
 def test_new_weights_go_through_a_file_of_the_temporary_folder_on_macos(macos: None) -> None:
     said: list[str] = []
-    file = shared_file.SharedFile(said.append)
+    transport = build_transport("shared_file", TransportSetup(said.append))
     try:
-        file.reserve(1 << 16)
-        assert os.fstat(file.fileno()).st_size == 1 << 16
+        parcel = transport.send(1, [("a", torch.zeros(1 << 14))])
+        assert parcel.file is not None and os.fstat(parcel.file).st_size == 1 << 16
     finally:
-        file.close()
+        transport.close()
     assert said == [], "no place is missed that there never is"
 
 

@@ -1,16 +1,21 @@
-"""The file through which new weights reach an engine's process: in memory where there is room, else on a disk.
+"""A file through which weights reach an engine in another process of this machine: in memory where there is room, else
+on a disk.
 
-Owns the file and what lies where in it. Never reads a weight back and never talks to the process.
+Owns the file and what lies where in it, which no one else knows. Never talks to the process.
 """
 
 from __future__ import annotations
 
 import errno
+import math
+import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
+
+from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
 
 if TYPE_CHECKING:
     import torch
@@ -20,33 +25,58 @@ _MEMORY = "/dev/shm"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def aligned(num_bytes: int) -> int:
-    """What a tensor of so many bytes takes of the file."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
 class SharedFile:
-    """Tensors at fixed offsets, each written in place again with every version. It has no name, and vanishes with its
-    last holder. `say` prints one line where memory has no room."""
+    """A WeightTransport: tensors at fixed offsets, each written in place again with every version.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    The file has no name, and vanishes with its last holder. `setup.say` is told where memory has no room.
+    """
+
+    def __init__(self, setup: TransportSetup) -> None:
+        self._say = setup.say
         self._folders = [*([_MEMORY] if os.path.isdir(_MEMORY) else []), tempfile.gettempdir()]  # tried in turn
         self._file: IO[bytes] | None = None
         self._reserved = 0
         self._used = 0
         self._table: dict[str, tuple[str, list[int], int]] = {}  # name -> dtype, shape, offset
+        self._version = 0  # that was written last
 
-    def fileno(self) -> int:
-        assert self._file is not None, "nothing was written yet"
-        return self._file.fileno()
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """See WeightTransport. ValueError if there is no room anywhere."""
+        self._reserve(sum(map(_aligned, sizes)))
 
-    def table(self, names: Sequence[str] | None = None) -> list[list[Any]]:
-        """[name, dtype, shape, offset] of these tensors (None: of all that were ever written)."""
-        return [[name, *self._table[name]] for name in (self._table if names is None else names)]
+    def send(self, version: int, tensors: NamedTensors) -> Parcel:
+        """See WeightTransport. What no longer fits into memory is moved to a disk, with all that was sent before."""
+        sizes = {name: self._write(name, tensor) for name, tensor in tensors}
+        self._version = version
+        return self._parcel(sizes, sum(sizes.values()))
 
-    def reserve(self, num_bytes: int) -> None:
-        """Take so much room now, so that no later write finds the place full. ValueError if there is none anywhere."""
+    def everything(self) -> Parcel | None:
+        return self._parcel(self._table, 0) if self._table else None
+
+    @staticmethod
+    def receive(message: Mapping[str, Any], file: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+        import torch
+
+        assert file is not None, "the file comes with the message"
+        memory = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)  # unmapped with its last view
+        os.close(file)
+        for name, dtype, shape, offset in message["tensors"]:
+            count = math.prod(shape)
+            yield name, torch.frombuffer(memory, dtype=getattr(torch, dtype), count=count, offset=offset).view(shape)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _parcel(self, names: Iterable[str], num_bytes: int) -> Parcel:
+        file = None if self._file is None else self._file.fileno()
+        tensors = [[name, *self._table[name]] for name in names]
+        message = {"transport": "shared_file", "version": self._version, "tensors": tensors}
+        return Parcel(self._version, num_bytes, message, file)
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Take so much room in all."""
         if num_bytes <= self._reserved:
             return
         if self._file is not None and _allocated(self._file, num_bytes):
@@ -79,27 +109,29 @@ class SharedFile:
             self._file.close()
         self._file, self._reserved = file, num_bytes
 
-    def write(self, name: str, tensor: torch.Tensor) -> int:
+    def _write(self, name: str, tensor: torch.Tensor) -> int:
         """Copy a tensor to its place. Returns its size in bytes."""
         import torch
 
         flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
         dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
         if name not in self._table:
-            end = self._used + aligned(len(flat))
-            self.reserve(end)
+            end = self._used + _aligned(len(flat))
+            self._reserve(end)
             self._table[name] = (dtype, shape, self._used)
             self._used = end
         assert self._table[name][:2] == (dtype, shape), f"{name} has changed its shape or dtype"
+        assert self._file is not None
         view, offset = flat.data, self._table[name][2]
         while view:
-            written = os.pwrite(self.fileno(), view, offset)
+            written = os.pwrite(self._file.fileno(), view, offset)
             view, offset = view[written:], offset + written
         return len(flat)
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+
+def _aligned(num_bytes: int) -> int:
+    """What a tensor of so many bytes takes of the file."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _allocated(file: IO[bytes], num_bytes: int) -> bool:

@@ -117,6 +117,6 @@ def random_run(seed: int) -> int:
                 of.retire(seq, keep_kv=False)
                 alive.remove(seq)
         if rng.random() < 0.1:
-            of.requeue_running()
-            assert not of.running and [*of.waiting] == alive
+            of.drop_all_kv()
+            assert not of.running and [*of.waiting] == alive and of.cache.num_bytes == 0
     return of.num_preemptions

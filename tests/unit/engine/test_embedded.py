@@ -183,7 +183,7 @@ def test_short_memory_preempts_and_changes_nothing(family: str) -> None:
     model = tiny.model(family)
     requests = [request(f"{i}-{s}", text, 150) for i, text in enumerate(PROMPTS) for s in range(3)]
     roomy = engine(model)
-    token_bytes = roomy._batcher.cache.bytes_per_token
+    token_bytes = roomy.kv_bytes_per_token
     tight = engine(model, kv_memory_gb=token_bytes * 1000 / 1e9)
     peak = 0
     step = tight.step
@@ -191,7 +191,7 @@ def test_short_memory_preempts_and_changes_nothing(family: str) -> None:
     def watched() -> None:
         nonlocal peak
         step()
-        peak = max(peak, tight._batcher.cache.num_bytes)
+        peak = max(peak, tight.stats()["kv/bytes"])
 
     tight.step = watched  # type: ignore[method-assign]
     for a, b in zip(run(roomy, requests), run(tight, requests), strict=True):

@@ -62,12 +62,13 @@ class Batcher:
             seq.recomputing = True
         self.cache.free(seq)
 
-    def requeue_running(self) -> None:
-        """All running sequences lose their KV and wait again, in their order: after a weight update."""
-        for seq in reversed(self.running):
-            self.drop_kv(seq)
-            self.waiting.appendleft(seq)
+    def drop_all_kv(self) -> None:
+        """Everyone loses their KV, and those that ran wait again, in their order: after a weight update."""
+        self.waiting.extendleft(reversed(self.running))
         self.running.clear()
+        for seq in (*self.waiting, *self.kept.values()):
+            self.drop_kv(seq)
+        self.kept.clear()
 
     def retire(self, seq: Sequence, *, keep_kv: bool) -> None:
         """`seq` no longer runs or waits. With keep_kv what it has cached stays until evicted or released."""
@@ -81,7 +82,13 @@ class Batcher:
             self.cache.free(seq)
 
     def take_kept(self, rollout_id: str) -> Sequence | None:
+        """The kept sequence of this rollout, if there is one: it is kept no longer, though its KV still lies there."""
         return self.kept.pop(rollout_id, None)
+
+    def release(self, rollout_id: str) -> None:
+        """Forget what is kept of this rollout."""
+        if (seq := self.take_kept(rollout_id)) is not None:
+            self.cache.free(seq)
 
     def donor(self, target: Sequence, version: int | None) -> Sequence | None:
         """A sequence with the same prompt whose cached KV covers it (computed under `version`, if given)."""

@@ -15,11 +15,11 @@ import torch
 from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.batcher import Batcher
 from rollover.engine.embedded.kv_cache import KVCache
-from rollover.engine.embedded.runner import Chunk, Runner
+from rollover.engine.embedded.prefill import Prefill
+from rollover.engine.embedded.runner import Runner
 from rollover.engine.embedded.sampler import sample, uniforms
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest, WeightLoad
-from rollover.engine.repetition import CHECK_EVERY, repeats_itself
 from rollover.models.attention import cache_shape
 from rollover.models.limits import Limits
 from rollover.models.team import Team
@@ -62,7 +62,6 @@ class EmbeddedEngine:
             roomy_for=config.max_running if self._runner.kernels is not None else 0,
         )
         self._batcher = Batcher(cache, config.max_running)
-        self._chunk_tokens = config.prefill_chunk_tokens
         self._limits = Limits.of(model)
         self._kv_policy: KVPolicy = kv_on_resume
         self._decode_text = decode_text
@@ -71,18 +70,16 @@ class EmbeddedEngine:
         self._loop: asyncio.Task[None] | None = None
         # Only where a forward pass returns when it is done: elsewhere its time is not known without waiting for it.
         self._timed = first.device.type == "cpu"
-        self._counts: dict[str, float] = dict.fromkeys(
-            (
-                "engine/decode_steps",
-                "engine/prefill_tokens",
-                "engine/reprefill_tokens",
-                "kv/stale_prefix_tokens",
-                "kv/kept_tokens",
-                "kv/shared_prompt_tokens",
-                *(("engine/prefill_s",) if self._timed else ()),
-            ),
-            0,
+        self._prefill = Prefill(
+            self._batcher,
+            self._runner,
+            config.prefill_chunk_tokens,
+            same_version_only=kv_on_resume == "salt",
+            timed=self._timed,
         )
+        self._num_decode_steps = 0
+        self._num_kept = 0  # tokens that a resumed rollout still had cached
+        self._num_stale = 0  # cached tokens that stayed when the weights changed
 
     @classmethod
     def over(cls, model: Any, tokenizer: Any, config: Config) -> EmbeddedEngine:
@@ -128,7 +125,7 @@ class EmbeddedEngine:
         seq = self._batcher.take_kept(request.rollout_id)
         if seq is not None and seq.continues(request):
             seq.resume(request, future)
-            self._counts["kv/kept_tokens"] += seq.kv_len
+            self._num_kept += seq.kv_len
         else:
             if seq is not None:
                 self._batcher.cache.free(seq)
@@ -158,103 +155,33 @@ class EmbeddedEngine:
         self._team.assemble()
         self._discard_cancelled()
         self._batcher.admit()
-        self._prefill()
+        self._prefill.step(self._version)
         # Sequences of a bucket must stand together, in row order, for attention without gathers.
         order = sorted(self._batcher.make_room(), key=lambda s: (s.bucket.row_tokens if s.bucket else 0, s.row))
         if not order:
             return
-        self._counts["engine/decode_steps"] += 1
+        self._num_decode_steps += 1
         with self._team.piece(_FIXED_ROWS + len(order)):
             logits_BV = self._runner.decode(order)
             draws_B = uniforms([s.request.seed for s in order], [s.next_index for s in order])
             tokens, logprobs = sample(logits_BV, [s.request.sampling for s in order], draws_B, self._runner.kernels)
         for seq, token, logprob in zip(order, tokens, logprobs, strict=True):
             seq.append(token, logprob)
-            reason = self._stop_reason(seq, token)
+            reason = seq.stop_reason(self._decode_text)
             if reason is not None:
                 self._batcher.retire(seq, keep_kv=reason is StopReason.PAUSED)
-                self._resolve(seq, reason)
+                seq.resolve(self._version, reason)
 
     def _discard_cancelled(self) -> None:
         for seq in [s for s in self._batcher.active() if s.future is not None and s.future.cancelled()]:
             self._batcher.retire(seq, keep_kv=False)
-
-    def _prefill(self) -> None:
-        """One forward over chunks of what is not cached yet; a prompt that a sibling has is copied, not computed."""
-        budget = self._chunk_tokens
-        chunks: list[Chunk] = []
-        # Prompts that a sequence is computing, now or since an earlier step: its siblings wait for the copy.
-        planned = {s.request.prompt_ids for s in self._batcher.running if 0 < s.kv_len < s.num_prompt - 1}
-        salt = self._version if self._kv_policy == "salt" else None
-        for seq in self._batcher.running:
-            if seq.prefilled or budget == 0:
-                continue
-            prompt_only = seq.num_prompt - 1
-            if seq.kv_len == 0 and prompt_only > 0:
-                if seq.request.prompt_ids in planned:
-                    continue
-                donor = self._batcher.donor(seq, salt)
-                if donor is not None:
-                    self._share_prompt(donor, seq, prompt_only)
-                    if seq.prefilled:
-                        continue
-                else:
-                    planned.add(seq.request.prompt_ids)
-                    seq.prompt_kv_version = self._version
-            end = min(len(seq.tokens) - 1, seq.kv_len + budget)
-            chunks.append(Chunk(seq, seq.kv_len, end))
-            budget -= end - seq.kv_len
-        if not chunks:
-            return
-        started = time.perf_counter()
-        self._runner.prefill(chunks)
-        if self._timed:
-            self._counts["engine/prefill_s"] += time.perf_counter() - started
-        for chunk in chunks:
-            kind = "engine/reprefill_tokens" if chunk.seq.recomputing else "engine/prefill_tokens"
-            self._counts[kind] += chunk.end - chunk.start
-        for seq in self._batcher.running:
-            if seq.kv_len == 0 and seq.request.prompt_ids in planned:
-                donor = self._batcher.donor(seq, salt)
-                if donor is not None:
-                    self._share_prompt(donor, seq, seq.num_prompt - 1)
-
-    def _share_prompt(self, donor: Sequence, seq: Sequence, num_tokens: int) -> None:
-        self._batcher.cache.copy_prefix(donor, seq, num_tokens)
-        seq.prompt_kv_version = donor.prompt_kv_version
-        self._counts["kv/shared_prompt_tokens"] += num_tokens
-        if donor.prompt_kv_version != self._version:
-            self._counts["kv/stale_prefix_tokens"] += num_tokens
-
-    def _stop_reason(self, seq: Sequence, token: int) -> StopReason | None:
-        request = seq.request
-        if token in request.stop_token_ids:
-            return StopReason.EOS
-        if request.stop_strings and self._decode_text is not None:
-            # A character takes at most four tokens, so this tail holds any stop string that just ended.
-            tail = max(map(len, request.stop_strings)) * 4 + 8
-            text = self._decode_text(seq.tokens[max(seq.num_prompt + request.text_start, len(seq.tokens) - tail) :])
-            if any(stop in text for stop in request.stop_strings):
-                return StopReason.STOP_STRING
-        if seq.num_new >= request.max_new_tokens:
-            return StopReason.LENGTH
-        if request.stop_repetition_tokens and seq.next_index % CHECK_EVERY == 0:
-            if repeats_itself(seq.tokens[seq.num_prompt :], request.stop_repetition_tokens):
-                return StopReason.REPETITION
-        return StopReason.PAUSED if seq.num_new == request.pause_after else None
-
-    def _resolve(self, seq: Sequence, reason: StopReason) -> None:
-        seq.cut(self._version, reason)
-        if seq.future is not None and not seq.future.done():
-            seq.future.set_result(seq.segments)
-        seq.future = None
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
         wanted = None if rollout_ids is None else set(rollout_ids)
         for seq in list(self._batcher.active()):
             if wanted is None or seq.request.rollout_id in wanted:
                 self._batcher.retire(seq, keep_kv=True)
-                self._resolve(seq, StopReason.PAUSED)
+                seq.resolve(self._version, StopReason.PAUSED)
 
     async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
         wanted = set(rollout_ids)
@@ -271,26 +198,20 @@ class EmbeddedEngine:
 
     def release(self, rollout_ids: Iterable[str]) -> None:
         for rollout_id in rollout_ids:
-            seq = self._batcher.take_kept(rollout_id)
-            if seq is not None:
-                self._batcher.cache.free(seq)
+            self._batcher.release(rollout_id)
 
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
         started = time.perf_counter()
         with torch.no_grad():
-            num_bytes = self._runner.load_weights(tensors)
+            num_bytes = self._runner.load_weights(version, tensors)
         if version != self._version:
             for seq in self._batcher.active():
                 seq.cut_at_update(self._version)
             if self._kv_policy == "recompute":
-                self._batcher.requeue_running()
-            for seq in (*self._batcher.active(), *self._batcher.kept.values()):
-                if self._kv_policy == "recompute":
-                    self._batcher.drop_kv(seq)
-                else:
-                    self._counts["kv/stale_prefix_tokens"] += seq.kv_len
-            if self._kv_policy == "recompute":
-                self._batcher.kept.clear()
+                self._batcher.drop_all_kv()
+            else:
+                everyone = (*self._batcher.active(), *self._batcher.kept.values())
+                self._num_stale += sum(seq.kv_len for seq in everyone)
             self._version = version
         return WeightLoad(num_bytes, time.perf_counter() - started)
 
@@ -299,12 +220,21 @@ class EmbeddedEngine:
         self._team.use(num)
 
     def stats(self) -> dict[str, float]:
-        team = {"engine/decode_s": self._team.seconds, "engine/decode_thread_s": self._team.thread_seconds}
+        timed = {
+            "engine/prefill_s": self._prefill.seconds,
+            "engine/kernels": float(self._runner.compiled),
+            "engine/decode_s": self._team.seconds,
+            "engine/decode_thread_s": self._team.thread_seconds,
+        }
         return {
-            **self._counts,
+            "engine/decode_steps": self._num_decode_steps,
+            "engine/prefill_tokens": self._prefill.num_computed,
+            "engine/reprefill_tokens": self._prefill.num_recomputed,
+            "kv/stale_prefix_tokens": self._prefill.num_stale + self._num_stale,
+            "kv/kept_tokens": self._num_kept,
+            "kv/shared_prompt_tokens": self._prefill.num_shared,
             "engine/flops": self._runner.flops,
-            **({"engine/kernels": float(self._runner.compiled)} if self._timed else {}),
-            **(team if self._timed else {}),
+            **(timed if self._timed else {}),
             "engine/preemptions": self._batcher.num_preemptions,
             "kv/bytes": self._batcher.cache.num_bytes,
         }

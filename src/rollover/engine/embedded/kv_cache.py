@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 import mmap
+from dataclasses import dataclass
 
 import torch
-
-from rollover.engine.embedded.sequence import Sequence
 
 _MIN_ROW_TOKENS = 64
 _MIN_ROWS = 4
@@ -33,12 +32,22 @@ def row_tokens_for(num_tokens: int) -> int:
     return size
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class RowOwner:
+    """What the cache knows of a sequence: its row, and how many tokens are cached there. Written by the cache, but for
+    `kv_len`, which grows with what is computed."""
+
+    bucket: Bucket | None = None
+    row: int = -1
+    kv_len: int = 0
+
+
 class Bucket:
     """Rows of one length. `owners[i]` is the sequence in row i."""
 
     def __init__(self, row_tokens: int) -> None:
         self.row_tokens = row_tokens
-        self.owners: list[Sequence] = []
+        self.owners: list[RowOwner] = []
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.capacity = 0
@@ -90,7 +99,7 @@ class KVCache:
             longest, size = size, row_tokens_for(size + 1)
         return longest
 
-    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+    def reserve(self, seq: RowOwner, num_tokens: int) -> bool:
         """Give `seq` a row of at least num_tokens, moving what it has cached. False if memory is short."""
         old = seq.bucket
         if old is not None and old.row_tokens >= num_tokens:
@@ -110,19 +119,19 @@ class KVCache:
         seq.bucket, seq.row = bucket, row
         return True
 
-    def free(self, seq: Sequence) -> None:
+    def free(self, seq: RowOwner) -> None:
         """Forget what is cached of `seq`."""
         if seq.bucket is not None:
             self._vacate(seq)
         seq.kv_len = 0
 
-    def copy_prefix(self, source: Sequence, target: Sequence, num_tokens: int) -> None:
+    def copy_prefix(self, source: RowOwner, target: RowOwner, num_tokens: int) -> None:
         """Copy the cached first num_tokens of `source` into `target`'s row."""
         assert source.bucket is not None and target.bucket is not None and source.kv_len >= num_tokens
         target.bucket.copy_row(target.row, source.bucket, source.row, num_tokens)
         target.kv_len = num_tokens
 
-    def _vacate(self, seq: Sequence) -> None:
+    def _vacate(self, seq: RowOwner) -> None:
         bucket, row = seq.bucket, seq.row
         assert bucket is not None
         last = bucket.owners.pop()

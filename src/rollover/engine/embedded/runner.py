@@ -28,6 +28,8 @@ from rollover.models.kernels import CachedRows, Kernels
 from rollover.models.logprobs import Head
 from rollover.models.operations import TorchOperations
 from rollover.models.packed import float32_product
+from rollover.weights.build import build_transport
+from rollover.weights.protocol import TransportSetup
 
 # Heads of a multiple of so many numbers fill the kernel's vectors. It computes others number by number, for which
 # prefill, unlike decode, has a better way (80 numbers, 2,048 tokens: 592 ms a layer, padded 81).
@@ -294,7 +296,8 @@ class Runner:
         if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
             self.kernels = None  # whose attention has none
         self.head = Head.of(model).precise(rows)
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        holders = [self.adapters, *([self.decoder] if self.decoder is not None else [])]
+        self.weights = build_transport("in_place", TransportSetup(model=model, holders=holders))
 
     def hidden_states(self, tokens: list[int], positions: list[int], attention: Attention) -> torch.Tensor:
         """Last hidden states [N, E] of tokens at these positions, float32."""
@@ -304,22 +307,9 @@ class Runner:
             return self.decoder.hidden_states(input_ids_N, position_ids_N, attention)
         return hidden_states(self.model, input_ids_N, position_ids_N, attention)
 
-    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Replace weights and adapters, then the copies made of them. Returns the bytes written."""
-        num_bytes = 0
-        for name, tensor in tensors:
-            written = self.adapters.load(name, tensor)
-            if written is None and self.decoder is not None:
-                written = self.decoder.load(name, tensor)
-            if written is None:
-                parameter = self._parameters.get(name)
-                assert parameter is not None, f"the engine's model has no parameter {name}"
-                parameter.copy_(tensor)
-                written = parameter.numel() * parameter.element_size()
-            num_bytes += written
-        self.adapters.refresh()
-        if self.decoder is not None:
-            self.decoder.refresh()
+        num_bytes = self.weights.send(version, tensors).num_bytes
         self.head = Head.of(self.model).precise(self.rows)
         return num_bytes
 

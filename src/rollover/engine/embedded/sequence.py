@@ -1,31 +1,27 @@
-"""One rollout being continued: its tokens, its open segment, how much of it the KV cache holds."""
+"""One rollout being continued: its tokens, its open segment, and when it stops."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rollover.engine.embedded.kv_cache import RowOwner
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.repetition import CHECK_EVERY, repeats_itself
 from rollover.types import Segment, StopReason
-
-if TYPE_CHECKING:
-    from rollover.engine.embedded.kv_cache import Bucket
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
+class Sequence(RowOwner):
     """`tokens` = prompt + generated before + new. KV of tokens[:kv_len] is cached; the last token never is: it is the
     next decode step's input, so the logits of every sampled token come from one code path."""
 
     request: ExtendRequest
     future: asyncio.Future[list[Segment]] | None
     tokens: list[int]
-    bucket: Bucket | None = None
-    row: int = -1
-    kv_len: int = 0
     prompt_kv_version: int = -1
     recomputing: bool = False
     segments: list[Segment] = field(default_factory=list)
@@ -70,6 +66,24 @@ class Sequence:
         self.tokens.append(token)
         self.open_logprobs.append(logprob)
 
+    def stop_reason(self, decode_text: Callable[[list[int]], str] | None) -> StopReason | None:
+        """Why it stops with the token that was sampled last; None: it goes on."""
+        request, token = self.request, self.tokens[-1]
+        if token in request.stop_token_ids:
+            return StopReason.EOS
+        if request.stop_strings and decode_text is not None:
+            # A character takes at most four tokens, so this tail holds any stop string that just ended.
+            tail = max(map(len, request.stop_strings)) * 4 + 8
+            text = decode_text(self.tokens[max(self.num_prompt + request.text_start, len(self.tokens) - tail) :])
+            if any(stop in text for stop in request.stop_strings):
+                return StopReason.STOP_STRING
+        if self.num_new >= request.max_new_tokens:
+            return StopReason.LENGTH
+        if request.stop_repetition_tokens and self.next_index % CHECK_EVERY == 0:
+            if repeats_itself(self.tokens[self.num_prompt :], request.stop_repetition_tokens):
+                return StopReason.REPETITION
+        return StopReason.PAUSED if self.num_new == request.pause_after else None
+
     def open_segment(self, version: int, reason: StopReason) -> Segment:
         """The tokens sampled since the last cut, as a Segment of `version`."""
         num = len(self.open_logprobs)
@@ -87,6 +101,13 @@ class Sequence:
         if self.open_logprobs or (reason is not StopReason.PAUSED) or not self.segments:
             self.segments.append(self.open_segment(version, reason))
         self.open_logprobs = []
+
+    def resolve(self, version: int, reason: StopReason) -> None:
+        """End its `extend`, which gets its segments."""
+        self.cut(version, reason)
+        if self.future is not None and not self.future.done():
+            self.future.set_result(self.segments)
+        self.future = None
 
     def cut_at_update(self, version: int) -> None:
         """New weights: what was sampled so far belongs to `version`."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-import mmap
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +20,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.models.allocator import keep_freed_memory
 from rollover.models.devices import engine_device
 from rollover.models.load import load_model
-from rollover.weights.shared_file import aligned
+from rollover.weights.build import received
 
 
 def main(control_fd: str) -> None:
@@ -44,7 +41,7 @@ def main(control_fd: str) -> None:
     hello = {
         "max_tokens": engine.max_tokens,
         "kv_bytes_per_token": engine.kv_bytes_per_token,
-        "weight_bytes": sum(aligned(p.nbytes) for p in loaded.model.parameters()),
+        "weight_bytes": [p.nbytes for p in loaded.model.parameters()],
         "stats": engine.stats(),
     }
     control.send(hello)
@@ -116,7 +113,8 @@ class _Worker:
     async def _answer_to(self, message: dict[str, Any]) -> dict[str, Any]:
         match message["op"]:
             case "load":
-                await self.engine.load_weights(message["version"], self._tensors(message["tensors"]))
+                weights = received(message["parcel"], self.control.take_file())
+                await self.engine.load_weights(message["parcel"]["version"], weights)
             case "progress":
                 ids = self._ids(message["calls"])
                 found = await self.engine.progress(ids.values())
@@ -131,12 +129,3 @@ class _Worker:
     def _ids(self, calls: list[int]) -> dict[int, str]:
         """Rollout id by number of call, of those of these calls that run here."""
         return {number: self.rollout_ids[number] for number in calls if number in self.rollout_ids}
-
-    def _tensors(self, table: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the file that came with the message, by (name, dtype, shape, offset)."""
-        file = self.control.take_file()
-        memory = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)  # unmapped with its last view
-        os.close(file)
-        for name, dtype, shape, offset in table:
-            count = math.prod(shape)
-            yield name, torch.frombuffer(memory, dtype=getattr(torch, dtype), count=count, offset=offset).view(shape)

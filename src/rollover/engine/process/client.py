@@ -1,10 +1,10 @@
-"""One process of the engine, from its start to its end: whoever asks it asks this process and no other.
+"""Our end of one engine process, from its start to its end: whoever asks it asks this process and no other.
 
     requests   pipe, JSON lines    extend, cancel, interrupt, release, threads    written and read without blocking
     replies    pipe, JSON lines    what an extend returned, and counters
     control    socket, JSON lines  load, progress, queued: each is answered under its id, and waited for in a thread
 
-Owns the process and its channels. Knows nothing of the calls under way and never starts a second process.
+Owns the process and its channels. Does not remember what it was asked, and never starts a second process.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from rollover.config import Config
-from rollover.engine.process.wire import Channel
-from rollover.engine.protocol import EngineDied
+from rollover.engine.process.wire import Channel, requests_to_json
+from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.processes import brief_waiting, child_command, child_environment
 
 _MAX_LINE_BYTES = 2**30
 
 
 class EngineClient:
-    """Starts at once, and loads the model while its parent does other things; `hello` waits for it."""
+    """It starts at once, and loads the model while its parent does other things; `hello` waits for it."""
 
     def __init__(self, config: Config, threads: int) -> None:
         ours, theirs = socket.socketpair()
@@ -42,7 +42,10 @@ class EngineClient:
         )
         theirs.close()
         self._started = time.monotonic()
-        self.start_s = 0.0  # between its start and the moment that its hello was received
+        self.start_s = 0.0
+        """Seconds between its start and the moment that its hello was received."""
+        self.serves = False
+        """Whether it takes requests: set by whoever has given it the last weights."""
         self._control = Channel(ours)
         self._hello: dict[str, Any] | None = None
         self._hello_lock = threading.Lock()
@@ -50,6 +53,8 @@ class EngineClient:
         self._gone = False
         self._asking = asyncio.Lock()  # one question at a time
         self._writer: asyncio.WriteTransport | None = None
+        self._replies: asyncio.StreamReader | None = None
+        self._unsent: dict[int, ExtendRequest] = {}
         with contextlib.suppress(ConnectionError):  # `hello` says how it ended
             self._control.send({"config": config.model_dump(mode="json"), "threads": threads})
 
@@ -103,20 +108,49 @@ class EngineClient:
             raise RuntimeError(f"the engine process failed in {op}: {answer['error']}")
         return answer
 
-    async def open(self) -> asyncio.StreamReader:
-        """Open the pipes: its replies, as lines."""
+    async def open(self) -> None:
+        """Open the pipes for requests and replies."""
         loop = asyncio.get_running_loop()
-        replies = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+        replies = self._replies = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(replies), self._process.stdout)
         self._writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._process.stdin)
-        return replies
 
-    def write(self, message: dict[str, Any]) -> None:
-        """Send a request. If the process has ended nothing comes of it."""
-        if self._writer is not None:
-            self._writer.write(json.dumps(message).encode() + b"\n")
+    async def replies(self) -> AsyncIterator[dict[str, Any]]:
+        """Its replies until it ends, when it `serves` no longer; half a line at the end is no reply."""
+        assert self._replies is not None, "the pipes are open"
+        while (line := await self._replies.readline()).endswith(b"\n"):
+            yield json.loads(line)
+        self.serves = False
+
+    def extend(self, requests: Mapping[int, ExtendRequest]) -> None:
+        """Send these calls. Those of one turn of the event loop arrive together, so that they are decoded in one batch
+        from their first token on."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent |= requests
+
+    def cancel(self, call: int) -> None:
+        if self._unsent.pop(call, None) is None:
+            self.tell({"op": "cancel", "call": call})
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a request that has no answer, after all that came before it. Nothing happens if the process serves no
+        longer, or not yet."""
+        if self.serves:
+            self._flush()
+            self._write(message)
+
+    def _flush(self) -> None:
+        requests, self._unsent = self._unsent, {}
+        if requests and self.serves:
+            self._write({"op": "extend", **requests_to_json(requests)})
+
+    def _write(self, message: dict[str, Any]) -> None:
+        assert self._writer is not None, "the pipes are open"
+        self._writer.write(json.dumps(message).encode() + b"\n")
 
     def kill(self) -> None:
+        """End it at once: nothing more is asked of it."""
         self._gone = True
         self._process.kill()
 
@@ -136,9 +170,3 @@ class EngineClient:
                 with contextlib.suppress(OSError):
                     pipe.close()
         return code
-
-
-async def replies_of(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """Its replies until its end; half a line at the end is none."""
-    while (line := await reader.readline()).endswith(b"\n"):
-        yield json.loads(line)

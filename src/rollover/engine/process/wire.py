@@ -97,9 +97,9 @@ class Channel:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
-    def take_file(self) -> int:
-        """The file that came with the message; the caller closes it."""
-        return self._files.pop(0)
+    def take_file(self) -> int | None:
+        """The file that came with the message, if one did; the caller closes it."""
+        return self._files.pop(0) if self._files else None
 
     def close(self) -> None:
         self._socket.close()

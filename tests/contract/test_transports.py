@@ -1,0 +1,177 @@
+"""Every weight transport brings an engine the weights that were sent, whatever happens to the trainer's afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from contract.full_disk import full_above
+from rollover.weights.build import TRANSPORTS, build_transport, received
+from rollover.weights.protocol import Parcel, TransportSetup, WeightTransport
+
+
+class Model(torch.nn.Module):
+    """An engine's: in this process, as a transport that writes in place needs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(3, 5)
+        self.down = torch.nn.Linear(5, 3, bias=False).to(torch.bfloat16)
+        self.same = self.down  # tied
+        self.adapter = Adapter()
+
+
+class Adapter:
+    """Holds a weight of its own, and derives another from it."""
+
+    value = derived = torch.zeros(())
+
+    def load(self, name: str, tensor: torch.Tensor) -> int | None:
+        if name != "adapter":
+            return None
+        self.value = tensor.clone()
+        return tensor.nbytes
+
+    def refresh(self) -> None:
+        self.derived = 2 * self.value
+
+
+class Engine:
+    """The other end: all weights that it has, by name."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def take(self, parcel: Parcel) -> None:
+        """As an engine does, in whichever process it is: the message travels as JSON, the file as a descriptor."""
+        message = json.loads(json.dumps(parcel.message))
+        assert message["version"] == parcel.version
+        file = None if parcel.file is None else os.dup(parcel.file)
+        self.weights |= {name: tensor.clone() for name, tensor in received(message, file)}
+
+    def has(self) -> dict[str, torch.Tensor]:
+        in_model = dict(self.model.named_parameters()) | {"adapter": self.model.adapter.value}
+        return self.weights or {name: tensor.detach() for name, tensor in in_model.items()}
+
+
+def weights(factor: float = 1.0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return {
+        "up.weight": torch.randn(5, 3) * factor,
+        "up.bias": torch.randn(5) * factor,
+        "down.weight": (torch.randn(3, 5) * factor).to(torch.bfloat16),
+        "adapter": torch.randn(()) * factor,
+    }
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        tensor.dtype == found[name].dtype and torch.equal(tensor, found[name]) for name, tensor in expected.items()
+    )
+
+
+def size(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.fixture(params=sorted(TRANSPORTS))
+def ends(request: pytest.FixtureRequest) -> Iterable[tuple[WeightTransport, Engine]]:
+    engine = Engine()
+    setup = TransportSetup(say=pytest.fail, model=engine.model, holders=[engine.model.adapter])
+    transport = build_transport(request.param, setup)
+    yield transport, engine
+    transport.close()
+
+
+def test_what_was_sent_arrives_and_is_the_trainers_no_more(ends: tuple[WeightTransport, Engine]) -> None:
+    transport, engine = ends
+    mine = weights()
+    transport.reserve(tensor.nbytes for tensor in mine.values())
+    parcel = transport.send(1, mine.items())
+    assert (parcel.version, parcel.num_bytes) == (1, size(mine.values()))
+    for tensor in mine.values():  # the trainer goes on
+        tensor.zero_()
+    engine.take(parcel)
+    assert same(engine.has(), weights())
+
+
+def test_a_later_version_may_be_of_some_weights_only(ends: tuple[WeightTransport, Engine]) -> None:
+    """As with LoRA: all of them once, then adapters alone. An engine that begins anew gets the newest of each."""
+    transport, engine = ends
+    engine.take(transport.send(1, weights().items()))
+    changed = {name: weights(2.0)[name] for name in ("up.bias", "adapter")}
+    parcel = transport.send(7, iter(changed.items()))
+    assert (parcel.version, parcel.num_bytes) == (7, size(changed.values()))
+    engine.take(parcel)
+    assert same(engine.has(), weights() | changed)
+    if (everything := transport.everything()) is not None:
+        assert everything.version == 7
+        anew = Engine()
+        anew.take(everything)
+        assert same(anew.has(), weights() | changed)
+
+
+def test_nothing_was_sent_yet(ends: tuple[WeightTransport, Engine]) -> None:
+    transport, _ = ends
+    assert transport.everything() is None
+    transport.reserve([1000])
+    assert transport.everything() is None
+
+
+def test_what_earlier_versions_needed_is_given_back(ends: tuple[WeightTransport, Engine]) -> None:
+    transport, _ = ends
+    sizes = set()
+    for version in range(1, 6):
+        parcel = transport.send(version, weights(version).items())
+        sizes.add(0 if parcel.file is None else os.fstat(parcel.file).st_size)
+    assert len(sizes) == 1
+    transport.close()
+    if parcel.file is not None:
+        with pytest.raises(OSError):
+            os.fstat(parcel.file)
+
+
+def test_in_place_knows_the_weights_of_its_model_and_derives_what_depends_on_them() -> None:
+    engine = Engine()
+    transport = build_transport("in_place", TransportSetup(model=engine.model, holders=[engine.model.adapter]))
+    transport.send(1, [("adapter", torch.tensor(3.0)), ("same.weight", torch.ones(3, 5))])
+    assert engine.model.adapter.derived == 6 and (engine.model.down.weight == 1).all()
+    with pytest.raises(AssertionError, match="the engine's model has no parameter up.scale"):
+        transport.send(2, [("up.scale", torch.ones(1))])
+
+
+def test_a_file_that_grows_out_of_memory_takes_what_it_has_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And without room anywhere it says what to do."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said: list[str] = []
+    transport, engine = build_transport("shared_file", TransportSetup(said.append)), Engine()
+    transport.reserve([1000])
+    transport.send(1, [("a", torch.arange(100))])
+    full_above(monkeypatch, "/dev/shm", 1000)
+    transport.send(2, [("b", torch.ones(300))])
+    assert len(said) == 1
+    everything = transport.everything()
+    assert everything is not None
+    engine.take(everything)
+    assert same(engine.weights, {"a": torch.arange(100), "b": torch.ones(300)})
+    full_above(monkeypatch, "/", 10_000)
+    with pytest.raises(ValueError, match=r"room for \S+ MB of weights in .*TMPDIR.*engine.kind = embedded"):
+        transport.send(3, [("c", torch.ones(10_000))])
+    transport.close()
+
+
+def test_a_weight_of_another_shape_is_refused() -> None:
+    transport = build_transport("shared_file", TransportSetup())
+    transport.send(1, [("a", torch.ones(3))])
+    with pytest.raises(AssertionError, match="a has changed its shape or dtype"):
+        transport.send(2, [("a", torch.ones(4))])
+    transport.close()

@@ -40,6 +40,7 @@ import runs  # noqa: E402
 import tiny  # noqa: E402
 from rollover.api.session import run_training  # noqa: E402
 from rollover.config.load import load_config  # noqa: E402
+from rollover.engine import build  # noqa: E402
 from rollover.engine.process import child  # noqa: E402
 from rollover.engine.protocol import ExtendRequest, WeightLoad  # noqa: E402
 from rollover.processes import die_with  # noqa: E402
@@ -146,7 +147,7 @@ def serve(parent: str, token_s: str, *arguments: str) -> None:
     """The engine's process: the product's worker over a Sleeping engine."""
     die_with(int(parent))
     Sleeping.token_s = float(token_s)
-    with mock.patch.object(child, "EmbeddedEngine", Sleeping):
+    with mock.patch.object(build, "EmbeddedEngine", Sleeping):
         child.main(*arguments)
 
 

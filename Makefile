@@ -60,7 +60,7 @@ format: venv
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-# vLLM for the CPU in an environment of its own (3.4 GB): a peer of `rollover bench engine`.
+# vLLM for the CPU in an environment of its own (3.4 GB): the peer of experiments/engine_beside_vllm.py.
 vllm: $(VLLM)/.stamp
 
 $(VLLM)/.stamp: scripts/wheel_requirements.py | $(STAMP)
@@ -77,7 +77,7 @@ $(VLLM)/.stamp: scripts/wheel_requirements.py | $(STAMP)
 bench: venv
 	@$(BIN)/python -m rollover bench engine --json
 	@$(BIN)/python -m rollover bench train --json
-	@$(BIN)/python -m rollover bench step --json
+	@$(BIN)/python experiments/step_beside_trl.py --json
 	@$(BIN)/python -m rollover bench tail --json
 	@$(BIN)/python -m rollover bench scale --json
 

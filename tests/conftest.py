@@ -24,7 +24,7 @@ def _missing(marker: str) -> str | None:
 
         return None if torch.cuda.is_available() else "torch sees no CUDA device"
     if marker == "vllm":
-        from rollover.bench.vllm_peer import python
+        from vllm_peer import python
 
         return None if python() else "`make vllm` was not run"
     return None if importlib.util.find_spec(marker) else f"{marker} is not installed"

@@ -15,8 +15,8 @@ RECIPES = sorted((ROOT / "configs").glob("*.toml"))
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(
-    r"(?:\w+=\S+ |nice )*(?:rollover \w|bench \w|make \w|(?:\S*bin/)?pytest\b|(?:(?:\S*bin/)?python )?scripts/\w+\.py"
-    r"|(?:\S*bin/)?python -m (?:rollover|pytest))"
+    r"(?:\w+=\S+ |nice )*(?:rollover \w|bench \w|make \w|(?:\S*bin/)?pytest\b"
+    r"|(?:(?:\S*bin/)?python )?(?:scripts|experiments)/\w+\.py|(?:\S*bin/)?python -m (?:rollover|pytest))"
 )
 
 

@@ -1,4 +1,4 @@
-"""scripts/async_speed.py runs: an engine elsewhere, in a process that computes nothing. Its speeds are not tested."""
+"""experiments/async_speed.py runs: an engine elsewhere, in a process that computes nothing. Speeds are not tested."""
 
 from __future__ import annotations
 

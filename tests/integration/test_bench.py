@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
@@ -46,8 +45,9 @@ def report(capsys: pytest.CaptureFixture[str], what: str, folder: Path) -> dict:
 
 def test_engine(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "NEW_TOKENS", 4)
-    monkeypatch.setattr(engine.vllm_peer, "python", lambda: None)  # tests/integration/test_vllm_peer.py
-    monkeypatch.setattr(engine, "_continuous", lambda model, vocab, num: None)  # needs attention kernels of its own
+    monkeypatch.setattr(
+        engine, "continuous_batching", lambda model, vocab, num: None
+    )  # needs attention kernels of its own
     ratios = report(capsys, "engine", tmp_path)["ratios"]
     assert {
         *(f"engine_{n}_vs_linear_bound" for n in (1, 32, 64, 256)),
@@ -61,21 +61,59 @@ def test_train(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: 
     assert set(ratios) == {"train_vs_linear_bound", "train_vs_transformers_padded", "train_shared_prompt_speedup"}
 
 
-def test_step(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every measured step of every system has the same answer lengths."""
-    pytest.importorskip("trl")
+@pytest.fixture
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Steps of seconds; returns how many tokens each trains."""
     for name, value in (("GROUPS", 2), ("SIZE", 4), ("NEW_TOKENS", 24), ("STEPS", 3)):
         monkeypatch.setattr(step, name, value)
     partial = [("rollout.in_flight_groups", "3"), ("rollout.interrupt", "when_enough"), ("rollout.max_staleness", "1")]
     monkeypatch.setattr(step, "PARTIAL", partial)
-    monkeypatch.setattr(step, "run_trl", functools.partial(step.run_trl, micro_batch=4))
     monkeypatch.setattr(step, "answer_lengths", lambda: [[3, 24, 10, 17], [5, 2, 24, 9]])
-    total = 94
+    return 94
+
+
+def tokens_of(out: dict) -> dict[tuple[str, str], list[int]]:
+    return {(r["system"], r["setting"].split(",")[0]): r["tokens"] for r in out["results"]}
+
+
+def test_step(capsys: pytest.CaptureFixture[str], tmp_path: Path, short_steps: int) -> None:
+    """Every measured step has the same answer lengths."""
     out = report(capsys, "step", tmp_path)
-    assert set(out["ratios"]) == {"step_vs_trl", "step_sync_vs_trl"}
-    tokens = {(r["system"], r["setting"].split(",")[0]): r["tokens"] for r in out["results"]}
+    assert set(out["ratios"]) == {"step_partial_vs_sync"}
+    tokens = tokens_of(out)
     assert tokens.pop(("rollover", "partial")), "which of the groups are in a step differs here"
-    assert tokens == {("rollover", "synchronous"): [total] * 3, ("trl", "GRPOTrainer"): [total] * 3}
+    assert tokens == {("rollover", "synchronous"): [short_steps] * 3}
+
+
+def test_step_beside_trl(tmp_path: Path, short_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given the same answer lengths; what is ours comes from `bench step`."""
+    pytest.importorskip("trl")
+    import step_beside_trl
+
+    ours = [step.result("rollover", "1", name, [step.Step(1.0, 0.5, short_steps)]) for name in ("sync", "partial")]
+    monkeypatch.setattr(step, "run", lambda config, runs: {"results": ours, "ratios": {"step_partial_vs_sync": 1.0}})
+    config = load_config([], [("model.path", str(tiny.save(tmp_path / "model")))], require_sources=False).config
+    out = step_beside_trl.run(config, 2, micro_batch=4)
+    assert tokens_of(out)["trl", "GRPOTrainer"] == [short_steps] * 3
+    assert set(out["ratios"]) == {"step_partial_vs_sync", "step_vs_trl", "step_sync_vs_trl"}
+    assert all(ratio > 0 for ratio in out["ratios"].values())
+
+
+def test_engine_takes_another_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Peer:
+        name, setting, version, cases = "peer", "elsewhere", "3", (2,)
+
+        def decode(self, prompts: object, new_tokens: int) -> None:
+            asked.append((len(list(prompts)), new_tokens))  # type: ignore[call-overload]
+
+    asked: list[tuple[int, int]] = []
+    for name, value in (("NEW_TOKENS", 2), ("CASES", (1, 2)), ("GENERATE_CASES", ()), ("CONTINUOUS_CASE", 2)):
+        monkeypatch.setattr(engine, name, value)
+    monkeypatch.setattr(engine, "continuous_batching", lambda model, vocab, num: None)
+    overrides = [("model.path", str(tiny.save(tmp_path / "model"))), ("engine.kv_memory_gb", "0.2")]
+    out = engine.run(load_config([], overrides, require_sources=False).config, 1, [Peer()])
+    assert asked == [(2, 2)] * 2 and {"engine_2_vs_peer", "engine_1_vs_linear_bound"} <= out["ratios"].keys()
+    assert {r["version"] for r in out["results"] if r["system"] == "peer"} == {"3"}
 
 
 def test_the_lengths_of_a_step_are_those_of_a_small_model() -> None:

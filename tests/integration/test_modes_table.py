@@ -1,4 +1,4 @@
-"""Every mode and recipe through the real loop, as scripts/modes_table.py runs them for docs/modes.md, but shorter."""
+"""Every mode and recipe through the real loop, as experiments/modes_table.py runs them for docs/modes.md, shorter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/staleness_experiment.py for a few steps: the staleness is what it says, and only that differs."""
+"""experiments/staleness_experiment.py for a few steps: the staleness is what it says, and only that differs."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""vLLM as a peer of the engine benchmark: needs the environment that `make vllm` builds."""
+"""experiments/vllm_peer.py, vLLM as a peer of the engine benchmark: needs the environment that `make vllm` builds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import vllm_peer
 
 import tiny
-from rollover.bench import vllm_peer
 
 
 @pytest.mark.vllm
@@ -18,7 +18,7 @@ def test_decodes_what_it_is_asked_for_and_ends(tmp_path: Path) -> None:
     with vllm_peer.VllmPeer(interpreter, str(model), "float32", threads=2) as peer:
         assert peer.version
         peer.decode([[5, 6, 7], [8, 9, 10]], new_tokens=4)
-    assert peer._process.returncode == 0
+    assert peer.process.returncode == 0
 
 
 def test_an_environment_half_built_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,8 +127,8 @@ def test_a_command_is_taken_as_it_is_written(page: str, command: str, folder: Pa
         "rollover train FILE.toml [--resum]",
         "rollover bench engine|nothing",
         "python scripts/nothing.py",
-        "scripts/async_speed.py --case nothing",
-        "python -m rollover.bench.learning --nothing 3",
+        "experiments/async_speed.py --case nothing",
+        "python experiments/learning_beside_trl.py --nothing 3",
         "python -m rollover.bench.nothing",
         "python -m rollover.types",
         "make nothing",
@@ -185,7 +185,10 @@ def test_paths_that_are_named_exist() -> None:
     wrong = []
     for page in PAGES:
         for span in spans(page):
-            if re.fullmatch(r"(src|tests|docs|configs|scripts)/[\w/.-]+", span) and not (ROOT / span).exists():
+            if (
+                re.fullmatch(r"(src|tests|docs|configs|scripts|experiments)/[\w/.-]+", span)
+                and not (ROOT / span).exists()
+            ):
                 wrong.append(f"{page.name}: {span}")
     assert not wrong, wrong
 

@@ -1,4 +1,4 @@
-"""docs/modes.md: the committed table is that of scripts/modes_table.py, adds up, and keeps the bounds it promises."""
+"""docs/modes.md: its table is that of experiments/modes_table.py, adds up, and keeps the bounds it promises."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_what_is_imported_is_asked_for_and_what_is_asked_for_is_imported(importe
     extras = {Requirement(t).name for extra in PROJECT["optional-dependencies"].values() for t in extra}
     modules = {name.replace("-", "_") for name in hard}
     assert modules <= imported, "asked for, and not used"
-    by_another = {"huggingface_hub": "transformers", "jinja2": "torch", "vllm": "an environment of its own"}
+    by_another = {"huggingface_hub": "transformers", "jinja2": "torch"}
     others = imported - set(sys.stdlib_module_names) - {"rollover"} - modules - by_another.keys()
     assert others <= {name.replace("-", "_") for name in extras}
 

@@ -1,9 +1,9 @@
-"""What `rollover bench` runs: our engine and trainer beside a peer and beside what the machine's matmuls allow.
+"""What `rollover bench` runs: our engine and trainer beside transformers and beside what the machine's matmuls allow.
 
 Every benchmark prints one JSON object: machine, versions, `results` (case, system, version, setting, rate, spread, and
 of our engine and trainer the share of the machine's peak that they reach, "mfu": models/flops.py) and
 `ratios` (of medians). Engine and trainer benchmarks take turns with their peers. Run alone: a busy second process
-ruins them.
+ruins them. What runs beside TRL and vLLM is in experiments/, outside the package.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import redirect_stdout
+from typing import Any
 
 from rollover.config import Config
 
@@ -22,9 +23,15 @@ def main(what: str, config: Config, *, as_json: bool = False, runs: int = 3) -> 
     # What runs and peers print belongs to stderr: stdout holds one JSON object.
     with redirect_stdout(sys.stderr):
         report = import_module(f"rollover.bench.{what}").run(config, runs)
+    show(report, as_json=as_json)
+    return 0
+
+
+def show(report: dict[str, Any], *, as_json: bool = False) -> None:
+    """Print a report."""
     if as_json:
         print(json.dumps(report, indent=2))
-        return 0
+        return
     print(f"{report['machine']}")
     for result in report["results"]:
         low, high = result["spread"]
@@ -35,4 +42,3 @@ def main(what: str, config: Config, *, as_json: bool = False, runs: int = 3) -> 
         print(f"  {result['case']:<18} {result['system']:<22} {rate}{memory}{mfu}  {result['setting']}")
     for name, value in report["ratios"].items():
         print(f"  {name} = {value:.2f}")
-    return 0

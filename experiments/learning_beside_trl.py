@@ -1,9 +1,10 @@
-"""`python -m rollover.bench.learning`: does a sample teach as much as with TRL? Mean reward by step, two seeds.
+"""Does a sample teach as much as with TRL? Mean reward by step, two seeds.
 
-    python -m rollover.bench.learning --systems partial --rollout.in_flight_groups 24 --rollout.max_staleness 2
+    .venv/bin/python experiments/learning_beside_trl.py      all systems; TRL takes half an hour a seed on two cores
+    .venv/bin/python experiments/learning_beside_trl.py --systems partial --rollout.in_flight_groups 24
 
-The tasks, scorer, group size, lengths and learning rate of `rollover bench step`. Not one of its verbs: TRL takes half
-an hour a seed on two cores. Keys of the configuration change what `partial` runs with.
+The tasks, scorer, group size, lengths and learning rate of `rollover bench step`. Keys of the configuration change what
+`partial` runs with. What it printed for docs/log.md is in results/learning_beside_trl.json.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import sys
 from contextlib import redirect_stdout
 
-from rollover.bench.step import PARTIAL, run_ours, run_trl
+from rollover.bench.step import PARTIAL, run_ours
 from rollover.cli import split_overrides
 from rollover.config import Config
 from rollover.config.load import ConfigError, load_config
@@ -44,6 +45,8 @@ def main() -> None:
         for system in args.systems:
             with redirect_stdout(sys.stderr):
                 if system == "trl":
+                    from trl_peer import run_trl
+
                     # In bfloat16 weights such small updates would be rounded away. 8 at a time: 6 GB instead of 11.
                     rate = args.learning_rate
                     steps = run_trl(config, args.steps, seed=seed, learning_rate=rate, autocast=True, micro_batch=8)

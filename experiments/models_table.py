@@ -1,6 +1,6 @@
 """Makes a tiny random model of every family below and writes how Rollover runs it into docs/models.md.
 
-    .venv/bin/python scripts/models_table.py     about a minute on two CPU cores
+    .venv/bin/python experiments/models_table.py     about a minute on two CPU cores
 
 Which families there are is this list; how each is run is what the code says of it. The table is between two markers in
 docs/models.md; the text around it is written by hand. Importing this file loads no torch.
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src")]
 
 DOC = ROOT / "docs" / "models.md"
-BEGIN, END = "<!-- table: scripts/models_table.py -->", "<!-- end of table -->"
+BEGIN, END = "<!-- table: experiments/models_table.py -->", "<!-- end of table -->"
 HEADER = ("family (`model_type`)", "how it is run")
 FAST, MODULES = "fast path", "transformers' modules"
 

@@ -1,7 +1,8 @@
 """Naive PPO against decoupled PPO where every token is exactly s policy versions old: AReaL's table, in small.
 
-    .venv/bin/python scripts/staleness_experiment.py --rates 1e-3 2e-3   learning rates, at staleness 0
-    .venv/bin/python scripts/staleness_experiment.py                     all runs: table, docs/staleness_experiment.svg
+    .venv/bin/python experiments/staleness_experiment.py --rates 1e-3 2e-3  learning rates, at staleness 0
+    .venv/bin/python experiments/staleness_experiment.py                    all runs: the table,
+                                                                             docs/staleness_experiment.svg
 
 AReaL (arXiv 2505.24298) bounds how many versions old the tokens of a batch are, and takes the ratio to the policy that
 sampled (naive), or clips it against recent weights and corrects by an importance weight (decoupled).

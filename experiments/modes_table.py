@@ -1,7 +1,7 @@
 """Runs every rollout mode for a few steps on a tiny random model and writes what happened into docs/modes.md.
 
-    .venv/bin/python scripts/modes_table.py            all modes, about a minute on two CPU cores
-    .venv/bin/python scripts/modes_table.py drop mask  these only; the other rows stay
+    .venv/bin/python experiments/modes_table.py            all modes, about a minute on two CPU cores
+    .venv/bin/python experiments/modes_table.py drop mask  these only; the other rows stay
 
 The runs go through the real loop (rollover.api.session): embedded engine, reward worker, trainer, ledger. The table
 is between two markers in docs/modes.md; the text around it is written by hand. Importing this file loads no torch.
@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("src", "tests", "tests/integration
 from rollover.config.load import Resolved, load_config  # noqa: E402
 
 DOC = ROOT / "docs" / "modes.md"
-BEGIN, END = "<!-- table: scripts/modes_table.py -->", "<!-- end of table -->"
+BEGIN, END = "<!-- table: experiments/modes_table.py -->", "<!-- end of table -->"
 HEADER = (
     "mode", "steps", "groups trained", "generated", "trained", "dropped", "held", "resumed", "decode steps",
     "staleness max", "bound", "ledger",

@@ -1,4 +1,4 @@
-"""vLLM as a peer of `rollover bench engine`, in the environment that `make vllm` builds.
+"""vLLM as a peer of bench/engine.py, in the environment that `make vllm` builds.
 
 That environment has neither Rollover nor our versions of torch and transformers, so this file is both ends: imported
 here it starts itself with the other environment's Python and talks to it in lines of JSON. Only the standard library
@@ -26,7 +26,9 @@ def python() -> Path | None:
 
 
 class VllmPeer:
-    """A running vLLM. Use as a context manager: leaving it ends the process."""
+    """A running vLLM (bench/engine.py: Peer). Use as a context manager: leaving it ends the process."""
+
+    name, setting, cases = "vllm_cpu", SETTING, (64,)
 
     def __init__(self, interpreter: Path, model: str, dtype: str, threads: int) -> None:
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
@@ -39,7 +41,7 @@ class VllmPeer:
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [interpreter, "-P", __file__, model, dtype],
             env=environment,
             stdin=subprocess.PIPE,
@@ -50,30 +52,30 @@ class VllmPeer:
 
     def decode(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
         """Generate exactly new_tokens after each prompt (token ids)."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
-        self._process.stdin.flush()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
+        self.process.stdin.flush()
         assert self._answer()["tokens"] == len(prompts) * new_tokens
 
     def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"vLLM ended with exit code {self._process.wait()}; its messages are above")
+            raise RuntimeError(f"vLLM ended with exit code {self.process.wait()}; its messages are above")
         return json.loads(line)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
         try:
-            self._process.wait(30)
+            self.process.wait(30)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
 
 
 def _serve(model: str, dtype: str) -> None:

@@ -1,7 +1,7 @@
 """Bias and variance of every off-policy correction, on a bandit that is small enough to be enumerated.
 
-    .venv/bin/python scripts/bandit.py             writes the table into docs/algorithms.md and docs/bandit.svg
-    .venv/bin/python scripts/bandit.py --table     prints the table only, needs no matplotlib
+    .venv/bin/python experiments/bandit.py             writes the table into docs/algorithms.md and docs/bandit.svg
+    .venv/bin/python experiments/bandit.py --table     prints the table only, needs no matplotlib
 
 A rollout is a sequence of T tokens out of V. The policy is a softmax over its own logits for every prefix, so that all
 V^T sequences, their probabilities and the exact policy gradient can be written down. The reward comes at the end. Each
@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT / "src")]
 from rollover.algorithms.correction import effective_sample_size, importance_weights  # noqa: E402
 
 DOC, FIGURE = ROOT / "docs" / "algorithms.md", ROOT / "docs" / "bandit.svg"
-BEGIN, END = "<!-- table: scripts/bandit.py -->", "<!-- end of table -->"
+BEGIN, END = "<!-- table: experiments/bandit.py -->", "<!-- end of table -->"
 V, T = 3, 8
 SEGMENT_T = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
 DRIFT, DRAWS, SEED = 0.5, 10_000, 0
@@ -110,9 +110,9 @@ class Bandit:
             current_BT,
             behavior_BT,
             mask_BT,
-            mode=mode,
+            mode=mode,  # type: ignore[arg-type]
             cap=cap,
-            versions_BT=versions_BT,  # type: ignore[arg-type]
+            versions_BT=versions_BT,
         )
         return weights_BT.double()
 

@@ -1,6 +1,6 @@
 """What adapters cost an engine: the time of a decode step with them beside the weights, and merged. Writes nothing.
 
-    .venv/bin/python scripts/lora_cost.py        SmolLM2 in bfloat16, rank 16, about 2 minutes on two cores
+    .venv/bin/python experiments/lora_cost.py        SmolLM2 in bfloat16, rank 16, about 2 minutes on two cores
 
 The two engines take turns, so that a machine that gets slower slows both. Printed for each number of sequences at once:
 the median milliseconds of a decode step of either, and their quotient. What the adapters hold is of no matter.

@@ -1,8 +1,8 @@
 """Seconds of a training step, synchronous and fully asynchronous, where something else than the cores is slow.
 
-    .venv/bin/python scripts/async_speed.py --case slow_reward     rewards sleep as long as generation and training take
-    .venv/bin/python scripts/async_speed.py --case remote_engine   an engine elsewhere takes as long as training
-    .venv/bin/python scripts/async_speed.py --case cpu_bound       neither: generation and training share the cores
+    python experiments/async_speed.py --case slow_reward     rewards sleep as long as generation and training take
+    python experiments/async_speed.py --case remote_engine   an engine elsewhere takes as long as training
+    python experiments/async_speed.py --case cpu_bound       neither: generation and training share the cores
 
 A small random model, 8 groups of 8 answers a step. The delay is chosen from synchronous runs and is the same on both
 sides; both have two reward workers. Modes take turns; the first steps of each run, which fill what is in flight, are
@@ -52,7 +52,7 @@ ASYNC = {"overlap": True, "interrupt": "on_weight_update", "in_flight_groups": 3
 GROUPS, SIZE, LONGEST = 8, 8, 96
 WARM_UP = 4
 # Steps of 0.5 s and more: the work of the loop beside the trainer is a small part of them.
-MODEL = {"num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
+MODEL: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
 WORKER = "worker"
 REWARD = """
 import time
@@ -211,9 +211,9 @@ def compare(case: str, steps: int, repeats: int, say: Any) -> dict[str, Any]:
     `ratio_to_streaming`: where it scores each answer when that stops, which hides rewards behind generation too.
     """
     remote, slow = case == "remote_engine", case == "slow_reward"
-    machine = {"threads": 1 if remote else 0}
+    threads = 1 if remote else 0
     with engine_elsewhere(1e-6) if remote else contextlib.nullcontext():
-        plain = run(SYNC, steps, apart=remote, **machine)
+        plain = run(SYNC, steps, apart=remote, threads=threads)
     token_s, reward_s = 0.0, 0.0
     if slow:
         reward_s = (plain["generate_s"] + plain["train_s"]) * 2 / (GROUPS * SIZE)  # two workers
@@ -221,19 +221,19 @@ def compare(case: str, steps: int, repeats: int, say: Any) -> dict[str, Any]:
         # A step's longest answer is not known before, and what waits trains a little slower: measured with a delay.
         token_s = plain["train_s"] / LONGEST
         with engine_elsewhere(token_s):
-            waiting = run(SYNC, steps, apart=True, **machine)
+            waiting = run(SYNC, steps, apart=True, threads=threads)
         token_s *= waiting["train_s"] / waiting["generate_s"]
     say({"without delay": plain, "token_s": token_s, "reward_s": reward_s})
     results = []
     with engine_elsewhere(token_s) if remote else contextlib.nullcontext():
         for _ in range(repeats):
-            sync = run(SYNC, steps, apart=remote, **machine, reward_s=reward_s, streaming=not slow)
+            sync = run(SYNC, steps, apart=remote, threads=threads, reward_s=reward_s, streaming=not slow)
             say({"synchronous": sync})
-            streamed = run(SYNC, steps, apart=remote, **machine, reward_s=reward_s) if slow else sync
+            streamed = run(SYNC, steps, apart=remote, threads=threads, reward_s=reward_s) if slow else sync
             if slow:
                 say({"synchronous, streaming": streamed})
             for apart in (True,) if remote else (False, True):
-                ahead = run(ASYNC, steps, apart=apart, **machine, reward_s=reward_s)
+                ahead = run(ASYNC, steps, apart=apart, threads=threads, reward_s=reward_s)
                 where = "elsewhere" if remote else "own process" if apart else "same process"
                 result = {
                     "engine": where,

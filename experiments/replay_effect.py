@@ -1,7 +1,7 @@
 """Replay and re-roll on a task with sparse rewards: steps to reach a reward, with and without each, over seeds.
 
-    .venv/bin/python scripts/replay_effect.py               the table of docs/replay.md, about 15 minutes on one core
-    .venv/bin/python scripts/replay_effect.py --seeds 1     one seed
+    .venv/bin/python experiments/replay_effect.py             the table of docs/replay.md, about 15 minutes on one core
+    .venv/bin/python experiments/replay_effect.py --seeds 1   one seed
 
 The task: every prompt is one of KINDS words, and the answer to a word is a letter that belongs to it. A rollout is one
 token, of 102, and its reward is 1 for the letter and 0 for anything else: most groups of a random model fail entirely.
@@ -81,7 +81,7 @@ def run(folder: Path, seed: int, tables: dict[str, dict[str, Any]], steps: int) 
         "checkpoint": {"every_steps": 0, "save_final_model": False},
         "track": {"live": "off", "rollouts": False, "trace": False},
     }  # fmt: skip
-    recipe = runs.write(folder, steps=steps, **(fixed | tables))
+    recipe = runs.write(folder, steps=steps, **(fixed | tables))  # pyright: ignore[reportArgumentType]
     write_tasks(folder, seed)
     (folder / "reward.py").write_text(REWARD)
     with recipe.open("a") as file:

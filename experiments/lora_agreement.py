@@ -1,8 +1,8 @@
 """How far engine and trainer are apart in bfloat16 with LoRA, beside training of all weights.
 
-    .venv/bin/python scripts/lora_agreement.py --work DIR --train lora    SmolLM2, 20 steps on two cores
-    .venv/bin/python scripts/lora_agreement.py --work DIR --train all     the same with all weights
-    .venv/bin/python scripts/lora_agreement.py --work DIR                 compares them (and trains what is not there)
+    .venv/bin/python experiments/lora_agreement.py --work DIR --train lora    SmolLM2, 20 steps on two cores
+    .venv/bin/python experiments/lora_agreement.py --work DIR --train all     the same with all weights
+    .venv/bin/python experiments/lora_agreement.py --work DIR                 compares them (trains what is not there)
 
 Both train with `rollover train` on the tasks of configs/quickstart.toml, adapters at ten times the learning rate: at
 the same one they hardly learn so fast. What either learned is printed. Then an engine answers 48 prompts of those tasks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from endings import CHECKPOINT, look_at_start, train, train_until, train_until_c
 from test_journal_run import check_whole
 
 from rollover.checkpoint.journal import Journal
+from rollover.checkpoint.mirror import Mirror
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.run.checkpointing import Checkpointing
@@ -175,6 +178,23 @@ def test_an_engine_that_does_not_say_how_far_it_is_ends_no_run(
     code, text = train(capsys, recipe)
     assert code == 0 and ("the engine fails at progress" in text) == (not nonsense), text
     check_whole(tmp_path / "run", 3)
+
+
+def test_an_engine_that_never_says_how_far_it_is_keeps_nothing_from_the_disk_and_the_mirror(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(engine: EmbeddedEngine, rollout_ids: Iterable[str]) -> Any:
+        await asyncio.Event().wait()
+
+    beats: list[None] = []
+    monkeypatch.setattr(EmbeddedEngine, "progress", hang)
+    monkeypatch.setattr(Mirror, "beat", lambda mirror: beats.append(None))
+    checkpoint = CHECKPOINT | {"journal_s": 0.001, "dir": f"memory://hang-{uuid.uuid4().hex}"}
+    recipe = runs.write(tmp_path, steps=3, checkpoint=checkpoint, watchdog={"rollout_timeout_s": 0.0})
+    code, text = train(capsys, recipe)
+    assert code == 0 and "never retrieved" not in text, text
+    assert len(beats) > 3
+    check_whole(tmp_path / "run", 3, checkpoints=checkpoint["dir"])
 
 
 def test_what_a_checkpoint_has_made_needless_is_deleted_by_the_next_start(

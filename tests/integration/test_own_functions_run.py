@@ -163,3 +163,38 @@ def test_an_engine_of_ones_own_generates_for_training_and_evaluation(
     assert lengths <= set(range(3, 12)) and len(lengths) > 1, "those of that engine"
     code, said = run(capsys, "eval", file, "--model", tmp_path / "model")
     assert code == 0 and "mean" in said, said
+
+
+COUNTED = """
+from rollover.engine.build import embedded_engine
+
+class Counted:
+    def __init__(self, setup):
+        self.inside = embedded_engine(setup.model(), setup.config, copies=setup.beside_trainer)
+        self.calls = 0
+
+    def __getattr__(self, name):
+        return getattr(self.inside, name)
+
+    async def extend(self, request):
+        self.calls += 1
+        return await self.inside.extend(request)
+
+    def stats(self):
+        return {**self.inside.stats(), "engine/calls": self.calls, "engine/name": "mine", "loss": 0.0}
+"""
+
+
+def test_what_an_engine_of_ones_own_counts_is_a_metric_and_what_is_none_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does what a process reports that was started again from another version of this package."""
+    recipe = runs.write(tmp_path, steps=2, engine={"kind": f"{tmp_path / 'engine.py'}:Counted"})
+    (tmp_path / "engine.py").write_text(COUNTED)
+    code = main(["train", str(recipe)])
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    for line in ("the engine reports engine/name = 'mine', which is left out", "the engine reports loss = 0.0, which"):
+        assert (out.out + out.err).count(line) == 1
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert 0 < rows[0]["engine/calls"] < rows[1]["engine/calls"] and rows[0]["loss"] != 0.0

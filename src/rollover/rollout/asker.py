@@ -24,6 +24,7 @@ from rollover.rollout.failure_limit import FailureLimit
 from rollover.types import Segment, StopReason
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # after answers with nothing
+_LONGEST_ANSWER_S = 600.0  # to how far it is, where watchdog.rollout_timeout_s is off
 _LONGEST_RETRY_S = 30.0  # after failures; the first is watchdog.retry_s
 
 
@@ -112,9 +113,9 @@ class Asker:
 
         An engine that has a limit of its own, the same one, is given the time to act on it.
         """
-        limit_s = 2 * self._config.rollout_timeout_s
+        limit_s = 2 * self._config.rollout_timeout_s or _LONGEST_ANSWER_S
         try:
-            async with asyncio.timeout(limit_s or None):
+            async with asyncio.timeout(limit_s):
                 answer = await question(of)
             if isinstance(answer, kind):
                 self._silent.discard(name)

@@ -57,7 +57,7 @@ class Journaling:
     def start_timer(self) -> None:
         """From now on progress is written every checkpoint.journal_s, if there is a journal."""
         if self.is_on:
-            self._timer = asyncio.ensure_future(self._write_progress())
+            self._timer = asyncio.ensure_future(self._write_now_and_again())
 
     def close(self) -> None:
         """End the timer, the journal and the mirror."""
@@ -67,15 +67,29 @@ class Journaling:
         if self.mirror is not None:
             self.mirror.close()
 
+    async def _write_now_and_again(self) -> None:
+        """An engine that does not say how far it is holds up neither the disk nor the mirror."""
+        progress: asyncio.Future[None] | None = None
+        try:
+            while True:
+                await asyncio.sleep(self.journal_s)
+                if progress is None:
+                    progress = asyncio.ensure_future(self._write_progress())
+                done, _ = await asyncio.wait([progress], timeout=self.journal_s)
+                if done:
+                    progress.result()
+                    progress = None
+                self.journal.sync()
+                if self.mirror is not None:
+                    self.mirror.beat()
+        finally:
+            if progress is not None and not progress.cancel() and not progress.cancelled():
+                progress.exception()  # seen: the run ends anyway
+
     async def _write_progress(self) -> None:
-        while True:
-            await asyncio.sleep(self.journal_s)
-            found = await self.parts.driver.asker.progress(self.scribe.running)
-            cache = self.parts.lifecycle.cache
-            for rollout in cache.running():
-                room = cache.remaining(rollout.rollout_id)
-                if believed := salvaged(found.get(rollout.rollout_id, ()), rollout.num_tokens, room):
-                    self.scribe.progress({rollout.rollout_id: believed})
-            self.journal.sync()
-            if self.mirror is not None:
-                self.mirror.beat()
+        found = await self.parts.driver.asker.progress(self.scribe.running)
+        cache = self.parts.lifecycle.cache
+        for rollout in cache.running():
+            room = cache.remaining(rollout.rollout_id)
+            if believed := salvaged(found.get(rollout.rollout_id, ()), rollout.num_tokens, room):
+                self.scribe.progress({rollout.rollout_id: believed})

@@ -23,7 +23,7 @@ from rollover.run.batch_metrics import (
 from rollover.run.journaling import Journaling
 from rollover.run.mfu import Utilization
 from rollover.run.parts import Parts
-from rollover.track.metrics import is_counter
+from rollover.track.metrics import is_counter, is_of_engine
 from rollover.trainer.batch import Batch
 from rollover.types import Group
 
@@ -37,6 +37,7 @@ class Rows:
         self._seconds: dict[str, float] = {}
         self._counted: dict[str, float] = {}
         self._carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
+        self._left_out: set[str] = set()  # of what the engine reports
         self._started = time.perf_counter()
 
     def begin(self) -> None:
@@ -114,7 +115,20 @@ class Rows:
 
     def engine_growth(self) -> dict[str, float]:
         """Growth of the engine's counters since the last call."""
-        return {key: self._since_last(key, value) for key, value in self.parts.engine.stats().items()}
+        return {key: self._since_last(key, value) for key, value in self._engine_stats().items()}
+
+    def _engine_stats(self) -> dict[str, float]:
+        """Counters and gauges of the engine, which may be a program of the user's own, or a process that was started
+        again from another version of this one: what is no number, or no metric of engines, is left out and said."""
+        found = self.parts.engine.stats()
+        strange = {key for key, value in found.items() if not is_of_engine(key, value)}
+        for key in sorted(strange - self._left_out):
+            self.parts.driver.say(
+                f"the engine reports {key} = {found[key]!r:.100}, which is left out of the metrics: give numbers, under"
+                " names that begin with engine/"
+            )
+        self._left_out |= strange
+        return {key: value for key, value in found.items() if key not in strange}
 
     def _threads(self, growth: Mapping[str, float]) -> dict[str, float]:
         """Mean threads of decode steps and micro-batches by time, where there were any. `growth` of engine counters."""
@@ -142,8 +156,8 @@ class Rows:
     def _owners_counters(self) -> dict[str, float]:
         """Counters and gauges of rewards, engine and driver; counters go on where a resumed run had ended."""
         driver = self.parts.driver
-        owners = (self.parts.rewarder, self.parts.engine, driver.asker, driver.watchdog)
-        now = {key: value for owner in owners for key, value in owner.stats().items()}
+        counts = (self.parts.rewarder.stats(), self._engine_stats(), driver.asker.stats(), driver.watchdog.stats())
+        now = {key: value for of_owner in counts for key, value in of_owner.items()}
         if self.journaling.is_on:
             now["journal/failed"] = self.journaling.journal.failed
             now["journal/cut_bytes"] = self.journaling.journal.cut_bytes

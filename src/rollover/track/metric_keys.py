@@ -339,6 +339,7 @@ METRICS: list[Metric] = [
     Metric("engine/empty_answers", "counter", "", "Answers without a token to rollouts that nobody interrupted."),
     Metric("engine/failed_extends", "counter", "", "Extensions that ended in an error, each tried again or given up."),
     Metric("engine/preemptions", "counter", "rollouts", "Rollouts preempted for KV memory."),
+    Metric("engine/{name}", "counter", "", "What an engine of your own counts besides (its `stats`)."),
     Metric("kv/stale_prefix_tokens", "counter", "tokens", "Tokens served from KV of older weights."),
     Metric("kv/kept_tokens", "counter", "tokens", "Tokens of resumed rollouts with reused KV."),
     Metric("kv/shared_prompt_tokens", "counter", "tokens", "Prompt tokens shared with a sibling."),

@@ -49,10 +49,10 @@ async def say_half() -> Any:
     return {"0-0": [SEGMENT], "0-1": None, "0-2": ["tokens"], "9-9": [SEGMENT]}
 
 
-def ask(engine: FakeEngine, times: int = 3) -> tuple[list[Any], list[str]]:
+def ask(engine: FakeEngine, times: int = 3, rollout_timeout_s: float = 30) -> tuple[list[Any], list[str]]:
     """(what was answered in turn to `progress` and `queued`, what was said)."""
     said: list[str] = []
-    asker = Asker(engine, WatchdogConfig(rollout_timeout_s=30), said.append)
+    asker = Asker(engine, WatchdogConfig(rollout_timeout_s=rollout_timeout_s), said.append)
 
     async def go() -> list[Any]:
         ids = ["0-0", "0-1", "0-2"]
@@ -74,6 +74,12 @@ def test_what_is_not_answered_is_said_once(answer: Callable[[], Awaitable[Any]],
     assert answers == [{}, set()] * 3
     assert len(said) == 2 and all(why in line for line in said)
     assert "the engine fails at progress" in said[0] and "the engine fails at queued" in said[1]
+
+
+def test_an_engine_that_hangs_is_said_where_the_watchdog_is_off_too() -> None:
+    answers, said = ask(Answers(hang), rollout_timeout_s=0)
+    assert answers == [{}, set()] * 3
+    assert len(said) == 2 and all("no answer within 600 s" in line for line in said)
 
 
 def test_it_is_said_again_after_an_answer() -> None:

@@ -131,6 +131,19 @@ def test_vllm_and_ray_have_files_of_their_own():
     assert find(stray) == []
 
 
+def test_code_of_the_user_is_loaded_in_one_place():
+    """By functions.py, whichever option names it; a verb comes by its entry point."""
+    loads = {"spec_from_file_location", "exec_module", "run_path", "run_module", "exec", "__import__"}
+
+    def loaders(path: Path) -> Iterator[tuple[int, str]]:
+        if name_of(path) != "functions.py":
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in loads:
+                    yield node.lineno, ast.unparse(node.func)
+
+    assert find(loaders) == []
+
+
 def test_nothing_is_unpickled():
     def unsafe(path: Path) -> Iterator[tuple[int, str]]:
         if name_of(path) not in MAY_PICKLE:

@@ -27,7 +27,6 @@ WIDE_CLASSES: set[str] = {
 LONG_FILES: set[str] = {"algorithms/loss.py", "trainer/trainer.py"}
 LONG_FUNCTIONS: set[str] = set()
 CIRCLES: set[frozenset[str]] = {
-    frozenset({"api/run.py", "api/training.py"}),
     frozenset(
         f"config/{name}.py"
         for name in (

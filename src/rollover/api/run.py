@@ -129,10 +129,11 @@ class Run:
     def resume(self, **overrides: Any) -> Run:
         """Go on with the run, as `rollover.train(resume=run.directory, ...)` with this one's functions and tasks."""
         from rollover.api.settings import Arguments
-        from rollover.api.training import start
+        from rollover.api.start import train_and_wait
 
         named = {name: overrides.pop(name, None) for name in ("model", "tasks", "reward", "eval_tasks", "config")}
-        return start(Arguments(**named, resume=self.directory, overrides=overrides, live=self._live))
+        arguments = Arguments(**named, resume=self.directory, overrides=overrides, live=self._live)
+        return after_training(*train_and_wait(arguments))
 
     def __repr__(self) -> str:
         rows, num_steps = self.metrics, self.config.get("train", {}).get("num_steps", "?")
@@ -150,6 +151,14 @@ class Run:
             raise ValueError(f"{str(self.directory)!r} records no rollouts: track.rollouts is off")
         folder = self.directory / "rollouts"
         return folder.is_dir() and any(folder.glob("step-*.jsonl"))
+
+
+def after_training(directory: Path, live: Mapping[str, Any]) -> Run:
+    """What a call that trains returns. A run that was stopped is printed: it says how to go on."""
+    run = Run(directory, live)
+    if not run.finished:
+        print(run)
+    return run
 
 
 def open(directory: str | os.PathLike[str]) -> Run:

@@ -1,24 +1,14 @@
-"""`rollover.train`: a whole run in one call, from a script, a notebook's cell, or another event loop.
-
-Owns in which thread and event loop a run goes on. What it trains is settings.py's and session.py's business.
-"""
+"""`rollover.train` and `rollover.train_async`: a whole run in one call. Where it goes on is start.py's business."""
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import os
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
 from typing import Any
 
-from rollover.api.run import Run
-from rollover.api.session import Session, finish
+from rollover.api.run import Run, after_training
 from rollover.api.settings import Arguments, Layer
-from rollover.run.stop import signals_to
-
-_SIGNAL_S = 0.5
+from rollover.api.start import train_and_wait, train_here
 
 
 def train(
@@ -50,7 +40,8 @@ def train(
     returned says `finished` False, and `run.resume()` goes on. A second one raises KeyboardInterrupt. What fails
     raises; with anything to lose a checkpoint is written before. ConfigError (a ValueError) names the key and the fix.
     """
-    return start(Arguments(model, tasks, reward, eval_tasks, config, resume, overrides))
+    arguments = Arguments(model, tasks, reward, eval_tasks, config, resume, overrides)
+    return after_training(*train_and_wait(arguments))
 
 
 async def train_async(
@@ -64,62 +55,5 @@ async def train_async(
     **overrides: Any,
 ) -> Run:
     """As `train`, on the running event loop. A training step holds up the loop, unless rollout.overlap is on."""
-    return await _trained(Arguments(model, tasks, reward, eval_tasks, config, resume, overrides))
-
-
-def start(arguments: Arguments) -> Run:
-    """`train`."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(_trained(arguments))
-    session, live = _session(arguments)
-    outcome: Future[None] = Future()
-    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
-
-    async def body() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        running.append((asyncio.get_running_loop(), task))
-        await finish(session)
-
-    def thread() -> None:
-        try:
-            asyncio.run(body())
-        except BaseException as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(None)
-
-    # In the caller's context: a notebook shows what is printed below the cell that it belongs to.
-    threading.Thread(target=contextvars.copy_context().run, args=(thread,), name="rollover.train").start()
-    with signals_to(session.on_signal):
-        try:
-            while not outcome.done():  # Python looks at a signal that another thread got when this one wakes
-                wait([outcome], timeout=_SIGNAL_S)
-        except KeyboardInterrupt:
-            for loop, task in running:
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(task.cancel)
-            raise
-    outcome.result()
-    return _run(session, live)
-
-
-async def _trained(arguments: Arguments) -> Run:
-    session, live = _session(arguments)
-    await finish(session)
-    return _run(session, live)
-
-
-def _session(arguments: Arguments) -> tuple[Session, dict[str, Any]]:
-    settings = arguments.settle()
-    live = dict(settings.live)
-    return Session.of(settings, arguments.resume is not None), live
-
-
-def _run(session: Session, live: Mapping[str, Any]) -> Run:
-    run = Run(session.directory, live)
-    if not run.finished:
-        print(run)
-    return run
+    arguments = Arguments(model, tasks, reward, eval_tasks, config, resume, overrides)
+    return after_training(*await train_here(arguments))

@@ -1,0 +1,79 @@
+"""A whole run in one call, wherever that is made: in a script, in a notebook's cell, on an event loop.
+
+Owns in which thread and event loop a run goes on. What it trains is settings.py's and session.py's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from rollover.api.session import Session, finish
+from rollover.api.settings import Arguments
+from rollover.run.stop import signals_to
+
+_SIGNAL_S = 0.5
+
+Trained = tuple[Path, dict[str, Any]]
+"""A run's directory, and the functions and tasks that it was given as objects, by their names."""
+
+
+def train_and_wait(arguments: Arguments) -> Trained:
+    """Make all steps that are left. Where an event loop is running the run has a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(train_here(arguments))
+    session, live = _session(arguments)
+    _finish_in_thread(session)
+    return session.directory, live
+
+
+async def train_here(arguments: Arguments) -> Trained:
+    """As `train_and_wait`, on the running event loop."""
+    session, live = _session(arguments)
+    await finish(session)
+    return session.directory, live
+
+
+def _session(arguments: Arguments) -> tuple[Session, dict[str, Any]]:
+    settings = arguments.settle()
+    live = dict(settings.live)  # the session gives its own back when it ends
+    return Session.of(settings, arguments.resume is not None), live
+
+
+def _finish_in_thread(session: Session) -> None:
+    """Wait for it. The signals go to the session; a second Ctrl-C cancels it, and raises KeyboardInterrupt here."""
+    outcome: Future[None] = Future()
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def body() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        running.append((asyncio.get_running_loop(), task))
+        await finish(session)
+
+    def thread() -> None:
+        try:
+            asyncio.run(body())
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    # In the caller's context: a notebook shows what is printed below the cell that it belongs to.
+    threading.Thread(target=contextvars.copy_context().run, args=(thread,), name="rollover.train").start()
+    with signals_to(session.on_signal):
+        try:
+            while not outcome.done():  # Python looks at a signal that another thread got when this one wakes
+                wait([outcome], timeout=_SIGNAL_S)
+        except KeyboardInterrupt:
+            for loop, task in running:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(task.cancel)
+            raise
+    outcome.result()

@@ -24,7 +24,7 @@ from typing import Any
 from rollover.live_objects import LIVE, live_object
 
 _MAX_ERROR_CHARS = 500
-# Whose code a file is, by the first of these folders that it lies in; the user's if it lies in none.
+# Who wrote a file, by the first of these folders that it lies in; it is the user's if it lies in none.
 _FOLDERS = (
     (str(Path(__file__).parent) + os.sep, "rollover"),
     (sysconfig.get_path("purelib") + os.sep, "installed"),
@@ -55,7 +55,7 @@ class OwnFunction:
             raise self.failed(error) from error
 
     async def awaited(self, *args: Any) -> Any:
-        """Of an `async def` or a plain function alike."""
+        """What it returns, awaited if it is an `async def`."""
         value = self(*args)
         if not inspect.isawaitable(value):
             return value
@@ -65,16 +65,16 @@ class OwnFunction:
             raise self.failed(error) from error
 
     def failed(self, error: BaseException) -> FunctionError:
-        """What to raise where it raised `error`."""
+        """The error to raise where it raised `error`."""
         return FunctionError(f"{self.key} = {self.spec!r} failed: {explained(error)}; it must return {self.returns}")
 
     def refused(self, what: str) -> FunctionError:
-        """What to raise where it returned `what` (in words)."""
+        """The error to raise where it returned `what` (in words)."""
         where = _where_defined(self.function)
         return FunctionError(f"{self.key} = {self.spec!r}{where} returned {what}; it must return {self.returns}")
 
     def changed(self, names: list[str]) -> FunctionError:
-        """What to raise where it changed the arguments `names` in place, which others read after it."""
+        """The error to raise where it changed the arguments `names` in place, which are read by others afterwards."""
         where, what = _where_defined(self.function), " and ".join(names)
         return FunctionError(
             f"{self.key} = {self.spec!r}{where} changed {what} in place, but others read that after it: change a copy"
@@ -83,7 +83,7 @@ class OwnFunction:
 
     @classmethod
     def over(cls, function: Callable[..., Any], key: str, returns: str) -> OwnFunction:
-        """`function`, which a program may have handed over without a configuration that names it."""
+        """`function` as one of the user's own, where a program passed it directly and no configuration names it."""
         return function if isinstance(function, cls) else cls(function, key, _name(function), returns)
 
 
@@ -170,7 +170,7 @@ def _where_defined(function: Callable[..., Any]) -> str:
 
 
 def _shown(filename: str) -> str:
-    """As short as it can be found from the working directory."""
+    """The shortest path by which it is found from the working directory."""
     path = Path(filename)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
 

@@ -42,7 +42,7 @@ def hold(value: Any, name: str) -> str:
 
 
 def release(spec: str) -> None:
-    """One holder less."""
+    """Ends one `hold`; the object is dropped with its last one."""
     held = _held.pop(spec)
     if held.holders > 1:
         _held[spec] = held._replace(holders=held.holders - 1)
@@ -59,7 +59,8 @@ def live_object(spec: str) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """Its own name and a hash of its code: `reward-3f2a9c1d`; of a lambda `lambda-...`. Closures do not count."""
+    """A function's own name and a hash of its code: `reward-3f2a9c1d`, or `lambda-...`. Values that it closes over
+    are not part of the hash."""
     plain = getattr(function, "func", function)  # functools.partial
     name = getattr(plain, "__name__", type(plain).__name__).strip("<>")
     digest = hashlib.blake2b("\0".join(_identity(plain)).encode(), digest_size=4).hexdigest()
@@ -67,7 +68,7 @@ def name_of(function: Any) -> str:
 
 
 def _identity(function: Any) -> Iterator[str]:
-    """What makes it the same function: its code, and its defaults; of a class or an object that of all its methods."""
+    """The texts that identify a function: its code and its defaults. Of a class or an object: those of its methods."""
     code = getattr(function, "__code__", None)
     if code is not None:
         yield from _texts(code)

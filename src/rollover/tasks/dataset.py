@@ -20,7 +20,7 @@ ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
 
 
 def dataset_source(setup: SourceSetup) -> DatasetSource:
-    """The rows of one side: those that are named as held out if they are asked for, else those that are trained."""
+    """The rows of one side of the split: the held-out rows that the configuration names, or else those of `path`."""
     config = setup.config
     apart = setup.held_out and config.names_held_out
     other_path = apart and bool(config.eval_path)
@@ -97,11 +97,11 @@ class DatasetSource:
 
     @property
     def num_problems(self) -> int | None:
-        """None: nobody knows, as they are streamed."""
+        """None: the rows are streamed, so their number is unknown."""
         return self._rows.num_rows
 
     def together(self, index: int) -> range:
-        """The rows that are shuffled among each other with row `index`; it is none of them behind the last row."""
+        """The rows that are shuffled among each other with row `index`. Behind the last row `index` is none of them."""
         return self._rows.together(index)
 
     def problem(self, index: int) -> Task:
@@ -124,7 +124,7 @@ class DatasetSource:
         return Task(task_id, self.label, self.reward, messages=self._messages(prompt, where), columns=columns)
 
     def fingerprint(self) -> str:
-        """Of the rows and their prompts: another file, another order."""
+        """It tells other rows, other prompts, and another order from those of before."""
         return self._rows.fingerprint(self.prompt_column)
 
     # Private

@@ -1,6 +1,6 @@
 """Rows of tasks that a program handed over: a list, a `datasets.Dataset`, or an iterable without a length.
 
-Owns how each is read by number, which is what rows.py needs. Nothing is copied: what the program changes later is seen.
+Owns how each is read by row number, as rows.py needs it. Nothing is copied, so later changes by the program are seen.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-# Rows of an iterable that are kept: what was looked at before the run, and a task that failed, are asked for again.
+# The newest rows of an iterable are kept: those looked at before the run, and a task that failed, are read again.
 WINDOW = 10_000
 
 
 class LiveTable:
-    """A sequence of dicts as a table. A row without a value that others have holds None. ValueError for other rows."""
+    """A sequence of dicts as a table. A value that a row lacks is None. ValueError for a row that is no dict."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self._rows = rows
@@ -31,10 +31,10 @@ class LiveTable:
 
 
 class LiveStream:
-    """Rows of an iterable, one after the other, in its order: the newest WINDOW of them are held, and older ones are
-    read again where it can be begun again. Its columns are those of the first row.
+    """Rows of an iterable, in its order. The newest WINDOW rows are held; older ones are read again from the beginning,
+    where the iterable allows it. Its columns are those of the first row.
 
-    ValueError where it is empty, and for a row that is gone.
+    ValueError where it is empty, and for an older row of an iterator, which cannot begin again.
     """
 
     num_rows: int | None = None
@@ -43,7 +43,7 @@ class LiveStream:
         self._rows = rows
         self._iterator: Iterator[Mapping[str, Any]] = iter(rows)
         self._held: deque[dict[str, Any]] = deque(maxlen=WINDOW)
-        self._num = 0  # rows that were taken of it
+        self._num = 0  # rows read so far
         if not self.together(0):
             raise ValueError("the iterable of tasks is empty")
         self._first = self._held[0]
@@ -55,7 +55,7 @@ class LiveStream:
         return {**dict.fromkeys(self.columns), **self._held[index - self._num]}
 
     def together(self, index: int) -> range:
-        """Row `index` alone: nothing is shuffled. Nothing behind the last row."""
+        """Row `index` alone, as nothing is shuffled; an empty range behind the last row."""
         if index < self._num - len(self._held):
             if iter(self._rows) is self._rows:
                 raise ValueError(
@@ -71,7 +71,7 @@ class LiveStream:
         return range(index, min(index + 1, self._num))
 
     def fingerprint(self, column: str) -> str:
-        """Of this column of the first row: what comes behind it is not known to be what it was."""
+        """A digest of this column in the first row. A change behind it is not noticed."""
         text = json.dumps(self._first[column], default=str)
         return f"an iterable, {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 

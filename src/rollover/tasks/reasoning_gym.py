@@ -96,11 +96,11 @@ class ReasoningGymSource:
         return Task(task_id, self.label, self.reward, prompt=entry["question"], columns=columns)
 
     def together(self, index: int) -> range:
-        """The number alone: nothing is shuffled."""
+        """`index` alone, as nothing is shuffled."""
         return range(index, index + 1)
 
     def fingerprint(self) -> str:
-        """Nothing: name, parameters and seed, on which all depends, are in the configuration."""
+        """ "": all depends on name, parameters and seed, which are in the configuration."""
         return ""
 
     # Private

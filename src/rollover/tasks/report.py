@@ -1,5 +1,5 @@
-"""What a user should know about the tasks before a run: rows that repeat others or are held out, and whether what is
-held out can be told from what is trained. One line. It changes nothing.
+"""The line about the tasks that is printed before a run: how many rows repeat others or are held out, and how many
+held-out tasks look like tasks that are trained. It changes nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _datasets(config: Config, trained: TaskStream) -> list[str]:
 
 
 def _overlap(held_out: list[Task], trained: TaskStream, num_drawn: int, limit_s: float) -> str:
-    """The split compares keys (same.py). This compares something else, so that it would show keys that are too fine."""
+    """Held-out tasks with the words and the answer of a training task. The split compares keys (same.py); this compares
+    something else on purpose, so that keys which are too fine are seen."""
     started, drawn = time.monotonic(), set()
     num = 0
     while num < num_drawn and time.monotonic() - started < limit_s and (task := trained.next()) is not None:
@@ -74,5 +75,5 @@ def _overlap(held_out: list[Task], trained: TaskStream, num_drawn: int, limit_s:
 
 
 def _words_and_answer(task: Task) -> tuple[str, ...]:
-    """In any order of the words; signs are words, too."""
+    """The answer and the words, signs included, without regard to the order of the words."""
     return (str(answer_of(task.columns)), *sorted(re.findall(r"\w+|[^\w\s]", task.content.casefold())))

@@ -18,7 +18,7 @@ ATTEMPT = 1_000_000
 
 
 def has_failed(group: Group, failed_at_most: float) -> bool:
-    """Whether all (valid, not greedy) rewards of a group are the same, and not above `failed_at_most`."""
+    """Whether all rewards of a group (missing and greedy ones aside) are equal, and at most `failed_at_most`."""
     rewards = [r.reward for r in group.rollouts if r.reward is not None and not r.greedy]
     scores = [reward.score for reward in rewards if reward.score is not None]
     return bool(scores) and min(scores) == max(scores) <= failed_at_most
@@ -49,7 +49,8 @@ class Reroll:
         return self._next(again=self.version >= self.first_version and self._given_in_step < self.config.max_groups)
 
     def as_before(self, attempt: int) -> tuple[Task, Sequence[int]] | None:
-        """The next task, which had this attempt: whether it is a failed one is not decided again by other settings."""
+        """The next task while a journal is replayed: it had this attempt, which says whether it was a re-rolled one.
+        The present settings are not asked."""
         return self._next(again=attempt >= ATTEMPT)
 
     def _next(self, *, again: bool) -> tuple[Task, Sequence[int]] | None:
@@ -67,7 +68,7 @@ class Reroll:
             self.look(group)
 
     def look(self, group: Group) -> None:
-        """A scored group left, trained or dropped by a filter: queue its task if it failed."""
+        """A scored group was trained or dropped by a filter: queue its task if it failed."""
         if not self.config.max_groups:
             return
         if group.group_id in self._looked_at:
@@ -88,7 +89,7 @@ class Reroll:
         self._looked_at.update(held_again)
 
     def metrics(self) -> dict[str, float]:
-        """{} when off."""
+        """The keys `reroll/...`; {} where re-roll is off."""
         if not self.config.max_groups:
             return {}
         return {
@@ -99,7 +100,7 @@ class Reroll:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """JSON: the queue and the counters."""
         return {
             "queue": [[task.to_json(), list(prompt_ids)] for task, prompt_ids in self._queue.values()],
             "looked_at": sorted(self._looked_at),

@@ -1,8 +1,8 @@
-"""The rows of a dataset: a file, a folder of files, or a data set of the hub; on disk or streamed. By `datasets`.
-Or those that a program handed over (live.py).
+"""The rows of a dataset: a file, a folder of files, or a data set of the hub, on disk or streamed, read with the
+library `datasets`; or rows that a program handed over (live.py).
 
-Owns how one is found and opened, and the words where it cannot be. Knows no prompt and no answer (dataset.py does), and
-never shuffles: rows have the order of their files.
+Owns how a dataset is found and opened, and the error messages where it cannot be. Knows no prompt and no answer
+(dataset.py does), and never shuffles: rows keep the order of their files.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ _HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 
 @dataclass(frozen=True)
 class Place:
-    """Where rows are. `path`: a file, a folder or a hub id, relative to `base_dir` if it is local; `key`: the option of
-    tasks.sources that gave it. `subset` and `split` are those of a folder or of the hub; a file has one split, train.
+    """Where rows are.
+
+    `path` is a file, a folder or a hub id, relative to `base_dir` if it is local; `key` is the option of tasks.sources
+    that gave it. `subset` and `split` choose within a folder or a data set of the hub; a file has one split, train.
     """
 
     path: str
@@ -47,7 +49,7 @@ class Place:
 
 
 class StoredRows:
-    """All rows of a table: one on disk (Arrow), which is not held in memory, or a list of the program's."""
+    """All rows of a table: a memory-mapped Arrow table on disk, or a list that the program handed over."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -62,15 +64,18 @@ class StoredRows:
         return range(len(self._table))
 
     def fingerprint(self, column: str) -> str:
-        """Of the number of rows and this column of up to 1,000 of them, evenly spaced: another file, another order."""
+        """The number of rows and a digest of this column in up to 1,000 rows, evenly spaced. It tells another file, and
+        another order, from the one of before."""
         num = len(self._table)
         return f"{num} rows, {_digest(self._table[i][column] for i in range(0, num, max(1, num // 1000)))}"
 
 
 class StreamedRows:
-    """Rows as they come, STREAM_ROWS at a time. A row behind or far ahead costs reading again from the first one.
+    """Rows that are read as they are needed, STREAM_ROWS at a time. A row behind those, or far ahead of them, costs
+    reading again from the first row.
 
-    `num_rows` is None: nobody knows. ValueError, which names `place`, where there are none or they cannot be read.
+    `num_rows` is None: the length of a stream is unknown. ValueError, which names `place`, where it is empty or cannot
+    be read.
     """
 
     num_rows: int | None = None
@@ -97,7 +102,7 @@ class StreamedRows:
         return range(start, start + len(self._held))
 
     def fingerprint(self, column: str) -> str:
-        """Of this column of the first rows: what comes behind them is not known to be what it was."""
+        """A digest of this column in the first STREAM_ROWS rows. A change behind them is not noticed."""
         return f"streamed, {_digest(row[column] for row in self._first)}"
 
     def _read(self, start: int) -> None:
@@ -117,7 +122,7 @@ Rows = StoredRows | StreamedRows | LiveStream
 
 
 def open_rows(place: Place) -> Rows:
-    """The rows there. ValueError that names the option and what can be done."""
+    """Opens the rows at `place`. ValueError, which names the option and the fix, where that fails."""
     if is_live(place.path):
         rows = live_rows(live_object(place.path))
         return rows if isinstance(rows, LiveStream) else StoredRows(rows)
@@ -159,7 +164,7 @@ def open_rows(place: Place) -> Rows:
 
 
 def _file(place: Place) -> str:
-    """The file as the library takes it, which is there and not empty."""
+    """The file's location as the library takes it. ValueError where it does not exist or is empty."""
     import fsspec
 
     for name, value in (("subset", place.subset), ("split", place.split.partition("[")[0] != "train")):
@@ -179,7 +184,8 @@ def _file(place: Place) -> str:
 
 
 def _folder_or_id(place: Place) -> tuple[dict[str, Any], str]:
-    """What the library takes for a folder of files, or for a data set of the hub; and why the hub cannot be asked."""
+    """The library's arguments for a folder of files or a data set of the hub, and why the hub cannot be reached ("": it
+    can)."""
     local = Path(place.base_dir, os.path.expanduser(place.path))
     arguments = {"path": str(local), "name": place.subset or None}
     if local.is_dir():
@@ -198,7 +204,7 @@ def _folder_or_id(place: Place) -> tuple[dict[str, Any], str]:
 
 
 def place_of_row(place: Place, index: int) -> str:
-    """Where an editor shows row `index`: JSON lines have their number, other rows are counted from 1."""
+    """How a message names row `index`, counted from 1: by its line in a file of JSON lines."""
     lines = _suffix(place.path) in (".jsonl", ".ndjson")
     return f"dataset {place.path!r}, {'line' if lines else 'row'} {index + 1}"
 

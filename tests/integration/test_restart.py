@@ -57,7 +57,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
     assert steps(tmp_path) == [1] and steps(tmp_path, "eval.jsonl") == [0]
     monkeypatch.setattr(Run, "step", plain)
     code, text = run(capsys, "train", recipe, "--resume")
-    assert code == 0 and "begins again" in text
+    assert code == 0 and "no journal tells of its 1 steps, which are lost: it begins again" in text
     assert steps(tmp_path) == [1, 2, 3] and steps(tmp_path, "eval.jsonl") == [0, 3]
     groups = [r["rollout_id"] for r in runs.records(tmp_path / "run")]
     assert len(groups) == len(set(groups)) == 3 * 3 * 3

@@ -233,11 +233,16 @@ class Journal:
             self._fail(error)
 
     def sync(self) -> None:
-        """Begin to bring all records to the disk. An error is noticed by the next call of this or of `append`."""
+        """Begin to bring all records to the disk. An error is noticed by the next call of this or of `append`.
+
+        A file that nobody will find, as it was removed or replaced, is an error, too.
+        """
         if self._fd is None:
             return
         try:
             if not self._is_syncing():
+                if not os.path.samestat(os.fstat(self._fd), os.stat(self._path(self._number))):
+                    raise OSError("its file was replaced by another")
                 self._last_sync = self._syncs.submit(os.fsync, self._fd)
         except OSError as error:
             self._fail(error)

@@ -72,9 +72,11 @@ class Resume:
         usable = self.journaling.is_possible and (name is None or (mark is not None and directory.is_newest(name)))
         files = journal.read(mark) if usable else []
         if name is None and not files:
+            num_steps = directory.metrics.path.read_bytes().count(b"\n")
             directory.truncate(-1)
             journal.discard()
-            self.view.message("the run ended before its first checkpoint: it begins again")
+            lost = f", and no journal tells of its {num_steps} steps, which are lost" if num_steps else ""
+            self.view.message(f"the run ended before its first checkpoint{lost}: it begins again")
             return Restored()
         held = bool(parts.lifecycle.cache.groups or sum(file.num_records for file in files) > 1)
         resume_rules.refuse(directory.changes, held=held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +59,31 @@ def test_what_is_appended_is_read_back(folder: Path) -> None:
     assert told(folder) == told(folder, mark) == [record(i) for i in range(5)]
     assert [part.kinds for part in open_journal(folder).read(mark)] == [{"head", "fact"}]
     assert SAID == []
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_a_file_that_nobody_will_find_is_said_and_the_next_checkpoint_begins_another(folder: Path, how: str) -> None:
+    journal = open_journal(folder)
+    journal.begin(None)
+    journal.append(*record(0))
+    journal.sync()
+    away = folder.with_name("away")
+    folder.rename(away)
+    if how == "replaced":
+        shutil.copytree(away, folder)
+    if how != "moved":
+        shutil.rmtree(away)
+    deadline = time.monotonic() + 60
+    while journal.writes:  # the sync before this one may still be under way
+        journal.sync()
+        assert time.monotonic() < deadline
+    journal.append(*record(1))
+    journal.sync()
+    assert journal.failed == len(SAID) == 1 and f"the journal cannot be written to {folder}: " in SAID[0]
+    mark = journal.begin("step-000001")
+    journal.append(*record(2))
+    journal.close()
+    assert told(folder, mark) == [record(2)] and len(SAID) == 1
 
 
 def test_an_empty_file_is_said(folder: Path) -> None:

@@ -112,7 +112,7 @@ class Engine:
 
 
 def _listed(prompts: str | Sequence[Prompt]) -> Sequence[Prompt]:
-    """ValueError for what are no prompts; one list of messages is one prompt."""
+    """The prompts as a list; one list of messages is one prompt. ValueError where something is no prompt."""
     if isinstance(prompts, str):
         return [prompts]
     prompts = list(prompts)

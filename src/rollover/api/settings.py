@@ -45,7 +45,7 @@ class Settings:
         return self.resolved.config
 
     def release(self) -> None:
-        """The run has ended: its functions and tasks are no longer held by it. Once."""
+        """The run has ended: it holds its functions and tasks no longer. To be called once."""
         _release(self.live)
 
 
@@ -113,7 +113,7 @@ class Arguments:
         return values
 
     def _check(self, config: Config, held: _Held) -> None:
-        """What only shows in the whole configuration."""
+        """Refuse what only the whole configuration shows to be wrong."""
         own = [source.name or source.path for source in config.tasks.sources if source.reward]
         if self.reward is not None and own:
             raise ConfigError(
@@ -250,8 +250,8 @@ def _path_of(rows: Any, name: str, held: _Held) -> str:
 
 
 def _of_run(folder: Path) -> dict[str, Any]:
-    """What an earlier run set, of its config.resolved.json. A value that would be the same without it is left out: it
-    stands in nobody's way."""
+    """The settings of an earlier run, from its config.resolved.json. Those that are the defaults anyway are left out,
+    so that what is given now is not refused for having no effect beside them."""
     path = folder / "config.resolved.json"
     if not path.is_file():
         raise ConfigError(f"resume: {str(folder)!r} holds no run: there is no config.resolved.json")

@@ -1,4 +1,7 @@
-"""One metrics row per step, from what was trained and what every owner counts. Pure; keys are in docs/metrics.md."""
+"""The figures of a metrics row that follow from what was trained, or from other figures of the row (docs/metrics.md).
+
+Pure: the row itself, and what is counted from step to step, is metrics_row.py's business.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
 def staleness_metrics(
     batch: Batch, trainer_version: int, ready_versions: Mapping[int, int] | None = None
 ) -> dict[str, float]:
-    """Over the tokens in the loss, and over the rollouts that have any; `trainer_version` is that before the step.
+    """Ages of the tokens in the loss, and of the rollouts that have any; `trainer_version` is that before the step.
 
     `ready_versions`: group id -> trainer version when the group became READY. It splits the age of a token into
     in-flight and in-queue; without an entry for every group (recorded rollouts) there is no such split. Replayed

@@ -1,7 +1,7 @@
 """The directory of one run: its files, whether this run may use it, and the command that goes on with it.
 
     config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  journal/  model/
-    lock (held while the run lives)  checkpointed (where its checkpoints are)  finished (it is, at which step)
+    lock (held while the run lives)  checkpointed (where its checkpoints are)  finished (at which step)
 
 Owns where things lie. Never decides what is written, nor when.
 """
@@ -92,7 +92,7 @@ class RunDirectory:
         return self.path / "model"
 
     def close(self) -> None:
-        """Another run may use the directory."""
+        """Release the locks: another run may use the directory."""
         for lock in self.locks:
             lock.release()
 
@@ -112,7 +112,7 @@ class RunDirectory:
             )
 
     def checkpoint_to_resume(self) -> str | None:
-        """checkpoint.resume_from or the newest one. None if the run ended before its first: it begins again."""
+        """The name of checkpoint.resume_from or of the newest one. None if the run ended before its first one."""
         names, wanted = self.store.list(), self.config.checkpoint.resume_from
         if wanted and wanted not in names:
             raise ValueError(f"checkpoint.resume_from = {wanted!r}: there is {', '.join(names) or 'none'}")
@@ -134,7 +134,7 @@ class RunDirectory:
             atomic_write_text((self.path / _CHECKPOINTED), f"{self.store.dir}\n")
 
     def end(self, step: int, used_up: str) -> None:
-        """The run is finished at `step`, and its files are whole. `used_up`: of what there is no more, or ""."""
+        """The run is finished at `step`, and its files are whole. `used_up`: what there is no more of, or ""."""
         atomic_write_text(self.path / _FINISHED, json.dumps({"step": step, "used_up": used_up}) + "\n")
 
     def why_finished(self) -> str | None:
@@ -182,9 +182,9 @@ class RunDirectory:
         self.rollouts.truncate(step, held, next_group_id)
 
     def write_config(self, *, replace: bool = False) -> None:
-        """config.resolved.json. One with other settings, of an earlier start, stays as config.resolved.1.json, ...2.
+        """Write config.resolved.json. That of a start with other settings is kept as config.resolved.1.json, ...2.
 
-        `replace`: one of this start is replaced, as the run goes on with other settings.
+        `replace`: that of this start is replaced, as the run goes on with other settings.
         """
         path = self.path / _CONFIG
         if path.exists() and self.resume and not replace:
@@ -196,7 +196,7 @@ class RunDirectory:
         atomic_write_text(path, self.config.model_dump_json(indent=2) + "\n")
 
     def _earlier_config(self) -> dict[str, Any]:
-        """That of the start before this one; {} if it is gone."""
+        """The settings of the start before this one; {} if their file is gone."""
         path = self.path / _CONFIG
         return _read_json(path) if path.exists() else {}
 

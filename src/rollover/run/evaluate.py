@@ -47,7 +47,7 @@ def held_out_tasks(config: Config, say: Callable[[str], None]) -> list[Task]:
 
 
 def encode_tasks(tasks: list[Task], tokenizer: Any, max_prompt_tokens: int) -> EvalTasks:
-    """Leaves out tasks whose prompt is longer than that, as training does."""
+    """The tasks with their prompts, without those whose prompt is too long. ValueError if none is left."""
     prompts = [encode_prompt(t, tokenizer) for t in tasks]
     kept = [i for i, p in enumerate(prompts) if len(p) <= max_prompt_tokens]
     if not kept:
@@ -157,7 +157,7 @@ async def answers_of(
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Their results. Where one fails the others are ended."""
+    """The results of all. Where one fails the others are cancelled."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -167,7 +167,7 @@ async def _together(work: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Resul
 
 
 async def _unless_it_stalls(evaluation: Coroutine[Any, Any, _Result], asker: Asker, watchdog: Watchdog) -> _Result:
-    """Its result. An evaluation is not worth a second try: the first stall ends it with a ValueError."""
+    """The result of `evaluation`. It is not worth a second try: the first stall ends it with a ValueError."""
     if not watchdog.is_on:
         return await evaluation
     work = asyncio.ensure_future(evaluation)

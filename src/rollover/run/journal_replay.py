@@ -24,7 +24,8 @@ NextTask = Callable[[int], tuple[Task, Sequence[int]] | None]
 
 
 class Replay:
-    """Into the parts of a run that was restored from the checkpoint at which the journal begins, or is new.
+    """Carries out what a journal tells, in the parts of a run that was restored from the checkpoint at which the
+    journal begins, or that is new.
 
     `next_task(attempt)`: the next task and its prompt, which had that attempt. `train(groups, version)` trains the step
     at trainer `version` again; `on_row` is called when its row, and with it what was dropped until then, is known to be
@@ -56,19 +57,19 @@ class Replay:
             EventKind.GIVE_BACK.value: self._give_back,
             STEP: self._step,
             ROW: self._row,
-            PUBLISH: self._publish,
+            PUBLISH: self._on_new_version,
             ROLL_BACK: lambda meta, data: None,  # says what to make of the others
         }
 
     def read(self, records: Iterable[Record]) -> None:
-        """All of them, in order. ValueError where they do not fit to the tasks of this start."""
+        """Carry out all of them, in order. ValueError where they do not fit the tasks of this start."""
         for meta, data in records:
             self.history.stand_at(meta["seconds"])
             self._of_kind[meta["kind"]](meta, data)
             self.num_records += 1
 
     def end(self) -> None:
-        """Nothing more comes: what was taken for a step that was not trained is given back, and what runs is parked."""
+        """After the last record: what was taken for a step that was not trained is given back; what runs is parked."""
         self._return_taken()
         for rollout in self.lifecycle.cache.running():
             room = self.lifecycle.config.max_new_tokens - 1  # of a full one the journal lacks how it stopped
@@ -156,7 +157,7 @@ class Replay:
         self.told(meta["trace_bytes"])
         self.lifecycle.scheduler.on_new_version()
 
-    def _publish(self, meta: dict[str, Any], data: bytes) -> None:
+    def _on_new_version(self, meta: dict[str, Any], data: bytes) -> None:
         self.unpublished = False
         self.history.on_new_version(meta["version"])
 

@@ -3,7 +3,8 @@
     Lifecycle.on_event ──▶ on_event ──record──▶ Journal          Engine.progress ──▶ progress (new tokens of what runs)
     the loop ──▶ on_step, on_row, on_new_version ──┘
 
-Owns how much of every running rollout the journal has. Never decides what happens, and never reads (replay.py does).
+Owns how much of every running rollout the journal has. Never decides what happens, and never reads: journal_replay.py
+does.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _Told:
 class Scribe:
     """Writes to `journal`. `clock` gives the run's seconds; `task_version` the version that a new task was made for.
 
-    `seconds`: spent here, cumulative.
+    `seconds`: spent on writing, cumulative.
     """
 
     def __init__(self, journal: Journal, clock: Callable[[], float], task_version: Callable[[], int]) -> None:
@@ -164,7 +165,7 @@ def _beyond(segments: Sequence[Segment], start: int, known: int) -> tuple[list[d
 
 
 def _digest(segments: Sequence[Segment], start: int, first: int, end: int) -> int:
-    """Of tokens `first` to `end`, with their log-probs and versions. `segments` begin with token `start`."""
+    """The checksum of tokens `first` to `end`, their log-probs and versions. `segments` begin with token `start`."""
     crc = 0
     for segment in segments:
         cut = slice(max(first - start, 0), max(end - start, 0))

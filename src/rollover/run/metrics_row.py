@@ -1,7 +1,7 @@
-"""The row of a step for metrics.jsonl: gathers what everyone in the run has to say of it. docs/metrics.md has the keys.
+"""The row of a step for metrics.jsonl, gathered from every part of the run. docs/metrics.md has the keys.
 
-Owns what was counted up to the row before, and the seconds that the loop spends on this and that. Never decides
-anything; the loop asserts the staleness bound on what it is given here.
+Owns what was counted up to the row before, and the seconds that a step spends on each kind of work. Never decides
+anything: the staleness bound is checked by who is given the row (tracking.py).
 """
 
 from __future__ import annotations
@@ -139,14 +139,14 @@ class Rows:
         return {f"{who}/threads": of_threads / of_all for who, (of_all, of_threads) in spans.items() if of_all}
 
     def _engine_waits(self) -> dict[str, float]:
-        """The engine's side of the waiting: in this step, and with rollout.overlap only."""
+        """Seconds of this step in which the engine had nothing to run, by whom it waited for; with overlap only."""
         idle = self.parts.driver.clock.idle.seconds()
         if not self.overlaps:
             return {}
         return {f"wait/engine_for_{whom}_s": self._since_last(f"idle/{whom}", s) for whom, s in idle.items()}
 
     def _journal(self) -> dict[str, float]:
-        """What it cost in this step, if there is one."""
+        """What the journal cost in this step, if there is one."""
         journaling = self.journaling
         if not journaling.is_on or not journaling.journal.num_bytes:
             return {}
@@ -166,7 +166,7 @@ class Rows:
         return {key: value + self._carried.get(key, 0.0) for key, value in now.items()}
 
     def _since_last(self, name: str, cumulative: float) -> float:
-        """Growth of a cumulative number since the last row."""
+        """Growth of the cumulative number `name` since this was last asked."""
         before = self._counted.get(name, 0.0)
         self._counted[name] = cumulative
         return cumulative - before

@@ -63,7 +63,7 @@ def build_producer(config: Config, tokenizer: Any, engine: Engine, stop: Stop, c
 
 
 class _Stateless:
-    """A producer whose groups follow from the step alone, or are in the cache."""
+    """A producer that needs no state: its groups follow from the step alone, or are in the cache."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -99,7 +99,8 @@ class RecordedRollouts(_Stateless):
         self._step = 0
 
     async def produce(self, step: int, version: int) -> list[Group] | None:
-        """Those before `step` are passed over: a resumed run has trained them. ValueError for what none can be."""
+        """Steps before `step` are passed over: a resumed run has trained them. ValueError for what no policy can have
+        sampled."""
         groups: list[Group] = []
         while self._step < step:
             groups = next(self._steps, [])

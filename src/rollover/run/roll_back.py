@@ -64,7 +64,7 @@ class RollBack(Replay):
         self.untold = self.unpublished = False  # there will be no row of it, and its weights are lost
 
     def _row(self, meta: dict[str, Any], data: bytes) -> None:
-        """It is cut off, with what else was written of lost steps."""
+        """The row of a lost step is cut off, with all else that was written of it."""
 
-    def _publish(self, meta: dict[str, Any], data: bytes) -> None:
-        """Those weights are lost."""
+    def _on_new_version(self, meta: dict[str, Any], data: bytes) -> None:
+        """The weights of a lost step are gone."""

@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """`requested` is True from the first signal on; then `on_stop` was called in the event loop's thread, once."""
+    """`requested` is True from the first signal on; `on_stop` is then called once, in the event loop's thread."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -39,7 +39,7 @@ class Stop:
             self._stop()
 
     def request(self) -> None:
-        """As the first signal, from any thread."""
+        """Do what the first signal does, from any thread."""
         if self.requested:
             return
         self.requested = True
@@ -53,7 +53,7 @@ class Stop:
             self._loop.call_soon_threadsafe(self._stop)
 
     def on_signal(self, number: int, frame: object) -> None:
-        """For signal.signal, in the main thread: the first asks, the second interrupts."""
+        """The handler of both signals, in the main thread: the first requests a stop, the second interrupts."""
         if self._loop is not None and self._loop.is_closed():
             return  # the run has ended, and so does the process: there is nothing to stop
         if self.requested:
@@ -65,7 +65,7 @@ class Stop:
         self.on_stop()
 
     async def unless_requested(self, work: Coroutine[Any, Any, Result]) -> Result | None:
-        """What `work` returns. A signal cancels it: None, and neither what it has by then nor its error is used."""
+        """What `work` returns. A stop cancels it: then None, and neither what it has by then nor its error is used."""
         task, signalled = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
         try:
             await asyncio.wait([task, signalled], return_when=asyncio.FIRST_COMPLETED)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from rollover import commands
+
 SRC = Path(__file__).parents[2] / "src"
 ENV = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "100"}
-VERBS = ["", "train", "demo", "init", "eval", "sample", "config", "plan", "trace", "bench"]
+VERBS = ["", *commands.VERBS]
 
 
 @pytest.mark.slow  # a speed: it needs the cores for itself

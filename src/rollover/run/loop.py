@@ -31,7 +31,6 @@ from rollover.run.journaling import Journaling
 from rollover.run.metrics_row import Rows
 from rollover.run.option_changes import OptionChanges
 from rollover.run.overlap import Overlap
-from rollover.run.own_metrics import own_metrics
 from rollover.run.parts import Parts
 from rollover.run.producer import build_producer
 from rollover.run.profile import profiled
@@ -96,7 +95,6 @@ class Run:
         self.stateful = stateful_parts(parts, self.producer)
         self.journaling = Journaling(config, parts, directory, self.producer, view)
         self.rows = Rows(config, parts, self.journaling, overlaps=overlaps)
-        self.own_metrics = own_metrics(config.track.metrics)
         self.overlap = Overlap(config, parts, self.rows, self.blocked)
         self.hand_over = HandOver(config, parts, self.rows, self.journaling, self.blocked, needed=needs_weights)
         self.held_out = HeldOut(config, parts, directory, self.overlap, stop, view, is_possible=needs_weights)
@@ -163,7 +161,7 @@ class Run:
         self.checkpointing.taken = groups
         with self.overlap.training(version):
             batch = parts.reuse.build(groups, version)
-            own = self.own_metrics(groups)
+            own = self.tracking.own_metrics(groups)
             trained = own | await self.overlap.train(lambda: self._train(batch, version), version)
         self.checkpointing.taken = []
         parts.reuse.after_step(groups, batch, version)

@@ -155,6 +155,7 @@ class Resume:
         if row_is_missing:
             assert self._trained_again is not None
             groups, batch, trained, before = self._trained_again
+            trained = self.tracking.own_metrics(groups) | trained
             self.tracking.on_step(self.rows.of_step(groups, batch, trained, before, 0), groups, batch)
 
     def _say(self, name: str | None, replay: Replay) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from rollover.config import Config
 from rollover.rollout.lifecycle import Event
 from rollover.run.directory import RunDirectory
+from rollover.run.own_metrics import own_metrics
 from rollover.run.parts import Parts
 from rollover.run.records import Records
 from rollover.track.health import Health
@@ -27,6 +28,7 @@ class Tracking:
         self.records = Records(
             directory.rollouts, parts.loaded.tokenizer.decode, config.track.rollouts and not recorded
         )
+        self.own_metrics = own_metrics(config.track.metrics)
         self.health = Health(() if config.algorithm.compares_siblings else ("groups/zero_variance",))
 
     def on_event(self, event: Event) -> None:

@@ -15,7 +15,7 @@ import runs
 
 import rollover
 from rollover import cli
-from rollover.config.base import ConfigError
+from rollover.config import ConfigError
 
 # Synchronous: which groups a partial mode trains depends on when their scores arrive.
 SETTINGS: dict[str, Any] = {

@@ -17,8 +17,9 @@ import pytest
 from rollover import cli
 from rollover.checkpoint.store import CheckpointWriteError, CorruptCheckpointError
 from rollover.config import describe, recipes
-from rollover.config.fields import default_of, expected, leaves, row_of
 from rollover.config.load import load_config
+from rollover.config.schema import default_of, expected, leaves
+from rollover.config.table import row_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli.txt"
 SRC = Path(__file__).parents[2] / "src"

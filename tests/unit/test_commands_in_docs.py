@@ -14,9 +14,9 @@ import pytest
 from documents import PAGES, ROOT, commands, spans, variants
 from rollover import cli
 from rollover.config import Config
-from rollover.config.fields import field_at, tables
 from rollover.config.load import load_config
 from rollover.config.presets import PRESETS
+from rollover.config.schema import field_at, tables
 
 # What a usage line says in place of a value.
 VALUES = {"N": "3", "SEED": "0", "VALUE": "3", "--table.key": "--train.num_steps"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from documents import ROOT
-from rollover.config.fields import field_at
+from rollover.config.schema import field_at
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 

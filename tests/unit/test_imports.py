@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A part may import parts of its own level and below.
 LEVELS = [
     {"types"},
-    {"config", "staleness", "files", "functions", "live_objects", "processes", "system"},
+    {"alike", "config", "staleness", "files", "functions", "live_objects", "processes", "system"},
     {"models"},
     {"algorithms", "engine", "envs", "rewards", "tasks", "weights"},
     {"rollout"},

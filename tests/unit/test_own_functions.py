@@ -17,7 +17,7 @@ import tiny
 from rollover.algorithms.filters import group_filters
 from rollover.algorithms.loss import Tokens
 from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig, TaskSourceConfig
-from rollover.config.fields import leaves
+from rollover.config.schema import leaves
 from rollover.engine.fake import FakeEngine
 from rollover.functions import FunctionError, explained, own_function
 from rollover.rollout.order import RolloutView, load_order

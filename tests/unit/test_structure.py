@@ -26,15 +26,7 @@ WIDE_CLASSES: set[str] = {
 }
 LONG_FILES: set[str] = {"algorithms/loss.py", "trainer/trainer.py"}
 LONG_FUNCTIONS: set[str] = set()
-CIRCLES: set[frozenset[str]] = {
-    frozenset(
-        f"config/{name}.py"
-        for name in (
-            "__init__ algorithm algorithm_rules checks fields filter_rules replay_rules reward_rules rule rules"
-            " stream_rules train_rules"
-        ).split()
-    ),
-}
+CIRCLES: set[frozenset[str]] = set()
 # File of tests: private names of the product that it reads.
 PRIVATE: dict[str, set[str]] = {
     "unit/checkpoint/test_store.py": {"_fs", "_root"},

@@ -18,11 +18,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from rollover import system
-from rollover.config import Config, Table
-from rollover.config.base import ConfigError
-from rollover.config.fields import default_of, did_you_mean, leaves, row_of, tables
+from rollover.alike import did_you_mean
+from rollover.config import Config, ConfigError, Table
 from rollover.config.load import PYTHON, Resolved, load_config
 from rollover.config.presets import PRESETS
+from rollover.config.schema import default_of, leaves, tables
+from rollover.config.table import row_of
 from rollover.live_objects import LIVE, hold, is_live, live_object, name_of, release
 from rollover.processes import prepare_libraries
 from rollover.rewards.several import SeveralRewards

@@ -17,8 +17,7 @@ import numpy as np
 
 import rollover
 from rollover.bench import machine, workload
-from rollover.config import Config
-from rollover.config.plan import PlanConfig
+from rollover.config import Config, PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine

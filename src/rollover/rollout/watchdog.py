@@ -21,7 +21,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollover.config.watchdog import WatchdogConfig
+from rollover.config import WatchdogConfig
 from rollover.rollout.cache import why_no_continuation
 from rollover.types import Segment, StopReason
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollover.config import resume as resume_rules
-from rollover.config.fields import value_of
+from rollover.config.table import value_of
 from rollover.run.checkpointing import Checkpointing
 
 

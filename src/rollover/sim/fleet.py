@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollover.config.plan import PlanConfig
+from rollover.config import PlanConfig
 from rollover.types import Rollout
 
 _TINY = 1e-9

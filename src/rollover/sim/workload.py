@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from rollover.config.plan import PlanConfig
+from rollover.config import PlanConfig
 
 _BLOCK = 1024
 _NARROW = 0.3  # log standard deviation of each hump of a bimodal distribution

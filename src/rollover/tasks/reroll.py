@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollover.config.reroll import RerollConfig
+from rollover.config import RerollConfig
 from rollover.types import Group, NextTask, Task
 
 # Added to Task.attempt by every re-roll, so that it samples anew: no pass of the stream over its tasks has that number.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollover.api.settings import Arguments, Settings, key_of
-from rollover.config.base import ConfigError
+from rollover.config import ConfigError
 from rollover.live_objects import live_object
 
 ROWS = [{"prompt": f"count to {i}", "answer": str(i)} for i in range(40)]

@@ -9,8 +9,8 @@ import pytest
 from written import load
 
 from rollover.config import AlgorithmConfig, Config, ReplayConfig, RolloutConfig, RunConfig, TasksConfig, TrainConfig
-from rollover.config.algorithm import LOSSES
 from rollover.config.load import ConfigError, load_config
+from rollover.config.losses import LOSSES
 from rollover.config.presets import PRESETS
 
 STALE = "[rollout]\nin_flight_groups = 16\nmax_staleness = 1\n"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rollover.config import Config, describe
-from rollover.config.fields import leaves
 from rollover.config.load import ConfigError, load_config
+from rollover.config.schema import leaves
 
 RECIPE = """
 [rollout]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.config import Config, describe
-from rollover.config.fields import default_of, expected, field_at, leaves, names
 from rollover.config.load import ConfigError, load_config
 from rollover.config.presets import PRESETS
+from rollover.config.schema import default_of, expected, field_at, leaves, names
 
 SOURCE = '[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\nparams = {min_terms = 2, max_digits = 1}\n'
 

@@ -11,8 +11,8 @@ import pytest
 from rollover import cli
 from rollover.config import Config
 from rollover.config import recipes as recipes_module
-from rollover.config.fields import field_at, leaves
 from rollover.config.load import Resolved, load_config
+from rollover.config.schema import field_at, leaves
 from rollover.rollout.scheduler import Scheduler
 
 FOLDER = recipes_module.FOLDER

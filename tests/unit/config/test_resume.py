@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rollover.config import Config
-from rollover.config.base import UNSETTLED
 from rollover.config.resume import FIXED, changes, refuse
+from rollover.config.table import UNSETTLED
 
 SOURCE = {"kind": "reasoning_gym", "name": "chain_sum", "params": {"max_digits": 1}}
 BEFORE = Config.model_validate({"tasks": {"sources": [SOURCE]}, "model": {"lora": {"rank": 8}}})

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.config import Config
-from rollover.config.fields import field_at
 from rollover.config.load import ConfigError, load_config
-from rollover.config.rules import INERT, REFUSED
+from rollover.config.schema import INERT, REFUSED, field_at
 
 SOURCE = '\n[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\n'
 PARTIAL = '[rollout]\ninterrupt = "when_enough"\nin_flight_groups = 12\nmax_staleness = 1\norder = "fifo"\n'

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollover.config import Config
-from rollover.config.fields import expected, field_at, names, tables
 from rollover.config.load import ConfigError, load_config
+from rollover.config.schema import expected, field_at, names, tables
 from rollover.config.suggest import near_keys, unknown_flags, unknown_key, unknown_table
 
 ALL_KEYS = "`rollover config FILE.toml` prints every key with its doc"

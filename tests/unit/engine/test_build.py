@@ -8,8 +8,8 @@ import pytest
 
 import tiny
 from rollover.config import Config
-from rollover.config.engine import ENGINES
 from rollover.config.load import load_config
+from rollover.config.train import ENGINES
 from rollover.engine.build import KINDS, EngineSetup, build_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import virtual_time
-from rollover.config.watchdog import WatchdogConfig
+from rollover.config import WatchdogConfig
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import EngineDied
 from rollover.rollout.asker import Asker

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import virtual_time
-from rollover.config.watchdog import WatchdogConfig
+from rollover.config import WatchdogConfig
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.rollout.lifecycle import EventKind

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_overlap_bound import CONFIGS, AsyncWorld
 
 import virtual_time
-from rollover.config.watchdog import WatchdogConfig
+from rollover.config import WatchdogConfig
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest, WeightLoad
 from rollover.rollout.watchdog import Watchdog

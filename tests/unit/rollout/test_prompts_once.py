@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollover.config import AlgorithmConfig
-from rollover.config.replay import ReplayConfig
+from rollover.config import AlgorithmConfig, ReplayConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.process.wire import requests_from_json, requests_to_json
 from rollover.rollout.cache import RolloutCache

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.config.watchdog import WatchdogConfig
+from rollover.config import WatchdogConfig
 from rollover.rollout.watchdog import Action, Stall, Watchdog, salvaged
 from rollover.types import StopReason
 from unit.rollout.world import make_segment

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollover.config import PlanConfig
 from rollover.config.load import load_config
-from rollover.config.plan import PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.fake import FakeEngine
 from rollover.rollout.lifecycle import Event

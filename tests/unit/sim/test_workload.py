@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollover.config.plan import PlanConfig
+from rollover.config import PlanConfig
 from rollover.sim.workload import Workload
 
 

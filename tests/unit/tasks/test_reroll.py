@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from rollover.config.reroll import RerollConfig
+from rollover.config import RerollConfig
 from rollover.tasks.reroll import ATTEMPT, Reroll, has_failed
 from rollover.types import Group, Reward, Rollout, Task, rollout_seed
 from unit.rollout.run import Run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollover.config import AlgorithmConfig
-from rollover.config.algorithm import ADVANTAGES
-from rollover.config.fields import field_at
+from rollover.config.losses import ADVANTAGES
+from rollover.config.schema import field_at
 from rollover.track.health import PATIENCE, RANGES, Health
 from rollover.track.metric_keys import METRICS
 

@@ -8,8 +8,8 @@ import pytest
 from rollover.algorithms.filters import mask_overlong, mask_truncated
 from rollover.algorithms.loss import LOSSES
 from rollover.config import AlgorithmConfig
-from rollover.config.algorithm import ADVANTAGES as ADVANTAGE_NAMES
-from rollover.config.algorithm import LOSSES as LOSS_TRAITS
+from rollover.config.losses import ADVANTAGES as ADVANTAGE_NAMES
+from rollover.config.losses import LOSSES as LOSS_TRAITS
 from rollover.run.batch_metrics import mask_metrics
 from rollover.trainer.batch import ADVANTAGES, BatchBuilder, build_batch
 from rollover.types import Reward, StopReason

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.config.replay import ReplayConfig
+from rollover.config import ReplayConfig
 from rollover.rollout.group_state import groups_to_state
 from rollover.trainer.replay_buffer import Kept, ReplayBuffer, signal
 from samples import group, rollout, segment

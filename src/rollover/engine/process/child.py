@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rollover.config import Config
-from rollover.config.base import UNSETTLED
+from rollover.config.table import UNSETTLED
 from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process.wire import Channel, requests_from_json, segment_to_json

@@ -1,34 +1,80 @@
-"""Walks the tree of configuration tables: dotted names, annotations, defaults, what a field expects.
+"""The whole configuration: its tables, all their rules, and the tree of its dotted keys.
 
-Owns the mapping between `rollout.group_size` and the pydantic field behind it. Never reads a file, never validates.
+Owns the mapping between `rollout.group_size` and the pydantic field behind it. Never reads a file.
 """
 
-from __future__ import annotations
-
-import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
+from pydantic import Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from rollover.config import Config, Table
+from rollover.config import algorithm, rollout, run, selection, tasks, train
+from rollover.config.algorithm import AlgorithmConfig
+from rollover.config.rollout import RolloutConfig
+from rollover.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
+from rollover.config.selection import FiltersConfig, ReplayConfig, RerollConfig
+from rollover.config.table import UNSETTLED, Inert, Refused, Rule, Table, given, refuse, row_of, table_of
+from rollover.config.tasks import RewardsConfig, TasksConfig, source_rules
+from rollover.config.train import EngineConfig, ModelConfig, TrainConfig
 
-_NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
-_PLURALS = {int: "integers", float: "numbers", str: "strings"}
-_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+RULES: tuple[Rule, ...] = (
+    *algorithm.RULES,
+    *selection.RULES,
+    *train.RULES,
+    *tasks.RULES,
+    *run.RULES,
+    *rollout.RULES,
+)
+INERT = tuple(rule for rule in RULES if isinstance(rule, Inert))
+REFUSED = tuple(rule for rule in RULES if isinstance(rule, Refused))
 
 
-def table_of(annotation: Any) -> type[Table] | None:
-    """The Table behind `annotation`, if it is one (not a list of them)."""
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Table) else None
+class Config(Table):
+    """The whole configuration: one TOML table per field."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    tasks: TasksConfig = Field(default_factory=TasksConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    rewards: RewardsConfig = Field(default_factory=RewardsConfig)
+    filters: FiltersConfig = Field(default_factory=FiltersConfig)
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    reroll: RerollConfig = Field(default_factory=RerollConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    track: TrackConfig = Field(default_factory=TrackConfig)
+    watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
+    plan: PlanConfig = Field(default_factory=PlanConfig)
+
+    @model_validator(mode="after")
+    def _check(self, info: ValidationInfo) -> "Config":
+        """ValueError for what load_config refuses, options without effect among it: a configuration is legal wherever a
+        Config is made, or nowhere. What was set is told by `model_fields_set`, so a `model_dump()` sets everything."""
+        if info.context is not UNSETTLED:
+            refuse(self, rules_of(self), set(given(self)))
+        return self
+
+    @property
+    def staleness_bound(self) -> int:
+        """The largest staleness that a token in the loss can have, replayed ones aside."""
+        if self.tasks.producer:
+            return self.rollout.max_staleness
+        return self.rollout.staleness_bound(self.train.publish_every)
 
 
-def row_of(annotation: Any) -> type[Table] | None:
-    """The Table of one element, if `annotation` is a list of tables ([[tasks.sources]])."""
-    return table_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
+def rules_of(config: Config) -> tuple[Rule, ...]:
+    """All rules, those of each single source of tasks among them."""
+    return (*source_rules(config.tasks.sources), *RULES)
+
+
+# The tree of keys
 
 
 def leaves(table: type[Table] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -79,33 +125,18 @@ def names(indices: tuple[int, ...] = ()) -> list[str]:
     return out
 
 
-def value_of(config: Config, key: str) -> Any:
-    """The value behind a dotted key."""
-    value: Any = config
-    for part in key.split("."):
-        value = value[int(part)] if isinstance(value, list) else getattr(value, part)
-    return value
-
-
-def given(table: Table, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of the values that were set where `table` was made in Python; of a list of tables also those of its
-    rows."""
-    for name in table.model_fields_set:
-        key, value = f"{prefix}{name}", getattr(table, name)
-        if isinstance(value, Table):
-            yield from given(value, f"{key}.")
-            continue
-        yield key
-        for i, row in enumerate(value) if isinstance(value, list) else ():
-            if isinstance(row, Table):
-                yield from given(row, f"{key}.{i}.")
-
-
 def default_of(key: str) -> Any:
     """The default behind a dotted key; pydantic's Undefined if it must be given."""
     info = field_at(key)
     assert info is not None, key
     return info.get_default(call_default_factory=True)
+
+
+# What an option takes, in words
+
+_NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
+_PLURALS = {int: "integers", float: "numbers", str: "strings"}
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def choices_of(annotation: Any) -> list[str]:
@@ -115,12 +146,6 @@ def choices_of(annotation: Any) -> list[str]:
     if get_origin(annotation) in (typing.Union, types.UnionType):
         return [choice for part in get_args(annotation) for choice in choices_of(part)]
     return []
-
-
-def did_you_mean(name: str, candidates: Sequence[str]) -> str:
-    """The end of a message: the candidate that `name` resembles, if one does."""
-    near = difflib.get_close_matches(name, candidates, n=1)
-    return f". Did you mean {json.dumps(near[0])}?" if near else ""
 
 
 def takes_text(annotation: Any) -> bool:

@@ -1,0 +1,205 @@
+"""The rules about off-policy correction: which ratio the loss holds to the policy that sampled.
+
+They are about [algorithm], and about whatever makes rollouts off-policy.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from rollover.config.table import Inert, Refused, Rule
+
+Correction = Literal[
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop", "segment_truncate",
+    "segment_mask",
+]  # fmt: skip
+Rejection = Literal[
+    "none", "token_k1", "token_k2", "token_k3", "sequence_sum_k1", "sequence_sum_k2", "sequence_sum_k3",
+    "sequence_mean_k1", "sequence_mean_k2", "sequence_mean_k3", "sequence_max_k1", "sequence_max_k2",
+    "sequence_max_k3",
+]  # fmt: skip
+
+
+def _truncates_sampling(config: Any) -> bool:
+    rollout = config.rollout
+    return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+
+
+def _forgets_minibatches(config: Any) -> bool:
+    """Whether later minibatches of a step may be trained as if the earlier ones had changed nothing."""
+    return config.train.minibatches_per_step > 1 and not config.algorithm.follows_updates
+
+
+def _forgotten(config: Any) -> str:
+    num = config.train.minibatches_per_step
+    nothing_else = "accounts for what the earlier minibatches of a step changed. Set train.minibatches_per_step = 1,"
+    if config.algorithm.loss_traits.ratio is None:
+        return (
+            f"train.minibatches_per_step = {num} with a loss of your own: it is not known whether it holds the ratio of"
+            f" current and old log-probs (ratio_BT), and nothing else {nothing_else} or (if it does) set"
+            " algorithm.allow_uncorrected = true"
+        )
+    return (
+        f'train.minibatches_per_step = {num} with algorithm.loss = "{config.algorithm.loss}" and algorithm.correction ='
+        f' "none": nothing {nothing_else} algorithm.correction = "token_truncate", or (if you mean it)'
+        " algorithm.allow_uncorrected = true"
+    )
+
+
+def _uncorrected(
+    keys: tuple[str, ...],
+    when: Callable[[Any], bool],
+    what: Callable[[Any], str],
+    why: str,
+    fix: str,
+) -> Refused:
+    """`what` needs the ratio to the policy that sampled, and the loss, so far as is known, does not hold it."""
+
+    def message(config: Any) -> str:
+        algorithm = config.algorithm
+        if algorithm.weight != "none" or (algorithm.loss_traits.ratio is None and algorithm.proximal != "step_start"):
+            cause = f'a loss of your own and algorithm.proximal = "{algorithm.proximal}"'
+            otherwise = (
+                'algorithm.proximal = "step_start" with a correction, or (if your loss multiplies by the ratio of'
+                " current and old log-probs)"
+            )
+        else:
+            cause = 'algorithm.correction = "none"'
+            otherwise = 'algorithm.correction = "token_truncate", or (if you mean it)'
+        return f"{what(config)} with {cause}: {why}. {fix}, or set {otherwise} algorithm.allow_uncorrected = true"
+
+    return Refused(
+        (*keys, "algorithm.correction", "algorithm.proximal", "algorithm.loss"),
+        lambda c: when(c) and not (c.algorithm.corrects or c.algorithm.allow_uncorrected),
+        message,
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Inert(
+        ("algorithm.proximal",),
+        ("algorithm.loss",),
+        lambda c: c.algorithm.loss_traits.ratio is False,
+        'with algorithm.loss = "reinforce", which holds no ratio to it: its importance weight is current/behavior',
+    ),
+    Inert(
+        ("algorithm.correction",),
+        ("algorithm.proximal",),
+        lambda c: c.algorithm.proximal_policy == "behavior",
+        'with algorithm.proximal = "behavior": proximal/behavior is 1 everywhere',
+        neutral=("none",),
+    ),
+    Inert(
+        ("algorithm.correction",),
+        ("algorithm.loss",),
+        lambda c: c.algorithm.loss_traits.weighs and c.algorithm.proximal_policy != "behavior",  # else it says so above
+        'with algorithm.loss = "decoupled", which holds the weight of token_truncate itself',
+        "Use loss = clip for another correction",
+    ),
+    Inert(
+        ("algorithm.correction_cap", "algorithm.correction_floor", "algorithm.ess_step_scaling"),
+        ("algorithm.proximal",),
+        lambda c: c.algorithm.proximal_policy == "behavior",
+        'with algorithm.proximal = "behavior": the importance weight proximal/behavior is 1 everywhere',
+    ),
+    Inert(
+        ("algorithm.correction_cap", "algorithm.correction_floor", "algorithm.ess_step_scaling"),
+        ("algorithm.correction",),
+        lambda c: c.algorithm.weight == "none" and c.algorithm.proximal_policy != "behavior",
+        'with algorithm.correction = "none": all weights are 1',
+    ),
+    Inert(
+        ("algorithm.correction_floor",),
+        ("algorithm.loss",),
+        lambda c: c.algorithm.loss_traits.weighs,
+        'with algorithm.loss = "decoupled", which has a cap only',
+    ),
+    Inert(
+        ("algorithm.rejection",),
+        ("algorithm.proximal",),
+        lambda c: c.algorithm.proximal_policy == "behavior",
+        'with algorithm.proximal = "behavior": they are the same policy',
+    ),
+    Inert(
+        ("algorithm.rejection_high",),
+        ("algorithm.rejection",),
+        lambda c: c.algorithm.rejection == "none",
+        'with algorithm.rejection = "none"',
+    ),
+    Inert(
+        ("algorithm.allow_uncorrected",),
+        ("algorithm.correction", "algorithm.loss", "algorithm.proximal", "train.minibatches_per_step"),
+        lambda c: c.algorithm.corrects and not _forgets_minibatches(c),
+        "as the loss holds the ratio to the policy that sampled",
+    ),
+    Inert(
+        ("algorithm.allow_uncorrected",),
+        (
+            *("rollout.max_staleness", "rollout.top_p", "rollout.top_k", "rollout.min_p", "replay.size"),
+            "train.minibatches_per_step",
+        ),
+        lambda c: (
+            not (
+                c.rollout.max_staleness
+                or _truncates_sampling(c)
+                or c.run.replay_rollouts
+                or c.replay.size
+                or _forgets_minibatches(c)
+            )
+        ),
+        "with rollout.max_staleness = 0, untruncated sampling, no replay and one minibatch a step (or a loss that is"
+        " known to hold the ratio to the step's start): there is nothing to correct",
+    ),
+    _uncorrected(
+        ("rollout.max_staleness",),
+        lambda c: c.rollout.max_staleness > 0,
+        lambda c: f"rollout.max_staleness = {c.rollout.max_staleness}",
+        "tokens of older policy versions would be trained as if they were fresh",
+        "Set rollout.max_staleness = 0",
+    ),
+    _uncorrected(
+        ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
+        _truncates_sampling,
+        lambda _: "truncated sampling (rollout.top_p, top_k or min_p)",
+        "log-probs of the truncated distribution are not those of the policy",
+        "Sample untruncated",
+    ),
+    _uncorrected(
+        ("replay.size",),
+        lambda c: c.replay.size > 0,
+        lambda c: f"replay.size = {c.replay.size}",
+        "tokens of older policy versions would be trained as if they were fresh",
+        "Remove replay.size",
+    ),
+    _uncorrected(
+        ("run.replay_rollouts",),
+        lambda c: bool(c.run.replay_rollouts),
+        lambda _: "run.replay_rollouts",
+        "recorded rollouts were sampled by another policy and would be trained as if they were fresh",
+        "Remove run.replay_rollouts",
+    ),
+    Refused(
+        ("train.minibatches_per_step", "algorithm.loss", "algorithm.correction"),
+        lambda c: _forgets_minibatches(c) and not c.algorithm.allow_uncorrected,
+        _forgotten,
+    ),
+    Refused(
+        ("algorithm.proximal", "run.replay_rollouts"),
+        lambda c: c.algorithm.proximal == "snapshot" and bool(c.run.replay_rollouts),
+        lambda c: (
+            'algorithm.proximal = "snapshot" with run.replay_rollouts: the weights that sampled recorded rollouts are'
+            ' not kept. Set algorithm.proximal = "step_start"'
+        ),
+    ),
+    Refused(
+        ("algorithm.proximal", "rollout.max_staleness", "replay.size"),
+        lambda c: (
+            c.algorithm.proximal_policy == "interpolated"
+            and c.staleness_bound <= 1
+            and not (c.replay.size or c.run.replay_rollouts)
+        ),
+        lambda c: (
+            f'algorithm.proximal = "interpolated" with a staleness of {c.staleness_bound} at most: at 0 and 1 that is'
+            ' the behavior policy itself. Set algorithm.proximal = "behavior", or rollout.max_staleness to 2 or more'
+        ),
+    ),
+)

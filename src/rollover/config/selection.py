@@ -1,0 +1,262 @@
+"""[filters], [replay] and [reroll]: which groups are trained, once more, or not at all; and the rules about them."""
+
+from pydantic import Field
+
+from rollover.config.table import Inert, Refused, Rule, Table
+
+
+class FiltersConfig(Table):
+    """[filters]: groups that are dropped when their rewards are there, and rollouts that leave the loss
+    (docs/algorithms.md). All off by default."""
+
+    zero_variance: bool = Field(
+        default=False,
+        description="Drop groups whose rewards are all the same; others are generated in their place (dynamic"
+        " sampling).",
+    )
+    pass_rate_above: float = Field(
+        default=-1.0, ge=-1, lt=1, description="Keep groups whose pass rate is above this; below 0: no bound."
+    )
+    pass_rate_below: float = Field(
+        default=2.0, gt=0, le=2, description="Keep groups whose pass rate is below this; above 1: no bound."
+    )
+    pass_threshold: float = Field(default=1.0, description="pass rate: a rollout passes with at least this.")
+    metric: str = Field(
+        default="score",
+        description="zero_variance, pass rate: what they look at: score, or another entry of what the reward function"
+        " returned.",
+    )
+    max_truncated_share: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Drop groups of which a larger share ended at rollout.max_new_tokens; 1 = off.",
+    )
+    max_error_share: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Drop groups of which a larger share ended with an error or has no reward; 1 = off.",
+    )
+    max_overlong_share: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Drop groups of which a larger share has more than overlong_tokens tokens; 1 = off.",
+    )
+    overlong_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="max_overlong_share, mask_overlong: tokens after the prompt above which a rollout is overlong.",
+    )
+    custom: str = Field(
+        default="",
+        description="Your own function (module:function or path.py:function) of a group: why it is dropped, or None.",
+    )
+    give_up_after_steps: int = Field(
+        default=10,
+        ge=1,
+        description="The run ends when so many steps' worth of groups in a row were dropped by filters.",
+    )
+
+    mask_truncated: bool = Field(
+        default=False,
+        description="Rollouts that ended at rollout.max_new_tokens leave the loss (overlong filtering); a group without"
+        " another one is dropped.",
+    )
+    mask_overlong: bool = Field(
+        default=False,
+        description="Rollouts of more than overlong_tokens tokens leave the loss; a group without another one is"
+        " dropped.",
+    )
+    mask_in_baseline: bool = Field(
+        default=True, description="The rewards of masked rollouts count in their group's statistics."
+    )
+
+    @property
+    def by_pass_rate(self) -> bool:
+        return self.pass_rate_above >= 0 or self.pass_rate_below <= 1
+
+    @property
+    def by_metric(self) -> bool:
+        """Whether a filter looks at `metric`."""
+        return self.zero_variance or self.by_pass_rate
+
+    @property
+    def by_length(self) -> bool:
+        """Whether something looks at `overlong_tokens`."""
+        return self.max_overlong_share < 1 or self.mask_overlong
+
+    @property
+    def drops(self) -> bool:
+        """Whether groups may be dropped."""
+        shares = (self.max_truncated_share, self.max_error_share, self.max_overlong_share)
+        return self.by_metric or any(share < 1 for share in shares) or bool(self.custom) or self.masks
+
+    @property
+    def masks(self) -> bool:
+        return self.mask_truncated or self.mask_overlong
+
+
+class ReplayConfig(Table):
+    """[replay]: trained groups of high signal, trained again in place of groups without any (docs/replay.md)."""
+
+    size: int = Field(default=0, ge=0, description="Trained groups that are kept, those of the largest score; 0 = off.")
+    max_staleness: int = Field(
+        default=4,
+        ge=1,
+        description="Bound on trainer_version - policy_version of every replayed token in the loss. It is above the"
+        " bound of fresh ones (rollout.max_staleness).",
+    )
+
+
+class RerollConfig(Table):
+    """[reroll]: tasks whose rollouts all failed are given again, later in the run (docs/replay.md)."""
+
+    max_groups: int = Field(default=0, ge=0, description="Failed tasks given again per step, at most; 0 = off.")
+    start_fraction: float = Field(
+        default=0.5, ge=0, lt=1, description="Share of train.num_steps after which failed tasks are given again."
+    )
+    failed_at_most: float = Field(
+        default=0.0, description="A task has failed if all its rollouts have the same reward, and it is not above this."
+    )
+    size: int = Field(
+        default=1000, ge=1, description="Failed tasks that wait, each once; a further one is dropped and counted."
+    )
+
+
+_BY_METRIC = ("filters.zero_variance", "filters.pass_rate_above", "filters.pass_rate_below")
+_DROPPING = (
+    *_BY_METRIC, "filters.max_truncated_share", "filters.max_error_share", "filters.max_overlong_share",
+    "filters.custom",
+)  # fmt: skip
+_MASKS = ("filters.mask_truncated", "filters.mask_overlong")
+_OF_REROLL = ("reroll.start_fraction", "reroll.failed_at_most", "reroll.size")
+
+RULES: tuple[Rule, ...] = (
+    Inert(
+        (*_DROPPING, "filters.give_up_after_steps"),
+        ("run.replay_rollouts", "tasks.producer"),
+        lambda c: bool(c.run.replay_rollouts or c.tasks.producer),
+        "with run.replay_rollouts or tasks.producer: their groups are trained as they are",
+    ),
+    Inert(
+        ("filters.give_up_after_steps",),
+        (*_DROPPING, *_MASKS),
+        lambda c: not c.filters.drops,
+        "as no filter drops groups",
+        "Set filters.zero_variance, say",
+    ),
+    Inert(
+        ("filters.metric",),
+        _BY_METRIC,
+        lambda c: not c.filters.by_metric,
+        "without filters.zero_variance or a bound of the pass rate",
+        "Set filters.zero_variance, say",
+    ),
+    Inert(
+        ("filters.pass_threshold",),
+        ("filters.pass_rate_above", "filters.pass_rate_below"),
+        lambda c: not c.filters.by_pass_rate,
+        "without a bound of the pass rate",
+        "Set filters.pass_rate_above, say",
+    ),
+    Inert(
+        ("filters.overlong_tokens",),
+        ("filters.max_overlong_share", "filters.mask_overlong"),
+        lambda c: not c.filters.by_length,
+        "without filters.max_overlong_share or filters.mask_overlong: nothing looks at it",
+        "Set filters.mask_overlong, say",
+    ),
+    Inert(
+        ("filters.mask_in_baseline",),
+        _MASKS,
+        lambda c: not c.filters.masks,
+        "without filters.mask_truncated or filters.mask_overlong: no rollout is masked",
+        "Set filters.mask_truncated",
+    ),
+    Inert(
+        ("filters.mask_in_baseline",),
+        ("algorithm.advantage",),
+        lambda c: c.algorithm.advantage in ("remax", "gae"),
+        "with algorithm.advantage = remax or gae, whose baseline is not over other rollouts' rewards",
+    ),
+    Inert(
+        ("replay.max_staleness",),
+        ("replay.size",),
+        lambda c: c.replay.size == 0,
+        "with replay.size = 0 (no group is kept)",
+        "Set replay.size",
+    ),
+    Inert(
+        _OF_REROLL,
+        ("reroll.max_groups",),
+        lambda c: c.reroll.max_groups == 0,
+        "with reroll.max_groups = 0 (no task is given again)",
+        "Set reroll.max_groups",
+    ),
+    Inert(
+        ("reroll.max_groups",),
+        ("run.replay_rollouts",),
+        lambda c: bool(c.run.replay_rollouts),
+        "with run.replay_rollouts: recorded rollouts are trained as they are",
+    ),
+    Refused(
+        ("filters.max_overlong_share", "filters.mask_overlong", "filters.overlong_tokens", "rollout.max_new_tokens"),
+        lambda c: c.filters.by_length and not 0 < c.filters.overlong_tokens < c.rollout.max_new_tokens,
+        lambda c: (
+            f"filters.overlong_tokens = {c.filters.overlong_tokens} with filters.max_overlong_share or"
+            " filters.mask_overlong: it must be above 0 and below rollout.max_new_tokens ="
+            f" {c.rollout.max_new_tokens}, which no rollout exceeds. Set it"
+        ),
+    ),
+    Refused(
+        ("filters.pass_rate_above", "filters.pass_rate_below"),
+        lambda c: c.filters.pass_rate_above >= c.filters.pass_rate_below,
+        lambda c: (
+            f"filters.pass_rate_above = {c.filters.pass_rate_above:g} is not below filters.pass_rate_below ="
+            f" {c.filters.pass_rate_below:g}: every group would be dropped. Lower it"
+        ),
+    ),
+    Refused(
+        ("filters.zero_variance", "rollout.group_size"),
+        lambda c: c.filters.zero_variance and c.rollout.group_size < 2,
+        lambda c: (
+            "filters.zero_variance with rollout.group_size = 1: a rollout alone has no variance, every group would be"
+            " dropped. Set rollout.group_size to 2 or more, or remove filters.zero_variance"
+        ),
+    ),
+    Refused(
+        ("replay.max_staleness", "rollout.max_staleness"),
+        lambda c: c.replay.size > 0 and c.replay.max_staleness <= c.staleness_bound,
+        lambda c: (
+            f"replay.max_staleness = {c.replay.max_staleness} is not above the bound of fresh rollouts, which is"
+            f" {c.staleness_bound}: a group that waited for its step would be too old to be replayed. Set it to"
+            f" {c.staleness_bound + 1} or more"
+        ),
+    ),
+    Refused(
+        ("replay.size", "algorithm.advantage"),
+        lambda c: c.replay.size > 0 and c.algorithm.needs_critic,
+        lambda c: (
+            'replay.size with algorithm.advantage = "gae": the critic finds a signal in every group, so that none is'
+            " replaced. Remove replay.size"
+        ),
+    ),
+    Refused(
+        ("replay.size", "rollout.group_size"),
+        lambda c: c.replay.size > 0 and c.rollout.group_size < 2,
+        lambda c: (
+            "replay.size with rollout.group_size = 1: a group's score is 0 without a spread of its rewards, so that"
+            " none is kept. Set rollout.group_size to 2 or more, or remove replay.size"
+        ),
+    ),
+    Refused(
+        ("reroll.max_groups", "rollout.groups_per_step"),
+        lambda c: c.reroll.max_groups > c.rollout.groups_per_step,
+        lambda c: (
+            f"reroll.max_groups = {c.reroll.max_groups} is above rollout.groups_per_step ="
+            f" {c.rollout.groups_per_step}: nothing but failed tasks would be left. Lower it"
+        ),
+    ),
+)

@@ -1,0 +1,119 @@
+"""What layers of values come to: which options have an effect, what is refused, and what is derived from others.
+
+Owns the merged layers and the messages that say which of them set what. Never reads a file.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollover.config.schema import REFUSED, Config, default_of, field_at, rules_of
+from rollover.config.table import UNSETTLED, ConfigError, Inert, Refused, row_of, value_of
+from rollover.config.tasks import NO_SOURCES
+
+Values = dict[str, Any]
+
+
+@dataclass
+class Layers:
+    """The merged values by dotted key, and for each key the index of the layer that set it last."""
+
+    labels: list[str] = field(default_factory=list)
+    values: Values = field(default_factory=dict)
+    index: dict[str, int] = field(default_factory=dict)
+
+    def label(self, key: str) -> str:
+        while key and key not in self.index:
+            key = key.rpartition(".")[0]
+        return self.labels[self.index[key]] if key else ""
+
+    def put(self, key: str, value: Any, layer: int) -> None:
+        for old in [k for k in self.index if k.startswith(f"{key}.")]:
+            del self.index[old]
+        self.values[key] = value
+        self.index[key] = layer
+        info = field_at(key)
+        if info is not None and row_of(info.annotation) and isinstance(value, list):
+            for i, row in enumerate(value):
+                self.index.update({f"{key}.{i}.{name}": layer for name in row})
+
+
+def settle(config: Config, layers: Layers) -> tuple[Config, list[str], list[str]]:
+    """(the configuration without options that a later layer switched off, notices of those, errors of the others).
+
+    An option without effect is an error only when it comes from the same or a later layer than the setting that
+    switches it off: recipes work alone and as overlays. A reset may switch off more, so this runs to a fixed point.
+    """
+    notices: list[str] = []
+    problems: dict[str, str] = {}
+    changed = True
+    while changed:
+        changed = False
+        for rule in [rule for rule in rules_of(config) if isinstance(rule, Inert)]:
+            for key in rule.without_effect(config, layers.index):
+                cause = max(_layer_of(setting, layers) for setting in rule.because)
+                if _layer_of(key, layers) >= cause:
+                    problems.setdefault(key, f"{layers.label(key)}: {rule.message(key)}")
+                    continue
+                value = rule.neutral[0] if rule.neutral else default_of(key)
+                notices.append(
+                    f"{key} = {shown(value_of(config, key))} ({layers.label(key)}) was reset to"
+                    f" {shown(value)} ({layers.labels[cause]}): it has no effect {rule.why}"
+                )
+                config = _replace(config, key, value)
+                layers.index[key] = cause
+                changed = True
+    return config, notices, list(problems.values())
+
+
+def refuse(config: Config, layers: Layers, problems: list[str], require_sources: bool) -> None:
+    """ConfigError with these `problems` and every refused combination, if there is one."""
+    refused: tuple[Refused, ...] = (NO_SOURCES, *REFUSED) if require_sources else REFUSED
+    messages = [*problems, *(f"{_source(r.keys, layers)}{r.message(config)}" for r in refused if r.when(config))]
+    if messages:
+        raise ConfigError("\n".join(messages))
+
+
+def _source(keys: tuple[str, ...], layers: Layers) -> str:
+    """The topmost layer that set one of `keys`, as the head of a message: the place to look at first."""
+    top = max(_layer_of(key, layers) for key in keys)
+    return f"{layers.labels[top]}: " if top >= 0 else ""
+
+
+def _layer_of(key: str, layers: Layers) -> int:
+    return layers.index.get(key, -1)
+
+
+def _replace(config: Config, key: str, value: Any) -> Config:
+    """A copy of `config` with one value changed."""
+    data = config.model_dump()
+    *path, name = key.split(".")
+    place: Any = data
+    for part in path:
+        place = place[int(part)] if isinstance(place, list) else place[part]
+    place[name] = value
+    return Config.model_validate(data, strict=True, context=UNSETTLED)
+
+
+def derive(config: Config, layers: Layers) -> tuple[Config, dict[str, str]]:
+    """Final values for the options whose default depends on others, and what set each option."""
+    origin = {key: layers.labels[index] for key, index in layers.index.items()}
+    if config.rollout.in_flight_groups == 0:
+        config = _replace(config, "rollout.in_flight_groups", config.rollout.groups_per_step)
+        origin["rollout.in_flight_groups"] = "derived from rollout.groups_per_step"
+    if config.rollout.on_stale == "":
+        config = _replace(config, "rollout.on_stale", "finish_first")
+    if config.algorithm.correction != config.algorithm.weight:
+        config = _replace(config, "algorithm.correction", config.algorithm.weight)
+        origin["algorithm.correction"] = "derived from algorithm.proximal"
+    if config.algorithm.advantage == "remax" and not config.rollout.greedy_baseline:
+        config = _replace(config, "rollout.greedy_baseline", True)
+        origin["rollout.greedy_baseline"] = "derived from algorithm.advantage"
+    return config, origin
+
+
+def shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,149 @@
+"""What every table of the configuration is made of: the base class, rules over options, and how rules are applied.
+
+Owns no option and no rule: the tables stand in files of their own, each with its rules below it, and `schema` puts them
+together. Rules are functions of the whole configuration, which is above this file: they take it as `Any`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict
+
+# Validation context of values that are not settled yet: options that a later layer switches off may still be there, so
+# nothing is refused. load_config refuses by itself, and tells which layer set what.
+UNSETTLED = object()
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. The message names file, key and fix."""
+
+
+class Table(BaseModel):
+    """A table of options: unknown keys are errors, and values are not coerced from the wrong type.
+
+    Checked where it is made, and frozen. pydantic's `model_copy(update=...)` and `model_construct` check nothing: make
+    a new table of values that may be wrong.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=False, validate_default=False, frozen=True)
+
+    def neutral(self, name: str) -> tuple[Any, ...]:
+        """Values of an option that mean the same as leaving it out: setting one is never an option without effect."""
+        return (type(self).model_fields[name].get_default(call_default_factory=True),)
+
+
+def is_own(name: str) -> bool:
+    """Whether a value names a function of the user's own (module:function or path.py:function)."""
+    return ":" in name
+
+
+# Rules
+
+
+@dataclass(frozen=True)
+class Inert:
+    """`options` have no effect when `when(config)` holds; `because` names the settings that switch them off."""
+
+    options: tuple[str, ...]
+    because: tuple[str, ...]
+    when: Callable[[Any], bool]
+    why: str
+    """Completes "<option> has no effect ..."."""
+    fix: str = ""
+    """How to give the option an effect."""
+    neutral: tuple[Any, ...] = ()
+    """Values that the options may have all the same; one of an earlier layer is reset to the first. Empty: the
+    default."""
+
+    def message(self, key: str) -> str:
+        advice = f"{self.fix}, or remove {key}" if self.fix else f"Remove {key}"
+        return f"{key} has no effect {self.why}. {advice}"
+
+    def without_effect(self, config: Any, keys: Collection[str]) -> list[str]:
+        """The options of this rule, of those among `keys`, that are set and have no effect in `config`."""
+        if not self.when(config):
+            return []
+        return [
+            key
+            for key in self.options
+            if key in keys and value_of(config, key) not in (self.neutral or neutral_values(config, key))
+        ]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A combination of `keys` that is an error when `when(config)` holds. `message` says why, and what to change."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Any], bool]
+    message: Callable[[Any], str]
+
+
+Rule = Inert | Refused
+
+
+def refuse(config: Any, rules: Iterable[Rule], keys: Collection[str]) -> None:
+    """ValueError that names every combination in `config` that is refused, and every one of `keys` without effect."""
+    inert: dict[str, str] = {}
+    refused: list[str] = []
+    for rule in rules:
+        if isinstance(rule, Inert):
+            for key in rule.without_effect(config, keys):
+                inert.setdefault(key, rule.message(key))
+        elif rule.when(config):
+            refused.append(rule.message(config))
+    if problems := [*inert.values(), *refused]:
+        raise ValueError("\n".join(problems))
+
+
+def alone(table: str, rules: Iterable[Rule]) -> list[Rule]:
+    """Those rules that look at no other table."""
+
+    def keys(rule: Rule) -> tuple[str, ...]:
+        return rule.options + rule.because if isinstance(rule, Inert) else rule.keys
+
+    return [rule for rule in rules if all(key.startswith(f"{table}.") for key in keys(rule))]
+
+
+# Values by their dotted keys
+
+
+def value_of(config: Any, key: str) -> Any:
+    """The value behind a dotted key; `tasks.sources.0.kind` is one of a list of tables."""
+    value: Any = config
+    for part in key.split("."):
+        value = value[int(part)] if isinstance(value, list) else getattr(value, part)
+    return value
+
+
+def neutral_values(config: Any, key: str) -> tuple[Any, ...]:
+    """`Table.neutral` of a dotted key."""
+    table, _, name = key.rpartition(".")
+    return value_of(config, table).neutral(name)
+
+
+def given(table: Table, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of the values that were set where `table` was made in Python; of a list of tables also those of its
+    rows."""
+    for name in table.model_fields_set:
+        key, value = f"{prefix}{name}", getattr(table, name)
+        if isinstance(value, Table):
+            yield from given(value, f"{key}.")
+            continue
+        yield key
+        for i, row in enumerate(value) if isinstance(value, list) else ():
+            if isinstance(row, Table):
+                yield from given(row, f"{key}.{i}.")
+
+
+def table_of(annotation: Any) -> type[Table] | None:
+    """The Table behind `annotation`, if it is one (not a list of them)."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Table) else None
+
+
+def row_of(annotation: Any) -> type[Table] | None:
+    """The Table of one element, if `annotation` is a list of tables ([[tasks.sources]])."""
+    return table_of(get_args(annotation)[0]) if get_origin(annotation) is list else None

@@ -97,6 +97,25 @@ def test_rows_that_are_missing_are_said_of_the_step_that_the_run_goes_on_from(
     check_whole(tmp_path / "run", 5)
 
 
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["in the journal", "in a checkpoint"])
+def test_nobody_goes_on_after_another_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpointed: bool
+) -> None:
+    """What a checkpoint holds has its prompt with it. The journal asks for it again, and knows it from another."""
+    recipe = runs.write(tmp_path, steps=4, checkpoint=CHECKPOINT)
+    if checkpointed:
+        assert train(capsys, recipe, "--train.num_steps", "2")[0] == 0
+    else:
+        train_until(capsys, 2, recipe)
+    code, text = train(capsys, recipe, "--resume", "--tasks.instruction", "Think hard")
+    if not checkpointed:
+        assert code == 2 and "and [tasks] now gives it with another prompt. Set back what makes them" in text, text
+        assert train(capsys, recipe, "--resume")[0] == 0
+    check_whole(tmp_path / "run", 4)
+    kept = [r for r in runs.records(tmp_path / "run") if r["step"] > 2 and r["segments"][0]["policy_version"] < 2]
+    assert kept and all("Think hard" not in str(r["messages"]) for r in kept)
+
+
 def train_until_second_ctrl_c(capsys: pytest.CaptureFixture[str], recipe: Path) -> dict[str, int]:
     """It ends the run in the middle of a decode step, once the journal has tokens of what runs: so many by rollout."""
     told: dict[str, int] = {}

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollover.checkpoint.journal import Record
 from rollover.rollout.lifecycle import EventKind
-from rollover.run.journal_scribe import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, pieces
+from rollover.run.journal_scribe import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of, pieces
 from rollover.run.parts import Parts
 from rollover.run.running_tokens import RunningTokens
 from rollover.types import DropReason, Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
@@ -90,12 +90,14 @@ class Replay:
         self.parts.prompts.version = meta["task_version"]
         item = self.next_task(meta["attempt"])
         wanted = f"{meta['task']} (attempt {meta['attempt']})"
-        found = "no more task" if item is None else f"{item[0].task_id} (attempt {item[0].attempt})"
+        found = "none" if item is None else f"{item[0].task_id} (attempt {item[0].attempt})"
+        if item is not None and found == wanted and meta.get("prompt") not in (None, digest_of(item[1])):
+            found = "it with another prompt"
         if item is None or found != wanted:
             raise ValueError(
-                f"--resume: the journal goes on with task {wanted}, and the tasks with {found}. Set back what gives"
-                " them ([tasks], tasks.before_produce, the data, [reroll]), or delete the folder journal/ in run.dir to"
-                " go on from the checkpoint alone"
+                f"--resume: the journal goes on with task {wanted}, and [tasks] now gives {found}. Set back what makes"
+                " them ([tasks], tasks.before_produce, the data, the model's chat template, [reroll]), or delete the"
+                " folder journal/ in run.dir to go on from the checkpoint alone"
             )
         group = self.lifecycle.admit(*item, meta["version"])
         assert group.group_id == meta["group"]

@@ -74,6 +74,7 @@ class Scribe:
             if kind is EventKind.ADMIT:
                 task = group.task
                 fields |= {"task": task.task_id, "attempt": task.attempt, "task_version": self.task_version()}
+                fields["prompt"] = digest_of(group.prompt_ids)
             elif event.reason is not None:
                 fields |= {"reason": event.reason.value, "filter": event.filter}
         else:
@@ -144,6 +145,11 @@ class Scribe:
 
     def _write(self, kind: str, fields: Mapping[str, Any], data: bytes = b"") -> None:
         self.journal.append({"kind": kind, "seconds": round(self.clock(), 6), **fields}, data)
+
+
+def digest_of(prompt_ids: Sequence[int]) -> int:
+    """Tells a prompt from another: what was sampled after one is no answer to the other."""
+    return zlib.crc32(np.asarray(prompt_ids, "<i4").tobytes())
 
 
 def _beyond(segments: Sequence[Segment], start: int, known: int) -> tuple[list[dict[str, Any]], bytes]:

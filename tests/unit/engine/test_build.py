@@ -45,7 +45,7 @@ def test_beside_a_trainer_the_weights_are_a_copy() -> None:
     assert all(p.requires_grad for p in LOADED.model.parameters()), "the trainer's are left as they are"
 
 
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("kind", ["embedded", "process"])
 def test_without_a_trainer_the_model_is_the_engines(kind: str) -> None:
     loaded = tiny.loaded()
     alone = EngineSetup(setup(kind).config, lambda: loaded, 1, beside_trainer=False)

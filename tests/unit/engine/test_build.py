@@ -64,5 +64,5 @@ def test_an_engine_of_ones_own_is_made_by_its_function(tmp_path: Path, monkeypat
 
 
 def test_a_kind_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match='engine.kind = "proces" is none of embedded, process, and no .*process'):
+    with pytest.raises(ValueError, match='engine.kind = "proces" is none of embedded, process.*, and no .*process'):
         load_config([], [("engine.kind", "proces")], require_sources=False)

@@ -1,4 +1,4 @@
-"""The reward worker: runs reward functions, in a kept child process (processes.py; rewards/worker.py starts it).
+"""What runs in a reward worker's process: the reward functions (rewards/client.py is the parent's end).
 
 Owns the child's end of the protocol (JSON lines; rewards/wire.py) and its memory limit. A function that the program of
 the parent handed over comes inside the message that loads it (rewards/travel.py). Functions run in the main thread, so

@@ -30,8 +30,21 @@ def reply_of(line: bytes, call: int) -> dict[str, Any]:
     return reply
 
 
-def checked_results(results: Any, num: int) -> list[dict[str, Any]]:
-    """`results`, if they are those of `num` items: each {"score", "extras"}, finite numbers, or {"error"}."""
+def results_of(reply: dict[str, Any], mode: str, missing: set[int]) -> dict[int, dict[str, Any]]:
+    """The results in a reply, by the index of their item: each {"score", "extras"}, finite numbers, or {"error"}.
+
+    BadReply unless they are those of `missing` items: one of them, in mode "batch" all.
+    """
+    if mode == "batch":
+        results = [reply] * len(missing) if "error" in reply else reply.get("results")
+        return dict(zip(sorted(missing), _checked(results, len(missing)), strict=True))
+    index = reply.get("index")
+    if not isinstance(index, int) or index not in missing:
+        raise BadReply("scored another sample")
+    return {index: _checked([reply.get("result")], 1)[0]}
+
+
+def _checked(results: Any, num: int) -> list[dict[str, Any]]:
     if not isinstance(results, list) or len(results) != num or not all(map(_is_result, results)):
         raise BadReply("gave results that are none")
     return results

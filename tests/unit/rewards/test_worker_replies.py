@@ -9,7 +9,7 @@ import pytest
 from rollover.config import RewardsConfig
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.wire import BadReply, checked_results, reply_of
+from rollover.rewards.wire import BadReply, reply_of, results_of
 from rollover.types import Task
 
 FUNCTIONS = """
@@ -147,7 +147,7 @@ def test_a_pipe_that_is_flooded_or_closed_does_not_end_the_run(word):
 )
 def test_results_that_are_none(results):
     with pytest.raises(BadReply):
-        checked_results(results, 2)
+        results_of({"results": results}, "batch", {0, 1})
 
 
 def test_a_reply_is_one_to_this_call():

@@ -15,8 +15,6 @@ TESTS = Path(__file__).parents[1]
 MAX_METHODS, MAX_CLASS_LINES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 20, 250, 400, 80
 
 WIDE_CLASSES: set[str] = {
-    "checkpoint/store.py:CheckpointStore",
-    "rewards/worker.py:RewardWorker",
     "rollout/driver.py:Driver",
     "rollout/lifecycle.py:Lifecycle",
     "rollout/scheduler.py:Scheduler",
@@ -29,7 +27,6 @@ LONG_FUNCTIONS: set[str] = set()
 CIRCLES: set[frozenset[str]] = set()
 # File of tests: private names of the product that it reads.
 PRIVATE: dict[str, set[str]] = {
-    "unit/checkpoint/test_store.py": {"_fs", "_root"},
     "unit/models/test_smollm2.py": {"_convert"},
     "unit/rollout/test_driver_watchdog.py": {"_lengths", "_running", "_stalls"},
     "unit/rollout/test_failing_engine.py": {"_lengths"},

@@ -15,6 +15,8 @@ import uuid
 from pathlib import Path
 
 import pytest
+from fsspec.core import url_to_fs
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -336,6 +338,11 @@ def remote() -> CheckpointStore:
     return CheckpointStore(f"memory://bucket-{uuid.uuid4().hex}/run", keep=2)
 
 
+def behind(store: CheckpointStore) -> tuple[MemoryFileSystem, str]:
+    """The file system of the store, and its folder there."""
+    return url_to_fs(store.dir)
+
+
 def test_remote_round_trip_and_keep(remote: CheckpointStore) -> None:
     assert remote.list() == []
     for step in (10, 20, 30):
@@ -349,21 +356,21 @@ def test_remote_round_trip_and_keep(remote: CheckpointStore) -> None:
 def test_remote_marker_is_uploaded_last(remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upload cut off at any point is invisible, and removed by a later write."""
     remote.write("step-000010", FILES)
-    fs = remote._fs
-    assert fs.exists(f"{remote._root}/step-000010/COMMITTED")
-    fs.rm_file(f"{remote._root}/step-000010/COMMITTED")
+    fs, root = behind(remote)
+    assert fs.exists(f"{root}/step-000010/COMMITTED")
+    fs.rm_file(f"{root}/step-000010/COMMITTED")
     assert remote.list() == []
     with pytest.raises(CorruptCheckpointError, match="step-000010.*COMMITTED"):
         remote.open("step-000010")
     remote.write("step-000020", FILES)
-    assert not fs.exists(f"{remote._root}/step-000010")
+    assert not fs.exists(f"{root}/step-000010")
 
     uploaded: list[str] = []
     for method in ("put_file", "pipe_file"):
         original = getattr(fs, method)
 
         def record(*args, _original=original, **kwargs):
-            uploaded.extend(str(a) for a in args if str(a).startswith(remote._root))
+            uploaded.extend(str(a) for a in args if str(a).startswith(root))
             return _original(*args, **kwargs)
 
         monkeypatch.setattr(type(fs), method, staticmethod(record))
@@ -381,7 +388,8 @@ def test_remote_failure_leaves_the_earlier_ones(remote: CheckpointStore) -> None
     with pytest.raises(CheckpointWriteError, match="No space left on device"):
         remote.write("step-000020", {"a": b"uploaded", "b": fail})
     assert remote.list() == ["step-000010"]
-    assert not remote._fs.exists(f"{remote._root}/step-000020")
+    fs, root = behind(remote)
+    assert not fs.exists(f"{root}/step-000020")
     assert contents(remote, "step-000010") == FILES
 
 
@@ -410,15 +418,15 @@ def test_remote_replacement_that_is_killed_leaves_the_former(
 ) -> None:
     """At the last moment: all files are uploaded, the marker is not."""
     remote.write("step-000010", FILES)
-    plain = type(remote._fs).pipe_file
+    plain = MemoryFileSystem.pipe_file
 
     def killed(self: object, path: str, value: bytes) -> None:
         if path.endswith("COMMITTED"):
-            monkeypatch.setattr(type(remote._fs), "rm", lambda *args, **options: None)
+            monkeypatch.setattr(MemoryFileSystem, "rm", lambda *args, **options: None)
             raise KeyboardInterrupt
         plain(self, path, value)
 
-    monkeypatch.setattr(type(remote._fs), "pipe_file", killed)
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", killed)
     with pytest.raises(KeyboardInterrupt):
         remote.write("step-000010", {"a": b"new"})
     monkeypatch.undo()
@@ -440,7 +448,7 @@ def test_remote_errors_that_are_no_os_errors(
     remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     remote.write("step-000010", FILES)
-    monkeypatch.setattr(type(remote._fs), method, unavailable)
+    monkeypatch.setattr(MemoryFileSystem, method, unavailable)
     with pytest.raises(CheckpointWriteError, match="step-000020 could not be written .* Unavailable: 503: try again"):
         remote.write("step-000020", FILES)
     monkeypatch.undo()
@@ -452,7 +460,7 @@ def test_a_remote_store_that_does_not_answer_is_not_taken_for_an_empty_one(
     remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     remote.write("step-000010", FILES)
-    monkeypatch.setattr(type(remote._fs), method, unavailable)
+    monkeypatch.setattr(MemoryFileSystem, method, unavailable)
     with pytest.raises(ValueError, match=r"^checkpoint.dir = 'memory://.*' cannot be read: Unavailable: 503: try ag"):
         remote.open(remote.list()[-1])
 
@@ -463,7 +471,7 @@ def test_an_earlier_remote_checkpoint_that_cannot_be_deleted_does_not_cost_the_n
 ) -> None:
     for step in (10, 20):
         remote.write(checkpoint_name(step), FILES)
-    monkeypatch.setattr(type(remote._fs), method, unavailable)
+    monkeypatch.setattr(MemoryFileSystem, method, unavailable)
     with pytest.warns(UserWarning, match="step-000010 in .* could not be deleted: 503"):
         remote.write("step-000030", FILES)
     assert remote.list()[-1] == "step-000030"
@@ -472,10 +480,11 @@ def test_an_earlier_remote_checkpoint_that_cannot_be_deleted_does_not_cost_the_n
 def test_remote_corruption(remote: CheckpointStore) -> None:
     remote.write("step-000010", FILES)
     remote.write("step-000020", FILES)
-    remote._fs.pipe_file(f"{remote._root}/step-000020/trainer.safetensors", b"short")
+    fs, root = behind(remote)
+    fs.pipe_file(f"{root}/step-000020/trainer.safetensors", b"short")
     with pytest.raises(CorruptCheckpointError, match="trainer.safetensors has 5 bytes.*resume_from step-000010"):
         remote.open("step-000020")
-    remote._fs.rm_file(f"{remote._root}/step-000020/trainer.safetensors")
+    fs.rm_file(f"{root}/step-000020/trainer.safetensors")
     with pytest.raises(CorruptCheckpointError, match="trainer.safetensors is missing"):
         remote.open("step-000020")
 

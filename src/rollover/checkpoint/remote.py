@@ -1,0 +1,140 @@
+"""Checkpoints behind an fsspec URL, in a store that has no rename: readers go by the marker alone, which comes last.
+
+Owns the order of uploads and deletions, and what was downloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rollover.checkpoint.content import FileWriter, commit_text, fingerprint, manifest_text, produce
+from rollover.checkpoint.entries import UPLOAD, upload_number
+from rollover.checkpoint.storage import Storage
+from rollover.checkpoint.writing import COMMITTED, MANIFEST, Place
+
+
+class RemoteStorage(Storage):
+    """See Storage. Downloads live as long as this object."""
+
+    write_errors = (Exception,)  # every store has errors of its own
+
+    def __init__(self, fs: Any, root: str, dir: str) -> None:
+        super().__init__(fs, root, dir)
+        self._downloads: list[tempfile.TemporaryDirectory[str]] = []
+
+    @property
+    def local_folder(self) -> None:
+        return None
+
+    @property
+    def needs_room_in(self) -> str:
+        return tempfile.gettempdir()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """A store that does not answer is an error of one line, and never an empty store."""
+        try:
+            yield
+        except ValueError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"checkpoint.dir = {self.dir!r} cannot be read: {reason}") from error
+
+    def entries(self) -> list[str]:
+        self.fs.invalidate_cache()
+        try:
+            return sorted(os.path.basename(p.rstrip("/")) for p in self.fs.ls(self.root, detail=False))
+        except FileNotFoundError:
+            return []
+
+    def cut_off(self) -> set[str]:
+        """Any: an upload that was cut off has no process to clean up after it."""
+        return self.names()
+
+    def find(self, name: str) -> str | None:
+        """The newest upload of it that is complete, else any."""
+        uploads = [self.at(entry) for entry in self._uploads(name)]
+        committed = [path for path in uploads if self.exists(f"{path}/{COMMITTED}")]
+        return next(reversed(committed or uploads), None)
+
+    def folder_for(self, source: str) -> str:
+        download = tempfile.TemporaryDirectory(prefix="rollover-checkpoint-")
+        self._downloads.append(download)
+        return download.name
+
+    def fetch(self, source: str, file: str, path: str) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self.fs.get_file(f"{source}/{file}", path)
+
+    def begin(self, name: str) -> Place:
+        # One that is replaced is deleted after the commit of its replacement.
+        replaced = self._uploads(name)
+        target = self.at(f"{name}.{upload_number(replaced[-1]) + 1}" if replaced else name)
+        return RemotePlace(self.fs, target, [self.at(e) for e in replaced], self._delete_upload, self.write_errors)
+
+    def delete(self, name: str) -> None:
+        for entry in self._uploads(name):
+            self._delete_upload(self.at(entry))
+
+    def clean(self) -> None:
+        """Nothing: readers do not see what is not complete, and newer checkpoints replace it."""
+
+    def _uploads(self, name: str) -> list[str]:
+        """The entries that are uploads of this checkpoint, the newest last."""
+        entries = [e for e in self.entries() if (match := UPLOAD.fullmatch(e)) and match[1] == name]
+        return sorted(entries, key=upload_number)
+
+    def _delete_upload(self, path: str) -> None:
+        self.fs.invalidate_cache()
+        if self.exists(f"{path}/{COMMITTED}"):
+            self.fs.rm_file(f"{path}/{COMMITTED}")
+        if self.exists(path):
+            self.fs.rm(path, recursive=True)
+
+
+class RemotePlace(Place):
+    """A folder `target` of an object store, which has no rename: the marker comes last, and readers go by it alone.
+
+    `replaced`: earlier uploads of this checkpoint; `delete` removes one of them, or what was uploaded of this.
+    `errors`: what a failing store raises. Files are staged one at a time: the local disk holds only the largest.
+    """
+
+    def __init__(
+        self,
+        fs: Any,
+        target: str,
+        replaced: list[str],
+        delete: Callable[[str], None],
+        errors: tuple[type[Exception], ...],
+    ) -> None:
+        super().__init__()
+        self._fs, self._target, self._replaced, self._delete, self._errors = fs, target, replaced, delete, errors
+
+    def add(self, file: str, content: FileWriter) -> None:
+        with tempfile.TemporaryDirectory(prefix="rollover-checkpoint-") as staging:
+            staged = os.path.join(staging, "file")
+            produce(staged, content)
+            self.manifest[file] = fingerprint(staged)
+            self._fs.makedirs(os.path.dirname(f"{self._target}/{file}"), exist_ok=True)
+            self._fs.put_file(staged, f"{self._target}/{file}")
+
+    def commit(self) -> None:
+        text = manifest_text(self.manifest)
+        self._fs.makedirs(self._target, exist_ok=True)
+        self._fs.pipe_file(f"{self._target}/{MANIFEST}", text)
+        self._fs.pipe_file(f"{self._target}/{COMMITTED}", commit_text(text))
+        for entry in self._replaced:
+            try:
+                self._delete(entry)
+            except self._errors as error:
+                warnings.warn(f"{entry}, which was replaced, could not be deleted: {error}", stacklevel=4)
+
+    def abort(self) -> None:
+        with contextlib.suppress(*self._errors):
+            self._delete(self._target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -114,6 +115,16 @@ def test_nobody_goes_on_after_another_prompt(
     check_whole(tmp_path / "run", 4)
     kept = [r for r in runs.records(tmp_path / "run") if r["step"] > 2 and r["segments"][0]["policy_version"] < 2]
     assert kept and all("Think hard" not in str(r["messages"]) for r in kept)
+
+
+def test_steps_are_not_trained_again_on_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a checkpoint the weights before the first step come from model.path."""
+    recipe = runs.write(tmp_path, steps=3, checkpoint=CHECKPOINT)
+    train_until(capsys, 2, recipe)
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    code, text = train(capsys, recipe, "--resume", "--model.path", tmp_path / "other")
+    assert code == 0 and "2 steps after the checkpoint are rolled back, since model.path changed: " in text, text
+    check_whole(tmp_path / "run", 3)
 
 
 def train_until_second_ctrl_c(capsys: pytest.CaptureFixture[str], recipe: Path) -> dict[str, int]:

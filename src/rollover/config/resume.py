@@ -119,10 +119,15 @@ def refuse(changed: Sequence[Change], *, held: bool | None = None) -> None:
         raise ValueError("\n".join(problems))
 
 
-def trains_otherwise(changed: Sequence[Change], config: Config) -> list[Change]:
-    """Those changes because of which a step, trained again on the same groups, would end with other weights."""
+def trains_otherwise(changed: Sequence[Change], config: Config, *, from_start: bool = False) -> list[Change]:
+    """Those changes because of which a step, trained again on the same groups, would end with other weights.
+
+    `from_start`: there is no checkpoint that the weights before it come from.
+    """
 
     def has(key: str) -> bool:
+        if key == "model.path" and from_start:
+            return True
         if key == "train.num_steps":  # the schedule's length
             return config.train.schedule != "constant"
         return not any(fnmatch(key, name) for name in _NOT_TRAINING) and any(fnmatch(key, name) for name in _TRAINING)

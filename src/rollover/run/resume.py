@@ -81,7 +81,7 @@ class Resume:
         held = bool(parts.lifecycle.cache.groups or sum(file.num_records for file in files) > 1)
         resume_rules.refuse(directory.changes, held=held)
         parts.lifecycle.stream_ended &= not directory.tasks_changed  # there may be more of them now
-        replay = self._replay(files)
+        replay = self._replay(files, from_start=name is None)
         version = parts.trainer.policy_version
         if self.hand_over.needed:
             parts.lifecycle.check_restored(version, parts.engine.max_tokens)
@@ -102,11 +102,11 @@ class Resume:
         self._say(name, replay)
         return Restored(saved_version, version)
 
-    def _replay(self, files: list[Part]) -> Replay:
+    def _replay(self, files: list[Part], *, from_start: bool) -> Replay:
         """What the journal tells happens again; steps are trained again, or rolled back. Nothing is generated."""
         parts, dropped = self.parts, self.tracking.records.dropped
         kinds = {kind for file in files for kind in file.kinds}
-        otherwise = resume_rules.trains_otherwise(self.directory.changes, self.config)
+        otherwise = resume_rules.trains_otherwise(self.directory.changes, self.config, from_start=from_start)
         next_task = parts.reuse.reroll.as_before
         if STEP in kinds and (otherwise or ROLL_BACK in kinds or self.config.checkpoint.lost_steps == "roll_back"):
             replay = RollBack(parts, next_task, self._lose, dropped.clear)

@@ -6,11 +6,12 @@ Owns no file. Imports nothing heavy; fsspec only where a path is a URL.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
+
+from rollover.alike import alike
 
 
 def check_writable(where: str | Path, name: str) -> None:
@@ -84,7 +85,7 @@ def near_paths(path: str | Path, suffixes: Collection[str] = ()) -> list[str]:
     except OSError:  # a folder that may not be listed
         return []
     # By stem: ".jsonl" alone makes short names half alike.
-    near = difflib.get_close_matches(missing.stem, {p.stem for p in entries}, n=3, cutoff=0.6)
+    near = alike(missing.stem, {p.stem for p in entries}, 3)
     candidates = [Path(p, *rest) for p in sorted(entries) if p.stem in near]
     return [str(c) for c in candidates if c.exists()]
 

@@ -7,7 +7,6 @@ are called in another process, which uses `explained` alone. No torch.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rollover.alike import alike
 from rollover.live_objects import LIVE, live_object
 
 _MAX_ERROR_CHARS = 500
@@ -216,5 +216,5 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _near(name: str, candidates: list[str]) -> str:
-    near = difflib.get_close_matches(name, candidates, n=3)
+    near = alike(name, candidates, 3)
     return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -119,6 +119,14 @@ def test_asyncio_only_in_the_shells():
     assert find(stray) == []
 
 
+def test_near_names_are_looked_for_in_one_place():
+    def stray(path: Path) -> Iterator[tuple[int, str]]:
+        if name_of(path) != "alike.py":
+            yield from (hit for hit in imports(path) if hit[1] == "difflib")
+
+    assert find(stray) == []
+
+
 def test_vllm_and_ray_have_files_of_their_own():
     owners = {"vllm": ("engine/vllm_worker.py",), "ray": ("cluster/ray.py",)}
 

@@ -5,7 +5,6 @@ Owns no weights after loading. Never runs code that comes with a model unless mo
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import logging
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from rollover.alike import alike
 from rollover.config import ModelConfig
 from rollover.files import did_you_mean_path
 from rollover.models import attention
@@ -67,7 +67,7 @@ def resolve_path(cfg: ModelConfig) -> str:
     local = folder.is_file() or cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1
     if local or ("/" in cfg.path and folder.parent.is_dir()):
         raise ValueError(f"model.path = {cfg.path!r}: there is no such folder{did_you_mean_path(folder)}")
-    if "/" not in cfg.path and difflib.get_close_matches(cfg.path.lower(), [ALIAS], cutoff=0.7):
+    if "/" not in cfg.path and alike(cfg.path.lower(), [ALIAS], cutoff=0.7):
         # The hub would be asked for it, and without a network for half a minute.
         raise ValueError(f"model.path = {cfg.path!r}: there is no such folder. Did you mean {ALIAS!r}?")
     return cfg.path

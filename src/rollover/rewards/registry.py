@@ -10,7 +10,6 @@ returns. Never talks to a pipe and never sets a time limit. A spec is one of
 from __future__ import annotations
 
 import asyncio
-import difflib
 import inspect
 import json
 import math
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from rollover.alike import alike
 from rollover.functions import load_function, printable, shortened
 from rollover.rewards.answers import RULES, extract_answer, reference_answer, same_answer
 
@@ -49,7 +49,7 @@ def spec_for(source: TaskSourceConfig, rewards: RewardsConfig, answer_rule: str 
     if spec in BUILTINS:
         return f"{spec}/{source.answer_rule or answer_rule}"
     if ":" not in spec:
-        near = difflib.get_close_matches(spec, BUILTINS, n=1)
+        near = alike(spec, BUILTINS)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"tasks.sources.reward: {spec!r} is neither built in ({', '.join(BUILTINS)}) nor module:function nor"
@@ -130,7 +130,7 @@ class LoadedReward:
     def _known(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Those that the function takes. ValueError if it needs one that is not there."""
         if missing := sorted(self.required - arguments.keys()):
-            near = [n for m in missing for n in difflib.get_close_matches(m, arguments, n=1)]
+            near = [n for m in missing for n in alike(m, arguments)]
             raise ValueError(
                 f"the function takes {', '.join(missing)}, but the data has no such column: it is given"
                 f" {', '.join(arguments)}" + (f". Did you mean {' or '.join(near)}?" if near else "")

@@ -6,13 +6,13 @@ the columns it writes here).
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from rollover.alike import alike
 from rollover.tasks.same import same_of_generator
 from rollover.tasks.source import FailedProblem, SourceSetup
 from rollover.types import Task
@@ -50,7 +50,7 @@ class ReasoningGymSource:
         from reasoning_gym.factory import DATASETS
 
         if name not in DATASETS:
-            near = difflib.get_close_matches(name, DATASETS, n=3)
+            near = alike(name, DATASETS, 3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"it has {len(DATASETS)}, such as chain_sum"
             raise ValueError(f"tasks.sources.name: reasoning-gym has no generator {name!r}; {hint}")
         reserved = sorted({"seed", "size"} & params.keys())

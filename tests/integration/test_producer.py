@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import runs
+from endings import train
+
+from rollover.engine.embedded.engine import EmbeddedEngine
 
 MINE = '''
 from rollover.engine.protocol import ExtendRequest
@@ -63,3 +67,26 @@ def test_a_run_with_a_producer_of_its_own(tmp_path: Path) -> None:
     assert resumed.returncode == 0, resumed.stderr
     assert "PRODUCE 5 4" in resumed.stdout and "PRODUCE 4 3" not in resumed.stdout
     assert len(runs.json_lines(tmp_path / "run" / "metrics.jsonl")) == 6
+
+
+def test_a_producer_that_cannot_be_used_leaves_no_engine_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook the process goes on, and the engine's own process would, too."""
+    closed: list[EmbeddedEngine] = []
+    close = EmbeddedEngine.close
+
+    async def closing(engine: EmbeddedEngine) -> None:
+        closed.append(engine)
+        await close(engine)
+
+    monkeypatch.setattr(EmbeddedEngine, "close", closing)
+    (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self, *args):\n        pass\n")
+    recipe = runs.write(
+        tmp_path,
+        rollout=dict.fromkeys(("groups_per_step", "group_size", "in_flight_groups", "interrupt")),
+        tasks={"producer": f"{tmp_path / 'mine.py'}:Mine"},
+    )
+    code, text = train(capsys, recipe)
+    assert code == 2 and "has no method produce" in text, text
+    assert len(closed) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,16 +34,20 @@ class EvalParts:
         model_config = config.model if model is None else config.model.model_copy(update={"path": model})
         loaded, adapter = load_with_adapter(model_config, dtype=dtype_of(config), device=engine_device(config))
         config = config.model_copy(update={"model": model_config})
-        engine = build_engine(EngineSetup(config, lambda: loaded, most_threads(config), beside_trainer=False))
-        if adapter:
-            await engine.load_weights(0, adapter)
-        return cls(
-            config=config,
-            tokenizer=loaded.tokenizer,
-            engine=engine,
-            rewarder=build_rewarder(config, training=False) if with_rewards else None,
-            stop_token_ids=stop_token_ids(loaded, []),
-        )
+        async with AsyncExitStack() as on_error:
+            engine = build_engine(EngineSetup(config, lambda: loaded, most_threads(config), beside_trainer=False))
+            on_error.push_async_callback(engine.close)
+            if adapter:
+                await engine.load_weights(0, adapter)
+            parts = cls(
+                config=config,
+                tokenizer=loaded.tokenizer,
+                engine=engine,
+                rewarder=build_rewarder(config, training=False) if with_rewards else None,
+                stop_token_ids=stop_token_ids(loaded, []),
+            )
+            on_error.pop_all()
+        return parts
 
     async def close(self) -> None:
         await self.engine.close()

@@ -63,8 +63,12 @@ async def running(config: Config, directory: RunDirectory, stop: Stop, resume_co
     """
     with LiveView(config.track.live, config.train.num_steps, title=config.run.name) as view:
         view.phase("loading the model")
-        parts = Parts.build(config, view.message, directory.trace)
-        run = Run(config, parts, directory, stop, view, resume_command)
+        parts = await Parts.build(config, view.message, directory.trace)
+        try:
+            run = Run(config, parts, directory, stop, view, resume_command)
+        except BaseException:
+            await parts.close()
+            raise
         try:
             await run.begin()
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +51,7 @@ class Parts:
     history: RunHistory
 
     @classmethod
-    def build(
+    async def build(
         cls, config: Config, say: Callable[[str], None] = lambda text: None, trace: TraceFile | None = None
     ) -> Parts:
         """Loads the model and starts nothing: a reward worker starts at its first call. `say` prints the lines of all
@@ -65,30 +66,34 @@ class Parts:
         model = functools.cache(lambda: load_model(config.model, device=devices[0]))
         # First: one elsewhere loads the model while we do, and one here copies the weights before the trainer casts
         # them or adds adapters.
-        engine = build_engine(EngineSetup(config, model, most_threads(config)))
-        loaded = model()
-        stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
-        trainer = build_trainer(config, loaded)
-        prompts = prompts_for(loaded.tokenizer, prompt_limit(config, engine.max_tokens))
-        observed = build_rewarder(config, training=True)
-        scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
-        reroll = Reroll(config.reroll, config.train.num_steps, prompts)
-        pool = observed.rewarder
-        driver = build_driver(config, engine, reroll, scorer, pool.scores_singly, group_filter, stops)
-        driver.say = observed.say = prompts.stream.say = say
-        return cls(
-            loaded=loaded,
-            trainer=trainer,
-            lifecycle=driver.lifecycle,
-            prompts=prompts,
-            engine=engine,
-            rewarder=pool,
-            observed=observed,
-            driver=driver,
-            stop_token_ids=stops,
-            reuse=Reuse(config, reroll),
-            history=RunHistory(trace),
-        )
+        async with AsyncExitStack() as on_error:  # an engine may be a process: nobody else would end it
+            engine = build_engine(EngineSetup(config, model, most_threads(config)))
+            on_error.push_async_callback(engine.close)
+            loaded = model()
+            stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
+            trainer = build_trainer(config, loaded)
+            prompts = prompts_for(loaded.tokenizer, prompt_limit(config, engine.max_tokens))
+            observed = build_rewarder(config, training=True)
+            scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
+            reroll = Reroll(config.reroll, config.train.num_steps, prompts)
+            pool = observed.rewarder
+            driver = build_driver(config, engine, reroll, scorer, pool.scores_singly, group_filter, stops)
+            driver.say = observed.say = prompts.stream.say = say
+            parts = cls(
+                loaded=loaded,
+                trainer=trainer,
+                lifecycle=driver.lifecycle,
+                prompts=prompts,
+                engine=engine,
+                rewarder=pool,
+                observed=observed,
+                driver=driver,
+                stop_token_ids=stops,
+                reuse=Reuse(config, reroll),
+                history=RunHistory(trace),
+            )
+            on_error.pop_all()
+        return parts
 
     async def close(self) -> None:
         """End what is in flight, the engine and the reward workers."""

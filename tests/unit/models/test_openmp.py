@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -69,9 +70,9 @@ def test_a_run_says_that_there_are_none(tmp_path: Path, monkeypatch: pytest.Monk
             "run": {"threads": 1},
         }
     )
-    parts = Parts.build(config, said.append)
+    parts = asyncio.run(Parts.build(config, said.append))
     assert said == [reason]
     assert parts.engine.stats()["engine/kernels"] == 0.0
     monkeypatch.undo()
     tiny.compiled_kernels()
-    assert Parts.build(config, said.append).engine.stats()["engine/kernels"] == 1.0 and said == [reason]
+    assert asyncio.run(Parts.build(config, said.append)).engine.stats()["engine/kernels"] == 1.0 and said == [reason]

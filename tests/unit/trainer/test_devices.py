@@ -67,7 +67,7 @@ def test_a_device_that_is_not_there_ends_the_run_before_the_model_is_loaded(
     monkeypatch.setattr(build, "ProcessEngine", lambda *_: pytest.fail("started"))
     for device, said in (("cuda", "torch sees no CUDA device"), ("gpu", "is not a device")):
         with pytest.raises(ValueError, match=f'engine.device = "{device}".*{said}'):
-            Parts.build(config(generates_on=device, kind=kind))
+            asyncio.run(Parts.build(config(generates_on=device, kind=kind)))
     with pytest.raises(ValueError, match='model.device = "cuda".*model.device = "cpu"'):
         pick_device("cuda")
 

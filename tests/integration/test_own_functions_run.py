@@ -143,18 +143,26 @@ def test_a_function_that_goes_wrong_later_ends_the_run_with_one_line_and_a_check
 
 ENGINE = """
 from rollover.engine.fake import FakeEngine
+from rollover.engine.protocol import Engine
 
-def make(setup):
-    return FakeEngine(lambda seed: 3 + seed % 9, vocab_size=100, turns_between_steps=4)
+class Own:
+    def __init__(self, setup):
+        self._fake = FakeEngine(lambda seed: 3 + seed % 9, vocab_size=100, turns_between_steps=4)
+
+    def __getattr__(self, name):
+        if name not in vars(Engine):
+            raise AttributeError(f"a run asks for {name}, which is not in the protocol of an engine")
+        return getattr(self._fake, name)
 """
 
 
 def test_an_engine_of_ones_own_generates_for_training_and_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It has what is in the protocol, and nothing more."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(ENGINE)
-    file = runs.write(tmp_path, engine={"kind": "mine.py:make"}, eval={"num_tasks": 4})
+    file = runs.write(tmp_path, engine={"kind": "mine.py:Own"}, eval={"num_tasks": 4})
     code, said = run(capsys, "train", file)
     assert code == 0, said
     rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")

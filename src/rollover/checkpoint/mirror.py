@@ -30,7 +30,8 @@ _PART_BYTES = 1 << 20
 
 
 class Mirror:
-    """Of the run in `folder`, below `root` of the fsspec file system `fs`. `say` prints one line; a thread calls it.
+    """Copies the files of the run in `folder` to `root` of the fsspec file system `fs`. `say` prints one line, and is
+    called from a thread.
 
     Every process makes a copy of its own, `root`/<number>, and deletes those before it when it is whole. `guard` makes
     an error of a store that is read a ValueError. `failed`: times that copying failed.
@@ -52,7 +53,7 @@ class Mirror:
     # Copying
 
     def beat(self) -> None:
-        """Begin to copy what is new, unless the store is busy with what was."""
+        """Begin to copy what is new, unless an earlier copying is still under way."""
         if self._last is None or self._last.done():
             self._last = self._thread.submit(self._attempt)
 
@@ -62,7 +63,7 @@ class Mirror:
         self._last.result()
 
     def close(self) -> None:
-        """As `copy`, for the last time. Not if nothing was copied before: that process did not get as far as to run."""
+        """Copy for the last time. Nothing is copied if nothing was before: the process ended before its run began."""
         if self._last is not None:
             self.copy()
         self._thread.shutdown()
@@ -99,7 +100,7 @@ class Mirror:
             self._whole = True
 
     def _files(self, *patterns: str) -> list[str]:
-        """Names of those in the folder."""
+        """Names of the files in the folder that match one of the patterns."""
         return [str(path.relative_to(self.folder)) for p in patterns for path in sorted(self.folder.glob(p))]
 
     def _with_sizes(self, *patterns: str) -> list[tuple[str, int]]:
@@ -179,7 +180,7 @@ class Mirror:
             os.replace(temporary, path)
 
     def _numbers(self) -> list[int]:
-        """Of the copies that are there, whole or not."""
+        """Numbers of the copies that lie in the store, whole or not."""
         self.fs.invalidate_cache()
         try:
             entries = [os.path.basename(path.rstrip("/")) for path in self.fs.ls(self.root, detail=False)]

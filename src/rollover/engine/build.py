@@ -1,7 +1,7 @@
 """The engine of a run, by engine.kind: a built-in one, or a function of the user's own that makes one.
 
-Training, evaluation, sampling and the engine's own process all get theirs here. Owns the table of kinds, and what is
-said of an engine that lacks a part of the contract. Never runs it.
+Training, evaluation, sampling and the engine's own process all get theirs here. Owns the table of kinds, and the
+error for an engine that lacks a part of the contract. Never runs it.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class FakeEngine:
         return {i: self._running[i].segments(StopReason.PAUSED, self._policy_version) for i in running}
 
     async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
-        """There is room for everyone."""
+        """None ever waits: there is room for everyone."""
         return set()
 
     def release(self, rollout_ids: Iterable[str]) -> None:
@@ -135,7 +135,7 @@ class FakeEngine:
         return WeightLoad(num_bytes=0, seconds=0.0)
 
     def use_threads(self, num: int) -> None:
-        """It takes no time, with any number."""
+        """Ignored: it computes nothing."""
 
     def stats(self) -> dict[str, float]:
         return dict(self._stats)

@@ -90,13 +90,16 @@ class Engine(Protocol):
         ...
 
     async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
-        """The running ones' segments of their current `extend` so far, for snapshots and the watchdog.
+        """For each of these rollouts that runs, the segments of its current `extend` so far: for snapshots and the
+        watchdog.
 
-        Of a rollout that is not known to run nothing is said: never what was known of an earlier `extend`."""
+        A rollout that is not known to run is left out: what an earlier `extend` gave is never told again.
+        """
         ...
 
     async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
-        """Those whose `extend` waits for room or for its prefill: without a token, but no stall while others go on."""
+        """Those of these rollouts whose `extend` waits for room or for its prefill: they get no token, but do not stall
+        while others do."""
         ...
 
     def release(self, rollout_ids: Iterable[str]) -> None:
@@ -106,14 +109,14 @@ class Engine(Protocol):
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
         """Replace weights (names as in the model's state dict) and stamp what they sample with `version`.
 
-        Returns when they are there, while what runs goes on where the engine can. What is older than `version` from
-        then on, `oldest_version` says. With LoRA the weights come once, then adapters
+        Returns when the engine has them; what runs goes on meanwhile where the engine can. Should tokens of older
+        weights still come after that, `oldest_version` says how old. With LoRA the weights come once, then adapters
         alone, by the names of models/adapters.py.
         """
         ...
 
     def use_threads(self, num: int) -> None:
-        """Generate with at most so many CPU threads from now on. Nothing for an engine that uses none here."""
+        """Use at most `num` CPU threads from now on. An engine that uses none of this machine ignores it."""
         ...
 
     def stats(self) -> dict[str, float]:
@@ -122,4 +125,6 @@ class Engine(Protocol):
         Where it can be told: engine/prefill_s, seconds in prefill."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Interrupt what runs and give everything back."""
+        ...

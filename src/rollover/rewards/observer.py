@@ -1,7 +1,7 @@
 """What a user should be told about the rewards: the first failure of a function, and scores that are all the same.
 
-Stands before the reward pool as another Rewarder, so that training and evaluation are both seen. Owns what has been
-said and the count of the errors. Never changes a reward.
+Stands before the reward pool as another Rewarder, so that training and evaluation are both seen. Owns what the
+user has been told and the count of the errors. Never changes a reward.
 """
 
 from __future__ import annotations

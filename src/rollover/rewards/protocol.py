@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from rollover.types import Reward, Task
 
@@ -23,6 +23,3 @@ class Rewarder(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-RewardResult = float | dict[str, Any] | None

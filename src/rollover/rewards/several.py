@@ -28,7 +28,7 @@ _DEFAULT_RULE = "last_number"  # of tasks.answer_rule
 
 
 class SeveralRewards:
-    """What a configuration's name for a list of functions stands for. `members`: functions, or specs of such."""
+    """A list of reward functions under one name of the configuration. `members`: functions, or specs of functions."""
 
     def __init__(self, members: Sequence[Callable[..., Any] | str]) -> None:
         self.members = tuple(members)

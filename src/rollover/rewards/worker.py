@@ -187,7 +187,7 @@ class RewardWorker:
             await self._client.kill()
 
     def _left(self, requests: dict[int, ScoreRequest], rewards: dict[int, Reward]) -> list[int]:
-        """Those without a reward; tasks in quarantine get none."""
+        """The requests without a reward. Those of tasks in quarantine are given a missing one first."""
         left = [i for i in requests if i not in rewards]
         barred = [i for i in left if requests[i].task.task_id in self.quarantine]
         error = f"quarantined: the task's calls ended {self.quarantine.limit} workers (rewards.quarantine_after)"

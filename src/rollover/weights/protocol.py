@@ -51,8 +51,8 @@ class TransportSetup:
 
 
 class WeightTransport(Protocol):
-    """The trainer's end of the way to one engine; `receive` is the engine's (tests/contract/ has the checks
-    for one of your own).
+    """The trainer's end of the way to one engine; `receive` is the engine's (tests/contract/test_transports.py
+    checks every one of the table).
 
     When `send` returns, the trainer may change its tensors: the engine has the values that they had, or can get them
     by `receive`. What an earlier version needed, and this one does not, is given back by then.

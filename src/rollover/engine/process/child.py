@@ -93,7 +93,7 @@ class _Worker:
         self.replies.write(json.dumps(reply | {"stats": self.engine.stats()}).encode() + b"\n")
 
     def _receive(self) -> None:
-        """Begin to answer what has come: one question, as the next is asked when this one is answered."""
+        """Begin to answer the question that has come. There is one at a time: the next is asked when it is answered."""
         while True:
             try:
                 message = self.control.receive()
@@ -127,5 +127,5 @@ class _Worker:
         return {}
 
     def _ids(self, calls: list[int]) -> dict[int, str]:
-        """Rollout id by number of call, of those of these calls that run here."""
+        """Of these calls those that run here: rollout id by number of call."""
         return {number: self.rollout_ids[number] for number in calls if number in self.rollout_ids}

@@ -63,7 +63,10 @@ class EngineClient:
         return self._process.pid
 
     def hello(self, limit_s: float | None = None) -> dict[str, Any]:
-        """What it says when the model is loaded. For any thread. EngineDied if it ends first, or takes longer."""
+        """Wait until the process has loaded the model, and return what it says of itself. For any thread.
+
+        EngineDied if it ends first, or takes longer than `limit_s` since this call.
+        """
         with self._hello_lock:
             if self._hello is None:
                 try:
@@ -80,7 +83,7 @@ class EngineClient:
             return self._hello
 
     async def ask(self, op: str, *, limit_s: float | None, file: int | None = None, **values: Any) -> dict[str, Any]:
-        """The answer, after the current decode step. The process must have said hello.
+        """Ask the process and return its answer, which comes after its current decode step. It must have said hello.
 
         TimeoutError if it does not answer within `limit_s`, ConnectionError if it has ended; from then on nothing more
         is asked of it. RuntimeError if it failed. Whoever asks may be cancelled: the answer is received all the same.

@@ -66,7 +66,7 @@ class ProcessEngine:
     # The process
 
     def _hello(self) -> dict[str, Any]:
-        """What the first process says, once its model is loaded; there is room for its weights then."""
+        """What the first process said when it had loaded the model. Room for its weights is taken then."""
         if self._said is None:
             said = self._client.hello()
             self._weights.reserve(said["weight_bytes"])

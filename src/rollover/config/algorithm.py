@@ -10,7 +10,20 @@ from rollover.config import correction
 from rollover.config.correction import Correction, Rejection
 from rollover.config.losses import ADVANTAGES, LOSSES, OWN_LOSS, WITHOUT_SIBLINGS, LossTraits
 from rollover.config.presets import PRESETS
-from rollover.config.table import UNSETTLED, Inert, Refused, Rule, Table, alone, given, is_own, refuse
+from rollover.config.table import (
+    OWN,
+    UNSETTLED,
+    Inert,
+    Refused,
+    Rule,
+    Table,
+    alone,
+    given,
+    is_own,
+    on_fields,
+    option,
+    refuse,
+)
 
 Presets = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "cispo", "gmpo", "rloo", "reinforce++", "gdpo", "ppo", "remax", "max_rl",
@@ -18,53 +31,71 @@ Presets = Literal[
 ]  # fmt: skip
 
 
+_BOUNDED = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.bounds), OWN)
+_DUAL_CLIPPED = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.dual_clip), OWN)
+_WEIGHING = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.weighs))
+
+
 class AlgorithmConfig(Table):
     """[algorithm]: advantages, loss and off-policy correction. A preset sets them below every file."""
 
-    preset: Presets = Field(default="grpo", description="Named set of the values below.")
+    preset: Presets = option("grpo", "Named set of the values below.")
 
-    advantage: str = Field(
-        default="grpo",
-        description=f"Advantage estimator: {', '.join(ADVANTAGES)}, or your own function (module:function or"
+    advantage: str = option(
+        "grpo",
+        f"Advantage estimator: {', '.join(ADVANTAGES)}, or your own function (module:function or"
         " path.py:function) of rewards [N] and group ids [N] to advantages [N].",
     )
-    advantage_std: Literal["sample", "population", "batch", "none"] = Field(
-        default="sample", description="grpo, sum_then_normalize: standard deviation that advantages are divided by."
+    advantage_std: Literal["sample", "population", "batch", "none"] = option(
+        "sample",
+        "Standard deviation that advantages are divided by.",
+        only_if=("algorithm.advantage", "grpo", "sum_then_normalize"),
     )
-    passk: int = Field(default=2, ge=2, description="grpo_passk: k of the pass@k that is optimised.")
-    reward_weights: dict[str, Any] = Field(
-        default_factory=dict,
-        description="gdpo, sum_then_normalize: weight of each reward, by name: score, or another entry of what the"
+    passk: int = option(2, "k of the pass@k that is optimised.", ge=2, only_if=("algorithm.advantage", "grpo_passk"))
+    reward_weights: dict[str, Any] = option(
+        {},
+        "Weight of each reward, by name: score, or another entry of what the"
         " reward function returned. Empty: score alone.",
+        only_if=("algorithm.advantage", "gdpo", "sum_then_normalize"),
     )
-    gamma: float = Field(default=1.0, gt=0, le=1, description="gae: discount of a token.")
-    gae_lambda: float = Field(default=1.0, ge=0, le=1, description="gae: decay of the temporal differences.")
-    critic_learning_rate: float = Field(default=1e-3, gt=0, description="gae: learning rate of the value head.")
-    value_clip: float = Field(default=0.2, gt=0, description="gae: clip of the change of a value in one step.")
+    gamma: float = option(1.0, "Discount of a token.", gt=0, le=1, only_if=("algorithm.advantage", "gae"))
+    gae_lambda: float = option(
+        1.0, "Decay of the temporal differences.", ge=0, le=1, only_if=("algorithm.advantage", "gae")
+    )
+    critic_learning_rate: float = option(
+        1e-3, "Learning rate of the value head.", gt=0, only_if=("algorithm.advantage", "gae")
+    )
+    value_clip: float = option(
+        0.2, "Clip of the change of a value in one step.", gt=0, only_if=("algorithm.advantage", "gae")
+    )
 
-    after_scoring: str = Field(
-        default="",
-        description="Your own function (module:function or path.py:function) of the batch's rollouts and their"
+    after_scoring: str = option(
+        "",
+        "Your own function (module:function or path.py:function) of the batch's rollouts and their"
         " advantages [N], which it may change in place or replace by returning others.",
     )
 
-    loss: str = Field(
-        default="clip",
-        description=f"Policy loss: {', '.join(LOSSES)}, or your own function (module:function or path.py:function),"
+    loss: str = option(
+        "clip",
+        f"Policy loss: {', '.join(LOSSES)}, or your own function (module:function or path.py:function),"
         " called as those of algorithms/loss.py are.",
     )
-    clip_low: float = Field(
-        default=0.2, ge=0, description="Lower clip of the current/proximal ratio: 1 - clip_low (of some losses, else)."
+    clip_low: float = option(
+        0.2,
+        "Lower clip of the current/proximal ratio: 1 - clip_low (other losses bound something else).",
+        ge=0,
+        only_if=_BOUNDED,
     )
-    clip_high: float = Field(
-        default=0.2, gt=0, description="Upper clip of the current/proximal ratio: 1 + clip_high (of some losses, else)."
+    clip_high: float = option(
+        0.2,
+        "Upper clip of the current/proximal ratio: 1 + clip_high (other losses bound something else).",
+        gt=0,
+        only_if=_BOUNDED,
     )
-    dual_clip: float = Field(
-        default=0.0, ge=0, description="clip: bound of the ratio where the advantage is negative (3, say); 0 = off."
+    dual_clip: float = option(
+        0.0, "Bound of the ratio where the advantage is negative (3, say); 0 = off.", ge=0, only_if=_DUAL_CLIPPED
     )
-    loss_options: dict[str, Any] = Field(
-        default_factory=dict, description="Further options of the loss, by name (docs/algorithms.md)."
-    )
+    loss_options: dict[str, Any] = option({}, "Further options of the loss, by name (docs/algorithms.md).")
     aggregation: Literal[
         "token-mean",
         "token-sum",
@@ -72,57 +103,55 @@ class AlgorithmConfig(Table):
         "seq-mean-token-mean",
         "seq-mean-token-sum-norm",
         "prompt-mean",
-    ] = Field(default="token-mean", description="How per-token losses become one number.")
-    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus; 0 = off.")
+    ] = option("token-mean", "How per-token losses become one number.")
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus; 0 = off.", ge=0)
 
-    proximal: Literal["step_start", "behavior", "interpolated", "snapshot"] = Field(
-        default="step_start",
-        description="Proximal log-probs, which the current ones are clipped against. step_start: under the weights at"
+    proximal: Literal["step_start", "behavior", "interpolated", "snapshot"] = option(
+        "step_start",
+        "Proximal log-probs, which the current ones are clipped against. step_start: under the weights at"
         " the start of the step. behavior: those the engine sampled with. interpolated: between behavior and"
         " current, by staleness, without a forward pass. snapshot: under the kept weights of the version that sampled"
         " the token. Not with loss = reinforce, which has no ratio to clip.",
     )
-    correction: Correction = Field(
-        default="token_truncate",
-        description="Importance weight proximal/behavior (current/behavior with loss = reinforce) on every token:"
+    correction: Correction = option(
+        "token_truncate",
+        "Importance weight proximal/behavior (current/behavior with loss = reinforce) on every token:"
         " truncated at, or masked above, correction_cap; of the token, the sequence, or a sequence's part of one policy"
         " version.",
     )
-    correction_cap: float = Field(default=2.0, gt=1, description="Cap of the importance weight.")
-    correction_floor: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Floor of the importance weight; 0 = none."
+    correction_cap: float = option(2.0, "Cap of the importance weight.", gt=1)
+    correction_floor: Annotated[float, Field(ge=0, lt=1)] = option(
+        0.0, "Floor of the importance weight; 0 = none.", unless=_WEIGHING
     )
-    allow_uncorrected: bool = Field(
-        default=False,
-        description="Permit stale rollouts, truncated sampling, or several minibatches a step though the loss has no"
+    allow_uncorrected: bool = option(
+        False,
+        "Permit stale rollouts, truncated sampling, or several minibatches a step though the loss has no"
         " ratio to the policy that sampled, or though that is not known of your own loss.",
     )
-    rejection: Rejection = Field(
-        default="none",
-        description="Leave tokens or sequences out of the step, as if they were context, by an estimate (k1, k2, k3) of"
+    rejection: Rejection = option(
+        "none",
+        "Leave tokens or sequences out of the step, as if they were context, by an estimate (k1, k2, k3) of"
         " the divergence of proximal and behavior policy.",
     )
-    rejection_high: float = Field(default=0.1, gt=0, description="rejection: the largest divergence that is kept.")
-    off_policy_mask_threshold: float = Field(
-        default=0.0,
-        ge=0,
-        description="Leave out sequences with a negative advantage whose mean log behavior/current is above it; 0 ="
-        " off.",
+    rejection_high: float = option(0.1, "The largest divergence that is kept.", gt=0, only_if=("algorithm.rejection",))
+    off_policy_mask_threshold: float = option(
+        0.0, "Leave out sequences with a negative advantage whose mean log behavior/current is above it; 0 = off.", ge=0
     )
-    ess_step_scaling: bool = Field(
-        default=False, description="Scale the learning rate by the effective sample size of the importance weights."
+    ess_step_scaling: bool = option(
+        False, "Scale the learning rate by the effective sample size of the importance weights."
     )
 
-    kl_coef: float = Field(
-        default=0.0, ge=0, description="Weight of the KL to the initial weights, in the loss; 0 = off."
-    )
-    kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = Field(
-        default="k3",
-        description="Estimator of that KL; with +: its value, and the gradient of k2. k1 with kl_bias_correction only:"
+    kl_coef: float = option(0.0, "Weight of the KL to the initial weights, in the loss; 0 = off.", ge=0)
+    kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = option(
+        "k3",
+        "Estimator of that KL; with +: its value, and the gradient of k2. k1 with kl_bias_correction only:"
         " its gradient is 0 on average.",
+        only_if=("algorithm.kl_coef",),
     )
-    kl_bias_correction: bool = Field(
-        default=False, description="Multiply that KL by the current/behavior ratio, which makes its gradient unbiased."
+    kl_bias_correction: bool = option(
+        False,
+        "Multiply that KL by the current/behavior ratio, which makes its gradient unbiased.",
+        only_if=("algorithm.kl_coef",),
     )
 
     @model_validator(mode="wrap")
@@ -141,7 +170,7 @@ class AlgorithmConfig(Table):
     def _check(self, info: ValidationInfo) -> "AlgorithmConfig":
         """ValueError for what load_config refuses, as far as it lies in this table alone."""
         if info.context is not UNSETTLED:
-            refuse(SimpleNamespace(algorithm=self), alone("algorithm", RULES), set(given(self, "algorithm.")))
+            refuse(SimpleNamespace(algorithm=self), _ALONE, set(given(self, "algorithm.")))
         return self
 
     @property
@@ -206,8 +235,6 @@ class AlgorithmConfig(Table):
         return self.loss_traits.ratio is True or (self.proximal_policy == "current" and self.weight != "none")
 
 
-_BOUNDED = tuple(name for name, traits in LOSSES.items() if traits.bounds)
-_DUAL_CLIPPED = tuple(name for name, traits in LOSSES.items() if traits.dual_clip)
 _BOUNDS_AS_SHARES = ("clip", "decoupled", "gspo", "luspo", "cispo", "clip_cov", "dppo_tv")  # of a ratio or probability
 _NOT_FREE = {
     "clip_low": "algorithm.clip_low",
@@ -223,43 +250,11 @@ def _never_negative(config: Any) -> bool:
     return algorithm.advantage == "grpo_passk" and not (algorithm.after_scoring or is_own(algorithm.loss))
 
 
-def _unless_advantage(options: tuple[str, ...], *advantages: str) -> Inert:
-    """`options` have an effect with these advantages only."""
-    return Inert(
-        tuple(f"algorithm.{option}" for option in options),
-        ("algorithm.advantage",),
-        lambda c: c.algorithm.advantage not in advantages,
-        f"unless algorithm.advantage is {' or '.join(advantages)}",
-    )
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 RULES: tuple[Rule, ...] = (
-    Inert(
-        ("algorithm.clip_low", "algorithm.clip_high"),
-        ("algorithm.loss",),
-        lambda c: not c.algorithm.loss_traits.bounds,
-        f"unless algorithm.loss is one of {', '.join(_BOUNDED)}",
-    ),
-    Inert(
-        ("algorithm.dual_clip",),
-        ("algorithm.loss",),
-        lambda c: not c.algorithm.loss_traits.dual_clip,
-        f"unless algorithm.loss is {' or '.join(_DUAL_CLIPPED)}",
-    ),
-    _unless_advantage(("advantage_std",), "grpo", "sum_then_normalize"),
-    _unless_advantage(("passk",), "grpo_passk"),
-    _unless_advantage(("reward_weights",), "gdpo", "sum_then_normalize"),
-    _unless_advantage(("gamma", "gae_lambda", "critic_learning_rate", "value_clip"), "gae"),
-    Inert(
-        ("rollout.greedy_baseline",),
-        ("algorithm.advantage",),
-        lambda c: c.algorithm.advantage != "remax",
-        'unless algorithm.advantage = "remax": no other estimator compares with a greedy rollout',
-    ),
     Inert(
         ("algorithm.clip_low", "algorithm.dual_clip"),
         ("algorithm.advantage",),
@@ -271,13 +266,6 @@ RULES: tuple[Rule, ...] = (
         ("algorithm.advantage",),
         _never_negative,
         'with algorithm.advantage = "grpo_passk": it concerns negative advantages, and none is',
-    ),
-    Inert(
-        ("algorithm.kl_kind", "algorithm.kl_bias_correction"),
-        ("algorithm.kl_coef",),
-        lambda c: not c.algorithm.kl_coef,
-        "with algorithm.kl_coef = 0",
-        "Set algorithm.kl_coef",
     ),
     *correction.RULES,
     Refused(
@@ -398,3 +386,4 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
 )
+_ALONE = alone("algorithm", [*on_fields(AlgorithmConfig, "algorithm"), *RULES])

@@ -108,22 +108,10 @@ RULES: tuple[Rule, ...] = (
         'with algorithm.correction = "none": all weights are 1',
     ),
     Inert(
-        ("algorithm.correction_floor",),
-        ("algorithm.loss",),
-        lambda c: c.algorithm.loss_traits.weighs,
-        'with algorithm.loss = "decoupled", which has a cap only',
-    ),
-    Inert(
         ("algorithm.rejection",),
         ("algorithm.proximal",),
         lambda c: c.algorithm.proximal_policy == "behavior",
         'with algorithm.proximal = "behavior": they are the same policy',
-    ),
-    Inert(
-        ("algorithm.rejection_high",),
-        ("algorithm.rejection",),
-        lambda c: c.algorithm.rejection == "none",
-        'with algorithm.rejection = "none"',
     ),
     Inert(
         ("algorithm.allow_uncorrected",),

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollover.config.load import Resolved
 from rollover.config.schema import Config, expected
-from rollover.config.table import Table, row_of, table_of
+from rollover.config.table import Table, needs_of, row_of, table_of
 
 _WIDTH = 100
 Line = Callable[[str, str, Any], str]  # (dotted key, name, value) -> the line that sets it
@@ -60,7 +60,8 @@ def lines_of(table: Table, line: Line, key: str = "", *, header: str = "[{}]", p
             for i, row in enumerate(value):
                 inner_lines += lines_of(row, line, full, header="[[{}]]", path=f"{full}.{i}")
         else:
-            doc = f"{info.description or ''} ({expected(info)})".strip()
+            takes = "; ".join([expected(info), *map(str, needs_of(info))])
+            doc = f"{info.description or ''} ({takes})".strip()
             if explained:
                 lines += textwrap.wrap(doc, _WIDTH, initial_indent="# ", subsequent_indent="#   ")
             lines += filter(None, [line(full, name, value)])

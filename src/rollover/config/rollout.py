@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rollover.alike import did_you_mean
-from rollover.config.table import Inert, Refused, Rule, Table, is_own
+from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
 ORDERS = ("oldest_first", "longest_first", "shortest_remaining", "fifo")
 AUTO_STEPS = 4  # in_flight_groups = "auto" holds at most so many steps' worth, unless the staleness bound allows more
@@ -18,96 +18,88 @@ AUTO_STEPS = 4  # in_flight_groups = "auto" holds at most so many steps' worth, 
 class RolloutConfig(Table):
     """[rollout]: how much is generated at once, when generation is interrupted, and how old tokens may get."""
 
-    groups_per_step: int = Field(default=8, ge=1, description="Groups (tasks) trained in one step.")
-    group_size: int = Field(default=8, ge=1, description="Sibling rollouts of one task.")
-    greedy_baseline: bool = Field(
-        default=False,
-        description="One more rollout of every task, greedy and not trained: the baseline of algorithm.advantage ="
+    groups_per_step: int = option(8, "Groups (tasks) trained in one step.", ge=1)
+    group_size: int = option(8, "Sibling rollouts of one task.", ge=1)
+    greedy_baseline: bool = option(
+        False,
+        "One more rollout of every task, greedy and not trained: the baseline of algorithm.advantage ="
         " remax, which sets this.",
+        only_if=("algorithm.advantage", "remax"),
     )
-    max_new_tokens: int = Field(
-        default=256, ge=1, description="Cumulative limit of a rollout's tokens over all its segments."
-    )
-    in_flight_groups: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        default=0,
-        description="Groups held at once (admitted, not yet trained or dropped); 0 = groups_per_step. auto: chosen"
+    max_new_tokens: int = option(256, "Cumulative limit of a rollout's tokens over all its segments.", ge=1)
+    in_flight_groups: Annotated[int, Field(ge=0)] | Literal["auto"] = option(
+        0,
+        "Groups held at once (admitted, not yet trained or dropped); 0 = groups_per_step. auto: chosen"
         " before every step from the lengths seen so far, so that no slot of the engine is idle.",
     )
-    supplement: bool = Field(
-        default=False,
-        description="A group whose rollouts are all finished gives its place to a new task at once: in_flight_groups"
+    supplement: bool = option(
+        False,
+        "A group whose rollouts are all finished gives its place to a new task at once: in_flight_groups"
         " then counts unfinished groups, until there is enough for a step.",
     )
-    interrupt: Literal["never", "when_enough", "token_budget", "on_weight_update"] = Field(
-        default="never",
-        description="never: a step waits for every rollout in flight (with overlap: new weights do). when_enough:"
+    interrupt: Literal["never", "when_enough", "token_budget", "on_weight_update"] = option(
+        "never",
+        "never: a step waits for every rollout in flight (with overlap: new weights do). when_enough:"
         " generation is interrupted as soon as enough groups are ready. token_budget: every rollout gets token_budget"
         " tokens, then the phase ends if enough groups are ready. What is unfinished rolls over to the next step."
         " on_weight_update (with overlap): rollouts run on, and go on under new weights as soon as there are some.",
     )
-    overlap: bool = Field(
-        default=False,
-        description="Generation goes on while the trainer trains, as far as max_staleness allows: one step ahead with"
+    overlap: bool = option(
+        False,
+        "Generation goes on while the trainer trains, as far as max_staleness allows: one step ahead with"
         " 1 and in_flight_groups = 2 * groups_per_step.",
     )
-    token_budget: int = Field(
-        default=0, ge=0, description="Tokens that a rollout gets in one generation phase (interrupt = token_budget)."
+    token_budget: int = option(
+        0,
+        "Tokens that a rollout gets in one generation phase.",
+        ge=0,
+        only_if=("rollout.interrupt", "token_budget"),
     )
-    complete_fraction: float = Field(
-        default=1.0,
+    complete_fraction: float = option(
+        1.0,
+        "Share of groups_per_step that is enough for a step; it then trains every ready group, at most"
+        " groups_per_step.",
         gt=0,
         le=1,
-        description="Share of groups_per_step that is enough for a step; it then trains every ready group, at most"
-        " groups_per_step.",
     )
-    complete_by: Literal["group", "rollout"] = Field(
-        default="group",
-        description="What is counted to see whether there is enough: ready groups, or finished rollouts (with at least"
+    complete_by: Literal["group", "rollout"] = option(
+        "group",
+        "What is counted to see whether there is enough: ready groups, or finished rollouts (with at least"
         " one ready group). Groups are trained whole either way.",
     )
-    max_continuations: int = Field(
-        default=0,
+    max_continuations: int = option(
+        0,
+        "A rollout that was continued so often is not interrupted again: the step waits for it. 0 = no limit.",
         ge=0,
-        description="A rollout that was continued so often is not interrupted again: the step waits for it. 0 = no"
-        " limit.",
+        only_if=("rollout.interrupt", "when_enough", "token_budget"),
     )
-    max_staleness: int = Field(
-        default=0, ge=0, description="Bound on trainer_version - policy_version of every token in the loss."
-    )
-    on_stale: Literal["", "finish_first", "drop", "mask"] = Field(
-        default="",
-        description="finish_first (default): no new weights while a held group would pass the bound. drop: such a"
+    max_staleness: int = option(0, "Bound on trainer_version - policy_version of every token in the loss.", ge=0)
+    on_stale: Literal["", "finish_first", "drop", "mask"] = option(
+        "",
+        "finish_first (default): no new weights while a held group would pass the bound. drop: such a"
         " group is dropped, with a counter. mask: tokens beyond the bound leave the loss, stay as context and are"
         " counted as dropped.",
     )
-    kv_on_resume: Literal["recompute", "keep", "salt"] = Field(
-        default="recompute",
-        description="KV cache of interrupted rollouts after a weight update. recompute: prefilled again under the new"
+    kv_on_resume: Literal["recompute", "keep", "salt"] = option(
+        "recompute",
+        "KV cache of interrupted rollouts after a weight update. recompute: prefilled again under the new"
         " weights. keep: everything is reused. salt: running rollouts keep theirs, new requests do not see it.",
     )
-    order: str = Field(
-        default="oldest_first",
-        description="Order in which parked rollouts are resumed, before any new one starts: oldest_first,"
+    order: str = option(
+        "oldest_first",
+        "Order in which parked rollouts are resumed, before any new one starts: oldest_first,"
         " longest_first, shortest_remaining, fifo, or your own function (module:function or path.py:function) of a"
         " RolloutView to a tuple of integers, smallest first.",
     )
-    stop_repetition_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="A rollout stops when its last so many tokens repeat one pattern at least four times; 0 = off.",
+    stop_repetition_tokens: int = option(
+        0, "A rollout stops when its last so many tokens repeat one pattern at least four times; 0 = off.", ge=0
     )
-    temperature: float = Field(
-        default=1.0, ge=0, description="Sampling temperature of training rollouts (above 0 to be trained)."
-    )
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Nucleus sampling; 1 = off. Truncation requires a correction."
-    )
-    top_k: int = Field(default=0, ge=0, description="Sample from the k likeliest tokens; 0 = off.")
-    min_p: float = Field(
-        default=0.0, ge=0, lt=1, description="Drop tokens below min_p times the likeliest one's probability; 0 = off."
-    )
-    stop: list[str] = Field(default_factory=list, description="Strings that end a rollout (kept in its text).")
-    stop_token_ids: list[int] = Field(default_factory=list, description="Token ids that end a rollout, besides EOS.")
+    temperature: float = option(1.0, "Sampling temperature of training rollouts (above 0 to be trained).", ge=0)
+    top_p: float = option(1.0, "Nucleus sampling; 1 = off. Truncation requires a correction.", gt=0, le=1)
+    top_k: int = option(0, "Sample from the k likeliest tokens; 0 = off.", ge=0)
+    min_p: float = option(0.0, "Drop tokens below min_p times the likeliest one's probability; 0 = off.", ge=0, lt=1)
+    stop: list[str] = option([], "Strings that end a rollout (kept in its text).")
+    stop_token_ids: list[int] = option([], "Token ids that end a rollout, besides EOS.")
 
     @property
     def rollouts_per_group(self) -> int:
@@ -188,12 +180,11 @@ def _nothing_gets_stale(config: Any) -> bool:
     return newest and rollout.nothing_rolls_over and rollout.most_held == rollout.groups_per_step
 
 
-_OF_INTERRUPTION = (
-    "supplement", "token_budget", "complete_fraction", "complete_by", "max_continuations", "order", "kv_on_resume",
-)  # fmt: skip
+_OF_ROLLING_OVER = ("supplement", "complete_fraction", "complete_by", "order", "kv_on_resume")
 GENERATION = (
     "in_flight_groups", "interrupt", "overlap", "max_staleness", "on_stale", "stop_repetition_tokens",
-    *_OF_INTERRUPTION,
+    "token_budget", "max_continuations",
+    *_OF_ROLLING_OVER,
 )  # fmt: skip
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
@@ -221,24 +212,11 @@ RULES: tuple[Rule, ...] = (
         "Raise rollout.in_flight_groups",
     ),
     Inert(
-        tuple(f"rollout.{name}" for name in _OF_INTERRUPTION),
+        tuple(f"rollout.{name}" for name in _OF_ROLLING_OVER),
         ("rollout.interrupt",),
         lambda c: c.rollout.interrupt == "never" and not c.rollout.overlap,
         'with rollout.interrupt = "never": a step waits for all that is in flight, no rollout is parked and resumed',
         'Set rollout.interrupt = "when_enough"',
-    ),
-    Inert(
-        ("rollout.token_budget", "rollout.max_continuations"),
-        ("rollout.overlap",),
-        lambda c: c.rollout.overlap,
-        "with rollout.overlap: rollouts are not interrupted for a step",
-    ),
-    Inert(
-        ("rollout.token_budget",),
-        ("rollout.interrupt",),
-        lambda c: c.rollout.interrupt == "when_enough",
-        'with rollout.interrupt = "when_enough": rollouts run until there is enough for a step',
-        'Set rollout.interrupt = "token_budget"',
     ),
     Refused(
         ("rollout.interrupt", "rollout.max_staleness"),

@@ -17,20 +17,9 @@ from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
 from rollover.config.selection import FiltersConfig, ReplayConfig, RerollConfig
-from rollover.config.table import UNSETTLED, Inert, Refused, Rule, Table, given, refuse, row_of, table_of
+from rollover.config.table import UNSETTLED, Inert, Refused, Rule, Table, given, on_fields, refuse, row_of, table_of
 from rollover.config.tasks import RewardsConfig, TasksConfig, source_rules
 from rollover.config.train import EngineConfig, ModelConfig, TrainConfig
-
-RULES: tuple[Rule, ...] = (
-    *algorithm.RULES,
-    *selection.RULES,
-    *train.RULES,
-    *tasks.RULES,
-    *run.RULES,
-    *rollout.RULES,
-)
-INERT = tuple(rule for rule in RULES if isinstance(rule, Inert))
-REFUSED = tuple(rule for rule in RULES if isinstance(rule, Refused))
 
 
 class Config(Table):
@@ -67,11 +56,6 @@ class Config(Table):
         if self.tasks.producer:
             return self.rollout.max_staleness
         return self.rollout.staleness_bound(self.train.publish_every)
-
-
-def rules_of(config: Config) -> tuple[Rule, ...]:
-    """All rules, those of each single source of tasks among them."""
-    return (*source_rules(config.tasks.sources), *RULES)
 
 
 # The tree of keys
@@ -130,6 +114,26 @@ def default_of(key: str) -> Any:
     info = field_at(key)
     assert info is not None, key
     return info.get_default(call_default_factory=True)
+
+
+# Rules
+
+RULES: tuple[Rule, ...] = (
+    *(rule for name, table in tables() for rule in on_fields(table, name)),
+    *algorithm.RULES,
+    *selection.RULES,
+    *train.RULES,
+    *tasks.RULES,
+    *run.RULES,
+    *rollout.RULES,
+)
+INERT = tuple(rule for rule in RULES if isinstance(rule, Inert))
+REFUSED = tuple(rule for rule in RULES if isinstance(rule, Refused))
+
+
+def rules_of(config: Config) -> tuple[Rule, ...]:
+    """All rules, those of each single source of tasks among them."""
+    return (*source_rules(config.tasks.sources), *RULES)
 
 
 # What an option takes, in words

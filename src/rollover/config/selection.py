@@ -1,76 +1,53 @@
 """[filters], [replay] and [reroll]: which groups are trained, once more, or not at all; and the rules about them."""
 
-from pydantic import Field
-
-from rollover.config.table import Inert, Refused, Rule, Table
+from rollover.config.table import Inert, Refused, Rule, Table, option
 
 
 class FiltersConfig(Table):
     """[filters]: groups that are dropped when their rewards are there, and rollouts that leave the loss
     (docs/algorithms.md). All off by default."""
 
-    zero_variance: bool = Field(
-        default=False,
-        description="Drop groups whose rewards are all the same; others are generated in their place (dynamic"
-        " sampling).",
+    zero_variance: bool = option(
+        False, "Drop groups whose rewards are all the same; others are generated in their place (dynamic sampling)."
     )
-    pass_rate_above: float = Field(
-        default=-1.0, ge=-1, lt=1, description="Keep groups whose pass rate is above this; below 0: no bound."
+    pass_rate_above: float = option(-1.0, "Keep groups whose pass rate is above this; below 0: no bound.", ge=-1, lt=1)
+    pass_rate_below: float = option(2.0, "Keep groups whose pass rate is below this; above 1: no bound.", gt=0, le=2)
+    pass_threshold: float = option(1.0, "pass rate: a rollout passes with at least this.")
+    metric: str = option(
+        "score",
+        "zero_variance, pass rate: what they look at: score, or another entry of what the reward function returned.",
     )
-    pass_rate_below: float = Field(
-        default=2.0, gt=0, le=2, description="Keep groups whose pass rate is below this; above 1: no bound."
+    max_truncated_share: float = option(
+        1.0, "Drop groups of which a larger share ended at rollout.max_new_tokens; 1 = off.", ge=0, le=1
     )
-    pass_threshold: float = Field(default=1.0, description="pass rate: a rollout passes with at least this.")
-    metric: str = Field(
-        default="score",
-        description="zero_variance, pass rate: what they look at: score, or another entry of what the reward function"
-        " returned.",
+    max_error_share: float = option(
+        1.0, "Drop groups of which a larger share ended with an error or has no reward; 1 = off.", ge=0, le=1
     )
-    max_truncated_share: float = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="Drop groups of which a larger share ended at rollout.max_new_tokens; 1 = off.",
+    max_overlong_share: float = option(
+        1.0, "Drop groups of which a larger share has more than overlong_tokens tokens; 1 = off.", ge=0, le=1
     )
-    max_error_share: float = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="Drop groups of which a larger share ended with an error or has no reward; 1 = off.",
+    overlong_tokens: int = option(
+        0, "max_overlong_share, mask_overlong: tokens after the prompt above which a rollout is overlong.", ge=0
     )
-    max_overlong_share: float = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="Drop groups of which a larger share has more than overlong_tokens tokens; 1 = off.",
+    custom: str = option(
+        "", "Your own function (module:function or path.py:function) of a group: why it is dropped, or None."
     )
-    overlong_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="max_overlong_share, mask_overlong: tokens after the prompt above which a rollout is overlong.",
-    )
-    custom: str = Field(
-        default="",
-        description="Your own function (module:function or path.py:function) of a group: why it is dropped, or None.",
-    )
-    give_up_after_steps: int = Field(
-        default=10,
-        ge=1,
-        description="The run ends when so many steps' worth of groups in a row were dropped by filters.",
+    give_up_after_steps: int = option(
+        10, "The run ends when so many steps' worth of groups in a row were dropped by filters.", ge=1
     )
 
-    mask_truncated: bool = Field(
-        default=False,
-        description="Rollouts that ended at rollout.max_new_tokens leave the loss (overlong filtering); a group without"
+    mask_truncated: bool = option(
+        False,
+        "Rollouts that ended at rollout.max_new_tokens leave the loss (overlong filtering); a group without"
         " another one is dropped.",
     )
-    mask_overlong: bool = Field(
-        default=False,
-        description="Rollouts of more than overlong_tokens tokens leave the loss; a group without another one is"
-        " dropped.",
+    mask_overlong: bool = option(
+        False, "Rollouts of more than overlong_tokens tokens leave the loss; a group without another one is dropped."
     )
-    mask_in_baseline: bool = Field(
-        default=True, description="The rewards of masked rollouts count in their group's statistics."
+    mask_in_baseline: bool = option(
+        True,
+        "The rewards of masked rollouts count in their group's statistics.",
+        unless=("algorithm.advantage", "remax", "gae"),
     )
 
     @property
@@ -101,27 +78,39 @@ class FiltersConfig(Table):
 class ReplayConfig(Table):
     """[replay]: trained groups of high signal, trained again in place of groups without any (docs/replay.md)."""
 
-    size: int = Field(default=0, ge=0, description="Trained groups that are kept, those of the largest score; 0 = off.")
-    max_staleness: int = Field(
-        default=4,
-        ge=1,
-        description="Bound on trainer_version - policy_version of every replayed token in the loss. It is above the"
+    size: int = option(0, "Trained groups that are kept, those of the largest score; 0 = off.", ge=0)
+    max_staleness: int = option(
+        4,
+        "Bound on trainer_version - policy_version of every replayed token in the loss. It is above the"
         " bound of fresh ones (rollout.max_staleness).",
+        ge=1,
+        only_if=("replay.size",),
     )
 
 
 class RerollConfig(Table):
     """[reroll]: tasks whose rollouts all failed are given again, later in the run (docs/replay.md)."""
 
-    max_groups: int = Field(default=0, ge=0, description="Failed tasks given again per step, at most; 0 = off.")
-    start_fraction: float = Field(
-        default=0.5, ge=0, lt=1, description="Share of train.num_steps after which failed tasks are given again."
+    max_groups: int = option(
+        0, "Failed tasks given again per step, at most; 0 = off.", ge=0, unless=("run.replay_rollouts",)
     )
-    failed_at_most: float = Field(
-        default=0.0, description="A task has failed if all its rollouts have the same reward, and it is not above this."
+    start_fraction: float = option(
+        0.5,
+        "Share of train.num_steps after which failed tasks are given again.",
+        ge=0,
+        lt=1,
+        only_if=("reroll.max_groups",),
     )
-    size: int = Field(
-        default=1000, ge=1, description="Failed tasks that wait, each once; a further one is dropped and counted."
+    failed_at_most: float = option(
+        0.0,
+        "A task has failed if all its rollouts have the same reward, and it is not above this.",
+        only_if=("reroll.max_groups",),
+    )
+    size: int = option(
+        1000,
+        "Failed tasks that wait, each once; a further one is dropped and counted.",
+        ge=1,
+        only_if=("reroll.max_groups",),
     )
 
 
@@ -131,7 +120,6 @@ _DROPPING = (
     "filters.custom",
 )  # fmt: skip
 _MASKS = ("filters.mask_truncated", "filters.mask_overlong")
-_OF_REROLL = ("reroll.start_fraction", "reroll.failed_at_most", "reroll.size")
 
 RULES: tuple[Rule, ...] = (
     Inert(
@@ -174,32 +162,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: not c.filters.masks,
         "without filters.mask_truncated or filters.mask_overlong: no rollout is masked",
         "Set filters.mask_truncated",
-    ),
-    Inert(
-        ("filters.mask_in_baseline",),
-        ("algorithm.advantage",),
-        lambda c: c.algorithm.advantage in ("remax", "gae"),
-        "with algorithm.advantage = remax or gae, whose baseline is not over other rollouts' rewards",
-    ),
-    Inert(
-        ("replay.max_staleness",),
-        ("replay.size",),
-        lambda c: c.replay.size == 0,
-        "with replay.size = 0 (no group is kept)",
-        "Set replay.size",
-    ),
-    Inert(
-        _OF_REROLL,
-        ("reroll.max_groups",),
-        lambda c: c.reroll.max_groups == 0,
-        "with reroll.max_groups = 0 (no task is given again)",
-        "Set reroll.max_groups",
-    ),
-    Inert(
-        ("reroll.max_groups",),
-        ("run.replay_rollouts",),
-        lambda c: bool(c.run.replay_rollouts),
-        "with run.replay_rollouts: recorded rollouts are trained as they are",
     ),
     Refused(
         ("filters.max_overlong_share", "filters.mask_overlong", "filters.overlong_tokens", "rollout.max_new_tokens"),

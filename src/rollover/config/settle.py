@@ -55,12 +55,12 @@ def settle(config: Config, layers: Layers) -> tuple[Config, list[str], list[str]
             for key in rule.without_effect(config, layers.index):
                 cause = max(_layer_of(setting, layers) for setting in rule.because)
                 if _layer_of(key, layers) >= cause:
-                    problems.setdefault(key, f"{layers.label(key)}: {rule.message(key)}")
+                    problems.setdefault(key, f"{layers.label(key)}: {rule.message(key, config)}")
                     continue
                 value = rule.neutral[0] if rule.neutral else default_of(key)
                 notices.append(
                     f"{key} = {shown(value_of(config, key))} ({layers.label(key)}) was reset to"
-                    f" {shown(value)} ({layers.labels[cause]}): it has no effect {rule.why}"
+                    f" {shown(value)} ({layers.labels[cause]}): it has no effect {rule.reason(config)}"
                 )
                 config = _replace(config, key, value)
                 layers.index[key] = cause

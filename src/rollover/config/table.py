@@ -6,11 +6,13 @@ together. Rules are functions of the whole configuration, which is above this fi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 # Validation context of values that are not settled yet: options that a later layer switches off may still be there, so
 # nothing is refused. load_config refuses by itself, and tells which layer set what.
@@ -35,6 +37,39 @@ class Table(BaseModel):
         return (type(self).model_fields[name].get_default(call_default_factory=True),)
 
 
+OWN = "module:function"  # among the values of a condition: any function of the user's own
+
+Condition = tuple[Any, ...]
+"""(key, value, ...): the option behind the key has one of these values. (key,) alone: it is set, which 0, "", "none"
+and false are not."""
+
+
+def option(
+    default: Any,
+    doc: str,
+    *,
+    only_if: Condition | list[Condition] = (),
+    unless: Condition | list[Condition] = (),
+    gt: float | None = None,
+    ge: float | None = None,
+    lt: float | None = None,
+    le: float | None = None,
+) -> Any:
+    """A field of a table. `only_if`, `unless`: it has no effect in any other case, and setting it then is an error.
+
+    `rollover config` prints the conditions, and the JSON schema has them; gt, ge, lt and le are pydantic's bounds.
+    """
+    said = {"only_if": _listed(only_if), "unless": _listed(unless)}
+    conditions: Any = {
+        word: {key: list(values) or "set" for key, *values in each} for word, each in said.items() if each
+    }
+    return Field(default=default, description=doc, json_schema_extra=conditions or None, gt=gt, ge=ge, lt=lt, le=le)
+
+
+def _listed(conditions: Condition | list[Condition]) -> list[Condition]:
+    return conditions if isinstance(conditions, list) else [conditions] if conditions else []
+
+
 def is_own(name: str) -> bool:
     """Whether a value names a function of the user's own (module:function or path.py:function)."""
     return ":" in name
@@ -50,7 +85,7 @@ class Inert:
     options: tuple[str, ...]
     because: tuple[str, ...]
     when: Callable[[Any], bool]
-    why: str
+    why: str | Callable[[Any], str]
     """Completes "<option> has no effect ..."."""
     fix: str = ""
     """How to give the option an effect."""
@@ -58,9 +93,12 @@ class Inert:
     """Values that the options may have all the same; one of an earlier layer is reset to the first. Empty: the
     default."""
 
-    def message(self, key: str) -> str:
+    def reason(self, config: Any) -> str:
+        return self.why if isinstance(self.why, str) else self.why(config)
+
+    def message(self, key: str, config: Any) -> str:
         advice = f"{self.fix}, or remove {key}" if self.fix else f"Remove {key}"
-        return f"{key} has no effect {self.why}. {advice}"
+        return f"{key} has no effect {self.reason(config)}. {advice}"
 
     def without_effect(self, config: Any, keys: Collection[str]) -> list[str]:
         """The options of this rule, of those among `keys`, that are set and have no effect in `config`."""
@@ -85,6 +123,70 @@ class Refused:
 Rule = Inert | Refused
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What one condition of an option says; see `option`."""
+
+    key: str
+    values: tuple[Any, ...]
+    unless: bool
+
+    def holds(self, config: Any) -> bool:
+        value = value_of(config, self.key)
+        if self.values:
+            met = value in self.values or (OWN in self.values and is_own(value))
+        else:
+            met = bool(value) and value != "none"
+        return met != self.unless
+
+    def __str__(self) -> str:
+        """`only if algorithm.advantage = "gae"`, as it stands in the doc of an option."""
+        if self.unless:
+            return f"not with {self._said}"
+        return f"only if {self._said}" if self.values else f"only if {self.key} is set"
+
+    @property
+    def _said(self) -> str:
+        if not self.values:
+            return self.key
+        return f"{self.key} = {' or '.join(_function_or(value) for value in self.values)}"
+
+    def rule(self, option: str) -> Inert:
+        """That `option` has no effect where this does not hold."""
+
+        def why(config: Any) -> str:
+            now = json.dumps(value_of(config, self.key), ensure_ascii=False)
+            if self.unless or not self.values:
+                return f"with {self.key} = {now}"
+            return f"unless {self._said} (it is {now})"
+
+        change = (
+            f"Set {self._said}" if len(self.values) == 1 else f"Change {self.key}" if self.values else f"Set {self.key}"
+        )
+        return Inert((option,), (self.key,), lambda c: not self.holds(c), why, "" if self.unless else change)
+
+
+def _function_or(value: Any) -> str:
+    return "a function of your own" if value == OWN else json.dumps(value)
+
+
+def needs_of(info: FieldInfo) -> list[Needs]:
+    """The conditions of an option."""
+    said = info.json_schema_extra
+    if not isinstance(said, dict):
+        return []
+    found: list[Needs] = []
+    for word in ("only_if", "unless"):
+        conditions: Any = said.get(word, {})
+        found += [Needs(key, () if v == "set" else tuple(v), word == "unless") for key, v in conditions.items()]
+    return found
+
+
+def on_fields(table: type[Table], prefix: str) -> list[Inert]:
+    """The rules that the conditions of a table's options are."""
+    return [n.rule(f"{prefix}.{name}") for name, info in table.model_fields.items() for n in needs_of(info)]
+
+
 def refuse(config: Any, rules: Iterable[Rule], keys: Collection[str]) -> None:
     """ValueError that names every combination in `config` that is refused, and every one of `keys` without effect."""
     inert: dict[str, str] = {}
@@ -92,7 +194,7 @@ def refuse(config: Any, rules: Iterable[Rule], keys: Collection[str]) -> None:
     for rule in rules:
         if isinstance(rule, Inert):
             for key in rule.without_effect(config, keys):
-                inert.setdefault(key, rule.message(key))
+                inert.setdefault(key, rule.message(key, config))
         elif rule.when(config):
             refused.append(rule.message(config))
     if problems := [*inert.values(), *refused]:

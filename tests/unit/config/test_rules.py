@@ -1,15 +1,19 @@
 """Options without effect and refused combinations."""
 
+import json
+import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.config import Config
+from rollover.config import Config, describe
 from rollover.config.load import ConfigError, load_config
-from rollover.config.schema import INERT, REFUSED, field_at
+from rollover.config.schema import INERT, REFUSED, choices_of, default_of, field_at, leaves
+from rollover.config.table import Needs, needs_of
 
 SOURCE = '\n[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\n'
 PARTIAL = '[rollout]\ninterrupt = "when_enough"\nin_flight_groups = 12\nmax_staleness = 1\norder = "fifo"\n'
@@ -52,12 +56,7 @@ CASES = [
     ),
     ('[algorithm]\nloss = "reinforce"\nclip_low = 0.1', "algorithm.clip_low"),
     ('[algorithm]\nloss = "gspo"\ndual_clip = 3.0', "algorithm.dual_clip"),
-    ("[algorithm]\npassk = 4", "algorithm.passk"),
     ("[algorithm]\ngae_lambda = 0.9", "algorithm.gae_lambda"),
-    ("[algorithm]\nreward_weights = { score = 2.0 }", "algorithm.reward_weights"),
-    ("[rollout]\ngreedy_baseline = true", "rollout.greedy_baseline"),
-    ("[algorithm]\nrejection_high = 0.5", "algorithm.rejection_high"),
-    ('[algorithm]\nkl_kind = "k1"', "algorithm.kl_kind"),
     ('[algorithm]\nproximal = "behavior"\ncorrection = "token_mask"', "algorithm.correction"),
     ('[algorithm]\nloss = "decoupled"\ncorrection_floor = 0.5', "algorithm.correction_floor"),
     ('[algorithm]\ncorrection = "none"\ness_step_scaling = true', "algorithm.ess_step_scaling"),
@@ -67,14 +66,10 @@ CASES = [
     ('[algorithm]\ncorrection = "none"\ncorrection_cap = 3.0', "algorithm.correction_cap"),
     ("[algorithm]\nallow_uncorrected = true", "algorithm.allow_uncorrected"),
     ('[algorithm]\ncorrection = "none"\nallow_uncorrected = true', "algorithm.allow_uncorrected"),
-    ("[train]\nmin_lr_ratio = 0.1", "train.min_lr_ratio"),
     ("[model.lora]\nalpha = 8.0", "model.lora.alpha"),
-    ("[model.lora]\ndropout = 0.1", "model.lora.dropout"),
-    ('[model.lora]\ntarget_modules = ["q_proj"]', "model.lora.target_modules"),
     ('[model]\nrevision = "main"', "model.revision"),
     ('[model]\npath = "./local"\nrevision = "main"', "model.revision"),
     ("[eval]\nevery_steps = 5", "eval.every_steps"),
-    ("[eval]\nseed = 5", "eval.seed"),
     ("[eval]\nnum_tasks = 4\ntemperature = 0\ntop_p = 0.9", "eval.top_p"),
     ("[eval]\nnum_tasks = 4\ntemperature = 0\nsamples_per_task = 4", "eval.samples_per_task"),
     ("[tasks]\nepochs = 2", "tasks.epochs"),
@@ -82,8 +77,6 @@ CASES = [
     ('[run]\nreplay_rollouts = "x"\n[rollout]\ntemperature = 0.5', "rollout.temperature"),
     ('[run]\nreplay_rollouts = "x"\n[rollout]\nin_flight_groups = 9', "rollout.in_flight_groups"),
     ('[run]\nreplay_rollouts = "x"\n[watchdog]\nweights_timeout_s = 9', "watchdog.weights_timeout_s"),
-    ("[watchdog]\nrollout_timeout_s = 0\nmax_stalls = 3", "watchdog.max_stalls"),
-    ("[watchdog]\nrollout_timeout_s = 0\ngrace_s = 3", "watchdog.grace_s"),
 ]
 
 
@@ -97,6 +90,90 @@ def test_an_option_without_effect_is_an_error(write, text, key):
         Config.model_validate(tomllib.loads(text + SOURCE))
     (line,) = [line for line in found.splitlines() if f" {key} has no effect" in line]
     assert line.removeprefix(f"{path}: ") in str(error.value)
+
+
+# Conditions that stand on an option (only_if, unless)
+
+CONDITIONS = [(key, condition) for key, info in leaves() for condition in needs_of(info)]
+VALUES = (
+    "reinforce",
+    "decoupled",
+    "rloo",
+    "gae",
+    "x",
+    "",
+    2,
+    3,
+    0,
+    0.25,
+    0.75,
+    0.0,
+    True,
+    False,
+    {"score": 2.0},
+    ["q_proj"],
+)
+BESIDE = {"filters.mask_in_baseline": {"filters.mask_truncated": True}}  # what else an option needs
+
+
+def tables(values: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, name = key.split(".")
+        place = nested
+        for table in path:
+            place = place.setdefault(table, {})
+        place[name] = value
+    return nested
+
+
+def said_of(values: dict[str, Any]) -> str:
+    try:
+        Config.model_validate(tables(values))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def taken(key: str) -> list[Any]:
+    """Values that the option takes, of those that there are here."""
+    fitting = [v for v in choices_of(field_at(key).annotation) or VALUES if type(v) is type(default_of(key))]
+    return [v for v in fitting if not re.search("Input should|is none of", said_of({key: v}))]
+
+
+def other(key: str) -> Any:
+    return next(v for v in taken(key) if v != default_of(key))
+
+
+def is_met(condition: Needs, value: Any) -> bool:
+    met = value in condition.values if condition.values else value not in (0, "", "none")
+    return met != condition.unless
+
+
+@pytest.mark.parametrize(("key", "condition"), CONDITIONS, ids=[f"{key}: {c}" for key, c in CONDITIONS])
+def test_an_option_has_an_effect_where_its_conditions_hold_and_nowhere_else(key, condition):
+    values = BESIDE.get(key, {}) | {key: other(key)}
+    for each in needs_of(field_at(key)):
+        values[each.key] = next(v for v in (*each.values, *taken(each.key)) if is_met(each, v))
+    assert f"{key} has no effect" not in said_of(values)
+    off = next(v for v in (*condition.values, *taken(condition.key)) if not is_met(condition, v))
+    (line,) = [x for x in said_of(values | {condition.key: off}).splitlines() if f"{key} has no effect" in x]
+    assert condition.key in line and json.dumps(off) in line  # key and value; the fix:
+    assert re.search(rf"(Set|Change) {re.escape(condition.key)}.*, or remove {key}|Remove {key}", line)
+
+
+def test_the_condition_of_an_option_is_printed_with_it_and_in_the_schema(write):
+    text = " ".join(describe.as_toml(load_config([write("")])).replace("\n#  ", "").split())
+    for part in (
+        'Discount of a token. (a number, above 0, at most 1; only if algorithm.advantage = "gae")',
+        "(an integer, at least 1; only if eval.num_tasks is set; only if eval.temperature is set)",
+        'or "decoupled" or a function of your own) clip_high',
+        'not with algorithm.advantage = "remax" or "gae"',
+    ):
+        assert part in text
+    schema = json.loads(describe.schema())["$defs"]["AlgorithmConfig"]["properties"]
+    assert schema["gamma"]["only_if"] == {"algorithm.advantage": ["gae"]}
+    assert schema["kl_kind"]["only_if"] == {"algorithm.kl_coef": "set"}
 
 
 @pytest.mark.parametrize(

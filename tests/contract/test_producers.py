@@ -123,7 +123,7 @@ def test_recorded_rollouts_without_log_probs_are_refused(tmp_path: Path) -> None
     lines[1]["logprobs"][0] = None
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(
-        ValueError, match=r"run.replay_rollouts = .*: group 0 cannot be trained, as of rollout 1 its token 0"
+        ValueError, match=r"run.train_on_recorded = .*: group 0 cannot be trained, as of rollout 1 its token 0"
     ):
         asyncio.run(RecordedRollouts(tmp_path).produce(1, 0))
 

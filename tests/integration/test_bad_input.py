@@ -35,7 +35,7 @@ def recipe(tmp_path: Path) -> Path:
         (["--rollout.interrupt", "never", "--rollout.order", "fifo"], "rollout.order"),
         (["--algorithm.correction", "none"], "allow_uncorrected"),
         (["--rollout.top_p", "0.9", "--algorithm.correction", "none"], "correction"),
-        (["--run.replay_rollouts", "/nowhere"], "run.replay_rollouts"),
+        (["--run.train_on_recorded", "/nowhere"], "run.train_on_recorded"),
         (["--model.path", "/nowhere"], "model.path"),
         (["--rewards.function", "no_such_module:f"], "no_such_module"),
         (["--engine.kv_memory_gb", "0.00001"], "engine.kv_memory_gb"),

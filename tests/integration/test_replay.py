@@ -132,7 +132,7 @@ def test_recorded_rollouts_are_replayed_alike(tmp_path: Path) -> None:
     recipe = write(tmp_path / "run1", SYNC, steps=8, replay=BOTH["replay"])
     assert cli.main(["train", str(recipe)]) == 0
     again = write(tmp_path / "run2", SYNC, steps=8, replay=BOTH["replay"])
-    assert cli.main(["train", str(again), "--run.replay_rollouts", str(tmp_path / "run1" / "run" / "rollouts")]) == 0
+    assert cli.main(["train", str(again), "--run.train_on_recorded", str(tmp_path / "run1" / "run" / "rollouts")]) == 0
     assert rows(tmp_path / "run2")[-1]["replay/replaced"] == rows(tmp_path / "run1")[-1]["replay/replaced"] > 0
     assert same_weights(tmp_path / "run1", tmp_path / "run2")
 

@@ -184,7 +184,7 @@ def test_an_evaluation_that_fails_after_training_does_not_lose_the_run(
 def test_replay_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = runs.write(tmp_path, steps=4)
     assert run(capsys, "train", recipe)[0] == 0
-    replay = ["--run.replay_rollouts", str(tmp_path / "run" / "rollouts")]
+    replay = ["--run.train_on_recorded", str(tmp_path / "run" / "rollouts")]
     for name, parts in (("whole", ["9"]), ("cut", ["2", "9"])):
         for i, last in enumerate(parts):
             words = [

@@ -156,7 +156,7 @@ def test_a_second_run_does_not_overwrite_the_first(finished: Path) -> None:
 def test_replayed_rollouts_train_the_same_model(finished: Path, tmp_path: Path) -> None:
     """The recorded rollouts of a run, trained without generating, give the same final weights bit for bit."""
     recipe = runs.write(tmp_path, steps=6)
-    done = runs.rollover("train", recipe, "--run.replay_rollouts", str(finished / "run" / "rollouts"))
+    done = runs.rollover("train", recipe, "--run.train_on_recorded", str(finished / "run" / "rollouts"))
     assert done.returncode == 0, done.stderr
     a = AutoModelForCausalLM.from_pretrained(finished / "run" / "model").state_dict()
     b = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()

@@ -22,7 +22,7 @@ from rollover.alike import did_you_mean
 from rollover.config import Config, ConfigError, Table
 from rollover.config.load import PYTHON, Resolved, load_config
 from rollover.config.presets import PRESETS
-from rollover.config.schema import default_of, leaves, tables
+from rollover.config.schema import RENAMED, default_of, leaves, renamed, tables
 from rollover.config.table import row_of
 from rollover.live_objects import LIVE, hold, is_live, live_object, name_of, release
 from rollover.processes import prepare_libraries
@@ -209,6 +209,8 @@ def key_of(name: str) -> str:
             f"{name} may be {' or '.join(found)}: write **{{{json.dumps(found[0])}: ...}}, or"
             f" {found[0].partition('.')[0]}={{{json.dumps(name)}: ...}}"
         )
+    if now := [new for old, new in RENAMED.items() if old.rpartition(".")[2] == name]:
+        raise ConfigError(f"there is no option {name}: it is called {now[0]} now. Write that")
     raise ConfigError(f"there is no option {name}{did_you_mean(name, [k.rpartition('.')[2] for k in known])}")
 
 
@@ -256,7 +258,7 @@ def _of_run(folder: Path) -> dict[str, Any]:
     path = folder / "config.resolved.json"
     if not path.is_file():
         raise ConfigError(f"resume: {str(folder)!r} holds no run: there is no config.resolved.json")
-    saved: Any = json.loads(path.read_text(encoding="utf-8"))
+    saved: Any = renamed(json.loads(path.read_text(encoding="utf-8")))
     preset = {f"algorithm.{k}": v for k, v in PRESETS.get(saved["algorithm"].get("preset"), {}).items()}
     out: dict[str, Any] = {}
     for key, info in leaves():

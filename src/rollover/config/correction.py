@@ -129,7 +129,7 @@ RULES: tuple[Rule, ...] = (
             not (
                 c.rollout.max_staleness
                 or _truncates_sampling(c)
-                or c.run.replay_rollouts
+                or c.run.train_on_recorded
                 or c.replay.size
                 or _forgets_minibatches(c)
             )
@@ -159,11 +159,11 @@ RULES: tuple[Rule, ...] = (
         "Remove replay.size",
     ),
     _uncorrected(
-        ("run.replay_rollouts",),
-        lambda c: bool(c.run.replay_rollouts),
-        lambda _: "run.replay_rollouts",
+        ("run.train_on_recorded",),
+        lambda c: bool(c.run.train_on_recorded),
+        lambda _: "run.train_on_recorded",
         "recorded rollouts were sampled by another policy and would be trained as if they were fresh",
-        "Remove run.replay_rollouts",
+        "Remove run.train_on_recorded",
     ),
     Refused(
         ("train.minibatches_per_step", "algorithm.loss", "algorithm.correction"),
@@ -171,10 +171,10 @@ RULES: tuple[Rule, ...] = (
         _forgotten,
     ),
     Refused(
-        ("algorithm.proximal", "run.replay_rollouts"),
-        lambda c: c.algorithm.proximal == "snapshot" and bool(c.run.replay_rollouts),
+        ("algorithm.proximal", "run.train_on_recorded"),
+        lambda c: c.algorithm.proximal == "snapshot" and bool(c.run.train_on_recorded),
         lambda c: (
-            'algorithm.proximal = "snapshot" with run.replay_rollouts: the weights that sampled recorded rollouts are'
+            'algorithm.proximal = "snapshot" with run.train_on_recorded: the weights that sampled recorded rollouts are'
             ' not kept. Set algorithm.proximal = "step_start"'
         ),
     ),
@@ -183,7 +183,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             c.algorithm.proximal_policy == "interpolated"
             and c.staleness_bound <= 1
-            and not (c.replay.size or c.run.replay_rollouts)
+            and not (c.replay.size or c.run.train_on_recorded)
         ),
         lambda c: (
             f'algorithm.proximal = "interpolated" with a staleness of {c.staleness_bound} at most: at 0 and 1 that is'

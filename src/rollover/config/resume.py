@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from rollover.config.schema import Config, default_of, expected, field_at, leaves
+from rollover.config.schema import Config, default_of, expected, field_at, leaves, renamed
 from rollover.config.suggest import unknown_key
 from rollover.config.table import ConfigError
 from rollover.live_objects import is_live
@@ -35,7 +35,7 @@ class Fixed:
 
 FIXED = (
     Fixed(("run.seed",), "tasks, and the tokens of a rollout, are drawn by it"),
-    Fixed(("run.replay_rollouts", "tasks.producer"), "what is held and what comes next would be of different runs"),
+    Fixed(("run.train_on_recorded", "tasks.producer"), "what is held and what comes next would be of different runs"),
     Fixed(
         ("tasks.eval_fraction", "tasks.shuffle"), "tasks would be repeated, skipped, or held out after being trained"
     ),
@@ -89,7 +89,7 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     """
     if not old:
         return []
-    before, now = dict(_flat(old)), dict(_flat(new.model_dump(mode="json")))
+    before, now = dict(_flat(renamed(old))), dict(_flat(new.model_dump(mode="json")))
     rows = set(map(_row_of, before)) & set(map(_row_of, now))  # one that is in either alone is a change
     options = {name for name, _ in leaves()} | {k for k in {**now, **before} if field_at(k) and _row_of(k) in rows}
     keys = [

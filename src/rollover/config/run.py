@@ -19,7 +19,7 @@ class RunConfig(Table):
         "CPU threads for torch; 0 = one per core that this process may use. auto: of those the number that"
         " is fastest now, tried now and again, for engine and trainer each. Bit-equal results need a number.",
     )
-    replay_rollouts: str = option(
+    train_on_recorded: str = option(
         "", "Train from the recorded rollouts of this directory (a run's rollouts/) without generating."
     )
 
@@ -187,8 +187,8 @@ RULES: tuple[Rule, ...] = (
             "track.rollouts",
             *(f"watchdog.{name}" for name in WatchdogConfig.model_fields if name != "train_timeout_s"),
         ),
-        ("run.replay_rollouts",),
-        lambda c: bool(c.run.replay_rollouts),
-        "with run.replay_rollouts: nothing is generated or scored, recorded rollouts are trained as they are",
+        ("run.train_on_recorded",),
+        lambda c: bool(c.run.train_on_recorded),
+        "with run.train_on_recorded: nothing is generated or scored, recorded rollouts are trained as they are",
     ),
 )

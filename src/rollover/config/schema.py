@@ -6,7 +6,7 @@ Owns the mapping between `rollout.group_size` and the pydantic field behind it. 
 import json
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import Field, ValidationInfo, model_validator
@@ -114,6 +114,21 @@ def default_of(key: str) -> Any:
     info = field_at(key)
     assert info is not None, key
     return info.get_default(call_default_factory=True)
+
+
+# Names that keys once had
+
+RENAMED = {"run.replay_rollouts": "run.train_on_recorded"}
+
+
+def renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a run's config.resolved.json, which an earlier version may have written, with today's keys."""
+    tables = {name: dict(table) if isinstance(table, Mapping) else table for name, table in saved.items()}
+    for old, new in RENAMED.items():
+        (table, _, name), (new_table, _, new_name) = old.rpartition("."), new.rpartition(".")
+        if name in tables.get(table, {}):
+            tables.setdefault(new_table, {})[new_name] = tables[table].pop(name)
+    return tables
 
 
 # Rules

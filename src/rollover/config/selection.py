@@ -92,7 +92,7 @@ class RerollConfig(Table):
     """[reroll]: tasks whose rollouts all failed are given again, later in the run (docs/replay.md)."""
 
     max_groups: int = option(
-        0, "Failed tasks given again per step, at most; 0 = off.", ge=0, unless=("run.replay_rollouts",)
+        0, "Failed tasks given again per step, at most; 0 = off.", ge=0, unless=("run.train_on_recorded",)
     )
     start_fraction: float = option(
         0.5,
@@ -124,9 +124,9 @@ _MASKS = ("filters.mask_truncated", "filters.mask_overlong")
 RULES: tuple[Rule, ...] = (
     Inert(
         (*_DROPPING, "filters.give_up_after_steps"),
-        ("run.replay_rollouts", "tasks.producer"),
-        lambda c: bool(c.run.replay_rollouts or c.tasks.producer),
-        "with run.replay_rollouts or tasks.producer: their groups are trained as they are",
+        ("run.train_on_recorded", "tasks.producer"),
+        lambda c: bool(c.run.train_on_recorded or c.tasks.producer),
+        "with run.train_on_recorded or tasks.producer: their groups are trained as they are",
     ),
     Inert(
         ("filters.give_up_after_steps",),

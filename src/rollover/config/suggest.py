@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable
 
 from rollover.alike import alike, likeness
-from rollover.config.schema import Config, leaves, names, tables
+from rollover.config.schema import RENAMED, Config, leaves, names, tables
 from rollover.config.table import row_of
 
 _IN_ITS_TABLE = 0.65
@@ -35,6 +35,8 @@ def unknown_table(key: str) -> str:
 def unknown_key(key: str) -> str:
     """The message of a key that there is not: with the nearest in its own table, else the same name in another."""
     table, _, name = key.rpartition(".")
+    if key in RENAMED:
+        return f"unknown key {key}: it is called {RENAMED[key]} now. Write that"
     for array, info in leaves():
         if (row := row_of(info.annotation)) and array.rpartition(".")[0] == table and name in row.model_fields:
             return f"unknown key {key}. Did you mean {name} in [[{array}]]?"

@@ -158,7 +158,7 @@ class RewardsConfig(Table):
         "Processes that score groups at the same time, one group each; 0 = one less than there are cores,"
         " at least 1 and at most 4.",
         ge=0,
-        unless=("run.replay_rollouts",),
+        unless=("run.train_on_recorded",),
     )
     streaming: bool = option(
         True,
@@ -170,20 +170,20 @@ class RewardsConfig(Table):
         "Memory of one worker (Linux); a function that asks for more gets a MemoryError, and its reward is"
         " missing. 0 = no limit.",
         ge=0,
-        unless=("run.replay_rollouts",),
+        unless=("run.train_on_recorded",),
     )
     retries: int = option(
         0,
         "Further tries of a call that ran into its limit or died with its worker. An exception is an"
         " answer: it is not tried again.",
         ge=0,
-        unless=("run.replay_rollouts",),
+        unless=("run.train_on_recorded",),
     )
     quarantine_after: int = option(
         3,
         "A task whose calls ended so many workers is not scored any more: its rewards are missing. 0 = never.",
         ge=0,
-        unless=("run.replay_rollouts",),
+        unless=("run.train_on_recorded",),
     )
     repetition_penalty: float = option(
         0.0,
@@ -273,7 +273,7 @@ RULES: tuple[Rule, ...] = (
             "tasks.before_produce",
             "train.streaming_min_groups",
             "reroll.max_groups",
-            "run.replay_rollouts",
+            "run.train_on_recorded",
             "watchdog.max_stalls",  # the others are of the engine, of evaluations and of the trainer
         ),
         ("tasks.producer",),

@@ -1,7 +1,7 @@
 """Where the groups of a step come from: `produce(step, version) -> groups`.
 
     Generation         the driver's: tasks -> rollouts -> rewards, with all that rolls over
-    RecordedRollouts   run.replay_rollouts: what another run recorded, for debugging a trainer without an engine
+    RecordedRollouts   run.train_on_recorded: what another run recorded, for debugging a trainer without an engine
     OwnProducer        tasks.producer: the user's own class
 
 All are behind the one loop, which trains what it is given. Owns what was produced last; never trains it.
@@ -55,8 +55,8 @@ Collect = Callable[[int], Awaitable[list[Group] | None]]
 def build_producer(config: Config, tokenizer: Any, engine: Engine, stop: Stop, collect: Collect) -> Producer:
     """The one that the configuration names; without a name the run generates by `collect`. ValueError where it cannot
     be used."""
-    if config.run.replay_rollouts:
-        return RecordedRollouts(Path(config.run.replay_rollouts))
+    if config.run.train_on_recorded:
+        return RecordedRollouts(Path(config.run.train_on_recorded))
     if config.tasks.producer:
         return OwnProducer(config, tokenizer, engine, stop)
     return Generation(collect)
@@ -92,7 +92,7 @@ class RecordedRollouts(_Stateless):
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise ValueError(
-                f"run.replay_rollouts = {str(folder)!r}: there is no such folder{did_you_mean_path(folder)}"
+                f"run.train_on_recorded = {str(folder)!r}: there is no such folder{did_you_mean_path(folder)}"
             )
         self.folder = folder
         self._steps: Iterator[list[Group]] = (groups for groups in read_rollouts(folder) if groups)
@@ -107,7 +107,7 @@ class RecordedRollouts(_Stateless):
             self._step += 1
         for group in groups:
             if (why := _why_not_sampled(group)) is not None:
-                raise ValueError(f"run.replay_rollouts = {str(self.folder)!r}: group {group.group_id} {why}")
+                raise ValueError(f"run.train_on_recorded = {str(self.folder)!r}: group {group.group_id} {why}")
         return groups
 
 

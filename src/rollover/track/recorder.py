@@ -96,7 +96,7 @@ def read_rollouts(dir: str | Path, include_dropped: bool = False) -> Iterator[li
     dir = Path(dir)
     names = _names(dir)
     if not names:
-        raise ValueError(f"run.replay_rollouts: {dir} has no step-*.jsonl files. Give a run's rollouts/ directory.")
+        raise ValueError(f"run.train_on_recorded: {dir} has no step-*.jsonl files. Give a run's rollouts/ directory.")
     for name in names:
         groups = _read_step(dir / name)
         yield [g for g in groups if include_dropped or g.rollouts[0].state is RolloutState.READY]

@@ -48,7 +48,7 @@ def test_stale_rollouts_need_a_ratio_to_the_policy_that_sampled(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     "off_policy",
-    ["[rollout]\ntop_p = 0.9\n", "[replay]\nsize = 4\n", '[run]\nreplay_rollouts = "x"\n', STALE],
+    ["[rollout]\ntop_p = 0.9\n", "[replay]\nsize = 4\n", '[run]\ntrain_on_recorded = "x"\n', STALE],
 )
 def test_whatever_makes_rollouts_off_policy(tmp_path: Path, off_policy: str) -> None:
     own = f'{off_policy}[algorithm]\nproximal = "behavior"\n{OWN}\n'
@@ -158,7 +158,7 @@ def test_an_algorithm_table_is_checked_wherever_it_is_made(values: dict[str, Any
         {"rollout": RolloutConfig(max_staleness=1, in_flight_groups=16)},
         {"rollout": RolloutConfig(top_k=5)},
         {"replay": ReplayConfig(size=4)},
-        {"run": RunConfig(replay_rollouts="x")},
+        {"run": RunConfig(train_on_recorded="x")},
         {"tasks": TasksConfig(producer="a:B"), "rollout": RolloutConfig(max_staleness=1)},
     ],
     ids=lambda tables: next(iter(tables)),

@@ -9,7 +9,7 @@ import pytest
 from rollover.config.load import ConfigError, load_config
 from unit.config.written import SOURCE, load
 
-RECORDED = '[run]\nreplay_rollouts = "x"\n'
+RECORDED = '[run]\ntrain_on_recorded = "x"\n'
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_refused(tmp_path: Path, text: str, part: str) -> None:
         'pass_rate_above = 0.0\npass_rate_below = 1.0\npass_threshold = 0.5\nmetric = "acc"',
         "pass_rate_above = -1.0\npass_rate_below = 2.0\nmax_error_share = 1.0",
         "max_overlong_share = 0.5\noverlong_tokens = 100\nmask_overlong = true\nmask_in_baseline = false",
-        "mask_truncated = true\nmask_in_baseline = false\n[run]\nreplay_rollouts = 'x'",
+        "mask_truncated = true\nmask_in_baseline = false\n[run]\ntrain_on_recorded = 'x'",
         "zero_variance = true\n[reroll]\nmax_groups = 1\n[replay]\nsize = 4",
         'zero_variance = true\n[rollout]\noverlap = true\ninterrupt = "never"\nmax_staleness = 1',
     ],

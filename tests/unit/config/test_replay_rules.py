@@ -15,7 +15,7 @@ DEEP = "[rollout]\nin_flight_groups = 24\nmax_staleness = 4\n"  # a bound of 24 
         ("[reroll]\nstart_fraction = 0.1", "reroll.start_fraction"),
         ("[reroll]\nfailed_at_most = 0.1", "reroll.failed_at_most"),
         ("[reroll]\nsize = 9", "reroll.size"),
-        ('[run]\nreplay_rollouts = "x"\n[reroll]\nmax_groups = 1', "reroll.max_groups"),
+        ('[run]\ntrain_on_recorded = "x"\n[reroll]\nmax_groups = 1', "reroll.max_groups"),
     ],
 )
 def test_an_option_without_effect_is_an_error(tmp_path, text, key):
@@ -57,7 +57,7 @@ def test_refused(tmp_path, text, part):
         '[replay]\nsize = 4\n[algorithm]\ncorrection = "none"\nallow_uncorrected = true',
         '[replay]\nsize = 4\n[algorithm]\nloss = "decoupled"',
         '[replay]\nsize = 4\n[algorithm]\nproximal = "snapshot"',
-        '[run]\nreplay_rollouts = "x"\n[replay]\nsize = 4',
+        '[run]\ntrain_on_recorded = "x"\n[replay]\nsize = 4',
         "[replay]\nsize = 0\nmax_staleness = 4\n[reroll]\nmax_groups = 0\nstart_fraction = 0.5\nsize = 1000",
     ],
 )

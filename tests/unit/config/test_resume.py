@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from rollover.config import Config
+from rollover.api.settings import key_of
+from rollover.config import Config, ConfigError
+from rollover.config.load import load_config
 from rollover.config.resume import FIXED, changes, refuse
+from rollover.config.schema import RENAMED, field_at
 from rollover.config.table import UNSETTLED
 
 SOURCE = {"kind": "reasoning_gym", "name": "chain_sum", "params": {"max_digits": 1}}
@@ -85,3 +88,26 @@ def test_where_a_run_lies_and_options_newer_than_the_file_are_no_change() -> Non
     del older["tasks"]["sources"][0]["weight"]
     assert changes(older, BEFORE) == []
     assert str(changed(train={"learning_rate": 0.5})[0]) == "train.learning_rate: 1e-06 -> 0.5"
+
+
+# Keys that have another name now
+
+
+def test_an_earlier_file_is_read_by_todays_names() -> None:
+    older = BEFORE.model_dump(mode="json")
+    older["run"]["replay_rollouts"] = older["run"].pop("train_on_recorded")
+    assert changes(older, BEFORE) == []
+    older["run"]["replay_rollouts"] = "runs/x/rollouts"
+    with pytest.raises(ValueError, match='run.train_on_recorded = "": it was "runs/x/rollouts"'):
+        refuse(changes(older, BEFORE))
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_the_former_name_of_a_key_is_refused_with_the_name_of_today(old: str, new: str) -> None:
+    assert field_at(new) and not field_at(old)
+    for given in ([({old: "x"})], []):
+        with pytest.raises(ConfigError) as error:
+            load_config(given, [] if given else [(old, "x")], require_sources=False)
+        assert f"unknown key {old}: it is called {new} now" in str(error.value)
+    with pytest.raises(ConfigError, match=f"it is called {new} now"):
+        key_of(old.rpartition(".")[2])

@@ -11,8 +11,8 @@ from unit.config.written import load
 @pytest.mark.parametrize("option", ["num_workers = 2", "memory_gb = 2.0", "retries = 1", "quarantine_after = 1"])
 def test_the_pool_has_nothing_to_do_for_recorded_rollouts(tmp_path, option):
     name = f"rewards.{option.split()[0]}"
-    with pytest.raises(ConfigError, match=f"{name} has no effect with run.replay_rollouts"):
-        load(tmp_path, f'[run]\nreplay_rollouts = "x"\n[rewards]\n{option}')
+    with pytest.raises(ConfigError, match=f"{name} has no effect with run.train_on_recorded"):
+        load(tmp_path, f'[run]\ntrain_on_recorded = "x"\n[rewards]\n{option}')
     load(tmp_path, f"[rewards]\n{option}")
 
 

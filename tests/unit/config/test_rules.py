@@ -74,9 +74,9 @@ CASES = [
     ("[eval]\nnum_tasks = 4\ntemperature = 0\nsamples_per_task = 4", "eval.samples_per_task"),
     ("[tasks]\nepochs = 2", "tasks.epochs"),
     ("[tasks]\nshuffle = false", "tasks.shuffle"),
-    ('[run]\nreplay_rollouts = "x"\n[rollout]\ntemperature = 0.5', "rollout.temperature"),
-    ('[run]\nreplay_rollouts = "x"\n[rollout]\nin_flight_groups = 9', "rollout.in_flight_groups"),
-    ('[run]\nreplay_rollouts = "x"\n[watchdog]\nweights_timeout_s = 9', "watchdog.weights_timeout_s"),
+    ('[run]\ntrain_on_recorded = "x"\n[rollout]\ntemperature = 0.5', "rollout.temperature"),
+    ('[run]\ntrain_on_recorded = "x"\n[rollout]\nin_flight_groups = 9', "rollout.in_flight_groups"),
+    ('[run]\ntrain_on_recorded = "x"\n[watchdog]\nweights_timeout_s = 9', "watchdog.weights_timeout_s"),
 ]
 
 
@@ -249,7 +249,7 @@ def test_preset_values_without_effect_are_reset(write):
 
 
 def test_replay_switches_generation_off(write):
-    resolved = load_config([write(PARTIAL)], [("run.replay_rollouts", "runs/x/rollouts")])
+    resolved = load_config([write(PARTIAL)], [("run.train_on_recorded", "runs/x/rollouts")])
     rollout = resolved.config.rollout
     assert (rollout.interrupt, rollout.in_flight_groups, rollout.max_staleness) == ("never", 8, 0)
     assert len(resolved.notices) == 4
@@ -307,7 +307,7 @@ def test_refused(write, rollout, algorithm, part):
         ('[algorithm]\nadvantage = "grpo_passk"\npassk = 9', "algorithm.passk = 9 is above rollout.group_size = 8"),
         ('[algorithm]\nadvantage = "gdpo"\nreward_weights = { score = "a" }', "every weight must be a number"),
         ("[rewards]\nmin_valid = 1", "one reward has no sibling to be compared with"),
-        ('[run]\nreplay_rollouts = "x"\n[algorithm]\nproximal = "snapshot"', "are not kept"),
+        ('[run]\ntrain_on_recorded = "x"\n[algorithm]\nproximal = "snapshot"', "are not kept"),
         ('[algorithm]\nkl_coef = 0.1\nkl_kind = "k2"\nkl_bias_correction = true', "only k1 and k3"),
     ],
 )
@@ -326,7 +326,7 @@ def test_refused_in_other_tables(write, text, part):
         "[rollout]\nin_flight_groups = 16\nmax_staleness = 1",
         "[train]\nminibatches_per_step = 4",
         "[rollout]\nmax_staleness = 2\n[train]\npublish_every = 3",
-        '[run]\nreplay_rollouts = "x"\n[watchdog]\ntrain_timeout_s = 9',
+        '[run]\ntrain_on_recorded = "x"\n[watchdog]\ntrain_timeout_s = 9',
         '[tasks]\nproducer = "a:B"\n[watchdog]\nweights_timeout_s = 9',
     ],
 )

@@ -272,5 +272,5 @@ def test_a_missing_sibling_is_an_error(tmp_path: Path) -> None:
 
 def test_no_recordings_is_an_error(tmp_path: Path) -> None:
     for dir in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ValueError, match="run.replay_rollouts: .* has no step"):
+        with pytest.raises(ValueError, match="run.train_on_recorded: .* has no step"):
             list(read_rollouts(dir))

@@ -134,7 +134,7 @@ OFF_POLICY: list[Values] = [
     {"rollout.top_k": 5},
     {"rollout.min_p": 0.1},
     {"replay.size": 4},
-    {"run.replay_rollouts": "recorded"},
+    {"run.train_on_recorded": "recorded"},
 ]  # fmt: skip
 
 

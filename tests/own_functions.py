@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ from rollover.config import AlgorithmConfig, Config, FiltersConfig, RewardsConfi
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.functions import own_function
+from rollover.functions import load_function, own_function
 from rollover.rollout.order import RolloutView, load_order
 from rollover.run.own_metrics import own_metrics
 from rollover.run.producer import OwnProducer
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource
 from rollover.tasks.same import same_by
 from rollover.tasks.stream import TaskStream
+from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.batch import build_batch
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
@@ -80,6 +82,18 @@ def check_filter(spec: str) -> None:
 def check_metrics(spec: str) -> None:
     groups = [group((101, 1.0), (100, 1.0)), group((3, None))]
     assert own_metrics(spec)(groups) == {"own/long": 1 / 3, "own/groups": 2}
+
+
+def check_tracker(spec: str) -> None:
+    """Killed after its second step, and resumed after the first."""
+    for resumed, cut, steps in ((False, -1, (1, 2)), (True, 1, (2, 3))):
+        tracker = load_function(spec, ".")()
+        tracker.on_start(RunInfo("demo", Path.cwd(), {}, resumed))
+        tracker.truncate(Cut(cut))
+        for step in steps:
+            tracker.on_step({"step": step, "reward/mean": step / 10})
+        tracker.close()
+    assert Path("reward.csv").read_text() == "1,0.1\n2,0.2\n3,0.3\n"
 
 
 def check_order(spec: str) -> None:
@@ -152,6 +166,7 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "two_sided"): check_loss,
     (PAGE, "solved"): check_filter,
     (PAGE, "share_of_long"): check_metrics,
+    (PAGE, "RewardTable"): check_tracker,
     (PAGE, "nearly_done_first"): check_order,
     (PAGE, "short_ones_first"): check_before_produce,
     (PAGE, "Counting"): check_producer,

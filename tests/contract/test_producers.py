@@ -17,7 +17,8 @@ from rollover.engine.fake import FakeEngine
 from rollover.run.producer import Generation, OwnProducer, Producer, RecordedRollouts, ready_group
 from rollover.run.stop import Stop
 from rollover.staleness import group_staleness
-from rollover.track.recorder import RecordedGroup, RolloutRecorder
+from rollover.track.recorder import RolloutRecorder
+from rollover.track.tracker import RecordedGroup
 from rollover.types import Group, Reward, RolloutState, SamplingParams, Segment, StopReason, Task
 from unit.rollout.run import PARTIAL, Run
 

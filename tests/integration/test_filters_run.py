@@ -180,7 +180,7 @@ def test_masked_rollouts_leave_the_loss_and_stay_in_their_groups(tmp_path: Path)
         "rollover.track.history:RunHistory.flush",
         "rollover.track.sinks:JsonlSink.sync",
         "rollover.checkpoint.journal:Journal.sync",
-        "rollover.track.live:LiveView.update",
+        "rollover.track.live:LiveView.on_step",
     ],
 )
 def test_killed_while_a_step_is_written_down_it_counts_each_filtered_group_once(tmp_path: Path, place: str) -> None:

@@ -34,18 +34,6 @@ def test_a_run_that_ended_while_it_handed_its_weights_over_has_told_that_they_ar
     check_whole(tmp_path / "run", 6)
 
 
-def test_a_row_that_was_missing_has_the_metrics_of_the_users_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.py").write_text("def count(groups):\n    return {'groups': len(groups)}\n")
-    metrics = {"metrics": f"{tmp_path / 'mine.py'}:count"}
-    recipe = runs.write(tmp_path, steps=3, checkpoint=CHECKPOINT, track=metrics)
-    train_until(capsys, 2, recipe, before_row=True)
-    assert train(capsys, recipe, "--resume")[0] == 0
-    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [row["own/groups"] for row in rows] == [3, 3, 3]
-
-
 @pytest.mark.parametrize("ended", [False, True], ids=["in one go", "in two"])
 def test_an_age_is_counted_in_steps_of_the_trainer_whenever_its_weights_are_handed_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ended: bool

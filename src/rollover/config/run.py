@@ -96,6 +96,11 @@ class TrackConfig(Table):
         " GPU, else the fastest of a few matrix products at the start.",
         ge=0,
     )
+    trackers: list[str] = Field(
+        default_factory=list,
+        description="Your own classes of trackers (module:Class or path.py:Class), told of every step, evaluation and"
+        " group. One that fails does not end the run.",
+    )
 
 
 class WatchdogConfig(Table):

@@ -18,15 +18,14 @@ from rollover.run.records import Records
 from rollover.run.snapshot import Snapshot
 from rollover.run.stateful import StatefulPart
 from rollover.run.stop import Stop
-from rollover.track.live import LiveView
 from rollover.types import Group
 
 
 class Checkpointing:
     """Of one run, whose state is that of `stateful` parts.
 
-    `taken`: the groups of the step that is being trained. `saved_version`: of the newest checkpoint, -1 without one;
-    `told_version`: of the newest metrics row. `resume_command`: what to type to go on with this run.
+    `taken`: the groups of the step that is being trained. `saved_version`: of the newest checkpoint, -1 without one.
+    `resume_command`: what to type to go on with this run.
     """
 
     def __init__(
@@ -38,15 +37,14 @@ class Checkpointing:
         journaling: Journaling,
         overlap: Overlap,
         records: Records,
-        view: LiveView,
         stop: Stop,
         resume_command: str,
     ) -> None:
         self.config, self.parts, self.stateful, self.directory = config, parts, stateful, directory
         self.journaling, self.overlap, self.records = journaling, overlap, records
-        self.view, self.stop, self.resume_command = view, stop, resume_command
+        self.trackers, self.stop, self.resume_command = directory.trackers, stop, resume_command
         self.taken: list[Group] = []
-        self.saved_version, self.told_version = -1, 0
+        self.saved_version = -1
         self.changed = False  # whether anything happened to a rollout since the newest checkpoint
 
     def on_event(self, event: Event) -> None:
@@ -56,8 +54,7 @@ class Checkpointing:
 
     def on_row(self) -> None:
         """The row of the newest step is written."""
-        self.told_version = self.parts.trainer.policy_version
-        self.journaling.on_row(self.told_version)
+        self.journaling.on_row(self.parts.trainer.policy_version)
 
     async def begin(self) -> None:
         """From now on the journal is written, if it is on. It begins at a checkpoint, or with the run."""
@@ -86,8 +83,8 @@ class Checkpointing:
         await self.overlap.interrupt_all()
         if version == self.saved_version and not self.changed:
             return
-        self.view.phase("writing a checkpoint")
-        self.records.write(version, [], None)
+        self.trackers.on_phase("writing a checkpoint")
+        self.records.tell(version, [], None)
         with self.overlap.rows.timed("checkpoint"):
             mark = journaling.scribe.begin(checkpoint_name(version)) if journaling.is_on else None
             snapshot = Snapshot.begin(self.stateful, self.directory, version, mark)
@@ -101,7 +98,7 @@ class Checkpointing:
                 journaling.journal.discard()
         self.saved_version, self.changed = version, False
         if version < self.config.train.num_steps and not self.stop.requested:
-            self.view.message(
+            self.trackers.on_message(
                 f"checkpoint {snapshot.name}; if this run ends early, continue with: {self.resume_command}"
             )
 
@@ -110,7 +107,9 @@ class Checkpointing:
         parts, version = self.parts, self.parts.trainer.policy_version
         if parts.lifecycle.ledger.generated_tokens == version == 0 or isinstance(error, CheckpointWriteError):
             return  # before the first step there are answers to look at, too
-        self.view.message(f"{type(error).__name__} after {version} steps: writing a checkpoint before the run ends")
+        self.trackers.on_message(
+            f"{type(error).__name__} after {version} steps: writing a checkpoint before the run ends"
+        )
         try:
             parts.driver.interrupt_for_good()  # no score is waited for
             try:
@@ -122,12 +121,12 @@ class Checkpointing:
             if self.taken:
                 parts.lifecycle.give_back(self.taken, version)
             parts.lifecycle.check()
-            if version != max(self.told_version, self.saved_version):
+            if version not in (0, self.saved_version) and not self.directory.metrics.reaches(version):
                 raise ValueError(f"metrics.jsonl has no row of step {version}")
             await self.checkpoint()
         except Exception as failure:
             newest = next(reversed(self.directory.store.list()), "the start")
             journal = " and its journal" if self.journaling.journal.num_bytes else ""
-            self.view.message(
+            self.trackers.on_message(
                 f"that checkpoint could not be written ({failure}): --resume goes on from {newest}{journal}"
             )

@@ -14,7 +14,6 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ from rollover.config import Config
 from rollover.config import resume as resume_rules
 from rollover.files import atomic_write_text, check_writable
 from rollover.run.lock import DirectoryLock
-from rollover.track.metrics import validate
-from rollover.track.recorder import RolloutRecorder
-from rollover.track.sinks import JsonlSink
-from rollover.track.trace import TRACE, TraceFile
+from rollover.track.build import build_trackers
+from rollover.track.sinks import EvalFile, MetricsFile
+from rollover.track.tracker import Cut
 
 _CONFIG = "config.resolved.json"
 _CHECKPOINTED = "checkpointed"
@@ -36,7 +34,7 @@ _FINISHED = "finished"
 
 
 class RunDirectory:
-    """run.dir (default runs/<name>-<time>) with its sinks and checkpoint store.
+    """run.dir (default runs/<name>-<time>) with its trackers and checkpoint store.
 
     Raises ValueError where a run, or another run's checkpoints, would be overwritten, where --resume finds no run, and
     where one of the outputs cannot be written: every place is tried before there is any work to lose.
@@ -71,17 +69,13 @@ class RunDirectory:
             if lost and self.mirror is not None:
                 self.mirror.fetch()
                 self.fetched_from = self.mirror.root
-            self.metrics = JsonlSink(self.path / "metrics.jsonl", check=validate)
-            self.evals = JsonlSink(self.path / "eval.jsonl")
-            self.trace = TraceFile(self.path / TRACE, config.track.trace)
-            self.rollouts = RolloutRecorder(self.path / "rollouts")
+            self.trackers = build_trackers(config, self.path)
         except OSError as error:
             raise ValueError(f"run.dir = {str(self.path)!r} cannot be used: {error}") from error
         self.changes = resume_rules.changes(self._earlier_config(), config) if resume else []
         if resume and self.checkpoint_to_resume() is not None:
             resume_rules.refuse(self.changes)
-        if not resume:
-            self.truncate(-1)  # an evaluation may have been written before the first step
+        self.metrics, self.evals = self.trackers.the(MetricsFile), self.trackers.the(EvalFile)
 
     @property
     def journal(self) -> Path:
@@ -157,16 +151,13 @@ class RunDirectory:
         """Whether this start has other [tasks] than the one before it."""
         return any(change.key.startswith("tasks.") for change in self.changes)
 
-    def truncate(
-        self, step: int, held: Collection[int] = (), trace_bytes: int = 0, next_group_id: int | None = None
-    ) -> None:
-        """Forget what was written after `step`: a run that goes on from there writes it again.
+    def truncate(self, cut: Cut) -> None:
+        """Forget what was written after `cut`: a run that goes on from there writes it again.
 
-        `held`: groups that are in the cache again, though they may have been recorded as dropped since, as may those of
-        `next_group_id` and above, which come again (None: none; an own producer numbers its groups). `trace_bytes`:
-        size of the trace in the checkpoint, which may have been taken in the middle of a step. ValueError, and nothing
-        is changed, if the metrics do not reach `step`: they are not those of the run that goes on.
+        ValueError, and nothing is changed, if the metrics do not reach its step: they are not those of the run that
+        goes on.
         """
+        step = cut.step
         if step > 0 and not self.metrics.reaches(step):
             raise ValueError(
                 f"{self.metrics.path} has no row of step {step}, from which this run goes on: rows are missing. Restore"
@@ -176,10 +167,7 @@ class RunDirectory:
         if step >= 0:
             # Before the rows of their steps go: a checkpoint that the metrics do not reach cannot be resumed.
             self.store.discard_after(checkpoint_name(step))
-        self.metrics.truncate(step)
-        self.evals.truncate(step)
-        self.trace.truncate(trace_bytes)
-        self.rollouts.truncate(step, held, next_group_id)
+        self.trackers.truncate(cut)
 
     def write_config(self, *, replace: bool = False) -> None:
         """Write config.resolved.json. That of a start with other settings is kept as config.resolved.1.json, ...2.

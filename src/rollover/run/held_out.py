@@ -14,7 +14,6 @@ from rollover.run.evaluate import EvalTasks, encode_tasks, evaluate, held_out_ta
 from rollover.run.overlap import Overlap
 from rollover.run.parts import Parts
 from rollover.run.stop import Stop
-from rollover.track.live import LiveView
 
 
 class HeldOut:
@@ -28,12 +27,11 @@ class HeldOut:
         directory: RunDirectory,
         overlap: Overlap,
         stop: Stop,
-        view: LiveView,
         *,
         is_possible: bool,
     ) -> None:
         self.config, self.parts, self.directory, self.overlap = config, parts, directory, overlap
-        self.stop, self.view, self.is_possible = stop, view, is_possible
+        self.stop, self.trackers, self.is_possible = stop, directory.trackers, is_possible
         self._tasks: EvalTasks | None = None
 
     async def evaluate(self) -> dict[str, Any] | None:
@@ -46,7 +44,7 @@ class HeldOut:
         if (row := self._newest()) is not None:
             return row
         await self.overlap.interrupt_all()
-        self.view.phase("evaluating")
+        self.trackers.on_phase("evaluating")
         with self.overlap.rows.timed("eval"), self.overlap.event_loop_watched(lambda: "evaluating"):
             return await self._evaluate()
 
@@ -64,7 +62,7 @@ class HeldOut:
         except ValueError as error:
             if version == 0 and not self.stop.requested:
                 raise
-            self.view.message(f"the evaluation after {version} steps failed: {error}")
+            self.trackers.on_message(f"the evaluation after {version} steps failed: {error}")
 
     @property
     def _is_wanted(self) -> bool:
@@ -77,7 +75,7 @@ class HeldOut:
 
     async def _evaluate(self) -> dict[str, Any] | None:
         """The new row of eval.jsonl; None where a stop cut it off, which waits for no answer and no score."""
-        config, parts, say = self.config, self.parts, self.view.message
+        config, parts, say = self.config, self.parts, self.trackers.on_message
         version, started = parts.trainer.policy_version, time.perf_counter()
         tokenizer = parts.loaded.tokenizer
         if self._tasks is None:
@@ -88,6 +86,6 @@ class HeldOut:
         if result is None:
             return None
         seconds = time.perf_counter() - started
-        self.directory.evals.write({"step": version, "policy_version": version, "seconds": seconds, **result})
+        self.trackers.on_eval({"step": version, "policy_version": version, "seconds": seconds, **result})
         say(f"held-out mean reward after {version} steps: {result['mean']:.3f}")
         return self._newest()

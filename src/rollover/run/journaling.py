@@ -18,24 +18,21 @@ from rollover.run.directory import RunDirectory
 from rollover.run.journal_scribe import Scribe
 from rollover.run.parts import Parts
 from rollover.run.producer import Producer
-from rollover.track.live import LiveView
 
 
 class Journaling:
     """Of one run. `is_possible`: whether its groups come through the lifecycle, of which alone a journal tells;
     `is_on`: whether one is written, too (checkpoint.journal_s)."""
 
-    def __init__(
-        self, config: Config, parts: Parts, directory: RunDirectory, producer: Producer, view: LiveView
-    ) -> None:
+    def __init__(self, config: Config, parts: Parts, directory: RunDirectory, producer: Producer) -> None:
         self.parts, self.directory, self.journal_s = parts, directory, config.checkpoint.journal_s
         self.is_possible = producer.generates
         self.is_on = self.is_possible and self.journal_s > 0
-        self.journal = Journal(directory.journal, view.message)
+        self.journal = Journal(directory.journal, directory.trackers.on_message)
         self.scribe = Scribe(self.journal, parts.history.seconds, lambda: parts.prompts.version)
         self.mirror = directory.mirror
         if self.mirror is not None:
-            self.mirror.say = view.message
+            self.mirror.say = directory.trackers.on_message
         self._timer: asyncio.Task[None] | None = None
 
     def on_event(self, event: Event) -> None:
@@ -50,7 +47,7 @@ class Journaling:
         if self.journal.writes:
             with self.scribe.timed():  # a row that the journal knows of is on the disk
                 self.directory.metrics.sync()
-        self.scribe.on_row(version, self.directory.trace.num_bytes)
+        self.scribe.on_row(version, self.parts.history.num_bytes)
         if self._timer is not None and self._timer.done():
             self._timer.result()
 

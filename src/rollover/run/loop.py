@@ -31,6 +31,7 @@ from rollover.run.journaling import Journaling
 from rollover.run.metrics_row import Rows
 from rollover.run.option_changes import OptionChanges
 from rollover.run.overlap import Overlap
+from rollover.run.own_metrics import own_metrics
 from rollover.run.parts import Parts
 from rollover.run.producer import build_producer
 from rollover.run.profile import profiled
@@ -38,8 +39,9 @@ from rollover.run.resume import Resume
 from rollover.run.stateful import stateful_parts
 from rollover.run.stop import Stop
 from rollover.run.tracking import Tracking
-from rollover.track.live import LiveView
+from rollover.track.history import RunHistory
 from rollover.track.summary import RunSummary, run_summary
+from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.batch import Batch
 from rollover.types import DropReason, Group
 
@@ -61,11 +63,16 @@ async def running(config: Config, directory: RunDirectory, stop: Stop, resume_co
     An error in the block is followed by a checkpoint of what there is, and so is the end of a block that took not all
     steps. `resume_command`: what to type to go on with it.
     """
-    with LiveView(config.track.live, config.train.num_steps, title=config.run.name) as view:
-        view.phase("loading the model")
-        parts = await Parts.build(config, view.message, directory.trace)
+    with directory.trackers as trackers:
+        trackers.on_start(
+            RunInfo(config.run.name, directory.path, config.model_dump(mode="json"), resumed=directory.resume)
+        )
+        if not directory.resume:
+            directory.truncate(Cut(-1))  # an evaluation may have been written before the first step
+        trackers.on_phase("loading the model")
+        parts = await Parts.build(config, trackers.on_message, trackers.the(RunHistory))
         try:
-            run = Run(config, parts, directory, stop, view, resume_command)
+            run = Run(config, parts, directory, stop, resume_command)
         except BaseException:
             await parts.close()
             raise
@@ -86,25 +93,25 @@ async def running(config: Config, directory: RunDirectory, stop: Stop, resume_co
 class Run:
     """One run of the loop, in its directory: `begin`, then `steps`, then `close`."""
 
-    def __init__(
-        self, config: Config, parts: Parts, directory: RunDirectory, stop: Stop, view: LiveView, resume_command: str
-    ) -> None:
-        self.config, self.parts, self.directory, self.stop, self.view = config, parts, directory, stop, view
+    def __init__(self, config: Config, parts: Parts, directory: RunDirectory, stop: Stop, resume_command: str) -> None:
+        self.config, self.parts, self.directory, self.stop = config, parts, directory, stop
+        trackers = self.trackers = directory.trackers
         self.ended = False  # `steps` came to its end: all that is left to do is done, or a stop was requested
-        self.blocked = BlockedWarning(view.message)
+        self.blocked = BlockedWarning(trackers.on_message)
         self.producer = build_producer(
             config, parts.loaded.tokenizer, parts.engine, stop, lambda version: self.overlap.collect(version)
         )
         needs_weights, overlaps = self.producer.uses_engine, config.rollout.overlap and self.producer.generates
         self.stateful = stateful_parts(parts, self.producer)
-        self.journaling = Journaling(config, parts, directory, self.producer, view)
-        self.rows = Rows(config, parts, self.journaling, overlaps=overlaps)
+        self.journaling = Journaling(config, parts, directory, self.producer)
+        self.rows = Rows(config, parts, self.journaling, trackers, overlaps=overlaps)
+        self.own_metrics = own_metrics(config.track.metrics)
         self.overlap = Overlap(config, parts, self.rows, self.blocked)
         self.hand_over = HandOver(config, parts, self.rows, self.journaling, self.blocked, needed=needs_weights)
-        self.held_out = HeldOut(config, parts, directory, self.overlap, stop, view, is_possible=needs_weights)
-        self.tracking = Tracking(config, parts, directory, view, recorded=not needs_weights)
+        self.held_out = HeldOut(config, parts, directory, self.overlap, stop, is_possible=needs_weights)
+        self.tracking = Tracking(config, parts, trackers, recorded=not needs_weights)
         self.checkpointing = Checkpointing(
-            config, parts, self.stateful, directory, self.journaling, self.overlap, self.tracking.records, view, stop,
+            config, parts, self.stateful, directory, self.journaling, self.overlap, self.tracking.records, stop,
             resume_command,
         )  # fmt: skip
         self.changes = OptionChanges(self.checkpointing)
@@ -116,17 +123,16 @@ class Run:
     async def begin(self) -> None:
         """Check the rewards, go on where an earlier process ended, and listen to signals."""
         if self.producer.generates:
-            await look_at_tasks(self.config, self.parts.rewarder, self.view)
+            await look_at_tasks(self.config, self.parts.rewarder, self.trackers)
         if self.directory.resume:
             resume = Resume(
                 self.config, self.parts, self.stateful, self.directory, self.journaling, self.hand_over, self.rows,
-                self.tracking, self.view,
+                self.tracking,
             )  # fmt: skip
-            saved = self.checkpointing
-            saved.saved_version, saved.told_version = await resume.restore()
+            self.checkpointing.saved_version = await resume.restore()
         await self.checkpointing.begin()
         self.directory.write_config()
-        self.stop.listen(self.view.message)
+        self.stop.listen(self.trackers.on_message)
 
     async def steps(self) -> AsyncGenerator[Step, None]:
         """All steps and evaluations that are left. A stop ends it early; so may whoever asks for no more of them."""
@@ -161,11 +167,11 @@ class Run:
         if not groups:
             return None
         return_freed_memory()
-        self.view.phase("training")
+        self.trackers.on_phase("training")
         self.checkpointing.taken = groups
         with self.overlap.training(version):
             batch = parts.reuse.build(groups, version)
-            own = self.tracking.own_metrics(groups)
+            own = self.own_metrics(groups)
             trained = own | await self.overlap.train(lambda: self._train(batch, version), version)
         self.checkpointing.taken = []
         parts.reuse.after_step(groups, batch, version)
@@ -209,12 +215,12 @@ class Run:
     async def _produce(self, version: int) -> list[Group] | None:
         """The groups of the step at trainer `version`; none where it says that there are no more, or is stopped."""
         self.rows.engine_growth()  # what an evaluation did is not this step's
-        self.view.phase("generating")
+        self.trackers.on_phase("generating")
         with self.parts.history.span("generate"):
             groups = await self.producer.produce(version + 1, version)
         if groups is not None and not groups:
             what, num_steps = self.producer.source, self.config.train.num_steps
-            self.view.message(f"the {what} are used up after {version} of {num_steps} steps")
+            self.trackers.on_message(f"the {what} are used up after {version} of {num_steps} steps")
         return groups
 
     def _train(self, batch: Batch, version: int) -> dict[str, float]:
@@ -226,10 +232,10 @@ class Run:
         step = self.parts.trainer.policy_version
         if self.stop.requested:
             command = self.checkpointing.resume_command
-            self.view.message(f"stopped after step {step}; continue with:\n  {command}")
+            self.trackers.on_message(f"stopped after step {step}; continue with:\n  {command}")
             return
         if self.config.checkpoint.save_final_model:
-            self.view.phase("saving the model")
+            self.trackers.on_phase("saving the model")
             self.parts.trainer.save_model(self.directory.model)
         finished = step >= self.config.train.num_steps
         self.directory.end(step, "" if finished else self.producer.source)

@@ -24,6 +24,7 @@ from rollover.run.journaling import Journaling
 from rollover.run.mfu import Utilization
 from rollover.run.parts import Parts
 from rollover.track.metrics import is_counter, is_of_engine
+from rollover.track.tracker import Trackers
 from rollover.trainer.batch import Batch
 from rollover.types import Group
 
@@ -31,8 +32,11 @@ from rollover.types import Group
 class Rows:
     """Makes the rows of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
 
-    def __init__(self, config: Config, parts: Parts, journaling: Journaling, *, overlaps: bool) -> None:
+    def __init__(
+        self, config: Config, parts: Parts, journaling: Journaling, trackers: Trackers, *, overlaps: bool
+    ) -> None:
         self.config, self.parts, self.journaling, self.overlaps = config, parts, journaling, overlaps
+        self.trackers = trackers
         self.utilization = Utilization(config, overlaps)
         self._seconds: dict[str, float] = {}
         self._counted: dict[str, float] = {}
@@ -156,7 +160,10 @@ class Rows:
     def _owners_counters(self) -> dict[str, float]:
         """Counters and gauges of rewards, engine and driver; counters go on where a resumed run had ended."""
         driver = self.parts.driver
-        counts = (self.parts.rewarder.stats(), self._engine_stats(), driver.asker.stats(), driver.watchdog.stats())
+        counts = (
+            self.parts.rewarder.stats(), self._engine_stats(), driver.asker.stats(), driver.watchdog.stats(),
+            self.trackers.stats(),
+        )  # fmt: skip
         now = {key: value for of_owner in counts for key, value in of_owner.items()}
         if self.journaling.is_on:
             now["journal/failed"] = self.journaling.journal.failed

@@ -35,4 +35,4 @@ class OptionChanges:
         for change in changes:
             resume_rules.change_in_run(self.config, change.key, change.new)
         self.checkpointing.directory.write_config(replace=True)
-        self.checkpointing.view.message("changed from here on: " + ", ".join(map(str, changes)))
+        self.checkpointing.trackers.on_message("changed from here on: " + ", ".join(map(str, changes)))

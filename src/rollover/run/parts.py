@@ -27,7 +27,6 @@ from rollover.rollout.lifecycle import Lifecycle
 from rollover.tasks.prompts import PromptSource, build_prompts, prompt_limit
 from rollover.tasks.reroll import Reroll
 from rollover.track.history import RunHistory
-from rollover.track.trace import TraceFile
 from rollover.trainer.build import build_trainer
 from rollover.trainer.reuse import Reuse
 from rollover.trainer.trainer import Trainer
@@ -52,10 +51,10 @@ class Parts:
 
     @classmethod
     async def build(
-        cls, config: Config, say: Callable[[str], None] = lambda text: None, trace: TraceFile | None = None
+        cls, config: Config, say: Callable[[str], None] = lambda text: None, history: RunHistory | None = None
     ) -> Parts:
         """Loads the model and starts nothing: a reward worker starts at its first call. `say` prints the lines of all
-        of them; without a file the `trace` stays in memory."""
+        of them; `history`: whose clock goes on now."""
         prepare_process(config)
         torch.manual_seed(config.run.seed)
         # What a wrong path, name or device ends comes before the model, which takes longer.
@@ -78,6 +77,8 @@ class Parts:
             reroll = Reroll(config.reroll, config.train.num_steps, prompts)
             pool = observed.rewarder
             driver = build_driver(config, engine, reroll, scorer, pool.scores_singly, group_filter, stops)
+            history = history or RunHistory()
+            history.go_on()
             driver.say = observed.say = prompts.stream.say = say
             parts = cls(
                 loaded=loaded,
@@ -90,7 +91,7 @@ class Parts:
                 driver=driver,
                 stop_token_ids=stops,
                 reuse=Reuse(config, reroll),
-                history=RunHistory(trace),
+                history=history,
             )
             on_error.pop_all()
         return parts

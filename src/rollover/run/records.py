@@ -1,6 +1,6 @@
-"""What left the run, for rollouts/: groups that a step trained, and those dropped since the last record.
+"""What left the run, for its trackers: groups that a step trained, and those dropped since they were last told.
 
-Owns the dropped groups that are not written yet. Never decides what leaves.
+Owns the dropped groups that are not told yet. Never decides what leaves.
 """
 
 from __future__ import annotations
@@ -9,32 +9,32 @@ from collections.abc import Callable
 from typing import Any
 
 from rollover.rollout.lifecycle import Event, EventKind
-from rollover.track.recorder import RecordedGroup, RolloutRecorder
+from rollover.track.tracker import RecordedGroup, Tracker
 from rollover.trainer.batch import Batch
 from rollover.types import DropReason, Group
 
 
 class Records:
-    """Writes to `recorder`. `decode(token ids)` gives an answer's text; with `enabled` False nothing is written."""
+    """Tells `tracker`, if that wants groups. `decode(token ids)` gives an answer's text."""
 
-    def __init__(self, recorder: RolloutRecorder, decode: Callable[..., Any], enabled: bool) -> None:
-        self.recorder, self.decode, self.enabled = recorder, decode, enabled
+    def __init__(self, tracker: Tracker, decode: Callable[..., Any]) -> None:
+        self.tracker, self.decode, self.wanted = tracker, decode, tracker.wants_groups
         self.dropped: list[tuple[Group, DropReason]] = []
 
     def on_event(self, event: Event) -> None:
         """For Lifecycle.on_event."""
-        if event.kind is EventKind.DROP and event.reason is not None and self.enabled:
+        if event.kind is EventKind.DROP and event.reason is not None and self.wanted:
             self.dropped.append((event.group, event.reason))
 
-    def write(self, version: int, groups: list[Group], batch: Batch | None) -> None:
+    def tell(self, version: int, groups: list[Group], batch: Batch | None) -> None:
         """After the step that led to trainer `version`: its groups, if any, and all that was dropped until now."""
-        if not self.enabled:
+        if not self.wanted:
             return
         advantages = {s.rollout_id: float(s.advantages[0]) for s in batch.samples} if batch is not None else {}
         records = [self._recorded(g, advantages, None) for g in groups]
         records += [self._recorded(group, {}, reason) for group, reason in self.dropped]
         if records:
-            self.recorder.write(version, records)
+            self.tracker.on_groups(version, records)
         self.dropped.clear()  # not before: a write that fails is tried again with the checkpoint at the end of a run
 
     def _recorded(self, group: Group, advantages: dict[str, float], reason: DropReason | None) -> RecordedGroup:

@@ -9,8 +9,6 @@ does journal_replay.py's.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from rollover.checkpoint.journal import Part
 from rollover.config import Config
 from rollover.config import resume as resume_rules
@@ -25,16 +23,9 @@ from rollover.run.roll_back import RollBack
 from rollover.run.snapshot import load_snapshot
 from rollover.run.stateful import StatefulPart
 from rollover.run.tracking import Tracking
-from rollover.track.live import LiveView
+from rollover.track.tracker import Cut
 from rollover.trainer.batch import Batch
 from rollover.types import Group
-
-
-class Restored(NamedTuple):
-    """Trainer versions: of the checkpoint that the run goes on from (-1: of none), and of its newest metrics row."""
-
-    saved_version: int = -1
-    told_version: int = 0
 
 
 class Resume:
@@ -50,22 +41,24 @@ class Resume:
         hand_over: HandOver,
         rows: Rows,
         tracking: Tracking,
-        view: LiveView,
     ) -> None:
         self.config, self.parts, self.stateful, self.directory = config, parts, stateful, directory
         self.journaling, self.hand_over, self.rows, self.tracking = journaling, hand_over, rows, tracking
-        self.view = view
+        self.trackers = directory.trackers
         # Of the newest step that was trained again: what its row is made of.
         self._trained_again: tuple[list[Group], Batch, dict[str, float], int] | None = None
 
-    async def restore(self) -> Restored:
-        """Go on from the checkpoint that is to be resumed and its journal; without either the run begins again."""
+    async def restore(self) -> int:
+        """Go on from the checkpoint that is to be resumed and its journal; without either the run begins again.
+
+        Returns the trainer version of that checkpoint, -1 without one.
+        """
         directory, parts, journal = self.directory, self.parts, self.journaling.journal
         if directory.fetched_from:
-            self.view.message(f"the files of this run come from {directory.fetched_from}")
+            self.trackers.on_message(f"the files of this run come from {directory.fetched_from}")
         name, mark, saved_version = directory.checkpoint_to_resume(), None, -1
         if name is not None:
-            self.view.phase(f"restoring {name}")
+            self.trackers.on_phase(f"restoring {name}")
             mark = load_snapshot(name, self.stateful, directory)
             saved_version = parts.trainer.policy_version
         # The journal goes on from the newest checkpoint alone, or from the start.
@@ -73,11 +66,11 @@ class Resume:
         files = journal.read(mark) if usable else []
         if name is None and not files:
             num_steps = directory.metrics.path.read_bytes().count(b"\n")
-            directory.truncate(-1)
+            directory.truncate(Cut(-1))
             journal.discard()
             lost = f", and no journal tells of its {num_steps} steps, which are lost" if num_steps else ""
-            self.view.message(f"the run ended before its first checkpoint{lost}: it begins again")
-            return Restored()
+            self.trackers.on_message(f"the run ended before its first checkpoint{lost}: it begins again")
+            return -1
         held = bool(parts.lifecycle.cache.groups or sum(file.num_records for file in files) > 1)
         resume_rules.refuse(directory.changes, held=held)
         parts.lifecycle.stream_ended &= not directory.tasks_changed  # there may be more of them now
@@ -100,7 +93,7 @@ class Resume:
         if self.hand_over.needed:
             parts.driver.on_new_version(version)
         self._say(name, replay)
-        return Restored(saved_version, version)
+        return saved_version
 
     def _replay(self, files: list[Part], *, from_start: bool) -> Replay:
         """What the journal tells happens again; steps are trained again, or rolled back. Nothing is generated."""
@@ -113,7 +106,7 @@ class Resume:
         else:
             replay = Replay(parts, next_task, self._train_again, dropped.clear)
         for file in files:
-            self.view.phase(f"reading {file.path.name} of the journal")
+            self.trackers.on_phase(f"reading {file.path.name} of the journal")
             replay.read(file.records())
         replay.end()
         if isinstance(replay, RollBack):
@@ -122,14 +115,14 @@ class Resume:
             held_again = replay.of_lost_steps & parts.lifecycle.cache.groups.keys()
             parts.reuse.reroll.on_roll_back(replay.version, held_again)
             why = f", since {', '.join(change.key for change in otherwise)} changed" if otherwise else ""
-            self.view.message(
+            self.trackers.on_message(
                 f"{replay.num_steps} steps after the checkpoint are rolled back{why}: their groups are held again, but"
                 f" for {num} that can no longer be trained in bound"
             )
         return replay
 
     def _train_again(self, groups: list[Group], version: int) -> None:
-        self.view.phase(f"training step {version + 1} again")
+        self.trackers.on_phase(f"training step {version + 1} again")
         self.rows.begin()
         with self.rows.timed("train"):
             batch = self.parts.reuse.build(groups, version)
@@ -150,21 +143,21 @@ class Resume:
             replay.told()  # before `held`: what was dropped until then is recorded
         held = {*lifecycle.cache.groups, *(group.group_id for group, _ in self.tracking.records.dropped)}
         told = version - row_is_missing
-        directory.truncate(told, held, replay.trace_bytes, lifecycle.cache.num_admitted or None)
+        self.parts.history.trace_bytes = replay.trace_bytes
+        directory.truncate(Cut(told, held, lifecycle.cache.num_admitted or None))
         self.rows.restore(directory.metrics.rows()[-1] if told else {}, next_is_missing=row_is_missing)
         if row_is_missing:
             assert self._trained_again is not None
             groups, batch, trained, before = self._trained_again
-            trained = self.tracking.own_metrics(groups) | trained
             self.tracking.on_step(self.rows.of_step(groups, batch, trained, before, 0), groups, batch)
 
     def _say(self, name: str | None, replay: Replay) -> None:
         """Where the run goes on, and with which other settings."""
         held = sum(len(g.rollouts) for g in self.parts.lifecycle.cache.groups.values())
         of_journal = f" and {replay.num_records} records of its journal ({replay.num_steps} steps)"
-        self.view.message(
+        self.trackers.on_message(
             f"resumed from {name or 'the start'}{of_journal if replay.num_records else ''}:"
             f" {held} rollouts in the cache go on where they were"
         )
         if changes := self.directory.changes:
-            self.view.message("settings that changed since:" + "".join(f"\n  {change}" for change in changes))
+            self.trackers.on_message("settings that changed since:" + "".join(f"\n  {change}" for change in changes))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+
+from rollover.track.tracker import Row, Tracker
 
 PATIENCE = 5  # steps in a row
 
@@ -82,14 +84,22 @@ RANGES = (
 )  # fmt: skip
 
 
-class Health:
-    """Counts, for each figure, the steps in a row that it was out of its range. `passed_over`: keys of figures that are
-    no matter of concern in this run, however high or low."""
+class Health(Tracker):
+    """Warns of figures that left their range: counts, for each, the steps in a row that it was out of it.
 
-    def __init__(self, passed_over: Collection[str] = ()) -> None:
+    `passed_over`: keys of figures that do not matter in this run, however high or low. It watches what the run learns;
+    it ends nothing. What does not come to an end is the matter of rollout/watchdog.py.
+    """
+
+    def __init__(self, passed_over: Collection[str] = (), say: Callable[[str], None] = print) -> None:
+        self._say = say
         self._ranges = [wanted for wanted in RANGES if wanted.key not in passed_over]
         self._out: Counter[str] = Counter()
         self._said: set[str] = set()
+
+    def on_step(self, row: Row) -> None:
+        for warning in self.look({key: value for key, value in row.items() if value is not None}):
+            self._say(f"health: {warning}")
 
     def look(self, row: Mapping[str, float]) -> list[str]:
         """Warnings of this step's row."""

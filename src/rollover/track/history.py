@@ -14,10 +14,11 @@ from typing import Any
 from rollover.rollout.lifecycle import Event
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace, TraceFile
+from rollover.track.tracker import Cut, Row, Tracker
 from rollover.types import Group
 
 
-class RunHistory:
+class RunHistory(Tracker):
     """What happened in a run, and when. `clock` gives seconds; without a `file` the trace stays in memory."""
 
     def __init__(self, file: TraceFile | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -25,7 +26,7 @@ class RunHistory:
         self._stands_at: float | None = None
         self.trace = Trace(self.seconds)
         self.lifetimes = Lifetimes()
-        self.trace_bytes = 0  # of trace.jsonl, in the checkpoint that was restored
+        self.trace_bytes = 0  # of trace.jsonl, where the run goes on
 
     def seconds(self) -> float:
         """Since the start of the run."""
@@ -55,6 +56,19 @@ class RunHistory:
     def on_new_version(self, version: int) -> None:
         """The trainer is at `version`, and its weights are live: before anything is dropped for it."""
         self.trace.on_new_version(version)
+
+    def on_step(self, row: Row) -> None:
+        self.flush()
+
+    def truncate(self, cut: Cut) -> None:
+        """Cut trace.jsonl to its size at `cut`, which may be in the middle of a step: `trace_bytes`."""
+        if self._file is not None:
+            self._file.truncate(self.trace_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of trace.jsonl now."""
+        return 0 if self._file is None else self._file.num_bytes
 
     def flush(self) -> int:
         """Write the trace's new events, once a step; returns how many bytes the trace has then."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
@@ -20,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollover.track.tracker import Row, RunInfo, Tracker
 from rollover.track.waits import Verdict, verdict
 
 Mode = Literal["auto", "rich", "plain", "off"]
@@ -78,7 +78,7 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(_SPARKS[int((v - low) / span * (len(_SPARKS) - 1) + 0.5)] if span > 0 else _SPARKS[0] for v in shown)
 
 
-def time_split(row: Mapping[str, float | int | None]) -> list[tuple[str, float]]:
+def time_split(row: Row) -> list[tuple[str, float]]:
     """Shares of time/step_s by label, "other" last; empty if the row has no times.
 
     Checkpoint and evaluation are left out of a step that had none.
@@ -91,8 +91,8 @@ def time_split(row: Mapping[str, float | int | None]) -> list[tuple[str, float]]
     return [*shares, ("other", max(0.0, 1 - sum(share for _, share in shares)))]
 
 
-class LiveView:
-    """Shows a run as it goes. Use as a context manager.
+class LiveView(Tracker):
+    """Shows a run as it goes.
 
     `mode` is track.live: "auto" is "rich" on a terminal that can show it, otherwise "plain"; "off" shows only messages.
     `num_steps` is the last step's number; `clock` gives seconds.
@@ -116,7 +116,7 @@ class LiveView:
         self._clock = clock
         self._phase = "starting"
         self._phase_start = clock()
-        self._row: Mapping[str, float | int | None] = {}
+        self._row: Row = {}
         self._verdict: Verdict | None = None
         self._rewards: deque[float] = deque(maxlen=512)
         self._trend: float | None = None
@@ -124,32 +124,26 @@ class LiveView:
         self._step_times: deque[float] = deque(maxlen=_ETA_STEPS)
         self._live: Live | None = None
 
-    def __enter__(self) -> LiveView:
+    def on_start(self, run: RunInfo) -> None:
         if self.mode == "rich":
             # Twice a second: the view must not take a core from the matrix products.
             self._live = Live(
                 get_renderable=self.render, console=self._console, refresh_per_second=2, vertical_overflow="crop"
             )
             self._live.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         if self._live is not None:
-            self._phase = "done" if kind is None else "stopped"
-            self._phase_start = self._clock()
             self._live.stop()
             self._live = None
 
-    def phase(self, name: str) -> None:
-        """Say what is going on now ("generating", "training"): shown with its duration on a terminal only."""
+    def on_phase(self, name: str) -> None:
+        """Shown with its duration, on a terminal only."""
         if name != self._phase:
             self._phase = name
             self._phase_start = self._clock()
 
-    def update(self, row: Mapping[str, float | int | None]) -> None:
-        """A step is done: its metrics row."""
+    def on_step(self, row: Row) -> None:
         self._row, self._verdict = row, verdict(row)
         reward = row.get("reward/mean")
         if reward is not None and math.isfinite(reward):
@@ -161,8 +155,8 @@ class LiveView:
         if self.mode == "plain":
             self._print(self._plain_line())
 
-    def message(self, text: str) -> None:
-        """Print a line that stays, above the view if there is one."""
+    def on_message(self, text: str) -> None:
+        """Printed above the view if there is one, where it stays."""
         self._print(text)
 
     def _print(self, text: str) -> None:

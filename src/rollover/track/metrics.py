@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 
 from rollover.track.metric_keys import METRICS, Metric
-
-Row = Mapping[str, float | int | None]
+from rollover.track.tracker import Row
 
 
 @cache

@@ -15,8 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 
 from rollover.files import atomic_write_text
 from rollover.track.sinks import to_json
+from rollover.track.tracker import Cut, RecordedGroup, Tracker
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 _FILE = re.compile(r"step-(\d+)\.jsonl")
@@ -32,25 +32,23 @@ TRAINED = "trained"
 _SHARED = ("messages", "prompt", "columns", "prompt_ids")  # in the first line of a group alone
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedGroup:
-    """A group that left the system: trained (`dropped` None), or dropped for a reason.
+class RolloutRecorder(Tracker):
+    """Writes `<dir>/step-000012.jsonl`.
 
-    `completions` has the text of each rollout, in order; `advantages` one number a rollout, None where it had none.
+    `enabled` False: nothing is added, but what an earlier process of the run wrote stays, and is cut like the rest.
     """
 
-    group: Group
-    completions: Sequence[str]
-    advantages: Sequence[float | None]
-    dropped: DropReason | None = None
-
-
-class RolloutRecorder:
-    """Writes `<dir>/step-000012.jsonl`."""
-
-    def __init__(self, dir: str | Path) -> None:
-        self.dir = Path(dir)
+    def __init__(self, dir: str | Path, enabled: bool = True) -> None:
+        self.dir, self.enabled = Path(dir), enabled
         self.dir.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def wants_groups(self) -> bool:
+        return self.enabled
+
+    def on_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:
+        if self.enabled and groups:
+            self.write(step, groups)
 
     def write(self, step: int, groups: Sequence[RecordedGroup]) -> Path:
         """Write the file of one step, or add to it. Returns its path."""
@@ -67,23 +65,17 @@ class RolloutRecorder:
         atomic_write_text(path, "".join(lines).encode("utf-8", "replace").decode("utf-8"))
         return path
 
-    def truncate(self, step: int, held: Collection[int] = (), next_group_id: int | None = None) -> None:
-        """Remove the files of steps after `step`, and half-written ones: a resumed run writes them again.
-
-        From the file of `step` itself those records go that were written after the checkpoint: of the groups `held`,
-        which were in flight when it was taken, and of `next_group_id` and above (None: of none), which were not there.
-        """
-        last = self.dir / f"step-{step:06d}.jsonl"
+    def truncate(self, cut: Cut) -> None:
+        """Remove the files of later steps and half-written ones, and from that of the step what comes again."""
+        last = self.dir / f"step-{cut.step:06d}.jsonl"
         if last.exists():
-            end = float("inf") if next_group_id is None else next_group_id
             lines = last.read_bytes().splitlines(keepends=True)
-            ids = [json.loads(line)["group_id"] for line in lines]
-            kept = [line for line, group_id in zip(lines, ids, strict=True) if group_id < end and group_id not in held]
+            kept = [line for line in lines if not cut.comes_again(json.loads(line)["group_id"])]
             if len(kept) < len(lines):
                 atomic_write_text(last, b"".join(kept).decode())
         for path in self.dir.iterdir():
             match = _FILE.fullmatch(path.name)
-            if _TEMPORARY.fullmatch(path.name) or (match and int(match[1]) > step):
+            if _TEMPORARY.fullmatch(path.name) or (match and int(match[1]) > cut.step):
                 path.unlink()
 
 

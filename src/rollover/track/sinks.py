@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from rollover.files import naming
+from rollover.track.metrics import validate
+from rollover.track.tracker import Cut, Row, Tracker
 
 
 def to_json(value: Any) -> Any:
@@ -44,7 +46,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     return [_row(path, line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
-class JsonlSink:
+class JsonlSink(Tracker):
     """Append rows to a JSONL file, one object a line, visible to readers at once.
 
     `check` is called with every row before it is written (metrics.validate for metrics.jsonl).
@@ -76,14 +78,14 @@ class JsonlSink:
         """The complete rows of the file."""
         return read_rows(self.path)
 
-    def truncate(self, step: int) -> None:
-        """Forget the rows after `step` (their key "step"), half-written ones included."""
+    def truncate(self, cut: Cut) -> None:
+        """Forget the rows of later steps (their key "step"), half-written ones included."""
         with naming(self.path):
-            self._file.truncate(self._up_to(step)[0])
+            self._file.truncate(self._up_to(cut.step)[0])
             os.fsync(self._file.fileno())
 
     def reaches(self, step: int) -> bool:
-        """Whether the row of `step` would be the last after `truncate(step)`."""
+        """Whether the row of `step` would be the last after `truncate(Cut(step))`."""
         return self._up_to(step)[1] == step
 
     def _up_to(self, step: int) -> tuple[int, int | None]:
@@ -111,6 +113,23 @@ class JsonlSink:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class MetricsFile(JsonlSink):
+    """metrics.jsonl: a row for each step, of registered keys."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path, check=validate)
+
+    def on_step(self, row: Row) -> None:
+        self.write(row)
+
+
+class EvalFile(JsonlSink):
+    """eval.jsonl: a row for each evaluation."""
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        self.write(row)
 
 
 def _row(path: Path, line: bytes) -> dict[str, Any]:

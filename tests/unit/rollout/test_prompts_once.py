@@ -14,7 +14,8 @@ from rollover.config.rollout import RolloutConfig
 from rollover.engine.process.wire import requests_from_json, requests_to_json
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.requests import Requests
-from rollover.track.recorder import RecordedGroup, RolloutRecorder, read_rollouts
+from rollover.track.recorder import RolloutRecorder, read_rollouts
+from rollover.track.tracker import RecordedGroup
 from rollover.trainer.batch import build_batch
 from rollover.trainer.replay_buffer import Kept, ReplayBuffer
 from rollover.types import Group, Reward, StopReason, Task

@@ -14,6 +14,7 @@ from rollover.checkpoint.store import checkpoint_name
 from rollover.config import Config
 from rollover.run import directory as directory_module
 from rollover.run.directory import RunDirectory
+from rollover.track.tracker import Cut
 
 HOLD = """
 import sys, time
@@ -112,11 +113,11 @@ def test_later_checkpoints_go_before_the_rows_of_their_steps(tmp_path: Path, mon
 
     monkeypatch.setattr(directory.metrics, "truncate", killed)
     with pytest.raises(KeyboardInterrupt):
-        directory.truncate(1)
+        directory.truncate(Cut(1))
     directory.close()
     again = opened(tmp_path, resume=True)
     assert again.checkpoint_to_resume() == "step-000001"
-    again.truncate(1)
+    again.truncate(Cut(1))
     assert steps_of(again) == [1]
 
 
@@ -126,7 +127,7 @@ def test_a_torn_line_after_the_checkpoint_is_cut_off_unread(tmp_path: Path, torn
     with open(metrics.path, "ab") as file:
         file.write(torn)
     directory = opened(tmp_path, resume=True)
-    directory.truncate(2)
+    directory.truncate(Cut(2))
     assert steps_of(directory) == [1, 2]
 
 
@@ -136,7 +137,7 @@ def test_a_torn_line_before_the_checkpoint_is_not_passed_over(tmp_path: Path) ->
         file.write(b'{"st\n' + json.dumps(row(2)).encode() + b"\n")
     directory = opened(tmp_path, resume=True)
     with pytest.raises(ValueError, match="has no row of step 2, from which this run goes on"):
-        directory.truncate(2)
+        directory.truncate(Cut(2))
     assert b'"step": 2' in metrics.path.read_bytes()
 
 
@@ -215,6 +216,6 @@ def test_a_finished_run_is_known_and_goes_on_when_more_is_asked_for(tmp_path: Pa
     assert "the tasks are used up" in (why(9) or "")
     assert why(9, tasks={"epochs": 2}) is None
     resumed = opened(tmp_path, resume=True, train={"num_steps": 4})
-    resumed.truncate(3)
+    resumed.truncate(Cut(3))
     resumed.close()
     assert why(3) is None

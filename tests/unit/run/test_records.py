@@ -12,7 +12,8 @@ import pytest
 
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.run.records import Records
-from rollover.track.recorder import RecordedGroup, RolloutRecorder, read_rollouts
+from rollover.track.recorder import RolloutRecorder, read_rollouts
+from rollover.track.tracker import RecordedGroup
 from rollover.types import DropReason, Group, Rollout
 from unit.rollout.world import make_task
 
@@ -33,11 +34,11 @@ def test_a_dropped_group_is_recorded_after_a_write_that_failed(tmp_path: Path) -
     def decode(ids: Any, **options: Any) -> str:
         return ""
 
-    records = Records(FullOnce(tmp_path), decode, True)
+    records = Records(FullOnce(tmp_path), decode)
     group = Group(0, make_task(0), (1, 2), [Rollout(0, 0, make_task(0))])
     records.on_event(Event(EventKind.DROP, group, reason=DropReason.STALE))
     with pytest.raises(OSError, match="No space left"):
-        records.write(1, [], None)
-    records.write(1, [], None)
-    records.write(1, [], None)
+        records.tell(1, [], None)
+    records.tell(1, [], None)
+    records.tell(1, [], None)
     assert [[g.group_id for g in groups] for groups in read_rollouts(tmp_path, include_dropped=True)] == [[0]]

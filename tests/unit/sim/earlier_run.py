@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rollover.track.recorder import RecordedGroup, RolloutRecorder
+from rollover.track.recorder import RolloutRecorder
+from rollover.track.tracker import RecordedGroup
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,6 +17,7 @@ from rich.console import Console
 
 from rollover.track.live import LiveView, count, decimal, duration, percent, sparkline, time_split
 from rollover.track.metrics import validate
+from rollover.track.tracker import RunInfo, Trackers
 
 ROW = {
     "step": 12,
@@ -53,6 +57,15 @@ def output(console: Console) -> str:
     return console.file.getvalue()
 
 
+@contextmanager
+def running(view: LiveView) -> Iterator[LiveView]:
+    """As a run has it."""
+    with Trackers() as trackers:
+        trackers.add("live", view)
+        trackers.on_start(RunInfo("demo", Path("."), {}, False))
+        yield view
+
+
 def panel(view: LiveView, console: Console) -> list[str]:
     with console.capture() as capture:
         console.print(view.render())
@@ -66,9 +79,9 @@ def test_panel_shows_everything_within_the_width(width: int) -> None:
     now = [0.0]
     view = LiveView("rich", 100, "demo", console, clock=lambda: now[0])
     for i in range(100):
-        view.update({**ROW, "reward/mean": 0.1 + i / 1000})
-    view.update(ROW)
-    view.phase("training")
+        view.on_step({**ROW, "reward/mean": 0.1 + i / 1000})
+    view.on_step(ROW)
+    view.on_phase("training")
     now[0] = 75.0
     lines = panel(view, console)
     assert {cell_len(line) for line in lines} == {width}
@@ -101,7 +114,7 @@ def test_the_longest_verdicts_fit_80_columns(waits: tuple[float, ...]) -> None:
     keys = ("time/generate_s", "time/score_s", "wait/engine_for_trainer_s", "wait/engine_for_rewards_s")
     console = rich_console(80)
     view = LiveView("rich", 100, "demo", console)
-    view.update({**ROW, "time/step_s": 99.9, **dict(zip(keys, waits, strict=True))})
+    view.on_step({**ROW, "time/step_s": 99.9, **dict(zip(keys, waits, strict=True))})
     text = "\n".join(panel(view, console))
     assert "-bound: the trainer waited 80.0 of 99.9 s for r" in text and "try " in text and "…" not in text
 
@@ -117,10 +130,10 @@ def test_panel_before_the_first_step(width: int) -> None:
 
 def test_rich_live_draws_messages_above_and_the_final_state() -> None:
     console = rich_console(80)
-    with LiveView("rich", 12, console=console) as view:
-        view.phase("generating")
-        view.message("evaluated [0.25]")
-        view.update(ROW)
+    with running(LiveView("rich", 12, console=console)) as view:
+        view.on_phase("generating")
+        view.on_message("evaluated [0.25]")
+        view.on_step(ROW)
     shown = output(console)
     assert "evaluated [0.25]" in shown
     assert "done (0:00)" in shown and "step 12/12" in shown
@@ -128,19 +141,19 @@ def test_rich_live_draws_messages_above_and_the_final_state() -> None:
 
 def test_an_error_leaves_the_view_stopped() -> None:
     console = rich_console(80)
-    with pytest.raises(KeyboardInterrupt), LiveView("rich", 12, console=console):
+    with pytest.raises(KeyboardInterrupt), running(LiveView("rich", 12, console=console)):
         raise KeyboardInterrupt
     assert "stopped" in output(console)
 
 
 def test_plain_is_one_line_a_step() -> None:
     console = plain_console()
-    with LiveView("auto", 100, console=console) as view:
+    with running(LiveView("auto", 100, console=console)) as view:
         assert view.mode == "plain"
-        view.phase("generating")
-        view.update({**ROW, "step": 11, "reward/mean": 0.5})
-        view.update(ROW)
-        view.message("a [bold]message[/bold] " + "x" * 100)
+        view.on_phase("generating")
+        view.on_step({**ROW, "step": 11, "reward/mean": 0.5})
+        view.on_step(ROW)
+        view.on_message("a [bold]message[/bold] " + "x" * 100)
     lines = output(console).splitlines()
     assert len(lines) == 3
     assert lines[1] == (
@@ -154,7 +167,7 @@ def test_plain_is_one_line_a_step() -> None:
 
 def test_plain_line_of_an_empty_row() -> None:
     console = plain_console()
-    LiveView("plain", 5, console=console).update({"step": 1, "reward/mean": None, "loss": float("nan")})
+    LiveView("plain", 5, console=console).on_step({"step": 1, "reward/mean": None, "loss": float("nan")})
     assert output(console).startswith("step 1/5 | reward - (trend -) | - tok/s |")
     assert output(console).endswith(" | - | - | - s | ETA -\n")
 
@@ -170,21 +183,21 @@ def test_auto_is_rich_on_a_terminal_that_can_show_it(monkeypatch: pytest.MonkeyP
 
 def test_off_shows_only_messages() -> None:
     console = rich_console(80)
-    with LiveView("off", 1, console=console) as view:
-        view.phase("training")
-        view.update(ROW)
-        view.message("warning")
+    with running(LiveView("off", 1, console=console)) as view:
+        view.on_phase("training")
+        view.on_step(ROW)
+        view.on_message("warning")
     assert output(console) == "warning\n"
 
 
 def test_eta_uses_the_latest_steps() -> None:
     view = LiveView("off", 100, console=plain_console())
     assert view.eta_s is None
-    view.update({"step": 1, "time/step_s": 1000.0})
+    view.on_step({"step": 1, "time/step_s": 1000.0})
     for step in range(2, 51):
-        view.update({"step": step, "time/step_s": 2.0})
+        view.on_step({"step": step, "time/step_s": 2.0})
     assert view.eta_s == 100.0
-    view.update({"step": 101, "time/step_s": 2.0})
+    view.on_step({"step": 101, "time/step_s": 2.0})
     assert view.eta_s == 0.0
 
 
@@ -211,12 +224,12 @@ def test_sparkline() -> None:
 def test_evaluation_and_checkpoint_have_names_of_their_own() -> None:
     row = {**ROW, "time/step_s": 20.0, "time/eval_s": 7.0, "time/checkpoint_s": 2.0}
     console = plain_console()
-    LiveView("plain", 100, console=console).update(row)
+    LiveView("plain", 100, console=console).on_step(row)
     assert "generate 31% score 2% train 15% weights 1% checkpoint 10% eval 35% other 7% |" in output(console)
     for width in (80, 120):
         console = rich_console(width)
         view = LiveView("rich", 100, console=console)
-        view.update(row)
+        view.on_step(row)
         text = "\n".join(panel(view, console))
         assert "checkpoint 10%" in text and "eval 35%  other 7%" in text and "…" not in text
 
@@ -243,9 +256,9 @@ class FullDisk(io.StringIO):
 
 def test_a_line_that_cannot_be_printed_does_not_end_the_run() -> None:
     file = FullDisk()
-    with LiveView("plain", 10, console=Console(file=file, force_terminal=False, width=80)) as view:
-        view.message("lost, perhaps")
-        view.update(ROW)
+    with running(LiveView("plain", 10, console=Console(file=file, force_terminal=False, width=80))) as view:
+        view.on_message("lost, perhaps")
+        view.on_step(ROW)
         file.full = False
-        view.message("there is room again")
+        view.on_message("there is room again")
     assert file.getvalue().endswith("there is room again\n")

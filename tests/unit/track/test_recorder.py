@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.track.recorder import RecordedGroup, RolloutRecorder, read_rollouts
+from rollover.track.recorder import RolloutRecorder, read_rollouts
+from rollover.track.tracker import Cut, RecordedGroup
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 
@@ -159,7 +160,7 @@ def test_truncate_removes_later_steps_and_half_written_files(tmp_path: Path) -> 
         recorder.write(step, [])
     (tmp_path / ".step-000011.jsonl.tmp-123").write_text("half")
     (tmp_path / "notes.txt").write_text("the user's")
-    recorder.truncate(2)
+    recorder.truncate(Cut(2))
     assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-000001.jsonl", "step-000002.jsonl"]
 
 
@@ -173,11 +174,11 @@ def test_truncate_leaves_of_the_last_step_what_had_left_by_then(tmp_path: Path) 
     def left() -> list[int]:
         return [g.group_id for step in read_rollouts(tmp_path, include_dropped=True) for g in step]
 
-    recorder.truncate(2)
+    recorder.truncate(Cut(2))
     assert left() == [0, 1, 2, 6, 3, 4, 5]
-    recorder.truncate(2, held={3}, next_group_id=5)
+    recorder.truncate(Cut(2, held={3}, next_group_id=5))
     assert left() == [0, 1, 2, 4]
-    recorder.truncate(2, next_group_id=2)
+    recorder.truncate(Cut(2, next_group_id=2))
     assert left() == [0, 1]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollover.track.metrics import validate
 from rollover.track.sinks import JsonlSink, to_json
+from rollover.track.tracker import Cut
 from scripted import output_of
 
 
@@ -61,7 +62,7 @@ def test_resume_has_no_duplicate_step(
     with open(path, "ab") as file:
         file.write(torn)
     with JsonlSink(path) as sink:
-        sink.truncate(before - 1)
+        sink.truncate(Cut(before - 1))
         for step in range(before, before + after):
             sink.write({"step": step})
     assert rows(path) == [{"step": step} for step in range(before + after)]
@@ -71,9 +72,9 @@ def test_truncate_goes_by_the_step(tmp_path: Path) -> None:
     with JsonlSink(tmp_path / "eval.jsonl") as sink:
         for step in (0, 4, 8):
             sink.write({"step": step, "text": "one\u2028line"})
-        sink.truncate(5)
+        sink.truncate(Cut(5))
         assert [row["step"] for row in sink.rows()] == [0, 4]
-        sink.truncate(-1)
+        sink.truncate(Cut(-1))
         assert sink.rows() == []
 
 
@@ -92,6 +93,7 @@ from pathlib import Path
 from rollover.files import atomic_write_text
 from rollover.track.sinks import JsonlSink
 from rollover.track.trace import PUBLISH, TraceEvent, TraceFile
+from rollover.track.tracker import Cut
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = Path(sys.argv[1])
@@ -111,7 +113,7 @@ for name, write in writers.items():
         raise AssertionError(name)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
 with JsonlSink(folder / "metrics.jsonl") as again:
-    again.truncate(0)
+    again.truncate(Cut(0))
     again.write({"step": 1})
     sink.close()
     assert again.rows() == [{"step": 1}], "what the first could not write came after all"

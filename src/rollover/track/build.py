@@ -1,0 +1,67 @@
+"""The trackers of a run: ours, by the table TRACKERS, and those of the user's own that `track.trackers` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollover.config import Config
+from rollover.functions import own_function
+from rollover.track.health import Health
+from rollover.track.history import RunHistory
+from rollover.track.live import LiveView
+from rollover.track.recorder import RolloutRecorder
+from rollover.track.sinks import EvalFile, MetricsFile
+from rollover.track.trace import TRACE, TraceFile
+from rollover.track.tracker import OwnTracker, Tracker, Trackers
+
+OWN = "a rollover.track.tracker.Tracker"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a tracker is made for: a run of `config` in the directory `path`. `say` tells all trackers a message."""
+
+    config: Config
+    path: Path
+    say: Callable[[str], None]
+
+
+def _history(place: Place) -> RunHistory:
+    history = RunHistory(TraceFile(place.path / TRACE, place.config.track.trace))
+    history.stand_at(0.0)  # loading a model is no part of a run's time
+    return history
+
+
+# In the order in which they are told: files before what is shown, since a reader that went away ends the run there.
+TRACKERS: dict[str, Callable[[Place], Tracker]] = {
+    "rollouts": lambda place: RolloutRecorder(
+        place.path / "rollouts",
+        # Rollouts that were read from records are not recorded again.
+        enabled=place.config.track.rollouts and not place.config.run.replay_rollouts,
+    ),
+    "metrics": lambda place: MetricsFile(place.path / "metrics.jsonl"),
+    "evaluations": lambda place: EvalFile(place.path / "eval.jsonl"),
+    "trace": _history,
+    "live": lambda place: LiveView(place.config.track.live, place.config.train.num_steps, title=place.config.run.name),
+    "health": lambda place: Health(
+        () if place.config.algorithm.compares_siblings else ("groups/zero_variance",), place.say
+    ),
+}
+
+
+def build_trackers(config: Config, path: Path) -> Trackers:
+    """All of a run in the directory `path`. ValueError for an entry of track.trackers that names no tracker; OSError
+    where a file cannot be opened."""
+    trackers = Trackers()
+    place = Place(config, path, trackers.on_message)
+    for name, make in TRACKERS.items():
+        trackers.add(name, make(place))
+    for spec in config.track.trackers:
+        make_own = own_function("track.trackers", spec, OWN)
+        tracker = make_own()
+        if not isinstance(tracker, Tracker):
+            raise make_own.refused(repr(tracker))
+        trackers.add(spec, OwnTracker(tracker, spec, trackers.on_message))
+    return trackers

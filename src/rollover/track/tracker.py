@@ -1,0 +1,214 @@
+"""Who is told what happens in a run: `Tracker`, which ours and the user's own extend, and `Trackers`, all of a run.
+
+    the run ──one call for each event──▶ Trackers ──▶ metrics, evaluations, rollouts, trace, live, health, your own
+
+Owns what the events are, their order, and what becomes of a tracker that fails: one of ours raises; one of the user's
+own is reported once and counted, and the run goes on. Which trackers a run has: track/build.py. None changes a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rollover.functions import explained
+from rollover.types import DropReason, Group
+
+Row = Mapping[str, float | int | None]
+Kind = TypeVar("Kind", bound="Tracker")
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """A run, as its trackers are told of it. `config`: what config.resolved.json holds. `resumed`: an earlier process
+    made a part of it."""
+
+    name: str
+    directory: Path
+    config: Mapping[str, Any]
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """A group that left the run: trained (`dropped` is None), or dropped for a reason. To be read, not changed.
+
+    `completions` has the text of each rollout, in order; `advantages` one number a rollout, None where it had none.
+    """
+
+    group: Group
+    completions: Sequence[str]
+    advantages: Sequence[float | None]
+    dropped: DropReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a run goes on from: after `step` (-1: from before everything, the first evaluation too).
+
+    What was told of later steps did not happen, and is told again. So it is with groups that were told of with `step`
+    itself and come again: those `held` (in the cache), and those of `next_group_id` and above (None: of none).
+    """
+
+    step: int
+    held: Collection[int] = ()
+    next_group_id: int | None = None
+
+    def comes_again(self, group_id: int) -> bool:
+        return group_id in self.held or (self.next_group_id is not None and group_id >= self.next_group_id)
+
+
+class Tracker:
+    """Is told of a run. Every method does nothing: a tracker defines those that it needs.
+
+    They are called one after the other, in the thread of the run, which waits for them.
+    """
+
+    def on_start(self, run: RunInfo) -> None:
+        """Once, before everything else. Nothing is loaded yet."""
+
+    def truncate(self, cut: Cut) -> None:
+        """Forget what comes after `cut`: the run begins or goes on there. Before the first step of a process."""
+
+    def on_step(self, row: Row) -> None:
+        """A step was trained: its row of metrics.jsonl (docs/metrics.md)."""
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        """An evaluation was made: its row of eval.jsonl."""
+
+    def on_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:
+        """Groups that left the run since the last call: those that `step` trained, if it is told before its row, and
+        those that were dropped."""
+
+    def on_phase(self, name: str) -> None:
+        """The run is busy with something else from now on: "generating", "training", "writing a checkpoint"."""
+
+    def on_message(self, text: str) -> None:
+        """A line for the user."""
+
+    def close(self) -> None:
+        """Once, at the end, also when an error ends the run."""
+
+    @property
+    def wants_groups(self) -> bool:
+        """Whether it does anything with groups: their texts are decoded only if a tracker does."""
+        return type(self).on_groups is not Tracker.on_groups
+
+
+class OwnTracker(Tracker):
+    """A tracker of the user's own, which `track.trackers` names as `spec`. Whatever it raises is reported once and
+    counted: the run goes on, and goes on telling it. It gets copies of rows."""
+
+    def __init__(self, tracker: Tracker, spec: str, say: Callable[[str], None]) -> None:
+        self.tracker, self.spec, self.failed = tracker, spec, 0
+        self._say = say
+
+    def on_start(self, run: RunInfo) -> None:
+        self._tell(lambda: self.tracker.on_start(run))
+
+    def truncate(self, cut: Cut) -> None:
+        self._tell(lambda: self.tracker.truncate(cut))
+
+    def on_step(self, row: Row) -> None:
+        self._tell(lambda: self.tracker.on_step(dict(row)))
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        self._tell(lambda: self.tracker.on_eval(dict(row)))
+
+    def on_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:
+        self._tell(lambda: self.tracker.on_groups(step, list(groups)))
+
+    def on_phase(self, name: str) -> None:
+        self._tell(lambda: self.tracker.on_phase(name))
+
+    def on_message(self, text: str) -> None:
+        self._tell(lambda: self.tracker.on_message(text))
+
+    def close(self) -> None:
+        self._tell(self.tracker.close)
+
+    @property
+    def wants_groups(self) -> bool:
+        return self.tracker.wants_groups
+
+    def _tell(self, event: Callable[[], None]) -> None:
+        try:
+            event()
+        except (Exception, SystemExit) as error:  # boundary: the user's tracker
+            self.failed += 1
+            if self.failed == 1:
+                self._say(
+                    f"track.trackers: {self.spec} failed: {explained(error)}; the run goes on without what it missed"
+                    " (trackers/failed counts; this is said once)"
+                )
+
+
+class Trackers(Tracker):
+    """All trackers of a run, by name, told in the order in which they were added. Use as a context manager: it closes
+    them."""
+
+    def __init__(self) -> None:
+        self.named: dict[str, Tracker] = {}
+
+    def add(self, name: str, tracker: Tracker) -> None:
+        assert name not in self.named, f"two trackers are named {name}"
+        self.named[name] = tracker
+
+    def the(self, kind: type[Kind]) -> Kind:
+        """The one of that class."""
+        return next(tracker for tracker in self.named.values() if isinstance(tracker, kind))
+
+    def on_start(self, run: RunInfo) -> None:
+        for tracker in self.named.values():
+            tracker.on_start(run)
+
+    def truncate(self, cut: Cut) -> None:
+        for tracker in self.named.values():
+            tracker.truncate(cut)
+
+    def on_step(self, row: Row) -> None:
+        for tracker in self.named.values():
+            tracker.on_step(row)
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        for tracker in self.named.values():
+            tracker.on_eval(row)
+
+    def on_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:
+        for tracker in self.named.values():
+            tracker.on_groups(step, groups)
+
+    def on_phase(self, name: str) -> None:
+        for tracker in self.named.values():
+            tracker.on_phase(name)
+
+    def on_message(self, text: str) -> None:
+        for tracker in self.named.values():
+            tracker.on_message(text)
+
+    def close(self) -> None:
+        with ExitStack() as stack:  # each is closed, whatever another raises
+            for tracker in self.named.values():
+                stack.callback(tracker.close)
+
+    @property
+    def wants_groups(self) -> bool:
+        return any(tracker.wants_groups for tracker in self.named.values())
+
+    def stats(self) -> dict[str, float]:
+        """trackers/failed, if there are trackers of the user's own."""
+        own = [tracker for tracker in self.named.values() if isinstance(tracker, OwnTracker)]
+        return {"trackers/failed": sum(tracker.failed for tracker in own)} if own else {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.on_phase("done" if kind is None else "stopped")
+        self.close()

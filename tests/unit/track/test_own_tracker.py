@@ -1,0 +1,109 @@
+"""A tracker of the user's own: found by its name, told of all, and never what ends a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.config import Config
+from rollover.config.load import load_config
+from rollover.track.build import build_trackers
+from rollover.track.tracker import Cut, OwnTracker, Tracker, Trackers
+
+
+class Failing(Tracker):
+    """Raises at every event, in the way that it is given."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_step(self, row: Mapping[str, Any]) -> None:
+        raise self.error
+
+    def on_message(self, text: str) -> None:
+        raise self.error
+
+
+def guarded(tracker: Tracker) -> tuple[Trackers, list[str]]:
+    """The tracker as a run has it, and what the user is told."""
+    said: list[str] = []
+
+    class Listening(Tracker):
+        def on_message(self, text: str) -> None:
+            said.append(text)
+
+    trackers = Trackers()
+    trackers.add("ours", Listening())
+    trackers.add("mine.py:Mine", OwnTracker(tracker, "mine.py:Mine", trackers.on_message))
+    return trackers, said
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), SystemExit(3)])
+def test_one_that_raises_is_reported_once_and_counted(error: BaseException) -> None:
+    trackers, said = guarded(Failing(error))
+    for step in (1, 2):
+        trackers.on_step({"step": step})
+    (told,) = said
+    assert told.startswith(f"track.trackers: mine.py:Mine failed: {type(error).__name__}: {error} (")
+    assert "test_own_tracker.py" in told and "the run goes on" in told
+    # Two steps, and the message about the first of them.
+    assert trackers.stats() == {"trackers/failed": 3}
+
+
+def test_ctrl_c_is_no_failure_of_a_tracker() -> None:
+    trackers, _ = guarded(Failing(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        trackers.on_step({"step": 1})
+
+
+def test_ours_do_raise() -> None:
+    trackers = Trackers()
+    trackers.add("ours", Failing(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        trackers.on_step({"step": 1})
+    assert trackers.stats() == {}, "there is none of the user's own"
+
+
+def test_groups_are_wanted_where_someone_does_something_with_them() -> None:
+    class Counting(Tracker):
+        def on_groups(self, step: int, groups: Any) -> None:
+            pass
+
+    assert guarded(Counting())[0].wants_groups and not guarded(Failing(ValueError()))[0].wants_groups
+
+
+def config(spec: str) -> Config:
+    return load_config([], [("track.trackers", f'["{spec}"]')], require_sources=False).config
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("", "has no function 'Mine'"),
+        ("Mine = 3", "is 3, not a function"),
+        ("class Mine:\n    pass", "it must return a rollover.track.tracker.Tracker"),
+        ("def Mine(run):\n    pass", "failed: TypeError: Mine() missing 1 required positional argument"),
+        ("def Mine():\n    raise OSError('no account')", "failed: OSError: no account (mine.py:2)"),
+    ],
+)
+def test_one_that_is_none_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, wrong: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(ValueError, match="track.trackers = 'mine.py:Mine'") as raised:
+        build_trackers(config("mine.py:Mine"), tmp_path)
+    assert wrong in str(raised.value)
+
+
+def test_rollouts_that_are_not_recorded_are_cut_all_the_same(tmp_path: Path) -> None:
+    overrides = [("track.rollouts", "false")]
+    off = build_trackers(load_config([], overrides, require_sources=False).config, tmp_path)
+    (tmp_path / "rollouts" / "step-000001.jsonl").touch()
+    off.on_groups(2, [])
+    assert not off.wants_groups
+    off.truncate(Cut(0))
+    assert not list((tmp_path / "rollouts").iterdir())

@@ -1,7 +1,8 @@
 """Policy losses: current and old (proximal) log-probs, advantages -> loss per token. And entropy and value terms.
 
 Shapes: B rows, T tokens. Differentiable in the current policy's values alone; float32; pure functions. Masked positions
-are 0, whatever the inputs hold there. A new policy loss is one function over `Tokens` and one entry of `LOSSES`.
+are 0, whatever the inputs hold there. A new policy loss is one function over `Tokens`, and one entry of `LOSSES` in
+config/losses.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from rollover.config.losses import LOSSES as TRAITS
 
 # A log-ratio beyond this is numerically meaningless: exp(20) = 5e8.
 MAX_LOG_RATIO = 20.0
@@ -260,20 +263,8 @@ def decoupled(
     return weight_BT * loss_BT, clipped_BT
 
 
-LOSSES: dict[str, Callable[..., LossAndClipped]] = {
-    "clip": clip,
-    "reinforce": reinforce,
-    "gspo": gspo,
-    "gmpo": gmpo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "luspo": luspo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "decoupled": decoupled,
-}
+# By the names that the configuration has: each is a function of this file.
+LOSSES: dict[str, Callable[..., LossAndClipped]] = {name: globals()[name] for name in TRAITS}
 # Kinds whose loss of a token depends on which rows are in the call: another split into micro-batches, another loss.
 NOT_SPLIT_INVARIANT = frozenset({"clip_cov", "kl_cov"})
 

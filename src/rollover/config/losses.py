@@ -5,7 +5,7 @@ Owns the names; the functions behind them are in rollover.algorithms, which impo
 
 from dataclasses import dataclass
 
-# Names of rollover.algorithms, which config may not import (it needs torch); a test compares them.
+# trainer/batch.py has the function of each, which config may not import (it needs torch); a test compares them.
 ADVANTAGES = (
     "grpo", "dr_grpo", "rloo", "gdpo", "sum_then_normalize", "remax", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "opo", "grpo_passk", "max_rl", "gae",
@@ -16,21 +16,23 @@ WITHOUT_SIBLINGS = ("remax", "reinforce_plus_plus", "gae")  # advantages that ne
 
 @dataclass(frozen=True)
 class LossTraits:
-    """What a policy loss declares about itself, for the rules and the trainer. Tests hold each loss to it.
-
-    ratio: it holds the current/proximal ratio; None: not known. weighs: it multiplies by proximal/behavior itself.
-    bounds, dual_clip: it reads clip_low and clip_high, dual_clip. vanishes: a token whose advantage is 0 adds nothing
-    to the gradient. by_row: all tokens of a row hold the loss of the row, which is weighed as a whole.
-    """
+    """What a policy loss declares about itself, for the rules and the trainer. Tests hold each loss to it."""
 
     ratio: bool | None = True
+    """It holds the current/proximal ratio; None: not known."""
     weighs: bool = False
+    """It multiplies by proximal/behavior itself."""
     bounds: bool = True
+    """It reads clip_low and clip_high."""
     dual_clip: bool = False
+    """It reads dual_clip."""
     vanishes: bool = True
+    """A token whose advantage is 0 adds nothing to the gradient."""
     by_row: bool = False
+    """All tokens of a row hold the loss of the row, which is weighed as a whole."""
 
 
+# Each is the function of that name in algorithms/loss.py.
 LOSSES = {
     "clip": LossTraits(dual_clip=True),
     "reinforce": LossTraits(ratio=False, bounds=False),

@@ -1,7 +1,7 @@
 """Order of resumption: plain functions over a read-only view, smallest key first. Never touches a rollout.
 
-To add one, write a function `RolloutView -> key` and name it in ORDERS, or name your own in the config. Every key ends
-with the admission order, so that the order is total (`load_order` sees to that for yours).
+To add one, write a function `RolloutView -> key` and name it in config/rollout.py, or name your own in the
+configuration. Every key ends with the admission order, so that the order is total (`load_order` adds it to yours).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from rollover.config.rollout import ORDERS as NAMES
 from rollover.functions import described, own_function
 
 
@@ -51,12 +52,8 @@ def fifo(view: RolloutView) -> OrderKey:
     return (view.parked_since, view.group_id, view.sibling)
 
 
-ORDERS: dict[str, Callable[[RolloutView], OrderKey]] = {
-    "oldest_first": oldest_first,
-    "longest_first": longest_first,
-    "shortest_remaining": shortest_remaining,
-    "fifo": fifo,
-}
+# By the names that the configuration has: each is a function of this file.
+ORDERS: dict[str, Callable[[RolloutView], OrderKey]] = {name: globals()[name] for name in NAMES}
 
 
 def load_order(name: str) -> Callable[[RolloutView], OrderKey]:

@@ -39,10 +39,6 @@ def loss_and_gradient(kind: str, data: dict[str, torch.Tensor]) -> tuple[torch.T
     return loss_BT.detach(), torch.autograd.grad(loss_BT.sum(), logprobs)[0]
 
 
-def test_every_loss_declares_itself() -> None:
-    assert tuple(TRAITS) == tuple(LOSSES)
-
-
 @KINDS
 def test_ratio(kind: str) -> None:
     data = batch()

@@ -1,7 +1,10 @@
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollover.config.tasks import AnswerRule
 from rollover.rewards.answers import RULES, extract_answer, reference_answer, same_answer
 
 
@@ -88,3 +91,7 @@ def test_the_reference_is_the_final_part_of_a_worked_solution():
     assert reference_answer("3 + 4 = 7\n#### 7") == "7"
     assert reference_answer(r"Hence \boxed{x^{2}}.") == "x^{2}"
     assert reference_answer(12) == "12"
+
+
+def test_the_rules_are_those_of_the_configuration() -> None:
+    assert RULES == get_args(AnswerRule)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from rollover.config import rollout as config
 from rollover.rollout.order import (
     ORDERS,
     RolloutView,
@@ -43,10 +42,6 @@ def test_shortest_remaining_breaks_ties_by_age() -> None:
 
 def test_fifo() -> None:
     assert order(fifo) == ["0-1", "3-0", "2-0", "0-0"]
-
-
-def test_every_order_of_the_config_exists() -> None:
-    assert set(config.ORDERS) == set(ORDERS)
 
 
 def own(folder: Path, returned: str) -> str:

@@ -34,7 +34,7 @@ def name_of(entry: str) -> str | None:
 
 
 def upload_number(upload: str) -> int:
-    """Of the uploads of one checkpoint."""
+    """Which of the uploads of one checkpoint it is, in order: 0, 1, 2, ..."""
     return int(upload.partition(".")[2] or 0)
 
 

@@ -34,7 +34,7 @@ class LocalStorage(Storage):
         return self.root
 
     def reading(self) -> AbstractContextManager[None]:
-        """The system's errors say enough."""
+        """Errors stay as they are: the operating system's say enough."""
         return contextlib.nullcontext()
 
     def entries(self) -> list[str]:
@@ -58,7 +58,7 @@ class LocalStorage(Storage):
         return source
 
     def fetch(self, source: str, file: str, path: str) -> None:
-        """It is there."""
+        """Nothing is brought: the file is in its place."""
 
     def begin(self, name: str) -> Place:
         os.makedirs(self.root, exist_ok=True)

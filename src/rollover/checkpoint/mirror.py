@@ -118,7 +118,7 @@ class Mirror:
             self._stamps[file] = stamp
 
     def _copy_growth(self, file: str, size: int) -> None:
-        """Its bytes up to `size`. The last part is replaced by a longer one until it is full: no store can append."""
+        """Copy bytes up to `size`. The last part is replaced by a longer one until it is full: no store can append."""
         done = self._sizes.get(file, 0)
         while done < size:
             start = done - done % _PART_BYTES

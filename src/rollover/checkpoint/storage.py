@@ -27,7 +27,7 @@ class Storage(ABC):
     @property
     @abstractmethod
     def local_folder(self) -> Path | None:
-        """Of a local storage."""
+        """The folder, if it is one of this machine."""
 
     @property
     @abstractmethod

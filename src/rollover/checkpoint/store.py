@@ -64,7 +64,7 @@ class CheckpointStore:
 
     @property
     def local_folder(self) -> Path | None:
-        """Of a local store."""
+        """The folder of a local store; None for a remote one."""
         return self._storage.local_folder
 
     def mirror(self, folder: Path) -> Mirror | None:

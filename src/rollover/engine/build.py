@@ -51,7 +51,7 @@ def build_engine(setup: EngineSetup) -> Engine:
 
 
 def embedded_engine(loaded: LoadedModel, config: Config, *, copies: bool = True) -> EmbeddedEngine:
-    """Over the weights of `loaded`, or a copy of them, in compute dtype and on the engine's device."""
+    """An embedded engine over the weights of `loaded`, or a copy, in compute dtype and on the engine's device."""
     model = copy.deepcopy(loaded.model) if copies else loaded.model
     cast_parameters(model, getattr(torch, config.model.dtype))
     torch.nn.Module.to(model, engine_device(config))
@@ -63,7 +63,7 @@ def _embedded(setup: EngineSetup) -> Engine:
 
 
 def _process(setup: EngineSetup) -> Engine:
-    """Where there is no trainer to work beside, it is the embedded engine without a process."""
+    """An engine in a process of its own; without a trainer to work beside, an embedded one without a process."""
     return ProcessEngine(setup.config, setup.threads) if setup.beside_trainer else _embedded(setup)
 
 

@@ -118,7 +118,7 @@ def _clear_alarm() -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Of private memory that can be written, not of addresses: what a library only reserves costs nothing."""
+    """Limit private memory that can be written, not addresses: what a library only reserves costs nothing."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

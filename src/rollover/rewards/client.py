@@ -49,7 +49,7 @@ class RewardClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs functions; None before it has loaded one."""
+        """Id of the process that runs functions; None before it has loaded one."""
         return self._pid if self.alive else None
 
     @property

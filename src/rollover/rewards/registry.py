@@ -91,7 +91,7 @@ class LoadedReward:
         return to_result(await self.function(**self._known(self._arguments_of(item))))
 
     def _arguments_of(self, item: Item) -> dict[str, Any]:
-        """verl's four arguments."""
+        """The four arguments of verl's compute_score."""
         columns = item["columns"]
         if "ground_truth" in self.parameters and answer_of(columns) is None:
             raise ValueError(
@@ -128,7 +128,7 @@ class LoadedReward:
         return runner().run(_awaited(value)) if inspect.isawaitable(value) else value
 
     def _known(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Those that the function takes. ValueError if it needs one that is not there."""
+        """The arguments that the function takes. ValueError if it needs one that is not there."""
         if missing := sorted(self.required - arguments.keys()):
             near = [n for m in missing for n in alike(m, arguments)]
             raise ValueError(
@@ -178,7 +178,7 @@ def to_result(value: Any) -> Result:
 
 
 def _name(key: Any) -> str:
-    """Of an extra: what can stand in the key of a metric and in a file."""
+    """An extra's name, as it can stand in the key of a metric and in a file."""
     return printable(str(key))[:_MAX_NAME_CHARS] or "?"
 
 
@@ -215,7 +215,7 @@ def load_reward(spec: str, base_dir: str) -> LoadedReward:
 
 
 def with_signature(spec: str, function: Callable[..., Any]) -> LoadedReward:
-    """`function`, called `spec`, as its parameters say that it is to be called. ValueError where they do not."""
+    """`function` under the name `spec`, to be called as its parameters tell. ValueError where they tell no way."""
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

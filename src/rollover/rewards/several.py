@@ -91,7 +91,7 @@ def _one(reward: LoadedReward, item: Item) -> Result:
 
 
 def _names(members: Sequence[LoadedReward]) -> list[str]:
-    """Each one's own name; one that comes twice has a number."""
+    """The members' own names, with a number behind one that comes again."""
     out: list[str] = []
     for member in members:
         name = member.spec.rpartition(":")[2].partition("/")[0]
@@ -102,7 +102,7 @@ def _names(members: Sequence[LoadedReward]) -> list[str]:
 
 
 def loaded(spec: str, base_dir: str, function: Callable[..., Any] | None = None) -> LoadedReward | LoadedSum:
-    """The reward that `spec` names; `function`: what that is, if it is no file's. ValueErrors as `load_reward`."""
+    """The reward that `spec` names; `function`: the object itself, if a program gave it. Raises as `load_reward`."""
     if function is None:
         return load_reward(spec, base_dir)
     if isinstance(function, SeveralRewards):

@@ -44,7 +44,8 @@ class Batcher:
             self.running.append(self.waiting.popleft())
 
     def make_room(self) -> list[Sequence]:
-        """Rows for the next token of all that can decode now; preempts the youngest until the rest fits."""
+        """Reserve rows for the next token of all that can decode now, and return those; preempts the youngest until the
+        rest fits."""
         ready = [s for s in self.running if s.prefilled]
         for seq in ready:
             while seq.bucket is not None and not self._reserve_or_evict_idle(seq, len(seq.tokens)):

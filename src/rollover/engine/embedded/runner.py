@@ -249,7 +249,7 @@ class DecodeAttention:
 
 
 class KernelAttention:
-    """Either of the two by the compiled kernel, which reads a row up to the token and no further: nothing is padded."""
+    """Prefill and decode by the compiled kernel, which reads a row up to the token and no further, without padding."""
 
     def __init__(self, chunks: list[Chunk], kernels: Kernels) -> None:
         self.kernels = kernels

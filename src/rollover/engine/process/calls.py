@@ -31,7 +31,7 @@ class Calls:
         return len(self._calls)
 
     def begin(self, request: ExtendRequest) -> tuple[int, asyncio.Future[list[Segment]]]:
-        """A call's number, and what its caller waits for."""
+        """Note a new call: its number, and what its caller waits for."""
         number, self._num_calls = self._num_calls, self._num_calls + 1
         call = self._calls[number] = _Call(request, asyncio.get_running_loop().create_future())
         return number, call.future
@@ -79,7 +79,7 @@ class Calls:
         self._calls.pop(number, None)
 
     def fail(self, error: Exception) -> None:
-        """No process will ever answer."""
+        """No process will ever answer: every call raises this."""
         calls, self._calls = self._calls, {}
         for call in calls.values():
             if not call.future.done():

@@ -60,7 +60,7 @@ class ProcessEngine:
 
     @property
     def pid(self) -> int:
-        """Of the present process."""
+        """The present process's id."""
         return self._client.pid
 
     # The process
@@ -87,7 +87,7 @@ class ProcessEngine:
             self._calls.fail(error)
 
     async def _serve_by_one_process(self) -> None:
-        """Returns when the process has ended."""
+        """Serve calls by the present process until it ends."""
         client = self._client
         try:
             await asyncio.to_thread(client.hello, self._start_limit_s)

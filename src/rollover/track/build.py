@@ -39,7 +39,7 @@ TRACKERS: dict[str, Callable[[Place], Tracker]] = {
     "rollouts": lambda place: RolloutRecorder(
         place.path / "rollouts",
         # Rollouts that were read from records are not recorded again.
-        enabled=place.config.track.rollouts and not place.config.run.replay_rollouts,
+        enabled=place.config.track.rollouts and not place.config.run.train_on_recorded,
     ),
     "metrics": lambda place: MetricsFile(place.path / "metrics.jsonl"),
     "evaluations": lambda place: EvalFile(place.path / "eval.jsonl"),

@@ -21,6 +21,7 @@ TOYS = '''
 from rollover.commands.train import VERB as TRAIN
 from rollover.commands.verb import Verb
 from rollover.engine.fake import FakeEngine
+from rollover.track.tracker import Tracker
 from rollover.types import Task
 
 
@@ -55,6 +56,20 @@ def loss(t):
 
 def metric(groups):
     return {"longest": max(rollout.num_tokens for group in groups for rollout in group.rollouts)}
+
+
+class Told(Tracker):
+    """A tracker, which writes down the steps and the groups that it is told of."""
+
+    def on_start(self, run):
+        self.path = run.directory / "told.txt"
+
+    def on_groups(self, step, groups):
+        self.num_groups = len([group for group in groups if group.dropped is None])
+
+    def on_step(self, row):
+        with self.path.open("a") as file:
+            print(row["step"], self.num_groups, file=file)
 
 
 def verb(args, overrides):
@@ -93,7 +108,7 @@ def recipe(folder: Path) -> Path:
             "correction": "none",  # else a weight for what the engine's log-probs are beside the trainer's
             "allow_uncorrected": True,
         },
-        track={"metrics": "toys:metric"},
+        track={"metrics": "toys:metric", "trackers": ["toys:Told"]},
         checkpoint={"every_steps": 0, "save_final_model": False},
         tasks={"chat": False},
         rollout={"max_new_tokens": 16},
@@ -120,5 +135,6 @@ def test_a_toy_of_each_kind_acts_in_a_run(
         assert row["loss"] == pytest.approx(7), "the loss"
         assert 3 <= row["own/longest"] <= 11, "the metric, of what the engine made"
     assert {r["num_tokens"] for r in records} <= set(range(3, 12)), "the engine"
+    assert (tmp_path / "run" / "told.txt").read_text() == "1 3\n2 3\n", "the tracker"
     assert {r["advantage"] for r in records} == {0.25}, "the estimator"
     assert all(json.loads(r["columns"])["answer"].isdigit() for r in records if r["columns"]), "the source's columns"

@@ -22,6 +22,7 @@ MOST = {
     "an engine": 5,
     "a verb": 5,
     "a metric": 4,
+    "a tracker": 5,
     "a built-in reward": 5,
 }
 

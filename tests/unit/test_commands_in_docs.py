@@ -210,5 +210,12 @@ def test_links_lead_somewhere() -> None:
     assert not wrong, wrong
 
 
+def test_entries_of_the_log_are_short() -> None:
+    """Claim, table, verdict. Raw numbers are in experiments/results."""
+    entries = re.split(r"^(?=## )", (ROOT / "docs" / "log.md").read_text(), flags=re.MULTILINE)[1:]
+    long = [entry.splitlines()[0] for entry in entries if len(entry.strip().splitlines()) > 20]
+    assert len(entries) > 10 and not long, long
+
+
 def test_the_number_of_presets_is_right() -> None:
     assert re.findall(r"one of (\d+) \(docs/algorithms.md\)", (ROOT / "README.md").read_text()) == [str(len(PRESETS))]

@@ -23,6 +23,7 @@ MOST = {
     "a verb": 5,
     "a metric": 4,
     "a tracker": 5,
+    "a way of weights to an engine": 5,
     "a built-in reward": 5,
 }
 

@@ -31,7 +31,7 @@ def about(path: Path) -> str:
 
 
 def located(word: Path | str) -> tuple[str, Path]:
-    """(what messages call it, the file) of a FILE on the command line.
+    """(the name for messages, the path) of a FILE on the command line.
 
     A word without a folder and without a suffix is the file of that name, that file with .toml, or a recipe, whichever
     there is first. Anything else is the path that it is.
@@ -47,7 +47,7 @@ def located(word: Path | str) -> tuple[str, Path]:
 
 
 def word_for(name: str) -> Path:
-    """What means the recipe `name` as a FILE, also where a file in the working directory has its name."""
+    """The word that means the recipe `name` as a FILE, even if a file in the working directory has that name."""
     path = recipe(name)
     return Path(name) if located(name)[1] == path else path
 

@@ -1,4 +1,4 @@
-"""What may change of a configuration: where a run is resumed (all but one table), and while it goes on (another table).
+"""What of a configuration may change when a run is resumed (all but FIXED), and while it goes on (IN_RUN).
 
 Owns the table, and how two configurations are compared. What the rollouts of a checkpoint cannot go on with under the
 new values is said where they are known (Lifecycle.check_restored), and another stream of tasks by the stream itself.
@@ -146,7 +146,7 @@ def _row_of(key: str) -> str:
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of all that is no table; rows of a list of tables by their index."""
+    """(dotted key, value) of every value that is not a table; rows of a list of tables by their index."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _flat(item, f"{prefix}.{name}" if prefix else name)

@@ -69,7 +69,7 @@ class RolloutConfig(Table):
     )
     max_continuations: int = option(
         0,
-        "A rollout that was continued so often is not interrupted again: the step waits for it. 0 = no limit.",
+        "A rollout that was continued this many times is not interrupted again: the step waits for it. 0 = no limit.",
         ge=0,
         only_if=("rollout.interrupt", "when_enough", "token_budget"),
     )
@@ -92,9 +92,9 @@ class RolloutConfig(Table):
         " RolloutView to a tuple of integers, smallest first.",
     )
     stop_repetition_tokens: int = option(
-        0, "A rollout stops when its last so many tokens repeat one pattern at least four times; 0 = off.", ge=0
+        0, "A rollout stops when its last tokens, this many, repeat one pattern at least four times; 0 = off.", ge=0
     )
-    temperature: float = option(1.0, "Sampling temperature of training rollouts (above 0 to be trained).", ge=0)
+    temperature: float = option(1.0, "Sampling temperature of training rollouts (above 0).", ge=0)
     top_p: float = option(1.0, "Nucleus sampling; 1 = off. Truncation requires a correction.", gt=0, le=1)
     top_k: int = option(0, "Sample from the k likeliest tokens; 0 = off.", ge=0)
     min_p: float = option(0.0, "Drop tokens below min_p times the likeliest one's probability; 0 = off.", ge=0, lt=1)

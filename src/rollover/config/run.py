@@ -35,7 +35,10 @@ class EvalConfig(Table):
         only_if=[("eval.num_tasks",), ("eval.temperature",)],
     )
     every_steps: int = option(
-        0, "Evaluate every so many steps; 0 = only before and after training.", ge=0, only_if=("eval.num_tasks",)
+        0,
+        "Steps between two evaluations; 0 = only before and after training.",
+        ge=0,
+        only_if=("eval.num_tasks",),
     )
     temperature: float = option(
         1.0, "Sampling temperature of evaluation; 0 = greedy.", ge=0, only_if=("eval.num_tasks",)
@@ -54,14 +57,14 @@ class EvalConfig(Table):
 class CheckpointConfig(Table):
     """[checkpoint]: snapshots of weights, optimizer and every unfinished rollout."""
 
-    every_steps: int = option(50, "Write a checkpoint every so many steps; 0 = only at the end and on Ctrl-C.", ge=0)
+    every_steps: int = option(50, "Steps between two checkpoints; 0 = only at the end and on Ctrl-C.", ge=0)
     keep: int = option(2, "Checkpoints kept; older ones are deleted after a new one is committed.", ge=1)
     dir: str = option("", "Where checkpoints go: local path or fsspec URL. Default: <run.dir>/checkpoints.")
     resume_from: str = option("", "With --resume: name of the checkpoint to use (step-000020); empty = the newest.")
     journal_s: float = option(
         5.0,
         "Between checkpoints, write down at once what happens to rollouts, and every so many seconds the"
-        " new tokens of those that run; as often it is brought to the disk. A killed run goes on from there. 0 = no"
+        " new tokens of those that run; the file is synced to disk as often. A killed run goes on from there. 0 = no"
         " journal.",
         ge=0,
     )
@@ -108,30 +111,31 @@ class WatchdogConfig(Table):
 
     rollout_timeout_s: float = option(
         300.0,
-        "A rollout that gets no token for so long is interrupted and continued from the tokens it has; 0 = off.",
+        "A rollout that gets no token for this long is interrupted and continued from the tokens it has; 0 = off.",
         ge=0,
     )
     max_stalls: int = option(
         2,
-        "A rollout that stalls so often without a token in between is dropped, with its group (dropped/stalled).",
+        "A rollout that stalls this many times without a token in between is dropped, with its group"
+        " (dropped/stalled).",
         ge=1,
         only_if=("watchdog.rollout_timeout_s",),
     )
     grace_s: float = option(
         30.0,
-        "An interrupted rollout that does not return within so long is cancelled.",
+        "An interrupted rollout that does not return within this time is cancelled.",
         gt=0,
         only_if=("watchdog.rollout_timeout_s",),
     )
     max_failures: int = option(
         8,
-        "A rollout at which the engine fails so often in a row, with an error or an answer that cannot come"
+        "A rollout at which the engine fails this many times in a row, with an error or an answer that cannot come"
         " next, is dropped, with its group (dropped/failed).",
         ge=1,
     )
     retry_s: float = option(
         0.5,
-        "The engine is asked again so long after its first failure at a rollout, then after twice as long"
+        "The engine is asked again this long after its first failure at a rollout, then after twice as long"
         " each time, up to 30 s.",
         gt=0,
     )
@@ -142,10 +146,12 @@ class WatchdogConfig(Table):
         ge=0,
     )
     weights_timeout_s: float = option(
-        60.0, "Handing new weights to the engine gives a warning after so long, again at doubling times; 0 = off.", ge=0
+        60.0,
+        "Handing new weights to the engine gives a warning after this time, again at doubling times; 0 = off.",
+        ge=0,
     )
     train_timeout_s: float = option(
-        1800.0, "Training that takes so long in one step gives a warning, again at doubling times; 0 = off.", ge=0
+        1800.0, "Training that takes this long in one step gives a warning, again at doubling times; 0 = off.", ge=0
     )
 
 
@@ -161,7 +167,7 @@ class PlanConfig(Table):
         "Distribution of answer lengths, by its median and 99th percentile. bimodal: most answers near the"
         " median, long_share of them near the 99th percentile. pareto: a power-law tail.",
     )
-    median_tokens: float = option(64, "Median answer length.", gt=0)
+    median_tokens: float = option(64, "Median answer length, in tokens.", gt=0)
     p99_tokens: float = option(512, "99th percentile of the answer lengths.", gt=0)
     long_share: float = option(0.1, "Share of long answers.", gt=0, lt=1, only_if=("plan.lengths", "bimodal"))
     sibling_correlation: float = option(

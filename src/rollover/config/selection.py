@@ -33,7 +33,7 @@ class FiltersConfig(Table):
         "", "Your own function (module:function or path.py:function) of a group: why it is dropped, or None."
     )
     give_up_after_steps: int = option(
-        10, "The run ends when so many steps' worth of groups in a row were dropped by filters.", ge=1
+        10, "The run ends when this many steps' worth of groups in a row were dropped by filters.", ge=1
     )
 
     mask_truncated: bool = option(

@@ -1,4 +1,4 @@
-"""What layers of values come to: which options have an effect, what is refused, and what is derived from others.
+"""From merged layers to final values: which options have an effect, what is refused, and what is derived from others.
 
 Owns the merged layers and the messages that say which of them set what. Never reads a file.
 """

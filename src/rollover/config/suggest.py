@@ -23,7 +23,7 @@ ALL_KEYS = "`rollover config FILE.toml` prints every key with its doc"
 
 
 def unknown_table(key: str) -> str:
-    """The message of a [table] that there is none of."""
+    """The message about a [table] that does not exist."""
     known = {name: f"[{name}]" for name, _ in tables()}
     known |= {name: f"[[{name}]]" for name, info in leaves() if row_of(info.annotation)}
     near = _near(key, known, _TABLE) or [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -33,7 +33,7 @@ def unknown_table(key: str) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """The message of a key that there is not: with the nearest in its own table, else the same name in another."""
+    """The message about a key that does not exist: with the nearest of its own table, else the same name in another."""
     table, _, name = key.rpartition(".")
     if key in RENAMED:
         return f"unknown key {key}: it is called {RENAMED[key]} now. Write that"
@@ -73,7 +73,7 @@ def near_keys(key: str, known: Collection[str]) -> list[str]:
 
 
 def unknown_flags(words: Iterable[str], options: Collection[str], keys: bool = True) -> str:
-    """The message of command-line words that nothing takes; `options`: the verb's own; `keys`: it takes keys, too."""
+    """The message about command-line words that nothing takes; `options`: of the verb; `keys`: it takes keys, too."""
     words = list(words)
     flag = next((word for word in words if word.startswith("-")), None)
     if flag is None:

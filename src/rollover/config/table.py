@@ -149,7 +149,8 @@ class Needs:
     def _said(self) -> str:
         if not self.values:
             return self.key
-        return f"{self.key} = {' or '.join(_function_or(value) for value in self.values)}"
+        words = [_function_or(value) for value in self.values]
+        return f"{self.key} = {' or '.join(words)}" if len(words) < 4 else f"{self.key} is one of {', '.join(words)}"
 
     def rule(self, option: str) -> Inert:
         """That `option` has no effect where this does not hold."""

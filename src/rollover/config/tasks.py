@@ -118,7 +118,7 @@ class TasksConfig(Table):
     producer: str = option(
         "",
         "Your own class (module:Class or path.py:Class), made with (config, tokenizer, engine), whose"
-        " produce(step, version) returns the groups of each step; empty: the tasks are generated from.",
+        " produce(step, version) returns the groups of each step; empty: rollouts of the tasks are generated.",
     )
     before_produce: str = option(
         "",
@@ -174,14 +174,14 @@ class RewardsConfig(Table):
     )
     retries: int = option(
         0,
-        "Further tries of a call that ran into its limit or died with its worker. An exception is an"
+        "Further tries of a call that exceeded its limit or died with its worker. An exception is an"
         " answer: it is not tried again.",
         ge=0,
         unless=("run.train_on_recorded",),
     )
     quarantine_after: int = option(
         3,
-        "A task whose calls ended so many workers is not scored any more: its rewards are missing. 0 = never.",
+        "A task whose calls ended this many workers is not scored any more: its rewards are missing. 0 = never.",
         ge=0,
         unless=("run.train_on_recorded",),
     )
@@ -238,7 +238,7 @@ def _no_source(config: Any) -> str | None:
 
 
 def _first(config: Any, like: Callable[[TaskSourceConfig], bool]) -> str:
-    """The name of the first source that is like that; "" if none is."""
+    """The key of the first source of which `like` holds, such as tasks.sources.0; "" if there is none."""
     return next((f"tasks.sources.{i}" for i, s in enumerate(config.tasks.sources) if like(s)), "")
 
 

@@ -93,8 +93,8 @@ class TrainConfig(Table):
     minibatches_per_step: int = option(1, "Optimizer steps per training step; groups are split evenly.", ge=1)
     streaming_min_groups: int = option(
         0,
-        "Compute the gradient of groups of a step as soon as so many are ready, while the others are still"
-        " generated or scored; weights change at its end as ever. 0 = when all of the step's groups are there.",
+        "Compute the gradient of groups of a step as soon as this many are ready, while the others are still"
+        " generated or scored; weights still change at its end. 0 = when all of the step's groups are there.",
         ge=0,
     )
     publish_every: int = option(1, "Training steps between two hand-overs of weights to the engine.", ge=1)

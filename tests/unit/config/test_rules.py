@@ -167,7 +167,7 @@ def test_the_condition_of_an_option_is_printed_with_it_and_in_the_schema(write):
     for part in (
         'Discount of a token. (a number, above 0, at most 1; only if algorithm.advantage = "gae")',
         "(an integer, at least 1; only if eval.num_tasks is set; only if eval.temperature is set)",
-        'or "decoupled" or a function of your own) clip_high',
+        '"decoupled", a function of your own) clip_high',
         'not with algorithm.advantage = "remax" or "gae"',
     ):
         assert part in text

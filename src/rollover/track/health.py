@@ -85,7 +85,7 @@ RANGES = (
 
 
 class Health(Tracker):
-    """Warns of figures that left their range: counts, for each, the steps in a row that it was out of it.
+    """Warns of figures that left their range: it counts, for each, the steps in a row that it was out of it.
 
     `passed_over`: keys of figures that do not matter in this run, however high or low. It watches what the run learns;
     it ends nothing. What does not come to an end is the matter of rollout/watchdog.py.

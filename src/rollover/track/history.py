@@ -33,7 +33,7 @@ class RunHistory(Tracker):
         return self._clock() - self._origin if self._stands_at is None else self._stands_at
 
     def stand_at(self, seconds: float) -> None:
-        """What is told now happened then, in the process before this one; until `go_on`."""
+        """Until `go_on` the clock stands at `seconds`: what is told meanwhile happened then, in an earlier process."""
         self._stands_at = seconds
 
     def go_on(self) -> None:
@@ -41,7 +41,7 @@ class RunHistory(Tracker):
         self._origin, self._stands_at = self._clock() - self.seconds(), None
 
     def on_event(self, event: Event) -> None:
-        """For Lifecycle.on_event."""
+        """Record what happened to a group or a rollout (for Lifecycle.on_event)."""
         self.lifetimes.on_event(event, self.trace.version, self.seconds())
         self.trace.on_event(event)
 
@@ -50,11 +50,11 @@ class RunHistory(Tracker):
         self.trace.version = version
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """See Trace.span. Nothing is told of one while the clock stands: it would have no length."""
+        """See Trace.span. While the clock stands nothing is recorded: a span would have no length."""
         return self.trace.span(name) if self._stands_at is None else nullcontext()
 
     def on_new_version(self, version: int) -> None:
-        """The trainer is at `version`, and its weights are live: before anything is dropped for it."""
+        """The engine samples with the weights of `version` from now on. Called before anything is dropped for it."""
         self.trace.on_new_version(version)
 
     def on_step(self, row: Row) -> None:
@@ -67,11 +67,11 @@ class RunHistory(Tracker):
 
     @property
     def num_bytes(self) -> int:
-        """Of trace.jsonl now."""
+        """The size of trace.jsonl now."""
         return 0 if self._file is None else self._file.num_bytes
 
     def flush(self) -> int:
-        """Write the trace's new events, once a step; returns how many bytes the trace has then."""
+        """Write the new events of the trace, once a step. Returns the size of the file."""
         if self._file is None:
             return 0
         self._file.write(self.trace.drain())

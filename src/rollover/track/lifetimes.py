@@ -23,7 +23,7 @@ STATES = tuple(s for s in RolloutState if s not in (RolloutState.CONSUMED, Rollo
 
 @dataclass(slots=True)
 class _Life:
-    """Of one rollout: where it is, since when, and the seconds that it spent in states it has left."""
+    """The life of one rollout: its state, since when, and the seconds that it spent in earlier states."""
 
     state: RolloutState
     since: float
@@ -36,7 +36,8 @@ class _Life:
 
 @dataclass(slots=True)
 class _GroupLife:
-    """Of a held or consumed group: the trainer versions at which it was admitted, READY (None: not yet), consumed."""
+    """The life of a held or consumed group, with the trainer versions at which it was admitted, became READY and was
+    consumed (None: not yet)."""
 
     group: Group
     admitted_at: int

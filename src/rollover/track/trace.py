@@ -114,7 +114,7 @@ class Trace:
             self.events.append(TraceEvent(name + SPAN_END, self.clock(), self.version))
 
     def on_new_version(self, version: int) -> None:
-        """The trainer is at `version`, and its weights are live."""
+        """The engine samples with the weights of `version` from now on."""
         self.version = version
         self.events.append(TraceEvent(PUBLISH, self.clock(), version))
 

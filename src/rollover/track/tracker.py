@@ -148,8 +148,8 @@ class OwnTracker(Tracker):
 
 
 class Trackers(Tracker):
-    """All trackers of a run, by name, told in the order in which they were added. Use as a context manager: it closes
-    them."""
+    """All trackers of a run, by name, told in the order in which they were added. A context manager, which closes them
+    at its end."""
 
     def __init__(self) -> None:
         self.named: dict[str, Tracker] = {}

@@ -92,9 +92,9 @@ def test_what_ran_in_a_snapshot_is_parked_after_it() -> None:
     assert {r.state for r in group.rollouts} == {RolloutState.RUNNING}
     again = TracedRun(**MODES["slots"])
     again.load(saved)
-    (held,) = again.history.lifetimes._held.values()
-    assert [life.state for life in held.lives] == [RolloutState.WAITING] * 2
-    assert [life.seconds["running"] for life in held.lives] == [8.0, 7.0]
+    (held,) = again.history.lifetimes.state_dict()["groups"].values()
+    assert [state for state, *_ in held["lives"]] == [RolloutState.WAITING.value] * 2
+    assert [seconds["running"] for *_, seconds in held["lives"]] == [8.0, 7.0]
 
 
 def test_a_checkpoint_without_history_begins_one() -> None:

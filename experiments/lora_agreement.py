@@ -42,8 +42,8 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import LoadedModel, load_model
 from rollover.tasks.prompts import encode_prompt
 from rollover.tasks.stream import TaskStream
+from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.lora import merged_weights
-from rollover.trainer.trainer import Trainer
 from rollover.types import Sample, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,7 +128,7 @@ def answers(
     return asyncio.run(go())
 
 
-def difference(trainer: Trainer, samples: list[Sample]) -> Found:
+def difference(trainer: LocalBackend, samples: list[Sample]) -> Found:
     ours = trainer.compute_logprobs(samples)
     behavior_N = np.concatenate([s.behavior_logprobs for s in samples])
     ours_N = np.concatenate([ours[s.rollout_id] for s in samples])
@@ -141,13 +141,13 @@ def compare(adapters: dict[str, torch.Tensor], weights: dict[str, torch.Tensor],
     stream = TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards)
     prompts = [list(encode_prompt(task, loaded.tokenizer)) for task in stream.take(PROMPTS)]
 
-    def trainer(new: dict[str, torch.Tensor], rank: int = 0) -> Trainer:
+    def trainer(new: dict[str, torch.Tensor], rank: int = 0) -> LocalBackend:
         """Of these weights; with a rank they are those of adapters."""
         model = copy.deepcopy(loaded.model)
         if not rank:
             model.load_state_dict({name: tensor.float() for name, tensor in new.items()}, strict=False)
         parts, lora = LoadedModel(model, loaded.tokenizer, loaded.path), LoraConfig(rank=rank)
-        made = Trainer(parts, config.train, config.algorithm, dtype=BFLOAT16, max_new_tokens=NEW_TOKENS, lora=lora)
+        made = LocalBackend(parts, config.train, config.algorithm, dtype=BFLOAT16, max_new_tokens=NEW_TOKENS, lora=lora)
         if rank:
             with torch.no_grad():
                 parameters = dict(made.model.named_parameters())

@@ -42,7 +42,7 @@ from rollover.models.attention import IMPLEMENTATION  # noqa: E402
 from rollover.models.load import LoadedModel  # noqa: E402
 from rollover.staleness import staleness  # noqa: E402
 from rollover.trainer.batch import build_batch  # noqa: E402
-from rollover.trainer.trainer import Trainer  # noqa: E402
+from rollover.trainer.build import local_trainer  # noqa: E402
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Task, rollout_seed  # noqa: E402
 
 FIGURE = ROOT / "docs" / "staleness_experiment.svg"
@@ -143,12 +143,12 @@ class Experiment:
             minibatches_per_step=MINIBATCHES,
             micro_batch_tokens=4096,
         )
-        self.trainer = Trainer(loaded, train, self.algorithm, dtype=torch.float32, max_new_tokens=DIGITS)
+        self.trainer = local_trainer(loaded, train, self.algorithm, dtype=torch.float32, max_new_tokens=DIGITS)
         self.kept: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=setting.staleness + 1)
 
     async def publish(self) -> None:
         """Keep the trainer's weights; hand the engine the oldest that are kept."""
-        weights = {name: tensor.clone() for name, tensor in await self.trainer.publish()}
+        weights = {name: tensor.clone() for name, tensor in await self.trainer.backend.publish()}
         self.kept.append((self.trainer.policy_version, weights))
         version, oldest = self.kept[0]
         await self.engine.load_weights(version, oldest.items())

@@ -35,7 +35,6 @@ from rollover.processes import brief_waiting  # noqa: E402
 
 if TYPE_CHECKING:
     from rollover.engine.embedded.engine import EmbeddedEngine
-    from rollover.trainer.trainer import Trainer
 
 THREADS = {"fixed": "0", "auto": "auto"}  # run.threads
 KINDS = ("decode", "train")
@@ -54,7 +53,7 @@ class Worker:
         from rollover.models.load import load_model
         from rollover.models.team import Team, prepare_process
         from rollover.trainer.batch import Batch
-        from rollover.trainer.trainer import Trainer
+        from rollover.trainer.build import local_trainer
 
         prepare_process(config)
         device = pick_device(config.model.device)
@@ -62,7 +61,7 @@ class Worker:
         vocab = loaded.model.config.get_text_config().vocab_size
         self.engine: EmbeddedEngine = embedded_engine(loaded, config)
         team = Team.of(config.run, device)
-        self.trainer: Trainer = Trainer(
+        self.trainer = local_trainer(
             loaded, config.train, config.algorithm, dtype=dtype_of(config), max_new_tokens=ANSWER_TOKENS, team=team
         )
         self.prompts = [workload.prompt(vocab, PROMPT_TOKENS, i) for i in range(SEQUENCES)]

@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from rollover.models.attention import IMPLEMENTATION
 from rollover.models.load import LoadedModel
+from rollover.trainer.local_backend import LocalBackend
+from rollover.trainer.trainer import Trainer
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text")
 
@@ -87,3 +89,9 @@ def compiled_kernels() -> Any:
         return kernels.load()
     except kernels.KernelsUnavailable as error:
         pytest.skip(str(error))
+
+
+def local(trainer: Trainer) -> LocalBackend:
+    """The backend of a trainer that is a local one, with model, optimizer and what else it owns."""
+    assert isinstance(trainer.backend, LocalBackend)
+    return trainer.backend

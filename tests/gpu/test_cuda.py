@@ -16,7 +16,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import cast_parameters
 from rollover.trainer.batch import Batch
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.build import local_trainer
 from rollover.types import Sample, SamplingParams, rollout_seed
 from virtual_time import at_once
 
@@ -53,10 +53,10 @@ def test_engine_and_trainer_agree_and_train(family: str, dtype: torch.dtype, lim
         )
         for i, (r, (segment,)) in enumerate(zip(requests, asyncio.run(go()), strict=True))
     ]
-    trainer = Trainer(loaded, TrainConfig(learning_rate=1e-3), AlgorithmConfig(), dtype=dtype, max_new_tokens=64)
-    logprobs = trainer.compute_logprobs(samples)
+    trainer = local_trainer(loaded, TrainConfig(learning_rate=1e-3), AlgorithmConfig(), dtype=dtype, max_new_tokens=64)
+    logprobs = trainer.backend.compute_logprobs(samples)
     difference = np.abs(np.concatenate([logprobs[s.rollout_id] - s.behavior_logprobs for s in samples]))
     assert difference.mean() < limit
     metrics = trainer.train_step(Batch(samples))
     assert metrics["ratio/max"] == 1.0 and np.isfinite(metrics["grad_norm"])
-    assert at_once(engine.load_weights(1, at_once(trainer.publish()))).num_bytes > 0
+    assert at_once(engine.load_weights(1, at_once(trainer.backend.publish()))).num_bytes > 0

@@ -27,6 +27,7 @@ from rollover.models.load import cast_parameters
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.models.peak import known_peak, measured_peak
 from rollover.trainer.batch import Batch
+from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample, SamplingParams
 from virtual_time import at_once
@@ -147,7 +148,7 @@ def samples_of(engine: EmbeddedEngine, num: int, new_tokens: int) -> list[Sample
 
 def trainer_of(model: Any, dtype: torch.dtype = torch.bfloat16, **train: Any) -> Trainer:
     loaded = tiny.LoadedModel(model.float(), tiny.tokenizer(), "tiny")
-    return Trainer(loaded, TrainConfig.model_validate(train), AlgorithmConfig(), dtype=dtype, max_new_tokens=64)
+    return local_trainer(loaded, TrainConfig.model_validate(train), AlgorithmConfig(), dtype=dtype, max_new_tokens=64)
 
 
 def test_behavior_logprobs_are_those_of_the_trainer() -> None:
@@ -227,10 +228,10 @@ def test_the_engine_may_be_on_the_other_device_than_the_trainer() -> None:
         old, new = (tiny.model(seed=seed).to(trains_on) for seed in (0, 1))
         engine = embedded_engine(tiny.LoadedModel(old, tiny.tokenizer(), "tiny"), config)
         loaded = tiny.LoadedModel(new, tiny.tokenizer(), "tiny")
-        trainer = Trainer(loaded, TrainConfig(), AlgorithmConfig(), dtype=torch.float32, max_new_tokens=64)
-        assert at_once(engine.load_weights(1, at_once(trainer.publish()))).num_bytes > 0
+        trainer = local_trainer(loaded, TrainConfig(), AlgorithmConfig(), dtype=torch.float32, max_new_tokens=64)
+        assert at_once(engine.load_weights(1, at_once(trainer.backend.publish()))).num_bytes > 0
         samples = samples_of(engine, 4, 20)
-        found = trainer.compute_logprobs(samples)
+        found = trainer.backend.compute_logprobs(samples)
         difference = np.concatenate([np.abs(found[s.rollout_id] - s.behavior_logprobs) for s in samples])
         assert difference.max() < 1e-2
 

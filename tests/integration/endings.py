@@ -30,7 +30,11 @@ def train(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, 
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for name, t in run.parts.trainer.save_state()[0].items() if not name.startswith("random")}
+    return {
+        name: t.clone()
+        for name, t in run.parts.trainer.backend.save_state()[0].items()
+        if not name.startswith("random")
+    }
 
 
 @dataclass

@@ -14,7 +14,7 @@ import safetensors.numpy
 import torch
 
 from rollover.cli import main
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.local_backend import LocalBackend
 
 
 def train(folder: Path, *, steps: int = 6, **tables: Any) -> list[dict[str, float]]:
@@ -122,13 +122,13 @@ def test_the_trainer_has_the_cores_that_the_engine_does_not_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    plain = Trainer.forward_backward
+    plain = LocalBackend.forward_backward
 
-    def spy(self: Trainer, *args: Any) -> Any:
+    def spy(self: LocalBackend, *args: Any, **options: Any) -> Any:
         seen.append(torch.get_num_threads())
-        return plain(self, *args)
+        return plain(self, *args, **options)
 
-    monkeypatch.setattr(Trainer, "forward_backward", spy)
+    monkeypatch.setattr(LocalBackend, "forward_backward", spy)
     threads = {"run": {"threads": 3}, "engine": {"max_running": 16, "threads": 1}}
     train(tmp_path / "idle", steps=2, rollout=SYNC | {"overlap": True, "interrupt": "on_weight_update"}, **threads)
     assert set(seen) == {3}, "nothing may be generated beside these steps"

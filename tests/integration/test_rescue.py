@@ -9,7 +9,7 @@ import pytest
 import runs
 
 from rollover import cli
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.local_backend import LocalBackend
 
 OVERLAP = {"overlap": True, "interrupt": "on_weight_update"}
 SYNC = {"interrupt": "never", "in_flight_groups": 3, "max_staleness": 0}
@@ -41,18 +41,18 @@ def test_a_failing_step_gives_its_groups_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any]
 ) -> None:
     recipe = runs.write(tmp_path, steps=4, rollout=rollout, checkpoint={"every_steps": 0})
-    plain = Trainer.forward_backward
+    plain = LocalBackend.forward_backward
 
-    def fails(self: Trainer, *args: Any) -> Any:
+    def fails(self: LocalBackend, *args: Any, **options: Any) -> Any:
         if self.policy_version == 2:
             raise ValueError("no memory left on the device")
-        return plain(self, *args)
+        return plain(self, *args, **options)
 
-    monkeypatch.setattr(Trainer, "forward_backward", fails)
+    monkeypatch.setattr(LocalBackend, "forward_backward", fails)
     code, text = train(capsys, recipe)
     assert code == 2 and "no memory left" in text and "writing a checkpoint before the run ends" in text, text
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
-    monkeypatch.setattr(Trainer, "forward_backward", plain)
+    monkeypatch.setattr(LocalBackend, "forward_backward", plain)
     code, text = train(capsys, recipe, "--resume")
     assert code == 0 and "resumed from step-000002" in text, text
     check_whole_run(tmp_path, 4)
@@ -111,15 +111,15 @@ def test_weights_in_the_middle_of_a_step_are_not_saved_and_that_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = runs.write(tmp_path, steps=4, checkpoint={"every_steps": 1}, train={"minibatches_per_step": 3})
-    plain = Trainer.optim_step
+    plain = LocalBackend.optim_step
 
-    def fails(self: Trainer, *args: Any) -> Any:
-        updates = plain(self, *args)
+    def fails(self: LocalBackend, *args: Any, **options: Any) -> Any:
+        updates = plain(self, *args, **options)
         if self.policy_version == 2:
             raise ValueError("after the first of three updates")
         return updates
 
-    monkeypatch.setattr(Trainer, "optim_step", fails)
+    monkeypatch.setattr(LocalBackend, "optim_step", fails)
     code, text = train(capsys, recipe)
     assert (
         code == 2
@@ -168,19 +168,19 @@ def test_what_was_recorded_for_a_checkpoint_that_failed_is_not_recorded_twice(
     recipe = runs.write(tmp_path, steps=3, rollout=SYNC, checkpoint={"every_steps": 1, "journal_s": journal_s})
     filters = ["--filters.custom", f"{tmp_path / 'mine.py'}:odd"]
     (tmp_path / "mine.py").write_text('def odd(group): return "an odd one" if group.group_id % 2 else None')
-    plain_step, plain_write = Trainer.forward_backward, CheckpointStore.write
+    plain_step, plain_write = LocalBackend.forward_backward, CheckpointStore.write
 
-    def fails(self: Trainer, *args: Any) -> Any:
+    def fails(self: LocalBackend, *args: Any, **options: Any) -> Any:
         if self.policy_version == 2:
             raise ValueError("no memory left on the device")
-        return plain_step(self, *args)
+        return plain_step(self, *args, **options)
 
     def full(self: CheckpointStore, name: str, files: Any) -> Any:
         if name in self.list():
             raise CheckpointWriteError("the disk is full")
         return plain_write(self, name, files)
 
-    monkeypatch.setattr(Trainer, "forward_backward", fails)
+    monkeypatch.setattr(LocalBackend, "forward_backward", fails)
     monkeypatch.setattr(CheckpointStore, "write", full)
     code, text = train(capsys, recipe, *filters)
     assert code == 2 and "could not be written (the disk is full): --resume goes on from step-000002" in text, text

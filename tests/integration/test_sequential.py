@@ -14,6 +14,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.trainer.batch import build_batch
+from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Task, rollout_seed
 
@@ -35,7 +36,7 @@ def parts() -> tuple[EmbeddedEngine, Trainer]:
     loaded = tiny.loaded()
     engine = EmbeddedEngine(copy.deepcopy(loaded.model), EngineConfig())
     train = TrainConfig(num_steps=STEPS, learning_rate=1e-3, micro_batch_tokens=200, minibatches_per_step=GROUPS)
-    return engine, Trainer(loaded, train, AlgorithmConfig(), dtype=torch.float32, max_new_tokens=TOKENS)
+    return engine, local_trainer(loaded, train, AlgorithmConfig(), dtype=torch.float32, max_new_tokens=TOKENS)
 
 
 async def sequential() -> tuple[Trainer, list[list[int]]]:
@@ -69,7 +70,7 @@ async def sequential() -> tuple[Trainer, list[list[int]]]:
             rollout.reward = score(rollout.token_ids())
             seen.append(rollout.token_ids())
         trainer.train_step(build_batch(groups, AlgorithmConfig()))
-        await engine.load_weights(trainer.policy_version, await trainer.publish())
+        await engine.load_weights(trainer.policy_version, await trainer.backend.publish())
     return trainer, seen
 
 
@@ -90,7 +91,7 @@ async def scheduled() -> tuple[Trainer, list[list[int]]]:
         assert groups is not None
         seen += [r.token_ids() for g in groups for r in g.rollouts]
         trainer.train_step(build_batch(groups, AlgorithmConfig()))
-        await engine.load_weights(trainer.policy_version, await trainer.publish())
+        await engine.load_weights(trainer.policy_version, await trainer.backend.publish())
         driver.on_new_version(trainer.policy_version)
         driver.lifecycle.check()
     return trainer, seen
@@ -100,6 +101,6 @@ def test_synchronous_training_equals_the_sequential_program() -> None:
     (a, tokens_a), (b, tokens_b) = asyncio.run(sequential()), asyncio.run(scheduled())
     assert tokens_a == tokens_b and len(tokens_a) == STEPS * GROUPS * SIZE
     start = dict(tiny.model().named_parameters())
-    for (name, x), y in zip(a.model.named_parameters(), b.model.parameters(), strict=True):
+    for (name, x), y in zip(tiny.local(a).model.named_parameters(), tiny.local(b).model.parameters(), strict=True):
         assert torch.equal(x, y), name
         assert not torch.equal(x, start[name]), f"{name} was not trained"

@@ -22,7 +22,7 @@ def short(method: str, lag: int, steps: int = 2) -> Setting:
 def largest_difference(groups: list[Group], of: Experiment) -> float:
     """Between the log-probs that the engine sampled with and those of a trainer's weights."""
     samples = build_batch(groups, of.algorithm).samples
-    found = of.trainer.compute_logprobs(samples)
+    found = of.trainer.backend.compute_logprobs(samples)
     return max(float(np.abs(found[s.rollout_id] - s.behavior_logprobs).max()) for s in samples)
 
 

@@ -54,7 +54,7 @@ def ours(data: Data, **algorithm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     samples = _samples(data)
     if objective.config.rejection != "none":
         start = {s.rollout_id: data["proximal"][s.group_id].numpy()[s.mask] for s in samples}
-        kept = rejections(objective, samples, start, 0)
+        kept = rejections(objective.config, samples, start, 0)
         samples = [rewritten(s, kept) for s in samples]
     rows = torch.tensor([s.group_id for s in samples if s.mask.any()])
     mask = torch.stack([torch.from_numpy(samples[i].mask) for i in rows.tolist()])

@@ -19,7 +19,7 @@ from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import load_model
 from rollover.models.team import prepare_process
 from rollover.trainer.batch import Batch
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.build import local_trainer
 
 SEQUENCES = (1, 4, 16, 64, 256)
 CONTEXTS = (128, 512, 1024, 2048, 4096)
@@ -69,7 +69,9 @@ def _batch(vocab: int, num: int) -> Batch:
 def _train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
     loaded = load_model(config.model, device=device)
     vocab = loaded.model.config.get_text_config().vocab_size
-    trainer = Trainer(loaded, config.train, config.algorithm, dtype=dtype_of(config), max_new_tokens=ANSWER_TOKENS)
+    trainer = local_trainer(
+        loaded, config.train, config.algorithm, dtype=dtype_of(config), max_new_tokens=ANSWER_TOKENS
+    )
     trainer.train_step(_batch(vocab, min(SAMPLES)))
     for num in SAMPLES:
         _peak_memory_gb(reset=True)

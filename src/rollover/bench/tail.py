@@ -31,7 +31,7 @@ from rollover.sim.simulate import Simulation
 from rollover.sim.workload import Workload
 from rollover.staleness import group_staleness
 from rollover.trainer.batch import build_batch
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.build import local_trainer
 from rollover.types import Reward, Rollout, Segment, Task
 
 GROUPS, SIZE, PROMPT_TOKENS = 16, 4, 32
@@ -127,7 +127,7 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
     loaded = load_model(run.model, device=pick_device(run.model.device))
     vocab = loaded.model.config.get_text_config().vocab_size
     engine = embedded_engine(loaded, run)
-    trainer = Trainer(loaded, run.train, run.algorithm, dtype=dtype_of(run), max_new_tokens=LONGEST)
+    trainer = local_trainer(loaded, run.train, run.algorithm, dtype=dtype_of(run), max_new_tokens=LONGEST)
     lifecycle = Lifecycle(rollout, mode.max_running)
     ledger = lifecycle.ledger
     forced: Any = _ForcedLengths(engine)
@@ -149,7 +149,7 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
             if mode.trains and step >= mode.warm_up - 1:
                 trainer.train_step(build_batch(groups, run.algorithm))
             trained = time.perf_counter()
-            await engine.load_weights(step + 1, await trainer.publish())
+            await engine.load_weights(step + 1, await trainer.backend.publish())
             driver.on_new_version(step + 1)
             if step >= mode.warm_up:
                 out.generate_s.append(generated - started)

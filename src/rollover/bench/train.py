@@ -16,7 +16,7 @@ from rollover.models.load import load_model
 from rollover.models.peak import peak_flops
 from rollover.models.team import prepare_process
 from rollover.trainer.batch import Batch
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.build import local_trainer
 from rollover.types import Sample
 
 MICRO_BATCH_TOKENS = 4096
@@ -58,7 +58,7 @@ def run(config: Config, runs: int) -> dict[str, Any]:
     answers = sum(len(s.token_ids) for s in samples)
     tokens = GROUPS * PROMPT_TOKENS + answers  # those that a pass with shared prompts computes
     options = config.train.model_copy(update={"micro_batch_tokens": MICRO_BATCH_TOKENS})
-    trainer = Trainer(loaded, options, config.algorithm, dtype=dtype, max_new_tokens=128)
+    trainer = local_trainer(loaded, options, config.algorithm, dtype=dtype, max_new_tokens=128)
     fixed = [SHARED_ANSWER] * (SHARED_GROUPS * SIBLINGS)
     long = {s: workload.samples(vocab, SHARED_PROMPT, fixed, SIBLINGS, shared=s) for s in (True, False)}
     linear = machine.linear_training(peer, tokens, answers, dtype)
@@ -66,9 +66,9 @@ def run(config: Config, runs: int) -> dict[str, Any]:
 
     def step() -> None:
         nonlocal flops
-        before = trainer.flops
+        before = trainer.backend.flops
         trainer.train_step(Batch(samples))
-        flops = trainer.flops - before
+        flops = trainer.backend.flops - before
 
     times = machine.alternate(
         {

@@ -1,6 +1,6 @@
 """The hand-over of new weights from the trainer to the engine, and who is told that they are live.
 
-    step trained ──▶ due? ──▶ (drain) ──▶ trainer.publish ──▶ engine.load_weights ──▶ history, journal
+    step trained ──▶ due? ──▶ (drain) ──▶ publish ──▶ engine.load_weights ──▶ history, journal
 
 Never drops or admits anything: `Driver.on_new_version` does, after each step, whether weights were handed over or not.
 """
@@ -41,5 +41,5 @@ class HandOver:
         version, limit_s = self.parts.trainer.policy_version, self.config.watchdog.weights_timeout_s
         what, state = f"the weights of policy version {version}", "being handed to the engine, begun"
         with self.blocked.over_work(what, state, limit_s):
-            weights = await self.parts.trainer.publish()
+            weights = await self.parts.trainer.backend.publish()
             return (await self.parts.engine.load_weights(version, weights)).num_bytes

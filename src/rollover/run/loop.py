@@ -236,6 +236,6 @@ class Run:
             return
         if self.config.checkpoint.save_final_model:
             self.trackers.on_phase("saving the model")
-            self.parts.trainer.save_model(self.directory.model)
+            self.parts.trainer.backend.save_model(self.directory.model)
         finished = step >= self.config.train.num_steps
         self.directory.end(step, "" if finished else self.producer.source)

@@ -48,7 +48,7 @@ class Rows:
         """A step begins now, the first or one that is trained again: what was done before it belongs to no row."""
         self._started = time.perf_counter()
         self._seconds.clear()
-        self._since_last("train_flops", self.parts.trainer.flops)
+        self._since_last("train_flops", self.parts.trainer.backend.flops)
         self._threads({})
 
     def restore(self, row: Mapping[str, float], *, next_is_missing: bool = False) -> None:
@@ -113,7 +113,7 @@ class Rows:
             "memory/peak_rss_bytes": peak_rss_bytes(),
         }
         engine = self.engine_growth()
-        train_flops = self._since_last("train_flops", parts.trainer.flops)
+        train_flops = self._since_last("train_flops", parts.trainer.backend.flops)
         row |= self.utilization.of_step(row, train_flops, engine.get("engine/flops", 0.0))
         return row | speed_metrics(row) | waste_metrics(engine, row) | self._threads(engine)
 

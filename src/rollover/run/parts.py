@@ -70,7 +70,7 @@ class Parts:
             on_error.push_async_callback(engine.close)
             loaded = model()
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
-            trainer = build_trainer(config, loaded)
+            trainer = build_trainer(config, loaded, engine)
             prompts = prompts_for(loaded.tokenizer, prompt_limit(config, engine.max_tokens))
             observed = build_rewarder(config, training=True)
             scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)

@@ -38,7 +38,7 @@ def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
     trainer, lifecycle, prompts, reuse = parts.trainer, parts.lifecycle, parts.prompts, parts.reuse
 
     def save_trainer() -> tuple[Mapping[str, Any], Arrays]:
-        tensors, meta = trainer.save_state()
+        tensors, meta = trainer.backend.save_state()
         return meta, tensors
 
     def load_lifecycle(state: Any, arrays: Arrays) -> None:
@@ -52,7 +52,7 @@ def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
         parts.history.load_state_dict(state, lifecycle.cache.groups.values(), trainer.policy_version)
 
     return [
-        StatefulPart("trainer", save_trainer, lambda meta, t: trainer.load_state(dict(t), meta), "trainer-*"),
+        StatefulPart("trainer", save_trainer, lambda meta, t: trainer.backend.load_state(dict(t), meta), "trainer-*"),
         StatefulPart("", lifecycle.state_dict, load_lifecycle, "rollouts"),
         without_arrays("prompts", prompts.state_dict, prompts.load_state_dict),
         StatefulPart("reuse", reuse.state_dict, load_reuse, "replay"),

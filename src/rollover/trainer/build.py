@@ -1,23 +1,95 @@
-"""The trainer of a run, as the configuration says."""
+"""The trainer of a run, as the configuration says: the step over minibatches, on a backend from one table of kinds."""
 
 from __future__ import annotations
 
-from rollover.config import Config
+from collections.abc import Callable
+
+import torch
+
+from rollover.config import AlgorithmConfig, Config, LoraConfig, TrainConfig
+from rollover.engine.protocol import Engine
+from rollover.functions import own_function
 from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import LoadedModel
 from rollover.models.team import Team
+from rollover.trainer.backend import BackendSetup, TrainerBackend
+from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.trainer import Trainer
 
+_CONTRACT = sorted(name for name in vars(TrainerBackend) if not name.startswith("_"))
 
-def build_trainer(config: Config, loaded: LoadedModel) -> Trainer:
-    """It goes on with the model that is loaded, in float32."""
-    return Trainer(
-        loaded,
+
+def build_trainer(config: Config, loaded: LoadedModel, engine: Engine | None = None, kind: str = "local") -> Trainer:
+    """The trainer goes on with the model that is `loaded`, in float32. `engine`: what the backend may sample with.
+
+    `kind`: a key of `BACKENDS`, or a function of one's own (module:function or path.py:function) of a `BackendSetup`.
+    ValueError if that gives no backend.
+    """
+    staleness = max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0)
+    team = Team.of(config.run, pick_device(config.model.device))
+    _refuse_uncorrected(config.train, config.algorithm, staleness)
+    backend = _backend(kind, BackendSetup(config, loaded, team, staleness, engine))
+    return Trainer(backend, config.train, config.algorithm, team)
+
+
+def local_trainer(
+    loaded: LoadedModel,
+    train: TrainConfig,
+    algorithm: AlgorithmConfig,
+    *,
+    dtype: torch.dtype,
+    max_new_tokens: int,
+    max_staleness: int = 0,
+    lora: LoraConfig | None = None,
+    team: Team | None = None,
+) -> Trainer:
+    """A trainer on the local backend without a whole `Config`. Arguments as of `LocalBackend`."""
+    _refuse_uncorrected(train, algorithm, max_staleness)
+    team = team or Team()
+    backend = LocalBackend(
+        loaded, train, algorithm, dtype=dtype, max_new_tokens=max_new_tokens, max_staleness=max_staleness, lora=lora,
+        team=team,
+    )  # fmt: skip
+    return Trainer(backend, train, algorithm, team)
+
+
+def _refuse_uncorrected(train: TrainConfig, algorithm: AlgorithmConfig, max_staleness: int) -> None:
+    """ValueError where tokens may be trained off-policy and the loss does not correct for it."""
+    if max_staleness > 0 and not (algorithm.corrects or algorithm.allow_uncorrected):
+        raise ValueError(
+            f"max_staleness = {max_staleness}, and the loss does not hold the ratio to the policy that sampled: set"
+            " algorithm.correction (algorithm.proximal) or allow_uncorrected"
+        )
+    if train.minibatches_per_step > 1 and not (algorithm.follows_updates or algorithm.allow_uncorrected):
+        raise ValueError(
+            f"minibatches_per_step = {train.minibatches_per_step}, and the loss does not hold the ratio to the"
+            " policy at the start of the step, so far as is known: set algorithm.correction or allow_uncorrected"
+        )
+
+
+def _backend(kind: str, setup: BackendSetup) -> TrainerBackend:
+    if kind in BACKENDS:
+        return BACKENDS[kind](setup)
+    make = own_function("the trainer's backend", kind, f"one with {', '.join(_CONTRACT)} (trainer/backend.py)")
+    backend = make(setup)
+    if missing := [name for name in _CONTRACT if not hasattr(backend, name)]:
+        raise make.refused(f"a {type(backend).__name__} without {', '.join(missing)}")
+    return backend
+
+
+def _local(setup: BackendSetup) -> TrainerBackend:
+    config = setup.config
+    return LocalBackend(
+        setup.loaded,
         config.train,
         config.algorithm,
         dtype=dtype_of(config),
         max_new_tokens=config.rollout.max_new_tokens,
-        max_staleness=max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0),
+        max_staleness=setup.max_staleness,
         lora=config.model.lora,
-        team=Team.of(config.run, pick_device(config.model.device)),
+        team=setup.team,
+        engine=setup.engine,
     )
+
+
+BACKENDS: dict[str, Callable[[BackendSetup], TrainerBackend]] = {"local": _local}

@@ -15,10 +15,9 @@ import torch
 from rollover.algorithms.advantage import gae, whiten
 from rollover.algorithms.loss import value_loss
 from rollover.config import AlgorithmConfig
+from rollover.trainer.backend import Stream
 from rollover.trainer.optimizer import clip_gradients
 from rollover.types import Sample
-
-Stream = dict[str, np.ndarray]  # rollout_id -> [loss tokens]
 
 
 class Critic:
@@ -34,33 +33,6 @@ class Critic:
     def values(self, hidden_ME: torch.Tensor) -> torch.Tensor:
         """[M], differentiable in the head alone."""
         return self.head(_normalised(hidden_ME.detach().float())).squeeze(-1)
-
-    def estimate(self, samples: list[Sample], values: Stream) -> tuple[list[Sample], Stream]:
-        """(the samples with advantages in place of their rewards per token, returns).
-
-        Advantages are normalised over all loss tokens of the batch, as PPO implementations do.
-        """
-        width = max(len(s.mask) for s in samples)
-        rewards_BT, values_BT = np.zeros((2, len(samples), width), dtype=np.float32)
-        mask_BT = np.zeros((len(samples), width), dtype=bool)
-        for row, s in enumerate(samples):
-            mask_BT[row, : len(s.mask)] = s.mask
-            rewards_BT[row, : len(s.mask)] = s.advantages
-            if s.mask.any():
-                values_BT[row, np.flatnonzero(s.mask)] = values[s.rollout_id]
-        advantages_BT, returns_BT = gae(
-            torch.from_numpy(rewards_BT),
-            torch.from_numpy(values_BT),
-            torch.from_numpy(mask_BT),
-            gamma=self.config.gamma,
-            lam=self.config.gae_lambda,
-        )
-        advantages_BT = whiten(advantages_BT, torch.from_numpy(mask_BT))
-        out, returns = [], {}
-        for row, s in enumerate(samples):
-            out.append(replace(s, advantages=advantages_BT[row, : len(s.mask)].numpy()))
-            returns[s.rollout_id] = returns_BT[row].numpy()[: len(s.mask)][s.mask]
-        return out, returns
 
     def forward_backward(
         self, hidden_ME: torch.Tensor, old_values_M: torch.Tensor, returns_M: torch.Tensor, num_tokens: int
@@ -96,6 +68,10 @@ class Critic:
         if not skip:
             clip_gradients(self.gradients(), norm, max_norm)
             self.adamw.step()
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """As if nothing had been accumulated."""
         self.adamw.zero_grad(set_to_none=True)
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -121,6 +97,34 @@ class Critic:
                             for kind in ("exp_avg", "exp_avg_sq")
                         },
                     }
+
+
+def estimate(config: AlgorithmConfig, samples: list[Sample], values: Stream) -> tuple[list[Sample], Stream]:
+    """(the samples with advantages in place of their rewards per token, returns).
+
+    Advantages are normalised over all loss tokens of the batch, as PPO implementations do.
+    """
+    width = max(len(s.mask) for s in samples)
+    rewards_BT, values_BT = np.zeros((2, len(samples), width), dtype=np.float32)
+    mask_BT = np.zeros((len(samples), width), dtype=bool)
+    for row, s in enumerate(samples):
+        mask_BT[row, : len(s.mask)] = s.mask
+        rewards_BT[row, : len(s.mask)] = s.advantages
+        if s.mask.any():
+            values_BT[row, np.flatnonzero(s.mask)] = values[s.rollout_id]
+    advantages_BT, returns_BT = gae(
+        torch.from_numpy(rewards_BT),
+        torch.from_numpy(values_BT),
+        torch.from_numpy(mask_BT),
+        gamma=config.gamma,
+        lam=config.gae_lambda,
+    )
+    advantages_BT = whiten(advantages_BT, torch.from_numpy(mask_BT))
+    out, returns = [], {}
+    for row, s in enumerate(samples):
+        out.append(replace(s, advantages=advantages_BT[row, : len(s.mask)].numpy()))
+        returns[s.rollout_id] = returns_BT[row].numpy()[: len(s.mask)][s.mask]
+    return out, returns
 
 
 def _normalised(hidden_ME: torch.Tensor) -> torch.Tensor:

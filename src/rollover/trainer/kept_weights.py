@@ -19,7 +19,7 @@ def of_version(version: int) -> str:
     return f"version-{version}"
 
 
-class Snapshots:
+class KeptWeights:
     """`parameters`: name -> the trained parameter, as the module computes with it."""
 
     def __init__(self, parameters: dict[str, torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
     policy loss x importance weight x mask + KL to the reference - entropy bonus, aggregated to one number
 
-What algorithm.rejection leaves out is no part of it: `kept` says so once a step, and the masks come without it.
+What algorithm.rejection leaves out is no part of it (rejection.py): the masks come without it.
 
 Shapes: B samples, T longest response.
 """
@@ -14,7 +14,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from rollover.algorithms.aggregate import aggregate, geometric_row_mean
@@ -25,14 +24,12 @@ from rollover.algorithms.correction import (
     mismatch_metrics,
     mismatch_summary,
     off_policy_sequence_mask,
-    rejection_mask,
 )
 from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
 from rollover.algorithms.loss import entropy_bonus, loss_function, option_parameters, policy_loss
 from rollover.algorithms.own_loss import OwnLoss
 from rollover.config import AlgorithmConfig
 from rollover.functions import FunctionError
-from rollover.staleness import staleness
 from rollover.types import Sample
 
 Sums = dict[str, torch.Tensor]
@@ -180,33 +177,6 @@ class Objective:
             options = self.config.loss_options
             raise ValueError(f"algorithm.loss = {self.config.loss!r}, loss_options = {options}: {error}") from error
 
-    def rate_scale(self, sums: dict[str, float]) -> float:
-        """Factor of the learning rate for the minibatch with these sums (algorithm.ess_step_scaling)."""
-        if not self.config.ess_step_scaling or not sums:
-            return 1.0
-        return float(ess_step_scale(mismatch_summary(sums)["ess_sequence_ratio"]))
-
-    def kept(self, sample: Sample, start_M: np.ndarray, trainer_version: int) -> np.ndarray:
-        """Which of the sample's loss tokens algorithm.rejection keeps, bool [loss tokens].
-
-        `start_M`: their log-probs at the start of the step; with proximal = "snapshot" under the weights that sampled.
-        """
-        behavior_1M, start_1M = (torch.from_numpy(x)[None] for x in (sample.behavior_logprobs[sample.mask], start_M))
-        every_1M = torch.ones_like(start_1M, dtype=torch.bool)
-        if self.config.proximal_policy == "interpolated":
-            ages_1M = torch.from_numpy(staleness(sample.versions[sample.mask], trainer_version))[None]
-            start_1M = interpolated_proximal(behavior_1M, start_1M, ages_1M, mask_BT=every_1M)
-        level, _, kind = self.config.rejection.rpartition("_")
-        kept_1M = rejection_mask(
-            start_1M,
-            behavior_1M,
-            every_1M,
-            kind=kind,  # pyright: ignore[reportArgumentType]
-            level=level,  # pyright: ignore[reportArgumentType]
-            high=self.config.rejection_high,
-        )
-        return kept_1M[0].numpy()
-
     def _proximal(self, streams: Streams) -> torch.Tensor:
         policy = self.config.proximal_policy
         if policy == "behavior":
@@ -258,6 +228,11 @@ class Objective:
         else:
             kl_BT = kl_penalty(streams.logprobs_BT, reference_BT, cfg.kl_kind, mask_BT=streams.mask_BT)
         return torch.where(streams.mask_BT, kl_BT, 0.0)
+
+
+def rate_scale(sums: dict[str, float]) -> float:
+    """Factor of the learning rate for the minibatch with these sums (algorithm.ess_step_scaling)."""
+    return float(ess_step_scale(mismatch_summary(sums)["ess_sequence_ratio"])) if sums else 1.0
 
 
 def _of_the_same_name(kind: str | OwnLoss, config: AlgorithmConfig) -> dict[str, Any]:

@@ -92,9 +92,11 @@ class Optimizer:
         return [m.grad for m in self.masters if m.grad is not None]
 
     def set_zero_gradients(self) -> None:
-        """A gradient of 0, with which the momentum goes on; without any gradient `step` changes nothing."""
+        """A gradient of 0 where there is none, with which the momentum goes on; without any `step` changes nothing."""
+        self._collect()
         for master in self.masters:
-            master.grad = torch.zeros_like(master)
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
 
     def scale_gradients(self, factor: float) -> None:
         for gradient in self.gradients():

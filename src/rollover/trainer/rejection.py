@@ -10,19 +10,43 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
+import torch
 
+from rollover.algorithms.correction import interpolated_proximal, rejection_mask
 from rollover.config import AlgorithmConfig
-from rollover.trainer.critic import Stream
-from rollover.trainer.objective import Objective
+from rollover.staleness import staleness
+from rollover.trainer.backend import Stream
 from rollover.types import Sample
 
 
 def rejections(
-    objective: Objective, samples: Collection[Sample], start: Stream, trainer_version: int
+    config: AlgorithmConfig, samples: Collection[Sample], start: Stream, trainer_version: int
 ) -> dict[str, np.ndarray]:
-    """rollout_id -> which of its loss tokens are kept, bool [loss tokens]. `start`: as for `Objective.kept`."""
+    """rollout_id -> which of its loss tokens are kept, bool [loss tokens]. `start`: as for `kept_tokens`."""
     nothing = np.zeros(0, dtype=np.float32)
-    return {s.rollout_id: objective.kept(s, start.get(s.rollout_id, nothing), trainer_version) for s in samples}
+    return {s.rollout_id: kept_tokens(config, s, start.get(s.rollout_id, nothing), trainer_version) for s in samples}
+
+
+def kept_tokens(config: AlgorithmConfig, sample: Sample, start_M: np.ndarray, trainer_version: int) -> np.ndarray:
+    """Which of the sample's loss tokens algorithm.rejection keeps, bool [loss tokens].
+
+    `start_M`: their log-probs at the start of the step; with proximal = "snapshot" under the weights that sampled.
+    """
+    behavior_1M, start_1M = (torch.from_numpy(x)[None] for x in (sample.behavior_logprobs[sample.mask], start_M))
+    every_1M = torch.ones_like(start_1M, dtype=torch.bool)
+    if config.proximal_policy == "interpolated":
+        ages_1M = torch.from_numpy(staleness(sample.versions[sample.mask], trainer_version))[None]
+        start_1M = interpolated_proximal(behavior_1M, start_1M, ages_1M, mask_BT=every_1M)
+    level, _, kind = config.rejection.rpartition("_")
+    kept_1M = rejection_mask(
+        start_1M,
+        behavior_1M,
+        every_1M,
+        kind=kind,  # pyright: ignore[reportArgumentType]
+        level=level,  # pyright: ignore[reportArgumentType]
+        high=config.rejection_high,
+    )
+    return kept_1M[0].numpy()
 
 
 def rewritten(sample: Sample, kept: Mapping[str, np.ndarray]) -> Sample:

@@ -25,6 +25,11 @@ class Tally:
         # As Python adds them: in double precision, where the device has it.
         self._waiting.append((tuple(sums), torch.stack([_wide(value) for value in sums.values()])))
 
+    def absorb(self, other: Tally) -> None:
+        """Add what was added to `other`, in the same order; that is left empty."""
+        self._waiting += other._waiting
+        other._waiting = []
+
     def divide(self, name: str, divisor: float) -> None:
         """The total of `name` is to be divided by that, once all of it is here."""
         self._divisors[name] = divisor

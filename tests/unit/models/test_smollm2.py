@@ -17,7 +17,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models import smollm2
 from rollover.models.load import LoadedModel, cast_parameters, load_model, stop_token_ids
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.build import local_trainer
 from rollover.types import Sample, SamplingParams, rollout_seed
 
 # Not importorskip: importing the package needs its own dependencies, and only its GGUF file is used.
@@ -77,8 +77,8 @@ def test_engine_and_trainer_agree(
 ) -> None:
     samples = _samples(loaded, dtype)
     own = dataclasses.replace(loaded, model=copy.deepcopy(loaded.model))
-    trainer = Trainer(own, TrainConfig(), AlgorithmConfig(), dtype=dtype, max_new_tokens=64)
-    logprobs = trainer.compute_logprobs(samples)
+    trainer = local_trainer(own, TrainConfig(), AlgorithmConfig(), dtype=dtype, max_new_tokens=64)
+    logprobs = trainer.backend.compute_logprobs(samples)
     difference = np.abs(np.concatenate([logprobs[s.rollout_id] - s.behavior_logprobs for s in samples]))
     assert len(difference) > 150
     print(f"{dtype}: max {difference.max():.2e}, mean {difference.mean():.2e} over {len(difference)} tokens")

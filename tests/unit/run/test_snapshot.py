@@ -40,6 +40,7 @@ class Trainer:
         self.policy_version = version
         self.tensors: dict[str, torch.Tensor] = {}
         self.loaded = False
+        self.backend = self
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return self.tensors, {"policy_version": self.policy_version}

@@ -22,9 +22,10 @@ from rollover.config import Config
 from rollover.config.load import ConfigError, load_config
 from rollover.config.presets import PRESETS
 from rollover.staleness import oldest_in_loss, staleness
+from rollover.trainer.backend import Stream
 from rollover.trainer.batch import BatchBuilder
-from rollover.trainer.critic import Critic, Stream
-from rollover.trainer.objective import Counts, Objective, Streams
+from rollover.trainer.critic import Critic, estimate
+from rollover.trainer.objective import Counts, Objective, Streams, rate_scale
 from rollover.trainer.rejection import rejections, restricted, rewritten
 from rollover.types import Group, Reward, Rollout, RolloutState, Sample, SamplingParams, Segment, StopReason, Task
 
@@ -266,12 +267,12 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
         critic = Critic(_HIDDEN, algorithm, torch.device("cpu"))
         torch.nn.init.constant_(critic.head.weight, 0.3)
         known["values"] = {s.rollout_id: 0.5 + log_probs(s, "start") for s in samples}
-        samples, known["returns"] = critic.estimate(samples, known["values"])
+        samples, known["returns"] = estimate(algorithm, samples, known["values"])
     objective = Objective(algorithm, 16)
     start = {s.rollout_id: log_probs(s, "snapshot" if algorithm.proximal == "snapshot" else "start") for s in samples}
     known["proximal"] = start
     if algorithm.rejection != "none":
-        kept = rejections(objective, samples, start, VERSION)
+        kept = rejections(algorithm, samples, start, VERSION)
         samples = [rewritten(s, kept) for s in samples]
         known = {name: restricted(stream, kept) for name, stream in known.items()}
     samples = [s for s in samples if s.mask.any()]
@@ -297,7 +298,7 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
     )
     loss, sums = objective(streams, Counts.of(samples))
     gradients = torch.autograd.grad(loss, (current_BT, entropy_BT), allow_unused=True)
-    rate = objective.rate_scale({k: float(v) for k, v in sums.items()})
+    rate = rate_scale({k: float(v) for k, v in sums.items()}) if algorithm.ess_step_scaling else 1.0
     parts = [np.array([loss.item(), rate]), *(np.zeros(1) if g is None else g.numpy().ravel() for g in gradients)]
     if critic is not None:
         parts += _critic_step(critic, samples, known, seed)

@@ -14,7 +14,8 @@ import torch
 import tiny
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.critic import Critic
+from rollover.trainer.build import local_trainer
+from rollover.trainer.critic import Critic, estimate
 from rollover.trainer.objective import step_metrics
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
@@ -54,7 +55,7 @@ def test_advantages_and_returns_by_hand() -> None:
     """d = r + gamma V_next - V, A = d + gamma lam A_next; rows of unequal length, one with an environment's token."""
     rows = [sample("a", [1, 1, 1], [0, 0, 1]), sample("b", [0, 1], [0, 2])]
     values = {"a": np.array([0.5, 0.2, 0.4], np.float32), "b": np.array([0.3], np.float32)}
-    out, returns = critic(gamma=0.5, gae_lambda=0.5).estimate(rows, values)
+    out, returns = estimate(AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=0.5), rows, values)
     a = [0.5 * 0.2 - 0.5 + 0.25 * 0.15, 0.5 * 0.4 - 0.2 + 0.25 * 0.6, 1 - 0.4]
     b = [2 - 0.3]
     assert returns["a"].tolist() == pytest.approx([a[0] + 0.5, a[1] + 0.2, a[2] + 0.4])
@@ -94,7 +95,7 @@ def test_the_value_is_linear_in_the_normalised_hidden_state_and_passes_it_no_gra
 
 
 def trainer(algorithm: dict[str, Any], **train: Any) -> Trainer:
-    return Trainer(
+    return local_trainer(
         tiny.loaded(),
         TrainConfig.model_validate({"learning_rate": 1e-3, "num_steps": 10, "micro_batch_tokens": 40, **train}),
         AlgorithmConfig.model_validate({"advantage": "gae", **algorithm}),
@@ -118,19 +119,21 @@ def test_the_critic_learns_the_return_and_its_state_is_kept() -> None:
     losses = [t.train_step(Batch(rewarded()))["critic/loss"] for _ in range(12)]
     # Half the squared return, or nearly: the old value is 0, and later minibatches see a head that has moved.
     assert 2 < losses[0] < 6 and losses[-1] < 0.3 * losses[0]
-    tensors, meta = t.save_state()
+    tensors, meta = t.backend.save_state()
     again = trainer(algorithm, learning_rate=0.0, minibatches_per_step=3)
-    again.load_state({k: v.clone() for k, v in tensors.items()}, meta)
+    again.backend.load_state({k: v.clone() for k, v in tensors.items()}, meta)
     assert again.train_step(Batch(rewarded())) == t.train_step(Batch(rewarded()))
     with pytest.raises(ValueError, match="holds no such weights"):
-        trainer({"advantage": "grpo", "kl_coef": 0.1}).load_state({k: v.clone() for k, v in tensors.items()}, meta)
+        other = trainer({"advantage": "grpo", "kl_coef": 0.1})
+        other.backend.load_state({k: v.clone() for k, v in tensors.items()}, meta)
     with pytest.raises(ValueError, match="has no critic"):
-        trainer(algorithm).load_state(*trainer({"advantage": "grpo"}).save_state())
+        trainer(algorithm).backend.load_state(*trainer({"advantage": "grpo"}).backend.save_state())
 
 
 def weights(t: Trainer) -> list[torch.Tensor]:
-    assert t.critic is not None
-    return [p.detach().clone() for p in (*t.critic.head.parameters(), *t.model.parameters())]
+    local = tiny.local(t)
+    assert local.critic is not None
+    return [p.detach().clone() for p in (*local.critic.head.parameters(), *local.model.parameters())]
 
 
 def test_one_micro_batch_that_is_not_finite_skips_policy_and_critic_and_the_run_goes_on() -> None:
@@ -144,7 +147,7 @@ def test_one_micro_batch_that_is_not_finite_skips_policy_and_critic_and_the_run_
         calls += torch.is_grad_enabled()  # not the pass that asks for values
         return output * math.nan if torch.is_grad_enabled() and calls == 2 else output
 
-    hook = t.model.model.norm.register_forward_hook(spoil)
+    hook = tiny.local(t).model.model.norm.register_forward_hook(spoil)
     metrics = t.train_step(Batch(rewarded()))
     hook.remove()
     assert calls > 2 and metrics["train/skipped_steps"] == 1
@@ -168,6 +171,6 @@ def test_the_gradient_of_the_critic_is_clipped_as_the_policys_is() -> None:
     t = trainer({}, max_grad_norm=0.5)
     metrics = t.train_step(Batch(rewarded()))
     assert metrics["critic/grad_norm"] > 1
-    tensors, _ = t.save_state()
+    tensors, _ = t.backend.save_state()
     first = [tensors[f"critic/exp_avg/{name}"].flatten() for name in ("weight", "bias")]
     assert float(torch.cat(first).norm()) == pytest.approx(0.1 * 0.5, rel=1e-4)  # Adam: (1 - beta1) times the gradient

@@ -18,8 +18,8 @@ import tiny
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models import kernels
 from rollover.trainer.batch import Batch
+from rollover.trainer.build import local_trainer
 from rollover.trainer.tally import Tally, totals_of
-from rollover.trainer.trainer import Trainer
 from samples import random_samples
 
 # Their results have a size, or are numbers, that Python must know.
@@ -56,7 +56,7 @@ class Transfers(TorchFunctionMode):
 
 def waits(micro_batch_tokens: int, algorithm: dict[str, Any], num_groups: int) -> Counter[str]:
     """Of one training step."""
-    trainer = Trainer(
+    trainer = local_trainer(
         tiny.loaded(),
         TrainConfig(micro_batch_tokens=micro_batch_tokens, minibatches_per_step=2),
         AlgorithmConfig.model_validate(algorithm),

@@ -16,6 +16,7 @@ import tiny
 from rollover.config import AlgorithmConfig, LoraConfig, TrainConfig
 from rollover.models.load import LoadedModel
 from rollover.trainer.batch import Batch
+from rollover.trainer.build import local_trainer
 from rollover.trainer.lora import ADAPTER, add_lora, read_adapter
 from rollover.trainer.objective import Counts
 from rollover.trainer.trainer import Trainer
@@ -28,7 +29,7 @@ TARGETS = ["q_proj", "down_proj"]
 
 def trainer(dtype: torch.dtype = torch.float32, dropout: float = 0.0, **train: Any) -> Trainer:
     torch.manual_seed(3)
-    return Trainer(
+    return local_trainer(
         tiny.loaded(),
         TrainConfig.model_validate({"learning_rate": 1e-2, "num_steps": 10, **train}),
         AlgorithmConfig(),
@@ -40,12 +41,14 @@ def trainer(dtype: torch.dtype = torch.float32, dropout: float = 0.0, **train: A
 
 def test_only_adapters_have_masters_and_change() -> None:
     t = trainer(torch.bfloat16)
-    assert len(t.optimizer.names) == 2 * 2 * len(TARGETS) and all(".lora_" in n for n in t.optimizer.names)
-    frozen = {n: p.detach().clone() for n, p in t.model.named_parameters() if not p.requires_grad}
+    assert len(tiny.local(t).optimizer.names) == 2 * 2 * len(TARGETS) and all(
+        ".lora_" in n for n in tiny.local(t).optimizer.names
+    )
+    frozen = {n: p.detach().clone() for n, p in tiny.local(t).model.named_parameters() if not p.requires_grad}
     t.train_step(Batch(SAMPLES))
-    assert all(torch.equal(p, frozen[n]) for n, p in t.model.named_parameters() if n in frozen)
-    tensors, _ = t.save_state()
-    assert sum(k.startswith("master/") for k in tensors) == len(t.optimizer.names)
+    assert all(torch.equal(p, frozen[n]) for n, p in tiny.local(t).model.named_parameters() if n in frozen)
+    tensors, _ = t.backend.save_state()
+    assert sum(k.startswith("master/") for k in tensors) == len(tiny.local(t).optimizer.names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,9 +57,9 @@ def test_the_saved_model_is_the_merge(dtype: torch.dtype, tmp_path: Path) -> Non
     t = trainer(dtype)
     for _ in range(3):
         t.train_step(Batch(SAMPLES))
-    t.save_model(tmp_path / "merged")
+    t.backend.save_model(tmp_path / "merged")
     saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters())
-    in_float32 = copy.deepcopy(t.model).float()
+    in_float32 = copy.deepcopy(tiny.local(t).model).float()
     merged = dict(in_float32.merge_and_unload().named_parameters())
     start = dict(tiny.model().named_parameters())
     assert saved.keys() == merged.keys() == start.keys()
@@ -65,9 +68,9 @@ def test_the_saved_model_is_the_merge(dtype: torch.dtype, tmp_path: Path) -> Non
         torch.testing.assert_close(parameter.float(), merged[name].to(dtype).float(), atol=1e-6, rtol=0)
         assert torch.equal(parameter, start[name].to(dtype)) != any(f".{x}." in name for x in TARGETS)
 
-    reference = Trainer(tiny.loaded(), TrainConfig(), AlgorithmConfig(), dtype=dtype, max_new_tokens=16)
-    reference.model.load_state_dict(saved, strict=False)
-    expected, got = reference.compute_logprobs(SAMPLES), t.compute_logprobs(SAMPLES)
+    reference = local_trainer(tiny.loaded(), TrainConfig(), AlgorithmConfig(), dtype=dtype, max_new_tokens=16)
+    tiny.local(reference).model.load_state_dict(saved, strict=False)
+    expected, got = reference.backend.compute_logprobs(SAMPLES), t.backend.compute_logprobs(SAMPLES)
     for key, value in expected.items():
         np.testing.assert_allclose(got[key], value, atol=2e-5 if dtype == torch.float32 else 0.15)
 
@@ -77,7 +80,7 @@ def test_peft_loads_the_saved_adapters_over_the_base_model(family: str, tmp_path
     sizes = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256} if family == "gpt2" else {}
     tiny.save(tmp_path / "base", family, **sizes)
     torch.manual_seed(3)
-    t = Trainer(
+    t = local_trainer(
         LoadedModel(tiny.model(family, **sizes), tiny.tokenizer(), str(tmp_path / "base")),
         TrainConfig(learning_rate=1e-2, num_steps=10),
         AlgorithmConfig(),
@@ -87,13 +90,13 @@ def test_peft_loads_the_saved_adapters_over_the_base_model(family: str, tmp_path
     )
     for _ in range(3):
         t.train_step(Batch(SAMPLES))
-    t.save_model(tmp_path / "merged")
+    t.backend.save_model(tmp_path / "merged")
     for folder in (tmp_path / "merged", tmp_path / "merged" / "adapter"):
         assert all(file.stat().st_mode & 0o044 == 0o044 for file in folder.glob("*.safetensors"))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     model = PeftModel.from_pretrained(base, tmp_path / "merged" / "adapter").eval()
     assert model.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
-    ours = t.compute_logprobs(SAMPLES)
+    ours = t.backend.compute_logprobs(SAMPLES)
     for s in SAMPLES:
         ids = torch.tensor([[*s.prompt_ids, *s.token_ids]])
         with torch.no_grad():
@@ -105,19 +108,22 @@ def test_peft_loads_the_saved_adapters_over_the_base_model(family: str, tmp_path
 def test_adapters_are_saved_as_they_are_trained_and_not_as_they_are_computed_with(tmp_path: Path) -> None:
     t = trainer(torch.bfloat16)
     t.train_step(Batch(SAMPLES))
-    t.save_model(tmp_path)
+    t.backend.save_model(tmp_path)
     base, parts = read_adapter(tmp_path / ADAPTER)
     saved = {name: tensor for name, tensor in parts if not name.endswith("lora_scale")}
-    assert base == "tiny-llama" and len(saved) == len(t.optimizer.names)
-    masters = {n.removeprefix("base_model.model.").replace(".default", ""): m for n, m in t.optimizer.weights().items()}
+    assert base == "tiny-llama" and len(saved) == len(tiny.local(t).optimizer.names)
+    masters = {
+        n.removeprefix("base_model.model.").replace(".default", ""): m
+        for n, m in tiny.local(t).optimizer.weights().items()
+    }
     assert all(tensor.dtype == torch.float32 and torch.equal(tensor, masters[name]) for name, tensor in saved.items())
-    handed = dict(at_once(t.publish()))
+    handed = dict(at_once(t.backend.publish()))
     assert handed.keys() >= {name for name, _ in parts}
     assert all(float(scale) == float(handed[name]) == 2.0 for name, scale in parts if name.endswith("lora_scale"))
 
 
 def test_layers_with_the_weight_the_other_way_round_are_merged(tmp_path: Path) -> None:
-    t = Trainer(
+    t = local_trainer(
         tiny.loaded("gpt2", n_embd=64, n_head=4, n_layer=2, n_positions=256),
         TrainConfig(learning_rate=1e-2, num_steps=10),
         AlgorithmConfig(),
@@ -127,19 +133,19 @@ def test_layers_with_the_weight_the_other_way_round_are_merged(tmp_path: Path) -
     )
     for _ in range(3):
         t.train_step(Batch(SAMPLES))
-    t.save_model(tmp_path / "merged")
+    t.backend.save_model(tmp_path / "merged")
     saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters())
-    for name, parameter in copy.deepcopy(t.model).merge_and_unload().named_parameters():
+    for name, parameter in copy.deepcopy(tiny.local(t).model).merge_and_unload().named_parameters():
         torch.testing.assert_close(saved[name], parameter, atol=1e-6, rtol=0)
 
 
 def test_resumed_adapters_publish_everything_again() -> None:
     t = trainer()
     t.train_step(Batch(SAMPLES))
-    tensors, meta = t.save_state()
+    tensors, meta = t.backend.save_state()
     resumed = trainer()
-    resumed.load_state({k: v.clone() for k, v in tensors.items()}, meta)
-    expected, got = dict(at_once(t.publish())), dict(at_once(resumed.publish()))
+    resumed.backend.load_state({k: v.clone() for k, v in tensors.items()}, meta)
+    expected, got = dict(at_once(t.backend.publish())), dict(at_once(resumed.backend.publish()))
     assert got.keys() == expected.keys() > dict(tiny.model().named_parameters()).keys()
     assert all(torch.equal(got[n], expected[n]) for n in got)
     assert resumed.train_step(Batch(SAMPLES)) == t.train_step(Batch(SAMPLES))
@@ -149,12 +155,18 @@ def test_dropout_acts_in_training_only() -> None:
     t = trainer(dropout=0.5, micro_batch_tokens=40)
     for _ in range(3):
         t.train_step(Batch(SAMPLES))  # adapters start at zero, where dropout has no effect
-    assert all(np.array_equal(a, b) for a, b in zip(*(t.compute_logprobs(SAMPLES).values() for _ in "ab"), strict=True))
-    clean = t.compute_logprobs(SAMPLES)
-    t.forward_backward(SAMPLES, Counts.of(SAMPLES))
-    assert all(np.array_equal(v, clean[k]) for k, v in t.compute_logprobs(SAMPLES).items()), "after a training pass too"
+    assert all(
+        np.array_equal(a, b) for a, b in zip(*(t.backend.compute_logprobs(SAMPLES).values() for _ in "ab"), strict=True)
+    )
+    clean = t.backend.compute_logprobs(SAMPLES)
+    t.backend.forward_backward(SAMPLES, Counts.of(SAMPLES))
+    assert all(np.array_equal(v, clean[k]) for k, v in t.backend.compute_logprobs(SAMPLES).items()), (
+        "after a training pass too"
+    )
     losses = [
-        float(t.forward_backward(SAMPLES, Counts.of(SAMPLES), {"proximal": t.compute_logprobs(SAMPLES)})["max/ratio"])
+        t.backend.forward_backward(
+            SAMPLES, Counts.of(SAMPLES), {"proximal": t.backend.compute_logprobs(SAMPLES)}
+        ).totals()["max/ratio"]
         for _ in range(2)
     ]
     assert losses[0] != losses[1] and losses[0] > 1.0

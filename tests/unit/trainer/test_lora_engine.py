@@ -18,6 +18,7 @@ from rollover.models.adapters import names
 from rollover.models.load import cast_parameters, load_model
 from rollover.run.eval_parts import EvalParts
 from rollover.trainer.batch import Batch
+from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample, SamplingParams
 from samples import random_samples
@@ -33,7 +34,7 @@ def trained(
     family: str, dtype: torch.dtype, *, alpha: float = 8.0, steps: int = 20, base: Path | None = None
 ) -> Trainer:
     torch.manual_seed(3)
-    trainer = Trainer(
+    trainer = local_trainer(
         tiny.loaded(family) if base is None else load_model(ModelConfig(path=str(base))),
         TrainConfig(learning_rate=1e-5, num_steps=steps),
         AlgorithmConfig(),
@@ -81,7 +82,7 @@ def difference(trainer: Trainer, family: str, dtype: torch.dtype, tensors: Itera
     engine = make_engine(family, dtype)
     at_once(engine.load_weights(1, tensors))
     samples = sampled(engine)
-    ours = trainer.compute_logprobs(samples)
+    ours = trainer.backend.compute_logprobs(samples)
     return float(np.mean([np.abs(ours[s.rollout_id] - s.behavior_logprobs).mean() for s in samples]))
 
 
@@ -91,7 +92,7 @@ def test_engine_and_trainer_agree_after_training(family: str, dtype: torch.dtype
     """In bfloat16 as well as before any update. Weights merged and rounded to bfloat16 are 0.001 nats off."""
     trainer = trained(family, dtype)
     before = difference(trained(family, dtype, steps=0), family, dtype, [])
-    tensors = dict(at_once(trainer.publish()))
+    tensors = dict(at_once(trainer.backend.publish()))
     assert difference(trainer, family, dtype, tensors.items()) < max(1.2 * before, 1e-4)
     moved = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
     assert difference(trainer, family, dtype, moved.items()) > 2e-4, "the training is not to be seen"
@@ -100,19 +101,19 @@ def test_engine_and_trainer_agree_after_training(family: str, dtype: torch.dtype
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_scale_that_bfloat16_has_not_agrees_too(family: str) -> None:
     trainer = trained(family, torch.bfloat16, alpha=5.3)
-    assert difference(trainer, family, torch.bfloat16, at_once(trainer.publish())) < 1e-4
+    assert difference(trainer, family, torch.bfloat16, at_once(trainer.backend.publish())) < 1e-4
 
 
 def test_what_a_run_saved_is_evaluated_as_it_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The adapters beside the base model's weights; where that is gone, the merged weights, and it is said."""
     base, saved = tiny.save(tmp_path / "base"), tmp_path / "run" / "model"
     trainer = trained("llama", torch.bfloat16, base=base)
-    trainer.save_model(saved)
+    trainer.backend.save_model(saved)
     config = Config(engine=EngineConfig(kv_memory_gb=0.1), run=RunConfig(threads=torch.get_num_threads()))
 
     def apart() -> float:
         samples = sampled(at_once(EvalParts.build(config, str(saved), with_rewards=False)).engine)
-        ours = trainer.compute_logprobs(samples)
+        ours = trainer.backend.compute_logprobs(samples)
         return float(np.mean([np.abs(ours[s.rollout_id] - s.behavior_logprobs).mean() for s in samples]))
 
     assert apart() < 1e-4
@@ -126,11 +127,11 @@ def test_what_a_run_saved_is_evaluated_as_it_was_trained(tmp_path: Path, capsys:
 def test_later_hand_overs_hold_adapters_alone_and_suffice(family: str) -> None:
     trainer = trained(family, torch.bfloat16, steps=1)
     engine = make_engine(family, torch.bfloat16)
-    first = list(at_once(trainer.publish()))
+    first = list(at_once(trainer.backend.publish()))
     at_once(engine.load_weights(1, first))
     for _ in range(3):
         trainer.train_step(Batch(random_samples(1)))
-    second = {name: tensor.clone() for name, tensor in at_once(trainer.publish())}
+    second = {name: tensor.clone() for name, tensor in at_once(trainer.backend.publish())}
     layers = {name.removesuffix(".weight") for name, _ in first if any(f".{t}.weight" in name for t in TARGETS)}
     assert second.keys() == {part for layer in layers for part in names(layer)}
     cost = at_once(engine.load_weights(2, second.items()))
@@ -145,7 +146,7 @@ def test_the_engine_keeps_a_copy() -> None:
     """What is handed over are views of what is trained on."""
     trainer = trained("llama", torch.float32, steps=1)
     engine = make_engine("llama", torch.float32)
-    at_once(engine.load_weights(1, at_once(trainer.publish())))
+    at_once(engine.load_weights(1, at_once(trainer.backend.publish())))
     before = sampled(engine)
     for _ in range(5):
         trainer.train_step(Batch(random_samples(1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from rollover.algorithms import correction
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.trainer.batch import Batch
-from rollover.trainer.objective import Counts, Objective, Streams
+from rollover.trainer.build import local_trainer
+from rollover.trainer.objective import Counts, Objective, Streams, rate_scale
+from rollover.trainer.tally import Tally
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import random_samples
@@ -25,7 +28,7 @@ SAMPLES = random_samples(1)
 def trainer(
     algorithm: dict[str, Any], *, dtype: torch.dtype = torch.float32, staleness: int = 0, **train: Any
 ) -> Trainer:
-    return Trainer(
+    return local_trainer(
         tiny.loaded(),
         TrainConfig.model_validate({"learning_rate": 1e-2, "num_steps": 10, "micro_batch_tokens": 40, **train}),
         AlgorithmConfig.model_validate(algorithm),
@@ -187,8 +190,8 @@ def test_effective_sample_size_scales_the_rate() -> None:
     given = streams()
     ratio_B = torch.exp(((given.proximal_BT - given.behavior_BT) * given.mask_BT).sum(-1))
     share = float(ratio_B.sum() ** 2 / (2 * (ratio_B**2).sum()))
-    assert objective.rate_scale({k: float(v) for k, v in sums.items()}) == pytest.approx(share**0.5, rel=1e-5)
-    assert Objective(AlgorithmConfig(), 16).rate_scale({k: float(v) for k, v in sums.items()}) == 1.0
+    assert rate_scale({k: float(v) for k, v in sums.items()}) == pytest.approx(share**0.5, rel=1e-5)
+    assert rate_scale({}) == 1.0
     scaled, plain = trainer({"ess_step_scaling": True}), trainer({})
     rates = [t.train_step(Batch(SAMPLES))["learning_rate"] for t in (scaled, plain)]
     assert 0 < rates[0] < rates[1] == 1e-2
@@ -206,23 +209,38 @@ def at_versions(samples: list[Sample], *versions: int) -> list[Sample]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_snapshot_proximal_is_of_the_weights_that_sampled_each_token(dtype: torch.dtype) -> None:
+def test_snapshot_proximal_is_of_the_weights_that_sampled_each_token(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     t = trainer({"proximal": "snapshot"}, dtype=dtype, staleness=2)
     under = {}
     for version in range(3):
-        under[version] = t.compute_logprobs(SAMPLES)
+        under[version] = t.backend.compute_logprobs(SAMPLES)
         if version < 2:
             t.train_step(Batch(at_versions(SAMPLES, version)))
     mixed = at_versions(SAMPLES, 0, 1, 2)
-    got = t._sampling_logprobs([mixed])
+    used: list[dict[str, np.ndarray]] = []
+    forward_backward = t.backend.forward_backward
+
+    def spy(samples: list[Sample], counts: Counts, known: Mapping[str, dict[str, np.ndarray]]) -> Tally:
+        used.append(known["proximal"])
+        return forward_backward(samples, counts, known)
+
+    monkeypatch.setattr(t.backend, "forward_backward", spy)
+    for version, expected in under.items():
+        again = t.backend.compute_logprobs(SAMPLES, version)
+        assert all(np.array_equal(again[rollout_id], values) for rollout_id, values in expected.items())
+    with pytest.raises(ValueError, match="weights of policy version 3 are not kept"):
+        t.backend.compute_logprobs(SAMPLES, 3)
+    ratio = t.train_step(Batch(mixed))["ratio/max"]
+    (got,) = used
     for s in mixed:
         versions = s.versions[s.mask]
         expected = np.array([under[v][s.rollout_id][i] for i, v in enumerate(versions)])
         np.testing.assert_array_equal(got[s.rollout_id], expected)
     assert not np.allclose(under[0][SAMPLES[0].rollout_id], under[2][SAMPLES[0].rollout_id])
-    np.testing.assert_array_equal(t.compute_logprobs(SAMPLES)[SAMPLES[0].rollout_id], under[2][SAMPLES[0].rollout_id])
-    assert t.train_step(Batch(mixed))["ratio/max"] > 1.001  # current/proximal, though it is the first minibatch
-    assert {k for k in t.snapshots.state() if k.endswith("norm.weight") and "layers" not in k} == {
+    assert ratio > 1.001  # current/proximal, though it is the first minibatch
+    assert {k for k in tiny.local(t).kept.state() if k.endswith("norm.weight") and "layers" not in k} == {
         f"kept/version-{v}/model.norm.weight" for v in (1, 2, 3)
     }
 
@@ -251,9 +269,9 @@ def test_kept_weights_survive_a_restart() -> None:
     algorithm = {"proximal": "snapshot", "kl_coef": 0.1}
     t = trainer(algorithm, staleness=1)
     t.train_step(Batch(SAMPLES))
-    tensors, meta = t.save_state()
+    tensors, meta = t.backend.save_state()
     again = trainer(algorithm, staleness=1)
-    again.load_state({k: v.clone() for k, v in tensors.items()}, meta)
+    again.backend.load_state({k: v.clone() for k, v in tensors.items()}, meta)
     mixed = at_versions(SAMPLES, 0, 1)
     assert again.train_step(Batch(mixed)) == t.train_step(Batch(mixed))
 
@@ -277,7 +295,7 @@ def test_entropy_has_its_gradient(temperature: float) -> None:
 def test_the_off_policy_mask_works_on_chunked_logprobs() -> None:
     """Through the whole trainer, in several micro-batches: sequences that are far away and bad are left out."""
     t = trainer({"off_policy_mask_threshold": 0.5})
-    known = t.compute_logprobs(SAMPLES)
+    known = t.backend.compute_logprobs(SAMPLES)
     samples, masked = [], 0
     for i, s in enumerate(SAMPLES):
         behavior = s.behavior_logprobs.copy()

@@ -13,6 +13,7 @@ import tiny
 from rollover.algorithms.correction import rejection_mask
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.trainer.batch import Batch
+from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import random_samples
@@ -33,7 +34,7 @@ ALGORITHMS = [
 
 def trainer(algorithm: dict[str, Any], **train: Any) -> Trainer:
     values = {"learning_rate": 1e-2, "num_steps": 10, "micro_batch_tokens": 40, "adam_eps": 1e-3, **train}
-    return Trainer(
+    return local_trainer(
         tiny.loaded(),
         TrainConfig.model_validate(values),
         AlgorithmConfig.model_validate(algorithm),
@@ -44,7 +45,7 @@ def trainer(algorithm: dict[str, Any], **train: Any) -> Trainer:
 
 def masked_by_hand(level: str) -> list[Sample]:
     """The samples with rejected tokens taken out of the masks, by the untrained model."""
-    known = trainer({}).compute_logprobs(SAMPLES)
+    known = trainer({}).backend.compute_logprobs(SAMPLES)
     out = []
     for s in SAMPLES:
         args = (torch.from_numpy(x)[None] for x in (known[s.rollout_id], s.behavior_logprobs[s.mask]))
@@ -56,7 +57,7 @@ def masked_by_hand(level: str) -> list[Sample]:
 
 
 def weights(t: Trainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in t.model.parameters()])
+    return torch.cat([p.detach().flatten() for p in tiny.local(t).model.parameters()])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence_mean"])

@@ -12,9 +12,9 @@ from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models import logprobs
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.models.packed import ShiftedHead, float32_product
-from rollover.trainer import trainer as trainer_module
+from rollover.trainer import local_backend
 from rollover.trainer.batch import Batch
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.build import local_trainer
 from samples import random_samples
 
 STEPS = 3
@@ -22,7 +22,7 @@ STEPS = 3
 
 def train(**algorithm: Any) -> list[dict[str, float]]:
     """Metrics of a few steps of many micro-batches, two updates each."""
-    trainer = Trainer(
+    trainer = local_trainer(
         tiny.loaded(),
         TrainConfig(micro_batch_tokens=1, minibatches_per_step=2, learning_rate=0.01, num_steps=STEPS),
         AlgorithmConfig.model_validate(algorithm),
@@ -34,8 +34,8 @@ def train(**algorithm: Any) -> list[dict[str, float]]:
     rows = []
     for _ in range(STEPS):
         rows.append(trainer.train_step(Batch(samples)))
-        tensors, meta = trainer.save_state()
-        trainer.load_state({name: tensor.clone() for name, tensor in tensors.items()}, meta)
+        tensors, meta = trainer.backend.save_state()
+        trainer.backend.load_state({name: tensor.clone() for name, tensor in tensors.items()}, meta)
         for sample in samples:
             sample.versions[:] = trainer.policy_version
     return rows
@@ -70,7 +70,7 @@ def test_it_is_copied_once_an_update_and_never_old(name: str, monkeypatch: pytes
     Counted.num = 0
     got = train(**ALGORITHMS[name])
     copies = Counted.num
-    monkeypatch.setattr(trainer_module, "TrainedHead", Fresh)
+    monkeypatch.setattr(local_backend, "TrainedHead", Fresh)
     Counted.num = 0
     assert got == train(**ALGORITHMS[name])
     # The start of the step, and after the first of two updates; to other weights, and back again.

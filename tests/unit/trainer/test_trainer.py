@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tiny
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models.load import LoadedModel
+from rollover.trainer import local_backend
 from rollover.trainer.batch import Batch
+from rollover.trainer.build import local_trainer
 from rollover.trainer.objective import Counts
-from rollover.trainer.packing import micro_batches
+from rollover.trainer.packing import Packed, micro_batches, pack
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import random_samples
@@ -37,7 +39,7 @@ SAMPLES = random_samples(1)
 def trainer(
     *, dtype: torch.dtype = torch.float32, algorithm: dict[str, Any] | None = None, loaded=None, **train: Any
 ) -> Trainer:
-    return Trainer(
+    return local_trainer(
         loaded or tiny.loaded(),
         TrainConfig.model_validate({"learning_rate": 1e-3, "num_steps": 10, **train}),
         AlgorithmConfig.model_validate(algorithm or {}),
@@ -50,8 +52,10 @@ def gradients(samples: list[Sample], *, micro_batch_tokens: int, dtype: torch.dt
     """(loss, gradient by parameter) of one minibatch, before any optimizer step."""
     t = trainer(dtype=dtype, algorithm=algorithm, micro_batch_tokens=micro_batch_tokens)
     counts = Counts.of(samples)
-    loss = sum(float(t.forward_backward(m, counts)["sum/loss"]) for m in micro_batches(samples, micro_batch_tokens))
-    return loss, torch.cat([g.flatten() for g in t.optimizer.gradients()])
+    loss = sum(
+        t.backend.forward_backward(m, counts).totals()["sum/loss"] for m in micro_batches(samples, micro_batch_tokens)
+    )
+    return loss, torch.cat([g.flatten() for g in tiny.local(t).optimizer.gradients()])
 
 
 def plain_logprobs(model: Any, sample: Sample) -> torch.Tensor:
@@ -68,9 +72,9 @@ def plain_logprobs(model: Any, sample: Sample) -> torch.Tensor:
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
 def test_logprobs_equal_the_plain_model(budget: int) -> None:
     t = trainer(micro_batch_tokens=budget)
-    got = t.compute_logprobs(SAMPLES)
+    got = t.backend.compute_logprobs(SAMPLES)
     for sample in SAMPLES:
-        expected = plain_logprobs(t.model, sample).numpy()
+        expected = plain_logprobs(tiny.local(t).model, sample).numpy()
         np.testing.assert_allclose(got[sample.rollout_id], expected, atol=2e-5)
 
 
@@ -121,7 +125,7 @@ def test_training_steps_do_not_depend_on_the_micro_batch_split(aggregation: str,
             algorithm={"aggregation": aggregation},
         )
         metrics = [t.train_step(Batch(SAMPLES)) for _ in range(2)]
-        runs.append((metrics, torch.cat([p.detach().flatten() for p in t.model.parameters()])))
+        runs.append((metrics, torch.cat([p.detach().flatten() for p in tiny.local(t).model.parameters()])))
     for metrics, weights in runs[1:]:
         torch.testing.assert_close(weights, runs[0][1], atol=2e-6, rtol=1e-5)
         for got, expected in zip(metrics, runs[0][0], strict=True):
@@ -142,8 +146,8 @@ def test_a_gradient_that_comes_in_parts_is_the_same(aggregation: str, dtype: tor
             for group_id in order:
                 t.accumulate(of[group_id])
             metrics.append(t.train_step(Batch(SAMPLES)))
-        runs.append((metrics, torch.cat([p.detach().flatten() for p in t.optimizer.masters])))
-    start = torch.cat([p.detach().flatten() for p in trainer(dtype=dtype).optimizer.masters])
+        runs.append((metrics, torch.cat([p.detach().flatten() for p in tiny.local(t).optimizer.masters])))
+    start = torch.cat([p.detach().flatten() for p in tiny.local(trainer(dtype=dtype)).optimizer.masters])
     tolerance = 1e-4 if dtype is torch.float32 else 0.03
     for metrics, weights in runs[1:]:
         assert float((weights - runs[0][1]).norm()) < tolerance * float((runs[0][1] - start).norm())
@@ -156,20 +160,20 @@ def test_what_was_accumulated_can_be_forgotten() -> None:
     other.accumulate([s for s in SAMPLES if s.group_id == 1])
     other.forget_accumulated()
     assert plain.train_step(Batch(SAMPLES)) == other.train_step(Batch(SAMPLES))
-    for ours, theirs in zip(plain.model.parameters(), other.model.parameters(), strict=True):
+    for ours, theirs in zip(tiny.local(plain).model.parameters(), tiny.local(other).model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_accumulated_samples_are_not_computed_again() -> None:
     t = trainer(micro_batch_tokens=1)
     seen: list[str] = []
-    original = t.forward_backward
+    original = t.backend.forward_backward
 
     def spy(micro, counts, known):
         seen.extend(s.rollout_id for s in micro)
         return original(micro, counts, known)
 
-    t.forward_backward = spy  # type: ignore[method-assign]
+    t.backend.forward_backward = spy  # type: ignore[method-assign]
     t.accumulate([s for s in SAMPLES if s.group_id == 1])
     assert set(seen) == {s.rollout_id for s in SAMPLES if s.group_id == 1}
     t.train_step(Batch(SAMPLES))
@@ -181,48 +185,48 @@ def test_accumulated_samples_are_not_computed_again() -> None:
 def test_first_micro_batches_have_ratio_exactly_one(dtype: torch.dtype, checkpointing: bool) -> None:
     """The proximal pass, when there is one, gives the bits of the current log-probs at equal weights."""
     t = trainer(dtype=dtype, micro_batch_tokens=40, gradient_checkpointing=checkpointing)
-    proximal = t.compute_logprobs(SAMPLES)
+    proximal = t.backend.compute_logprobs(SAMPLES)
     counts = Counts.of(SAMPLES)
     for known in (None, proximal):
         for micro in micro_batches(SAMPLES, 40):
-            sums = t.forward_backward(micro, counts, {"proximal": known} if known else {})
-            assert float(sums["max/ratio"]) == 1.0
-            assert float(sums["sum/ratio"]) == float(sums["count/tokens"])
-            assert float(sums["sum/clipped"]) == 0.0
+            sums = t.backend.forward_backward(micro, counts, {"proximal": known} if known else {}).totals()
+            assert sums["max/ratio"] == 1.0
+            assert sums["sum/ratio"] == sums["count/tokens"]
+            assert sums["sum/clipped"] == 0.0
     assert t.train_step(Batch(SAMPLES))["ratio/max"] == 1.0
 
 
 def test_later_minibatches_are_proximal_to_the_start_of_the_step() -> None:
-    start = trainer(micro_batch_tokens=40).compute_logprobs(SAMPLES)
+    start = trainer(micro_batch_tokens=40).backend.compute_logprobs(SAMPLES)
     t = trainer(micro_batch_tokens=40, minibatches_per_step=3, learning_rate=0.01)
     seen: list[dict[str, np.ndarray] | None] = []
-    original = t.forward_backward
+    original = t.backend.forward_backward
 
     def spy(micro, counts, known):
         seen.append({s.rollout_id: known["proximal"][s.rollout_id] for s in micro} if "proximal" in known else None)
         return original(micro, counts, known)
 
-    t.forward_backward = spy  # type: ignore[method-assign]
+    t.backend.forward_backward = spy  # type: ignore[method-assign]
     metrics = t.train_step(Batch(SAMPLES))
     used = {k: v for part in seen if part for k, v in part.items()}
     assert used.keys() == {s.rollout_id for s in SAMPLES if s.group_id > 0} and seen[0] is None
     for rollout_id, values in used.items():
         np.testing.assert_allclose(values, start[rollout_id], atol=1e-5)
     assert metrics["ratio/max"] > 1.01, "the weights moved between the minibatches"
-    assert t.optimizer.step_count == 3 and t.policy_version == 1
+    assert tiny.local(t).optimizer.step_count == 3 and t.policy_version == 1
 
 
-def test_the_proximal_pass_packs_rows_as_training_does() -> None:
+def test_the_proximal_pass_packs_rows_as_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other rows together round differently; at learning rate 0 the ratio is exactly 1 in every minibatch."""
     t = trainer(dtype=torch.bfloat16, micro_batch_tokens=60, minibatches_per_step=3, learning_rate=0.0)
     rows: dict[bool, list[list[int]]] = {False: [], True: []}
-    original = t._forward
 
-    def spy(packed):
+    def spy(*args: Any) -> Packed:
+        packed = pack(*args)
         rows[torch.is_grad_enabled()].append(packed.input_ids_N.tolist())
-        return original(packed)
+        return packed
 
-    t._forward = spy  # type: ignore[method-assign]
+    monkeypatch.setattr(local_backend, "pack", spy)
     samples = random_samples(5, 6, 6)  # 2 groups a minibatch, which the budget does not divide
     metrics = t.train_step(Batch(samples))
     first = len(list(micro_batches(samples[:12], 60)))
@@ -247,7 +251,7 @@ def test_clip_bounds_come_from_the_config() -> None:
 
 def test_on_policy_metrics_and_names() -> None:
     t = trainer()
-    known = t.compute_logprobs(SAMPLES)
+    known = t.backend.compute_logprobs(SAMPLES)
     samples = []
     for s in SAMPLES:
         behavior = s.behavior_logprobs.copy()
@@ -273,7 +277,7 @@ def test_on_policy_metrics_and_names() -> None:
 
 def test_importance_metrics_are_before_the_cap() -> None:
     t = trainer(algorithm={"correction": "token_truncate", "correction_cap": 1.5})
-    known = t.compute_logprobs(SAMPLES)
+    known = t.backend.compute_logprobs(SAMPLES)
     ratios = np.concatenate([np.exp(known[s.rollout_id] - s.behavior_logprobs[s.mask]) for s in SAMPLES])
     metrics = t.train_step(Batch(SAMPLES))
     assert metrics["importance/mean"] == pytest.approx(ratios.mean(), rel=1e-4)
@@ -284,7 +288,7 @@ def test_importance_metrics_are_before_the_cap() -> None:
 def test_correction_none_weighs_every_token_one() -> None:
     _, uncorrected = gradients(SAMPLES, micro_batch_tokens=99, correction="none")
     t = trainer()
-    on_policy = t.compute_logprobs(SAMPLES)
+    on_policy = t.backend.compute_logprobs(SAMPLES)
     same = []
     for s in SAMPLES:
         behavior = s.behavior_logprobs.copy()
@@ -298,9 +302,9 @@ def test_checkpointing_gives_the_same_gradient() -> None:
     flat = []
     for checkpointing in (False, True):
         t = trainer(gradient_checkpointing=checkpointing)
-        t.forward_backward(SAMPLES, Counts.of(SAMPLES))
-        assert any(m.gradient_checkpointing and m.training for m in t.model.model.layers) == checkpointing
-        flat.append(torch.cat([g.flatten() for g in t.optimizer.gradients()]))
+        t.backend.forward_backward(SAMPLES, Counts.of(SAMPLES))
+        assert any(m.gradient_checkpointing and m.training for m in tiny.local(t).model.model.layers) == checkpointing
+        flat.append(torch.cat([g.flatten() for g in tiny.local(t).optimizer.gradients()]))
     torch.testing.assert_close(flat[0], flat[1], atol=1e-7, rtol=1e-5)
 
 
@@ -323,7 +327,7 @@ def test_skipping_zero_advantages_changes_no_update(aggregation: str) -> None:
             algorithm={"aggregation": aggregation},
         )  # fmt: skip
         skipped.append([t.train_step(Batch(batch))["train/zero_advantage_tokens"] for batch in (SAMPLES, some, quiet)])
-        weights.append(torch.cat([p.detach().flatten() for p in t.model.parameters()]))
+        weights.append(torch.cat([p.detach().flatten() for p in tiny.local(t).model.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], atol=2e-6, rtol=1e-5)
     assert skipped[0] == [0, 0, 0]
     assert skipped[1][0] == 0 < skipped[1][1] < skipped[1][2] == sum(int(s.mask.sum()) for s in SAMPLES)
@@ -331,9 +335,9 @@ def test_skipping_zero_advantages_changes_no_update(aggregation: str) -> None:
 
 def test_a_step_without_any_loss_token_changes_no_weight() -> None:
     t = trainer(weight_decay=0.1)
-    before = [p.detach().clone() for p in t.model.parameters()]
+    before = [p.detach().clone() for p in tiny.local(t).model.parameters()]
     metrics = t.train_step(Batch([dataclasses.replace(s, mask=np.zeros_like(s.mask)) for s in SAMPLES]))
-    assert all(torch.equal(a, b) for a, b in zip(before, t.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, tiny.local(t).model.parameters(), strict=True))
     assert metrics["loss"] == 0.0 and metrics["grad_norm"] == 0.0 and t.policy_version == 1
 
 
@@ -344,16 +348,16 @@ def test_resumed_training_is_identical(dtype: torch.dtype) -> None:
     t = trainer(**options)
     for batch in batches[:2]:
         t.train_step(batch)
-    tensors, meta = t.save_state()
+    tensors, meta = t.backend.save_state()
     saved = {k: v.clone() for k, v in tensors.items()}
     meta = json.loads(json.dumps(meta))
     expected = [t.train_step(batch) for batch in batches[2:]]
 
     resumed = trainer(loaded=tiny.loaded(seed=9), **options)
-    resumed.load_state(saved, meta)
+    resumed.backend.load_state(saved, meta)
     assert resumed.policy_version == 2
     assert [resumed.train_step(batch) for batch in batches[2:]] == expected
-    for a, b in zip(t.model.parameters(), resumed.model.parameters(), strict=True):
+    for a, b in zip(tiny.local(t).model.parameters(), tiny.local(resumed).model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert t.policy_version == resumed.policy_version == 4
 
@@ -363,14 +367,14 @@ def test_resumed_training_is_identical(dtype: torch.dtype) -> None:
 def test_publish_and_saved_folder_are_the_trained_model(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
     t = trainer(dtype=dtype, loaded=tiny.loaded(tie_word_embeddings=tied))
     t.train_step(Batch(SAMPLES))
-    published = dict(at_once(t.publish()))
+    published = dict(at_once(t.backend.publish()))
     other = tiny.model(seed=5, dtype=dtype, tie_word_embeddings=tied)
     assert published.keys() == dict(other.named_parameters()).keys()
     assert ("lm_head.weight" in published) != tied
     assert {v.dtype for v in published.values()} == {dtype}
-    assert dict(at_once(t.publish())).keys() == published.keys()
+    assert dict(at_once(t.backend.publish())).keys() == published.keys()
 
-    t.save_model(tmp_path)
+    t.backend.save_model(tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert saved.dtype == dtype and saved.config._attn_implementation != "rollover"
     assert {n: p.shape for n, p in saved.named_parameters()} == {n: p.shape for n, p in published.items()}
@@ -379,7 +383,7 @@ def test_publish_and_saved_folder_are_the_trained_model(dtype: torch.dtype, tied
     assert ids == tiny.tokenizer()("1+1=2", add_special_tokens=False)["input_ids"]
     # The folder computes what the trainer computes, at large positions too.
     long = dataclasses.replace(SAMPLES[0], prompt_ids=np.full(900, 7, dtype=np.int32), temperature=1.0)
-    trained = t.compute_logprobs([long])["0-0"]
+    trained = t.backend.compute_logprobs([long])["0-0"]
     loaded = LoadedModel(saved, tiny.tokenizer(), "saved")
     np.testing.assert_allclose(
         plain_logprobs(loaded.model, long).numpy(), trained, atol=1e-4 if dtype == torch.float32 else 0.1
@@ -400,9 +404,9 @@ def test_rewarded_tokens_become_likelier(dtype: torch.dtype, loss: str) -> None:
 
     arms = [arm(0, 40, 1.0)] + [arm(i, 40 + i, -0.25) for i in range(1, 5)]
     t = trainer(dtype=dtype, algorithm={"loss": loss, "correction": "none"}, micro_batch_tokens=5)
-    before = t.compute_logprobs(arms)
+    before = t.backend.compute_logprobs(arms)
     for _ in range(10):
         t.train_step(Batch(arms))
-    after = t.compute_logprobs(arms)
+    after = t.backend.compute_logprobs(arms)
     assert after["0-0"] > before["0-0"] + 1.0
     assert all(after[f"0-{i}"] < before[f"0-{i}"] for i in range(1, 5))

@@ -1,0 +1,137 @@
+"""What a training backend must do: the six verbs that a training step is made of, and what belongs to them.
+
+    compute_logprobs, forward_backward, optim_step       the step over minibatches (trainer.py) calls these
+    publish, save_state                                  the run hands weights over, and writes checkpoints
+    sample                                               a program without a run of its own generates with it
+
+Above the verbs, in trainer.py: which samples form a minibatch, which log-probs a step needs and under which weights,
+what is rejected, and when gradients of a step are accumulated before its rest is known. Below them, in the backend:
+weights, optimizer, value head, earlier weights, micro-batches, devices and the loss of a token (objective.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rollover.config import Config
+from rollover.engine.protocol import Engine, ExtendRequest
+from rollover.models.load import LoadedModel
+from rollover.models.team import Team
+from rollover.trainer.objective import Counts
+from rollover.trainer.tally import Tally
+from rollover.types import Sample, Segment
+
+Stream = dict[str, np.ndarray]
+"""rollout_id -> float32 [loss tokens of its sample]."""
+
+
+class TrainerBackend(Protocol):
+    """Contract: run tests/contract/trainer_contract.py on your own backend.
+
+    Calls come one after the other, from one thread at a time. A failure between the first `optim_step` of a training
+    step and its last leaves weights that no checkpoint describes: the run then goes on from an earlier one.
+    """
+
+    @property
+    def policy_version(self) -> int:
+        """Training steps completed by the current weights; 0 for those that the backend was built with."""
+        ...
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of all passes so far. What is computed again to save memory counts once."""
+        ...
+
+    def compute_logprobs(self, samples: list[Sample], version: int | None = None) -> Stream:
+        """Log-probs of the loss tokens, each at the temperature of its sample and without dropout; no gradient.
+
+        `version`: the policy version whose weights are asked for. None: the current weights. Kept are version 0 where
+        algorithm.kl_coef > 0, and the last max_staleness + 1 versions where algorithm.proximal = "snapshot".
+        ValueError for a version that is not kept. At equal weights the numbers are those that `forward_backward` of
+        the same samples computes.
+        """
+        ...
+
+    def compute_values(self, samples: list[Sample]) -> Stream:
+        """The value head's estimates before each loss token (algorithm.advantage = "gae"). ValueError without one."""
+        ...
+
+    def forward_backward(
+        self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
+    ) -> Tally:
+        """Add the gradient of `samples` to the gradient so far; returns their sums, one addition per micro-batch.
+
+        `counts`: what the whole minibatch holds, of which `samples` may be a part: losses are divided by it, unless
+        `counts.divided` is False. `known`: streams that were computed before: "proximal" and "reference" log-probs,
+        "values" and "returns" of a value head. Without "proximal" the current log-probs take its place: the ratio is
+        then exactly 1, and costs no forward pass. Without a loss token in `samples`, and with some in `counts`, the
+        gradient is 0 rather than absent: the optimizer's momentum goes on. ValueError for a sample that the model
+        cannot be given.
+        """
+        ...
+
+    def optim_step(self, rate_scale: float = 1.0, *, divisor: float = 1.0, ends_step: bool = True) -> dict[str, float]:
+        """One optimizer step on the gradient so far divided by `divisor`, at `rate_scale` times the scheduled rate.
+
+        Afterwards there is no gradient. A gradient that is not finite changes no weight. `ends_step`: this was the
+        last minibatch of its training step: `policy_version` rises by one. Returns grad_norm, before clipping;
+        learning_rate; train/skipped_steps, 1 where the update was skipped; with a value head critic/grad_norm.
+        """
+        ...
+
+    def forget_gradients(self) -> None:
+        """As if nothing had been added since the last `optim_step`."""
+        ...
+
+    async def publish(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The current weights for an engine, by the names of the model's state dict; tied ones once.
+
+        The tensors may be views of weights that the next `optim_step` changes: copy them before. With LoRA all weights
+        come the first time, and the adapters every time (models/adapters.py).
+        """
+        ...
+
+    async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
+        """Answers under the current weights, in order, each as `Engine.extend` gives it, stamped with `policy_version`.
+
+        Nothing in a run calls this: rollouts are resumed, parked and scheduled, so a run generates with its engine.
+        ValueError where the backend has nothing to generate with.
+        """
+        ...
+
+    def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(tensors, what JSON can hold) from which `load_state` of a backend of the same configuration goes on exactly.
+
+        The first part of a tensor's name, up to "/", is the file that it is written to.
+        """
+        ...
+
+    def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        """Go on from what `save_state` gave. ValueError where it is of another model or lacks what is needed."""
+        ...
+
+    def save_model(self, folder: Path) -> None:
+        """Write a folder that transformers' from_pretrained loads, tokenizer included."""
+        ...
+
+
+@dataclass(frozen=True)
+class BackendSetup:
+    """What a backend is made from."""
+
+    config: Config
+    loaded: LoadedModel
+    """In float32; the backend goes on with this model and changes it."""
+    team: Team
+    """The CPU threads to compute with: `team.piece` around each micro-batch."""
+    max_staleness: int
+    """How old the weights may be that `compute_logprobs` is asked for."""
+    engine: Engine | None = None
+    """What `sample` may generate with."""

@@ -1,0 +1,293 @@
+"""The backend of this process: one model on one device, its optimizer, and what is kept beside them.
+
+Shapes: N row tokens, M loss positions, E hidden size. Owns weights, optimizer, value head, kept weights and
+`policy_version`. Losses are named by the configuration and computed by objective.py; nothing here knows a formula.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollover.config import AlgorithmConfig, LoraConfig, TrainConfig
+from rollover.engine.protocol import Engine, ExtendRequest
+from rollover.files import give_usual_mode
+from rollover.models import devices
+from rollover.models.attention import hidden_states
+from rollover.models.flex import packed_attention
+from rollover.models.flops import ModelFlops
+from rollover.models.limits import Limits
+from rollover.models.load import LoadedModel
+from rollover.models.logprobs import TrainedHead, chunked_logprobs
+from rollover.models.norms import compile_norms
+from rollover.models.team import Team
+from rollover.staleness import staleness
+from rollover.trainer.backend import Stream
+from rollover.trainer.critic import Critic
+from rollover.trainer.kept_weights import REFERENCE, KeptWeights, of_version
+from rollover.trainer.lora import ADAPTER, adapter_weights, add_lora, base_weights, merged_weights, save_adapter
+from rollover.trainer.objective import Counts, Objective, Streams, Sums
+from rollover.trainer.optimizer import Optimizer
+from rollover.trainer.packing import Packed, micro_batches, pack, row_tokens
+from rollover.trainer.tally import Tally
+from rollover.types import Sample, Segment
+
+
+class LocalBackend:
+    """The `TrainerBackend` of a run. Each verb is documented there.
+
+    `loaded` holds the model in float32; its parameters are cast to `dtype` here, after the masters are taken.
+    `max_new_tokens` is the norm of aggregation = "seq-mean-token-sum-norm". `team` computes: it is assembled in the
+    training thread before every forward pass. `engine`: what `sample` delegates to, over the same model.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        train: TrainConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        dtype: torch.dtype,
+        max_new_tokens: int,
+        max_staleness: int = 0,
+        lora: LoraConfig | None = None,
+        team: Team | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        self.config, self.algorithm, self.engine = train, algorithm, engine
+        self.tokenizer = loaded.tokenizer
+        self._base = str(Path(loaded.path).resolve()) if Path(loaded.path).is_dir() else loaded.path
+        self.max_staleness = max_staleness
+        self.objective = Objective(algorithm, max_new_tokens)
+        self.policy_version = 0
+        self.lora = lora is not None and lora.rank > 0
+        self.model = add_lora(loaded.model, lora) if self.lora and lora is not None else loaded.model
+        self._plain = self.model.get_base_model() if self.lora else self.model
+        total = train.num_steps * train.minibatches_per_step
+        self.optimizer = Optimizer(self.model, train, total, dtype)
+        compile_norms(self._plain)
+        self.device = next(self.model.parameters()).device
+        self.limits = Limits.of(self._plain)
+        self._head, self._flops = TrainedHead(self._plain), ModelFlops.of(self._plain)
+        self.flops = 0.0  # model FLOPs of all passes: what is computed again to save memory counts once
+        self._published = False
+        self.team = team or Team()
+        self.kept = KeptWeights({n: p for n, p in self.model.named_parameters() if p.requires_grad})
+        self._keep_weights()
+        width = self._plain.config.get_text_config().hidden_size
+        self.critic = Critic(width, algorithm, self.device) if algorithm.needs_critic else None
+        if train.gradient_checkpointing:
+            self._plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers checkpoints in training mode only.
+        self._training_mode = train.gradient_checkpointing or (lora is not None and self.lora and lora.dropout > 0)
+
+    def _train_mode(self, on: bool) -> None:
+        """Switch gradient checkpointing and LoRA dropout. The model's own dropout stays off: the engine has none."""
+        self.model.train(on and self._training_mode)
+        for name, module in self.model.named_modules():
+            if isinstance(module, torch.nn.Dropout) and "lora_dropout" not in name:
+                module.eval()
+
+    def _forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens under the current weights."""
+        attention = packed_attention(packed.lengths, packed.prefixes, self.device)
+        hidden_NE = hidden_states(self._plain, packed.input_ids_N, packed.position_ids_N, attention)
+        hidden_ME = hidden_NE.index_select(0, packed.loss_positions_M)
+        logprobs_M, entropy_M = chunked_logprobs(
+            hidden_ME, self._head.now(), packed.targets_M, packed.temperature_M, unit=packed.unit
+        )
+        self.flops += self._flops.forward(packed.lengths, packed.prefixes, len(hidden_ME))
+        return logprobs_M, entropy_M, hidden_ME
+
+    @torch.no_grad()
+    def _evaluate(self, samples: list[Sample], what: Callable[[Packed], torch.Tensor]) -> Stream:
+        """rollout_id -> `what` [loss tokens] under the current weights, without dropout.
+
+        Packed as `forward_backward` packs them: the same bits at equal weights and threads.
+        """
+        self._train_mode(False)
+        evaluated: list[Sample] = []
+        values: list[torch.Tensor] = []
+        for micro in micro_batches(samples, self.config.micro_batch_tokens):
+            self.team.assemble()
+            values.append(what(pack(micro, self.device, self.limits)))
+            evaluated += micro
+        if not values:
+            return {}
+        ends = np.cumsum([int(s.mask.sum()) for s in evaluated])
+        parts = np.split(torch.cat(values).cpu().numpy(), ends[:-1])
+        return {s.rollout_id: part for s, part in zip(evaluated, parts, strict=True)}
+
+    def compute_logprobs(self, samples: list[Sample], version: int | None = None) -> Stream:
+        with nullcontext() if version is None else self._under(version):
+            return self._evaluate(samples, lambda packed: self._forward(packed)[0])
+
+    def _under(self, version: int) -> AbstractContextManager[None]:
+        """Inside, the model computes with the weights of that policy version."""
+        names = [REFERENCE] if version == 0 else []
+        for name in (*names, of_version(version)):
+            if name in self.kept:
+                return self.kept.under(name)
+        if version == self.policy_version:
+            return nullcontext()
+        raise ValueError(
+            f"the weights of policy version {version} are not kept: algorithm.kl_coef > 0 keeps those of version 0, and"
+            ' algorithm.proximal = "snapshot" those of the last rollout.max_staleness + 1 versions'
+        )
+
+    def compute_values(self, samples: list[Sample]) -> Stream:
+        critic = self.critic
+        if critic is None:
+            raise ValueError('there is no value head: set algorithm.advantage = "gae"')
+        return self._evaluate(samples, lambda packed: critic.values(self._forward(packed)[2]))
+
+    def forward_backward(
+        self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
+    ) -> Tally:
+        sums, any_loss = Tally(), False
+        for micro in micro_batches(samples, self.config.micro_batch_tokens):
+            any_loss = True
+            with self.team.piece(row_tokens(micro)):
+                sums.add(self._add_gradient(micro, counts, known))
+        if counts.tokens and not any_loss:
+            self.optimizer.set_zero_gradients()
+        return sums
+
+    def _add_gradient(self, micro: list[Sample], counts: Counts, known: Mapping[str, Stream]) -> Sums:
+        """Loss and gradient of one micro-batch."""
+        self._train_mode(True)
+        packed = pack(micro, self.device, self.limits)
+        logprobs_M, entropy_M, hidden_ME = self._forward(packed)
+
+        def flat(stream: Stream) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate([stream[s.rollout_id] for s in micro])).to(self.device)
+
+        streams = Streams(
+            logprobs_BT=packed.unpack(logprobs_M),
+            entropy_BT=packed.unpack(entropy_M if self.algorithm.entropy_coef else entropy_M.detach()),
+            proximal_BT=packed.unpack(flat(known["proximal"])) if "proximal" in known else None,
+            behavior_BT=packed.behavior_logprobs_BT,
+            reference_BT=packed.unpack(flat(known["reference"])) if "reference" in known else None,
+            advantages_BT=packed.advantages_BT,
+            mask_BT=packed.mask_BT,
+            versions_BT=packed.versions_BT,
+            staleness_BT=staleness(packed.versions_BT, self.policy_version),
+            group_B=packed.group_B,
+        )
+        loss, sums = self.objective(streams, counts)
+        loss.backward()
+        self.flops += self._flops.backward(packed.lengths, packed.prefixes, len(packed.targets_M))
+        if self.critic is not None:
+            values_M, returns_M = flat(known["values"]), flat(known["returns"])
+            sums |= self.critic.forward_backward(hidden_ME, values_M, returns_M, counts.tokens)
+        return sums
+
+    def optim_step(self, rate_scale: float = 1.0, *, divisor: float = 1.0, ends_step: bool = True) -> dict[str, float]:
+        # Policy and value head step together: where the gradient of one is not finite, that of the other is skipped.
+        if divisor != 1.0:
+            assert self.critic is None, "the value head's gradient is divided by its own tokens"
+            self.optimizer.scale_gradients(1 / divisor)
+        norm = 0.0 if self.critic is None else self.critic.gradient_norm()
+        update = self.optimizer.step(rate_scale, usable=math.isfinite(norm))
+        if self.critic is not None:
+            self.critic.step(norm, self.config.max_grad_norm, skip=bool(update["train/skipped_steps"]))
+            update["critic/grad_norm"] = norm
+        if ends_step:
+            self._train_mode(False)
+            self.policy_version += 1
+            self._keep_weights()
+        return update
+
+    def forget_gradients(self) -> None:
+        self.optimizer.forget_gradients()
+        if self.critic is not None:
+            self.critic.forget_gradients()
+
+    def _keep_weights(self) -> None:
+        """The reference from version 0 on; for proximal = "snapshot" every version that a batch may still hold."""
+        if self.algorithm.needs_reference and self.policy_version == 0:
+            self.kept.keep(REFERENCE)
+        if self.algorithm.proximal == "snapshot":
+            self.kept.keep(of_version(self.policy_version))
+            oldest = self.policy_version - self.max_staleness
+            self.kept.keep_only({REFERENCE, *map(of_version, range(oldest, self.policy_version + 1))})
+
+    async def publish(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._weights()
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if not self.lora:
+            yield from ((name, parameter.detach()) for name, parameter in self._plain.named_parameters())
+            return
+        if not self._published:
+            yield from base_weights(self._plain)
+        yield from adapter_weights(self._plain)
+        self._published = True
+
+    async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
+        """By the engine that the backend was given, which gets the current weights first if it has others.
+
+        With rollout.overlap or train.publish_every above 1 a run gives its engine weights at times of its own: do not
+        sample between them.
+        """
+        if self.engine is None:
+            raise ValueError("this backend was built without an engine, which is what samples: give it one")
+        if self.engine.oldest_version != self.policy_version:
+            await self.engine.load_weights(self.policy_version, await self.publish())
+        return list(await asyncio.gather(*(self.engine.extend(request) for request in requests)))
+
+    def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors, meta = self.optimizer.state()
+        tensors["random/cpu"] = torch.get_rng_state()  # LoRA's dropout draws from it
+        tensors |= devices.random_state(self.device)
+        rest = {"policy_version": self.policy_version, "optimizer": meta}
+        if self.critic is not None:
+            of_critic, rest["critic"] = self.critic.state()
+            tensors |= of_critic
+        return tensors | self.kept.state(), rest
+
+    def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        self.optimizer.load_state(tensors, meta["optimizer"])
+        self.kept.load_state(tensors)
+        self.policy_version = meta["policy_version"]
+        self._check_kept()
+        if self.critic is not None:
+            if "critic" not in meta:
+                raise ValueError('the checkpoint has no critic: algorithm.advantage was not "gae". Set it back')
+            self.critic.load_state(tensors, meta["critic"])
+        if "random/cpu" in tensors:
+            torch.set_rng_state(tensors["random/cpu"])
+        devices.set_random_state(self.device, tensors)
+
+    def _check_kept(self) -> None:
+        """After a restart: ValueError where the checkpoint was written without weights that this config needs."""
+        needed = {"algorithm.kl_coef > 0": REFERENCE} if self.algorithm.needs_reference else {}
+        if self.algorithm.proximal == "snapshot":
+            needed['algorithm.proximal = "snapshot"'] = of_version(self.policy_version)
+        for setting, name in needed.items():
+            if name not in self.kept:
+                raise ValueError(
+                    f"--resume with {setting}: the checkpoint holds no such weights; start with it instead"
+                )
+
+    def save_model(self, folder: Path) -> None:
+        """A folder that transformers' from_pretrained loads: compute dtype, adapters merged, tokenizer included.
+
+        The adapters themselves are in float32 beside it, for peft: merged, small updates are rounded away.
+        """
+        model = self._plain
+        tensors = dict(merged_weights(model)) if self.lora else model.state_dict()
+        model.save_pretrained(folder, state_dict=tensors)
+        self.tokenizer.save_pretrained(folder)
+        if self.lora:
+            save_adapter(self.model, self.optimizer.weights(), folder / ADAPTER, self._base)
+        for weights in folder.rglob("*.safetensors"):
+            give_usual_mode(weights)

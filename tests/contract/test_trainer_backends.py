@@ -1,0 +1,91 @@
+"""The local backend and a toy one under the contract, and the training step on one that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from contract import trainer_contract
+from rollover.config import Config
+from rollover.engine.build import EngineSetup, build_engine
+from rollover.functions import FunctionError
+from rollover.trainer.backend import TrainerBackend
+from rollover.trainer.batch import Batch
+from rollover.trainer.build import build_trainer
+from samples import random_samples
+
+TOY = f"{Path(__file__).with_name('toy_backend.py')}:Bigrams"
+SAMPLES = random_samples(3)
+
+
+def config(**tables: dict[str, Any]) -> Config:
+    values: dict[str, dict[str, Any]] = {
+        "model": {"dtype": "float32"},
+        "run": {"threads": 1},
+        "rollout": {"max_new_tokens": 16, "groups_per_step": 3},
+        "train": {"learning_rate": 1e-2, "num_steps": 10, "micro_batch_tokens": 60},
+        "engine": {"kv_memory_gb": 0.05},
+    }
+    return Config.model_validate(values | tables)
+
+
+def local(*, engine: bool = True, **tables: dict[str, Any]) -> TrainerBackend:
+    of, loaded = config(**tables), tiny.loaded()
+    return build_trainer(of, loaded, build_engine(EngineSetup(of, lambda: loaded, 1)) if engine else None).backend
+
+
+def toy() -> TrainerBackend:
+    of = config(train={"learning_rate": 1.0, "num_steps": 10})
+    return build_trainer(of, tiny.loaded(), kind=TOY).backend
+
+
+def subject(**tables: dict[str, Any]) -> trainer_contract.Subject:
+    return trainer_contract.Subject(lambda: local(**tables), SAMPLES)
+
+
+SUBJECTS = {
+    "local": subject(),
+    "local, LoRA": subject(model={"dtype": "float32", "lora": {"rank": 4}}),
+    "local, bfloat16": trainer_contract.Subject(
+        lambda: local(engine=False, model={"dtype": "bfloat16"}), SAMPLES, samples_with_an_engine=False
+    ),
+    "toy": trainer_contract.Subject(toy, SAMPLES),
+}
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("check", trainer_contract.CHECKS, ids=lambda check: check.__name__)
+def test_trainer_backend(check, name: str) -> None:
+    asyncio.run(check(SUBJECTS[name]))
+
+
+def test_the_step_over_minibatches_runs_on_a_backend_of_ones_own() -> None:
+    """With several minibatches, rejection and what comes with it: it asks for nothing but the verbs."""
+    of = config(
+        train={"learning_rate": 1.0, "num_steps": 10, "minibatches_per_step": 3},
+        algorithm={"rejection": "token_k3", "rejection_high": 2.0, "ess_step_scaling": True},
+    )
+    trainer = build_trainer(of, tiny.loaded(), kind=TOY)
+    metrics = [trainer.train_step(Batch(SAMPLES)) for _ in range(3)]
+    assert trainer.policy_version == 3 and not trainer.in_update
+    assert metrics[0]["ratio/max"] > 1.0 and 0 < metrics[0]["off_policy/rejected_share"] < 1
+    assert all(row["grad_norm"] > 0 for row in metrics)
+
+
+def test_accumulated_gradients_are_those_of_one_step_on_a_backend_of_ones_own() -> None:
+    plain, streamed = (build_trainer(config(), tiny.loaded(), kind=TOY) for _ in range(2))
+    streamed.accumulate([s for s in SAMPLES if s.group_id == 1])
+    expected, found = plain.train_step(Batch(SAMPLES)), streamed.train_step(Batch(SAMPLES))
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_what_is_no_backend_is_refused() -> None:
+    with pytest.raises(FunctionError, match=r"a object without compute_logprobs, .*save_state"):
+        build_trainer(config(), tiny.loaded(), kind=TOY.replace("Bigrams", "without_verbs"))
+    with pytest.raises(ValueError, match="nowhere"):
+        build_trainer(config(), tiny.loaded(), kind="nowhere:make")

@@ -29,9 +29,6 @@ PRIVATE: dict[str, set[str]] = {
     "unit/models/test_smollm2.py": {"_convert"},
     "unit/rollout/test_driver_watchdog.py": {"_lengths", "_running", "_stalls"},
     "unit/rollout/test_failing_engine.py": {"_lengths"},
-    "unit/trainer/test_objective.py": {"_sampling_logprobs"},
-    "unit/trainer/test_reuse.py": {"_heap"},
-    "unit/trainer/test_trainer.py": {"_forward"},
 }
 
 

@@ -52,6 +52,7 @@ from rollover.rewards.pool import RewardPool  # noqa: E402
 from rollover.rewards.scorer import make_scorer  # noqa: E402
 from rollover.rollout.driver import Driver  # noqa: E402
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle  # noqa: E402
+from rollover.rollout.restored import check_restored  # noqa: E402
 from rollover.rollout.watchdog import Watchdog  # noqa: E402
 from rollover.staleness import group_staleness  # noqa: E402
 from rollover.types import Group, Rollout, RolloutState, SamplingParams, StopReason, Task, rollout_seed  # noqa: E402
@@ -177,7 +178,7 @@ class Fuzz:
             saved = copy.deepcopy(self.snapshot)
             try:
                 self.lifecycle.load_state_dict(saved.state, saved.arrays)
-                self.lifecycle.check_restored(saved.version, 1000)
+                check_restored(self.lifecycle, saved.version, 1000)
                 self.version, self.trained, self.dropped = saved.version, saved.trained, saved.dropped
             except ValueError:  # another mode, whose bound what is held has passed
                 self.snapshot = None

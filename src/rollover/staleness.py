@@ -1,25 +1,13 @@
-"""Staleness: the only file that computes it. Pure functions over versions and groups; never decides what runs.
+"""Staleness: the age of a token, the bound on it, and whether held groups can be trained within it.
 
-Notation: v trainer version before a step, B groups per step, S max_staleness, N groups in flight (held at once).
-The deadline of a group is its smallest policy version + S: it must be in a step whose v is at most the deadline.
+Every number that the bound rests on is computed here, over integers: versions, S = rollout.max_staleness, B =
+rollout.groups_per_step. The rules are derived and proved in docs/staleness.md. Pure; never decides what runs.
 
-The bound under `finish_first` (N <= (1 + S) * B). Let n(k) be the number of held groups with deadline <= v + k.
-A step is taken only if what it leaves behind satisfies n(k) <= k * B for every k >= 0 (`is_feasible`).
-
-1. Staleness never exceeds S. k = 0 says that no group whose deadline is v or earlier is left behind, so every group
-   is consumed at or before its deadline.
-2. A step always becomes possible once all held groups are READY. Claim: before a step n(k) <= (k + 1) * B for all
-   k >= 0. For k >= S it holds because n(k) <= N <= (1 + S) * B. For k < S, a group counted in n(k) has a token of a
-   version below v, so the step at v - 1 left it behind, and that step left at most (k + 1) * B groups with a deadline
-   <= (v - 1) + (k + 1). (Before the first step there is no such group.) The step takes the B earliest deadlines, or all
-   groups if fewer are held; of those counted in n(k) it leaves at most max(0, n(k) - B) <= k * B. Generation of a
-   rollout is finite, so all held groups do become READY if nothing shorter suffices: no deadlock.
-3. A READY choice stays good while generation winds down. More READY groups only make the earliest-deadline choice
-   earlier; a first token under v gives the deadline v + S, and a step is taken only if it leaves at most S * B groups,
-   so n(S) <= S * B after it. (A whole step of B groups always does: N - B <= S * B.)
-4. Groups may be reserved for the step at v before it has enough (streaming micro-batches): r of them are reserved only
-   if, n'(k) counting the others, n'(k) + r <= (k + 1) * B for every k >= 0. The step takes the r and the B - r earliest
-   of the others, so it leaves n'(k) - (B - r) <= k * B, as in 2. Later tokens keep this true as they do in 2 and 3.
+    age             trainer version - policy version, when the batch is formed
+    deadline        oldest policy version of a group + S: the last trainer version whose step may train it
+    feasibility     at most k * B of the groups left behind by the step at v are due by v + k, for every k >= 0
+    most_in_bound   (1 + S) * B groups may be held, fewer while the engine's weights lag
+    bound           S, or less where nothing rolls over
 """
 
 from __future__ import annotations
@@ -30,7 +18,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from rollover.config.rollout import RolloutConfig
 from rollover.types import Group
 
 if TYPE_CHECKING:
@@ -38,8 +25,12 @@ if TYPE_CHECKING:
 
 # Below every policy version, those of tokens sampled by versions that were lost included, which may be negative.
 EVERY_VERSION = -(1 << 31)
+NO_DEADLINE = math.inf
 
 Versions = TypeVar("Versions", int, np.ndarray, "Tensor")
+
+
+# Age
 
 
 def staleness(policy_version: Versions, trainer_version: int) -> Versions:
@@ -53,10 +44,12 @@ def group_staleness(group: Group, trainer_version: int) -> int | None:
     return None if oldest is None else staleness(oldest, trainer_version)
 
 
-def group_deadline(group: Group, max_staleness: int) -> int | None:
-    """The last trainer version whose step may train this group; None (no deadline) before the first token."""
-    oldest = group.min_version
-    return None if oldest is None else oldest + max_staleness
+def oldest_in_loss(trainer_version: int, max_staleness: int, *, masks: bool) -> int:
+    """Tokens of policy versions below this one leave the loss of the step at `trainer_version`.
+
+    `masks`: rollout.on_stale = "mask". Otherwise every token of a trained group is in the loss.
+    """
+    return trainer_version - max_staleness if masks else EVERY_VERSION
 
 
 def rolled_back(policy_version: int, trainer_version: int) -> int:
@@ -68,28 +61,63 @@ def rolled_back(policy_version: int, trainer_version: int) -> int:
     return policy_version if policy_version <= trainer_version else 2 * trainer_version - policy_version
 
 
-def beyond_bound(groups: Iterable[Group], config: RolloutConfig, trainer_version: int, bound: int) -> list[int]:
-    """Ids of those groups, none of which runs, that must go so that all others are trained in bound from now on.
+# Bound
 
-    `bound`: config.staleness_bound. With "drop" and "mask" steps see to a bound of max_staleness themselves. Otherwise
-    the fewest go, the oldest first: of those left at most (k + 1) * groups_per_step get older than
-    `bound` after trainer_version + k, for every k >= 0, and no more are held than (1 + bound) * groups_per_step.
+
+def staleness_bound(
+    max_staleness: int, groups_per_step: int, most_held: int, publish_every: int, *, nothing_rolls_over: bool
+) -> int:
+    """The largest staleness that a token in the loss can have under a configuration. Never above `max_staleness`.
+
+    If nothing rolls over, a group waits at most for those admitted before it, ceil(most_held / groups_per_step) - 1
+    steps, and the weights that sampled it were up to publish_every - 1 steps old.
     """
-    if not config.finish_first and bound == config.max_staleness:
-        if config.on_stale == "mask":
-            return [g.group_id for g in groups if g.ready and expiry(g, config) < trainer_version]
-        return [g.group_id for g in groups if (group_staleness(g, trainer_version) or 0) > bound]
-    deadlines = {g.group_id: group_deadline(g, bound) for g in groups}
-    due = sorted((math.inf if d is None else d, -group_id) for group_id, d in deadlines.items())
-    num_beyond = 0
-    for rank, (deadline, _) in enumerate(due, start=1):
-        steps = min(1 + bound, max(0, deadline - trainer_version + 1))
-        num_beyond = max(num_beyond, rank - int(steps) * config.groups_per_step)
-    return sorted(-group_id for _, group_id in due[:num_beyond])
+    if not nothing_rolls_over:
+        return max_staleness
+    waits = -(-most_held // groups_per_step) - 1
+    return min(max_staleness, waits + publish_every - 1)
+
+
+def most_in_bound(max_staleness: int, groups_per_step: int, lag: int = 0) -> int:
+    """How many groups may be held so that each can be trained in bound; zero or less: none may be begun.
+
+    `lag`: versions that a token sampled from now on is behind the trainer's at the next step. A step at lag l may leave
+    behind what may be held at lag l + 1.
+    """
+    return (1 + max_staleness - lag) * groups_per_step
+
+
+# Deadline
+
+
+def deadline(oldest_version: int | None, max_staleness: int) -> float:
+    """The last trainer version whose step may train tokens of this version; NO_DEADLINE where there are none."""
+    return NO_DEADLINE if oldest_version is None else oldest_version + max_staleness
+
+
+def expiry(group: Group, max_staleness: int, *, masks: bool) -> float:
+    """The last trainer version whose step may train any of the group's tokens; NO_DEADLINE if it has none.
+
+    This is the order of consumption. Where older tokens are masked, the newest one counts, of those rollouts that are
+    trained: no greedy baseline, none without a reward.
+    """
+    return deadline(_newest_trained(group) if masks else group.min_version, max_staleness)
+
+
+def expired(groups: Iterable[Group], trainer_version: int, max_staleness: int, *, masks: bool) -> list[int]:
+    """Ids of the groups that no step from `trainer_version` on may train.
+
+    Where older tokens are masked, only READY groups expire: the others still get tokens.
+    """
+    may_expire = (g for g in groups if g.ready or not masks)
+    return [g.group_id for g in may_expire if expiry(g, max_staleness, masks=masks) < trainer_version]
+
+
+# Feasibility
 
 
 def is_feasible(due: Mapping[float, int], trainer_version: int, groups_per_step: int) -> bool:
-    """Can these groups all be trained in bound by the steps after the one at `trainer_version`?
+    """Whether these groups can all be trained in bound by the steps after the one at `trainer_version`.
 
     `due`: deadline -> number of groups. The earliest-deadline-first condition: for every k >= 0 at most
     k * groups_per_step deadlines are at most trainer_version + k.
@@ -105,21 +133,25 @@ def urgencies(due: Mapping[float, int], trainer_version: int, groups_per_step: i
     """
     tight = _tight_slacks(due, trainer_version, groups_per_step)
     urgency: dict[float, int] = {}
-    for deadline in due:
-        reached = [k for k in tight if k >= deadline - trainer_version]
+    for time in due:
+        reached = [k for k in tight if k >= time - trainer_version]
         if reached:
-            urgency[deadline] = min(reached)
+            urgency[time] = min(reached)
     return urgency
 
 
-def expiry(group: Group, config: RolloutConfig) -> float:
-    """The last trainer version whose step may train any of the group's tokens; inf if it has none.
+def beyond_bound(groups: Iterable[Group], trainer_version: int, bound: int, groups_per_step: int) -> list[int]:
+    """Ids of the fewest groups that must go so that all others are trained in bound from now on; the oldest go first.
 
-    The order of consumption. With on_stale = "mask" older tokens leave the loss, so the newest one counts, of those
-    rollouts that are trained: no greedy baseline, none without a reward.
+    Of those left at most (k + 1) * groups_per_step are due by trainer_version + k, for every k >= 0, and no more than
+    most_in_bound are held. None of the groups runs.
     """
-    version = _newest_trained(group) if config.on_stale == "mask" else group.min_version
-    return math.inf if version is None else version + config.max_staleness
+    due = sorted((deadline(g.min_version, bound), -g.group_id) for g in groups)
+    num_beyond = 0
+    for rank, (time, _) in enumerate(due, start=1):
+        steps = min(1 + bound, max(0, time - trainer_version + 1))
+        num_beyond = max(num_beyond, rank - int(steps) * groups_per_step)
+    return sorted(-group_id for _, group_id in due[:num_beyond])
 
 
 def _newest_trained(group: Group) -> int | None:
@@ -127,17 +159,12 @@ def _newest_trained(group: Group) -> int | None:
     return max((v for r in rewarded if not r.greedy for v in r.versions), default=None)
 
 
-def oldest_in_loss(config: RolloutConfig, trainer_version: int) -> int:
-    """Tokens of policy versions below this one are masked by the step at `trainer_version`: only with "mask"."""
-    return trainer_version - config.max_staleness if config.on_stale == "mask" else EVERY_VERSION
-
-
 def _tight_slacks(due: Mapping[float, int], trainer_version: int, groups_per_step: int) -> list[int]:
     """Every k at which more than k * groups_per_step deadlines are <= trainer_version + k (only k that occur)."""
     tight, num = [], 0
-    for deadline in sorted(due):
-        k = max(int(deadline) - trainer_version, 0)
-        num += due[deadline]
+    for time in sorted(due):
+        k = max(int(time) - trainer_version, 0)
+        num += due[time]
         if num > k * groups_per_step and k not in tight:
             tight.append(k)
     return tight

@@ -15,8 +15,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A part may import parts of its own level and below.
 LEVELS = [
-    {"types"},
-    {"alike", "config", "staleness", "files", "functions", "live_objects", "processes", "system"},
+    {"types", "staleness"},
+    {"alike", "config", "files", "functions", "live_objects", "processes", "system"},
     {"models"},
     {"algorithms", "engine", "envs", "rewards", "tasks", "weights"},
     {"rollout"},

@@ -15,10 +15,6 @@ TESTS = Path(__file__).parents[1]
 MAX_METHODS, MAX_CLASS_LINES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 20, 250, 400, 80
 
 WIDE_CLASSES: set[str] = {
-    "rollout/driver.py:Driver",
-    "rollout/lifecycle.py:Lifecycle",
-    "rollout/scheduler.py:Scheduler",
-    "rollout/watchdog.py:Watchdog",
     "sim/simulate.py:Simulation",
 }
 LONG_FILES: set[str] = set()

@@ -1,7 +1,7 @@
 """What of a configuration may change when a run is resumed (all but FIXED), and while it goes on (IN_RUN).
 
 Owns the table, and how two configurations are compared. What the rollouts of a checkpoint cannot go on with under the
-new values is said where they are known (Lifecycle.check_restored), and another stream of tasks by the stream itself.
+new values is said where they are known (rollout/restored.py), and another stream of tasks by the stream itself.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rollover import staleness
 from rollover.alike import did_you_mean
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
@@ -112,9 +113,22 @@ class RolloutConfig(Table):
         return self.on_stale in ("", "finish_first")
 
     @property
-    def most_in_bound(self) -> int:
-        """Groups that can be held so that each can be trained in bound (docs/staleness.md)."""
-        return (1 + self.max_staleness) * self.groups_per_step
+    def masks(self) -> bool:
+        """Whether tokens beyond the bound leave the loss."""
+        return self.on_stale == "mask"
+
+    def oldest_in_loss(self, trainer_version: int) -> int:
+        """See staleness.oldest_in_loss."""
+        return staleness.oldest_in_loss(trainer_version, self.max_staleness, masks=self.masks)
+
+    def most_in_bound(self, lag: int = 0) -> int:
+        """See staleness.most_in_bound."""
+        return staleness.most_in_bound(self.max_staleness, self.groups_per_step, lag)
+
+    @property
+    def holds_the_bound(self) -> bool:
+        """Whether a step that waits for every group that gets too old becomes possible at last (docs/staleness.md)."""
+        return not self.finish_first or self.most_held <= self.most_in_bound()
 
     @property
     def most_in_flight(self) -> int:
@@ -157,15 +171,14 @@ class RolloutConfig(Table):
         return not self.overlap and (self.interrupt == "never" or self.one_step_in_flight)
 
     def staleness_bound(self, publish_every: int) -> int:
-        """The largest staleness that a token in the loss can have (docs/staleness.md).
-
-        Never above max_staleness. If nothing rolls over, a group waits at most for those admitted before it,
-        ceil(held / groups_per_step) - 1 steps, and the weights that sampled it were up to publish_every - 1 steps old.
-        """
-        if self.nothing_rolls_over:
-            waits = -(-self.most_held // self.groups_per_step) - 1
-            return min(self.max_staleness, waits + publish_every - 1)
-        return self.max_staleness
+        """The largest staleness that a token in the loss can have: see staleness.staleness_bound."""
+        return staleness.staleness_bound(
+            self.max_staleness,
+            self.groups_per_step,
+            self.most_held,
+            publish_every,
+            nothing_rolls_over=self.nothing_rolls_over,
+        )
 
     def neutral(self, name: str) -> tuple[Any, ...]:
         if name == "in_flight_groups":
@@ -290,7 +303,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("rollout.in_flight_groups", "rollout.max_staleness", "rollout.groups_per_step", "rollout.on_stale"),
-        lambda c: c.rollout.finish_first and c.rollout.most_held > c.rollout.most_in_bound,
+        lambda c: not c.rollout.holds_the_bound,
         lambda c: (
             f"rollout.in_flight_groups = {c.rollout.in_flight_groups}"
             + (
@@ -299,7 +312,7 @@ RULES: tuple[Rule, ...] = (
                 else ""
             )
             + " is above (1 + rollout.max_staleness) *"
-            f" rollout.groups_per_step = {c.rollout.most_in_bound}: with"
+            f" rollout.groups_per_step = {c.rollout.most_in_bound()}: with"
             ' rollout.on_stale = "finish_first" the bound could not be held. Lower it, raise rollout.max_staleness, or'
             ' set rollout.on_stale = "drop" to lose groups that get too old'
         ),

@@ -54,11 +54,11 @@ class RolloutCache:
 
     def running(self) -> list[Rollout]:
         """In group order."""
-        return self._in_state(_RUNNING)
+        return [r for g in self._groups.values() for r in g.rollouts if r.state is _RUNNING]
 
     def unscored(self) -> list[Rollout]:
         """Finished rollouts without a reward, in group order: those being scored, and those whose scoring was lost."""
-        return self._in_state(RolloutState.SCORING)
+        return [r for g in self._groups.values() for r in g.rollouts if r.state is RolloutState.SCORING]
 
     def remaining(self, rollout_id: str) -> int:
         """Tokens left of the rollout's budget."""
@@ -79,7 +79,7 @@ class RolloutCache:
         """WAITING or PARKED -> RUNNING."""
         rollout = self._rollouts[rollout_id]
         assert rollout.num_tokens < self.max_new_tokens, f"rollout {rollout_id} has no budget left"
-        self._move(rollout, _RUNNING)
+        _move(rollout, _RUNNING)
 
     def append(self, rollout_id: str, segments: Sequence[Segment]) -> None:
         """Add what `extend` returned to a RUNNING rollout, but for empty segments. Earlier ones are never touched.
@@ -105,19 +105,19 @@ class RolloutCache:
         assert rollout.num_tokens < self.max_new_tokens, (
             f"rollout {rollout_id} is out of budget: it stopped, it is not parked"
         )
-        self._move(rollout, RolloutState.PARKED if rollout.segments else RolloutState.WAITING)
+        _move(rollout, RolloutState.PARKED if rollout.segments else RolloutState.WAITING)
 
     def finish(self, rollout_id: str, stop_reason: StopReason) -> None:
         """RUNNING -> SCORING: the generation stopped."""
         assert stop_reason is not StopReason.PAUSED, "PAUSED belongs to a segment, never to a stopped rollout"
         rollout = self._rollouts[rollout_id]
-        self._move(rollout, RolloutState.SCORING)
+        _move(rollout, RolloutState.SCORING)
         rollout.stop_reason = stop_reason
 
     def set_reward(self, rollout_id: str, reward: Reward) -> None:
         """SCORING -> READY. A missing reward is a result too: the rollout stays in its group and is masked later."""
         rollout = self._rollouts[rollout_id]
-        self._move(rollout, RolloutState.READY)
+        _move(rollout, RolloutState.READY)
         rollout.reward = reward
 
     def take_reward_back(self, rollout_id: str) -> None:
@@ -177,9 +177,6 @@ class RolloutCache:
                     )
             self._hold(group)
 
-    def _in_state(self, state: RolloutState) -> list[Rollout]:
-        return [r for g in self._groups.values() for r in g.rollouts if r.state is state]
-
     def _hold(self, group: Group) -> None:
         self._groups[group.group_id] = group
         self._rollouts.update((r.rollout_id, r) for r in group.rollouts)
@@ -187,18 +184,18 @@ class RolloutCache:
     def _remove(self, group_id: int, state: RolloutState) -> Group:
         group = self._groups[group_id]
         for rollout in group.rollouts:
-            self._move(rollout, state)
+            _move(rollout, state)
         del self._groups[group_id]
         for rollout in group.rollouts:
             del self._rollouts[rollout.rollout_id]
         return group
 
-    @staticmethod
-    def _move(rollout: Rollout, state: RolloutState) -> None:
-        assert state in _LEGAL[rollout.state], (
-            f"rollout {rollout.rollout_id}: {rollout.state.value} -> {state.value} is not a legal transition"
-        )
-        rollout.state = state
+
+def _move(rollout: Rollout, state: RolloutState) -> None:
+    assert state in _LEGAL[rollout.state], (
+        f"rollout {rollout.rollout_id}: {rollout.state.value} -> {state.value} is not a legal transition"
+    )
+    rollout.state = state
 
 
 def why_no_continuation(

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import NoReturn
 
 from rollover.engine.protocol import Engine
 from rollover.rollout.asker import Asker
@@ -156,7 +157,7 @@ class Driver:
 
     def _begin(self, version: int) -> None:
         """From now on generate for the step at trainer `version`."""
-        self.lifecycle.begin(version, self.engine.oldest_version)
+        self.lifecycle.scheduler.on_begin(version, self.engine.oldest_version)
         for group_id in dict.fromkeys(r.group_id for r in self.lifecycle.cache.unscored()):
             self.in_flight.score(self.lifecycle.cache.groups[group_id])
         self.watcher.begin()
@@ -186,7 +187,7 @@ class Driver:
     async def _generate(self, version: int, *, until_enough: bool) -> None:
         """Until there is enough for the step at `version`, or nothing more may run, or the driver is told to stop."""
         while not self._stop_requested:
-            self.lifecycle.begin(version, self.engine.oldest_version)  # what lagged may have caught up
+            self.lifecycle.scheduler.on_begin(version, self.engine.oldest_version)  # what lagged may have caught up
             if not self.in_flight.drops:
                 self._admit(version)
                 if until_enough and self._is_enough(version):
@@ -213,7 +214,7 @@ class Driver:
         if self._stop_requested:
             return
         flight = self.in_flight
-        pending = [*flight.extends, *flight.scorings] or self.lifecycle.refuse_to_stand_still()
+        pending = [*flight.extends, *flight.scorings] or _refuse_to_stand_still(self.lifecycle)
         generating = bool(flight.extends)
         self.clock.idle.set("rewards" if self._meanwhile is not None and not generating else None)
         with self.clock.waiting(generating=generating):
@@ -259,3 +260,14 @@ class Driver:
         self.watcher.end()
         self.on_abandon()
         await self.in_flight.abandon()
+
+
+def _refuse_to_stand_still(lifecycle: Lifecycle) -> NoReturn:
+    """Nothing runs, and there is not enough for a step. ValueError if the engine is too far behind for more."""
+    lag, most = lifecycle.scheduler.lag, lifecycle.config.max_staleness
+    assert lag > most, "nothing runs and there is not enough for a step: the scheduler's proof is broken"
+    raise ValueError(
+        f"rollout.max_staleness = {most}: the engine may still sample under a policy {lag} versions old, so nothing"
+        " that it begins could be trained. Raise it, or mend what keeps new weights from the engine, and go on with"
+        " --resume"
+    )

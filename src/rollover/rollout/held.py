@@ -13,26 +13,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rollover.config.rollout import RolloutConfig
-from rollover.staleness import expiry, group_deadline, is_feasible, urgencies
+from rollover.staleness import NO_DEADLINE, deadline, expiry, is_feasible, urgencies
 from rollover.types import Group
 
-NO_DEADLINE = math.inf
 Place = tuple[float, int]  # expiry (see staleness.expiry), group id
 
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """What is known of a held group. `deadline`: see staleness.group_deadline; inf before the first token, with overlap
-    before the first start. `unfinished`: rollouts that still generate.
-
-    `place`: its entry in the sorted list of READY groups.
-    """
+    """What is known of a held group."""
 
     group: Group
     admitted_at: int
+    """Trainer version."""
     unfinished: int
+    """Rollouts that still generate."""
     deadline: float = NO_DEADLINE
+    """See staleness.deadline. It has none before the first token; with overlap, before the first start."""
     place: Place | None = None
+    """Its entry in the sorted list of READY groups."""
 
 
 class HeldGroups:
@@ -55,24 +54,22 @@ class HeldGroups:
     def add(self, group: Group, admitted_at: int, unfinished: int) -> Held:
         """Hold a group, with so many rollouts that still generate. Its tokens, if any, give it its deadline."""
         held = self.groups[group.group_id] = Held(group, admitted_at, unfinished)
-        deadline = group_deadline(group, self.config.max_staleness)
-        if deadline is not None:
-            self.set_deadline(held, deadline)
+        self.set_deadline(held, deadline(group.min_version, self.config.max_staleness))
         return held
 
-    def set_deadline(self, held: Held, deadline: float) -> None:
+    def set_deadline(self, held: Held, new: float) -> None:
         self._count_due(held, -1)
-        held.deadline = deadline
+        held.deadline = new
         self._count_due(held, 1)
 
     def set_ready(self, held: Held) -> None:
         """All its rollouts have their rewards."""
         self.num_scoring -= 1
-        if self.config.overlap:
-            deadline = group_deadline(held.group, self.config.max_staleness)
-            if deadline is not None:
-                self.set_deadline(held, deadline)  # perhaps later than its start had to suppose
-        held.place = (expiry(held.group, self.config), held.group.group_id)
+        oldest = held.group.min_version
+        if self.config.overlap and oldest is not None:
+            # Perhaps later than its start had to suppose.
+            self.set_deadline(held, deadline(oldest, self.config.max_staleness))
+        held.place = (self._expiry(held.group), held.group.group_id)
         insort(self.ready, held.place)
 
     def reserve(self, group_ids: Iterable[int]) -> None:
@@ -113,7 +110,8 @@ class HeldGroups:
     def next_reserved(self, version: int, *, in_bound: bool) -> list[int]:
         """Ids of READY groups that the step at `version` could take besides those that are reserved, oldest first.
 
-        `in_bound`: no group that is due in that step may lose its place to them (staleness.py, 4).
+        `in_bound`: no group that is due in that step may lose its place to them (docs/staleness.md, "Groups that a
+        step takes early").
         """
         num, due = self.config.groups_per_step, Counter(self._due)
         for expires, _ in self.reserved:
@@ -137,20 +135,50 @@ class HeldGroups:
         """Whether all groups that the step at `version` would leave behind can still be trained in bound."""
         num = self.config.groups_per_step
         # Whatever has no token yet may get its first one under the oldest version before the next step.
-        if len(self.groups) - min(num, len(self.ready)) > (self.config.max_staleness - lag) * num:
+        if len(self.groups) - min(num, len(self.ready)) > self.config.most_in_bound(lag + 1):
             return False
         left, taken_before, next_taken = {}, 0, self.next_taken()
-        for deadline in sorted(self._due):
-            taken = min(num, bisect_left(next_taken, (deadline, math.inf)))  # with this deadline or an earlier one
-            left[deadline] = self._due[deadline] - (taken - taken_before)
+        for due in sorted(self._due):
+            taken = min(num, bisect_left(next_taken, (due, math.inf)))  # with this deadline or an earlier one
+            left[due] = self._due[due] - (taken - taken_before)
             taken_before = taken
         return is_feasible(left, version, num)
 
-    def feasible_from(self, version: int) -> bool:
-        """Whether all can be trained in bound by the step at `version` and later ones."""
-        within = len(self.groups) <= self.config.most_in_bound
-        return within and is_feasible(self._due, version - 1, self.config.groups_per_step)
+    def is_expired(self, group: Group, version: int) -> bool:
+        """Whether the step at `version`, and every later one, finds none of the group's tokens in bound.
+
+        Only with "mask": what gets READY after new weights are live may have tokens of earlier ones alone.
+        """
+        expired = self._expiry(group) < version
+        assert not (expired and self.config.finish_first), f"group {group.group_id} is READY beyond the staleness bound"
+        return expired
+
+    def expired(self, version: int) -> list[int]:
+        """Ids of the groups that can no longer be trained in bound, now that the trainer is at `version`."""
+        if self.config.masks:  # an unfinished group still gets tokens that are in bound
+            return sorted(group_id for expires, group_id in self.ready if expires < version)
+        stale = [group_id for group_id, held in self.groups.items() if held.deadline < version]
+        assert not (stale and self.config.finish_first), f"finish_first let groups {stale} pass the staleness bound"
+        return stale
+
+    def check_feasible(self, version: int) -> None:
+        """ValueError if groups that another config left behind cannot be trained in bound from `version` on."""
+        config = self.config
+        within = len(self.groups) <= config.most_in_bound()
+        feasible = within and is_feasible(self._due, version - 1, config.groups_per_step)
+        if config.finish_first and not feasible:
+            raise ValueError(
+                f"--resume: the {len(self)} groups that the checkpoint holds cannot all be trained with"
+                f" rollout.max_staleness = {config.max_staleness} and rollout.groups_per_step ="
+                f" {config.groups_per_step}. Set them back to what the run had (config.resolved.json), or set"
+                ' rollout.on_stale = "drop" to lose groups that get too old'
+            )
 
     def urgencies(self, version: int) -> dict[float, int]:
         """Deadline -> urgency: see staleness.urgencies."""
         return urgencies(self._due, version, self.config.groups_per_step)
+
+    # Private
+
+    def _expiry(self, group: Group) -> float:
+        return expiry(group, self.config.max_staleness, masks=self.config.masks)

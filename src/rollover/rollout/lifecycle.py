@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Scheduler
-from rollover.staleness import oldest_in_loss
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 # Asked at every transition, and a member of an Enum class is slow to look up.
@@ -86,10 +85,6 @@ class Lifecycle:
         self.ledger = Ledger()
         self.stream_ended = False  # there are no more tasks
 
-    def begin(self, version: int, oldest_version: int) -> None:
-        """From now on generation is for the step at trainer `version`, under versions from `oldest_version` on."""
-        self.scheduler.on_begin(version, version - oldest_version)
-
     def admit(self, task: Task, prompt_ids: Sequence[int], version: int) -> Group:
         """A new task becomes a group of WAITING rollouts."""
         group = self.cache.admit(task, prompt_ids, self.config.group_size, self.config.greedy_baseline)
@@ -112,8 +107,8 @@ class Lifecycle:
         self.scheduler.on_start(rollout, version)
         if resumed:
             self.ledger.on_resume()
-        if self.on_event is not None:
-            self._emit_of(rollout, EventKind.RESUME if resumed else EventKind.START, version)
+        group = self.cache.groups[rollout.group_id]
+        self._emit(EventKind.RESUME if resumed else EventKind.START, group, rollout, version=version)
 
     def append(self, rollout: Rollout, segments: Sequence[Segment]) -> Group | None:
         """What a running rollout's extension returned: it is parked, or its generation is finished.
@@ -130,16 +125,15 @@ class Lifecycle:
             return None
         self.cache.finish(rollout.rollout_id, stop_reason)
         complete = self.scheduler.on_finish(rollout)
-        if self.on_event is not None:
-            self._emit_of(rollout, EventKind.FINISH)
-        return self.cache.groups[rollout.group_id] if complete else None
+        group = self.cache.groups[rollout.group_id]
+        self._emit(EventKind.FINISH, group, rollout)
+        return group if complete else None
 
     def park(self, rollout: Rollout) -> None:
         """A running rollout leaves its slot with what it has."""
         self.cache.park(rollout.rollout_id)
         self.scheduler.on_park(rollout)
-        if self.on_event is not None:
-            self._emit_of(rollout, EventKind.PARK)
+        self._emit(EventKind.PARK, self.cache.groups[rollout.group_id], rollout)
 
     def set_rewards(
         self, group: Group, rewards: Sequence[Reward], rollouts: Sequence[Rollout] | None = None
@@ -172,32 +166,13 @@ class Lifecycle:
     def scored(self, group: Group, rollouts: Sequence[Rollout]) -> None:
         """These rollouts of the group have got their rewards."""
         for rollout in rollouts:
-            self._emit_of(rollout, EventKind.SCORE)
+            self._emit(EventKind.SCORE, group, rollout)
         if group.ready:
             self.scheduler.on_ready(group)
 
     def ready(self, group: Group) -> None:
         """The group has all its rewards, and is kept."""
         self._emit(EventKind.READY, group)
-
-    def reserve(self, version: int, at_least: int) -> list[Group]:
-        """READY groups, in group-id order, that the step at `version` takes in any case; [] if there are fewer.
-
-        They stay held, and leave with the others of that step (`consume`).
-        """
-        group_ids = sorted(self.scheduler.to_reserve(version, at_least))
-        self.scheduler.held.reserve(group_ids)
-        return [self.cache.groups[group_id] for group_id in group_ids]
-
-    def _why_dropped(self, group: Group) -> tuple[DropReason, str] | None:
-        """Why a group that has its rewards is not trained, and the name of the filter; None: it is."""
-        valid = [r for r in group.rollouts if r.reward is not None and not r.reward.missing]
-        if len(valid) < self.min_valid_rewards:
-            return DropReason.TOO_FEW_REWARDS, ""
-        if self.scheduler.is_too_late(group):
-            return DropReason.STALE, ""
-        match = self.group_filter(group) if self.group_filter is not None else None
-        return None if match is None else (DropReason.FILTERED, match[0])
 
     def consume(self, version: int, stream_ended: bool = False) -> list[Group]:
         """The groups of the step at trainer `version` leave for training, in group-id order."""
@@ -208,14 +183,14 @@ class Lifecycle:
     def take(self, group_id: int, version: int) -> Group:
         """A READY group leaves for the step at trainer `version`."""
         group = self.cache.consume(group_id)
-        self.ledger.on_consume(group, oldest_in_loss(self.config, version))
+        self.ledger.on_consume(group, self.config.oldest_in_loss(version))
         self.scheduler.on_leave(group)
         self._emit(EventKind.CONSUME, group, version=version)
         return group
 
     def give_back(self, groups: Sequence[Group], version: int) -> None:
         """Undo `consume(version)`: their step was not trained. They are held and READY again."""
-        oldest = oldest_in_loss(self.config, version)
+        oldest = self.config.oldest_in_loss(version)
         for group in groups:
             self.cache.give_back(group)
             self.ledger.on_give_back(group, oldest)
@@ -234,19 +209,9 @@ class Lifecycle:
 
     def on_new_version(self, version: int) -> list[Group]:
         """The trainer is at `version`, its weights are live: drops what can no longer be trained in bound."""
-        dropped = [self.drop(group_id, DropReason.STALE) for group_id in self.scheduler.to_drop(version)]
+        dropped = [self.drop(group_id, DropReason.STALE) for group_id in self.scheduler.held.expired(version)]
         self.scheduler.on_new_version()
         return dropped
-
-    def refuse_to_stand_still(self) -> NoReturn:
-        """Nothing runs, and there is not enough for a step. ValueError if the engine is too far behind for more."""
-        lag, most = self.scheduler.lag, self.config.max_staleness
-        assert lag > most, "nothing runs and there is not enough for a step: the scheduler's proof is broken"
-        raise ValueError(
-            f"rollout.max_staleness = {most}: the engine may still sample under a policy {lag} versions old, so nothing"
-            " that it begins could be trained. Raise it, or mend what keeps new weights from the engine, and go on with"
-            " --resume"
-        )
 
     def check(self) -> None:
         """AssertionError unless every task and token is in exactly one account."""
@@ -273,36 +238,21 @@ class Lifecycle:
         self.ledger.load_state_dict(state["ledger"])
         self.stream_ended = state.get("stream_ended", False)  # absent in a checkpoint of an earlier version
 
-    def check_restored(self, version: int, max_tokens: int) -> None:
-        """After a restart: ValueError where this config cannot go on with the rollouts that a snapshot brought back.
+    # Private
 
-        `max_tokens`: the longest rollout, prompt included, that the engine takes.
-        """
-        self.scheduler.check_held(version)
-        limit = self.config.max_new_tokens
-        for group, rollout in ((g, r) for g in self.cache.groups.values() for r in g.rollouts):
-            unfinished = rollout.state in (RolloutState.WAITING, RolloutState.PARKED)
-            if unfinished and len(group.prompt_ids) + limit > max_tokens:
-                raise ValueError(
-                    f"--resume with rollout.max_new_tokens = {limit}: the unfinished rollout {rollout.rollout_id}"
-                    f" has a prompt of {len(group.prompt_ids)} and {rollout.num_tokens} tokens so far, and the engine"
-                    f" takes {max_tokens} in all. Set it (and engine.kv_memory_gb) back to what the run had"
-                )
-            for segment in rollout.segments:
-                was = segment.sampling.temperature
-                if segment.trainable and was not in (0.0, self.config.temperature):
-                    raise ValueError(
-                        f"--resume with rollout.temperature = {self.config.temperature:g}: rollout"
-                        f" {rollout.rollout_id} was begun at {was:g}, and a rollout has one temperature."
-                        f" Set rollout.temperature = {was:g}"
-                    )
+    def _why_dropped(self, group: Group) -> tuple[DropReason, str] | None:
+        """Why a group that has its rewards is not trained, and the name of the filter; None: it is."""
+        valid = [r for r in group.rollouts if r.reward is not None and not r.reward.missing]
+        if len(valid) < self.min_valid_rewards:
+            return DropReason.TOO_FEW_REWARDS, ""
+        if self.scheduler.held.is_expired(group, self.scheduler.next_version):
+            return DropReason.STALE, ""
+        match = self.group_filter(group) if self.group_filter is not None else None
+        return None if match is None else (DropReason.FILTERED, match[0])
 
     def _emit(self, kind: EventKind, group: Group, rollout: Rollout | None = None, **more: Any) -> None:
         if self.on_event is not None:
             self.on_event(Event(kind, group, rollout, **more))
-
-    def _emit_of(self, rollout: Rollout, kind: EventKind, version: int = 0) -> None:
-        self._emit(kind, self.cache.groups[rollout.group_id], rollout, version=version)
 
 
 def is_complete(group: Group) -> bool:

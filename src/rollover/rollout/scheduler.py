@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.held import Held, HeldGroups
+from rollover.rollout.held import HeldGroups
 from rollover.rollout.length_estimate import LengthEstimate
 from rollover.rollout.slots import Slots
-from rollover.staleness import expiry
+from rollover.staleness import deadline
 from rollover.types import Group, Rollout, RolloutState
 
 _UNFINISHED = (RolloutState.WAITING, RolloutState.RUNNING, RolloutState.PARKED)
@@ -45,7 +45,13 @@ class Scheduler:
         self._num_enough = config.num_enough
         self._max_staleness = config.max_staleness
         self._finished = 0  # rollouts of held groups whose generation stopped
-        _refuse_impossible(config, self.in_flight_groups, max_running)
+        if self.in_flight_groups < config.groups_per_step or not config.holds_the_bound:
+            raise ValueError(
+                f"rollout.in_flight_groups = {config.in_flight_groups} is below rollout.groups_per_step, or more than"
+                " rollout.max_staleness allows: a step could become impossible (load_config says what to change)"
+            )
+        if max_running is not None and max_running < 1:
+            raise ValueError(f"max_running = {max_running} must be at least 1")
 
     # Questions
 
@@ -57,8 +63,8 @@ class Scheduler:
             places = min(places + len(held.ready) + held.num_scoring, self.config.most_held - len(held))
         if self.lag:
             # A first token is `lag` versions old already at the next step (docs/staleness.md, generation goes on).
-            most = self.config.most_in_bound - self.lag * self.config.groups_per_step
-            if self.config.on_stale != "mask":
+            most = self.config.most_in_bound(self.lag)
+            if not self.config.masks:
                 places = min(places, most - len(held))
             elif most <= 0:
                 return 0
@@ -101,15 +107,18 @@ class Scheduler:
             return None
         return [i for _, i in held.next_taken()]
 
-    def to_reserve(self, version: int, at_least: int) -> list[int]:
-        """Ids of READY groups that the step at `version` will take, whatever else gets ready for it; oldest first.
+    def reserve(self, version: int, at_least: int) -> list[int]:
+        """Sorted ids of READY groups that the step at `version` takes from now on, whatever else gets ready for it.
 
-        At least so many, or as many as its batch has places left; [] if there are not that many yet. No group that is
-        due in this step may lose its place to them.
+        They stay held, and leave with the others of that step. At least so many, or as many as its batch has places
+        left; [] if there are not that many yet. No group that is due in this step may lose its place to them.
         """
         places = self.config.groups_per_step - len(self.held.reserved)
         chosen = self.held.next_reserved(version, in_bound=self.finish_first)
-        return chosen if chosen and len(chosen) >= min(at_least, places) else []
+        if not chosen or len(chosen) < min(at_least, places):
+            return []
+        self.held.reserve(chosen)
+        return sorted(chosen)
 
     def to_interrupt(self, version: int, stream_ended: bool = False) -> list[str]:
         """Ids of the running rollouts to interrupt now, in group order: all of them, once there is enough."""
@@ -118,39 +127,11 @@ class Scheduler:
             return []
         return [r.rollout_id for r in sorted(running, key=lambda r: (r.group_id, r.sibling))]
 
-    def is_too_late(self, group: Group) -> bool:
-        """Whether the step that is generated for, and every later one, finds none of the group's tokens in bound.
-
-        Only with "mask": what gets READY after new weights are live may have tokens of earlier ones alone.
-        """
-        too_late = expiry(group, self.config) < self.next_version
-        assert not (too_late and self.finish_first), f"group {group.group_id} is READY beyond the staleness bound"
-        return too_late
-
-    def to_drop(self, version: int) -> list[int]:
-        """Ids of the groups that can no longer be trained in bound, right after `version` was published."""
-        if self.config.on_stale == "mask":
-            # An unfinished group still gets tokens that are in bound.
-            return sorted(i for expires, i in self.held.ready if expires < version)
-        stale = [i for i, held in self.held.groups.items() if held.deadline < version]
-        assert not (stale and self.finish_first), f"finish_first let groups {stale} pass the staleness bound"
-        return stale
-
-    def check_held(self, version: int) -> None:
-        """ValueError if groups that another config left behind cannot be trained in bound by this one."""
-        if self.finish_first and not self.held.feasible_from(version):
-            raise ValueError(
-                f"--resume: the {len(self.held)} groups that the checkpoint holds cannot all be trained with"
-                f" rollout.max_staleness = {self.config.max_staleness} and rollout.groups_per_step ="
-                f" {self.config.groups_per_step}. Set them back to what the run had (config.resolved.json), or set"
-                ' rollout.on_stale = "drop" to lose groups that get too old'
-            )
-
     # What was done
 
-    def on_begin(self, next_version: int, lag: int) -> None:
-        """Generation is for the step at `next_version` now; tokens may be up to `lag` versions behind that."""
-        self.next_version, self.lag = next_version, lag
+    def on_begin(self, next_version: int, oldest_version: int) -> None:
+        """From now on generation is for the step at `next_version`, under policy versions from `oldest_version` on."""
+        self.next_version, self.lag = next_version, next_version - oldest_version
 
     def on_admit(self, group: Group, version: int) -> None:
         self.held.add(group, version, len(group.rollouts))
@@ -161,13 +142,11 @@ class Scheduler:
         self.slots.on_start(rollout)
         if self.config.overlap:
             # Its segments come when it stops, perhaps under later weights than those of its first token.
-            self._lower_deadline(self.held.groups[rollout.group_id], version - self.lag + self._max_staleness)
+            self._lower_deadline(rollout, version - self.lag)
 
     def on_append(self, rollout: Rollout) -> None:
         """The running rollout got segments."""
-        oldest = rollout.min_version
-        if oldest is not None:
-            self._lower_deadline(self.held.groups[rollout.group_id], oldest + self._max_staleness)
+        self._lower_deadline(rollout, rollout.min_version)
 
     def on_park(self, rollout: Rollout) -> None:
         """A running rollout was parked (it is WAITING again if it has no token)."""
@@ -245,24 +224,9 @@ class Scheduler:
             return num_ready >= self._num_enough
         return num_ready > 0 and self._finished >= self._num_enough * self.config.rollouts_per_group
 
-    def _lower_deadline(self, held: Held, deadline: float) -> None:
-        if deadline < held.deadline:
-            self.held.set_deadline(held, deadline)
+    def _lower_deadline(self, rollout: Rollout, version: int | None) -> None:
+        """The rollout may have a token of this version."""
+        held, new = self.held.groups[rollout.group_id], deadline(version, self._max_staleness)
+        if new < held.deadline:
+            self.held.set_deadline(held, new)
             self.slots.on_new_deadline(held.group)
-
-
-def _refuse_impossible(config: RolloutConfig, in_flight_groups: int, max_running: int | None) -> None:
-    if in_flight_groups < config.groups_per_step:
-        raise ValueError(
-            f"rollout.in_flight_groups = {in_flight_groups} is below rollout.groups_per_step ="
-            f" {config.groups_per_step}: a step would never have enough groups. Raise it, or set it to 0."
-        )
-    if config.finish_first and config.most_held > config.most_in_bound:
-        raise ValueError(
-            f"rollout.in_flight_groups = {in_flight_groups}: {config.most_held} groups held at once are above"
-            f" (1 + rollout.max_staleness) * rollout.groups_per_step = {config.most_in_bound}:"
-            ' on_stale = "finish_first" cannot keep the bound. Lower it, raise'
-            ' rollout.max_staleness, or set rollout.on_stale = "drop".'
-        )
-    if max_running is not None and max_running < 1:
-        raise ValueError(f"max_running = {max_running} must be at least 1")

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.held import NO_DEADLINE, Held
+from rollover.rollout.held import Held
 from rollover.rollout.order import RolloutView, load_order
 from rollover.rollout.start_queue import StartQueue
+from rollover.staleness import NO_DEADLINE
 from rollover.types import Group, Rollout, RolloutState
 
 _WAITING = RolloutState.WAITING  # asked at every parking, and a member of an Enum class is slow to look up

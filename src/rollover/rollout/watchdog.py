@@ -7,11 +7,14 @@
     scoring   past its limit ─▶ RESCORE: cancel it, score again;  once more ─▶ GIVE_UP: its rewards are missing
 
 A pure state machine: it is told what begins, is interrupted and ends, and what time it is (`now`: seconds of any clock
-that does not go back). Never waits, never touches a rollout or a task: the driver does what it says.
+that does not go back). Never waits, never touches a rollout or a task: the watcher does what it says.
+
+It is about one rollout or scoring that hangs. Where all of them fail, the failure limit ends the run
+(failure_limit.py); where the event loop itself stands still, run/blocked_warning.py says so.
 
 What it must not mistake for a stall: a rollout that waits in the engine's queue while others get tokens; a group that
 waits while an older one is scored (only the oldest scoring can stall, and the next one's time begins when it has gone);
-time in which the event loop stood still, so that nobody could look (run/blocked_warning.py speaks up for that).
+time in which the event loop stood still, so that nobody could look.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from rollover.config import WatchdogConfig
 from rollover.rollout.cache import why_no_continuation
 from rollover.types import Segment, StopReason
 
-OFF = WatchdogConfig(rollout_timeout_s=0, reward_timeout_s=0)  # the other limits are not of this class
+OFF = WatchdogConfig(rollout_timeout_s=0, reward_timeout_s=0)  # the other limits are not the watchdog's
 _LOOKS_PER_LIMIT = 4
 _SHORTEST_PAUSE_S = 1e-3
 
@@ -99,6 +102,58 @@ class _Extend:
             return "cancelled"
         return "interrupted" if self.interrupted < math.inf else "running"
 
+    def stall(self, action: Action, rollout_id: str, now: float) -> Stall:
+        age, token_age = now - self.started, now - self.last_token
+        return Stall(action, self.group_id, rollout_id, self.state, age, self.num_tokens, token_age)
+
+
+class _Scorings:
+    """The scorings under way, the oldest first. `limit_s`: what the oldest of them may take; 0: any time."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._begun: dict[int | str, tuple[int, float]] = {}
+        """By group id, or by the id of a rollout scored alone: (group id, when it began)."""
+        self._oldest_since = 0.0
+        """When the last one that was the oldest ended."""
+        self._again: set[int | str] = set()
+        """Those that were scored again."""
+
+    @property
+    def keys(self) -> list[int | str]:
+        return list(self._begun)
+
+    def begin(self, key: int | str, group_id: int, now: float) -> None:
+        """A scoring begins, or begins again: then it is the newest."""
+        self._pop(key, now)
+        self._begun[key] = group_id, now
+
+    def end(self, key: int | str, now: float) -> None:
+        self._pop(key, now)
+        self._again.discard(key)
+
+    def clear(self) -> None:
+        self._begun.clear()
+        self._again.clear()
+
+    def look(self, under_way: Collection[int | str], now: float) -> list[Stall]:
+        """The oldest of them, if it is under way still and its time is up."""
+        oldest = next(iter(self._begun), None)
+        if oldest is None or oldest not in under_way or self.limit_s == 0:
+            return []
+        group_id, started = self._begun[oldest]
+        if now - max(started, self._oldest_since) < self.limit_s:
+            return []
+        action = Action.GIVE_UP if oldest in self._again else Action.RESCORE
+        self._again.add(oldest)
+        return [Stall(action, group_id, oldest if isinstance(oldest, str) else None, "scoring", now - started)]
+
+    def _pop(self, key: int | str, now: float) -> None:
+        was_oldest = next(iter(self._begun), None) == key
+        self._begun.pop(key, None)
+        if was_oldest:
+            self._oldest_since = now
+
 
 class Watchdog:
     """Watches the rollouts and scorings in flight. `scoring_s`: how long a group's scoring may take by its own limits.
@@ -108,13 +163,9 @@ class Watchdog:
 
     def __init__(self, config: WatchdogConfig = OFF, scoring_s: float = 0.0) -> None:
         self.config = config
-        self._reward_limit = config.reward_timeout_s + scoring_s
         self._extends: dict[str, _Extend] = {}
         self._stalls: dict[str, int] = {}  # by rollout id: in a row, without a token in between
-        # By group id, or by the id of a rollout scored alone; the oldest first: (group id, when it began).
-        self._scorings: dict[int | str, tuple[int, float]] = {}
-        self._oldest_since = 0.0  # when the last one that was the oldest ended
-        self._rescored: set[int | str] = set()
+        self._scorings = _Scorings(config.reward_timeout_s and config.reward_timeout_s + scoring_s)
         self._dropping: set[int] = set()  # groups that are dropped as soon as none of their rollouts runs
         self._any_token = 0.0  # when a token of any rollout was last seen
         self._due = math.inf
@@ -129,7 +180,7 @@ class Watchdog:
     def _interval(self) -> float:
         """Seconds between two looks; so much later than its limit a stall is noticed at worst."""
         limits = [self.config.rollout_timeout_s] if self.config.rollout_timeout_s else []
-        limits += [self._reward_limit] if self.config.reward_timeout_s else []
+        limits += [self._scorings.limit_s] if self._scorings.limit_s else []
         return min(limits) / _LOOKS_PER_LIMIT
 
     @property
@@ -140,7 +191,7 @@ class Watchdog:
     @property
     def scoring(self) -> list[int | str]:
         """Ids of the groups, and of the single rollouts, being scored, the oldest scoring first."""
-        return list(self._scorings)
+        return self._scorings.keys
 
     # What was done
 
@@ -163,13 +214,10 @@ class Watchdog:
 
         `key`: the group's id (None, too), or that of a rollout of it that is scored alone.
         """
-        key = group_id if key is None else key
-        self._end_scoring(key, now)
-        self._scorings[key] = group_id, now - self._stood_still
+        self._scorings.begin(group_id if key is None else key, group_id, now - self._stood_still)
 
     def on_scored(self, key: int | str, now: float) -> None:
-        self._end_scoring(key, now)
-        self._rescored.discard(key)
+        self._scorings.end(key, now - self._stood_still)
 
     def on_leave(self, rollout_ids: Iterable[str]) -> None:
         """They left the system."""
@@ -179,7 +227,7 @@ class Watchdog:
     def clear(self) -> None:
         """Nothing is in flight any more, and nobody looks until the next `pause`."""
         self._due = math.inf
-        for in_flight in (self._extends, self._scorings, self._rescored, self._dropping):
+        for in_flight in (self._extends, self._scorings, self._dropping):
             in_flight.clear()
 
     # Questions
@@ -215,7 +263,7 @@ class Watchdog:
         stalls = [s for i in progress if (s := self._look_at(i, i in queued, now)) is not None]
         # A sibling of what is dropped is interrupted with it: there is nothing else to say about it.
         stalls = [s for s in stalls if s.group_id not in self._dropping or s.action is not Action.CONTINUE]
-        stalls += self._look_at_rewards(scoring, now)
+        stalls += self._scorings.look(scoring, now)
         self._counts["stalled_rewards"] += sum(s.is_scoring for s in stalls)
         self._counts["redispatched"] += sum(s.action in (Action.CONTINUE, Action.RESCORE) for s in stalls)
         return stalls
@@ -223,7 +271,7 @@ class Watchdog:
     def describe(self, now: float, most: int = 3) -> str:
         """What the engine holds, the longest without a token first. For any thread."""
         extends = sorted(list(self._extends.items()), key=lambda item: item[1].last_token)
-        shown = [self._stall(Action.CONTINUE, i, e, now - self._stood_still).what for i, e in extends[:most]]
+        shown = [e.stall(Action.CONTINUE, i, now - self._stood_still).what for i, e in extends[:most]]
         if len(extends) > most:
             shown.append(f"{len(extends) - most} more")
         return "; ".join(shown) or "no rollout"
@@ -232,7 +280,7 @@ class Watchdog:
         """Cumulative counters."""
         return {f"watchdog/{name}": count for name, count in self._counts.items()}
 
-    # Inside
+    # Private
 
     def _forgive(self, now: float) -> float:
         """`now` less the time in which nobody could look."""
@@ -267,7 +315,7 @@ class Watchdog:
         self._counts["redispatched"] += first and action is Action.CANCEL
         if action in (Action.DROP, Action.ABANDON):
             self._dropping.add(extend.group_id)
-        stall = self._stall(action, rollout_id, extend, now)
+        stall = extend.stall(action, rollout_id, now)
         if extend.state == "running":
             extend.interrupted = now
         else:
@@ -280,28 +328,6 @@ class Watchdog:
         if extend.state == "cancelled":
             return Action.ABANDON
         return Action.CANCEL_DROPPED if extend.group_id in self._dropping else Action.CANCEL
-
-    def _look_at_rewards(self, scoring: Collection[int | str], now: float) -> list[Stall]:
-        oldest = next(iter(self._scorings), None)
-        if oldest is None or oldest not in scoring or self.config.reward_timeout_s == 0:
-            return []
-        group_id, started = self._scorings[oldest]
-        if now - max(started, self._oldest_since) < self._reward_limit:
-            return []
-        action = Action.GIVE_UP if oldest in self._rescored else Action.RESCORE
-        self._rescored.add(oldest)
-        return [Stall(action, group_id, oldest if isinstance(oldest, str) else None, "scoring", now - started)]
-
-    def _end_scoring(self, key: int | str, now: float) -> None:
-        was_oldest = next(iter(self._scorings), None) == key
-        self._scorings.pop(key, None)
-        if was_oldest:
-            self._oldest_since = now - self._stood_still
-
-    @staticmethod
-    def _stall(action: Action, rollout_id: str, extend: _Extend, now: float) -> Stall:
-        age, token_age = now - extend.started, now - extend.last_token
-        return Stall(action, extend.group_id, rollout_id, extend.state, age, extend.num_tokens, token_age)
 
 
 def salvaged(segments: Sequence[Segment], num_tokens: int, remaining: int) -> list[Segment]:

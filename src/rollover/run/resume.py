@@ -12,6 +12,7 @@ from __future__ import annotations
 from rollover.checkpoint.journal import Part
 from rollover.config import Config
 from rollover.config import resume as resume_rules
+from rollover.rollout.restored import check_restored
 from rollover.run.directory import RunDirectory
 from rollover.run.hand_over import HandOver
 from rollover.run.journal_replay import Replay
@@ -77,7 +78,7 @@ class Resume:
         replay = self._replay(files, from_start=name is None)
         version = parts.trainer.policy_version
         if self.hand_over.needed:
-            parts.lifecycle.check_restored(version, parts.engine.max_tokens)
+            check_restored(parts.lifecycle, version, parts.engine.max_tokens)
             await self.hand_over.hand_over_weights()
             if replay.unpublished:
                 parts.history.on_new_version(version)

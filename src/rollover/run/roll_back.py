@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollover.run.journal_replay import Replay
-from rollover.staleness import beyond_bound, rolled_back
+from rollover.staleness import beyond_bound, expired, rolled_back
 from rollover.types import DropReason, Segment
 
 
@@ -29,8 +29,11 @@ class RollBack(Replay):
 
         `needs_weights`: nor what has tokens of lost versions, since the trainer needs the weights that sampled them.
         """
-        cache = self.lifecycle.cache
-        doomed = set(beyond_bound(cache.groups.values(), self.lifecycle.config, self.version, bound))
+        cache, config = self.lifecycle.cache, self.lifecycle.config
+        if not config.finish_first and bound == config.max_staleness:  # every step sees to the bound by itself
+            doomed = set(expired(cache.groups.values(), self.version, bound, masks=config.masks))
+        else:
+            doomed = set(beyond_bound(cache.groups.values(), self.version, bound, config.groups_per_step))
         if needs_weights:
             doomed |= self.of_lost_versions & cache.groups.keys()
         for group_id in sorted(doomed):

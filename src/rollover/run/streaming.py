@@ -31,7 +31,8 @@ async def collect_and_accumulate(
     collecting = asyncio.ensure_future(driver.collect(version))
     try:
         while not collecting.done():
-            groups = driver.lifecycle.reserve(version, min_groups)
+            reserved = driver.lifecycle.scheduler.reserve(version, min_groups)
+            groups = [driver.lifecycle.cache.groups[group_id] for group_id in reserved]
             if groups:
                 samples = reuse.with_signal(groups, version)
                 await beside(lambda samples=samples: trainer.accumulate(samples))

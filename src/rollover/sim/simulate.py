@@ -24,7 +24,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, Lifecycle
 from rollover.sim.fleet import Fleet
 from rollover.sim.workload import Workload
-from rollover.staleness import oldest_in_loss, staleness
+from rollover.staleness import staleness
 from rollover.types import Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 
 _TASK = Task(task_id="", source="plan", reward="", prompt="")
@@ -149,7 +149,7 @@ class Simulation:
         self.version = version
         before, generating = self.lifecycle.ledger.generated_tokens, self._generating_s
         self._segments.clear()
-        self.lifecycle.begin(version, self.engine_version)
+        self.lifecycle.scheduler.on_begin(version, self.engine_version)
         generate_s, score_s = self._collect(version)
         groups = self.lifecycle.consume(version, self._stream_ended)
         if not groups:
@@ -219,7 +219,7 @@ class Simulation:
         On shared devices the trainer has those of engines with nothing to run, as Run._take_cores.
         """
         started, ends, generating, alone = self.now, self.now + train_s, self._generating_s, False
-        self.lifecycle.begin(version + 1, self.engine_version)
+        self.lifecycle.scheduler.on_begin(version + 1, self.engine_version)
         if not self.plan.trainers:
             self.fleet.set_speed(_SHARED, self.now)
         while True:
@@ -359,6 +359,6 @@ class Simulation:
                 self.outcome.partial_rollouts += len(segments) > 1
                 for segment in segments:
                     tokens[segment.policy_version] += segment.num_tokens
-        oldest = oldest_in_loss(self.config, version)
+        oldest = self.config.oldest_in_loss(version)
         ages = Counter({staleness(v, version): num for v, num in tokens.items() if v >= oldest})
         return ages, len(groups) * len(self._prompt) + sum(tokens.values())

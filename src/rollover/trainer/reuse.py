@@ -18,7 +18,6 @@ import numpy as np
 from rollover.algorithms.filters import rollout_filters
 from rollover.config import Config
 from rollover.rollout.group_state import Arrays
-from rollover.staleness import oldest_in_loss
 from rollover.tasks.reroll import Reroll
 from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.replay_buffer import Kept, ReplayBuffer, signal
@@ -45,7 +44,7 @@ class Reuse:
         A group has no signal if all its advantages are 0. Advantages are then taken anew over what is trained.
         ValueError, which says why, if no token is in the loss.
         """
-        oldest = oldest_in_loss(self.config.rollout, version)
+        oldest = self.config.rollout.oldest_in_loss(version)
         batch = self.builder.build(groups, oldest)
         if len(self.buffer):
             quiet = sorted({g.group_id for g in groups} - _with_signal(batch))
@@ -63,7 +62,7 @@ class Reuse:
 
         The advantages are the final ones where they depend on the own group alone (train.streaming_min_groups).
         """
-        batch = self.builder.build(groups, oldest_in_loss(self.config.rollout, version))
+        batch = self.builder.build(groups, self.config.rollout.oldest_in_loss(version))
         return [s for s in batch.samples if s.group_id in _with_signal(batch)]
 
     def after_step(self, groups: list[Group], batch: Batch, version: int) -> None:
@@ -79,7 +78,7 @@ class Reuse:
         for s in batch.samples:
             if s.mask.any():
                 advantages.setdefault(s.group_id, []).append(float(s.advantages[s.mask][0]))
-        oldest = oldest_in_loss(self.config.rollout, version)
+        oldest = self.config.rollout.oldest_in_loss(version)
         for group in groups:
             if group.group_id in advantages:
                 score = signal(advantages[group.group_id], self.builder.components(group))

@@ -6,6 +6,7 @@ import pytest
 
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.restored import check_restored
 from rollover.types import Rollout, SamplingParams, Segment, StopReason
 from unit.rollout.world import make_segment, make_task, through_json
 
@@ -52,7 +53,7 @@ ROOM = len(PROMPT) + BUDGET  # the longest rollout of that configuration
          "finished: it needs no room", "greedy: a baseline", "written by an environment"],
 )  # fmt: skip
 def test_goes_on(started: list[Segment], changes: dict, max_tokens: int) -> None:
-    restored(*started, **changes).check_restored(0, max_tokens)
+    check_restored(restored(*started, **changes), 0, max_tokens)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_refuses_what_would_not_fit(started: list[Segment], changes: dict, max_t
         rf" and {num_tokens} tokens.* takes {max_tokens} in all\. Set it \(and engine.kv_memory_gb\) back"
     )
     with pytest.raises(ValueError, match=message):
-        restored(*started, **changes).check_restored(0, max_tokens)
+        check_restored(restored(*started, **changes), 0, max_tokens)
 
 
 def test_refuses_a_budget_that_is_used_up() -> None:
@@ -84,16 +85,16 @@ def test_refuses_a_budget_that_is_used_up() -> None:
 @pytest.mark.parametrize("stop", [StopReason.PAUSED, StopReason.EOS])
 def test_refuses_another_temperature(stop: StopReason) -> None:
     with pytest.raises(ValueError, match=r"rollout.temperature = 0.5: rollout 0-0 was begun at 1.*Set .* = 1$"):
-        restored(sampled(1.0, stop), temperature=0.5).check_restored(0, ROOM)
+        check_restored(restored(sampled(1.0, stop), temperature=0.5), 0, ROOM)
 
 
 def test_looks_at_every_rollout() -> None:
     with pytest.raises(ValueError, match="rollout 1-0 was begun at 0.5"):
-        restored(sampled(1.0), sampled(0.5)).check_restored(0, ROOM)
+        check_restored(restored(sampled(1.0), sampled(0.5)), 0, ROOM)
 
 
 def test_refuses_groups_that_cannot_all_be_trained_in_bound() -> None:
     held = restored(sampled(1.0), sampled(1.0))
-    held.check_restored(0, ROOM)
+    check_restored(held, 0, ROOM)
     with pytest.raises(ValueError, match="the 2 groups .* rollout.max_staleness = 1"):
-        held.check_restored(1, ROOM)
+        check_restored(held, 1, ROOM)

@@ -137,7 +137,7 @@ def test_a_stalled_group_is_dropped_while_a_sibling_is_scored() -> None:
 
 
 def reserve(run: Run, at_least: int) -> list[int]:
-    return [g.group_id for g in run.lifecycle.reserve(run.version, at_least)]
+    return run.scheduler.reserve(run.version, at_least)
 
 
 def test_a_step_takes_what_was_reserved_for_it() -> None:
@@ -209,8 +209,8 @@ def test_no_group_that_is_due_loses_its_place() -> None:
     life.start(1)
     give(6, 1, True)
     give(7, 1, True)
-    assert [g.group_id for g in life.reserve(1, 1)] == [5], "3 and 4 have the other two places of the step at 1"
-    assert life.reserve(1, 1) == []
+    assert life.scheduler.reserve(1, 1) == [5], "3 and 4 have the other two places of the step at 1"
+    assert life.scheduler.reserve(1, 1) == []
     give(3, 1, True)
     give(4, 1, True)
     assert [g.group_id for g in life.consume(1)] == [3, 4, 5]

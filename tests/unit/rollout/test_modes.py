@@ -194,15 +194,14 @@ def test_nothing_new_is_begun_that_would_be_too_old_for_every_step() -> None:
 
 
 def test_a_group_is_too_old_when_only_its_baseline_or_what_has_no_reward_is_in_bound() -> None:
-    config = RolloutConfig(on_stale="mask", max_staleness=1)
     group = Group(
         0, make_task(0), (1,), [Rollout(0, i, make_task(0), [make_segment(2, v)]) for i, v in [(0, 3), (1, 5)]]
     )
-    assert expiry(group, config) == 6
+    assert expiry(group, 1, masks=True) == 6
     group.rollouts[1].reward = Reward(None, error="no reward, no loss")
-    assert expiry(group, config) == 4
+    assert expiry(group, 1, masks=True) == 4
     group.rollouts[1].reward, group.rollouts[1].greedy = Reward(1.0), True
-    assert expiry(group, config) == 4
+    assert expiry(group, 1, masks=True) == 4
 
 
 def test_masked_tokens_are_counted_as_dropped_and_bound_nothing() -> None:

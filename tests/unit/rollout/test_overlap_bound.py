@@ -38,7 +38,7 @@ class AsyncWorld:
     def generate(self, next_version: int) -> None:
         """One round of the driver's loop: admit, start, and some running rollouts get a token or stop."""
         life = self.lifecycle
-        life.begin(next_version, self.engine_version)
+        life.scheduler.on_begin(next_version, self.engine_version)
         for _ in range(life.scheduler.num_to_admit()):
             life.admit(make_task(self.next_task), (1, 2), next_version)
             self.next_task += 1
@@ -121,7 +121,7 @@ def test_the_bound_is_reached_and_generation_runs_ahead(staleness: int) -> None:
         world.step()
     assert max(world.ages) == staleness
     life = world.lifecycle
-    life.begin(world.version, world.version - 1)
+    life.scheduler.on_begin(world.version, world.version - 1)
     held = life.metrics()["groups/held"]
     assert held + life.scheduler.num_to_admit() == 2 * staleness
 

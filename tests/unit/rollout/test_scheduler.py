@@ -275,8 +275,8 @@ def test_drop_takes_what_is_ready_and_drops_the_stale() -> None:
     bench.ready("1-0", version=1)
     bench.ready("2-0", version=0)
     assert bench.to_consume(version=1) == [2]
-    assert bench.scheduler.to_drop(1) == []
-    assert bench.scheduler.to_drop(2) == [0, 2]
+    assert bench.scheduler.held.expired(1) == []
+    assert bench.scheduler.held.expired(2) == [0, 2]
 
 
 def test_mask_drops_a_ready_group_only_once_its_newest_token_is_out_of_bound() -> None:
@@ -285,9 +285,10 @@ def test_mask_drops_a_ready_group_only_once_its_newest_token_is_out_of_bound() -
     bench.park("0-0", 3, version=0)
     bench.ready("1-0", version=1)
     bench.ready("2-0", version=0)
-    assert bench.scheduler.to_drop(1) == [] and bench.to_consume(version=1) == [2], "the step at 1 may still train it"
-    assert bench.scheduler.to_drop(2) == [2]
-    assert bench.scheduler.to_drop(3) == [1, 2], "an unfinished group still gets tokens that are in bound"
+    assert bench.scheduler.held.expired(1) == []
+    assert bench.to_consume(version=1) == [2], "the step at 1 may still train it"
+    assert bench.scheduler.held.expired(2) == [2]
+    assert bench.scheduler.held.expired(3) == [1, 2], "an unfinished group still gets tokens that are in bound"
 
 
 def test_end_of_stream_takes_what_is_left_once_it_is_finished() -> None:
@@ -343,7 +344,7 @@ def test_groups_that_another_config_left_behind() -> None:
     bench.admit(6)
     for i in range(4):
         bench.park(f"{i}-0", 1, version=0)
-    bench.scheduler.check_held(1)
+    bench.scheduler.held.check_feasible(1)
 
     def under(**changes: object) -> Scheduler:
         state, arrays = bench.lifecycle.state_dict()
@@ -352,8 +353,8 @@ def test_groups_that_another_config_left_behind() -> None:
         return other.scheduler
 
     with pytest.raises(ValueError, match="6 groups.*rollout.max_staleness = 1"):
-        under().check_held(1)
-    under(on_stale="drop").check_held(1)
+        under().held.check_feasible(1)
+    under(on_stale="drop").held.check_feasible(1)
     with pytest.raises(ValueError, match="cannot all be trained"):
         # Due by version 2, two in a step: at version 2 it is too late for four.
-        bench.scheduler.check_held(2)
+        bench.scheduler.held.check_feasible(2)

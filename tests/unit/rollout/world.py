@@ -17,7 +17,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Lifecycle, is_complete
-from rollover.staleness import group_staleness, oldest_in_loss
+from rollover.staleness import group_staleness
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 MIN_VALID = 1
@@ -152,12 +152,12 @@ class World:
 
     def _generate(self) -> None:
         while True:
-            self.lifecycle.begin(self.version, self.engine_version)
+            self.lifecycle.scheduler.on_begin(self.version, self.engine_version)
             self._admit()
             if self.reserves and self.rng.random() < 0.3:
-                taken = self.lifecycle.reserve(self.version, self.rng.randint(1, 3))
-                assert all(group.ready and group.group_id not in self.reserved for group in taken)
-                self.reserved |= {group.group_id for group in taken}
+                taken = set(self.lifecycle.scheduler.reserve(self.version, self.rng.randint(1, 3)))
+                assert all(self.cache.groups[i].ready for i in taken) and not taken & self.reserved
+                self.reserved |= taken
             if self._is_enough():
                 return
             self.lifecycle.start(self.version)
@@ -173,7 +173,7 @@ class World:
         if self.config.on_stale != "mask":
             assert stale is not None and 0 <= stale <= bound
             return
-        oldest = oldest_in_loss(self.config, self.version)
+        oldest = self.config.oldest_in_loss(self.version)
         versions = [s.policy_version for r in group.rollouts for s in r.segments if s.policy_version >= oldest]
         assert versions, "a group without a token in the loss was trained"
         assert all(0 <= self.version - v <= bound for v in versions)
@@ -199,7 +199,7 @@ class World:
         self.lifecycle = Lifecycle(self.config, self.max_running, MIN_VALID, group_filter=self._filter)
         self.lifecycle.load_state_dict(through_json(state), {name: array.copy() for name, array in arrays.items()})
         self.engine_version = self.version  # a restarted run hands the weights over at once
-        self.lifecycle.begin(self.version, self.engine_version)
+        self.lifecycle.scheduler.on_begin(self.version, self.engine_version)
         self.check()
         self.reserved, self.awaited = set(), []
         for rollout in self.lifecycle.cache.unscored():

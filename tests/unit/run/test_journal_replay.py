@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rollover.checkpoint.journal import Record
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
+from rollover.rollout.restored import check_restored
 from rollover.run.journal_replay import Replay
 from rollover.run.journal_scribe import Scribe
 from rollover.run.roll_back import RollBack
@@ -188,7 +189,7 @@ class Continued(World):
                 self.admitted_version[group.group_id] = self.version
                 self.seen[rollout.rollout_id] = self._tokens(rollout)
         self.lifecycle.on_new_version(self.version)
-        self.lifecycle.begin(self.version, self.version)
+        self.lifecycle.scheduler.on_begin(self.version, self.version)
         for rollout in self.lifecycle.cache.unscored():
             if self.singly or all(r.stop_reason for r in self.cache.groups[rollout.group_id].rollouts):
                 self._score([rollout])
@@ -217,7 +218,7 @@ def test_after_a_roll_back_every_trained_token_is_in_bound(of: Any) -> None:
     assert parts.trainer.policy_version == version
     for group in parts.lifecycle.cache.groups.values():
         assert all(v <= version for r in group.rollouts for v in r.versions)
-    parts.lifecycle.check_restored(version, 10**6)
+    check_restored(parts.lifecycle, version, 10**6)
     continued = Continued(world, parts, of[1])
     for _ in range(4):
         continued.step()

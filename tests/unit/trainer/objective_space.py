@@ -21,7 +21,7 @@ from rollover.algorithms.loss import LossAndClipped, Tokens
 from rollover.config import Config
 from rollover.config.load import ConfigError, load_config
 from rollover.config.presets import PRESETS
-from rollover.staleness import oldest_in_loss, staleness
+from rollover.staleness import staleness
 from rollover.trainer.backend import Stream
 from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.critic import Critic, estimate
@@ -259,7 +259,7 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
 
     groups = [replace(g, rollouts=g.rollouts[: 5 if config.rollout.greedy_baseline else 4]) for g in groups]
     builder = BatchBuilder(algorithm, rollout_filters(config.filters))
-    samples = builder.build(groups, oldest_in_loss(config.rollout, VERSION)).samples
+    samples = builder.build(groups, config.rollout.oldest_in_loss(VERSION)).samples
     samples = [_shifted(s, behavior_shift, before_update) for s in samples]
     known: dict[str, Stream] = {}
     critic = None

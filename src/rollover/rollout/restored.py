@@ -1,0 +1,31 @@
+"""What a restarted run refuses: held rollouts with which its configuration, or its engine, cannot go on."""
+
+from __future__ import annotations
+
+from rollover.rollout.lifecycle import Lifecycle
+from rollover.types import RolloutState
+
+
+def check_restored(lifecycle: Lifecycle, version: int, max_tokens: int) -> None:
+    """ValueError where this config cannot go on with the rollouts that a snapshot brought back.
+
+    `version`: the trainer's. `max_tokens`: the longest rollout, prompt included, that the engine takes.
+    """
+    config = lifecycle.config
+    lifecycle.scheduler.held.check_feasible(version)
+    for group, rollout in ((g, r) for g in lifecycle.cache.groups.values() for r in g.rollouts):
+        unfinished = rollout.state in (RolloutState.WAITING, RolloutState.PARKED)
+        if unfinished and len(group.prompt_ids) + config.max_new_tokens > max_tokens:
+            raise ValueError(
+                f"--resume with rollout.max_new_tokens = {config.max_new_tokens}: the unfinished rollout"
+                f" {rollout.rollout_id} has a prompt of {len(group.prompt_ids)} and {rollout.num_tokens} tokens so far,"
+                f" and the engine takes {max_tokens} in all. Set it (and engine.kv_memory_gb) back to what the run had"
+            )
+        for segment in rollout.segments:
+            was = segment.sampling.temperature
+            if segment.trainable and was not in (0.0, config.temperature):
+                raise ValueError(
+                    f"--resume with rollout.temperature = {config.temperature:g}: rollout"
+                    f" {rollout.rollout_id} was begun at {was:g}, and a rollout has one temperature."
+                    f" Set rollout.temperature = {was:g}"
+                )

@@ -1,6 +1,6 @@
 """A run under a virtual clock: the real scheduler, cache and ledger on simulated engines, without a model.
 
-    phase (admit, start, stop, score; what the driver does) -> train -> publish -> ...
+    phase (admit, start, stop, score; what the driver does) -> train -> hand over weights -> ...
 
 With rollout.overlap generation goes on while the trainer trains, and meets new weights as in run/loop.py.
 
@@ -17,18 +17,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from rollover.config import PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, Lifecycle
 from rollover.sim.fleet import Fleet
+from rollover.sim.segments import Segments
 from rollover.sim.workload import Workload
 from rollover.staleness import staleness
-from rollover.types import Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
+from rollover.types import Group, Reward, Rollout, StopReason, Task
 
 _TASK = Task(task_id="", source="plan", reward="", prompt="")
-_SAMPLING = SamplingParams()
 _REWARD = Reward(1.0)
 # A member of an Enum class is slow to look up.
 _PAUSED, _EOS, _LENGTH = StopReason.PAUSED, StopReason.EOS, StopReason.LENGTH
@@ -121,9 +119,7 @@ class Simulation:
         self._resolution_s = self.fleet.step_s[1] / 4 if plan.engines > 1 else 0.0
         self._recompute = config.kv_on_resume == "recompute"
         self._prompt = (0,) * plan.prompt_tokens
-        self._ids, self._logprobs = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
-        self._segments: dict[tuple[int, int, StopReason], Segment] = {}
-        self._cuts: dict[str, Counter[int]] = {}  # tokens by version, of what met new weights since it was started
+        self._segments = Segments()
         self._generating_s = 0.0
         self._groups: dict[int, _Simulated] = {}
         self._scoring: list[tuple[float, int]] = []
@@ -148,22 +144,23 @@ class Simulation:
     def _train_step(self, version: int) -> bool:
         self.version = version
         before, generating = self.lifecycle.ledger.generated_tokens, self._generating_s
-        self._segments.clear()
+        self._segments.forget()
         self.lifecycle.scheduler.on_begin(version, self.engine_version)
         generate_s, score_s = self._collect(version)
         groups = self.lifecycle.consume(version, self._stream_ended)
         if not groups:
             return False
         ages, tokens = self._trained(groups, version)
-        train_s = self._train_seconds(tokens)
+        speed = _SHARED if self.config.overlap and not self.plan.trainers else 1.0
+        train_s = tokens / (self.plan.train_tokens_per_s * (self.plan.trainers or self.plan.engines) * speed)
         if self.config.overlap:
             train_s, overlapped_s, sync_s = self._train_meanwhile(version, train_s)
             generating_s = self._generating_s - generating
         else:
-            sync_s = self.plan.weight_sync_s if self._publishes(version) else 0.0
+            sync_s = self.plan.weight_sync_s if self._hands_over(version) else 0.0
             self.now += train_s + sync_s
             overlapped_s, generating_s = 0.0, generate_s
-        if self._publishes(version):
+        if self._hands_over(version):
             self.engine_version = version + 1
         for group in [*groups, *self.lifecycle.on_new_version(version + 1)]:
             del self._groups[group.group_id]
@@ -182,12 +179,7 @@ class Simulation:
         self.outcome.steps.append(step)
         return True
 
-    def _train_seconds(self, tokens: int) -> float:
-        devices = self.plan.trainers or self.plan.engines
-        speed = _SHARED if self.config.overlap and not self.plan.trainers else 1.0
-        return tokens / (self.plan.train_tokens_per_s * devices * speed)
-
-    def _publishes(self, version: int) -> bool:
+    def _hands_over(self, version: int) -> bool:
         """Whether the weights of the step at `version` go to the engines."""
         return (version + 1) % self.publish_every == 0
 
@@ -233,7 +225,7 @@ class Simulation:
         if not self.plan.trainers:
             self.fleet.set_speed(1.0, self.now)
         overlapped_s = self._generating_s - generating
-        if self._publishes(version):
+        if self._hands_over(version):
             if self.config.interrupt == "never":
                 while self.fleet.next_time() < _NEVER:
                     self._wait()
@@ -244,8 +236,7 @@ class Simulation:
         """What runs stands still for the hand-over, and goes on in a new segment; as Engine.load_weights."""
         running = self.fleet.running(self.now)
         for _, rollout, num_tokens in running:
-            cuts = self._cuts.setdefault(rollout.rollout_id, Counter())
-            cuts[self.engine_version] = num_tokens - cuts.total()
+            self._segments.cut(rollout, num_tokens, self.engine_version)
         self.fleet.pause(self.plan.weight_sync_s)
         self.now += self.plan.weight_sync_s
         if self.config.kv_on_resume != "keep":
@@ -261,7 +252,7 @@ class Simulation:
                 self.outcome.reprefilled_tokens += prefill
                 self.fleet.prefill(engine, prefill, self.now)
 
-    # What a phase is made of
+    # Parts of a phase
 
     def _admit(self, version: int) -> None:
         for _ in range(self.lifecycle.scheduler.num_to_admit()):
@@ -314,29 +305,10 @@ class Simulation:
                 reason = _EOS
             elif so_far == longest:
                 reason = _LENGTH
-            complete = lifecycle.append(rollout, self._segments_of(rollout, num_tokens, reason))
+            segments = self._segments.of(rollout, num_tokens, self.engine_version, reason)
+            complete = lifecycle.append(rollout, segments)
             if complete is not None:
                 heapq.heappush(self._scoring, (self.now + self.plan.reward_s, complete.group_id))
-
-    def _segments_of(self, rollout: Rollout, num_tokens: int, reason: StopReason) -> list[Segment]:
-        """One for each version that it met since it was started, empty where it got no token under it."""
-        cuts = self._cuts.pop(rollout.rollout_id, None)
-        if cuts is None:
-            return [self._segment(num_tokens, self.engine_version, reason)]
-        cuts[self.engine_version] = num_tokens - cuts.total()
-        *before, last = cuts.items()
-        return [*(self._segment(n, version, _PAUSED) for version, n in before), self._segment(last[1], last[0], reason)]
-
-    def _segment(self, num_tokens: int, version: int, reason: StopReason) -> Segment:
-        """Only the length counts, so all of one length are one object, on views of one array."""
-        key = (num_tokens, version, reason)
-        if key not in self._segments:
-            if num_tokens > len(self._ids):
-                self._ids = np.zeros(2 * num_tokens, dtype=np.int32)
-                self._logprobs = np.zeros(2 * num_tokens, dtype=np.float32)
-            ids, logprobs = self._ids[:num_tokens], self._logprobs[:num_tokens]
-            self._segments[key] = Segment(ids, logprobs, version, _SAMPLING, reason)
-        return self._segments[key]
 
     def _handle_scores(self) -> None:
         """The next scores arrive, and all that arrive with them."""

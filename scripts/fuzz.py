@@ -47,6 +47,7 @@ from rollover.config import Config  # noqa: E402
 from rollover.engine.embedded.engine import EmbeddedEngine  # noqa: E402
 from rollover.engine.process.engine import EngineDied, ProcessEngine  # noqa: E402
 from rollover.engine.protocol import ExtendRequest  # noqa: E402
+from rollover.envs.single_turn import SingleTurn  # noqa: E402
 from rollover.models.load import LoadedModel, load_model  # noqa: E402
 from rollover.rewards.pool import RewardPool  # noqa: E402
 from rollover.rewards.scorer import make_scorer  # noqa: E402
@@ -189,11 +190,10 @@ class Fuzz:
             self.lifecycle,
             self.engine,
             self._next_task,
-            make_scorer(self.pool, self.loaded.tokenizer),
+            SingleTurn(make_scorer(self.pool, self.loaded.tokenizer), self.pool.scores_singly),
             self.seed,
             [EOS],
             Watchdog(self.config.watchdog, self.config.rewards.allowed_s(rollout.group_size)),
-            self.pool.scores_singly,
         )
         self.driver.say = self._say
         assert self.engine.max_tokens > 64, "a run asks it before it begins, and waits for the model"

@@ -11,6 +11,7 @@ import tiny
 from rollover.config import AlgorithmConfig, EngineConfig, RolloutConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
+from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.trainer.batch import build_batch
@@ -85,7 +86,7 @@ async def scheduled() -> tuple[Trainer, list[list[int]]]:
         return [score(r.token_ids()) for r in rollouts]
 
     config = RolloutConfig(groups_per_step=GROUPS, group_size=SIZE, max_new_tokens=TOKENS)
-    driver = Driver(Lifecycle(config), engine, lambda: next(stream), scorer, 0, STOP)
+    driver = Driver(Lifecycle(config), engine, lambda: next(stream), SingleTurn(scorer), 0, STOP)
     for _ in range(STEPS):
         groups = await driver.collect(trainer.policy_version)
         assert groups is not None

@@ -22,6 +22,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
+from rollover.envs.single_turn import SingleTurn
 from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import load_model
 from rollover.models.team import prepare_process
@@ -137,7 +138,7 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
         i = next(cursor)
         return Task(task_id=str(i), source="bench", reward="", prompt=""), workload.prompt(vocab, PROMPT_TOKENS, i)
 
-    driver = Driver(lifecycle, forced, next_task, _score, run_seed=0)
+    driver = Driver(lifecycle, forced, next_task, SingleTurn(_score), run_seed=0)
     out = _Outcome()
 
     async def go() -> None:

@@ -6,19 +6,18 @@ from collections.abc import Callable, Iterable
 
 from rollover.config import Config
 from rollover.engine.protocol import Engine
+from rollover.envs.protocol import Environment
 from rollover.rollout.driver import Driver, NextTask
-from rollover.rollout.in_flight import Scorer
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.watchdog import Watchdog
-from rollover.types import Group, Task
+from rollover.types import Group
 
 
 def build_driver(
     config: Config,
     engine: Engine,
     next_task: NextTask,
-    scorer: Scorer,
-    scores_singly: Callable[[Task], bool],
+    environment: Environment,
     group_filter: Callable[[Group], tuple[str, str] | None] | None,
     stop_token_ids: Iterable[int],
 ) -> Driver:
@@ -31,4 +30,4 @@ def build_driver(
         max_filtered_steps=config.filters.give_up_after_steps,
     )
     watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
-    return Driver(lifecycle, engine, next_task, scorer, config.run.seed, stop_token_ids, watchdog, scores_singly)
+    return Driver(lifecycle, engine, next_task, environment, config.run.seed, stop_token_ids, watchdog)

@@ -22,23 +22,24 @@ from functools import partial
 from typing import NoReturn
 
 from rollover.engine.protocol import Engine
+from rollover.envs.protocol import Environment
 from rollover.rollout.asker import Asker
 from rollover.rollout.failure_limit import FailureLimit
-from rollover.rollout.in_flight import InFlight, Scorer, now
+from rollover.rollout.in_flight import InFlight, now
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.phase_clock import PhaseClock
 from rollover.rollout.requests import Requests
 from rollover.rollout.watchdog import Watchdog
 from rollover.rollout.watcher import Watcher
-from rollover.types import Group, NextTask, Task
+from rollover.types import Group, NextTask
 
 
 class Driver:
     """Runs generation phases on one engine.
 
-    `next_task` returns the next (task, prompt ids), None at the end of the stream. `scorer` scores rollouts of one
-    group, one Reward each, in order: all of them when the last has stopped; or, if `scores_singly` of their task, each
-    as soon as it stops. `stop_token_ids` (EOS) add to those of the config. Without a `watchdog` whatever hangs is
+    `next_task` returns the next (task, prompt ids), None at the end of the stream. `environment` is asked after every
+    stopped generation whether the rollout goes on, and scores it when it is done. `stop_token_ids` (EOS) add to those
+    of the config. Without a `watchdog` whatever hangs is
     waited for. `say` prints one of its lines. `clock` has the time that it took.
     `on_abandon` is called before what is in flight is ended without its tokens.
     """
@@ -48,11 +49,10 @@ class Driver:
         lifecycle: Lifecycle,
         engine: Engine,
         next_task: NextTask,
-        scorer: Scorer,
+        environment: Environment,
         run_seed: int,
         stop_token_ids: Iterable[int] = (),
         watchdog: Watchdog | None = None,
-        scores_singly: Callable[[Task], bool] = lambda task: False,
     ) -> None:
         config = self.config = lifecycle.config
         self.lifecycle, self.engine, self.next_task = lifecycle, engine, next_task
@@ -67,9 +67,7 @@ class Driver:
         failure_limit = FailureLimit(lifecycle, self.watchdog.config.max_failures)
         requests = Requests(config, run_seed, stop_token_ids)
         self.asker = Asker(engine, self.watchdog.config, say, failure_limit)
-        self.in_flight = InFlight(
-            lifecycle, self.asker, requests, scorer, scores_singly, self.watchdog, failure_limit, say
-        )  # fmt: skip
+        self.in_flight = InFlight(lifecycle, self.asker, requests, environment, self.watchdog, failure_limit, say)
         self.watcher = Watcher(self.in_flight, say)
         self._stop_requested = False
         self._meanwhile: asyncio.Task[None] | None = None  # generates while the trainer trains

@@ -1,4 +1,4 @@
-"""What is in flight: extensions of rollouts by the engine, and scorings, each a future.
+"""What is in flight: turns of rollouts on the engine and in their environment, and scorings, each a future.
 
     start ──▶ handle_done ──▶ Lifecycle.append ──▶ score ──▶ handle_done ──▶ Lifecycle.set_rewards
 
@@ -10,18 +10,19 @@ not depend on the order of arrival.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from rollover.envs.protocol import Environment
 from rollover.rollout.asker import Asker, ExtendFailed
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.lifecycle import Lifecycle, is_complete
 from rollover.rollout.requests import Requests
 from rollover.rollout.strays import Strays
+from rollover.rollout.turn import play_turn
 from rollover.rollout.watchdog import Watchdog, salvaged
-from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, Task
+from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment
 
-Scorer = Callable[[list[Rollout]], Awaitable[list[Reward]]]
 Extending = asyncio.Future[list[Segment]]
 Scoring = asyncio.Future[list[Reward]]
 
@@ -45,14 +46,13 @@ class InFlight:
         lifecycle: Lifecycle,
         asker: Asker,
         requests: Requests,
-        scorer: Scorer,
-        scores_singly: Callable[[Task], bool],
+        environment: Environment,
         watchdog: Watchdog,
         failure_limit: FailureLimit,
         say: Callable[[str], None],
     ) -> None:
         self.lifecycle, self.asker, self.requests = lifecycle, asker, requests
-        self.scorer, self.scores_singly = scorer, scores_singly
+        self.environment = environment
         self.watchdog, self.failure_limit, self.say = watchdog, failure_limit, say
         self.extends: dict[Extending, Rollout] = {}
         self.scorings: dict[Scoring, Scored] = {}
@@ -76,14 +76,15 @@ class InFlight:
         """Ask the engine to go on with a rollout that has just begun to run."""
         prompt_ids = self.lifecycle.cache.groups[rollout.group_id].prompt_ids
         request = self.requests.to_go_on(rollout, prompt_ids, self.lifecycle.scheduler.slots.token_budget(rollout))
-        self.extends[asyncio.ensure_future(self.asker.extend(request))] = rollout
+        turn = play_turn(self.asker, self.environment, rollout, request)
+        self.extends[asyncio.ensure_future(turn)] = rollout
         self.watchdog.on_start(rollout.rollout_id, rollout.group_id, rollout.num_tokens, now())
 
     def score(self, group: Group) -> None:
         """Score what has stopped of a group: one by one if that may be, else together once the group is complete."""
         under_way = {r.rollout_id for scored in self.scorings.values() for r in scored.rollouts}
         left = [r for r in group.rollouts if r.state is RolloutState.SCORING and r.rollout_id not in under_way]
-        if self.scores_singly(group.task):
+        if self.environment.scores_singly(group.task):
             for rollout in left:
                 self._begin_scoring(Scored([rollout], rollout.rollout_id))
         elif left and is_complete(group):
@@ -185,7 +186,7 @@ class InFlight:
             self.score(self.lifecycle.cache.groups[rollout.group_id])
 
     def _begin_scoring(self, scored: Scored) -> None:
-        self.scorings[asyncio.ensure_future(self.scorer(list(scored.rollouts)))] = scored
+        self.scorings[asyncio.ensure_future(self.environment.score(list(scored.rollouts)))] = scored
         self.watchdog.on_score(scored.rollouts[0].group_id, now(), scored.key)
 
     def _end_scoring(self, task: Scoring) -> None:

@@ -23,7 +23,7 @@ class Requests:
         return _GREEDY if rollout.greedy else self._sampling
 
     def to_go_on(self, rollout: Rollout, prompt_ids: tuple[int, ...], pause_after: int) -> ExtendRequest:
-        """First tokens or further ones. All of its text counts for stop strings, however often it was interrupted."""
+        """First tokens or further ones. All text of its turn counts for stop strings, interrupted or not."""
         return ExtendRequest(
             rollout_id=rollout.rollout_id,
             prompt_ids=prompt_ids,
@@ -35,8 +35,19 @@ class Requests:
             stop_strings=tuple(self.config.stop),
             pause_after=pause_after,
             stop_repetition_tokens=self.config.stop_repetition_tokens,
+            text_start=_turn_start(rollout),
         )
 
     def nothing_for(self, rollout: Rollout) -> list[Segment]:
         """An answer without a token, as of an interruption: the rollout goes on from what it has."""
         return [Segment.nothing(self.sampling_of(rollout), rollout.num_tokens)]
+
+
+def _turn_start(rollout: Rollout) -> int:
+    """Where the present turn begins: after the last token that an environment wrote."""
+    start = end = 0
+    for segment in rollout.segments:
+        end += len(segment)
+        if not segment.trainable:
+            start = end
+    return start

@@ -14,9 +14,10 @@ from rollover.rollout.held import Held
 from rollover.rollout.order import RolloutView, load_order
 from rollover.rollout.start_queue import StartQueue
 from rollover.staleness import NO_DEADLINE
-from rollover.types import Group, Rollout, RolloutState
+from rollover.types import Group, Rollout, RolloutState, StopReason
 
-_WAITING = RolloutState.WAITING  # asked at every parking, and a member of an Enum class is slow to look up
+# Asked at every parking, and a member of an Enum class is slow to look up.
+_WAITING, _PAUSED = RolloutState.WAITING, StopReason.PAUSED
 _MUST_FINISH = -1  # a deadline before all others: the queue of rollouts that may not be interrupted again
 
 
@@ -124,7 +125,7 @@ class Slots:
     def _was_continued_enough(self, rollout: Rollout) -> bool:
         """Whether the next run of an unfinished rollout is the last that max_continuations allows."""
         limit = self._max_continuations
-        return limit > 0 and sum(s.trainable for s in rollout.segments) >= limit
+        return limit > 0 and sum(s.trainable and s.stop_reason is _PAUSED for s in rollout.segments) >= limit
 
     def _view(self, rollout: Rollout) -> RolloutView:
         group_id, num_tokens = rollout.group_id, rollout.num_tokens

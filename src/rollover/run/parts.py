@@ -13,6 +13,7 @@ from rollover.algorithms.filters import build_group_filter
 from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
+from rollover.envs.build import EnvironmentSetup, build_environment
 from rollover.models import kernels
 from rollover.models.devices import engine_device, pick_device
 from rollover.models.load import LoadedModel, load_model, stop_token_ids
@@ -76,7 +77,8 @@ class Parts:
             scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
             reroll = Reroll(config.reroll, config.train.num_steps, prompts)
             pool = observed.rewarder
-            driver = build_driver(config, engine, reroll, scorer, pool.scores_singly, group_filter, stops)
+            environment = build_environment(EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly))
+            driver = build_driver(config, engine, reroll, environment, group_filter, stops)
             history = history or RunHistory()
             history.go_on()
             driver.say = observed.say = prompts.stream.say = say

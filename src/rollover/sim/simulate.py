@@ -141,6 +141,11 @@ class Simulation:
         self.outcome.ledger = self.lifecycle.metrics()
         return self.outcome
 
+    def train_seconds(self, tokens: int) -> float:
+        """How long the trainer takes for a step of so many tokens."""
+        speed = _SHARED if self.config.overlap and not self.plan.trainers else 1.0
+        return tokens / (self.plan.train_tokens_per_s * (self.plan.trainers or self.plan.engines) * speed)
+
     def _train_step(self, version: int) -> bool:
         self.version = version
         before, generating = self.lifecycle.ledger.generated_tokens, self._generating_s
@@ -151,8 +156,7 @@ class Simulation:
         if not groups:
             return False
         ages, tokens = self._trained(groups, version)
-        speed = _SHARED if self.config.overlap and not self.plan.trainers else 1.0
-        train_s = tokens / (self.plan.train_tokens_per_s * (self.plan.trainers or self.plan.engines) * speed)
+        train_s = self.train_seconds(tokens)
         if self.config.overlap:
             train_s, overlapped_s, sync_s = self._train_meanwhile(version, train_s)
             generating_s = self._generating_s - generating
@@ -326,10 +330,9 @@ class Simulation:
         tokens: defaultdict[int, int] = defaultdict(int)  # by policy version
         for group in groups:
             for rollout in group.rollouts:
-                segments = rollout.segments
                 self.outcome.trained_rollouts += 1
-                self.outcome.partial_rollouts += len(segments) > 1
-                for segment in segments:
+                self.outcome.partial_rollouts += len(rollout.segments) > 1
+                for segment in rollout.segments:
                     tokens[segment.policy_version] += segment.num_tokens
         oldest = self.config.oldest_in_loss(version)
         ages = Counter({staleness(v, version): num for v, num in tokens.items() if v >= oldest})

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
+from rollover.envs.protocol import Environment
+from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
 from rollover.rollout.watchdog import Watchdog
@@ -41,6 +43,7 @@ class Run:
         engine: FakeEngine | None = None,
         watchdog: Watchdog | None = None,
         group_filter: Callable[[Group], tuple[str, str] | None] | None = None,
+        environment: Environment | None = None,
         **config: object,
     ) -> None:
         defaults = {"groups_per_step": 2, "group_size": 2, "max_new_tokens": 40}
@@ -56,7 +59,8 @@ class Run:
             self.lifecycle.ledger,
         )
         self.num_tasks, self.cursor, self.version = num_tasks, 0, 0
-        self.driver = Driver(self.lifecycle, self.engine, self.next_task, scorer, 3, [EOS], watchdog)
+        self.environment = environment or SingleTurn(scorer)
+        self.driver = Driver(self.lifecycle, self.engine, self.next_task, self.environment, 3, [EOS], watchdog)
         self.said: list[str] = []
         self.driver.say = self.said.append
 

@@ -15,7 +15,7 @@ from unit.rollout.run import PARTIAL, Run, assert_same_groups, ids, score_by_tok
 
 def streaming(scorer=score_by_tokens, **more) -> Run:
     run = Run(scorer=scorer, **more)
-    run.driver.in_flight.scores_singly = lambda task: True
+    run.environment.scores_singly = lambda task: True
     return run
 
 
@@ -54,7 +54,7 @@ def test_a_batch_function_sees_whole_groups() -> None:
 def test_rollouts_that_waited_for_their_group_are_scored_once_they_need_not() -> None:
     """That the function takes single samples is found out with another group's answers."""
     run = Run(engine=FakeEngine({"0-0": 4, "0-1": 30, "1-0": 4, "1-1": 8}))
-    run.driver.in_flight.scores_singly = lambda task: any(e.kind is EventKind.READY for e in run.events)
+    run.environment.scores_singly = lambda task: any(e.kind is EventKind.READY for e in run.events)
     assert ids(run.steps(1)) == [[0, 1]]
 
 

@@ -23,6 +23,7 @@ from hanging import (
 
 import virtual_time
 from rollover.engine.fake import FakeEngine
+from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.watchdog import Watchdog
 from rollover.types import DropReason, Group, RolloutState, StopReason
@@ -343,7 +344,7 @@ def test_prints_to_stderr_without_a_view(capsys) -> None:
     del run.driver.say
     from rollover.rollout.driver import Driver
 
-    fresh = Driver(run.lifecycle, run.engine, run.next_task, score_by_tokens, 3, watchdog=watchdog())
+    fresh = Driver(run.lifecycle, run.engine, run.next_task, SingleTurn(score_by_tokens), 3, watchdog=watchdog())
     fresh.say("watchdog: one line")
     out = capsys.readouterr()
     assert out.out == "" and out.err == "watchdog: one line\n"

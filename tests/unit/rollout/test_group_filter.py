@@ -80,7 +80,7 @@ def test_after_a_filter_that_failed_a_restarted_run_asks_it_again(singly: bool) 
 
     def run(group_filter: Callable[[Group], tuple[str, str] | None]) -> Run:
         run = Run(group_filter=group_filter, **PARTIAL)
-        run.driver.in_flight.scores_singly = lambda task: singly
+        run.environment.scores_singly = lambda task: singly
         return run
 
     failing = run(fails)

@@ -13,6 +13,7 @@ from world import make_segment, make_task
 
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.fake import FakeEngine
+from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.staleness import group_staleness
@@ -163,7 +164,9 @@ def test_a_rollout_that_outlasts_many_steps_holds_the_step_up_before_it_gets_too
 
     tasks = iter(range(1000))
     engine = FakeEngine(Lengths(), turns_between_steps=16)
-    driver = Driver(Lifecycle(config, None, 1), engine, lambda: (make_task(next(tasks)), [1]), score, run_seed=0)
+    driver = Driver(
+        Lifecycle(config, None, 1), engine, lambda: (make_task(next(tasks)), [1]), SingleTurn(score), run_seed=0
+    )
     ages = {}
 
     async def run() -> None:

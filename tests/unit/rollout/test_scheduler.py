@@ -120,7 +120,7 @@ def test_a_step_may_reserve_all_its_places_at_once() -> None:
     bench.admit(4)
     for group_id in range(4):
         bench.ready(f"{group_id}-0")
-    assert bench.scheduler.to_reserve(1, at_least=1) == [0, 1, 2, 3]
+    assert bench.scheduler.reserve(1, at_least=1) == [0, 1, 2, 3]
 
 
 def test_parked_resume_before_waiting_start_in_group_order() -> None:

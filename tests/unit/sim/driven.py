@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.fake import FakeEngine
+from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, Lifecycle
 from rollover.sim.workload import Workload
@@ -45,4 +46,4 @@ def driver_over(
         return None if i is None else (make_task(i), [1, 2, 3])
 
     lifecycle = Lifecycle(config, max_running, 1, on_event)
-    return Driver(lifecycle, make_engine(Lengths(workload)), next_task, score, run_seed=0)
+    return Driver(lifecycle, make_engine(Lengths(workload)), next_task, SingleTurn(score), run_seed=0)

@@ -52,7 +52,7 @@ class Drawn(Workload):
 
 
 class DrawnSimulation(Simulation):
-    def _train_seconds(self, tokens: int) -> float:
+    def train_seconds(self, tokens: int) -> float:
         return float(self.workload.train_steps(self.version))  # type: ignore[attr-defined]
 
 

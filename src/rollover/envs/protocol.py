@@ -1,0 +1,72 @@
+"""What a policy meets: asked after every generation that stopped, whether the rollout goes on, and what it is worth.
+
+    policy's turn ──stopped──▶ next ──Segment──▶ appended: no loss, no log-prob ──▶ the policy's next turn
+                                 └───None──▶ done ──▶ score ──▶ rewards
+
+Run tests/contract/environment_contract.py on your own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from rollover.types import Reward, Rollout, Segment, StopReason, Task
+
+
+class Environment(Protocol):
+    """The task's side of a rollout. Many rollouts are asked for at once, on one event loop.
+
+    An error ends the run (what runs is parked, and asked for again by --resume), so what may fail, like a tool, is
+    answered with tokens that say so.
+    """
+
+    async def next(self, rollout: Rollout) -> Segment | None:
+        """What the environment writes after the policy's turn; None: the rollout is done, with its own stop reason.
+
+        `rollout` is a copy with the tokens of that turn, and `stop_reason` says why it ended. The answer is made by
+        `written`. It may be asked for again with the same tokens, or with other ones from the same point, as a turn is
+        repeated after a kill or a stall. So it must depend on the rollout's tokens alone.
+        """
+        ...
+
+    def score(self, rollouts: list[Rollout], /) -> Awaitable[list[Reward]]:
+        """One reward for each of these rollouts of one group, in order. They are done."""
+        ...
+
+    def scores_singly(self, task: Task, /) -> bool:
+        """Whether the rollouts of the task are scored one by one, each when it is done; else a group is at once."""
+        ...
+
+
+def written(rollout: Rollout, token_ids: Sequence[int], *, done: bool = False) -> Segment:
+    """What an environment writes after a turn of `rollout`: tokens that no policy sampled, so they are never trained.
+
+    `done`: nothing follows (StopReason.ENV_DONE); otherwise the policy goes on. Without `done` there is a token at
+    least.
+    """
+    last = rollout.segments[-1]
+    return Segment(
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        logprobs=np.zeros(len(token_ids), dtype=np.float32),
+        policy_version=last.policy_version,
+        sampling=last.sampling,
+        stop_reason=StopReason.ENV_DONE if done else StopReason.PAUSED,
+        trainable=False,
+        start=rollout.num_tokens,
+    )
+
+
+def why_not_written(answer: object) -> str | None:
+    """Why this cannot be what an environment writes; None: it can."""
+    if not isinstance(answer, Segment):
+        return f"it is a {type(answer).__name__}, and no Segment"
+    if answer.trainable:
+        return "its tokens are marked as sampled by the policy"
+    if answer.stop_reason not in (StopReason.PAUSED, StopReason.ENV_DONE):
+        return f"it ends with {answer.stop_reason.value}"
+    if answer.stop_reason is StopReason.PAUSED and not len(answer):
+        return "it has no token, and is not the end"
+    return None

@@ -1,0 +1,180 @@
+"""Rollouts of several turns through driver, lifecycle, cache, ledger and batch: interrupted, resumed, and restarted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rollover.config.algorithm import AlgorithmConfig
+from rollover.engine.fake import FakeEngine
+from rollover.envs.protocol import written
+from rollover.rollout.lifecycle import EventKind
+from rollover.trainer.batch import build_batch
+from rollover.types import Rollout, RolloutState, Segment, StopReason
+from unit.rollout.dialogue import SAID, Dialogue, TurnEngine, said
+from unit.rollout.hanging import steps, watchdog
+from unit.rollout.run import EOS, PARTIAL, Run
+
+ROOMY = {"max_new_tokens": 100}
+MODES = {
+    "sync": {},
+    "partial": PARTIAL,
+    "few slots": {**PARTIAL, "max_running": 3},
+    "drop": {**PARTIAL, "max_staleness": 1, "on_stale": "drop"},
+    "mask": {**PARTIAL, "max_staleness": 1, "on_stale": "mask"},
+    "budget": {**PARTIAL, "interrupt": "token_budget", "token_budget": 4},
+    "continued": {**PARTIAL, "max_continuations": 1},
+}
+
+
+def dialogue(environment: Dialogue | None = None, **config: object) -> Run:
+    return Run(engine=TurnEngine(), environment=environment or Dialogue(), **{**ROOMY, **config})  # type: ignore[arg-type]
+
+
+def tokens_of(groups) -> dict[int, list[list[int]]]:
+    return {g.group_id: [r.token_ids() for r in g.rollouts] for g in groups}
+
+
+def straight(num_groups: int) -> dict[int, list[list[int]]]:
+    """By group id: the tokens of a run in which nothing is ever interrupted."""
+    return tokens_of(g for batch in dialogue().steps((num_groups + 1) // 2) for g in batch)
+
+
+def turn_lengths(rollout: Rollout) -> list[int]:
+    """Sampled tokens of each turn."""
+    lengths = [0]
+    for segment in rollout.segments:
+        if segment.trainable:
+            lengths[-1] += len(segment)
+        else:
+            lengths.append(0)
+    return lengths
+
+
+@pytest.mark.parametrize("pause", [0, 3])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+def test_the_policy_goes_on_after_the_environment(mode: dict, pause: int) -> None:
+    run = dialogue(Dialogue(pause=pause), **mode)
+    groups = [g for batch in run.steps(6) for g in batch]
+    assert tokens_of(groups).items() <= straight(1 + max(g.group_id for g in groups)).items()
+    for rollout in (r for g in groups for r in g.rollouts):
+        assert said(rollout) == [[SAID + 1] * 3, [SAID + 2] * 3]
+        assert rollout.stop_reason is StopReason.EOS and rollout.token_ids()[-1] == EOS
+        assert rollout.num_sampled_tokens == rollout.num_tokens - 6
+        assert all(3 <= num <= 9 for num in turn_lengths(rollout)), "stop strings and ends count within a turn"
+    asked = {i for i, _ in run.environment.asked}
+    assert all(len({n for i, n in run.environment.asked if i == name}) <= 3 for name in asked)
+
+
+def test_what_the_environment_writes_is_never_trained_nor_counted_as_generated() -> None:
+    run = dialogue()
+    (groups,) = run.steps(1)
+    for sample in build_batch(groups, AlgorithmConfig()).samples:
+        written_by_env = np.isin(sample.token_ids, [SAID + 1, SAID + 2])
+        assert written_by_env.sum() == 6 and (sample.mask == ~written_by_env).all()
+        assert (sample.behavior_logprobs[written_by_env] == 0).all()
+        assert (sample.behavior_logprobs[sample.mask] < 0).all()
+    sampled = sum(r.num_sampled_tokens for g in groups for r in g.rollouts)
+    assert run.ledger.generated_tokens == run.ledger.trained.tokens == sampled
+
+
+def test_a_killed_run_goes_on_in_the_middle_of_a_dialogue() -> None:
+    """Rollouts parked behind the environment's tokens are saved and go on as if nothing had been."""
+    run = dialogue(**{**PARTIAL, "max_running": 3})
+    for _ in range(20):
+        run.steps(1)
+        parked = [r for g in run.cache.groups.values() for r in g.rollouts if r.state is RolloutState.PARKED]
+        if any(not r.segments[-1].trainable for r in parked) and any(len(said(r)) == 2 for r in parked):
+            break
+    else:
+        raise AssertionError("no rollout was parked right after its environment's turn")
+    again = dialogue(**{**PARTIAL, "max_running": 3})
+    again.load(run.save())
+    again.check()
+    groups = [g for batch in again.steps(4) for g in batch]
+    assert tokens_of(groups).items() <= straight(1 + max(g.group_id for g in groups)).items()
+    assert any(r.rollout_id in {p.rollout_id for p in parked} for g in groups for r in g.rollouts)
+
+
+def test_the_environment_may_end_a_rollout() -> None:
+    run = dialogue(Dialogue(turns=2, ends_itself=True))
+    (groups,) = run.steps(1)
+    assert {r.stop_reason for g in groups for r in g.rollouts} == {StopReason.ENV_DONE}
+
+
+def test_an_answer_that_leaves_no_room_ends_the_rollout_for_want_of_length() -> None:
+    """A turn has 9 tokens at most and an answer 3, so the second turn of some ends with 14 of 15 or fewer."""
+    run = dialogue(Dialogue(turns=9), max_new_tokens=15)
+    rollouts = [r for batch in run.steps(6) for g in batch for r in g.rollouts]
+    assert {r.stop_reason for r in rollouts} == {StopReason.LENGTH}
+    assert all(r.num_tokens <= 15 and r.segments[-1].trainable for r in rollouts)
+    assert any(r.token_ids()[-1] == EOS for r in rollouts), "none stopped by itself"
+
+
+def test_turns_are_no_continuations() -> None:
+    """max_continuations counts interruptions: with 1, what ended two turns and was never interrupted may be yet."""
+    run = dialogue(**{**PARTIAL, "max_continuations": 1, "max_running": 2})
+    later_turns = 0
+    for rollout in (r for batch in run.steps(12) for g in batch for r in g.rollouts):
+        interrupted = [i for i, s in enumerate(rollout.segments) if s.trainable and s.stop_reason is StopReason.PAUSED]
+        assert len(interrupted) <= 1
+        later_turns += any(not s.trainable for i in interrupted for s in rollout.segments[:i])
+    assert later_turns
+
+
+class Broken(Dialogue):
+    def __init__(self, answer) -> None:
+        super().__init__()
+        self.answer = answer
+
+    async def next(self, rollout: Rollout) -> Segment | None:
+        return self.answer(rollout)
+
+
+def test_an_environment_that_fails_ends_the_run_and_is_named() -> None:
+    def fail(rollout: Rollout) -> Segment:
+        raise OSError("no such tool")
+
+    run = dialogue(Broken(fail), **PARTIAL)
+    with pytest.raises(ValueError, match=r"environment failed \(OSError: no such tool\) at rollout .-. of task t"):
+        run.steps(1)
+    run.check()
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (lambda rollout: "hello", "it is a str, and no Segment"),
+        (lambda rollout: rollout.segments[-1], "its tokens are marked as sampled by the policy"),
+        (lambda rollout: written(rollout, []), "it has no token, and is not the end"),
+    ],
+)
+def test_a_wrong_answer_is_refused(answer, why: str) -> None:
+    run = dialogue(Broken(answer))
+    with pytest.raises(ValueError, match=f"the environment gave a wrong answer: {why}"):
+        run.steps(1)
+    run.check()
+
+
+def test_an_environment_that_hangs_once_is_asked_again() -> None:
+    class HangsOnce(Dialogue):
+        async def next(self, rollout: Rollout) -> Segment | None:
+            first = rollout.rollout_id == "0-0" and not any(i == "0-0" for i, _ in self.asked)
+            if first:
+                self.asked.append((rollout.rollout_id, 0))
+                await asyncio.get_running_loop().create_future()
+            return await super().next(rollout)
+
+    run = dialogue(HangsOnce(), watchdog=watchdog())
+    (groups,) = steps(run, 1)
+    assert tokens_of(groups) == straight(2)
+    assert run.driver.watchdog.stats()["watchdog/stalled_rollouts"] == 1
+
+
+def test_a_single_turn_is_done_when_it_stops() -> None:
+    run = Run(engine=FakeEngine(lambda seed: 5))
+    (groups,) = run.steps(1)
+    assert all(len(r.segments) == 1 for g in groups for r in g.rollouts)
+    assert run.count(EventKind.PARK) == 0

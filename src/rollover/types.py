@@ -50,7 +50,7 @@ class DropReason(enum.Enum):
     TOO_FEW_REWARDS = "too_few_rewards"
     FILTERED = "filtered"  # by one of [filters]: it has its rewards, and would teach nothing
     STALLED = "stalled"  # by the watchdog: a rollout that got no token in time, though it was tried again
-    FAILED = "failed"  # the engine failed at a rollout (watchdog.max_failures), with an error or a wrong answer
+    FAILED = "failed"  # the engine failed at a rollout (watchdog.max_failures), or its environment did
     ROLLED_BACK = "rolled_back"  # it cannot be trained in bound any more, since the steps after a checkpoint were lost
     BASELINE = "baseline"  # tokens of greedy rollouts of trained groups: compared with, never trained
     MASKED = "masked"  # tokens of trained groups that left the loss: rollout.on_stale = "mask"

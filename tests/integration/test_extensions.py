@@ -21,6 +21,7 @@ TOYS = '''
 from rollover.commands.train import VERB as TRAIN
 from rollover.commands.verb import Verb
 from rollover.engine.fake import FakeEngine
+from rollover.envs.protocol import written
 from rollover.track.tracker import Tracker
 from rollover.types import Task
 
@@ -44,6 +45,16 @@ def engine(setup):
 def reward(data_source, solution_str, ground_truth, extra_info):
     """Which also has a value of its own."""
     return {"score": float(len(solution_str) % 2), "toy": int(ground_truth) - int(ground_truth) + 4}
+
+
+class TwoTurns:
+    """After the policy's first turn the environment says a word of two tokens, and the policy goes on."""
+
+    def __init__(self, setup):
+        self.score, self.scores_singly = setup.score, setup.scores_singly
+
+    async def next(self, rollout):
+        return written(rollout, [7, 7]) if len(rollout.segments) == 1 else None
 
 
 def estimator(rewards, groups):
@@ -111,7 +122,7 @@ def recipe(folder: Path) -> Path:
         track={"metrics": "toys:metric", "trackers": ["toys:Told"]},
         checkpoint={"every_steps": 0, "save_final_model": False},
         tasks={"chat": False},
-        rollout={"max_new_tokens": 16},
+        rollout={"max_new_tokens": 16, "environment": "toys:TwoTurns"},
     )
     before = file.read_text().partition("[[tasks.sources]]")[0]
     file.write_text(before + '[[tasks.sources]]\nkind = "toys:Sums"\nname = "toy"\n')
@@ -133,8 +144,10 @@ def test_a_toy_of_each_kind_acts_in_a_run(
         assert "reward/toy/mean" in row, "the source, under its name"
         assert row["reward/extra/toy"] == 4, "the reward"
         assert row["loss"] == pytest.approx(7), "the loss"
-        assert 3 <= row["own/longest"] <= 11, "the metric, of what the engine made"
-    assert {r["num_tokens"] for r in records} <= set(range(3, 12)), "the engine"
+        assert 3 <= row["own/longest"] <= 14, "the metric, of what the engine made"
+    first, word = {r["segments"][0]["num_tokens"] for r in records}, {r["token_ids"][-3:-1] == [7, 7] for r in records}
+    assert first <= set(range(3, 12)), "the engine"
+    assert word == {True}, "the environment, before the last token"
     assert (tmp_path / "run" / "told.txt").read_text() == "1 3\n2 3\n", "the tracker"
     assert {r["advantage"] for r in records} == {0.25}, "the estimator"
     assert all(json.loads(r["columns"])["answer"].isdigit() for r in records if r["columns"]), "the source's columns"

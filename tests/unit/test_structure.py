@@ -21,8 +21,6 @@ CIRCLES: set[frozenset[str]] = set()
 # File of tests: private names of the product that it reads.
 PRIVATE: dict[str, set[str]] = {
     "unit/models/test_smollm2.py": {"_convert"},
-    "unit/rollout/test_driver_watchdog.py": {"_lengths", "_running", "_stalls"},
-    "unit/rollout/test_failing_engine.py": {"_lengths"},
 }
 
 

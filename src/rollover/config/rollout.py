@@ -12,6 +12,7 @@ from rollover import staleness
 from rollover.alike import did_you_mean
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
+ENVIRONMENTS = ("single_turn",)
 ORDERS = ("oldest_first", "longest_first", "shortest_remaining", "fifo")
 AUTO_STEPS = 4  # in_flight_groups = "auto" holds at most so many steps' worth, unless the staleness bound allows more
 
@@ -91,6 +92,12 @@ class RolloutConfig(Table):
         "Order in which parked rollouts are resumed, before any new one starts: oldest_first,"
         " longest_first, shortest_remaining, fifo, or your own function (module:function or path.py:function) of a"
         " RolloutView to a tuple of integers, smallest first.",
+    )
+    environment: str = option(
+        "single_turn",
+        "What answers the policy after each generation that stopped. single_turn: nothing does, the rollout is done. Or"
+        " your own function (module:function or path.py:function) of an EnvironmentSetup to an Environment"
+        " (envs/protocol.py). Evaluations have a single turn.",
     )
     stop_repetition_tokens: int = option(
         0, "A rollout stops when its last tokens, this many, repeat one pattern at least four times; 0 = off.", ge=0
@@ -196,7 +203,7 @@ def _nothing_gets_stale(config: Any) -> bool:
 _OF_ROLLING_OVER = ("supplement", "complete_fraction", "complete_by", "order", "kv_on_resume")
 GENERATION = (
     "in_flight_groups", "interrupt", "overlap", "max_staleness", "on_stale", "stop_repetition_tokens",
-    "token_budget", "max_continuations",
+    "token_budget", "max_continuations", "environment",
     *_OF_ROLLING_OVER,
 )  # fmt: skip
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -283,6 +290,14 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             f'rollout.order = "{c.rollout.order}" is none of {", ".join(ORDERS)}, and no function (module:function or'
             f" path.py:function){did_you_mean(c.rollout.order, ORDERS)}"
+        ),
+    ),
+    Refused(
+        ("rollout.environment",),
+        lambda c: c.rollout.environment not in ENVIRONMENTS and not is_own(c.rollout.environment),
+        lambda c: (
+            f'rollout.environment = "{c.rollout.environment}" is none of {", ".join(ENVIRONMENTS)}, and no function'
+            f" (module:function or path.py:function){did_you_mean(c.rollout.environment, ENVIRONMENTS)}"
         ),
     ),
     Refused(

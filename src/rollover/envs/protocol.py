@@ -19,8 +19,8 @@ from rollover.types import Reward, Rollout, Segment, StopReason, Task
 class Environment(Protocol):
     """The task's side of a rollout. Many rollouts are asked for at once, on one event loop.
 
-    An error ends the run (what runs is parked, and asked for again by --resume), so what may fail, like a tool, is
-    answered with tokens that say so.
+    What it raises drops the rollout's group (failed). What may fail, like a tool, is better answered with tokens that
+    say so.
     """
 
     async def next(self, rollout: Rollout) -> Segment | None:

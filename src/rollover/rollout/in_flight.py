@@ -19,7 +19,7 @@ from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.lifecycle import Lifecycle, is_complete
 from rollover.rollout.requests import Requests
 from rollover.rollout.strays import Strays
-from rollover.rollout.turn import play_turn
+from rollover.rollout.turn import EnvironmentFailed, play_turn
 from rollover.rollout.watchdog import Watchdog, salvaged
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment
 
@@ -169,11 +169,11 @@ class InFlight:
             return salvage
         try:
             return task.result()
-        except ExtendFailed as failure:
+        except (ExtendFailed, EnvironmentFailed) as failure:
             if rollout.group_id not in self._dropping:
                 self.say(f"{failure}: its group is dropped (failed)")
             self.drop_soon(rollout.group_id, DropReason.FAILED)
-            return self.requests.nothing_for(rollout)
+            return failure.segments if isinstance(failure, EnvironmentFailed) else self.requests.nothing_for(rollout)
 
     def _end_extend(self, task: Extending, segments: list[Segment]) -> None:
         rollout = self.extends.pop(task)

@@ -10,14 +10,23 @@ from rollover.rollout.asker import Asker
 from rollover.types import Rollout, RolloutState, Segment, StopReason
 
 
+class EnvironmentFailed(ValueError):
+    """The environment raised at a rollout. `segments`: the tokens of the turn before, to go on from."""
+
+    def __init__(self, why: str, segments: list[Segment]) -> None:
+        super().__init__(why)
+        self.segments = [*segments[:-1], replace(segments[-1], stop_reason=StopReason.PAUSED)]
+
+
 async def play_turn(asker: Asker, environment: Environment, rollout: Rollout, request: ExtendRequest) -> list[Segment]:
     """The next segments of a running rollout, for which `request` asks.
 
-    An interrupted generation has no turn of the environment after it. ValueError where the environment fails, or
-    answers with what cannot come next.
+    An interrupted generation has no turn of the environment after it, nor one that used up the rollout's budget.
+    EnvironmentFailed where it raises; ValueError where it answers with what cannot come next.
     """
     segments = await asker.extend(request)
-    if segments[-1].stop_reason is StopReason.PAUSED:
+    room = request.max_new_tokens - sum(map(len, segments))
+    if segments[-1].stop_reason is StopReason.PAUSED or not room:
         return segments
     so_far = Rollout(
         rollout.group_id,
@@ -30,21 +39,17 @@ async def play_turn(asker: Asker, environment: Environment, rollout: Rollout, re
     )
     try:
         answer = await environment.next(so_far)
-    except Exception as error:
-        raise ValueError(_of(rollout, f"failed ({type(error).__name__}: {error})")) from error
+    except Exception as error:  # boundary: it fails its rollout, not the run
+        why = f"the environment failed at rollout {rollout.rollout_id} ({type(error).__name__}: {error})"
+        raise EnvironmentFailed(why, segments) from error
     if answer is None:
         return segments
     if (why := why_not_written(answer)) is not None:
-        raise ValueError(_of(rollout, f"gave a wrong answer: {why}"))
-    left = request.max_new_tokens - sum(map(len, segments)) - len(answer)
-    if left < 0 or (left == 0 and answer.stop_reason is StopReason.PAUSED):
-        # No room for another token of the policy: the rollout ends with its own last one, for want of length.
+        raise ValueError(
+            f"rollout.environment gave a wrong answer at rollout {rollout.rollout_id}: {why}. Mend it, and go on with"
+            " --resume"
+        )
+    if len(answer) + (answer.stop_reason is StopReason.PAUSED) > room:
+        # It does not fit, or leaves the policy no token: the rollout ends with the policy's last one.
         return [*segments, replace(written(so_far, ()), stop_reason=StopReason.LENGTH)]
     return [*segments, answer]
-
-
-def _of(rollout: Rollout, what: str) -> str:
-    return (
-        f"the environment {what} at rollout {rollout.rollout_id} of task {rollout.task.task_id}. Mend it, and go on"
-        " with --resume"
-    )

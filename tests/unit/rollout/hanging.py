@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -76,7 +76,7 @@ class Hanging(FakeEngine):
         times: float = 1,
         deaf: bool = False,
         stubborn: bool = False,
-        lengths: Callable[[int], int] = short,
+        lengths: Mapping[str, int] | Callable[[int], int] = short,
     ) -> None:
         super().__init__(lengths)
         self.hanging, self.after, self.times, self.deaf, self.stubborn = hanging, after, times, deaf, stubborn
@@ -96,11 +96,15 @@ class Hanging(FakeEngine):
                 await self.let_go[-1]
             raise
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether all that runs, if anything does, gets no token any more."""
+        return bool(self._running) and all(map(self._is_stuck, self._running.values()))
+
     async def _run(self) -> None:
         while self._running:
             # Not a hot loop while all that is left hangs.
-            busy = not all(map(self._is_stuck, self._running.values()))
-            await asyncio.sleep(0 if busy else 0.002)
+            await asyncio.sleep(0.002 if self.is_stuck else 0)
             self._step()
 
     def _hangs(self, rollout_id: str) -> bool:

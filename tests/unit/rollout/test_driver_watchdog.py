@@ -223,9 +223,7 @@ def test_one_that_does_not_return_when_the_phase_ends(stubborn: bool) -> None:
     def engine() -> Hanging:
         # Three groups are in flight, and the last one's rollouts are too long to end before the others.
         lengths = {f"{g}-{s}": 30 if g == 2 else 4 for g in range(9) for s in range(2)}
-        engine = Hanging("2-0", deaf=True, stubborn=stubborn, after=1)
-        engine._lengths = lengths
-        return engine
+        return Hanging("2-0", deaf=True, stubborn=stubborn, after=1, lengths=lengths)
 
     config = {"interrupt": "when_enough", "in_flight_groups": 3, "max_staleness": 2}
     if not stubborn:  # such a one could not even be abandoned
@@ -258,8 +256,7 @@ def test_one_that_does_not_return_when_the_phase_ends(stubborn: bool) -> None:
 def test_a_group_dropped_while_winding_down_may_leave_too_few_to_train() -> None:
     """complete_by = "rollout" counted a finished sibling of it: generation goes on until there is enough again."""
     lengths = {f"{g}-{s}": 4 for g in range(9) for s in range(2)} | {"1-0": 30, "1-1": 6, "2-0": 6, "2-1": 30}
-    engine = Hanging("1-0", deaf=True, stubborn=True, after=1, times=9)
-    engine._lengths = lengths
+    engine = Hanging("1-0", deaf=True, stubborn=True, after=1, times=9, lengths=lengths)
     run = Run(
         engine=engine,
         watchdog=watchdog(rollout_timeout_s=2),
@@ -277,11 +274,12 @@ def test_a_group_dropped_while_winding_down_may_leave_too_few_to_train() -> None
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["returns", "does not return"])
 def test_ctrl_c_does_not_wait_for_what_hangs(deaf: bool) -> None:
-    run = Run(engine=Hanging("0-0", "0-1", "1-0", "1-1", deaf=deaf), watchdog=watchdog(rollout_timeout_s=60))
+    engine = Hanging("0-0", "0-1", "1-0", "1-1", deaf=deaf)
+    run = Run(engine=engine, watchdog=watchdog(rollout_timeout_s=60))
 
     async def stop() -> None:
         collecting = asyncio.ensure_future(run.driver.collect(0))
-        while not all(run.engine._is_stuck(s) for s in run.engine._running.values()) or not run.engine._running:
+        while not engine.is_stuck:
             await asyncio.sleep(0)
         run.driver.interrupt_for_good()
         async with asyncio.timeout(5):
@@ -303,9 +301,17 @@ def test_an_engine_that_hangs_for_good_ends_the_run() -> None:
 
 
 def test_stalls_are_forgotten_when_a_rollout_leaves() -> None:
-    run = Run(engine=Hanging("1-0", times=9), watchdog=watchdog())
+    told: list[str] = []
+
+    class Listening(Watchdog):
+        def on_leave(self, rollout_ids) -> None:
+            told.extend(rollout_ids := list(rollout_ids))
+            super().on_leave(rollout_ids)
+
+    run = Run(engine=Hanging("1-0", times=9), watchdog=Listening(watchdog().config))
     steps(run, 2)
-    assert run.driver.watchdog._stalls == {}
+    left = {r.rollout_id for e in run.events if e.kind in (EventKind.CONSUME, EventKind.DROP) for r in e.group.rollouts}
+    assert "1-0" in left and sorted(told) == sorted(left)
 
 
 def test_an_engine_that_fails_when_it_is_looked_at_is_watched_all_the_same() -> None:

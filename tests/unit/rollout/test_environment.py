@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import numpy as np
 import pytest
 
+from rollover.config import Config
+from rollover.config import rollout as config
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.engine.fake import FakeEngine
+from rollover.envs.build import ENVIRONMENTS, EnvironmentSetup, build_environment
 from rollover.envs.protocol import written
 from rollover.rollout.lifecycle import EventKind
 from rollover.trainer.batch import build_batch
-from rollover.types import Rollout, RolloutState, Segment, StopReason
+from rollover.types import DropReason, Rollout, RolloutState, Segment, StopReason
 from unit.rollout.dialogue import SAID, Dialogue, TurnEngine, said
 from unit.rollout.hanging import steps, watchdog
 from unit.rollout.run import EOS, PARTIAL, Run
@@ -56,7 +60,8 @@ def turn_lengths(rollout: Rollout) -> list[int]:
 @pytest.mark.parametrize("pause", [0, 3])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
 def test_the_policy_goes_on_after_the_environment(mode: dict, pause: int) -> None:
-    run = dialogue(Dialogue(pause=pause), **mode)
+    environment = Dialogue(pause=pause)
+    run = dialogue(environment, **mode)
     groups = [g for batch in run.steps(6) for g in batch]
     assert tokens_of(groups).items() <= straight(1 + max(g.group_id for g in groups)).items()
     for rollout in (r for g in groups for r in g.rollouts):
@@ -64,8 +69,8 @@ def test_the_policy_goes_on_after_the_environment(mode: dict, pause: int) -> Non
         assert rollout.stop_reason is StopReason.EOS and rollout.token_ids()[-1] == EOS
         assert rollout.num_sampled_tokens == rollout.num_tokens - 6
         assert all(3 <= num <= 9 for num in turn_lengths(rollout)), "stop strings and ends count within a turn"
-    asked = {i for i, _ in run.environment.asked}
-    assert all(len({n for i, n in run.environment.asked if i == name}) <= 3 for name in asked)
+    asked = Counter(rollout_id for rollout_id, _ in set(environment.asked))
+    assert max(asked.values()) == 3, "after every turn, and at no other time"
 
 
 def test_what_the_environment_writes_is_never_trained_nor_counted_as_generated() -> None:
@@ -108,7 +113,7 @@ def test_an_answer_that_leaves_no_room_ends_the_rollout_for_want_of_length() -> 
     """A turn has 9 tokens at most and an answer 3, so the second turn of some ends with 14 of 15 or fewer."""
     run = dialogue(Dialogue(turns=9), max_new_tokens=15)
     rollouts = [r for batch in run.steps(6) for g in batch for r in g.rollouts]
-    assert {r.stop_reason for r in rollouts} == {StopReason.LENGTH}
+    assert {r.stop_reason for r in rollouts if r.num_tokens < 15} == {StopReason.LENGTH}
     assert all(r.num_tokens <= 15 and r.segments[-1].trainable for r in rollouts)
     assert any(r.token_ids()[-1] == EOS for r in rollouts), "none stopped by itself"
 
@@ -133,12 +138,26 @@ class Broken(Dialogue):
         return self.answer(rollout)
 
 
-def test_an_environment_that_fails_ends_the_run_and_is_named() -> None:
+def test_an_environment_that_fails_at_a_rollout_costs_its_group_and_no_token_is_lost() -> None:
+    def fail(rollout: Rollout) -> Segment | None:
+        if rollout.rollout_id == "0-1":
+            raise OSError("no such tool")
+        return None
+
+    run = dialogue(Broken(fail), **PARTIAL)
+    (groups,) = run.steps(1)
+    assert 0 not in {g.group_id for g in groups} and groups
+    assert run.said == ["the environment failed at rollout 0-1 (OSError: no such tool): its group is dropped (failed)"]
+    dropped = run.ledger.dropped[DropReason.FAILED]
+    assert dropped.groups == 1 and dropped.tokens >= 3, "the turn that it failed at counts"
+
+
+def test_an_environment_that_always_fails_ends_the_run() -> None:
     def fail(rollout: Rollout) -> Segment:
         raise OSError("no such tool")
 
-    run = dialogue(Broken(fail), **PARTIAL)
-    with pytest.raises(ValueError, match=r"environment failed \(OSError: no such tool\) at rollout .-. of task t"):
+    run = dialogue(Broken(fail))
+    with pytest.raises(ValueError, match="groups were dropped because"):
         run.steps(1)
     run.check()
 
@@ -153,7 +172,7 @@ def test_an_environment_that_fails_ends_the_run_and_is_named() -> None:
 )
 def test_a_wrong_answer_is_refused(answer, why: str) -> None:
     run = dialogue(Broken(answer))
-    with pytest.raises(ValueError, match=f"the environment gave a wrong answer: {why}"):
+    with pytest.raises(ValueError, match=f"rollout.environment gave a wrong answer at rollout .-.: {why}"):
         run.steps(1)
     run.check()
 
@@ -171,6 +190,19 @@ def test_an_environment_that_hangs_once_is_asked_again() -> None:
     (groups,) = steps(run, 1)
     assert tokens_of(groups) == straight(2)
     assert run.driver.watchdog.stats()["watchdog/stalled_rollouts"] == 1
+
+
+def test_every_environment_of_the_config_exists() -> None:
+    assert set(config.ENVIRONMENTS) == set(ENVIRONMENTS)
+
+
+def test_a_function_of_ones_own_makes_an_environment(tmp_path) -> None:
+    (tmp_path / "mine.py").write_text("def make(setup):\n    return setup.score(3)\n")
+    named = Config.model_validate({"rollout": {"environment": f"{tmp_path}/mine.py:make"}})
+    made = build_environment(EnvironmentSetup(named, None, lambda n: Dialogue(n), lambda task: False))  # type: ignore
+    assert isinstance(made, Dialogue) and made.turns == 3
+    with pytest.raises(ValueError, match="rollout.environment.*a int without next, score, scores_singly"):
+        build_environment(EnvironmentSetup(named, None, lambda n: n, lambda task: False))  # type: ignore[arg-type]
 
 
 def test_a_single_turn_is_done_when_it_stops() -> None:

@@ -33,6 +33,7 @@ class Failing(FakeEngine):
         self, fails: Callable[[ExtendRequest, int], Exception | None], lengths: Callable[[int], int] = short
     ) -> None:
         super().__init__(lengths)
+        self.lengths = lengths
         self.fails = fails
         self.asked: dict[str, list[float]] = {}  # when
 
@@ -87,7 +88,7 @@ def test_a_failed_extend_is_tried_again_ever_less_often_from_the_tokens_it_has()
     assert again and failures(run) >= 3
     for rollout in again:
         tokens = rollout.token_ids()
-        assert tokens == uninterrupted_tokens(rollout, 40, engine._lengths) and before[rollout.rollout_id]
+        assert tokens == uninterrupted_tokens(rollout, 40, engine.lengths) and before[rollout.rollout_id]
         assert tokens[: len(before[rollout.rollout_id])] == before[rollout.rollout_id]
     assert run.ledger.metrics(run.cache)["groups/dropped"] == 0
     assert len([line for line in run.said if "the engine failed at rollout" in line]) >= 1

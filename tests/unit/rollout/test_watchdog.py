@@ -303,3 +303,14 @@ def test_whatever_hangs_everything_ends(rng: random.Random) -> None:
                 if stall.action is not Action.ABANDON and rollout_id not in dropped:
                     bench.start(rollout_id)
         assert bench.now - began <= 2 * (1.25 * CONFIG.rollout_timeout_s + 2 * CONFIG.grace_s) + 1
+
+
+def test_a_rollout_that_left_has_no_stall_behind_it() -> None:
+    bench, actions = Bench(r0_0=0), []
+    for leaves in (True, False, False):
+        actions += [stall.action for stall in bench.run(1000)]
+        bench.end("0-0", 0)
+        if leaves:
+            bench.watchdog.on_leave(["0-0"])
+        bench.start("0-0")
+    assert actions == [Action.CONTINUE, Action.CONTINUE, Action.DROP]

@@ -1,6 +1,6 @@
 """The driver: the asyncio shell that carries out what the scheduler decides. One `collect` gives one step's groups.
 
-    next_task -> admit -> engine.extend -> append -> park | finish -> scorer -> set_rewards -> consume
+    next_task -> admit -> engine.extend -> environment.next -> append -> park | finish -> score -> ready -> consume
 
 Owns the waiting: for what is in flight (in_flight.py), beside which the watchdog looks (watcher.py). Never decides an
 order, never changes a rollout itself (Lifecycle does), never trains or hands over weights. Between two `collect` calls
@@ -8,8 +8,8 @@ nothing runs: every held rollout is WAITING, PARKED, SCORING (siblings still unf
 `rollout.overlap` that holds after `interrupt_all` alone: `collect` leaves in flight what it does not return, and
 `go_on` generates while the trainer trains.
 
-A wait has no end of its own: the watchdog looks at times of its own, and does not change the order of what does not
-stall. It may end an extension or a scoring, or take it out of the wait for good.
+No wait has a limit of its own. The watchdog looks at its own times, without changing the order of what makes progress,
+and may end an extension or a scoring, or take it out of the wait for good.
 """
 
 from __future__ import annotations
@@ -39,9 +39,14 @@ class Driver:
 
     `next_task` returns the next (task, prompt ids), None at the end of the stream. `environment` is asked after every
     stopped generation whether the rollout goes on, and scores it when it is done. `stop_token_ids` (EOS) add to those
-    of the config. Without a `watchdog` whatever hangs is
-    waited for. `say` prints one of its lines. `clock` has the time that it took.
-    `on_abandon` is called before what is in flight is ended without its tokens.
+    of the config. Without a `watchdog`, whatever hangs is waited for. `say` prints a line. `clock` counts the time that
+    each phase took. `on_abandon` is called before what is in flight is abandoned.
+
+    There are three ways to stop what is in flight, and these words mean them everywhere:
+
+        drain       nothing is started, and what runs ends by itself
+        interrupt   what runs returns at once with the tokens it has, and is parked, to be continued later
+        abandon     nobody waits any more: what runs is parked with the tokens that it had before
     """
 
     def __init__(
@@ -69,9 +74,9 @@ class Driver:
         self.asker = Asker(engine, self.watchdog.config, say, failure_limit)
         self.in_flight = InFlight(lifecycle, self.asker, requests, environment, self.watchdog, failure_limit, say)
         self.watcher = Watcher(self.in_flight, say)
-        self._stop_requested = False
+        self._interrupted_for_good = False
         self._meanwhile: asyncio.Task[None] | None = None  # generates while the trainer trains
-        self._woken: asyncio.Future[None] | None = None  # ends a wait when the driver is told to stop
+        self._woken: asyncio.Future[None] | None = None  # ends a wait when all is interrupted for good
 
     async def collect(self, version: int) -> list[Group] | None:
         """Generate until there is enough for the step at trainer `version`; return its groups, in group-id order.
@@ -83,15 +88,15 @@ class Driver:
         enough rewards before the first step. Errors propagate: after one of the user's (ValueError) what was running is
         parked, after others (the engine has ended, say) without the tokens of this run.
         """
-        await self._end_meanwhile()
+        await self._rejoin()
         self._begin(version)
         with self.clock.phase():
             try:
                 while True:
                     await self._generate(version, until_enough=True)
-                    if self._stop_requested or not self.config.overlap:
-                        await self._wind_down(None if self._stop_requested else version)
-                    if self._stop_requested:
+                    if self._interrupted_for_good or not self.config.overlap:
+                        await self._interrupt(None if self._interrupted_for_good else version)
+                    if self._interrupted_for_good:
                         return None
                     # A group that was dropped while winding down may be missed: complete_by = "rollout" counted it.
                     if self._is_enough(version):
@@ -99,7 +104,7 @@ class Driver:
                         self.in_flight.release(groups)
                         return groups
             except BaseException as error:
-                await self._abandon(error)
+                await self.abandon(error)
                 raise
             finally:
                 if not self.in_flight.anything:
@@ -119,21 +124,31 @@ class Driver:
 
     async def drain(self) -> None:
         """Wait for what runs to end, and start nothing: before new weights that no rollout may meet half-way."""
-        await self._end_meanwhile()
-        while self.in_flight.extends and not self._stop_requested:
+        await self._rejoin()
+        while self.in_flight.extends and not self._interrupted_for_good:
             await self._wait_for_some()
         self.clock.idle.set("trainer")
 
     async def interrupt_all(self) -> None:
         """Interrupt everything and wait for it and its scores: for a snapshot, or for other work of the engine."""
-        await self._end_meanwhile()
-        await self._wind_down(None)
+        await self._rejoin()
+        await self._interrupt(None)
         self.watcher.end()
 
-    async def abandon(self) -> None:
-        """End what is in flight: its tokens are lost, the cache stays consistent."""
+    async def abandon(self, error: BaseException | None = None) -> None:
+        """End what is in flight without its tokens. The cache stays consistent.
+
+        After `error`, if that is the user's (ValueError) and not the engine's end, what runs is interrupted first: it
+        has tokens to keep.
+        """
         await self._cancel_meanwhile()
-        await self._abandon()
+        if isinstance(error, ValueError):
+            self.interrupt_for_good()
+            with suppress(ValueError):
+                await self._interrupt(None)
+        self.watcher.end()
+        self.on_abandon()
+        await self.in_flight.abandon()
 
     def on_new_version(self, version: int) -> list[Group]:
         """Drop what can no longer be trained in bound, now that the trainer is at `version`. Returns those groups."""
@@ -142,11 +157,12 @@ class Driver:
         return dropped
 
     def interrupt_for_good(self) -> None:
-        """Interrupt everything: `collect` parks what runs, gives up scores under way, and returns None from now on.
+        """Ask for an interruption of everything, after which nothing is generated any more.
 
-        For the event loop's thread and its signal handlers.
+        From now on `collect` parks what runs, gives up scores that are under way, and returns None. For the event
+        loop's thread and its signal handlers.
         """
-        self._stop_requested = True
+        self._interrupted_for_good = True
         self.asker.interrupt()
         if self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
@@ -160,15 +176,15 @@ class Driver:
             self.in_flight.score(self.lifecycle.cache.groups[group_id])
         self.watcher.begin()
 
-    async def _end_meanwhile(self) -> None:
-        """End what `go_on` began: its rollouts run on, but nothing is started or handled. Its error is raised."""
+    async def _rejoin(self) -> None:
+        """What `go_on` began is waited for again: its rollouts run on, but it starts no more. Its error is raised."""
         self.clock.idle.set(None)
         try:
             meanwhile = await self._cancel_meanwhile()
             if meanwhile is not None and not meanwhile.cancelled():
                 meanwhile.result()
         except BaseException as error:
-            await self._abandon(error)
+            await self.abandon(error)
             raise
 
     async def _cancel_meanwhile(self) -> asyncio.Task[None] | None:
@@ -183,8 +199,8 @@ class Driver:
         return self.lifecycle.scheduler.to_consume(version, self.lifecycle.stream_ended) is not None
 
     async def _generate(self, version: int, *, until_enough: bool) -> None:
-        """Until there is enough for the step at `version`, or nothing more may run, or the driver is told to stop."""
-        while not self._stop_requested:
+        """Until there is enough for the step at `version`, or nothing more may run, or all is interrupted for good."""
+        while not self._interrupted_for_good:
             self.lifecycle.scheduler.on_begin(version, self.engine.oldest_version)  # what lagged may have caught up
             if not self.in_flight.drops:
                 self._admit(version)
@@ -209,7 +225,7 @@ class Driver:
 
     async def _wait_for_some(self) -> None:
         """Wait until an extension or a scoring is done, and handle all that are."""
-        if self._stop_requested:
+        if self._interrupted_for_good:
             return
         flight = self.in_flight
         pending = [*flight.extends, *flight.scorings] or _refuse_to_stand_still(self.lifecycle)
@@ -219,10 +235,10 @@ class Driver:
             await self._wait(pending)
         flight.handle_done()
 
-    async def _wind_down(self, version: int | None) -> None:
-        """Interrupt what runs, wait for it, then for the scores of every complete group, but not when told to stop.
+    async def _interrupt(self, version: int | None) -> None:
+        """Interrupt what runs and wait for it, then for the scores of every complete group unless that is for good.
 
-        `version`: of the step that there is enough for, and which may end some rollouts first; None: interrupt all.
+        `version`: of the step that there is enough for, and which may let some rollouts end; None: interrupt all.
         """
         some, flight = None, self.in_flight
         if version is not None:
@@ -234,7 +250,7 @@ class Driver:
             # All of them before any is handled, so that the order of parking is not the order of arrival.
             with self.clock.waiting(generating=tasks is flight.extends):
                 while waiting := [task for task in tasks if not task.done()]:
-                    if self._stop_requested and tasks is flight.scorings:
+                    if self._interrupted_for_good and tasks is flight.scorings:
                         flight.give_up_scores()
                         break
                     everyone = asyncio.ensure_future(asyncio.wait(waiting))
@@ -244,20 +260,10 @@ class Driver:
         assert not flight.anything
 
     async def _wait(self, tasks: Sequence[asyncio.Future]) -> None:
-        """Until one of them is done, the watchdog did something about what stalls, or the driver is told to stop."""
+        """Until one of them is done, the watchdog acted on a stall, or everything is interrupted for good."""
         self._woken = asyncio.get_running_loop().create_future()
         await asyncio.wait([*tasks, self._woken, *self.watcher.tasks], return_when=asyncio.FIRST_COMPLETED)
         self.watcher.go_on()
-
-    async def _abandon(self, error: BaseException | None = None) -> None:
-        """After an error or a cancellation: end what is in flight, so that the cache is consistent."""
-        if isinstance(error, ValueError):  # one of the user's, and not the engine's end: what runs has tokens to keep
-            self.interrupt_for_good()
-            with suppress(ValueError):
-                await self._wind_down(None)
-        self.watcher.end()
-        self.on_abandon()
-        await self.in_flight.abandon()
 
 
 def _refuse_to_stand_still(lifecycle: Lifecycle) -> NoReturn:

@@ -9,7 +9,7 @@ from rollover.config.schema import field_at
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
-# The most files that each row may name: what the structure is for.
+# The most files that each row may name: what the structure is for. Of any other kind it is 5.
 MOST = {
     "How old may a token get?": 1,
     "What happens to a rollout that is parked?": 2,
@@ -23,7 +23,6 @@ MOST = {
     "a verb": 5,
     "a metric": 4,
     "a tracker": 5,
-    "a way of weights to an engine": 5,
     "a built-in reward": 5,
 }
 
@@ -36,11 +35,11 @@ def rows(section: str) -> dict[str, str]:
 
 def test_each_look_up_names_few_files_that_exist() -> None:
     looked_up = {**rows("Where to look"), **rows("What to touch")}
-    assert looked_up.keys() == MOST.keys()
+    assert looked_up.keys() >= MOST.keys()
     for what, cell in looked_up.items():
         files = re.findall(r"`((?:src|tests|docs)/\S+|README\.md)`", cell)
         num_files = len(files) + cell.count("its test")
-        assert 1 <= num_files <= MOST[what], (what, files)
+        assert 1 <= num_files <= MOST.get(what, 5), (what, files)
         for file in files:
             there = ROOT / file.partition("<new>")[0]
             assert there.is_dir() if "<new>" in file else there.is_file(), (what, file)

@@ -62,6 +62,8 @@ class Session:
     def _begin(self, settings: Settings, resume: bool, command: list[str] | None = None) -> None:
         self._settings = settings
         self._stack, self._stop = AsyncExitStack(), Stop()
+        self._is_new = True  # neither entered nor closed so far
+        self._turn = asyncio.Lock()  # a step, a checkpoint or an evaluation: one at a time, whichever task asks
         try:
             self._directory = RunDirectory(settings.config, resume)
         except BaseException:
@@ -72,6 +74,12 @@ class Session:
         self._restores_signals = command is None  # the command line's process ends with its run
 
     async def __aenter__(self) -> Session:
+        if not self._is_new:
+            raise RuntimeError(
+                "a session is entered once, and this one was entered or closed: make another. Session(resume=directory)"
+                " goes on with its run"
+            )
+        self._is_new = False
         try:
             self._stack.callback(self.close)
             if self._restores_signals:
@@ -86,11 +94,15 @@ class Session:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._run = None
-        await self._stack.__aexit__(kind, error, traceback)
+        try:
+            async with self._turn:  # another task's step is finished
+                self._run = None
+        finally:
+            await self._stack.__aexit__(kind, error, traceback)
 
     def close(self) -> None:
         """Give back the directory and the objects of a session that was not, or is no longer, entered."""
+        self._is_new = False
         self._directory.close()
         self._settings.release()
 
@@ -98,21 +110,24 @@ class Session:
         """Make the steps that are left, one each time; evaluations and checkpoints of the configuration between them.
 
         At the end the last evaluation is made and the model is saved. A loop that was left goes on with the next call.
+        What other tasks ask for meanwhile waits for the end of the step.
         """
         async with aclosing(self._open_run().steps()) as steps:
-            async for step in steps:
+            while (step := await self._next_of(steps)) is not None:
                 yield step
 
     async def checkpoint(self) -> None:
         """Write a checkpoint now, if anything happened since the last."""
-        await self._open_run().checkpointing.checkpoint()
+        async with self._turn:
+            await self._open_run().checkpointing.checkpoint()
 
     async def evaluate(self) -> dict[str, Any] | None:
         """Evaluate the present weights on the held-out tasks: the row of eval.jsonl; None if the run is being stopped.
 
         ValueError where nothing is held out (eval.num_tasks), or every reward fails.
         """
-        return await self._open_run().held_out.evaluate()
+        async with self._turn:
+            return await self._open_run().held_out.evaluate()
 
     def set(self, key: str, value: Any) -> None:
         """Change an option from the next step on. ConfigError for one that cannot change while a run goes on, which
@@ -146,6 +161,11 @@ class Session:
     def interrupted(self) -> bool:
         """Whether it was asked to stop."""
         return self._stop.requested
+
+    async def _next_of(self, steps: AsyncGenerator[Step, None]) -> Step | None:
+        async with self._turn:
+            self._open_run()
+            return await anext(steps, None)
 
     def _open_run(self) -> Run:
         if self._run is None:

@@ -57,25 +57,35 @@ class RunDirectory:
         if not resume:
             self._refuse_other_runs()
         check_writable(self.store.dir, "checkpoint.dir")
+        self.locks: list[DirectoryLock] = []
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.locks = [DirectoryLock(self.path, "run.dir")]
-            if config.checkpoint.dir and (folder := self.store.local_folder) is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                if not folder.samefile(self.path):
-                    self.locks.append(DirectoryLock(folder, "checkpoint.dir"))
-            if not resume:
-                self._refuse_other_runs()  # one may have ended while the other waited for nothing
-            if lost and self.mirror is not None:
-                self.mirror.fetch()
-                self.fetched_from = self.mirror.root
-            self.trackers = build_trackers(config, self.path)
+            self._open(lost)
         except OSError as error:
+            self.close()
             raise ValueError(f"run.dir = {str(self.path)!r} cannot be used: {error}") from error
-        self.changes = resume_rules.changes(self._earlier_config(), config) if resume else []
-        if resume and self.checkpoint_to_resume() is not None:
-            resume_rules.refuse(self.changes)
+        except BaseException:
+            self.close()  # who keeps the error keeps this object, too
+            raise
         self.metrics, self.evals = self.trackers.the(MetricsFile), self.trackers.the(EvalFile)
+
+    def _open(self, lost: bool) -> None:
+        """Lock the directory, and open what is written there. `lost`: it has none of the run's files."""
+        config = self.config
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.locks.append(DirectoryLock(self.path, "run.dir"))
+        if config.checkpoint.dir and (folder := self.store.local_folder) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not folder.samefile(self.path):
+                self.locks.append(DirectoryLock(folder, "checkpoint.dir"))
+        if not self.resume:
+            self._refuse_other_runs()  # one may have ended while the other waited for nothing
+        if lost and self.mirror is not None:
+            self.mirror.fetch()
+            self.fetched_from = self.mirror.root
+        self.trackers = build_trackers(config, self.path)
+        self.changes = resume_rules.changes(self._earlier_config(), config) if self.resume else []
+        if self.resume and self.checkpoint_to_resume() is not None:
+            resume_rules.refuse(self.changes)
 
     @property
     def journal(self) -> Path:

@@ -8,7 +8,9 @@ Run tests/contract/environment_contract.py on your own.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from numbers import Real
 from typing import Protocol
 
 import numpy as np
@@ -19,8 +21,8 @@ from rollover.types import Reward, Rollout, Segment, StopReason, Task
 class Environment(Protocol):
     """The task's side of a rollout. Many rollouts are asked for at once, on one event loop.
 
-    What it raises drops the rollout's group (failed). What may fail, like a tool, is better answered with tokens that
-    say so.
+    Where `next` raises the rollout's group is dropped (failed); where `score` does its rewards are missing. What may
+    fail, like a tool, is better answered with tokens that say so.
     """
 
     async def next(self, rollout: Rollout) -> Segment | None:
@@ -59,14 +61,39 @@ def written(rollout: Rollout, token_ids: Sequence[int], *, done: bool = False) -
     )
 
 
-def why_not_written(answer: object) -> str | None:
-    """Why this cannot be what an environment writes; None: it can."""
+def why_not_written(answer: object, num_tokens: int) -> str | None:
+    """Why this cannot be what an environment writes after `num_tokens`; None: it can."""
     if not isinstance(answer, Segment):
         return f"it is a {type(answer).__name__}, and no Segment"
     if answer.trainable:
         return "its tokens are marked as sampled by the policy"
+    if answer.token_ids.dtype.kind not in "iu":
+        return f"its token ids are {answer.token_ids.dtype}, not integers"
+    if answer.start not in (None, num_tokens):
+        return f"it begins with token {answer.start}, and token {num_tokens} comes next"
     if answer.stop_reason not in (StopReason.PAUSED, StopReason.ENV_DONE):
         return f"it ends with {answer.stop_reason.value}"
     if answer.stop_reason is StopReason.PAUSED and not len(answer):
         return "it has no token, and is not the end"
     return None
+
+
+def why_no_rewards(answer: object, num: int) -> str | None:
+    """Why this cannot be the rewards of `num` rollouts; None: it can."""
+    if not isinstance(answer, list | tuple) or not all(isinstance(reward, Reward) for reward in answer):
+        return f"{answer!r:.100} is no list of Reward"
+    if len(answer) != num:
+        return f"there are {len(answer)} for {num} rollouts"
+    for reward in answer:
+        if reward.score is not None and not (_is_number(reward.score) and math.isfinite(reward.score)):
+            return f"{reward.score!r:.100} is no finite score"
+        if not isinstance(reward.extras, Mapping):
+            return f"its extras are {reward.extras!r:.100}, and no mapping"
+        for name, value in reward.extras.items():
+            if not (isinstance(name, str) and name.isprintable() and name and _is_number(value)):
+                return f"its extras have {value!r:.100} for {name!r:.100}"
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

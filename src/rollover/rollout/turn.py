@@ -44,7 +44,7 @@ async def play_turn(asker: Asker, environment: Environment, rollout: Rollout, re
         raise EnvironmentFailed(why, segments) from error
     if answer is None:
         return segments
-    if (why := why_not_written(answer)) is not None:
+    if (why := why_not_written(answer, so_far.num_tokens)) is not None:
         raise ValueError(
             f"rollout.environment gave a wrong answer at rollout {rollout.rollout_id}: {why}. Mend it, and go on with"
             " --resume"

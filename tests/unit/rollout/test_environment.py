@@ -12,7 +12,7 @@ from rollover.config import Config
 from rollover.config import rollout as config
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.engine.fake import FakeEngine
-from rollover.envs.build import ENVIRONMENTS, EnvironmentSetup, build_environment
+from rollover.envs.build import ENVIRONMENTS, EnvironmentSetup, OwnEnvironment, build_environment
 from rollover.envs.protocol import written
 from rollover.rollout.lifecycle import EventKind
 from rollover.trainer.batch import build_batch
@@ -200,7 +200,8 @@ def test_a_function_of_ones_own_makes_an_environment(tmp_path) -> None:
     (tmp_path / "mine.py").write_text("def make(setup):\n    return setup.score(3)\n")
     named = Config.model_validate({"rollout": {"environment": f"{tmp_path}/mine.py:make"}})
     made = build_environment(EnvironmentSetup(named, None, lambda n: Dialogue(n), lambda task: False))  # type: ignore
-    assert isinstance(made, Dialogue) and made.turns == 3
+    assert isinstance(made, OwnEnvironment)
+    assert isinstance(made.environment, Dialogue) and made.environment.turns == 3
     with pytest.raises(ValueError, match="rollout.environment.*a int without next, score, scores_singly"):
         build_environment(EnvironmentSetup(named, None, lambda n: n, lambda task: False))  # type: ignore[arg-type]
 

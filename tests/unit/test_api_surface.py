@@ -6,6 +6,7 @@ A deliberate change: `UPDATE_GOLDEN=1 pytest tests/unit/test_api_surface.py`, an
 import dataclasses
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,12 @@ def test_every_public_thing_says_what_it_is() -> None:
         ):
             if inspect.isfunction(member) and not member.__name__.startswith("_"):
                 assert member.__doc__, f"{name}.{member.__name__}"
+
+
+def test_the_page_names_all_of_them() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    listed = page.split("The names are these")[1].split("## Train")[0]
+    assert sorted(set(re.findall(r"`(\w+)`", listed))) == sorted(rollover.__all__)
 
 
 def test_the_import_loads_nothing_heavy() -> None:

@@ -113,7 +113,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     for name, verb in our_verbs().items():
         _add(verbs, name, verb)
     asked_for = next((word for word in argv if not word.startswith("-")), "")
-    if argv and asked_for not in VERBS:
+    if asked_for not in VERBS and (asked_for or {"-h", "--help"} & set(argv)):
         for name, point in installed_verbs().items():
             if not asked_for or name == asked_for:
                 try:

@@ -20,6 +20,7 @@ def run(args, overrides):
 
 VERB = Verb("Say 100 % hello.", run, lambda parser: parser.add_argument("--loud", action="store_true"), files="*")
 OTHER = 3
+TWICE = Verb("Say it twice.", run, lambda parser: parser.add_argument("--help"))
 """
 
 
@@ -32,8 +33,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: greeter\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text(
         "[rollover.verbs]\nhello = greeter:VERB\ntrain = greeter:VERB\nno_verb = greeter:OTHER\n"
-        "gone = nothing_of_it:VERB\n"
+        "gone = nothing_of_it:VERB\nleft = leaver:VERB\ntwice = greeter:TWICE\n"
     )
+    (tmp_path / "leaver.py").write_text("raise SystemExit(5)")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -71,10 +73,12 @@ def test_help_lists_it_and_tells_of_one_that_cannot_be_loaded(
     assert ended.value.code == 0 and "Say 100 % hello." in text
     assert "the verb gone (nothing_of_it:VERB) cannot be loaded: ModuleNotFoundError" in text
     assert "the verb no_verb (greeter:OTHER) is 3, not a rollover.commands.verb.Verb" in text
+    assert "the verb left (leaver:VERB) cannot be loaded: SystemExit: 5" in text
+    assert "the verb twice (greeter:TWICE) fails at its arguments: ArgumentError" in text
     assert "Train a model." in text, "a name of ours stays ours"
 
 
-@pytest.mark.parametrize("name", ["gone", "no_verb"])
+@pytest.mark.parametrize("name", ["gone", "no_verb", "left", "twice"])
 def test_one_that_cannot_be_loaded_is_the_user_s_error(
     package: None, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -85,3 +89,9 @@ def test_one_that_cannot_be_loaded_is_the_user_s_error(
 def test_a_verb_of_ours_loads_none_of_another_package(package: None) -> None:
     assert cli.main(["init", "--list"]) == 0
     assert "greeter" not in sys.modules
+
+
+def test_the_version_loads_none_either(package: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("rollover ") and "greeter" not in sys.modules

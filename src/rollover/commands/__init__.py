@@ -7,6 +7,7 @@ Owns who is asked for which name. No module of another package is loaded before 
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -40,8 +41,12 @@ def load_verb(point: EntryPoint) -> Verb:
     where = f"the verb {point.name} ({point.value})"
     try:
         verb = point.load()
-    except Exception as error:  # boundary: another package's module
+    except (Exception, SystemExit) as error:  # boundary: another package's module
         raise ValueError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(verb, Verb):
         raise ValueError(f"{where} is {verb!r}, not a rollover.commands.verb.Verb")
+    try:
+        verb.arguments(ArgumentParser())
+    except (Exception, SystemExit) as error:  # boundary: another package's function
+        raise ValueError(f"{where} fails at its arguments: {type(error).__name__}: {error}") from error
     return verb

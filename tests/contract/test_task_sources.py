@@ -177,6 +177,16 @@ WRONG = {
     "return Of(1, None)": "returned None for number 0; it must return a Task for every number below its length",
     "return Of(1, Task('t', 's', 'r'))": "returned a Task for number 0 that has not one of prompt and messages",
     "return Of(1, Task('t', 's', 'r', prompt='p', columns={'a': {1}}))": "returned columns for number 0 that are not",
+    "return Of(-3)": "failed: ValueError: __len__() should return >= 0",
+    "return Of('5')": "failed: TypeError: 'str' object cannot be interpreted as an integer",
+    "return Of(10**30)": "failed: OverflowError: cannot fit",
+    "return Of(10**11)": "returned a Of of length 100000000000, and 100000000 is the largest",
+    "return Of(1, Task('t', 's', None, prompt='p'))": "returned a Task for number 0 that has None for reward",
+    "return Of(1, Task('t', 's', 'r', prompt=5))": "that has 5 (int) where a text must be",
+    "return Of(1, Task('t', 's', 'r', prompt='\\ud800'))": "that has a lone surrogate in its text",
+    "return Of(1, Task('t', 's', 'r', prompt='p', columns=None))": "that has None for columns",
+    "return Of(1, Task('t', 's', 'r', messages=['hello']))": "has messages that are no dicts with role and content",
+    "return Of(1, Task('t', 's', 'r', messages=()))": "that has () (tuple) for messages",
 }
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
+from typing import Any
 
 from rollover.config import TaskSourceConfig
 from rollover.functions import FunctionError, OwnFunction, described, own_function
@@ -24,6 +25,7 @@ SOURCES: dict[str, Callable[[SourceSetup], TaskSource]] = {
     "dataset": dataset_source,
 }
 _KEY = "tasks.sources.kind"
+_MAX_LENGTH = 100_000_000  # their numbers are shuffled in memory
 _FIRST_PROBLEMS = 10  # by which it is told whether a source of the user's own is the one of before
 
 
@@ -44,9 +46,7 @@ class OwnSource:
         if not callable(getattr(made, "problem", None)):
             raise make.refused(f"a {type(made).__name__} without a method problem")
         self.endless = not hasattr(made, "__len__")
-        self.num_problems = None if self.endless else len(made)
-        if self.num_problems == 0:
-            raise make.refused(f"a {type(made).__name__} without any problem (its length is 0)")
+        self.num_problems = None if self.endless else _length(made, make)
         self.same = problem_text
         self._problem = OwnFunction(made.problem, _KEY, self.spec, "a Task for every number below its length")
 
@@ -59,8 +59,8 @@ class OwnSource:
             raise
         if not isinstance(problem, Task):
             raise self._problem.refused(f"{described(problem)} for number {index}")
-        if (problem.prompt is None) == (problem.messages is None):
-            raise self._problem.refused(f"a Task for number {index} that has not one of prompt and messages")
+        if (why := _why_no_task(problem)) is not None:
+            raise self._problem.refused(f"a Task for number {index} that {why}")
         try:
             json.dumps(problem.columns)
         except (TypeError, ValueError) as error:
@@ -74,6 +74,42 @@ class OwnSource:
         texts = [problem.content for problem in problems_of(self, _FIRST_PROBLEMS)]
         number = "endless" if self.endless else f"{self.num_problems} problems"
         return f"{number}, {key_of(json.dumps(texts)):016x}"
+
+
+def _length(made: Any, make: OwnFunction) -> int:
+    try:
+        num = len(made)
+    except (Exception, SystemExit) as error:  # boundary: the user's source
+        raise make.failed(error) from error
+    if num == 0:
+        raise make.refused(f"a {type(made).__name__} without any problem (its length is 0)")
+    if num > _MAX_LENGTH:
+        raise make.refused(
+            f"a {type(made).__name__} of length {num}, and {_MAX_LENGTH} is the largest (without one it is endless)"
+        )
+    return num
+
+
+def _why_no_task(problem: Task) -> str | None:
+    """Why it can be no task of a source; None: it can."""
+    for name in ("task_id", "source", "reward"):
+        if not isinstance(value := getattr(problem, name), str):
+            return f"has {described(value)} for {name}"
+    if (problem.prompt is None) == (problem.messages is None):
+        return "has not one of prompt and messages"
+    texts: list[Any] = [problem.prompt]
+    if problem.messages is not None:
+        if not (isinstance(problem.messages, list | tuple) and problem.messages):
+            return f"has {described(problem.messages)} for messages"
+        if not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in problem.messages):
+            return "has messages that are no dicts with role and content"
+        texts = [m[name] for m in problem.messages for name in ("role", "content")]
+    for text in texts:
+        if not isinstance(text, str):
+            return f"has {described(text)} where a text must be"
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            return "has a lone surrogate in its text, which is no character"
+    return None if isinstance(problem.columns, Mapping) else f"has {described(problem.columns)} for columns"
 
 
 def held_out_names(sources: list[TaskSourceConfig]) -> dict[str, str]:

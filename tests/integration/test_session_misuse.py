@@ -85,3 +85,12 @@ def test_a_directory_is_free_again_where_a_run_could_not_begin(tmp_path: Path) -
     with pytest.raises(ValueError, match="no network") as kept:
         rollover.train(**settings(tmp_path, trackers=[fails]))
     assert rollover.train(**settings(tmp_path, trackers=[Tracker])).finished and kept.value
+
+
+def test_a_damaged_configuration_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.resolved.json"
+    file.write_text('{"run": {')
+    with pytest.raises(ValueError, match="config.resolved.json is damaged"):
+        rollover.open(tmp_path).config  # noqa: B018
+    with pytest.raises(ValueError, match="config.resolved.json is damaged"):
+        rollover.train(resume=tmp_path)

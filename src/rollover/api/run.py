@@ -42,7 +42,12 @@ class Run:
     def config(self) -> dict[str, Any]:
         """Every value that the run uses, as in config.resolved.json. {} before the run has begun."""
         path = self.directory / "config.resolved.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not path.is_file():
+            return {}
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}): restore the file") from error
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -147,7 +152,7 @@ class Run:
     @property
     def _recorded(self) -> bool:
         """Whether there is a record. ValueError where there never will be."""
-        if self.config and not self.config["track"]["rollouts"]:
+        if self.config.get("track", {}).get("rollouts") is False:
             raise ValueError(f"{str(self.directory)!r} records no rollouts: track.rollouts is off")
         folder = self.directory / "rollouts"
         return folder.is_dir() and any(folder.glob("step-*.jsonl"))

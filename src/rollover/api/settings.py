@@ -258,7 +258,10 @@ def _of_run(folder: Path) -> dict[str, Any]:
     path = folder / "config.resolved.json"
     if not path.is_file():
         raise ConfigError(f"resume: {str(folder)!r} holds no run: there is no config.resolved.json")
-    saved: Any = renamed(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        saved: Any = renamed(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ConfigError(f"resume: {path} is damaged ({error}): restore the file") from error
     preset = {f"algorithm.{k}": v for k, v in PRESETS.get(saved["algorithm"].get("preset"), {}).items()}
     out: dict[str, Any] = {}
     for key, info in leaves():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -291,6 +291,10 @@ class Group:
     def min_version(self) -> int | None:
         """Smallest policy version among the sampled tokens of all siblings; None before the first token."""
         return min((r.min_version for r in self.rollouts if r.min_version is not None), default=None)
+
+    def copied(self) -> Group:
+        """The same, for who may change it: other lists, and other rollouts in them."""
+        return replace(self, rollouts=[replace(rollout) for rollout in self.rollouts])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -91,13 +91,24 @@ def test_it_is_told_what_the_files_of_the_run_hold(tmp_path: Path, capsys: pytes
 
 
 def test_one_that_goes_on_with_a_killed_run_has_each_step_once(tmp_path: Path) -> None:
-    """The kill comes before the fourth row; the newest checkpoint is that of the second step."""
+    """The kill comes before the fourth row, which it has been told, and is told again."""
     journal = ["--checkpoint.journal_s", "0"]
     file = recipe(tmp_path, "Kept", steps=6)
     killed = runs.rollover("rollover.track.sinks:JsonlSink.write", 4, "train", file, *journal, script=KILLED_AT)
-    assert killed.returncode == -signal.SIGKILL and list(kept(tmp_path)["rows"]) == ["1", "2", "3"]
+    assert killed.returncode == -signal.SIGKILL and list(kept(tmp_path)["rows"]) == ["1", "2", "3", "4"]
     assert main(["train", str(file), "--resume", *journal]) == 0
     assert list(kept(tmp_path)["rows"]) == ["1", "2", "3", "4", "5", "6"] and kept(tmp_path)["starts"] == 2
+    check(tmp_path)
+
+
+def test_a_step_whose_row_is_written_has_been_told(tmp_path: Path) -> None:
+    """The kill comes right behind the third row: that step is not told again."""
+    journal = ["--checkpoint.journal_s", "0.2"]
+    file = recipe(tmp_path, "Kept")
+    killed = runs.rollover("rollover.track.live:LiveView.on_step", 3, "train", file, *journal, script=KILLED_AT)
+    assert killed.returncode == -signal.SIGKILL and len(runs.json_lines(tmp_path / "run" / "metrics.jsonl")) == 3
+    assert main(["train", str(file), "--resume", *journal]) == 0
+    assert list(kept(tmp_path)["rows"]) == ["1", "2", "3", "4"]
     check(tmp_path)
 
 

@@ -115,6 +115,8 @@ KINDS: dict[str, tuple[str, Callable[[str], Any], str, dict[str, str]]] = {
             "return {'a': 'high'}": "returned 'high' (str) for 'a'",
             "return {'a': True}": "returned True (bool) for 'a'",
             "return {1: 2.0}": "returned 2.0 (float) for 1",
+            "return {'a\\nb': 2.0}": "returned 2.0 (float) for 'a\\nb'",
+            "return {'a': 10**400}": "failed: OverflowError",
         },
     ),
     "rollout.order": (

@@ -6,7 +6,6 @@ Owns what such a function must return. Called before the step is trained, so tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from numbers import Real
 
 from rollover.functions import described, own_function
@@ -25,12 +24,16 @@ def own_metrics(spec: str) -> Callable[[list[Group]], dict[str, float]]:
     own = own_function("track.metrics", spec, _RETURNS)
 
     def metrics(groups: list[Group]) -> dict[str, float]:
-        found = own([replace(group, rollouts=list(group.rollouts)) for group in groups])  # lists that it may sort
+        found = own([group.copied() for group in groups])
         if not isinstance(found, Mapping):
             raise own.refused(described(found))
         for name, value in found.items():
-            if not (isinstance(name, str) and name) or isinstance(value, bool) or not isinstance(value, Real):
+            is_name = isinstance(name, str) and name and name.isprintable()
+            if not is_name or isinstance(value, bool) or not isinstance(value, Real):
                 raise own.refused(f"{described(value)} for {name!r}")
-        return {f"own/{name}": float(value) for name, value in found.items()}
+        try:
+            return {f"own/{name}": float(value) for name, value in found.items()}
+        except OverflowError as error:
+            raise own.failed(error) from error
 
     return metrics

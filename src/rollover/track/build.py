@@ -52,16 +52,17 @@ TRACKERS: dict[str, Callable[[Place], Tracker]] = {
 
 
 def build_trackers(config: Config, path: Path) -> Trackers:
-    """All of a run in the directory `path`. ValueError for an entry of track.trackers that names no tracker; OSError
-    where a file cannot be opened."""
+    """All of a run in the directory `path`, the user's own before ours. ValueError for an entry of track.trackers that
+    names no tracker; OSError where a file cannot be opened."""
     trackers = Trackers()
     place = Place(config, path, trackers.on_message)
-    for name, make in TRACKERS.items():
-        trackers.add(name, make(place))
+    # What our files have is not told again, after a kill: so it has been told to the user's own by then.
     for spec in config.track.trackers:
         make_own = own_function("track.trackers", spec, OWN)
         tracker = make_own()
         if not isinstance(tracker, Tracker):
             raise make_own.refused(repr(tracker))
         trackers.add(spec, OwnTracker(tracker, spec, trackers.on_message))
+    for name, make in TRACKERS.items():
+        trackers.add(name, make(place))
     return trackers

@@ -19,7 +19,7 @@ from rollover.track.tracker import Row
 def _patterns() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
     exact = {m.key: m for m in METRICS if "{" not in m.key}
     wildcard = [
-        (re.compile(".+".join(re.escape(part) for part in re.split(r"\{\w+\}", m.key))), m)
+        (re.compile(".+".join(re.escape(part) for part in re.split(r"\{\w+\}", m.key)), re.DOTALL), m)
         for m in METRICS
         if "{" in m.key
     ]

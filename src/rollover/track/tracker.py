@@ -8,9 +8,10 @@ own is reported once and counted, and the run goes on. Which trackers a run has:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -101,7 +102,7 @@ class Tracker:
 
 class OwnTracker(Tracker):
     """A tracker of the user's own, which `track.trackers` names as `spec`. Whatever it raises is reported once and
-    counted: the run goes on, and goes on telling it. It gets copies of rows."""
+    counted: the run goes on, and goes on telling it. It gets copies of rows and groups."""
 
     def __init__(self, tracker: Tracker, spec: str, say: Callable[[str], None]) -> None:
         self.tracker, self.spec, self.failed = tracker, spec, 0
@@ -120,7 +121,7 @@ class OwnTracker(Tracker):
         self._tell(lambda: self.tracker.on_eval(dict(row)))
 
     def on_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:
-        self._tell(lambda: self.tracker.on_groups(step, list(groups)))
+        self._tell(lambda: self.tracker.on_groups(step, [_copied(recorded) for recorded in groups]))
 
     def on_phase(self, name: str) -> None:
         self._tell(lambda: self.tracker.on_phase(name))
@@ -133,18 +134,37 @@ class OwnTracker(Tracker):
 
     @property
     def wants_groups(self) -> bool:
-        return self.tracker.wants_groups
-
-    def _tell(self, event: Callable[[], None]) -> None:
         try:
-            event()
+            return bool(self.tracker.wants_groups)
         except (Exception, SystemExit) as error:  # boundary: the user's tracker
-            self.failed += 1
-            if self.failed == 1:
-                self._say(
-                    f"track.trackers: {self.spec} failed: {explained(error)}; the run goes on without what it missed"
-                    " (trackers/failed counts; this is said once)"
-                )
+            self._fail(error)
+            return False
+
+    def _tell(self, event: Callable[[], object]) -> None:
+        try:
+            answer = event()
+            if inspect.iscoroutine(answer):
+                answer.close()
+                raise TypeError(f"{answer.__qualname__} is an async def, which nobody awaits: write def")
+        except (Exception, SystemExit) as error:  # boundary: the user's tracker
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.failed += 1
+        if self.failed == 1:
+            self._say(
+                f"track.trackers: {self.spec} failed: {explained(error)}; the run goes on without what it missed"
+                " (trackers/failed counts; this is said once)"
+            )
+
+
+def _copied(recorded: RecordedGroup) -> RecordedGroup:
+    return replace(
+        recorded,
+        group=recorded.group.copied(),
+        completions=list(recorded.completions),
+        advantages=list(recorded.advantages),
+    )
 
 
 class Trackers(Tracker):

@@ -110,3 +110,8 @@ def test_aggregate_by_kind() -> None:
 
 def test_aggregate_rate_without_its_parts() -> None:
     assert aggregate([{"speed/trained_tokens_per_s": 5.0}]) == {"speed/trained_tokens_per_s": None}
+
+
+def test_a_name_in_a_key_may_be_any_text() -> None:
+    """A reward's own values are the user's to name; what is wrong with a row is found after its step was trained."""
+    validate({"reward/extra/two\nlines": 1.0})

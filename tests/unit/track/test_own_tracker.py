@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.track.build import build_trackers
-from rollover.track.tracker import Cut, OwnTracker, Tracker, Trackers
+from rollover.track.tracker import Cut, OwnTracker, RecordedGroup, Tracker, Trackers
+from samples import group, rollout, segment
 
 
 class Failing(Tracker):
@@ -107,3 +108,45 @@ def test_rollouts_that_are_not_recorded_are_cut_all_the_same(tmp_path: Path) -> 
     assert not off.wants_groups
     off.truncate(Cut(0))
     assert not list((tmp_path / "rollouts").iterdir())
+
+
+class Late(Tracker):
+    async def on_step(self, row: Mapping[str, Any]) -> None:  # type: ignore[override]
+        raise AssertionError("nobody awaits it")
+
+
+def test_an_async_def_is_a_failure_that_is_told() -> None:
+    trackers, said = guarded(Late())
+    trackers.on_step({"step": 1})
+    assert len(said) == 1 and "Late.on_step is an async def, which nobody awaits" in said[0]
+    assert trackers.stats() == {"trackers/failed": 1}
+
+
+class Undecided(Tracker):
+    @property
+    def wants_groups(self) -> bool:
+        raise KeyError("maybe")
+
+
+def test_one_that_cannot_say_what_it_wants_gets_no_groups() -> None:
+    trackers, said = guarded(Undecided())
+    assert not trackers.wants_groups and len(said) == 1 and trackers.stats() == {"trackers/failed": 1}
+
+
+class Taking(Tracker):
+    def on_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:
+        for recorded in groups:
+            recorded.group.rollouts[0].segments.clear()
+            recorded.group.rollouts[0].reward = None
+            recorded.group.rollouts.pop()
+            recorded.completions.clear()  # type: ignore[attr-defined]
+
+
+def test_what_it_does_to_groups_is_its_own_business() -> None:
+    """A replay buffer, and a loop of the user's own, go on with them."""
+    trackers, said = guarded(Taking())
+    of = group(0, [rollout(0, sibling, 0.5, [segment([1, 2])]) for sibling in range(2)])
+    told = RecordedGroup(of, ["a", "b"], [0.5, 0.5])
+    trackers.on_groups(1, [told])
+    assert not said and len(of.rollouts) == 2 and told.completions == ["a", "b"]
+    assert [(r.token_ids(), r.num_tokens, r.reward is None) for r in of.rollouts] == [([1, 2], 2, False)] * 2

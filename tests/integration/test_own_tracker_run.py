@@ -112,6 +112,15 @@ def test_a_step_whose_row_is_written_has_been_told(tmp_path: Path) -> None:
     check(tmp_path)
 
 
+def test_the_row_of_a_step_that_is_trained_again_has_the_users_own_metrics(tmp_path: Path) -> None:
+    (tmp_path / "metric.py").write_text("def sizes(groups):\n    return {'groups': len(groups)}\n")
+    file = recipe(tmp_path, track={"live": "plain", "metrics": f"{tmp_path}/metric.py:sizes"})
+    killed = runs.rollover("rollover.track.sinks:JsonlSink.write", 3, "train", file, script=KILLED_AT)
+    assert killed.returncode == -signal.SIGKILL
+    assert main(["train", str(file), "--resume"]) == 0
+    assert [row["own/groups"] for row in runs.json_lines(tmp_path / "run" / "metrics.jsonl")] == [3, 3, 3, 3]
+
+
 def test_groups_are_told_where_none_are_recorded(tmp_path: Path) -> None:
     folder = tmp_path / "off"
     file = recipe(folder, "Kept", steps=1, track={"rollouts": False, "trackers": [f"{folder}/mine.py:Kept"]})

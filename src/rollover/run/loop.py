@@ -127,7 +127,7 @@ class Run:
         if self.directory.resume:
             resume = Resume(
                 self.config, self.parts, self.stateful, self.directory, self.journaling, self.hand_over, self.rows,
-                self.tracking,
+                self.tracking, self.own_metrics,
             )  # fmt: skip
             self.checkpointing.saved_version = await resume.restore()
         await self.checkpointing.begin()

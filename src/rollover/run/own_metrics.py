@@ -14,7 +14,10 @@ from rollover.types import Group
 _RETURNS = "a number for each name, as {'name': 1.0}"
 
 
-def own_metrics(spec: str) -> Callable[[list[Group]], dict[str, float]]:
+OwnMetrics = Callable[[list[Group]], dict[str, float]]
+
+
+def own_metrics(spec: str) -> OwnMetrics:
     """Of a step's groups, what the function says of them, as keys of a row: `own/NAME`. {} where `spec` is empty.
 
     ValueError where there is no such function; FunctionError where it raises or returns anything else than numbers.

@@ -19,6 +19,7 @@ from rollover.run.journal_replay import Replay
 from rollover.run.journal_scribe import ROLL_BACK, STEP
 from rollover.run.journaling import Journaling
 from rollover.run.metrics_row import Rows
+from rollover.run.own_metrics import OwnMetrics
 from rollover.run.parts import Parts
 from rollover.run.roll_back import RollBack
 from rollover.run.snapshot import load_snapshot
@@ -42,9 +43,11 @@ class Resume:
         hand_over: HandOver,
         rows: Rows,
         tracking: Tracking,
+        own_metrics: OwnMetrics,
     ) -> None:
         self.config, self.parts, self.stateful, self.directory = config, parts, stateful, directory
         self.journaling, self.hand_over, self.rows, self.tracking = journaling, hand_over, rows, tracking
+        self.own_metrics = own_metrics
         self.trackers = directory.trackers
         # Of the newest step that was trained again: what its row is made of.
         self._trained_again: tuple[list[Group], Batch, dict[str, float], int] | None = None
@@ -150,6 +153,7 @@ class Resume:
         if row_is_missing:
             assert self._trained_again is not None
             groups, batch, trained, before = self._trained_again
+            trained = self.own_metrics(groups) | trained
             self.tracking.on_step(self.rows.of_step(groups, batch, trained, before, 0), groups, batch)
 
     def _say(self, name: str | None, replay: Replay) -> None:

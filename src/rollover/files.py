@@ -6,10 +6,12 @@ Owns no file. Imports nothing heavy; fsspec only where a path is a URL.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from rollover.alike import alike
 
@@ -94,6 +96,17 @@ def did_you_mean_path(path: str | Path, suffixes: Collection[str] = ()) -> str:
     """The end of a message about a path that does not exist."""
     near = near_paths(path, suffixes)
     return f". Did you mean {' or '.join(near)}?" if near else ". Check the path"
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """A JSON file of tables, such as config.resolved.json. ValueError that names it where it is damaged."""
+    try:
+        tables = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+            raise ValueError("it holds no tables")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): restore the file") from error
+    return tables
 
 
 def give_usual_mode(path: str | Path) -> None:

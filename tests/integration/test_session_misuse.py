@@ -87,9 +87,10 @@ def test_a_directory_is_free_again_where_a_run_could_not_begin(tmp_path: Path) -
     assert rollover.train(**settings(tmp_path, trackers=[Tracker])).finished and kept.value
 
 
-def test_a_damaged_configuration_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ['{"run": {', "[1]", '{"algorithm": 3}'])
+def test_a_damaged_configuration_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.resolved.json"
-    file.write_text('{"run": {')
+    file.write_text(text)
     with pytest.raises(ValueError, match="config.resolved.json is damaged"):
         rollover.open(tmp_path).config  # noqa: B018
     with pytest.raises(ValueError, match="config.resolved.json is damaged"):

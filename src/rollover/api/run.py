@@ -6,12 +6,12 @@ Owns nothing: everything is read from the files (docs/running.md) when it is ask
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rollover.files import read_tables
 from rollover.track.recorder import read_records, read_rollouts
 from rollover.track.sinks import read_rows
 from rollover.track.trace import TRACE, TraceEvent, read_trace
@@ -42,12 +42,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         """Every value that the run uses, as in config.resolved.json. {} before the run has begun."""
         path = self.directory / "config.resolved.json"
-        if not path.is_file():
-            return {}
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}): restore the file") from error
+        return read_tables(path) if path.is_file() else {}
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

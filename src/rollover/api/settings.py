@@ -24,6 +24,7 @@ from rollover.config.load import PYTHON, Resolved, load_config
 from rollover.config.presets import PRESETS
 from rollover.config.schema import RENAMED, default_of, leaves, renamed, tables
 from rollover.config.table import row_of
+from rollover.files import read_tables
 from rollover.live_objects import LIVE, hold, is_live, live_object, name_of, release
 from rollover.processes import prepare_libraries
 from rollover.rewards.several import SeveralRewards
@@ -259,9 +260,10 @@ def _of_run(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"resume: {str(folder)!r} holds no run: there is no config.resolved.json")
     try:
-        saved: Any = renamed(json.loads(path.read_text(encoding="utf-8")))
+        saved: Any = renamed(read_tables(path))
+        saved = {table: {} for table, _ in tables()} | saved
     except ValueError as error:
-        raise ConfigError(f"resume: {path} is damaged ({error}): restore the file") from error
+        raise ConfigError(f"resume: {error}") from error
     preset = {f"algorithm.{k}": v for k, v in PRESETS.get(saved["algorithm"].get("preset"), {}).items()}
     out: dict[str, Any] = {}
     for key, info in leaves():
@@ -273,7 +275,7 @@ def _of_run(folder: Path) -> dict[str, Any]:
             continue
         table = row_of(info.annotation)
         out[key] = value if table is None else [_row(row, table) for row in value]
-    if out.get("rollout.in_flight_groups") == saved["rollout"]["groups_per_step"]:
+    if out.get("rollout.in_flight_groups", 0) == saved["rollout"].get("groups_per_step"):
         del out["rollout.in_flight_groups"]
     return out
 

@@ -134,6 +134,9 @@ class EvalFile(JsonlSink):
 
 def _row(path: Path, line: bytes) -> dict[str, Any]:
     try:
-        return json.loads(line)
+        row = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{path} has a line that is not JSON ({error}): restore the file") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{path} has a line that is no row ({row!r:.100}): restore the file")
+    return row

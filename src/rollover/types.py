@@ -292,9 +292,10 @@ class Group:
         """Smallest policy version among the sampled tokens of all siblings; None before the first token."""
         return min((r.min_version for r in self.rollouts if r.min_version is not None), default=None)
 
-    def copied(self) -> Group:
-        """The same, for who may change it: other lists, and other rollouts in them."""
-        return replace(self, rollouts=[replace(rollout) for rollout in self.rollouts])
+
+def copied(group: Group) -> Group:
+    """The same, for who may change it: other lists, and other rollouts in them."""
+    return replace(group, rollouts=[replace(rollout) for rollout in group.rollouts])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 
 from rollover.functions import described, own_function
-from rollover.types import Group
+from rollover.types import Group, copied
 
 _RETURNS = "a number for each name, as {'name': 1.0}"
 
@@ -27,7 +27,7 @@ def own_metrics(spec: str) -> OwnMetrics:
     own = own_function("track.metrics", spec, _RETURNS)
 
     def metrics(groups: list[Group]) -> dict[str, float]:
-        found = own([group.copied() for group in groups])
+        found = own([copied(group) for group in groups])
         if not isinstance(found, Mapping):
             raise own.refused(described(found))
         for name, value in found.items():

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rollover.functions import explained
-from rollover.types import DropReason, Group
+from rollover.types import DropReason, Group, copied
 
 Row = Mapping[str, float | int | None]
 Kind = TypeVar("Kind", bound="Tracker")
@@ -161,7 +161,7 @@ class OwnTracker(Tracker):
 def _copied(recorded: RecordedGroup) -> RecordedGroup:
     return replace(
         recorded,
-        group=recorded.group.copied(),
+        group=copied(recorded.group),
         completions=list(recorded.completions),
         advantages=list(recorded.advantages),
     )

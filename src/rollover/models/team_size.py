@@ -8,10 +8,11 @@ for each other at the end of every operation, so where other programs want the c
        └── the number tried, if its pieces cost less than MARGIN of the settled one's (hysteresis); else as before ─┘
 
 What the pieces of a trial take beyond the settled number's is taken from the credit, which grows by BUDGET of all time:
-trials cost about that share and no more, cheap ones come often, and dear ones seldom. When pieces cost much more than
-those before them, something else has begun to run, and fewer threads are tried at once; when they cost much less it has
-ended, and more are. Such trials are on credit, the more of it the greater the change, so that the noise of a machine on
-which nothing runs does not use up what a load needs; what trials lost before says nothing of those after it.
+trials cost about that share and no more, cheap ones come often, and dear ones seldom. When ENOUGH pieces in a row cost
+much more than those before them, something else has begun to run, and fewer threads are tried; when they cost much less
+it has ended, and more are. Less is taken for noise: a trial then costs more than it gains. Trials of a change are on
+credit, the more of it the greater the change, so that the noise of a machine on which nothing runs does not use up what
+a load needs; what trials lost before says nothing of those after it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ from statistics import median
 BUDGET = 0.015
 MARGIN = 0.92
 ENOUGH = 6
-_REMEMBERED = 16  # settled pieces
+_REMEMBERED = 24  # settled pieces
 _COUNTED = 3  # pieces of a trial. The first that a number computes is not: code is generated for each
 _HOPELESS = 1.5  # a piece that costs so many times as much ends the trial
 _STOPPED = 10  # so many times as much is no price of threads: the process was stopped, or its machine suspended
-_CHANGED = 1.3  # so many times as much, or as little, is a change
-_NEWEST = 3  # if so many pieces in a row show it
+_CHANGED = 1.3  # so many times as much, or as little, in ENOUGH pieces in a row is a change
 _ON_CREDIT = 4  # after a change the credit may be overdrawn by what so many pieces take more, or less, than before
 _SAVED_S = 60.0  # as long as trials cost nothing, no more credit than of so many seconds is saved
 
@@ -71,20 +71,18 @@ class TeamSize:
         self._credit_s += BUDGET * seconds
         self._costs.append(seconds / work)
         self._since_trial += 1
-        if len(self._costs) >= ENOUGH and self._since_trial >= _NEWEST:
+        if len(self._costs) > ENOUGH and self._since_trial >= ENOUGH:
             self._look(work)
 
     def _look(self, work: float) -> None:
         """Begin a trial if one is due. `work`: size of a piece."""
         num, step, costs = self.settled, max(1, self.settled // 4), list(self._costs)
         candidates = [n for n in (num - step, num + step, num // 2, 2 * num) if 1 <= n <= self.limit]
-        usual, newest = median(costs[:-_NEWEST]), costs[-_NEWEST:]
+        usual, newest = median(costs[:-ENOUGH]), costs[-ENOUGH:]
         slower, faster = min(newest) > _CHANGED * usual, max(newest) * _CHANGED < usual
         if slower or faster:
             candidates = [n for n in candidates if (n < num) == slower]
             self._costs = deque(newest, maxlen=_REMEMBERED)
-        elif self._since_trial < ENOUGH:
-            return
         if not candidates:
             return
         others = list(dict.fromkeys(candidates))

@@ -108,8 +108,19 @@ def test_a_machine_that_swings_by_itself_does_not_use_up_what_a_load_needs(seed:
         machine.work(8, {1: 2.1, 2: 1.1})
         machine.work(4, {1: 3.1, 2: 1.6})
     assert machine.size.settled == 2
-    machine.work(10, {1: 2.4, 2: 4.1})
+    machine.work(14, {1: 2.4, 2: 4.1})
     assert machine.size.settled == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_seconds_of_noise_cost_no_more_than_trials_may(seed: int) -> None:
+    """Four micro-batches in thirty take twice as long: when fewer threads have been tried, it is over."""
+    machine = Machine(2, seed=seed)
+    for _ in range(40):
+        machine.work(26, {1: 1.4, 2: 1.0})
+        machine.work(4, {1: 1.6, 2: 2.0})
+    assert machine.num_changes == 0
+    assert machine.now < 40 * (26 * 1.0 + 4 * 2.0) * (1 + 2 * BUDGET)
 
 
 def test_one_thread_is_one_thread() -> None:

@@ -15,7 +15,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,6 +93,26 @@ def own_function(key: str, spec: str, returns: str) -> OwnFunction:
         return OwnFunction(load_function(spec, "."), key, spec, returns)
     except ValueError as error:
         raise ValueError(f"{key} = {spec!r}: {error}") from error
+
+
+def make_named(
+    key: str, name: str, built_in: Mapping[str, str], setup: object, protocol: type, what: str
+) -> Any:
+    """What the option `key` names as `name`, made of `setup`: by the function that `built_in` has for this name, as
+    `module:function`, or by the user's own.
+
+    What the user's own returns must have every public member of `protocol`; `what` says in words what that is.
+    ValueError where there is no such function, FunctionError where it fails or a member is missing.
+    """
+    if name in built_in:
+        return load_function(built_in[name], ".")(setup)
+    members = sorted(member for member in vars(protocol) if not member.startswith("_"))
+    file = protocol.__module__.removeprefix("rollover.").replace(".", "/") + ".py"
+    make = own_function(key, name, f"{what} with {', '.join(members)} ({file})")
+    made = make(setup)
+    if missing := [member for member in members if not hasattr(made, member)]:
+        raise make.refused(f"a {type(made).__name__} without {', '.join(missing)}")
+    return made
 
 
 def explained(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The user's own functions: a file is run once, and again if it was changed."""
+"""The user's own functions: a file is run once, and again if it was changed. And the built-in ones, by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rollover.config.rollout import ENVIRONMENTS
+from rollover.config.tasks import SOURCES
+from rollover.config.train import ENGINES
 from rollover.functions import load_function
+from rollover.trainer.build import BACKENDS
 
 COUNTS = "calls = []\ndef add(x):\n    calls.append(x)\n    return list(calls)\ndef seen():\n    return list(calls)\n"
 
@@ -50,3 +54,11 @@ def test_a_file_that_failed_is_tried_again(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="importing .*mine.py failed: ModuleNotFoundError"):
             load_function("mine.py:f", str(tmp_path))
+
+
+BUILT_IN = {**ENGINES, **ENVIRONMENTS, **BACKENDS, **{kind: about.make for kind, about in SOURCES.items()}}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_a_built_in_name_stands_for_is_there(name: str) -> None:
+    assert callable(load_function(BUILT_IN[name], "."))

@@ -12,7 +12,8 @@ from rollover import staleness
 from rollover.alike import did_you_mean
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
-ENVIRONMENTS = ("single_turn",)
+# The function of an `EnvironmentSetup` that makes each, loaded when it is called.
+ENVIRONMENTS = {"single_turn": "rollover.envs.build:single_turn"}
 ORDERS = ("oldest_first", "longest_first", "shortest_remaining", "fifo")
 AUTO_STEPS = 4  # in_flight_groups = "auto" holds at most so many steps' worth, unless the staleness bound allows more
 

@@ -14,17 +14,19 @@ AnswerRule = Literal["last_number", "last_line", "answer_tag", "boxed", "full_te
 
 
 class SourceKind(NamedTuple):
-    """A kind of source: the key that it cannot do without, the keys that not every kind has, and its own reward."""
+    """A kind of source: the function of a `SourceSetup` that makes one, the key that it cannot do without, the keys
+    that not every kind has, and its own reward."""
 
+    make: str
     needs: str
     keys: tuple[str, ...]
     reward: str = "exact_match"
 
 
-# Of rollover.tasks.build, which config may not import; a test compares them.
 SOURCES = {
-    "reasoning_gym": SourceKind("name", ("params",), "reasoning_gym"),
+    "reasoning_gym": SourceKind("rollover.tasks.reasoning_gym:generator_source", "name", ("params",), "reasoning_gym"),
     "dataset": SourceKind(
+        "rollover.tasks.dataset:dataset_source",
         "path",
         (
             "path",
@@ -38,7 +40,7 @@ SOURCES = {
         ),
     ),
 }
-_OWN = SourceKind("", ("params",))
+_OWN = SourceKind("rollover.tasks.build:OwnSource", "", ("params",))
 
 
 class TaskSourceConfig(Table):

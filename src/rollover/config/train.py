@@ -8,7 +8,11 @@ from rollover.alike import did_you_mean
 from rollover.config.losses import OVER_THE_BATCH
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
-ENGINES = ("embedded", "process")  # of rollover.engine.build, which config may not import; a test compares them
+# The function of an `EngineSetup` that makes each, loaded when it is called: the names alone load nothing heavy.
+ENGINES = {
+    "embedded": "rollover.engine.build:make_embedded",
+    "process": "rollover.engine.build:make_process",
+}
 
 
 class LoraConfig(Table):

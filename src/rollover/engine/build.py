@@ -1,7 +1,7 @@
 """The engine of a run, by engine.kind: a built-in one, or a function of the user's own that makes one.
 
-Training, evaluation, sampling and the engine's own process all get theirs here. Owns the table of kinds, and the
-error for an engine that lacks a part of the contract. Never runs it.
+Training, evaluation, sampling and the engine's own process all get theirs here. Owns what an engine is made from. Never
+runs it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from rollover.config import Config
+from rollover.config.train import ENGINES
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import Engine
-from rollover.functions import own_function
+from rollover.functions import make_named
 from rollover.models.devices import engine_device
 from rollover.models.load import LoadedModel, cast_parameters
-
-_CONTRACT = sorted(name for name in vars(Engine) if not name.startswith("_"))
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,7 @@ class EngineSetup:
 
 def build_engine(setup: EngineSetup) -> Engine:
     """The engine that engine.kind names. ValueError if a function of one's own gives none."""
-    kind = setup.config.engine.kind
-    if kind in KINDS:
-        return KINDS[kind](setup)
-    make = own_function("engine.kind", kind, f"an engine with {', '.join(_CONTRACT)} (engine/protocol.py)")
-    engine = make(setup)
-    if missing := [name for name in _CONTRACT if not hasattr(engine, name)]:
-        raise make.refused(f"a {type(engine).__name__} without {', '.join(missing)}")
-    return engine
+    return make_named("engine.kind", setup.config.engine.kind, ENGINES, setup, Engine, "an engine")
 
 
 def embedded_engine(loaded: LoadedModel, config: Config, *, copies: bool = True) -> EmbeddedEngine:
@@ -58,13 +50,11 @@ def embedded_engine(loaded: LoadedModel, config: Config, *, copies: bool = True)
     return EmbeddedEngine.over(model, loaded.tokenizer, config)
 
 
-def _embedded(setup: EngineSetup) -> Engine:
+def make_embedded(setup: EngineSetup) -> Engine:
+    """An engine in this process."""
     return embedded_engine(setup.model(), setup.config, copies=setup.beside_trainer)
 
 
-def _process(setup: EngineSetup) -> Engine:
+def make_process(setup: EngineSetup) -> Engine:
     """An engine in a process of its own; without a trainer to work beside, an embedded one without a process."""
-    return ProcessEngine(setup.config, setup.threads) if setup.beside_trainer else _embedded(setup)
-
-
-KINDS: dict[str, Callable[[EngineSetup], Engine]] = {"embedded": _embedded, "process": _process}
+    return ProcessEngine(setup.config, setup.threads) if setup.beside_trainer else make_embedded(setup)

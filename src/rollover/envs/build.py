@@ -1,4 +1,4 @@
-"""The environments by name, and the one that a run's rollouts meet."""
+"""The environment of a run, by rollout.environment: a built-in one, or a function of the user's own that makes one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollover.config import Config
+from rollover.config.rollout import ENVIRONMENTS
 from rollover.envs.protocol import Environment, why_no_rewards
 from rollover.envs.single_turn import Scorer, SingleTurn
-from rollover.functions import explained, own_function
+from rollover.functions import explained, make_named
 from rollover.types import Reward, Rollout, Segment, Task
-
-_CONTRACT = sorted(name for name in vars(Environment) if not name.startswith("_"))
 
 
 @dataclass(frozen=True)
@@ -29,21 +28,16 @@ class EnvironmentSetup:
     """See Environment.scores_singly."""
 
 
-ENVIRONMENTS: dict[str, Callable[[EnvironmentSetup], Environment]] = {
-    "single_turn": lambda setup: SingleTurn(setup.score, setup.scores_singly),
-}
-
-
 def build_environment(setup: EnvironmentSetup) -> Environment:
     """The environment that rollout.environment names. ValueError if a function of one's own gives none."""
     name = setup.config.rollout.environment
-    if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name](setup)
-    make = own_function("rollout.environment", name, f"an environment with {', '.join(_CONTRACT)} (envs/protocol.py)")
-    environment = make(setup)
-    if missing := [part for part in _CONTRACT if not hasattr(environment, part)]:
-        raise make.refused(f"a {type(environment).__name__} without {', '.join(missing)}")
-    return OwnEnvironment(environment)
+    made = make_named("rollout.environment", name, ENVIRONMENTS, setup, Environment, "an environment")
+    return made if name in ENVIRONMENTS else OwnEnvironment(made)
+
+
+def single_turn(setup: EnvironmentSetup) -> Environment:
+    """The environment that never answers: what the policy wrote is scored as soon as it stops."""
+    return SingleTurn(setup.score, setup.scores_singly)
 
 
 class OwnEnvironment:

@@ -1,29 +1,23 @@
 """The source of tasks that tasks.sources.kind names: a built-in one, or a function of the user's own that makes one.
 
-Owns the table of kinds, the labels of sources, and what is said of a source of the user's own that breaks the rules.
+Owns the labels of sources, and what is said of a source of the user's own that breaks the rules.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
 from rollover.config import TaskSourceConfig
-from rollover.functions import FunctionError, OwnFunction, described, own_function
-from rollover.tasks.dataset import dataset_source
-from rollover.tasks.reasoning_gym import generator_source
+from rollover.functions import FunctionError, OwnFunction, described, load_function, own_function
 from rollover.tasks.same import problem_text
 from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, problems_of
 from rollover.tasks.split import key_of
 from rollover.types import Task
 
-SOURCES: dict[str, Callable[[SourceSetup], TaskSource]] = {
-    "reasoning_gym": generator_source,
-    "dataset": dataset_source,
-}
 _KEY = "tasks.sources.kind"
 _MAX_LENGTH = 100_000_000  # their numbers are shuffled in memory
 _FIRST_PROBLEMS = 10  # by which it is told whether a source of the user's own is the one of before
@@ -31,8 +25,7 @@ _FIRST_PROBLEMS = 10  # by which it is told whether a source of the user's own i
 
 def build_source(setup: SourceSetup) -> TaskSource:
     """The source that `setup.config.kind` names. ValueError where it cannot be used."""
-    make = SOURCES.get(setup.config.kind, OwnSource)
-    return make(setup)
+    return load_function(setup.config.about.make, ".")(setup)
 
 
 class OwnSource:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from rollover.config import AlgorithmConfig, Config, LoraConfig, TrainConfig
 from rollover.engine.protocol import Engine
-from rollover.functions import own_function
+from rollover.functions import make_named
 from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import LoadedModel
 from rollover.models.team import Team
@@ -16,7 +14,8 @@ from rollover.trainer.backend import BackendSetup, TrainerBackend
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.trainer import Trainer
 
-_CONTRACT = sorted(name for name in vars(TrainerBackend) if not name.startswith("_"))
+# The function of each, of a `BackendSetup`.
+BACKENDS = {"local": "rollover.trainer.build:make_local"}
 
 
 def build_trainer(config: Config, loaded: LoadedModel, engine: Engine | None = None, kind: str = "local") -> Trainer:
@@ -28,7 +27,8 @@ def build_trainer(config: Config, loaded: LoadedModel, engine: Engine | None = N
     staleness = max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0)
     team = Team.of(config.run, pick_device(config.model.device))
     _refuse_uncorrected(config.train, config.algorithm, staleness)
-    backend = _backend(kind, BackendSetup(config, loaded, team, staleness, engine))
+    setup = BackendSetup(config, loaded, team, staleness, engine)
+    backend = make_named("the trainer's backend", kind, BACKENDS, setup, TrainerBackend, "one")
     return Trainer(backend, config.train, config.algorithm, team)
 
 
@@ -67,17 +67,8 @@ def _refuse_uncorrected(train: TrainConfig, algorithm: AlgorithmConfig, max_stal
         )
 
 
-def _backend(kind: str, setup: BackendSetup) -> TrainerBackend:
-    if kind in BACKENDS:
-        return BACKENDS[kind](setup)
-    make = own_function("the trainer's backend", kind, f"one with {', '.join(_CONTRACT)} (trainer/backend.py)")
-    backend = make(setup)
-    if missing := [name for name in _CONTRACT if not hasattr(backend, name)]:
-        raise make.refused(f"a {type(backend).__name__} without {', '.join(missing)}")
-    return backend
-
-
-def _local(setup: BackendSetup) -> TrainerBackend:
+def make_local(setup: BackendSetup) -> TrainerBackend:
+    """A backend in this process."""
     config = setup.config
     return LocalBackend(
         setup.loaded,
@@ -90,6 +81,3 @@ def _local(setup: BackendSetup) -> TrainerBackend:
         team=setup.team,
         engine=setup.engine,
     )
-
-
-BACKENDS: dict[str, Callable[[BackendSetup], TrainerBackend]] = {"local": _local}

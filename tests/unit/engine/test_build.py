@@ -9,8 +9,7 @@ import pytest
 import tiny
 from rollover.config import Config
 from rollover.config.load import load_config
-from rollover.config.train import ENGINES
-from rollover.engine.build import KINDS, EngineSetup, build_engine
+from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 
 OWN = """
@@ -33,10 +32,6 @@ def setup(kind: str) -> EngineSetup:
 
 
 LOADED = tiny.loaded()
-
-
-def test_config_names_the_kinds_that_there_are() -> None:
-    assert tuple(KINDS) == ENGINES
 
 
 def test_beside_a_trainer_the_weights_are_a_copy() -> None:

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from rollover.config import Config
-from rollover.config import rollout as config
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.engine.fake import FakeEngine
-from rollover.envs.build import ENVIRONMENTS, EnvironmentSetup, OwnEnvironment, build_environment
+from rollover.envs.build import EnvironmentSetup, OwnEnvironment, build_environment
 from rollover.envs.protocol import written
 from rollover.rollout.lifecycle import EventKind
 from rollover.trainer.batch import build_batch
@@ -190,10 +189,6 @@ def test_an_environment_that_hangs_once_is_asked_again() -> None:
     (groups,) = steps(run, 1)
     assert tokens_of(groups) == straight(2)
     assert run.driver.watchdog.stats()["watchdog/stalled_rollouts"] == 1
-
-
-def test_every_environment_of_the_config_exists() -> None:
-    assert set(config.ENVIRONMENTS) == set(ENVIRONMENTS)
 
 
 def test_a_function_of_ones_own_makes_an_environment(tmp_path) -> None:

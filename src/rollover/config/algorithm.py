@@ -1,5 +1,6 @@
 """[algorithm], and the rules about it; those about off-policy correction are in correction.py."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Self
 
@@ -8,7 +9,7 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationInfo, model_val
 from rollover.alike import did_you_mean
 from rollover.config import correction
 from rollover.config.correction import Correction, Rejection
-from rollover.config.losses import ADVANTAGES, LOSSES, OWN_LOSS, WITHOUT_SIBLINGS, LossTraits
+from rollover.config.losses import ADVANTAGES, LOSSES, OWN_ADVANTAGE, OWN_LOSS, AdvantageTraits, Aggregation, LossTraits
 from rollover.config.presets import PRESETS
 from rollover.config.table import (
     OWN,
@@ -31,6 +32,15 @@ Presets = Literal[
 ]  # fmt: skip
 
 
+def _advantages(like: Callable[[AdvantageTraits], bool]) -> tuple[str, ...]:
+    """The estimators of whose traits `like` holds, as an option's `only_if`."""
+    return ("algorithm.advantage", *(name for name, traits in ADVANTAGES.items() if like(traits)))
+
+
+_WITH_STD = _advantages(lambda traits: "advantage_std" in traits.options.values())
+_WITH_K = _advantages(lambda traits: "passk" in traits.options.values())
+_WITH_SEVERAL = _advantages(lambda traits: "weights_R" in traits.reads)
+_WITH_CRITIC = _advantages(lambda traits: traits.critic)
 _BOUNDED = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.bounds), OWN)
 _DUAL_CLIPPED = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.dual_clip), OWN)
 _WEIGHING = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.weighs))
@@ -49,25 +59,19 @@ class AlgorithmConfig(Table):
     advantage_std: Literal["sample", "population", "batch", "none"] = option(
         "sample",
         "Standard deviation that advantages are divided by.",
-        only_if=("algorithm.advantage", "grpo", "sum_then_normalize"),
+        only_if=_WITH_STD,
     )
-    passk: int = option(2, "k of the pass@k that is optimised.", ge=2, only_if=("algorithm.advantage", "grpo_passk"))
+    passk: int = option(2, "k of the pass@k that is optimised.", ge=2, only_if=_WITH_K)
     reward_weights: dict[str, Any] = option(
         {},
         "Weight of each reward, by name: score, or another entry of what the"
         " reward function returned. Empty: score alone.",
-        only_if=("algorithm.advantage", "gdpo", "sum_then_normalize"),
+        only_if=_WITH_SEVERAL,
     )
-    gamma: float = option(1.0, "Discount of a token.", gt=0, le=1, only_if=("algorithm.advantage", "gae"))
-    gae_lambda: float = option(
-        1.0, "Decay of the temporal differences.", ge=0, le=1, only_if=("algorithm.advantage", "gae")
-    )
-    critic_learning_rate: float = option(
-        1e-3, "Learning rate of the value head.", gt=0, only_if=("algorithm.advantage", "gae")
-    )
-    value_clip: float = option(
-        0.2, "Clip of the change of a value in one step.", gt=0, only_if=("algorithm.advantage", "gae")
-    )
+    gamma: float = option(1.0, "Discount of a token.", gt=0, le=1, only_if=_WITH_CRITIC)
+    gae_lambda: float = option(1.0, "Decay of the temporal differences.", ge=0, le=1, only_if=_WITH_CRITIC)
+    critic_learning_rate: float = option(1e-3, "Learning rate of the value head.", gt=0, only_if=_WITH_CRITIC)
+    value_clip: float = option(0.2, "Clip of the change of a value in one step.", gt=0, only_if=_WITH_CRITIC)
 
     after_scoring: str = option(
         "",
@@ -96,14 +100,7 @@ class AlgorithmConfig(Table):
         0.0, "Bound of the ratio where the advantage is negative (3, say); 0 = off.", ge=0, only_if=_DUAL_CLIPPED
     )
     loss_options: dict[str, Any] = option({}, "Further options of the loss, by name (docs/algorithms.md).")
-    aggregation: Literal[
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-        "prompt-mean",
-    ] = option("token-mean", "How per-token losses become one number.")
+    aggregation: Aggregation = option("token-mean", "How per-token losses become one number.")
     entropy_coef: float = option(0.0, "Weight of the entropy bonus; 0 = off.", ge=0)
 
     proximal: Literal["step_start", "behavior", "interpolated", "snapshot"] = option(
@@ -179,13 +176,17 @@ class AlgorithmConfig(Table):
         return self.kl_coef > 0
 
     @property
+    def advantage_traits(self) -> AdvantageTraits:
+        return ADVANTAGES.get(self.advantage, OWN_ADVANTAGE)
+
+    @property
     def needs_critic(self) -> bool:
-        return self.advantage == "gae"
+        return self.advantage_traits.critic
 
     @property
     def compares_siblings(self) -> bool:
         """Whether a group of equal rewards teaches nothing."""
-        return self.advantage not in WITHOUT_SIBLINGS
+        return self.advantage_traits.compares_siblings
 
     # What the loss does. Rules, derived values and the trainer all ask here.
 
@@ -302,7 +303,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("rollout.group_size", "algorithm.advantage"),
-        lambda c: c.rollout.group_size < 2 and c.algorithm.advantage not in WITHOUT_SIBLINGS,
+        lambda c: c.rollout.group_size < 2 and c.algorithm.compares_siblings,
         lambda c: (
             f'rollout.group_size = {c.rollout.group_size} with algorithm.advantage = "{c.algorithm.advantage}": a'
             " baseline needs at least 2 sibling rollouts. Set rollout.group_size to 2 or more"
@@ -312,7 +313,7 @@ RULES: tuple[Rule, ...] = (
         ("rewards.min_valid", "rollout.group_size"),
         lambda c: (
             c.rewards.min_valid > c.rollout.group_size
-            and (c.rollout.group_size >= 2 or c.algorithm.advantage in WITHOUT_SIBLINGS)
+            and (c.rollout.group_size >= 2 or not c.algorithm.compares_siblings)
         ),
         lambda c: (
             f"rewards.min_valid = {c.rewards.min_valid} is above rollout.group_size = {c.rollout.group_size}: every"
@@ -321,7 +322,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("rewards.min_valid", "algorithm.advantage"),
-        lambda c: c.rewards.min_valid < 2 and c.algorithm.advantage not in WITHOUT_SIBLINGS,
+        lambda c: c.rewards.min_valid < 2 and c.algorithm.compares_siblings,
         lambda c: (
             f'rewards.min_valid = {c.rewards.min_valid} with algorithm.advantage = "{c.algorithm.advantage}": one'
             " reward has no sibling to be compared with. Set rewards.min_valid to 2 or more"

@@ -1,17 +1,52 @@
-"""The names of advantage estimators and policy losses, and what each declares about itself.
+"""The names of advantage estimators, policy losses and aggregations, and what each declares about itself.
 
 Owns the names; the functions behind them are in rollover.algorithms, which imports torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
-# trainer/batch.py has the function of each, which config may not import (it needs torch); a test compares them.
-ADVANTAGES = (
-    "grpo", "dr_grpo", "rloo", "gdpo", "sum_then_normalize", "remax", "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline", "opo", "grpo_passk", "max_rl", "gae",
-)  # fmt: skip
-OVER_THE_BATCH = ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")  # not over the group alone
-WITHOUT_SIBLINGS = ("remax", "reinforce_plus_plus", "gae")  # advantages that need no second rollout of a task
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
+]
+
+
+@dataclass(frozen=True)
+class AdvantageTraits:
+    """What an advantage estimator declares about itself, for the rules and for who calls it."""
+
+    reads: tuple[str, ...] = ("rewards_N", "group_N")
+    """The arguments that are about the rollouts, by the names of `Scored` in algorithms/estimator.py."""
+    options: dict[str, str] = field(default_factory=dict)
+    """The other arguments: name -> the option of [algorithm] that it is the value of."""
+    over_the_batch: bool = False
+    """An advantage depends on all groups of the step, and not on its own group alone."""
+    critic: bool = False
+    """A critic makes advantages per token of the rewards; there is no function of this name per rollout."""
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Whether a rollout needs others of its task, so that a group of equal rewards teaches nothing."""
+        return "group_N" in self.reads
+
+
+_SEVERAL = ("rewards_NR", "group_N", "weights_R")
+# Each is the function of that name in algorithms/advantage.py.
+ADVANTAGES = {
+    "grpo": AdvantageTraits(options={"std": "advantage_std"}),
+    "dr_grpo": AdvantageTraits(),
+    "rloo": AdvantageTraits(),
+    "gdpo": AdvantageTraits(_SEVERAL, over_the_batch=True),
+    "sum_then_normalize": AdvantageTraits(_SEVERAL, {"std": "advantage_std"}),
+    "remax": AdvantageTraits(("rewards_N", "greedy_rewards_N")),
+    "reinforce_plus_plus": AdvantageTraits(("rewards_N", "lengths_N"), over_the_batch=True),
+    "reinforce_plus_plus_baseline": AdvantageTraits(("rewards_N", "group_N", "lengths_N"), over_the_batch=True),
+    "opo": AdvantageTraits(("rewards_N", "group_N", "lengths_N")),
+    "grpo_passk": AdvantageTraits(options={"k": "passk"}),
+    "max_rl": AdvantageTraits(),
+    "gae": AdvantageTraits(("rewards_N",), over_the_batch=True, critic=True),
+}
+OWN_ADVANTAGE = AdvantageTraits()  # a function of the user's own is called with rewards and groups
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from typing import Literal
 from pydantic import Field
 
 from rollover.alike import did_you_mean
-from rollover.config.losses import OVER_THE_BATCH
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
 # The function of an `EngineSetup` that makes each, loaded when it is called: the names alone load nothing heavy.
@@ -137,7 +136,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             c.train.streaming_min_groups > 0
             and (
-                c.algorithm.advantage in OVER_THE_BATCH
+                c.algorithm.advantage_traits.over_the_batch
                 or is_own(c.algorithm.advantage)
                 or c.algorithm.advantage_std == "batch"
             )

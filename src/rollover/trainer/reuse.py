@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from rollover.algorithms.estimator import rewards_of
 from rollover.algorithms.filters import rollout_filters
 from rollover.config import Config
 from rollover.rollout.group_state import Arrays
@@ -81,7 +82,9 @@ class Reuse:
         oldest = self.config.rollout.oldest_in_loss(version)
         for group in groups:
             if group.group_id in advantages:
-                score = signal(advantages[group.group_id], self.builder.components(group))
+                trained = [r for r in group.rollouts if not r.greedy]
+                rewards_NR = rewards_of(trained, self.config.algorithm, batch.masked.out_of_baseline)
+                score = signal(advantages[group.group_id], rewards_NR)
                 self.buffer.add(Kept(group, score, oldest))
         self.buffer.drop_stale(version + 1)
 

@@ -27,6 +27,11 @@ from rollover.algorithms.advantage import (
     sum_then_normalize,
     whiten,
 )
+from rollover.algorithms.estimator import Estimator, Scored
+from rollover.config import AlgorithmConfig
+from rollover.config.losses import ADVANTAGES
+from rollover.types import Reward
+from samples import rollout, segment
 
 NAN = float("nan")
 
@@ -527,3 +532,46 @@ def test_groups_of_equal_rewards_are_exactly_without_signal(seed: int) -> None:
     rewards[4:12] = torch.rand(2, 2, generator=generator).repeat_interleave(4, 0)  # groups 1 and 2 agree
     for got in (gdpo(rewards, groups), reinforce_plus_plus_baseline(rewards[:, 0], groups)):
         assert not got[4:12].any() and got[:4].all() and got[12:].all()
+
+
+# What each name in the configuration stands for, with these options.
+OPTIONS = {
+    "grpo": {"advantage_std": "population"},
+    "gdpo": {"reward_weights": {"score": 1.0, "style": 0.5}},
+    "sum_then_normalize": {"advantage_std": "population", "reward_weights": {"score": 1.0, "style": 0.5}},
+    "grpo_passk": {"passk": 3},
+}
+CONFIGURED: dict[str, Callable[[Scored], torch.Tensor]] = {
+    "grpo": lambda s: grpo(s.rewards_N, s.group_N, std="population"),
+    "dr_grpo": lambda s: dr_grpo(s.rewards_N, s.group_N),
+    "rloo": lambda s: rloo(s.rewards_N, s.group_N),
+    "gdpo": lambda s: gdpo(s.rewards_NR, s.group_N, s.weights_R),
+    "sum_then_normalize": lambda s: sum_then_normalize(s.rewards_NR, s.group_N, s.weights_R, std="population"),
+    "remax": lambda s: remax(s.rewards_N, s.greedy_rewards_N),
+    "reinforce_plus_plus": lambda s: reinforce_plus_plus(s.rewards_N, lengths_N=s.lengths_N),
+    "reinforce_plus_plus_baseline": lambda s: reinforce_plus_plus_baseline(
+        s.rewards_N, s.group_N, lengths_N=s.lengths_N
+    ),
+    "opo": lambda s: opo(s.rewards_N, s.lengths_N, s.group_N),
+    "grpo_passk": lambda s: grpo_passk(s.rewards_N, s.group_N, k=3),
+    "max_rl": lambda s: max_rl(s.rewards_N, s.group_N),
+    "gae": lambda s: s.rewards_N.nan_to_num(0.0),
+}
+
+
+def test_every_configured_estimator_is_its_formula() -> None:
+    """Bit for bit, on rewards and lengths that tell apart each argument that is passed and each that is not."""
+    assert tuple(CONFIGURED) == tuple(ADVANTAGES)
+    rollouts = [
+        rollout(group, sibling, score, [segment([8] * num_tokens)])
+        for group, scores in enumerate([(3.0, 0.5, 0.0, 2.0), (1.0, 0.25, None, 0.0)])
+        for sibling, (score, num_tokens) in enumerate(zip(scores, (4, 1, 2, 1), strict=True))
+    ]
+    for one in rollouts:
+        if one.reward is not None and not one.reward.missing:
+            one.reward = Reward(one.reward.score, {"style": float(one.sibling)})
+    for name, expected in CONFIGURED.items():
+        config = AlgorithmConfig.model_validate({"advantage": name, **OPTIONS.get(name, {})})
+        scored = Scored.of(rollouts, [r.num_tokens for r in rollouts], {0: 0.75}, config, {"0-3"})
+        assert scored.greedy_rewards_N[:4].tolist() == [0.75] * 4 and scored.rewards_N.isnan().sum() == 2
+        assert torch.equal(Estimator(config)(rollouts, scored), expected(scored)), name

@@ -1,6 +1,6 @@
 """The one loop: take READY groups -> build Batch -> step -> hand over weights -> release slots.
 
-    producer.produce ─groups─▶ reuse.build ──▶ trainer.train_step ──▶ hand_over: engine.load_weights
+    producer.produce ─groups─▶ batches.build ▶ trainer.train_step ──▶ hand_over: engine.load_weights
           ▲                                                                      │
           └── driver.on_new_version (stale drops) ◀── version + 1 ───────────────┘
                          │
@@ -170,7 +170,7 @@ class Run:
         self.trackers.on_phase("training")
         self.checkpointing.taken = groups
         with self.overlap.training(version):
-            batch = parts.reuse.build(groups, version)
+            batch = parts.batches.build(groups, version)
             own = self.own_metrics(groups)
             trained = own | await self.overlap.train(lambda: self._train(batch, version), version)
         self.checkpointing.taken = []

@@ -69,7 +69,7 @@ class Overlap:
             if not min_groups:
                 return await parts.driver.collect(version)
             beside = partial(self._accumulate, version)
-            return await collect_and_accumulate(parts.driver, parts.reuse, parts.trainer, version, min_groups, beside)
+            return await collect_and_accumulate(parts.driver, parts.batches, parts.trainer, version, min_groups, beside)
 
     async def train(self, work: Callable[[], Result], version: int) -> Result:
         """What `work`, the training step at trainer `version`, returns; with overlap generation goes on meanwhile."""

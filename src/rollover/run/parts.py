@@ -30,6 +30,7 @@ from rollover.tasks.reroll import Reroll
 from rollover.track.history import RunHistory
 from rollover.trainer.build import build_trainer
 from rollover.trainer.reuse import Reuse
+from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.trainer import Trainer
 
 
@@ -47,6 +48,8 @@ class Parts:
     """Over `rewarder`: what scores."""
     driver: Driver
     stop_token_ids: frozenset[int]
+    batches: StepBatchBuilder
+    """Of the groups of each step."""
     reuse: Reuse
     history: RunHistory
 
@@ -79,6 +82,7 @@ class Parts:
             pool = observed.rewarder
             environment = build_environment(EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly))
             driver = build_driver(config, engine, reroll, environment, group_filter, stops)
+            reuse = Reuse(config, reroll)
             history = history or RunHistory()
             history.go_on()
             driver.say = observed.say = prompts.stream.say = say
@@ -92,7 +96,8 @@ class Parts:
                 observed=observed,
                 driver=driver,
                 stop_token_ids=stops,
-                reuse=Reuse(config, reroll),
+                batches=StepBatchBuilder(config, reuse.buffer),
+                reuse=reuse,
                 history=history,
             )
             on_error.pop_all()

@@ -129,7 +129,7 @@ class Resume:
         self.trackers.on_phase(f"training step {version + 1} again")
         self.rows.begin()
         with self.rows.timed("train"):
-            batch = self.parts.reuse.build(groups, version)
+            batch = self.parts.batches.build(groups, version)
             trained = self.parts.trainer.train_step(batch)
         self.parts.reuse.after_step(groups, batch, version)
         self.parts.history.trained(version + 1)

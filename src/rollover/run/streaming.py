@@ -1,6 +1,6 @@
 """Streaming micro-batches: the gradient of groups that are READY, while the rest of their step is generated or scored.
 
-    driver.collect ────────────────────────────────▶ all groups of the step ──▶ Reuse.build ──▶ trainer.train_step
+    driver.collect ──────────────────────────────▶ all groups of the step ──▶ batches.build ──▶ trainer.train_step
           └── reserve ──▶ groups with a signal ──▶ trainer.accumulate ──────── the rest of it, and one update ──┘
 
 Nothing is trained earlier than without it: weights change once, when all gradients of the step are there, so tokens get
@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from rollover.rollout.driver import Driver
-from rollover.trainer.reuse import Reuse
+from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.trainer import Trainer
 from rollover.types import Group
 
@@ -22,7 +22,7 @@ Beside = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 async def collect_and_accumulate(
-    driver: Driver, reuse: Reuse, trainer: Trainer, version: int, min_groups: int, beside: Beside
+    driver: Driver, batches: StepBatchBuilder, trainer: Trainer, version: int, min_groups: int, beside: Beside
 ) -> list[Group] | None:
     """`driver.collect(version)`; meanwhile the trainer's work on every `min_groups` groups that are ready.
 
@@ -34,7 +34,7 @@ async def collect_and_accumulate(
             reserved = driver.lifecycle.scheduler.reserve(version, min_groups)
             groups = [driver.lifecycle.cache.groups[group_id] for group_id in reserved]
             if groups:
-                samples = reuse.with_signal(groups, version)
+                samples = batches.with_signal(groups, version)
                 await beside(lambda samples=samples: trainer.accumulate(samples))
             else:
                 arrival = asyncio.ensure_future(driver.next_ready())

@@ -22,6 +22,7 @@ from rollover.run.stateful import StatefulPart, stateful_parts, without_arrays
 from rollover.tasks.reroll import Reroll
 from rollover.track.history import RunHistory
 from rollover.trainer.reuse import Reuse
+from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.types import Reward, StopReason
 from unit.rollout.world import make_segment, make_task, same_rollout
 
@@ -118,7 +119,7 @@ def worked(folder: Path) -> Run:
     for rollout in lifecycle.cache.running():
         lifecycle.park(rollout)
     groups = lifecycle.consume(2)
-    of.reuse.after_step(groups, of.reuse.build(groups, 2), 2)
+    of.reuse.after_step(groups, StepBatchBuilder(CONFIG, of.reuse.buffer).build(groups, 2), 2)
     of.prompts.cursor = 3
     of.producer.cursor = 4
     generator = torch.Generator().manual_seed(0)

@@ -17,6 +17,7 @@ from rollover.tasks.reroll import Reroll
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import local_trainer
 from rollover.trainer.reuse import Reuse
+from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.types import Group, StopReason
 from samples import group, rollout, segment
 
@@ -46,8 +47,12 @@ def two(
     )
 
 
+def build(r: Reuse, groups: list[Group], version: int) -> Batch:
+    return StepBatchBuilder(r.config, r.buffer).build(groups, version)
+
+
 def step(r: Reuse, groups: list[Group], version: int) -> Batch:
-    batch = r.build(groups, version)
+    batch = build(r, groups, version)
     r.after_step(groups, batch, version)
     return batch
 
@@ -135,7 +140,7 @@ def test_state_round_trip() -> None:
     again.load_state_dict(json.loads(json.dumps(state)), arrays, 2, 100)
     assert again.metrics() == r.metrics() and again.metrics()["replay/size"] == 2
     fresh = [two(4, (0.0, 0.0), 2)]
-    ours, theirs = again.build(fresh, 2), r.build(fresh, 2)
+    ours, theirs = build(again, fresh, 2), build(r, fresh, 2)
     assert ids(ours) == ids(theirs) and ours.replayed == theirs.replayed and again.reroll() == r.reroll()
     narrower = reuse(config(replay={"size": 4, "max_staleness": 1}))
     narrower.load_state_dict(state, arrays, 2, 100)
@@ -168,13 +173,13 @@ def test_importance_weights_are_rebuilt_at_each_use(minibatches: int) -> None:
     loaded = tiny.loaded()
     trainer = local_trainer(loaded, of.train, of.algorithm, dtype=torch.float32, max_new_tokens=8)
     first = [two(0, (1.0, 0.0)), two(1, (0.0, 2.0), tokens=(40, 50))]
-    batch = r.build(first, 0)
+    batch = build(r, first, 0)
     trainer.train_step(batch)
     r.after_step(first, batch, 0)
     seen: list[float] = []
     for version in (1, 2, 3):
         fresh = [two(10 * version, (0.0, 0.0), version), two(10 * version + 1, (0.0, 0.0), version)]
-        batch = r.build(fresh, version)
+        batch = build(r, fresh, version)
         assert batch.replayed == {0, 1} == set(ids(batch))
         frozen = tiny.loaded()
         frozen.model.load_state_dict(loaded.model.state_dict())
@@ -200,7 +205,7 @@ def test_the_gradient_of_a_replayed_token_by_hand() -> None:
     of = config()
     r = reuse(of)
     step(r, [two(0, (1.0, 0.0))], 0)
-    batch = r.build([two(1, (0.0, 0.0), 1)], 1)
+    batch = build(r, [two(1, (0.0, 0.0), 1)], 1)
     loaded = tiny.loaded()
     trainer = local_trainer(loaded, TrainConfig(), of.algorithm, dtype=torch.float32, max_new_tokens=8)
     from rollover.trainer.objective import Counts
@@ -236,12 +241,12 @@ def test_snapshot_proximal_covers_replayed_versions() -> None:
         exact = logprobs_by_hand(start, list(first.prompt_ids), one.token_ids())
         one.segments[0] = dataclasses.replace(one.segments[0], logprobs=np.array(exact, dtype=np.float32))
         assert i < 2
-    batch = r.build([first], 0)
+    batch = build(r, [first], 0)
     trainer.train_step(batch)
     r.after_step([first], batch, 0)
     for version in (1, 2, 3):
         fresh = [two(10 + version, (0.0, 0.0), version)]
-        batch = r.build(fresh, version)
+        batch = build(r, fresh, version)
         assert batch.replayed == {0}
         metrics = trainer.train_step(batch)
         assert metrics["importance/max"] == pytest.approx(1.0, abs=1e-4) and metrics["ratio/max"] > 1.01
@@ -267,8 +272,9 @@ def test_a_masked_group_has_no_signal_and_masks_hold_at_every_use() -> None:
 
 
 def test_own_functions_are_found_at_the_start() -> None:
+    of = config(algorithm={"after_scoring": "nowhere:f"})
     with pytest.raises(ValueError, match="there is no module 'nowhere'"):
-        reuse(config(algorithm={"after_scoring": "nowhere:f"}))
+        StepBatchBuilder(of, reuse(of).buffer)
 
 
 @pytest.mark.parametrize(
@@ -290,4 +296,4 @@ def test_a_step_without_a_token_in_its_loss_is_refused_and_says_why(
 ) -> None:
     rollout = PARTIAL | {"max_staleness": 0}
     with pytest.raises(ValueError, match=f"step {version + 1} has no token in its loss: {why}"):
-        reuse(config(filters=filters, rollout=rollout)).build(groups, version)
+        build(reuse(config(filters=filters, rollout=rollout)), groups, version)

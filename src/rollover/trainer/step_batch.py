@@ -1,0 +1,76 @@
+"""The batch of a step: the groups that came, with kept groups of high signal in place of those that have none.
+
+    groups ──▶ batch of fresh groups ──groups without signal──▶ replay buffer ──kept groups──▶ the batch that is trained
+
+Reads the replay buffer and never changes it (reuse.py does). Proximal log-probs of replayed samples are the trainer's,
+computed anew in every step, so that the importance weights to the stored behavior log-probs are right at each use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rollover.algorithms.filters import rollout_filters
+from rollover.config import Config
+from rollover.trainer.batch import Batch, BatchBuilder
+from rollover.trainer.replay_buffer import ReplayBuffer
+from rollover.types import Group, Sample
+
+
+class StepBatchBuilder:
+    """Makes the batch of each step, as [algorithm] and [filters] say; an empty `buffer` replaces nothing.
+
+    ValueError where [algorithm] names a function of the user's own that does not exist.
+    """
+
+    def __init__(self, config: Config, buffer: ReplayBuffer) -> None:
+        self.config, self.buffer = config, buffer
+        self.builder = BatchBuilder(config.algorithm, rollout_filters(config.filters))
+
+    def build(self, groups: list[Group], version: int) -> Batch:
+        """The batch of the step at trainer `version`: groups without signal are replaced, as far as others are kept.
+
+        A group has no signal if all its advantages are 0. Advantages are then computed again over the groups that are
+        trained. ValueError, which says why, if no token is in the loss.
+        """
+        oldest = self.config.rollout.oldest_in_loss(version)
+        batch = self.builder.build(groups, oldest)
+        if len(self.buffer):
+            without = sorted({g.group_id for g in groups} - _with_signal(batch))
+            drawn = self.buffer.draw(len(without), version)
+            if drawn:
+                replaced = set(without[: len(drawn)])
+                trained = [g for g in groups if g.group_id not in replaced] + [kept.group for kept in drawn]
+                batch = self.builder.build(trained, oldest, {k.group.group_id: k.oldest_in_loss for k in drawn})
+        if not batch.num_loss_tokens:
+            raise ValueError(f"step {version + 1} has no token in its loss: {_why_no_loss(groups, batch, oldest)}")
+        return batch
+
+    def with_signal(self, groups: list[Group], version: int) -> list[Sample]:
+        """Those samples of some groups of the step at trainer `version` that `build` will not replace.
+
+        Their advantages are the final ones where they depend on the own group alone (train.streaming_min_groups).
+        """
+        batch = self.builder.build(groups, self.config.rollout.oldest_in_loss(version))
+        with_signal = _with_signal(batch)
+        return [s for s in batch.samples if s.group_id in with_signal]
+
+
+def _with_signal(batch: Batch) -> set[int]:
+    """Ids of the groups with an advantage that is not 0."""
+    return {s.group_id for s in batch.samples if s.advantages[s.mask].any()}
+
+
+def _why_no_loss(groups: list[Group], batch: Batch, oldest: int) -> str:
+    """What keeps each rollout of a batch out of its loss, and what to change."""
+    masked, causes = batch.masked.out_of_loss, Counter[str]()
+    for rollout in (r for g in groups for r in g.rollouts if not r.greedy):
+        if rollout.reward is None or rollout.reward.missing:
+            causes["have no reward (mend the reward function)"] += 1
+        elif rollout.rollout_id in masked:
+            causes["are masked by a filter (loosen [filters])"] += 1
+        elif max(rollout.versions, default=-1) < oldest:
+            causes[f"have no token of policy version {oldest} or later (raise rollout.max_staleness)"] += 1
+        else:
+            causes["have only tokens that were not sampled"] += 1
+    return f"of {causes.total()} rollouts " + ", ".join(f"{num} {cause}" for cause, num in causes.most_common())

@@ -167,6 +167,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+def is_number(value: object) -> bool:
+    """Whether a value that the user, or code of the user's, gave is a number of Python's own; True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def shortened(value: Any) -> str:
     """What a message shows of a value that the user's code gave."""
     try:

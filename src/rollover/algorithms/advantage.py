@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from rollover.algorithms.elementwise import masked
+
 
 def _same_shape(name: str, reference: torch.Tensor, **others: torch.Tensor | None) -> None:
     for other_name, other in others.items():
@@ -337,7 +339,7 @@ def gae(
     mask_BT = mask_BT.bool()
     missing_B = _rows_without_reward(rewards_BT, mask_BT)
     rewards_BT = rewards_BT.float()
-    values_BT = torch.where(mask_BT, values_BT.float(), 0.0)
+    values_BT = masked(values_BT, mask_BT)
     advantages_BT = torch.zeros_like(values_BT)
     next_value_B = next_advantage_B = values_BT.new_zeros(len(values_BT))
     for t in reversed(range(mask_BT.shape[1])):

@@ -6,13 +6,22 @@ sum over any micro-batches and ranks is the loss of the whole.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
-Aggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
-]
+from rollover.algorithms.elementwise import masked
+from rollover.config.losses import Aggregation
+
+# What each mode divides the sum over rows by: how many of these have a loss token. None: by nothing.
+COUNTED: dict[Aggregation, Literal["tokens", "sequences", "groups"] | None] = {
+    "token-mean": "tokens",
+    "token-sum": None,
+    "seq-mean-token-sum": "sequences",
+    "seq-mean-token-mean": "sequences",
+    "seq-mean-token-sum-norm": "sequences",
+    "prompt-mean": "groups",
+}
 
 
 def aggregate(
@@ -43,34 +52,48 @@ def aggregate(
     """
     if mask_BT.shape != loss_BT.shape:
         raise ValueError(f"mask_BT is {list(mask_BT.shape)}: give it the shape of loss_BT, {list(loss_BT.shape)}")
+    if mode not in COUNTED:
+        raise ValueError(f"mode = {mode!r} is not an aggregation: use one of {', '.join(COUNTED)}")
     mask_BT = mask_BT.bool()
-    loss_BT = torch.where(mask_BT, loss_BT.float(), 0.0)
+    loss_BT = masked(loss_BT, mask_BT)
     tokens_B = mask_BT.sum(-1)
-    if mode == "token-sum":
-        return loss_BT.sum()
-    # What is counted here is asked for only where it is not given: on a GPU that would wait for the whole forward pass.
-    if mode == "token-mean":
-        return loss_BT.sum() / max(1.0, float(tokens_B.sum()) if denominator is None else denominator)
-    if mode == "prompt-mean":
-        if group_B is None:
-            raise ValueError("prompt-mean needs group_B: the group id of each row")
-        if group_tokens_B is None:
-            ids, index_B = torch.unique(group_B, return_inverse=True)
-            sums = torch.zeros(len(ids), device=loss_BT.device).index_add_(0, index_B, tokens_B.float())
-            group_tokens_B = sums[index_B]
-        if denominator is None:
-            denominator = float(len(torch.unique(group_B[tokens_B > 0])))
-        per_row_B = loss_BT.sum(-1) / group_tokens_B.clamp(min=1)
-        return per_row_B.sum() / max(1.0, denominator)
-    if mode == "seq-mean-token-sum":
-        per_row_B = loss_BT.sum(-1)
+    if mode in ("token-mean", "token-sum"):
+        total = loss_BT.sum()
+    elif mode == "prompt-mean":
+        total = (loss_BT.sum(-1) / _tokens_of_group(tokens_B, group_B, group_tokens_B).clamp(min=1)).sum()
     elif mode == "seq-mean-token-mean":
-        per_row_B = loss_BT.sum(-1) / tokens_B.clamp(min=1)
+        total = (loss_BT.sum(-1) / tokens_B.clamp(min=1)).sum()
     elif mode == "seq-mean-token-sum-norm":
-        per_row_B = loss_BT.sum(-1) / (loss_BT.shape[1] if norm is None else norm)
+        total = (loss_BT.sum(-1) / (loss_BT.shape[1] if norm is None else norm)).sum()
     else:
-        raise ValueError(f"mode = {mode!r} is not an aggregation: use one of {', '.join(get_args(Aggregation))}")
-    return per_row_B.sum() / max(1.0, float((tokens_B > 0).sum()) if denominator is None else denominator)
+        total = loss_BT.sum(-1).sum()
+    counted = COUNTED[mode]
+    if counted is None:
+        return total
+    # What is counted here is asked for only where it is not given: on a GPU that would wait for the whole forward pass.
+    return total / max(1.0, _count(counted, tokens_B, group_B) if denominator is None else denominator)
+
+
+def _count(what: str, tokens_B: torch.Tensor, group_B: torch.Tensor | None) -> float:
+    """How many tokens, sequences or groups of this batch are in the loss."""
+    if what == "tokens":
+        return float(tokens_B.sum())
+    if what == "sequences":
+        return float((tokens_B > 0).sum())
+    assert group_B is not None
+    return float(len(torch.unique(group_B[tokens_B > 0])))
+
+
+def _tokens_of_group(
+    tokens_B: torch.Tensor, group_B: torch.Tensor | None, group_tokens_B: torch.Tensor | None
+) -> torch.Tensor:
+    """Loss tokens of the group of each row [B]: as given, else those of the rows that are here."""
+    if group_B is None:
+        raise ValueError("prompt-mean needs group_B: the group id of each row")
+    if group_tokens_B is not None:
+        return group_tokens_B
+    ids, index_B = torch.unique(group_B, return_inverse=True)
+    return torch.zeros(len(ids), device=tokens_B.device).index_add_(0, index_B, tokens_B.float())[index_B]
 
 
 def geometric_row_mean(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
@@ -80,6 +103,6 @@ def geometric_row_mean(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch
     token of weight 0 makes the row's small, not 0.
     """
     mask_BT = mask_BT.bool()
-    logs_BT = torch.where(mask_BT, torch.log(weights_BT.float() + 1e-10), 0.0)
+    logs_BT = masked(torch.log(weights_BT.float() + 1e-10), mask_BT)
     mean_B1 = logs_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    return torch.where(mask_BT, mean_B1.exp(), 0.0)
+    return masked(mean_B1.exp(), mask_BT)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from rollover.algorithms.loss import MAX_LOG_RATIO
+from rollover.algorithms.elementwise import MAX_LOG_RATIO, bounded, bounded_exp, masked
 
 CorrectionMode = Literal[
     "token_truncate",
@@ -42,17 +42,9 @@ _MODES = {
 _TWO_SIDED = ("icepop", "geometric_mask")
 
 
-def _bounded_exp(exponent: torch.Tensor) -> torch.Tensor:
-    return torch.exp(exponent.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-
-
-def _masked(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    return torch.where(mask_BT, values_BT.float(), 0.0)
-
-
 def _row_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Mean over the loss tokens of each row [B]; 0 for a row without one."""
-    return _masked(values_BT, mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1)
+    return masked(values_BT, mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1)
 
 
 def _segment_sums(values_BT: torch.Tensor, versions_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
@@ -73,7 +65,7 @@ def _log_ratios(
     versions_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """log of the ratio that `level` weighs a token by [B, T], before any bound."""
-    d_BT = _masked(proximal_logprobs_BT.float() - behavior_logprobs_BT.float(), mask_BT)
+    d_BT = masked(proximal_logprobs_BT.float() - behavior_logprobs_BT.float(), mask_BT)
     if level == "token":
         return d_BT
     if level == "segment":
@@ -132,13 +124,13 @@ def importance_weights(
     mask_BT = mask_BT.bool()
     floor = _bounds(mode, cap, floor)
     level, action = _MODES[mode]
-    weights_BT = _bounded_exp(_log_ratios(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level, versions_BT))
+    weights_BT = bounded_exp(_log_ratios(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level, versions_BT))
     if action == "truncate":
-        return _masked(weights_BT.clamp(min=floor, max=cap), mask_BT)
+        return masked(weights_BT.clamp(min=floor, max=cap), mask_BT)
     inside_BT = (weights_BT >= (floor or 0.0)) & (weights_BT <= cap)
     if action == "keep":
         return (inside_BT & mask_BT).float()
-    return _masked(weights_BT, inside_BT & mask_BT)
+    return masked(weights_BT, inside_BT & mask_BT)
 
 
 @torch.no_grad()
@@ -164,7 +156,7 @@ def rejection_mask(
     """
     mask_BT = mask_BT.bool()
     d_BT = _log_ratios(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, "token")
-    d_BT = d_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d_BT = bounded(d_BT)
     if kind == "k1":
         estimate_BT = -d_BT
         low = -high if low is None else low
@@ -222,7 +214,7 @@ def effective_sample_size(
     """
     mask_BT = mask_BT.bool()
     if level == "token":
-        weights, count = _masked(weights_BT, mask_BT), mask_BT.sum()
+        weights, count = masked(weights_BT, mask_BT), mask_BT.sum()
     elif level == "sequence":
         weights, count = _row_mean(weights_BT, mask_BT), mask_BT.any(-1).sum()
     else:
@@ -268,16 +260,16 @@ def interpolated_proximal(
         raise ValueError("staleness_BT or alpha_BT: give exactly one of them")
     mask_BT = mask_BT.bool()
     if staleness_BT is not None:
-        staleness_BT = _masked(staleness_BT, mask_BT)
+        staleness_BT = masked(staleness_BT, mask_BT)
         if (staleness_BT < 0).any():
             raise ValueError("staleness_BT is negative: a token cannot be newer than the current version")
         share_BT = 1 / staleness_BT.clamp(min=1)
     else:
         assert alpha_BT is not None
-        share_BT = _masked(alpha_BT, mask_BT)
+        share_BT = masked(alpha_BT, mask_BT)
         if not ((share_BT >= 0) & (share_BT <= 1)).all():
             raise ValueError("alpha_BT is the share of the behavior policy: it must lie in [0, 1]")
-    return torch.lerp(_masked(current_logprobs_BT, mask_BT), _masked(behavior_logprobs_BT, mask_BT), share_BT)
+    return torch.lerp(masked(current_logprobs_BT, mask_BT), masked(behavior_logprobs_BT, mask_BT), share_BT)
 
 
 @torch.no_grad()
@@ -305,15 +297,15 @@ def mismatch_metrics(
     # A mode that does not exist is an error here as it is in importance_weights.
     floor = _bounds("token_mask" if mode == "none" else mode, cap, floor)
     args = (proximal_logprobs_BT, behavior_logprobs_BT, mask_BT)
-    log_ratio_BT = _masked(_log_ratios(*args, level, versions_BT), mask_BT)
-    ratio_BT = _masked(_bounded_exp(log_ratio_BT), mask_BT)
+    log_ratio_BT = masked(_log_ratios(*args, level, versions_BT), mask_BT)
+    ratio_BT = masked(bounded_exp(log_ratio_BT), mask_BT)
     if mode == "none":
         weights_BT = mask_BT.float()
     else:
         weights_BT = importance_weights(*args, mode=mode, cap=cap, floor=floor, versions_BT=versions_BT)
     d_BT = _log_ratios(*args, "token")
-    bounded_BT = d_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    token_ratio_BT = _masked(bounded_BT.exp(), mask_BT)
+    bounded_BT = bounded(d_BT)
+    token_ratio_BT = masked(bounded_BT.exp(), mask_BT)
     corrected = float(mode != "none")
     below_BT = mask_BT & (ratio_BT < (1 / cap if floor is None else floor))
     return {
@@ -342,10 +334,10 @@ def _sequence_metrics(
     proximal_B = -_row_mean(proximal_logprobs_BT, mask_BT)
     behavior_B = -_row_mean(behavior_logprobs_BT, mask_BT)
     difference_B = proximal_B - behavior_B
-    ratio_B = _bounded_exp(_log_ratios(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, "sequence")[:, 0])
+    ratio_B = bounded_exp(_log_ratios(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, "sequence")[:, 0])
 
     def total(values_B: torch.Tensor) -> torch.Tensor:
-        return _masked(values_B, some_B).sum()
+        return masked(values_B, some_B).sum()
 
     def largest(values_B: torch.Tensor) -> torch.Tensor:
         return torch.where(some_B, values_B, -float("inf")).max()
@@ -356,9 +348,9 @@ def _sequence_metrics(
         "sum/sequence_ratio_squared": total(ratio_B.square()),
         "sum/proximal_log_ppl": total(proximal_B),
         "sum/behavior_log_ppl": total(behavior_B),
-        "sum/proximal_ppl": total(_bounded_exp(proximal_B)),
-        "sum/behavior_ppl": total(_bounded_exp(behavior_B)),
-        "sum/ppl_ratio": total(_bounded_exp(difference_B)),
+        "sum/proximal_ppl": total(bounded_exp(proximal_B)),
+        "sum/behavior_ppl": total(bounded_exp(behavior_B)),
+        "sum/ppl_ratio": total(bounded_exp(difference_B)),
         "sum/log_ppl_abs_difference": total(difference_B.abs()),
         "max/log_ppl_difference": largest(difference_B),
         "max/log_ppl_difference_negative": largest(-difference_B),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rollover.algorithms.loss import MAX_LOG_RATIO
+from rollover.algorithms.elementwise import bounded, bounded_exp, masked
 
 
 def _k1(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -22,14 +22,14 @@ def _k2(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    log_inverse = (-log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_inverse = bounded(-log_ratio)
     return torch.exp(log_inverse) - log_inverse - 1
 
 
 ESTIMATORS = {"k1": _k1, "abs": torch.abs, "k2": _k2, "k3": _k3}
 
 
-def _masked(
+def _inputs(
     policy: torch.Tensor, others: list[torch.Tensor], mask_BT: torch.Tensor | None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Policy values (with gradient) and the others (without), float32 and 0 where masked."""
@@ -42,7 +42,7 @@ def _masked(
     if mask_BT is None:
         return policy, others
     mask = mask_BT.bool()[(...,) + (None,) * (policy.ndim - mask_BT.ndim)]
-    return torch.where(mask, policy, 0.0), [torch.where(mask, x, 0.0) for x in others]
+    return masked(policy, mask), [masked(x, mask) for x in others]
 
 
 def full_kl(
@@ -53,7 +53,7 @@ def full_kl(
     It needs both distributions, log-probs of sampled tokens do not suffice. p_v = 0 adds nothing; q_v = 0 < p_v is inf.
     verl names this kind but does not implement it.
     """
-    logits_BTV, (ref_BTV,) = _masked(logprobs_BTV, [ref_logprobs_BTV], mask_BT)
+    logits_BTV, (ref_BTV,) = _inputs(logprobs_BTV, [ref_logprobs_BTV], mask_BT)
     logp_BTV, logq_BTV = logits_BTV.log_softmax(-1), ref_BTV.log_softmax(-1)
     possible_BTV = logp_BTV > -torch.inf
     # Both are replaced before the difference: inf - inf would leave NaN in the gradient.
@@ -92,7 +92,7 @@ def kl_penalty(
         )
     if max_value is not None and name != "k3":
         raise ValueError(f"max_value bounds k3 and k3+ only, not kind = {kind!r}: leave it out")
-    policy_BT, (ref_BT,) = _masked(logprobs_BT, [ref_logprobs_BT], mask_BT)
+    policy_BT, (ref_BT,) = _inputs(logprobs_BT, [ref_logprobs_BT], mask_BT)
     log_ratio_BT = policy_BT - ref_BT
     value_BT = ESTIMATORS[name](log_ratio_BT)
     if max_value is not None:
@@ -120,8 +120,8 @@ def bias_corrected_kl(
     """
     if kind not in ("k1", "k3"):
         raise ValueError(f'kind = {kind!r} has no bias-corrected form: use "k1" or "k3"')
-    policy_BT, (ref_BT, old_BT) = _masked(logprobs_BT, [ref_logprobs_BT, old_logprobs_BT], mask_BT)
-    ratio_BT = torch.exp((policy_BT - old_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    policy_BT, (ref_BT, old_BT) = _inputs(logprobs_BT, [ref_logprobs_BT, old_logprobs_BT], mask_BT)
+    ratio_BT = bounded_exp(policy_BT - old_BT)
     return ratio_BT * ESTIMATORS[kind](policy_BT - ref_BT)
 
 

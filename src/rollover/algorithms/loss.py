@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 
+from rollover.algorithms.elementwise import bounded_exp, masked
 from rollover.config.losses import LOSSES as TRAITS
-
-# A log-ratio beyond this is numerically meaningless: exp(20) = 5e8.
-MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -36,15 +34,11 @@ class Tokens:
 
     @property
     def ratio_BT(self) -> torch.Tensor:
-        return _bounded_exp(self.log_ratio_BT)
+        return bounded_exp(self.log_ratio_BT)
 
 
 # (loss per token, tokens whose gradient the kind's clip or mask changed or removed)
 LossAndClipped = tuple[torch.Tensor, torch.Tensor]
-
-
-def _bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def _masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
@@ -94,7 +88,7 @@ def gspo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAnd
     smaller than the defaults: clip_low = 3e-4, clip_high = 4e-4.
     """
     sequence_B1 = _masked_mean(t.log_ratio_BT, t.mask_BT).detach()
-    ratio_BT = _bounded_exp(t.logprobs_BT - t.logprobs_BT.detach() + sequence_B1)
+    ratio_BT = bounded_exp(t.logprobs_BT - t.logprobs_BT.detach() + sequence_B1)
     return _ppo(ratio_BT, t.advantages_BT, clip_low, clip_high, None)
 
 
@@ -119,7 +113,7 @@ def gmpo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAnd
     upper_BT = torch.where(positive_BT, clip_high, math.inf)
     lower_BT = torch.where(t.advantages_BT < 0, -clip_low, -math.inf)
     clipped_BT = t.log_ratio_BT.clamp(lower_BT, upper_BT)
-    ratio_B1 = _bounded_exp(_masked_mean(clipped_BT, t.mask_BT))
+    ratio_B1 = bounded_exp(_masked_mean(clipped_BT, t.mask_BT))
     loss_BT = (-ratio_B1 * _masked_mean(t.advantages_BT, t.mask_BT)).expand_as(t.logprobs_BT)
     return loss_BT, (t.log_ratio_BT < lower_BT) | (t.log_ratio_BT > upper_BT)
 
@@ -256,8 +250,8 @@ def decoupled(
         raise ValueError(
             f"behavior_logprobs_BT must be {list(t.mask_BT.shape)}, not {list(behavior_logprobs_BT.shape)}"
         )
-    behavior_BT = torch.where(t.mask_BT, behavior_logprobs_BT.detach().float(), 0.0)
-    weight_BT = _bounded_exp(t.old_logprobs_BT - behavior_BT)
+    behavior_BT = masked(behavior_logprobs_BT.detach(), t.mask_BT)
+    weight_BT = bounded_exp(t.old_logprobs_BT - behavior_BT)
     if weight_cap is not None:
         weight_BT = weight_BT.clamp(max=weight_cap)
     return weight_BT * loss_BT, clipped_BT
@@ -332,9 +326,9 @@ def policy_loss(
                 f"{name} is {list(values.shape)}: give it the shape of logprobs_BT, {list(logprobs_BT.shape)}"
             )
     t = Tokens(
-        torch.where(mask_BT, logprobs_BT.float(), 0.0),
-        torch.where(mask_BT, old_logprobs_BT.detach().float(), 0.0),
-        torch.where(mask_BT, advantages_BT.detach().float(), 0.0),
+        masked(logprobs_BT, mask_BT),
+        masked(old_logprobs_BT.detach(), mask_BT),
+        masked(advantages_BT.detach(), mask_BT),
         mask_BT,
     )
     loss_BT, clipped_BT = function(t, **options)
@@ -389,8 +383,8 @@ def value_loss(
     `clip` None: the plain squared error.
     """
     mask_BT = mask_BT.bool()
-    values_BT = torch.where(mask_BT, values_BT.float(), 0.0)
-    old_BT, returns_BT = (torch.where(mask_BT, x.detach().float(), 0.0) for x in (old_values_BT, returns_BT))
+    values_BT = masked(values_BT, mask_BT)
+    old_BT, returns_BT = (masked(x.detach(), mask_BT) for x in (old_values_BT, returns_BT))
     loss_BT = (values_BT - returns_BT) ** 2
     if clip is not None:
         clipped_BT = values_BT.clamp(old_BT - clip, old_BT + clip)

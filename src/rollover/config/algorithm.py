@@ -25,6 +25,7 @@ from rollover.config.table import (
     option,
     refuse,
 )
+from rollover.functions import is_number
 
 Presets = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "cispo", "gmpo", "rloo", "reinforce++", "gdpo", "ppo", "remax", "max_rl",
@@ -251,10 +252,6 @@ def _never_negative(config: Any) -> bool:
     return algorithm.advantage == "grpo_passk" and not (algorithm.after_scoring or is_own(algorithm.loss))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 RULES: tuple[Rule, ...] = (
     Inert(
         ("algorithm.clip_low", "algorithm.dual_clip"),
@@ -287,7 +284,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("algorithm.reward_weights",),
-        lambda c: not all(_is_number(w) for w in c.algorithm.reward_weights.values()),
+        lambda c: not all(is_number(w) for w in c.algorithm.reward_weights.values()),
         lambda c: (
             f"algorithm.reward_weights = {c.algorithm.reward_weights}: every weight must be a number, for instance"
             " { score = 1.0, format = 0.5 }"

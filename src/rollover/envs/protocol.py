@@ -96,4 +96,5 @@ def why_no_rewards(answer: object, num: int) -> str | None:
 
 
 def _is_number(value: object) -> bool:
+    """NumPy's numbers, too, which an environment may compute its rewards with."""
     return isinstance(value, Real) and not isinstance(value, bool)

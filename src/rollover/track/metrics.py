@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 
+from rollover.functions import is_number
 from rollover.track.metric_keys import METRICS, Metric
 from rollover.track.tracker import Row
 
@@ -42,18 +43,14 @@ def is_counter(key: str) -> bool:
 
 def is_of_engine(key: str, value: object) -> bool:
     """Whether an engine may report this: a number, under a name that is a metric of engines."""
-    return key.startswith(("engine/", "kv/")) and find(key) is not None and _is_number(value)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return key.startswith(("engine/", "kv/")) and find(key) is not None and is_number(value)
 
 
 def validate(row: Mapping[str, object]) -> None:
     """Assert that every key of `row` is registered and every value is a number or None (missing)."""
     for key, value in row.items():
         assert find(key) is not None, f"metric {key!r} is not registered: add it to METRICS in track/metric_keys.py"
-        assert value is None or _is_number(value), f"metric {key!r} must be a number or None, not {value!r}"
+        assert value is None or is_number(value), f"metric {key!r} must be a number or None, not {value!r}"
 
 
 def aggregate(rows: Iterable[Row]) -> dict[str, float | None]:

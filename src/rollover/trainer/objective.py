@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rollover.algorithms.aggregate import aggregate, geometric_row_mean
+from rollover.algorithms.aggregate import COUNTED, aggregate, geometric_row_mean
 from rollover.algorithms.correction import (
     ess_step_scale,
     importance_weights,
@@ -29,6 +29,7 @@ from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
 from rollover.algorithms.loss import entropy_bonus, loss_function, option_parameters, policy_loss
 from rollover.algorithms.own_loss import OwnLoss
 from rollover.config import AlgorithmConfig
+from rollover.config.losses import Aggregation
 from rollover.functions import FunctionError
 from rollover.types import Sample
 
@@ -58,13 +59,12 @@ class Counts:
             group_tokens={group: num for group, num in group_tokens.items() if num},
         )
 
-    def divisor(self, aggregation: str) -> float:
-        """The global count of what `aggregation` divides by."""
-        if not self.divided or aggregation == "token-sum":
+    def divisor(self, aggregation: Aggregation) -> float:
+        """The global count of what `aggregation` divides by; 1 where that is done at the end, or not at all."""
+        counted = COUNTED[aggregation]
+        if not self.divided or counted is None:
             return 1.0
-        if aggregation.startswith("seq-"):
-            return float(self.sequences)
-        return float(len(self.group_tokens) if aggregation == "prompt-mean" else self.tokens)
+        return float({"tokens": self.tokens, "sequences": self.sequences, "groups": len(self.group_tokens)}[counted])
 
     def tokens_of(self, group_B: torch.Tensor) -> torch.Tensor:
         """Loss tokens of the whole group of each row [B]."""

@@ -95,9 +95,7 @@ def own_function(key: str, spec: str, returns: str) -> OwnFunction:
         raise ValueError(f"{key} = {spec!r}: {error}") from error
 
 
-def make_named(
-    key: str, name: str, built_in: Mapping[str, str], setup: object, protocol: type, what: str
-) -> Any:
+def make_named(key: str, name: str, built_in: Mapping[str, str], setup: object, protocol: type, what: str) -> Any:
     """What the option `key` names as `name`, made of `setup`: by the function that `built_in` has for this name, as
     `module:function`, or by the user's own.
 
@@ -168,7 +166,7 @@ def printable(text: str) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value that the user, or code of the user's, gave is a number of Python's own; True and False are not."""
+    """Whether a value that the user gave is a number of Python's own; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -290,7 +290,7 @@ def mismatch_metrics(
     ratio passes the cap, or is below the floor (1 / cap where the mode has none); 0 with "none". sum/bounded: tokens
     whose log-ratio was bounded to +-20. sum/weight(_squared): the weights as applied. sum/token_ratio(_squared) is over
     tokens, sum/sequence_ratio(_squared) and */..ppl.. are over sequences. `mismatch_summary` makes means of them.
-    Nothing is gathered by the mask: how much that is, a GPU would have to be waited for.
+    No tokens are selected by the mask: to learn how many there are, the program would have to wait for the GPU.
     """
     mask_BT = mask_BT.bool()
     level = "token" if mode == "none" else _MODES.get(mode, ("token", ""))[0]

@@ -79,7 +79,7 @@ class Estimator:
         advantages_N = self._estimate(scored)
         if self._after_scoring is None:
             return advantages_N
-        changed = self._after_scoring(list(rollouts), advantages_N)  # a list that it may sort
+        changed = self._after_scoring(list(rollouts), advantages_N)  # a copy, which it may sort
         return _one_each(advantages_N if changed is None else changed, len(rollouts), self._after_scoring)
 
 

@@ -22,7 +22,7 @@ _WHY = "a text that says why to drop the group, or None to keep it"
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """`why` says in words what is the matter with a group, or None to keep it. `reason` names the filter in counts."""
+    """`why` returns in words why a group is dropped, or None to keep it. `reason` names the filter in counts."""
 
     reason: str
     why: Callable[[Group], str | None]
@@ -35,13 +35,15 @@ def first_match(group: Group, filters: Sequence[GroupFilter]) -> tuple[str, str]
 
 
 def build_group_filter(config: FiltersConfig) -> Callable[[Group], tuple[str, str] | None] | None:
-    """`first_match` of what [filters] drops, for the lifecycle; None if it drops nothing. ValueErrors as below."""
+    """`first_match` of the filters that [filters] sets, for the lifecycle; None if it sets none. ValueErrors: as of
+    `group_filters`."""
     filters = group_filters(config)
     return (lambda group: first_match(group, filters)) if filters else None
 
 
 def group_filters(config: FiltersConfig) -> list[GroupFilter]:
-    """What [filters] drops, in the order in which it is asked. ValueError if `custom` names no function."""
+    """The filters of groups that [filters] sets, in the order in which they are asked. ValueError if `custom` names no
+    function."""
     chosen: list[GroupFilter] = []
     if config.max_error_share < 1:
         chosen.append(error(config.max_error_share))
@@ -63,7 +65,7 @@ def group_filters(config: FiltersConfig) -> list[GroupFilter]:
 
 
 def rollout_filters(config: FiltersConfig) -> list[RolloutFilter]:
-    """What [filters] takes out of the loss."""
+    """The filters of single rollouts that [filters] sets."""
     chosen: list[RolloutFilter] = []
     if config.mask_truncated:
         chosen.append(mask_truncated(in_baseline=config.mask_in_baseline))
@@ -136,7 +138,7 @@ def error(max_share: float) -> GroupFilter:
 
 
 def all_masked(masks: Sequence[RolloutFilter]) -> GroupFilter:
-    """Drop a group of which every sibling is masked or has no reward: it would take the place of one with a loss.
+    """Drop a group of which every sibling is masked or has no reward: it would take the place of a group with a loss.
 
     A step of such groups alone would train nothing.
     """
@@ -161,7 +163,7 @@ def custom(function: Callable[[Group], str | None], reason: str | None = None) -
     own = OwnFunction.over(function, "filter", _WHY)
 
     def why(group: Group) -> str | None:
-        answer = own(replace(group, rollouts=list(group.rollouts)))  # a list that it may sort
+        answer = own(replace(group, rollouts=list(group.rollouts)))  # a copy of the list, which it may sort
         if answer is not None and not isinstance(answer, str):
             raise own.refused(described(answer))  # a bare True or False reads the same as "keep" and as "drop"
         return answer
@@ -209,7 +211,7 @@ class Masked:
 
 
 def mask_rollouts(groups: Iterable[Group], filters: Sequence[RolloutFilter]) -> Masked:
-    """Rollouts that a filter matches. The first gives the reason; out of the baseline if any match says so."""
+    """The rollouts that a filter matches. The first match is the reason; each can take it out of the baseline."""
     result = Masked()
     for rollout in (r for g in groups for r in g.rollouts if not r.greedy):
         matches = [(f, detail) for f in filters if (detail := f.why(rollout)) is not None]

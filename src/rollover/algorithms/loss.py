@@ -257,14 +257,14 @@ def decoupled(
     return weight_BT * loss_BT, clipped_BT
 
 
-# By the names that the configuration has: each is a function of this file.
+# Each name in the configuration is that of a function of this file.
 LOSSES: dict[str, Callable[..., LossAndClipped]] = {name: globals()[name] for name in TRAITS}
-# Kinds whose loss of a token depends on which rows are in the call: another split into micro-batches, another loss.
+# Kinds whose loss of a token depends on the other rows of the call, and so on the split into micro-batches.
 NOT_SPLIT_INVARIANT = frozenset({"clip_cov", "kl_cov"})
 
 
 def loss_function(kind: str | Callable[..., LossAndClipped]) -> Callable[..., LossAndClipped]:
-    """The function of that name in `LOSSES`; a function of one's own is returned as it is."""
+    """The function of that name in `LOSSES`; a function is returned as it is."""
     if callable(kind):
         return kind
     if kind not in LOSSES:
@@ -307,8 +307,8 @@ def policy_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss per token [B, T] and metrics as sums and counts, which add up over micro-batches ("max/..." by maximum).
 
-    `kind`: a key of `LOSSES`, or a function like those; each says formula, source and the aggregation that makes
-    it the paper's.
+    `kind`: a key of `LOSSES`, or a function like those; each states its formula, its source, and the aggregation of the
+    paper.
     `kind_options` are that function's keyword arguments. `advantages_BT` may be [B] or [B, T]. Ratios in the metrics
     are of tokens, current / old, for every kind; log-ratios are bounded to +-20 before exp.
     """
@@ -347,7 +347,7 @@ def entropy_bonus(entropy_BT: torch.Tensor, mask_BT: torch.Tensor, *, coef: floa
     """-coef * entropy per token [B, T], to be added to a policy loss. Differentiable in `entropy_BT`.
 
     Mnih et al. 2016 (arXiv 1602.01783), section 4. Added per token it is averaged as the policy loss is (verl); TRL
-    takes the token mean of each micro-batch whatever the loss type.
+    takes the token mean of each micro-batch, whatever the loss type.
     """
     return torch.where(mask_BT.bool(), -coef * entropy_BT.float(), 0.0)
 

@@ -21,8 +21,8 @@ _RETURNS = (
 
 
 class OwnLoss:
-    """Called as a function of `LOSSES`, with the signature of the user's. FunctionError where it raises, or returns
-    anything else than a loss per token with a gradient, and what was clipped, or changes a tensor that it is given."""
+    """Called as the functions of `LOSSES` are, with the signature of the user's own. FunctionError where that raises,
+    changes a tensor that it is given, or returns anything but `_RETURNS`."""
 
     def __init__(self, spec: str) -> None:
         self._function: OwnFunction = own_function("algorithm.loss", spec, _RETURNS)
@@ -46,7 +46,7 @@ def _versions(given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _what_is_wrong(value: Any, t: Tokens) -> str | None:
-    """None: it is a loss and what was clipped."""
+    """What is wrong with a value that the user's function returned, in words; None if it is what it must be."""
     if not isinstance(value, tuple | list):
         return described(value)
     if len(value) != 2 or not all(isinstance(part, torch.Tensor) for part in value):
@@ -55,7 +55,7 @@ def _what_is_wrong(value: Any, t: Tokens) -> str | None:
         if part.shape != t.mask_BT.shape:
             return f"{name} of the shape {list(part.shape)}, where t.mask_BT is {list(t.mask_BT.shape)}"
     loss_M = value[0].detach()[t.mask_BT]
-    # Where the model's own numbers are not finite the loss is not to blame.
+    # Where the log-probs of the model are not finite themselves, the loss is not to blame.
     if not torch.isfinite(loss_M).all() and torch.isfinite(t.logprobs_BT[t.mask_BT]).all():
         bad_M = loss_M[~torch.isfinite(loss_M)]
         return f"a loss that is {bad_M[0]:g} at {len(bad_M)} of {len(loss_M)} tokens"

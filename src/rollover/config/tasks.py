@@ -67,8 +67,8 @@ class TaskSourceConfig(Table):
     eval_path: str = option("", "dataset: held-out rows, as `path`; empty = a share of `path` (tasks.eval_fraction).")
     eval_split: str = option(
         "",
-        "dataset: split that is held out, of `eval_path` or else of `path`; empty = none is (of an"
-        " `eval_path`: train).",
+        "dataset: split that is held out for evaluation: of `eval_path` where that is set, else of `path`. Empty:"
+        " the split train of `eval_path`; of `path`, none.",
     )
     streaming: bool = option(
         False,
@@ -326,9 +326,9 @@ RULES: tuple[Rule, ...] = (
         ("tasks.sources",),
         lambda c: bool(_streamed(c) and _with_keys(c)),
         lambda c: (
-            f"{_with_keys(c)}.problem_key with {_streamed(c)}.streaming: a text with several keys could be held out and"
-            " trained, so all rows of all datasets are looked at before the first task, and a stream may have no end."
-            " Remove one of the two"
+            f"{_with_keys(c)}.problem_key with {_streamed(c)}.streaming: a text may have one key that is held out and"
+            " another that is trained. To keep it from one side, all rows would have to be read before the first"
+            " task, and a stream may have no end. Remove one of the two"
         ),
     ),
     Refused(
@@ -336,8 +336,9 @@ RULES: tuple[Rule, ...] = (
         lambda c: bool(_streamed_and_named(c) and _first(c, lambda s: not s.names_held_out)),
         lambda c: (
             f"{_streamed_and_named(c)}.streaming with held-out rows of its own, beside"
-            f" {_first(c, lambda s: not s.names_held_out)}, of which a hash holds some out: those would be compared"
-            " with all rows of the stream. Give both held-out rows of their own (eval_path, eval_split), or none"
+            f" {_first(c, lambda s: not s.names_held_out)}, of which a hash holds some rows out: the stream may have"
+            " the same ones, and all of it would have to be read to know. Give both held-out rows of their own"
+            " (eval_path, eval_split), or none"
         ),
     ),
     Refused(

@@ -48,7 +48,7 @@ def _datasets(config: Config, trained: TaskStream) -> list[str]:
             if not config.eval.num_tasks:
                 why += ", which is not evaluated: eval.num_tasks = 0"
         if for_text:
-            why += f" ({for_text:,} of them for their text alone, which has several values of problem_key)"
+            why += f" ({for_text:,} of them for their text alone: rows with another value of problem_key have the same)"
         parts.append(
             f"{rows.label} has {first}{len(keys):,} rows: {len(keys) - left_out:,} are trained, {left_out:,} {why};"
             f" {repeated:,} repeat another's problem"

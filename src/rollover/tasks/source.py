@@ -40,8 +40,11 @@ class SourceSetup:
 
 
 class TaskSource(Protocol):
-    """Problems by number: 0, 1, 2, ... `endless`: there is one under every number. Else `num_problems` says how many
-    there are, or is None where nobody has counted them (they are streamed)."""
+    """Problems by number: 0, 1, 2, ...
+
+    `endless`: every number has a problem. Else `num_problems` says how many there are; it is None where they are
+    streamed, and nobody has counted them.
+    """
 
     label: str
     endless: bool
@@ -55,18 +58,19 @@ class TaskSource(Protocol):
         ...
 
     def together(self, index: int) -> range:
-        """The numbers that are shuffled among each other with `index`. It is none of them behind the last problem."""
+        """The numbers that are shuffled among each other, `index` being one of them. Where `index` lies behind the last
+        problem, a range that does not have it."""
         ...
 
     @property
     def same(self) -> Same:
-        """What compares its problems where tasks.sources.problem_key does not say it: `problem_text`, if it knows
-        nothing better."""
+        """How its problems are compared where tasks.sources.problem_key is not set: `problem_text`, unless the source
+        knows something better."""
         ...
 
     def fingerprint(self) -> str:
-        """Another one where the problems are others than before, as far as can be told from some of them: a run is not
-        resumed then. "": whatever makes them others is a key of the configuration."""
+        """A text that changes when the problems do, as far as some of them show it: a run is not resumed on other
+        problems. "" where only keys of the configuration can change them, which are compared in any case."""
         ...
 
 

@@ -22,12 +22,13 @@ def key_of(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The side of every problem, by its keys: that of what makes it the same as another, and after it that of its text
-    where this is something else.
+    """Decides the side of a problem by its keys: first that of what makes it the same as another (same.py), then, where
+    that is not its text, the key of its text.
 
-    A source with a held-out file of its own (tasks.sources.eval_path) is split by the two files; every other source by
-    first key / 2^64 < eval_fraction. `eval_file_keys` are the problems of all held-out files, `held_out_keys` those of
-    the rows that the hash holds out, `trained_keys` those of the rows that are trained: as far as they are known.
+    A source with held-out rows of its own (tasks.sources.eval_path, eval_split) is split by files. Of every other one
+    the hash holds a problem out if first key / 2^64 < eval_fraction. `eval_file_keys`: of all problems in held-out
+    files. `held_out_keys`: of the rows that the hash holds out. `trained_keys`: of the rows that are trained. All three
+    as far as they are known.
     """
 
     eval_fraction: float
@@ -38,9 +39,9 @@ class Split:
     def accepts(self, keys: Sequence[int], split: SplitName, by_file: bool) -> bool:
         """True if a problem of a source (split by file, or by hash) may be used on this side.
 
-        No key is accepted on both sides, whichever sources it comes from: what a held-out file has is never trained;
-        what only a row that is trained has is never evaluated; else the hash of the first key decides, and what it
-        holds out is not trained under another first key either.
+        No key is accepted on both sides, whichever source it comes from. Problems of a held-out file are never trained.
+        Of a source without one the hash of the first key decides; what it holds out is not trained under another first
+        key either, and is not evaluated where a row that is trained has one of its keys.
         """
         if split == "train":
             fresh = by_file or not (self._held_out(keys[0]) or any(key in self.held_out_keys for key in keys))

@@ -57,13 +57,15 @@ def _refuse_uncorrected(train: TrainConfig, algorithm: AlgorithmConfig, max_stal
     """ValueError where tokens may be trained off-policy and the loss does not correct for it."""
     if max_staleness > 0 and not (algorithm.corrects or algorithm.allow_uncorrected):
         raise ValueError(
-            f"max_staleness = {max_staleness}, and the loss does not hold the ratio to the policy that sampled: set"
-            " algorithm.correction (algorithm.proximal) or allow_uncorrected"
+            f"max_staleness = {max_staleness}: tokens may have been sampled with older weights, and the loss does not"
+            " correct for that (for a loss of your own it is not known). Set algorithm.correction, with"
+            ' algorithm.proximal = "step_start", or algorithm.allow_uncorrected = true'
         )
     if train.minibatches_per_step > 1 and not (algorithm.follows_updates or algorithm.allow_uncorrected):
         raise ValueError(
-            f"minibatches_per_step = {train.minibatches_per_step}, and the loss does not hold the ratio to the"
-            " policy at the start of the step, so far as is known: set algorithm.correction or allow_uncorrected"
+            f"minibatches_per_step = {train.minibatches_per_step}: each minibatch changes the weights that the next one"
+            " is trained with, and the loss does not correct for that (for a loss of your own it is not known). Set"
+            " minibatches_per_step = 1, algorithm.correction, or algorithm.allow_uncorrected = true"
         )
 
 

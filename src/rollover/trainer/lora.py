@@ -16,8 +16,8 @@ from rollover.config import LoraConfig, ModelConfig
 from rollover.models.adapters import names
 from rollover.models.load import LoadedModel, load_model
 
-ADAPTER = "adapter"  # in the folder of the merged model
-_PREFIX = "base_model.model."  # of peft's names
+ADAPTER = "adapter"  # the folder of the adapters, inside that of the merged model
+_PREFIX = "base_model.model."  # what peft puts before the names of a model
 
 
 def add_lora(model: Any, lora: LoraConfig) -> Any:
@@ -30,7 +30,7 @@ def add_lora(model: Any, lora: LoraConfig) -> Any:
         from peft import get_peft_model
     except ImportError as error:
         raise ValueError("model.lora.rank > 0 needs the package peft: pip install peft") from error
-    # Names as peft matches them: the whole path of a module, or its end.
+    # peft matches a name with the whole path of a module, or with its end.
     for target in lora.target_modules:
         matches = [m for n, m in model.named_modules() if n == target or n.endswith(f".{target}")]
         if not matches:
@@ -83,7 +83,7 @@ def merged_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, layer in _adapted(plain):
         down_RI, up_OR, scale = _parts(layer)
         delta_OI = scale * (up_OR.float() @ down_RI.float())
-        # GPT-2's layers have their weight the other way round.
+        # GPT-2's layers store their weight transposed.
         weight, delta = layer.get_base_layer().weight.detach(), delta_OI.T if layer.fan_in_fan_out else delta_OI
         merged[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
     for name, parameter in base_weights(plain):
@@ -91,8 +91,8 @@ def merged_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path, base: str) -> None:
-    """Write what `PeftModel.from_pretrained(base_model, folder)` loads: `weights` by the names that `model` (of
-    `add_lora`) has for them. `base`: folder or hub id of the model without them."""
+    """Write what `PeftModel.from_pretrained(base_model, folder)` loads. `weights`: by the names of `model`, which is of
+    `add_lora`. `base`: folder or hub id of the model without adapters."""
     from peft import get_peft_model_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,11 +107,11 @@ def save_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path, 
 def load_with_adapter(
     model: ModelConfig, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[LoadedModel, list[tuple[str, torch.Tensor]]]:
-    """The model, and the adapter to be served beside its weights; [] where there is none.
+    """The model at `model.path`, and the adapter that is to be applied to it; [] where there is none.
 
-    There is one in a folder to which a run with LoRA saved the model: merged into its weights, small updates are
-    rounded away. Without the model that it was trained over the merged weights are used. What is used is printed to
-    stderr.
+    A run with LoRA saves its merged weights, in which small updates are rounded away, and the adapter beside them. The
+    adapter is used, with the model that it was trained over; where that model cannot be loaded, the merged weights are.
+    A line on stderr says which.
     """
     folder = Path(model.path).expanduser() / ADAPTER
     if not (folder / "adapter_config.json").is_file():

@@ -16,16 +16,16 @@ from rollover.types import Sample
 
 
 def split_groups(samples: list[Sample], parts: int) -> list[list[Sample]]:
-    """Minibatches: whole groups, in order, as evenly as can be."""
+    """Minibatches of whole groups, in order, as equal in their number of groups as possible."""
     ids = list(dict.fromkeys(s.group_id for s in samples))
     chunks = [set(c.tolist()) for c in np.array_split(np.asarray(ids), parts) if len(c)]
     return [[s for s in samples if s.group_id in chunk] for chunk in chunks]
 
 
 def micro_batches(samples: list[Sample], max_tokens: int) -> Iterator[list[Sample]]:
-    """Greedy, in order, by row tokens; a sample longer than max_tokens is alone. Siblings share one copy of the prompt.
+    """Micro-batches whose rows have at most `max_tokens` tokens, filled greedily in order; a longer sample is alone.
 
-    Samples without a loss token are left out: they are part of baselines only.
+    Siblings share one copy of the prompt. Samples without a loss token are left out: they count in baselines only.
     """
     current: list[Sample] = []
     used = 0
@@ -44,7 +44,7 @@ def micro_batches(samples: list[Sample], max_tokens: int) -> Iterator[list[Sampl
 
 
 def row_tokens(samples: list[Sample]) -> int:
-    """Tokens of their row, as `micro_batches` counts them: each group's prompt once."""
+    """Length of the row of these samples, as `micro_batches` counts it: each group's prompt once."""
     prompts = {s.group_id: len(s.prompt_ids) for s in samples}
     return sum(prompts.values()) + sum(len(s.token_ids) for s in samples)
 
@@ -55,8 +55,8 @@ class Packed:
 
     lengths: of the blocks. prefixes: the prompt's block of each answer's block, None for a prompt (PackedAttention).
     input_ids_N, position_ids_N: the row. loss_positions_M: row positions whose next token is in the loss.
-    targets_M, temperature_M: those tokens. rows_M, columns_M: their place in [B, T]. The *_BT streams are padded
-    with 0. unit: all temperatures are 1. group_B: group ids, on the CPU: what is looked up by them is known there.
+    targets_M, temperature_M: those next tokens. rows_M, columns_M: their place in [B, T]. The *_BT streams are padded
+    with 0. unit: all temperatures are 1. group_B: group ids, on the CPU, where counts are looked up by them.
     """
 
     lengths: list[int]
@@ -82,10 +82,10 @@ class Packed:
 
 
 def pack(samples: list[Sample], device: torch.device, limits: Limits) -> Packed:
-    """Flatten the samples into one row. An answer's last token is left out: it predicts nothing.
+    """Flatten the samples into one row. The last token of an answer is left out: nothing is predicted from it.
 
-    An answer's first token is predicted by the prompt's last position, the same for all siblings. ValueError for what
-    the model cannot be given: samples may be of recorded rollouts or of a producer of the user's own.
+    The first token of an answer is predicted from the last position of the prompt, which all siblings share. ValueError
+    for samples that the model cannot take: they may come from recorded rollouts, or from a producer of the user's own.
     """
     rows: list[np.ndarray] = []
     positions: list[np.ndarray] = []

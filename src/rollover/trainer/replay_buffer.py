@@ -23,7 +23,7 @@ from rollover.types import Group
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A trained group. Tokens of versions below `oldest_in_loss` were context in its own step, and stay so."""
+    """A trained group. Tokens of versions below `oldest_in_loss` were context only in its first step, and stay so."""
 
     group: Group
     score: float
@@ -45,16 +45,16 @@ def signal(advantages_N: Sequence[float], rewards_NR: np.ndarray) -> float:
     spread = 0.0
     for rewards_N in np.asarray(rewards_NR, dtype=float).T:
         valid = rewards_N[~np.isnan(rewards_N)]
-        # Of equal rewards np.std may give a rounding error, which would be a signal.
+        # np.std of equal rewards may be a rounding error above 0, which would count as a signal.
         spread += float(np.std(valid, ddof=1)) if len(valid) > 1 and np.ptp(valid) > 0 else 0.0
     return float(np.abs(advantages_N).sum()) * spread
 
 
 class ReplayBuffer:
-    """At most `config.size` groups, those of the largest scores among the ones that are still in bound.
+    """At most `config.size` groups: those of the largest scores among the ones that are not too old.
 
-    Counters, cumulative: `stale`, groups that left because of their age; `evicted`, those that left, or did not come
-    in, because their score was the lowest.
+    Counters, cumulative: `stale`, groups that were removed for their age; `evicted`, those that were removed, or not
+    taken in, because their score was the lowest.
     """
 
     def __init__(self, config: ReplayConfig, seed: int) -> None:
@@ -72,7 +72,7 @@ class ReplayBuffer:
         return [kept for _, _, kept in sorted(self._heap, key=lambda item: item[1])]
 
     def add(self, kept: Kept) -> None:
-        """Keep a group that was just trained, if it has a signal; the lowest score leaves when there are too many."""
+        """Keep a group that was just trained, if it has a signal. Beyond `config.size` the lowest score is evicted."""
         if not (kept.score > 0 and math.isfinite(kept.score)):
             return
         heapq.heappush(self._heap, (kept.score, kept.group.group_id, kept))
@@ -81,15 +81,15 @@ class ReplayBuffer:
             self.evicted += 1
 
     def drop_stale(self, version: int) -> None:
-        """Groups that the step at trainer `version` may not train any more leave."""
+        """Remove the groups that are too old to be trained in the step at trainer `version`."""
         fresh = [i for i in self._heap if staleness(i[2].oldest_version, version) <= self.config.max_staleness]
         self.stale += len(self._heap) - len(fresh)
         self._heap = fresh
         heapq.heapify(self._heap)
 
     def draw(self, num: int, version: int) -> list[Kept]:
-        """`num` groups for the step at `version`, or all there are: one after the other, each with a probability in
-        proportion to its score among those not yet drawn. They stay in the buffer."""
+        """`num` groups for the step at `version`, or all if there are fewer: drawn without replacement, each with a
+        probability in proportion to its score. They stay in the buffer."""
         left, drawn = self.kept, []
         rng = random.Random(f"{self.seed}/replay/{version}")
         while left and len(drawn) < num:
@@ -111,7 +111,7 @@ class ReplayBuffer:
         return meta, arrays
 
     def load_state_dict(self, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace the contents by a saved state; a smaller `size` than then evicts the lowest scores."""
+        """Replace the contents by a saved state. Where `config.size` is smaller now, the lowest scores are evicted."""
         self._heap = []
         groups = groups_from_state(meta["groups"], arrays)
         self.stale, self.evicted = meta["stale"], meta["evicted"]

@@ -45,8 +45,8 @@ def lengths_of(rewards_N: torch.Tensor) -> torch.Tensor:
     return (1 + (rewards_N.nan_to_num(0.0) * 7).abs().floor()).long() % 9 + 1
 
 
-Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-BY_GROUP: dict[str, Estimator] = {
+Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+BY_GROUP: dict[str, Formula] = {
     **{f"grpo_{std}": lambda r, g, s=std: grpo(r, g, std=s) for std in ("sample", "population", "batch", "none")},
     "dr_grpo": dr_grpo,
     "rloo": rloo,
@@ -60,7 +60,7 @@ BY_GROUP: dict[str, Estimator] = {
     "rpp_baseline": reinforce_plus_plus_baseline,
     "rpp_baseline_lengths": lambda r, g: reinforce_plus_plus_baseline(r, g, lengths_N=lengths_of(r)),
 }
-BY_BATCH: dict[str, Estimator] = {
+BY_BATCH: dict[str, Formula] = {
     "rpp": lambda r, g: reinforce_plus_plus(r),
     "rpp_lengths": lambda r, g: reinforce_plus_plus(r, lengths_N=lengths_of(r)),
 }
@@ -203,7 +203,7 @@ VALUES = tensor(0.0, 1.0, 3.0)
 LOGITS = torch.tensor([0.3, -0.8, 0.5])
 
 
-def expected_gradient(estimator: Estimator, rewards_of_action: torch.Tensor, n: int) -> torch.Tensor:
+def expected_gradient(estimator: Formula, rewards_of_action: torch.Tensor, n: int) -> torch.Tensor:
     """E[mean_i A_i grad log p(y_i)] of a softmax policy over three answers, groups of n."""
     p = LOGITS.softmax(0)
     total = torch.zeros(3)

@@ -15,7 +15,7 @@ import pytest
 from rollover.config import Config
 from rollover.engine.fake import FakeEngine
 from rollover.run.producer import Generation, OwnProducer, Producer, RecordedRollouts, ready_group
-from rollover.run.stop import Stop
+from rollover.run.stop import Stop, signals_to
 from rollover.staleness import group_staleness
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
@@ -174,18 +174,14 @@ def test_a_stop_cancels_what_is_produced_and_nothing_of_it_is_trained(tmp_path: 
     async def go() -> list[Group] | None:
         stop = Stop()
         stop.listen(lambda line: None)
-        producing = asyncio.ensure_future(mine(tmp_path, produce, stop).produce(1, 0))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        signal.raise_signal(signal.SIGTERM)
-        return await asyncio.wait_for(producing, 30)
+        with signals_to(stop.on_signal):
+            producing = asyncio.ensure_future(mine(tmp_path, produce, stop).produce(1, 0))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            signal.raise_signal(signal.SIGTERM)
+            return await asyncio.wait_for(producing, 30)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        assert asyncio.run(go()) is None and ends == [1]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    assert asyncio.run(go()) is None and ends == [1]
 
 
 def test_ids_must_rise_over_restarts_too(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +97,18 @@ def test_a_damaged_configuration_is_named(tmp_path: Path, text: str) -> None:
         rollover.open(tmp_path).config  # noqa: B018
     with pytest.raises(ValueError, match="config.resolved.json is damaged"):
         rollover.train(resume=tmp_path)
+
+
+def test_sessions_that_end_in_the_order_in_which_they_began_give_the_signals_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        before = signal.getsignal(signal.SIGINT)
+        first, second = (rollover.Session(**settings(tmp_path / name)) for name in ("first", "second"))
+        for session in (first, second):
+            await session.__aenter__()
+        await first.__aexit__(None, None, None)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert second.interrupted and not first.interrupted
+        await second.__aexit__(None, None, None)
+        assert signal.getsignal(signal.SIGINT) is before
+
+    asyncio.run(main())

@@ -14,7 +14,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ from rollover.config import Config
 from rollover.config.load import Resolved
 from rollover.run.directory import RunDirectory
 from rollover.run.loop import Run, Step, running
-from rollover.run.stop import Stop, signals_to
+from rollover.run.stop import Stop, signals_to, take_signals
 from rollover.track.summary import print_summary
 
 INTERRUPTED = 130
@@ -82,10 +82,13 @@ class Session:
         self._is_new = False
         try:
             self._stack.callback(self.close)
-            if self._restores_signals:
-                self._stack.enter_context(signals_to(None))
+            signals = self._stack.enter_context(ExitStack())  # given back after the run: Ctrl-C waits for its checkpoint
             run = running(self.config, self._directory, self._stop, self._resume_command)
             self._run = await self._stack.enter_async_context(run)
+            if self._restores_signals:
+                signals.enter_context(signals_to(self._stop.on_signal))
+            else:
+                take_signals(self._stop.on_signal)
         except BaseException:
             await self._stack.aclose()
             raise

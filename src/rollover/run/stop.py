@@ -1,6 +1,7 @@
-"""The first Ctrl-C (or SIGTERM) stops a run in order, the second at once. Owns the two signals, and who waits for them.
+"""The first Ctrl-C (or SIGTERM) stops a run in order, the second at once.
 
-Never parks or saves anything: the loop does, when it finds that it was asked to stop.
+Owns who gets the two signals in this process. Never parks or saves anything: the loop does, when it finds that it
+was asked to stop.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+Handler = Callable[[int, FrameType | None], Any]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# What each open block of `signals_to` found: by signal, who had it before. The oldest block comes first.
+_found: list[dict[signal.Signals, Any]] = []
 
 
 class Stop:
@@ -27,14 +32,11 @@ class Stop:
         self._say: Callable[[str], None] = print
 
     def listen(self, say: Callable[[str], None]) -> None:
-        """From now on, in the running loop's thread. `say` prints one line.
+        """Call `on_stop` from now on, in the thread of the running loop. `say` prints one line.
 
-        Python gives signals to the main thread alone: a run in another one is stopped by `request`.
+        The signals come to `on_signal`, for which `take_signals` or `signals_to` is called.
         """
         self._loop, self._say = asyncio.get_running_loop(), say
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                signal.signal(number, self.on_signal)
         if self.requested:  # before the run had a loop
             self._stop()
 
@@ -79,20 +81,34 @@ class Stop:
             signalled.cancel()
 
 
+def take_signals(handler: Handler) -> None:
+    """From now on the two signals go to `handler`. Elsewhere than in the main thread, which alone gets signals, it does
+    nothing: a run there is stopped by `Stop.request`."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            signal.signal(number, handler)
+
+
 @contextmanager
-def signals_to(handler: Callable[[int, object], None] | None = None) -> Iterator[None]:
-    """Within the block the two signals go to `handler` (None: to whom the block gives them); afterwards they are as
-    they were. Elsewhere than in the main thread it does nothing."""
+def signals_to(handler: Handler) -> Iterator[None]:
+    """As `take_signals`, within the block. Afterwards the signals are as they were before it.
+
+    Blocks may end in any order, as sessions do: the signals then go to the newest one that is still open.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    found = {number: signal.getsignal(number) for number in _SIGNALS}
+    _found.append(found)
     try:
-        if handler is not None:
-            for number in _SIGNALS:
-                signal.signal(number, handler)
+        take_signals(handler)
         yield
     finally:
-        for number, old in before.items():
-            if old is not None:
-                signal.signal(number, old)
+        at = next(i for i, other in enumerate(_found) if other is found)
+        del _found[at]
+        if at < len(_found):  # the block that came next found `handler`, and gives back what this one found
+            _found[at].update(found)
+        else:
+            for number, before in found.items():
+                if before is not None:  # one that was not set from Python cannot be set again from it
+                    signal.signal(number, before)

@@ -6,10 +6,11 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
-from rollover.run.stop import Stop
+from rollover.run.stop import Stop, signals_to, take_signals
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,9 @@ def test_a_signal_after_the_end_of_the_run_does_nothing(number: int) -> None:
     said: list[str] = []
 
     async def run() -> None:
-        Stop().listen(said.append)
+        stop = Stop()
+        stop.listen(said.append)
+        take_signals(stop.on_signal)
 
     asyncio.run(run())
     for _ in range(2):
@@ -40,6 +43,7 @@ def test_the_first_signal_asks_and_the_second_interrupts() -> None:
         stop, asked = Stop(), asyncio.Event()
         stop.on_stop = asked.set
         stop.listen(said.append)
+        take_signals(stop.on_signal)
         os.kill(os.getpid(), signal.SIGTERM)
         await asked.wait()
         assert stop.requested and len(said) == 1
@@ -66,8 +70,24 @@ def test_a_signal_while_a_line_is_being_printed_is_said_after_it() -> None:
         stop, asked = Stop(), asyncio.Event()
         stop.on_stop = asked.set
         stop.listen(say)
+        take_signals(stop.on_signal)
         os.kill(os.getpid(), signal.SIGINT)
         await asked.wait()
         assert stop.requested and len(said) == 1 and said[0].startswith("stopping: ")
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1), (1, 2, 0), (2, 0, 1)])
+def test_blocks_that_take_the_signals_may_end_in_any_order(order: tuple[int, ...]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    got: list[int] = []
+    blocks = [ExitStack() for _ in order]
+    for i, block in enumerate(blocks):
+        block.enter_context(signals_to(lambda number, frame, i=i: got.append(i)))
+    for i in order:
+        os.kill(os.getpid(), signal.SIGINT)
+        still_open = [j for j in range(len(blocks)) if j not in order[: order.index(i)]]
+        assert got.pop() == max(still_open) and not got
+        blocks[i].close()
+    assert signal.getsignal(signal.SIGINT) is before

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rollover.api.training import train_async as train_async
     from rollover.run.loop import Step as Step
     from rollover.run.producer import ready_group as ready_group
+    from rollover.track.tracker import Tracker as Tracker
     from rollover.types import Group as Group
     from rollover.types import Reward as Reward
     from rollover.types import Rollout as Rollout
@@ -41,6 +42,7 @@ _PLACES = {
     "Session": "rollover.api.session",
     "Step": "rollover.run.loop",
     "Task": "rollover.types",
+    "Tracker": "rollover.track.tracker",
     "open": "rollover.api.run",
     "plan": "rollover.api.planning",
     "ready_group": "rollover.run.producer",

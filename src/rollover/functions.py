@@ -51,7 +51,9 @@ class OwnFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.function(*args, **kwargs)
-        except (Exception, SystemExit) as error:  # boundary: the user's function
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # boundary: the user's function. it may exit, or cancel a loop of its own
             raise self.failed(error) from error
 
     async def awaited(self, *args: Any) -> Any:

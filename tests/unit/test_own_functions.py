@@ -104,7 +104,11 @@ KINDS: dict[str, tuple[str, Callable[[str], Any], str, dict[str, str]]] = {
         "group",
         lambda spec: group_filters(FiltersConfig(custom=spec))[0].why(group()),
         "a text that says why to drop the group, or None",
-        {"return True": "returned True (bool)", "return float('nan')": "returned nan (float)"},
+        {
+            "return True": "returned True (bool)",
+            "return float('nan')": "returned nan (float)",
+            "import asyncio; raise asyncio.CancelledError": "failed: CancelledError",
+        },
     ),
     "track.metrics": (
         "groups",

@@ -217,7 +217,10 @@ def key_of(name: str) -> str:
 
 def _check_callable(value: Any, key: str) -> None:
     if not callable(value):
-        raise ConfigError(f"{PYTHON}: {key} is a {type(value).__name__}, which no option takes")
+        raise ConfigError(
+            f"{PYTHON}: {key} is a {type(value).__name__}, which no option takes: give a function. For an object (a"
+            " tracker, say) that is its class, or a function that returns the one that you have (lambda: it)"
+        )
 
 
 def _sources(tasks: Any, eval_tasks: Any, held: _Held) -> list[dict[str, Any]]:

@@ -71,5 +71,7 @@ class OwnEnvironment:
     def scores_singly(self, task: Task, /) -> bool:
         try:
             return bool(self.environment.scores_singly(task))
-        except (Exception, SystemExit) as error:  # boundary: the user's environment
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # boundary: the user's environment
             raise ValueError(f"rollout.environment failed at scores_singly: {explained(error)}") from error

@@ -23,14 +23,16 @@ from rollover.checkpoint.store import CheckpointStore, checkpoint_name
 from rollover.config import Config
 from rollover.config import resume as resume_rules
 from rollover.files import atomic_write_text, check_writable
-from rollover.run.lock import DirectoryLock
+from rollover.run.lock import LOCK, DirectoryLock
 from rollover.track.build import build_trackers
 from rollover.track.sinks import EvalFile, MetricsFile
+from rollover.track.trace import TRACE
 from rollover.track.tracker import Cut
 
 _CONFIG = "config.resolved.json"
 _CHECKPOINTED = "checkpointed"
 _FINISHED = "finished"
+_FILES = (_CONFIG, "metrics.jsonl", "eval.jsonl", TRACE, LOCK, _CHECKPOINTED, _FINISHED)
 
 
 class RunDirectory:
@@ -47,6 +49,12 @@ class RunDirectory:
         self.path = Path(config.run.dir).expanduser() if config.run.dir else _new_directory(config.run.name)
         for output in (self.path, *(self.path / name for name in ("rollouts", "journal", "model", "profile"))):
             check_writable(output, "run.dir")
+        for name in _FILES:
+            if (self.path / name).is_dir():
+                raise ValueError(
+                    f"run.dir = {str(self.path)!r} cannot be used: {name} in it is a folder, and a run writes a file of"
+                    " that name. Remove the folder, or give another run.dir"
+                )
         metrics = self.path / "metrics.jsonl"
         self.store = CheckpointStore(config.checkpoint.dir or str(self.path / "checkpoints"), config.checkpoint.keep)
         self.mirror = self.store.mirror(self.path)

@@ -15,7 +15,7 @@ import time
 import warnings
 from pathlib import Path
 
-NAME = "lock"
+LOCK = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -26,7 +26,7 @@ class DirectoryLock:
     """
 
     def __init__(self, folder: Path, key: str) -> None:
-        self._file = open(folder / NAME, "a+", encoding="utf-8")
+        self._file = open(folder / LOCK, "a+", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

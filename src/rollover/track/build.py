@@ -16,7 +16,7 @@ from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.trace import TRACE, TraceFile
 from rollover.track.tracker import OwnTracker, Tracker, Trackers
 
-OWN = "a rollover.track.tracker.Tracker"
+OWN = "a rollover.Tracker"
 
 
 @dataclass(frozen=True)

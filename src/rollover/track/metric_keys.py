@@ -326,7 +326,7 @@ METRICS: list[Metric] = [
     Metric("journal/failed", "counter", "", "Times that the journal could not be written (full disk), and ended."),
     Metric("journal/cut_bytes", "counter", "bytes", "Of journals read back, what was not trusted: torn, damaged."),
     Metric("mirror/failed", "counter", "", "Times that the run could not be copied to a remote checkpoint.dir."),
-    Metric("trackers/failed", "counter", "", "Times that one of track.trackers failed; it is not told again."),
+    Metric("trackers/failed", "counter", "", "Failures of your own trackers; what they missed is not told again."),
     # Engine
     Metric("engine/decode_steps", "counter", "steps", "Decode steps."),
     Metric("engine/prefill_tokens", "counter", "tokens", "Tokens prefilled for the first time."),

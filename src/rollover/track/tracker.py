@@ -136,7 +136,9 @@ class OwnTracker(Tracker):
     def wants_groups(self) -> bool:
         try:
             return bool(self.tracker.wants_groups)
-        except (Exception, SystemExit) as error:  # boundary: the user's tracker
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # boundary: the user's tracker
             self._fail(error)
             return False
 
@@ -146,7 +148,9 @@ class OwnTracker(Tracker):
             if inspect.iscoroutine(answer):
                 answer.close()
                 raise TypeError(f"{answer.__qualname__} is an async def, which nobody awaits: write def")
-        except (Exception, SystemExit) as error:  # boundary: the user's tracker
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # boundary: the user's tracker
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

@@ -14,6 +14,7 @@ import pytest
 from rollover.api.settings import Arguments, Settings, key_of
 from rollover.config import ConfigError
 from rollover.live_objects import live_object
+from rollover.track.tracker import Tracker
 
 ROWS = [{"prompt": f"count to {i}", "answer": str(i)} for i in range(40)]
 
@@ -111,6 +112,7 @@ def test_several_rewards_are_one(tmp_path: Path) -> None:
         ({"tasks": None, "eval_tasks": ROWS}, "eval_tasks needs tasks"),
         ({"tasks": "chain_sum", "eval_tasks": ROWS}, "a generator holds out its own"),
         ({"reward": 5}, "reward is a int, which no option takes"),
+        ({"overrides": {"trackers": [Tracker()]}}, "track.trackers.0 is a Tracker, .* give .* its class"),
         ({"reward": []}, "reward is an empty list"),
         ({"model": object()}, "model is a object: give a folder"),
         ({"overrides": {"num_steps": None}}, "train.num_steps = None: leave the key out"),

@@ -219,3 +219,14 @@ def test_a_finished_run_is_known_and_goes_on_when_more_is_asked_for(tmp_path: Pa
     resumed.truncate(Cut(3))
     resumed.close()
     assert why(3) is None
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl", "trace.jsonl", "config.resolved.json", "lock"])
+def test_a_folder_where_a_file_of_the_run_belongs_is_named(tmp_path: Path, name: str, resume: bool) -> None:
+    if resume:
+        with_steps(tmp_path, 2)
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"cannot be used: {name} in it is a folder.* Remove the folder"):
+        opened(tmp_path, resume)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def guarded(tracker: Tracker) -> tuple[Trackers, list[str]]:
     return trackers, said
 
 
-@pytest.mark.parametrize("error", [ValueError("wrong"), SystemExit(3)])
+@pytest.mark.parametrize("error", [ValueError("wrong"), SystemExit(3), asyncio.CancelledError("own loop")])
 def test_one_that_raises_is_reported_once_and_counted(error: BaseException) -> None:
     trackers, said = guarded(Failing(error))
     for step in (1, 2):
@@ -85,7 +86,7 @@ def config(spec: str) -> Config:
     [
         ("", "has no function 'Mine'"),
         ("Mine = 3", "is 3, not a function"),
-        ("class Mine:\n    pass", "it must return a rollover.track.tracker.Tracker"),
+        ("class Mine:\n    pass", "it must return a rollover.Tracker"),
         ("def Mine(run):\n    pass", "failed: TypeError: Mine() missing 1 required positional argument"),
         ("def Mine():\n    raise OSError('no account')", "failed: OSError: no account (mine.py:2)"),
     ],

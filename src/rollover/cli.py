@@ -23,7 +23,7 @@ from pathlib import Path
 
 import rollover
 from rollover import system
-from rollover.commands import VERBS, installed_verbs, load_verb, our_verbs
+from rollover.commands import VERBS, installed_verbs, load_verb, our_verbs, who_has_it
 from rollover.commands.verb import Overrides, Verb
 
 # --table.key, --table.key=VALUE. Everything else is argparse's.
@@ -63,21 +63,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def split_overrides(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], Overrides]:
     """Takes `--table.key VALUE` and `--table.key=VALUE` out of the arguments: (the rest, overrides in order)."""
-    rest: list[str] = []
+    rest, found = _split(argv)
     overrides: Overrides = []
+    for key, value in found:
+        if value is None:
+            parser.error(f"--{key} needs a value: --{key} VALUE (or --{key}=VALUE if the value starts with --)")
+        overrides.append((key, value))
+    return rest, overrides
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
+    """As `split_overrides`; the value of an override that lacks one is None."""
+    rest: list[str] = []
+    found: list[tuple[str, str | None]] = []
     tokens = iter(argv)
     for token in tokens:
         match = _DOTTED.fullmatch(token)
         if match is None:
             rest.append(token)
             continue
-        key, value = match[1], match[2]
+        value = match[2]
         if value is None:
-            value = next(tokens, None)
-            if value is None or value.startswith("--"):
-                parser.error(f"--{key} needs a value: --{key} VALUE (or --{key}=VALUE if the value starts with --)")
-        overrides.append((key, value))
-    return rest, overrides
+            following = next(tokens, "--")
+            value = None if following.startswith("--") else following
+        found.append((match[1], value))
+    return rest, found
 
 
 class _VerbParser(argparse.ArgumentParser):
@@ -112,12 +122,15 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=_VerbParser)
     for name, verb in our_verbs().items():
         _add(verbs, name, verb)
-    asked_for = next((word for word in argv if not word.startswith("-")), "")
-    if asked_for not in VERBS and (asked_for or {"-h", "--help"} & set(argv)):
-        for name, point in installed_verbs().items():
+    words, _ = _split(argv)
+    asked_for = next((word for word in words if not word.startswith("-")), "")
+    if asked_for not in VERBS and (asked_for or {"-h", "--help"} & set(words)):
+        for name, points in installed_verbs().items():
             if not asked_for or name == asked_for:
+                if len(points) > 1:
+                    print(f"rollover: notice: {who_has_it(points)}", file=sys.stderr)
                 try:
-                    _add(verbs, name, load_verb(point))
+                    _add(verbs, name, load_verb(points[0]))
                 except ValueError as error:
                     if asked_for:
                         raise

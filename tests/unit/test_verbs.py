@@ -55,6 +55,31 @@ def test_a_verb_of_another_package_runs(package: None, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "hello True 3\n"
 
 
+def test_an_option_may_stand_before_it(package: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--train.num_steps", "3", "hello"]) == cli.main(["--train.num_steps=3", "hello"]) == 7
+    assert capsys.readouterr().out == "hello False 3\n" * 2
+
+
+@pytest.mark.parametrize("words", [["hello"], ["--help"]])
+def test_of_one_name_in_two_packages_the_first_in_the_alphabet_has_it(
+    package: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    metadata = tmp_path / "a_greeter-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: a-greeter\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[rollover.verbs]\nhello = a_greeter:VERB\n")
+    verb = "VERB = Verb('Say good day.', lambda args, overrides: 8, files='*')"
+    (tmp_path / "a_greeter.py").write_text(f"from rollover.commands.verb import Verb\n{verb}\n")
+    try:
+        assert cli.main(words) == 8
+    except SystemExit as ended:
+        assert words == ["--help"] and ended.code == 0
+    printed = capsys.readouterr()
+    assert "several packages bring a verb hello (a-greeter, greeter): a-greeter's is used" in printed.err
+    if words == ["--help"]:
+        assert "Say good day." in printed.out and "Say 100 % hello." not in printed.out
+
+
 def test_an_option_that_it_does_not_have_is_refused_as_ours_are(
     package: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

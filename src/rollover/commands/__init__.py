@@ -8,7 +8,7 @@ Owns who is asked for which name. No module of another package is loaded before 
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -29,11 +29,29 @@ def our_verbs() -> dict[str, Verb]:
     return {name: import_module(module).VERB for name, module in VERBS.items()}
 
 
-def installed_verbs() -> Mapping[str, EntryPoint]:
-    """Those of other installed packages, by name; none of them is loaded."""
+def installed_verbs() -> dict[str, list[EntryPoint]]:
+    """Those of other installed packages, by name; none of them is loaded. Where several packages bring one name, the
+    first of them has it: the one whose own name comes first in the alphabet."""
     from importlib.metadata import entry_points
 
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in VERBS}
+    found: dict[str, list[EntryPoint]] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: (_package(point), point.value)):
+        if point.name not in VERBS:
+            found.setdefault(point.name, []).append(point)
+    return found
+
+
+def who_has_it(points: Sequence[EntryPoint]) -> str:
+    """What to tell the user of a verb that several packages bring."""
+    packages = [_package(point) for point in points]
+    return (
+        f"several packages bring a verb {points[0].name} ({', '.join(packages)}): {packages[0]}'s is used, the first in"
+        " the alphabet. Uninstall it to use another"
+    )
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else ""
 
 
 def load_verb(point: EntryPoint) -> Verb:

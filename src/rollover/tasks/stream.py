@@ -135,6 +135,7 @@ class TaskStream:
         self._draws = 0
         self._known_fingerprint: dict[str, Any] | None = None
         self.num_failed = 0
+        self._last_failed: FailedProblem | None = None
         self.say: Callable[[str], None] = lambda text: None
         self._seen: set[int] = set()  # eval only: texts already given
         self._on_neither_side: set[int] = set()  # eval only: keys of what came up and is trained as a row
@@ -153,7 +154,7 @@ class TaskStream:
                     return decorated(problem, self.tasks)
                 if tried >= cursor.max_candidates:
                     if self.split == "train":
-                        raise ValueError(self._nothing_left(cursor, tried))
+                        raise ValueError(self._nothing_left(cursor, tried, self.num_failed - failed_before))
                     break
             cursor.exhausted = True
         return None
@@ -162,7 +163,7 @@ class TaskStream:
         """The next `num_tasks` tasks, or as many as there are. Raises ValueError if that is none."""
         taken = list(itertools.islice(iter(self.next, None), num_tasks))
         if num_tasks > 0 and not taken:
-            raise ValueError(self._nothing_left(self._cursors[0], self._cursors[0].max_candidates))
+            raise ValueError(self._nothing_left(self._cursors[0], self._cursors[0].max_candidates, self.num_failed))
         return taken
 
     def state_dict(self) -> dict[str, Any]:
@@ -256,6 +257,7 @@ class TaskStream:
         if num_before + 1 >= MAX_FAILED:
             raise ValueError(f"{failed}. So did the {num_before:,} problems before it: change tasks.sources.params")
         self.num_failed += 1
+        self._last_failed = failed
         if self.num_failed <= _NAMED:
             more = "; more of them are only counted, in tasks/failed" if self.num_failed == _NAMED else ""
             self.say(f"{failed}: it is left out{more}")
@@ -304,12 +306,21 @@ class TaskStream:
         trained = (row for kind in kinds for row in rows(by_file=kind) if rule.accepts(row, "train", kind))
         return replace(rule, trained_keys=keys(trained))
 
-    def _nothing_left(self, cursor: _Cursor, tried: int) -> str:
+    def _nothing_left(self, cursor: _Cursor, tried: int, num_failed: int) -> str:
+        """Why there is no task, where `tried` problems of a source were tried and `num_failed` of them failed."""
         label, fraction = cursor.source.label, self.tasks.eval_fraction
-        if self.split == "train":
+        if num_failed >= tried:
             return (
-                f"tasks.eval_fraction = {fraction:g} leaves no problem of {label!r} for training: all of {tried} in a"
-                " row are held out. Lower it, or use a source with more distinct problems"
+                f"tasks.sources: no problem of {label!r} can be used: all of {tried} in a row failed, the last with:"
+                f" {self._last_failed}. Mend the source, or change tasks.sources.params"
+            )
+        if self.split == "train":
+            why = f"all of {tried} in a row are held out"
+            if num_failed:
+                why = f"of {tried} in a row {num_failed} failed, and all others are held out"
+            return (
+                f"tasks.eval_fraction = {fraction:g} leaves no problem of {label!r} for training: {why}. Lower it, or"
+                " use a source with more distinct problems"
             )
         rows = f" but for {num}, which are rows that are trained" if (num := self.num_on_neither_side) else ""
         return (

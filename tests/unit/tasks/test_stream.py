@@ -244,3 +244,38 @@ def test_a_generator_that_makes_nothing_any_more_ends_the_stream_with_an_error(f
         ValueError, match=r"chain_sum with \{\} raised RuntimeError: no sum found. So did the 29 problems"
     ):
         tasks.next()
+
+
+FAILING = """
+from rollover.tasks.source import FailedProblem
+from rollover.types import Task
+
+class Source:
+    def __init__(self, setup):
+        self.setup = setup
+
+    def __len__(self):
+        return 5
+
+    def problem(self, index):
+        if index not in self.setup.config.params["whole"]:
+            raise FailedProblem(f"number {index} has no text")
+        return Task(f"own/{index}", self.setup.label, self.setup.reward, prompt="the only one")
+"""
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_source_whose_problems_all_fail_is_told_so(tmp_path, split):
+    (tmp_path / "own.py").write_text(FAILING)
+    source = TaskSourceConfig(kind=f"{tmp_path}/own.py:Source", name="own", params={"whole": []})
+    with pytest.raises(ValueError) as error:
+        stream(source, split=split).take(1)
+    assert str(error.value).startswith("tasks.sources: no problem of 'own' can be used: all of 5 in a row failed, the")
+    assert "has no text. Mend the source" in str(error.value) and "held out" not in str(error.value)
+
+
+def test_failed_problems_are_not_said_to_be_held_out(tmp_path):
+    (tmp_path / "own.py").write_text(FAILING)
+    source = TaskSourceConfig(kind=f"{tmp_path}/own.py:Source", name="own", params={"whole": [2]})
+    with pytest.raises(ValueError, match="of 5 in a row 4 failed, and all others are held out. Lower it"):
+        stream(source, eval_fraction=0.999999).take(1)

@@ -24,7 +24,7 @@ from pathlib import Path
 import rollover
 from rollover import system
 from rollover.commands import VERBS, installed_verbs, load_verb, our_verbs, who_has_it
-from rollover.commands.verb import Overrides, Verb
+from rollover.commands.verb import Overrides, Verb, to_stderr
 
 # --table.key, --table.key=VALUE. Everything else is argparse's.
 _DOTTED = re.compile(r"--([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(rest)
         return args.verb(args, overrides)
     except KeyboardInterrupt:
-        print("rollover: interrupted", file=sys.stderr)
+        to_stderr("rollover: interrupted")
         return 130
     except BrokenPipeError:
         # The reader (head, less) went away: nothing is left to say, and the exit must not flush into the pipe again.
@@ -128,7 +128,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         for name, points in installed_verbs().items():
             if not asked_for or name == asked_for:
                 if len(points) > 1:
-                    print(f"rollover: notice: {who_has_it(points)}", file=sys.stderr)
+                    to_stderr(f"rollover: notice: {who_has_it(points)}")
                 try:
                     _add(verbs, name, load_verb(points[0]))
                 except ValueError as error:
@@ -170,4 +170,4 @@ def _is_of_the_machine(error: Exception) -> bool:
 
 
 def _complain(error: Exception | str) -> None:
-    print(f"rollover: error: {error}", file=sys.stderr)
+    to_stderr(f"rollover: error: {error}")

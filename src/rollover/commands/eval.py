@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.commands.verb import Overrides, Verb, load, positive
+from rollover.commands.verb import Overrides, Verb, load, positive, to_stderr
 
 if TYPE_CHECKING:
     from rollover.config import Config
@@ -59,7 +58,9 @@ async def answers_to_all(config: Config, model: str | None) -> list[Answer]:
         assert parts.rewarder is not None
         tasks = held_out_tasks(config, to_stderr)
         held_out = encode_tasks(tasks, parts.tokenizer, prompt_limit(config, parts.engine.max_tokens))
-        return await answers_of(held_out, parts.engine, parts.rewarder, parts.tokenizer, config, parts.stop_token_ids)
+        return await answers_of(
+            held_out, parts.engine, parts.rewarder, parts.tokenizer, config, parts.stop_token_ids, to_stderr
+        )
     finally:
         await parts.close()
 
@@ -92,10 +93,6 @@ def print_eval(result: dict[str, Any]) -> None:
             cells.append(decimal(row.get(name)) + (f" [{ci[0]:.3f}, {ci[1]:.3f}]" if ci else ""))
         table.add_row(source, str(row["tasks"]), decimal(row["mean"]) + interval, *cells)
     Console().print(table)
-
-
-def to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 VERB = Verb("Evaluate on held-out tasks: mean reward, pass@1 and pass@k per source.", run, arguments)

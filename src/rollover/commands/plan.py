@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.commands.verb import Overrides, Verb, load, positive
+from rollover.commands.verb import Overrides, Verb, load, positive, to_stderr
 
 if TYPE_CHECKING:
     from rollover.config import Config
@@ -36,7 +35,11 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     config = with_arguments(resolved.config, args)
     if args.svg is not None:
         check_output_file(args.svg, "--svg")
-    plan, sources, draw = planned(replace(resolved, config=config), args.from_run, to_stderr)
+
+    def say(text: str) -> None:
+        to_stderr(f"rollover: plan: {text}")
+
+    plan, sources, draw = planned(replace(resolved, config=config), args.from_run, say)
     if args.svg is not None:
         atomic_write_text(args.svg, draw())
     if args.json:
@@ -70,10 +73,6 @@ def with_arguments(config: Config, args: argparse.Namespace) -> Config:
             in_flight = round(in_flight / rollout.groups_per_step * groups)
         rollout = rollout.model_copy(update={"groups_per_step": groups, "in_flight_groups": in_flight})
     return config.model_copy(update={"plan": plan, "rollout": rollout})
-
-
-def to_stderr(text: str) -> None:
-    print(f"rollover: plan: {text}", file=sys.stderr)
 
 
 VERB = Verb("Predict speed, idleness, staleness and waste of a configuration, without running it.", run, arguments)

@@ -48,9 +48,14 @@ def load(files: Sequence[Path], overrides: Overrides, *, require_sources: bool =
 
     resolved = load_config(list(files), overrides, require_sources=require_sources)
     for notice in resolved.notices:
-        print(f"rollover: notice: {notice}", file=sys.stderr)
+        to_stderr(f"rollover: notice: {notice}")
     prepare_libraries(resolved.config.run)
     return resolved
+
+
+def to_stderr(line: str) -> None:
+    """Print a line that is no part of what the verb prints: it may be piped into a file or a program."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def positive(text: str) -> int:

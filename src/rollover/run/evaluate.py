@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,10 +24,6 @@ from rollover.types import SamplingParams, Segment, StopReason, Task, rollout_se
 
 _Result = TypeVar("_Result")
 _numbers = itertools.count()  # of the rollouts of prompts, over all calls: an engine knows each by its id
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ async def evaluate(
     tokenizer: Any,
     config: Config,
     stop_token_ids: frozenset[int],
-    say: Callable[[str], None] = _to_stderr,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Answer, score and summarise: see `summarised`. ValueErrors as `answers_of`."""
     return summarised(await answers_of(held_out, engine, rewarder, tokenizer, config, stop_token_ids, say), config)
@@ -90,7 +85,7 @@ async def answers_of(
     tokenizer: Any,
     config: Config,
     stop_token_ids: frozenset[int],
-    say: Callable[[str], None] = _to_stderr,
+    say: Callable[[str], None],
 ) -> list[Answer]:
     """eval.samples_per_task answers to every task, scored; in the order of the tasks. `say` prints a line.
 

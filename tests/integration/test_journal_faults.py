@@ -21,7 +21,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.run.checkpointing import Checkpointing
 from rollover.run.directory import RunDirectory
-from rollover.run.journal_scribe import Scribe
+from rollover.run.journal.scribe import Scribe
 from rollover.types import Segment
 
 

@@ -63,7 +63,7 @@ class Lifecycle:
     event.
 
     `start`, `set_rewards`, `consume` and `on_new_version` decide, and carry out what they decided by the others: `run`,
-    `score`, `take`, `drop`. Those decide nothing: what a journal tells can so happen again (run/journal_replay.py).
+    `score`, `take`, `drop`. Those decide nothing: what a journal tells can so happen again (run/journal/replay.py).
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from rollover.checkpoint.store import CheckpointWriteError, checkpoint_name
 from rollover.config import Config
 from rollover.rollout.lifecycle import Event
 from rollover.run.directory import RunDirectory
-from rollover.run.journaling import Journaling
+from rollover.run.journal.journaling import Journaling
 from rollover.run.overlap import Overlap
 from rollover.run.parts import Parts
 from rollover.run.records import Records
@@ -60,12 +60,12 @@ class Checkpointing:
         """From now on the journal is written, if it is on. It begins at a checkpoint, or with the run."""
         journaling = self.journaling
         if not self.directory.resume:
-            journaling.journal.discard()
-        if journaling.is_on and not journaling.journal.writes:
+            journaling.discard()
+        if journaling.is_on and not journaling.writes:
             if self.parts.lifecycle.cache.num_admitted or self.parts.trainer.policy_version:
                 self.changed = True
             else:
-                journaling.scribe.begin(None)
+                journaling.cut(None)
         if self.changed:  # what was read back must not be read back twice, journaled from now on or not
             await self.checkpoint()
         journaling.start_timer()
@@ -75,7 +75,7 @@ class Checkpointing:
         """Whether a checkpoint must be written after the step that was just told."""
         config, step = self.config.checkpoint, self.parts.trainer.policy_version
         due = config.every_steps > 0 and step % config.every_steps == 0
-        return due or self.journaling.journal.num_bytes > config.journal_max_gb * 1e9
+        return due or self.journaling.num_bytes > config.journal_max_gb * 1e9
 
     async def checkpoint(self) -> None:
         """Write one, if anything happened since the last."""
@@ -86,16 +86,16 @@ class Checkpointing:
         self.trackers.on_phase("writing a checkpoint")
         self.records.tell(version, [], None)
         with self.overlap.rows.timed("checkpoint"):
-            mark = journaling.scribe.begin(checkpoint_name(version)) if journaling.is_on else None
+            mark = journaling.cut(checkpoint_name(version))
             snapshot = Snapshot.begin(self.stateful, self.directory, version, mark)
-            if journaling.mirror is not None:
-                journaling.mirror.copy()  # the checkpoint counts on what is written down by now
+            if self.directory.mirror is not None:
+                self.directory.mirror.copy()  # the checkpoint counts on what is written down by now
             snapshot.write(self.directory.store)
             self.directory.on_checkpoint()  # before the journal goes, from which a run without a checkpoint goes on
             if mark is not None:
-                journaling.journal.commit(mark)
+                journaling.committed(mark)
             else:
-                journaling.journal.discard()
+                journaling.discard()
         self.saved_version, self.changed = version, False
         if version < self.config.train.num_steps and not self.stop.requested:
             self.trackers.on_message(
@@ -126,7 +126,7 @@ class Checkpointing:
             await self.checkpoint()
         except Exception as failure:
             newest = next(reversed(self.directory.store.list()), "the start")
-            journal = " and its journal" if self.journaling.journal.num_bytes else ""
+            journal = " and its journal" if self.journaling.num_bytes else ""
             self.trackers.on_message(
                 f"that checkpoint could not be written ({failure}): --resume goes on from {newest}{journal}"
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from rollover.config import Config
 from rollover.run.blocked_warning import BlockedWarning
-from rollover.run.journaling import Journaling
+from rollover.run.journal.journaling import Journaling
 from rollover.run.metrics_row import Rows
 from rollover.run.parts import Parts
 
@@ -33,7 +33,7 @@ class HandOver:
         with self.rows.timed("weights"):
             num_bytes = await self.hand_over_weights()
         parts.history.on_new_version(version)
-        self.journaling.scribe.on_new_version(version)
+        self.journaling.on_new_version(version)
         return num_bytes
 
     async def hand_over_weights(self) -> int:

@@ -27,7 +27,7 @@ from rollover.run.directory import RunDirectory
 from rollover.run.first_look import look_at_tasks
 from rollover.run.hand_over import HandOver
 from rollover.run.held_out import HeldOut
-from rollover.run.journaling import Journaling
+from rollover.run.journal.journaling import Journaling
 from rollover.run.metrics_row import Rows
 from rollover.run.option_changes import OptionChanges
 from rollover.run.overlap import Overlap
@@ -118,7 +118,7 @@ class Run:
         parts.lifecycle.on_event = self.on_event
         stop.on_stop = parts.driver.interrupt_for_good
         # What is ended without its tokens is in the journal with those that it had: that is not taken back.
-        parts.driver.on_abandon = self.journaling.journal.halt
+        parts.driver.on_abandon = self.journaling.halt
 
     async def begin(self) -> None:
         """Check the rewards, go on where an earlier process ended, and listen to signals."""
@@ -175,7 +175,7 @@ class Run:
             trained = own | await self.overlap.train(lambda: self._train(batch, version), version)
         self.checkpointing.taken = []
         parts.reuse.after_step(groups, batch, version)
-        self.journaling.scribe.on_step(version)
+        self.journaling.on_step(version)
         parts.history.trained(version + 1)
         return_freed_memory()
         num_bytes = 0

@@ -20,7 +20,7 @@ from rollover.run.batch_metrics import (
     staleness_metrics,
     waste_metrics,
 )
-from rollover.run.journaling import Journaling
+from rollover.run.journal.journaling import Journaling
 from rollover.run.mfu import Utilization
 from rollover.run.parts import Parts
 from rollover.track.metrics import is_counter, is_of_engine
@@ -152,24 +152,19 @@ class Rows:
     def _journal(self) -> dict[str, float]:
         """What the journal cost in this step, if there is one."""
         journaling = self.journaling
-        if not journaling.is_on or not journaling.journal.num_bytes:
+        if not journaling.is_on or not journaling.num_bytes:
             return {}
-        seconds = self._since_last("journal", journaling.scribe.seconds)
-        return {"journal/time_s": seconds, "journal/bytes": journaling.journal.num_bytes}
+        seconds = self._since_last("journal", journaling.seconds)
+        return {"journal/time_s": seconds, "journal/bytes": journaling.num_bytes}
 
     def _owners_counters(self) -> dict[str, float]:
         """Counters and gauges of rewards, engine and driver; counters go on where a resumed run had ended."""
         driver = self.parts.driver
         counts = (
             self.parts.rewarder.stats(), self._engine_stats(), driver.asker.stats(), driver.watchdog.stats(),
-            self.trackers.stats(),
+            self.trackers.stats(), self.journaling.counters(),
         )  # fmt: skip
         now = {key: value for of_owner in counts for key, value in of_owner.items()}
-        if self.journaling.is_on:
-            now["journal/failed"] = self.journaling.journal.failed
-            now["journal/cut_bytes"] = self.journaling.journal.cut_bytes
-        if self.journaling.mirror is not None:
-            now["mirror/failed"] = self.journaling.mirror.failed
         return {key: value + self._carried.get(key, 0.0) for key, value in now.items()}
 
     def _since_last(self, name: str, cumulative: float) -> float:

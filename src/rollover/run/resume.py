@@ -4,7 +4,7 @@
                   └─▶ RollBack: they are given up
 
 Owns nothing beyond the restart. What is in a checkpoint is stateful.py's business, and what a record of the journal
-does journal_replay.py's.
+does journal/replay.py's.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from rollover.config import resume as resume_rules
 from rollover.rollout.restored import check_restored
 from rollover.run.directory import RunDirectory
 from rollover.run.hand_over import HandOver
-from rollover.run.journal_replay import Replay
-from rollover.run.journal_scribe import ROLL_BACK, STEP
-from rollover.run.journaling import Journaling
+from rollover.run.journal.journaling import Journaling
+from rollover.run.journal.replay import Replay
+from rollover.run.journal.roll_back import RollBack
+from rollover.run.journal.scribe import ROLL_BACK, STEP
 from rollover.run.metrics_row import Rows
 from rollover.run.own_metrics import OwnMetrics
 from rollover.run.parts import Parts
-from rollover.run.roll_back import RollBack
 from rollover.run.snapshot import load_snapshot
 from rollover.run.stateful import StatefulPart
 from rollover.run.tracking import Tracking
@@ -57,7 +57,7 @@ class Resume:
 
         Returns the trainer version of that checkpoint, -1 without one.
         """
-        directory, parts, journal = self.directory, self.parts, self.journaling.journal
+        directory, parts, journaling = self.directory, self.parts, self.journaling
         if directory.fetched_from:
             self.trackers.on_message(f"the files of this run come from {directory.fetched_from}")
         name, mark, saved_version = directory.checkpoint_to_resume(), None, -1
@@ -66,12 +66,12 @@ class Resume:
             mark = load_snapshot(name, self.stateful, directory)
             saved_version = parts.trainer.policy_version
         # The journal goes on from the newest checkpoint alone, or from the start.
-        usable = self.journaling.is_possible and (name is None or (mark is not None and directory.is_newest(name)))
-        files = journal.read(mark) if usable else []
+        usable = journaling.is_possible and (name is None or (mark is not None and directory.is_newest(name)))
+        files = journaling.read(mark) if usable else []
         if name is None and not files:
             num_steps = directory.metrics.path.read_bytes().count(b"\n")
             directory.truncate(Cut(-1))
-            journal.discard()
+            journaling.discard()
             lost = f", and no journal tells of its {num_steps} steps, which are lost" if num_steps else ""
             self.trackers.on_message(f"the run ended before its first checkpoint{lost}: it begins again")
             return -1
@@ -86,14 +86,12 @@ class Resume:
             if replay.unpublished:
                 parts.history.on_new_version(version)
         if isinstance(replay, RollBack):  # before rows are cut: no later start, with whatever settings, trains them
-            journal.go_on(files[-1])
-            self.journaling.scribe.on_roll_back()
-            journal.halt()
+            journaling.roll_back(files[-1])
         self._cut_files(version, replay)
         if files and mark is not None:
-            journal.commit(mark)  # the process that wrote the checkpoint may have died before that
-        if len(files) == 1 and not replay.num_records and self.journaling.is_on:
-            journal.go_on(files[0])
+            journaling.committed(mark)  # the process that wrote the checkpoint may have died before that
+        if len(files) == 1 and not replay.num_records and journaling.is_on:
+            journaling.go_on(files[0])
         if self.hand_over.needed:
             parts.driver.on_new_version(version)
         self._say(name, replay)

@@ -15,9 +15,9 @@ from rollover.checkpoint.journal import Record
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
 from rollover.rollout.restored import check_restored
-from rollover.run.journal_replay import Replay
-from rollover.run.journal_scribe import Scribe
-from rollover.run.roll_back import RollBack
+from rollover.run.journal.replay import Replay
+from rollover.run.journal.roll_back import RollBack
+from rollover.run.journal.scribe import Scribe
 from rollover.staleness import rolled_back, staleness
 from rollover.track.history import RunHistory
 from rollover.types import DropReason, Group, RolloutState, StopReason

@@ -1,6 +1,6 @@
 """The tokens that a journal tells of rollouts while they run, in pieces, until they are parked or finished.
 
-Owns those pieces. What a running rollout is given of them, and when, is journal_replay.py's business.
+Owns those pieces. What a running rollout is given of them, and when, is replay.py's business.
 """
 
 from __future__ import annotations

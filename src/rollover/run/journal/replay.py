@@ -14,9 +14,9 @@ from typing import Any
 
 from rollover.checkpoint.journal import Record
 from rollover.rollout.lifecycle import EventKind
-from rollover.run.journal_scribe import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of, pieces
+from rollover.run.journal.running_tokens import RunningTokens
+from rollover.run.journal.scribe import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of, pieces
 from rollover.run.parts import Parts
-from rollover.run.running_tokens import RunningTokens
 from rollover.types import DropReason, Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 
 Train = Callable[[list[Group], int], None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rollover.run.journal_replay import Replay
+from rollover.run.journal.replay import Replay
 from rollover.staleness import beyond_bound, expired, rolled_back
 from rollover.types import DropReason, Segment
 

@@ -82,7 +82,7 @@ class Session:
         self._is_new = False
         try:
             self._stack.callback(self.close)
-            signals = self._stack.enter_context(ExitStack())  # given back after the run: Ctrl-C waits for its checkpoint
+            signals = self._stack.enter_context(ExitStack())  # given back after the run's last checkpoint
             run = running(self.config, self._directory, self._stop, self._resume_command)
             self._run = await self._stack.enter_async_context(run)
             if self._restores_signals:
@@ -98,13 +98,13 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            async with self._turn:  # another task's step is finished
+            async with self._turn:  # wait for the end of a step that another task makes
                 self._run = None
         finally:
             await self._stack.__aexit__(kind, error, traceback)
 
     def close(self) -> None:
-        """Give back the directory and the objects of a session that was not, or is no longer, entered."""
+        """Release the directory and the objects of a session that is not entered. The end of the block does it, too."""
         self._is_new = False
         self._directory.close()
         self._settings.release()

@@ -41,7 +41,7 @@ class Record(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Where the journal goes on from a checkpoint: a file of a run."""
+    """The file in which the journal goes on after a checkpoint: number `number` of the journal `run`."""
 
     run: str
     number: int
@@ -51,7 +51,7 @@ class Mark(NamedTuple):
 class Part:
     """What is trusted of one file: its first `num_bytes`, `num_records` records of these `kinds`.
 
-    `problem`: why no more; "" if all.
+    `problem`: why the rest is not trusted; "" if there is no rest.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class Part:
     problem: str = ""
 
     def records(self) -> Iterator[Record]:
-        """All but the journal's own."""
+        """All records but the journal's own, in order."""
         if not self.num_bytes:
             return
         with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -175,7 +175,7 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """Of the files since the newest committed checkpoint."""
+        """Size of the files since the newest committed checkpoint."""
         return self._earlier + self._size
 
     # Writing
@@ -183,7 +183,7 @@ class Journal:
     def begin(self, checkpoint: str | None) -> Mark:
         """The cut of a checkpoint (None: the start of the run): the file ends here, and the next begins.
 
-        Until `commit` the earlier ones stay: the checkpoint may never be.
+        Until `commit` the earlier files stay: the checkpoint may not come about.
         """
         number = self._number + 1
         head = {"kind": HEAD, "format": FORMAT, "run": self.run, "number": number, "checkpoint": checkpoint}
@@ -283,7 +283,7 @@ class Journal:
     def _close(self) -> None:
         synced, self._last_sync = self._last_sync, None
         if synced is not None:
-            synced.exception()  # it is over: nobody else uses the descriptor
+            synced.exception()  # returns when it has ended: from then on nobody uses the descriptor
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -360,7 +360,7 @@ class Journal:
         return Part(path, num_bytes, num, frozenset(kinds), problem), head, following
 
     def _delete(self, doomed: Callable[[int], bool]) -> None:
-        """Those files. One that stays is of no harm: nothing leads to it."""
+        """Delete the files with these numbers. One that cannot be deleted does no harm: no chain leads to it."""
         try:
             for number in filter(doomed, self._numbers()):
                 self._path(number).unlink(missing_ok=True)
@@ -371,6 +371,6 @@ class Journal:
         return self.folder / f"{number:06d}.journal"
 
     def _numbers(self) -> list[int]:
-        """Of the files that are there."""
+        """The numbers of the files that are there, in order."""
         entries = os.listdir(self.folder) if self.folder.is_dir() else []
         return sorted(int(match[1]) for entry in entries if (match := _FILE.fullmatch(entry)))

@@ -141,12 +141,13 @@ class RunDirectory:
         return self.store.list()[-1:] == [name]
 
     def on_checkpoint(self) -> None:
-        """A checkpoint was committed: from now on a run without one is not one that ended early."""
+        """A checkpoint was committed. Where is written down: a start that finds none there later must not take this for
+        a run that ended before its first one."""
         if not (self.path / _CHECKPOINTED).exists():
             atomic_write_text((self.path / _CHECKPOINTED), f"{self.store.dir}\n")
 
     def end(self, step: int, used_up: str) -> None:
-        """The run is finished at `step`, and its files are whole. `used_up`: what there is no more of, or ""."""
+        """The run is finished at `step`, its files are whole. `used_up`: what ran out before the last step, or ""."""
         atomic_write_text(self.path / _FINISHED, json.dumps({"step": step, "used_up": used_up}) + "\n")
 
     def why_finished(self) -> str | None:

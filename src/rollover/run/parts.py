@@ -57,11 +57,11 @@ class Parts:
     async def build(
         cls, config: Config, say: Callable[[str], None] = lambda text: None, history: RunHistory | None = None
     ) -> Parts:
-        """Loads the model and starts nothing: a reward worker starts at its first call. `say` prints the lines of all
-        of them; `history`: whose clock goes on now."""
+        """Loads the model and starts nothing: a reward worker starts at its first call. `say` prints the
+        lines of every part. The clock of `history` goes on from now."""
         prepare_process(config)
         torch.manual_seed(config.run.seed)
-        # What a wrong path, name or device ends comes before the model, which takes longer.
+        # Whatever fails at once for a wrong path, name or device comes first: loading the model takes longer.
         devices = pick_device(config.model.device), engine_device(config)
         for reason in {kernels.why_not(device.type) for device in devices} - {""}:
             say(reason)

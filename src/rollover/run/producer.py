@@ -169,9 +169,9 @@ class OwnProducer:
 
 
 def _why_not_sampled(group: Group) -> str | None:
-    """Why a group holds what no policy can have sampled, to complete "group 3 ..."; None: it does not."""
+    """What to say after "group 3 " where no policy can have given its log-probs; None where one can have."""
     found = ((r, why) for r in group.rollouts if (why := r.why_not_sampled()) is not None)
-    return next((f"cannot be trained, as of rollout {r.sibling} {why}" for r, why in found), None)
+    return next((f"cannot be trained: in rollout {r.sibling}, {why}" for r, why in found), None)
 
 
 def ready_group(

@@ -65,7 +65,7 @@ class Resume:
             self.trackers.on_phase(f"restoring {name}")
             mark = load_snapshot(name, self.stateful, directory)
             saved_version = parts.trainer.policy_version
-        # The journal goes on from the newest checkpoint alone, or from the start.
+        # A journal continues the newest checkpoint, or the start of the run. It says nothing of an older checkpoint.
         usable = journaling.is_possible and (name is None or (mark is not None and directory.is_newest(name)))
         files = journaling.read(mark) if usable else []
         if name is None and not files:

@@ -18,19 +18,19 @@ Arrays = Mapping[str, Any]  # numpy arrays or torch tensors, by their names
 
 @dataclass(frozen=True)
 class StatefulPart:
-    """One of them."""
+    """A part whose state is in a checkpoint."""
 
     name: str
-    """Its key in state.json; "": its own keys stand beside those of the others."""
+    """Its key in state.json; "": the keys of its state stand there beside those of the other parts."""
     save: Callable[[], tuple[Mapping[str, Any], Arrays]]
     """Gives (its JSON-able state, its arrays)."""
     load: Callable[[Any, Arrays], None]
-    """Goes on from that. Those before it in the list have theirs by then."""
+    """Goes on from what `save` gave. The parts before it in the list are restored by then."""
     file: str = ""
     """The file of its arrays; "" if it has none. With a "*" there is one for each kind of them, the first word of
     `<kind>/<name>`: saving copies all arrays of a file in memory."""
     default: Mapping[str, Any] | None = None
-    """The state that a checkpoint from before it was in one has of it; None: it then stays as it is."""
+    """What `load` gets from an older checkpoint, which does not have this part; None: it is not called then."""
 
 
 def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:

@@ -1,6 +1,6 @@
 """What the run tells its trackers (track/tracker.py) of a step, once it has been checked.
 
-Owns that no figure is told which breaks a promise. Whom it is told to is directory.trackers.
+Owns the last check: a step that breaks a promise (the ledger, the bound of staleness) ends the run before it is told.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _bars(visit: EngineVisit, x, top: float, bottom: float) -> list[str]:
         dropped = " dropped" if visit.dropped else ""
         about = f"rollout {visit.group}-{visit.sibling}, version {version}, {tokens} tokens, {end - start:.3g} s"
         kind = f"bar v{version % len(COLOURS)}{dropped}"
-        # A hair apart from the next, but never invisible.
+        # A thin gap before the next bar; but each is at least half a pixel wide.
         out.append(_rect(kind, x(start), top, max(x(end) - 0.6, x(start) + 0.5), bottom, about))
     if visit.parked:
         out.append(_line("cut", x(visit.end), top, x(visit.end), bottom))

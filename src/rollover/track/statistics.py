@@ -1,4 +1,4 @@
-"""Statistics: means with confidence intervals and pass@k of an evaluation, lengths of which some are not known yet.
+"""Statistics: means with confidence intervals and pass@k of an evaluation; means of lengths that are not all known yet.
 
 Owns the estimators and their sources: pure functions on plain numbers. Never samples, scores or writes. Of an
 evaluation the task is the unit of resampling: several rollouts of one task are not independent, so every interval comes

@@ -42,7 +42,7 @@ class RunSummary:
     `eval_before`, `eval_after`: {"mean", "ci": [low, high], "pass@1", ..., "sources": {name: the same}} or None.
     `last_row`: the last metrics row (the waste report is read from its cumulative counters). `time_s`: seconds by
     phase. `waits`: who waited for whom, over all steps. `partial_share`: share of all trained rollouts with segments of
-    >= 2 policy versions. `paths`: by label. `reward_errors`: how many rewards failed, and why most often.
+    >= 2 policy versions. `paths`: by label. `reward_errors`: how many rewards failed, and the most frequent error.
     `resume_command` is shown if the run can go on.
     """
 

@@ -49,10 +49,11 @@ class RecordedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a run goes on from: after `step` (-1: from before everything, the first evaluation too).
+    """Where a run goes on from: after `step`. -1: from its very beginning, before the first evaluation.
 
-    What was told of later steps did not happen, and is told again. So it is with groups that were told of with `step`
-    itself and come again: those `held` (in the cache), and those of `next_group_id` and above (None: of none).
+    What was told of later steps does not count, and they are told again. So it is with groups that were told together
+    with `step` itself but are in the run again: those in `held`, which are in the cache, and all from `next_group_id`
+    on (None: there are none of these).
     """
 
     step: int

@@ -17,7 +17,7 @@ from typing import Literal
 
 Bound = Literal["generation", "reward", "trainer", "balanced"]
 
-SHARE = 0.1  # of the time of a step: who waits for less does not wait
+SHARE = 0.1  # of a step's time: a shorter wait does not count as one
 _PHASES: dict[Bound, str] = {"generation": "generation", "reward": "rewards", "trainer": "training"}
 _MORE_AHEAD = "a larger rollout.max_staleness and rollout.in_flight_groups"
 _ADVICE_BESIDE: dict[Bound, str] = {
@@ -62,9 +62,9 @@ def verdict(times: Mapping[str, float | int | None]) -> Verdict | None:
 
 
 def _in_turns(step: float, phases: dict[Bound, float]) -> Verdict:
-    """Side by side, a step could not be shorter than the longest of its phases.
+    """With overlap a step would still take as long as the longest of its phases.
 
-    With train.streaming_min_groups they are so already, for a part: the step is shorter than their sum.
+    With train.streaming_min_groups they overlap in part already: a step is then shorter than the sum of its phases.
     """
     bound = max(phases, key=phases.__getitem__)
     saved = min(sum(phases.values()), step) - phases[bound]

@@ -42,7 +42,7 @@ class Journaling:
 
     @property
     def num_bytes(self) -> int:
-        """Of the files since the newest committed checkpoint."""
+        """Size of the files since the newest committed checkpoint."""
         return self._journal.num_bytes
 
     @property

@@ -164,7 +164,8 @@ class Replay:
         self.history.on_new_version(meta["version"])
 
     def told(self, trace_bytes: int | None = None) -> None:
-        """The row of the last step is in its file, and with it what was dropped; the trace is, if its size is given."""
+        """From now on it is known that the row of the last step is in metrics.jsonl, and that the groups dropped until
+        then are recorded. `trace_bytes`: the size of the trace by then; None where it is not known."""
         self.untold = False
         self.on_row()
         self.history.lifetimes.step_metrics()

@@ -3,8 +3,7 @@
     Lifecycle.on_event ──▶ on_event ──record──▶ Journal          Engine.progress ──▶ progress (new tokens of what runs)
     the loop ──▶ on_step, on_row, on_new_version ──┘
 
-Owns how much of every running rollout the journal has. Never decides what happens, and never reads: replay.py
-does.
+Owns how much of every running rollout the journal has. Never decides what happens, and never reads: replay.py does.
 """
 
 from __future__ import annotations

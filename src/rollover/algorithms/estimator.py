@@ -104,7 +104,7 @@ def _reward_itself(rewards_N: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(rewards_N)
 
 
-# Of the names that the configuration has: each is a function of advantage.py, unless a critic does the estimating.
+# Each name in the configuration is that of a function of advantage.py, unless a critic does the estimating.
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     name: _reward_itself if traits.critic else getattr(advantage, name) for name, traits in ADVANTAGES.items()
 }

@@ -153,7 +153,7 @@ class Needs:
         return f"{self.key} = {' or '.join(words)}" if len(words) < 4 else f"{self.key} is one of {', '.join(words)}"
 
     def rule(self, option: str) -> Inert:
-        """That `option` has no effect where this does not hold."""
+        """The rule that `option` has no effect where this condition does not hold."""
 
         def why(config: Any) -> str:
             now = json.dumps(value_of(config, self.key), ensure_ascii=False)

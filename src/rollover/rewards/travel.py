@@ -37,7 +37,7 @@ def packed(spec: str) -> dict[str, Any]:
 
 
 def unpacked(message: dict[str, Any]) -> Callable[..., Any]:
-    """In the worker: the function of such a message. ValueError where what it needs cannot be imported here."""
+    """The function of such a message, in the worker. ValueError where what it needs cannot be imported there."""
     import cloudpickle
 
     sys.path += [place for place in message["path"] if place not in sys.path]

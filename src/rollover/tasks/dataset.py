@@ -97,11 +97,12 @@ class DatasetSource:
 
     @property
     def num_problems(self) -> int | None:
-        """None: the rows are streamed, so their number is unknown."""
+        """The number of rows; None where they are streamed, and it is unknown."""
         return self._rows.num_rows
 
     def together(self, index: int) -> range:
-        """The rows that are shuffled among each other with row `index`. Behind the last row `index` is none of them."""
+        """The rows that are shuffled among each other with row `index`. Behind the last row: a range
+        without `index`."""
         return self._rows.together(index)
 
     def problem(self, index: int) -> Task:
@@ -124,7 +125,7 @@ class DatasetSource:
         return Task(task_id, self.label, self.reward, messages=self._messages(prompt, where), columns=columns)
 
     def fingerprint(self) -> str:
-        """It tells other rows, other prompts, and another order from those of before."""
+        """A text that changes with the rows, their prompts and their order."""
         return self._rows.fingerprint(self.prompt_column)
 
     # Private

@@ -95,7 +95,8 @@ class StreamedRows:
         return dict(self._held[index - self.together(index).start])
 
     def together(self, index: int) -> range:
-        """The rows that are shuffled among each other with row `index`. It is none of them behind the last row."""
+        """The rows that are shuffled among each other with row `index`. Behind the last row: a range
+        without `index`."""
         start = index - index % STREAM_ROWS
         if start != self._start:
             self._read(start)

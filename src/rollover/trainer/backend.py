@@ -87,7 +87,7 @@ class TrainerBackend(Protocol):
         ...
 
     def forget_gradients(self) -> None:
-        """As if nothing had been added since the last `optim_step`."""
+        """Forget the gradient that was accumulated since the last `optim_step`."""
         ...
 
     async def publish(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -128,7 +128,7 @@ class BackendSetup:
 
     config: Config
     loaded: LoadedModel
-    """In float32; the backend goes on with this model and changes it."""
+    """The model, in float32. The backend trains it, and so changes it."""
     team: Team
     """The CPU threads to compute with: `team.piece` around each micro-batch."""
     max_staleness: int

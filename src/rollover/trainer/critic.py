@@ -71,7 +71,7 @@ class Critic:
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """As if nothing had been accumulated."""
+        """Forget the accumulated gradient."""
         self.adamw.zero_grad(set_to_none=True)
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -233,7 +233,7 @@ class LocalBackend:
         self._published = True
 
     async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
-        """By the engine that the backend was given, which gets the current weights first if it has others.
+        """Sampled by the engine that the backend was given, which gets the current weights first if it has others.
 
         With rollout.overlap or train.publish_every above 1 a run gives its engine weights at times of its own: do not
         sample between them.

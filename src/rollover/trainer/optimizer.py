@@ -103,7 +103,7 @@ class Optimizer:
             gradient.mul_(factor)
 
     def forget_gradients(self) -> None:
-        """As if nothing had been accumulated."""
+        """Forget the accumulated gradient."""
         self.adamw.zero_grad(set_to_none=True)
         for parameter in self.parameters:
             parameter.grad = None

@@ -62,7 +62,7 @@ def restricted(stream: Stream, kept: Mapping[str, np.ndarray]) -> Stream:
 
 
 def why_none_is_left(config: AlgorithmConfig, num_tokens: int) -> str:
-    """Of a step all of whose tokens were rejected: the cause, and what to change."""
+    """Why all tokens of a step were rejected, and what to change."""
     return (
         f'algorithm.rejection = "{config.rejection}" leaves out all its {num_tokens} tokens, as none has a divergence'
         f" of at most algorithm.rejection_high = {config.rejection_high:g}. Raise it, or lower rollout.max_staleness"

@@ -68,7 +68,7 @@ class ReplayBuffer:
 
     @property
     def kept(self) -> list[Kept]:
-        """In group-id order."""
+        """What is kept, in group-id order."""
         return [kept for _, _, kept in sorted(self._heap, key=lambda item: item[1])]
 
     def add(self, kept: Kept) -> None:

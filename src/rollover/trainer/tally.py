@@ -22,7 +22,7 @@ class Tally:
 
     def add(self, sums: Mapping[str, torch.Tensor]) -> None:
         """The sums of one micro-batch, each one number."""
-        # As Python adds them: in double precision, where the device has it.
+        # In double precision, where the device has it, as Python adds numbers.
         self._waiting.append((tuple(sums), torch.stack([_wide(value) for value in sums.values()])))
 
     def absorb(self, other: Tally) -> None:
@@ -35,7 +35,7 @@ class Tally:
         self._divisors[name] = divisor
 
     def totals(self) -> dict[str, float]:
-        """Of all that was added."""
+        """The totals of all that was added."""
         return totals_of([self])
 
 

@@ -75,7 +75,7 @@ class WeightTransport(Protocol):
 
     @staticmethod
     def receive(message: Mapping[str, Any], file: int | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """In the engine's process: the tensors of a parcel that are not there yet. Closes `file`.
+        """The tensors of a parcel that this process, the engine's, does not have yet. Closes `file`.
 
         They are views of what is shared: whoever keeps one beyond the next `send` copies it.
         """

@@ -54,7 +54,7 @@ class Session:
 
     @classmethod
     def of(cls, settings: Settings, resume: bool, command: list[str] | None = None) -> Session:
-        """Over settled arguments. `command`: what was typed after `rollover train`; None: nothing was."""
+        """A session of settled arguments. `command`: what was typed after `rollover train`; None: a program called."""
         session = cls.__new__(cls)
         session._begin(settings, resume, command)
         return session

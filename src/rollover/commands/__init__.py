@@ -25,13 +25,15 @@ VERBS = {
 
 
 def our_verbs() -> dict[str, Verb]:
-    """Those of this package, by name."""
+    """The verbs of this package, by name."""
     return {name: import_module(module).VERB for name, module in VERBS.items()}
 
 
 def installed_verbs() -> dict[str, list[EntryPoint]]:
-    """Those of other installed packages, by name; none of them is loaded. Where several packages bring one name, the
-    first of them has it: the one whose own name comes first in the alphabet."""
+    """The verbs of other installed packages, by name; none of them is loaded.
+
+    Where several packages bring one name, the first of the list has it: the package that comes first in the alphabet.
+    """
     from importlib.metadata import entry_points
 
     found: dict[str, list[EntryPoint]] = {}

@@ -66,7 +66,7 @@ async def answers_to_all(config: Config, model: str | None) -> list[Answer]:
 
 
 def tasks_line(config: Config) -> str:
-    """As before a run. What is wrong with the training tasks does not keep the others from being evaluated."""
+    """The line about the tasks that a run prints. What is wrong with those for training does not end an evaluation."""
     from rollover.tasks import report
 
     try:

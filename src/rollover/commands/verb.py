@@ -19,7 +19,7 @@ Overrides = list[tuple[str, str]]  # (key of the configuration, its value as it 
 
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:
-    """For a verb that has none of its own."""
+    """The `arguments` of a verb that has none of its own."""
 
 
 @dataclass(frozen=True)

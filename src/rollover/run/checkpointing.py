@@ -22,7 +22,7 @@ from rollover.types import Group
 
 
 class Checkpointing:
-    """Of one run, whose state is that of `stateful` parts.
+    """Writes the checkpoints of one run, whose state is that of its `stateful` parts.
 
     `taken`: the groups of the step that is being trained. `saved_version`: of the newest checkpoint, -1 without one.
     `resume_command`: what to type to go on with this run.

@@ -29,7 +29,7 @@ class EvalParts:
 
     @classmethod
     async def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:
-        """Of `model` (a folder or a name; None: model.path), which is loaded."""
+        """Load `model` (a folder or a name; None: model.path), and build what answers with it."""
         prepare_process(config)
         model_config = config.model if model is None else config.model.model_copy(update={"path": model})
         loaded, adapter = load_with_adapter(model_config, dtype=dtype_of(config), device=engine_device(config))

@@ -15,7 +15,7 @@ from rollover.run.parts import Parts
 
 
 class HandOver:
-    """Of one run. `needed`: whether anyone generates with the engine; recorded rollouts need none."""
+    """Hands over the weights of one run. `needed`: whether anyone generates with the engine."""
 
     def __init__(
         self, config: Config, parts: Parts, rows: Rows, journaling: Journaling, blocked: BlockedWarning, *, needed: bool

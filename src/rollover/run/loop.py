@@ -196,7 +196,7 @@ class Run:
             self.parts.reuse.on_filtered(event.group)
 
     def summary(self) -> RunSummary:
-        """Of the whole run, all its processes together."""
+        """The summary of the whole run, all its processes together."""
         config, directory = self.config, self.directory
         paths = {"run": str(directory.path)}
         if config.checkpoint.save_final_model:

@@ -13,7 +13,7 @@ from rollover.models.peak import peak_flops
 
 
 class Utilization:
-    """Of the steps of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
+    """The utilization of the devices of one run, by step. `overlaps`: whether generation goes on during training."""
 
     def __init__(self, config: Config, overlaps: bool) -> None:
         dtype = dtype_of(config)

@@ -13,7 +13,7 @@ from rollover.run.checkpointing import Checkpointing
 
 
 class OptionChanges:
-    """Of the run whose checkpoints `checkpointing` writes."""
+    """The changes of options in the run whose checkpoints `checkpointing` writes."""
 
     def __init__(self, checkpointing: Checkpointing) -> None:
         self.checkpointing, self.config = checkpointing, checkpointing.config

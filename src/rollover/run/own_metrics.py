@@ -18,7 +18,7 @@ OwnMetrics = Callable[[list[Group]], dict[str, float]]
 
 
 def own_metrics(spec: str) -> OwnMetrics:
-    """Of a step's groups, what the function says of them, as keys of a row: `own/NAME`. {} where `spec` is empty.
+    """The user's function, which makes keys of a row (`own/NAME`) of a step's groups; none where `spec` is empty.
 
     ValueError where there is no such function; FunctionError where it raises or returns anything else than numbers.
     """

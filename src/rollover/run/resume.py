@@ -31,7 +31,7 @@ from rollover.types import Group
 
 
 class Resume:
-    """Of one run, whose parts have not done anything yet."""
+    """Takes one run to where its earlier process ended. Its parts have not done anything yet."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class StatefulPart:
 
 
 def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
-    """Those of a run that is made of `parts`."""
+    """The stateful parts of a run that is made of `parts`."""
     trainer, lifecycle, prompts, reuse = parts.trainer, parts.lifecycle, parts.prompts, parts.reuse
 
     def save_trainer() -> tuple[Mapping[str, Any], Arrays]:

@@ -15,7 +15,7 @@ from rollover.types import Group
 
 
 class Tracking:
-    """Of one run. `recorded`: its groups are those of another run's record, which no bound of this run holds for."""
+    """Tells the trackers of one run. `recorded`: its groups are from the record of another run, so no bound holds."""
 
     def __init__(self, config: Config, parts: Parts, trackers: Trackers, *, recorded: bool) -> None:
         self.config, self.parts, self.trackers, self.recorded = config, parts, trackers, recorded

@@ -47,7 +47,7 @@ def write_answers(path: Path, answers: Sequence[Answer]) -> None:
 
 
 def worst(answers: Sequence[Answer], num: int) -> list[Answer]:
-    """Those of the lowest scores, in the order of tasks where scores are equal; then those without a score."""
+    """The `num` answers of the lowest scores, in the order of tasks where these are equal; last those without one."""
     return sorted(answers, key=lambda a: (a.score is None, a.score or 0.0))[:num]
 
 

@@ -3,8 +3,8 @@
     what happens ──▶ Scribe ──records──▶ Journal          every checkpoint.journal_s: the new tokens of what runs
     a checkpoint: cut ──▶ committed                       --resume: read ──▶ go_on, or roll_back
 
-Owns when the journal is on the disk. What a record says is scribe.py's business, when a checkpoint is written is
-checkpointing.py's, and what the records of an earlier process mean is replay.py's.
+Owns when the journal is brought to the disk. What a record says is scribe.py's business, when a checkpoint is written
+is checkpointing.py's, and what the records of an earlier process mean is replay.py's.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from rollover.run.producer import Producer
 
 
 class Journaling:
-    """Of one run. `is_possible`: whether its groups come through the lifecycle, of which alone a journal tells;
-    `is_on`: whether one is written, too (checkpoint.journal_s)."""
+    """The journal of one run.
+
+    `is_possible`: whether its groups come through the lifecycle, of which alone a journal tells; `is_on`: whether one
+    is written, too (checkpoint.journal_s).
+    """
 
     def __init__(self, config: Config, parts: Parts, directory: RunDirectory, producer: Producer) -> None:
         self.parts, self.directory = parts, directory
@@ -51,7 +54,7 @@ class Journaling:
         return self._scribe.seconds
 
     def counters(self) -> dict[str, float]:
-        """Of the journal and of the mirror, where there are these."""
+        """The counters of the journal and of the mirror, where the run has them."""
         counters: dict[str, float] = {}
         if self.is_on:
             counters |= {"journal/failed": self._journal.failed, "journal/cut_bytes": self._journal.cut_bytes}
@@ -102,7 +105,7 @@ class Journaling:
         self._journal.discard()
 
     def read(self, mark: Mark | None) -> list[Part]:
-        """As Journal.read."""
+        """What is trusted of the files from `mark` on, in order: see Journal.read."""
         return self._journal.read(mark)
 
     def go_on(self, part: Part) -> None:

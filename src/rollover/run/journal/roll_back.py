@@ -16,7 +16,7 @@ from rollover.types import DropReason, Segment
 
 
 class RollBack(Replay):
-    """As Replay, for a journal whose steps are not trained again. `train(groups, version)` is told of them instead."""
+    """A replay that does not train the steps of the journal again. `train(groups, version)` is told of them instead."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

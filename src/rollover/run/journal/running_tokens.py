@@ -14,7 +14,7 @@ from rollover.types import Rollout, Segment
 
 
 class RunningTokens:
-    """By rollout: what it got since it was started."""
+    """The tokens that each running rollout got since it was started."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, list[Segment]] = {}

@@ -44,10 +44,10 @@ class Scribe:
     def __init__(self, journal: Journal, clock: Callable[[], float], task_version: Callable[[], int]) -> None:
         self.journal, self.clock, self.task_version = journal, clock, task_version
         self.seconds = 0.0
-        self._told: dict[Rollout, _Told] = {}  # of what runs
+        self._told: dict[Rollout, _Told] = {}  # of the running rollouts
 
     def begin(self, checkpoint: str | None) -> Mark:
-        """As Journal.begin, at a moment at which nothing runs."""
+        """Begin a new file: see Journal.begin. To be called when nothing runs."""
         self._told.clear()
         with self.timed():
             return self.journal.begin(checkpoint)
@@ -62,7 +62,7 @@ class Scribe:
             self.seconds += time.perf_counter() - started
 
     def on_event(self, event: Event) -> None:
-        """For Lifecycle.on_event."""
+        """Write what happened to a group or a rollout: see Lifecycle.on_event."""
         if not self.journal.writes:
             return
         started = time.perf_counter()
@@ -93,11 +93,11 @@ class Scribe:
 
     @property
     def running(self) -> list[str]:
-        """Ids of what runs, as far as the journal is written."""
+        """The ids of the running rollouts; none where no journal is written."""
         return [rollout.rollout_id for rollout in self._told] if self.journal.writes else []
 
     def progress(self, found: Mapping[str, Sequence[Segment]]) -> None:
-        """Write the new tokens of what runs. `found`: what Engine.progress said, perhaps of a run that has ended."""
+        """Write the new tokens of running rollouts. `found`: what Engine.progress said; some may have ended since."""
         started = time.perf_counter()
         running = {rollout.rollout_id: rollout for rollout in self._told}
         for rollout_id, segments in found.items() if self.journal.writes else ():
@@ -127,7 +127,7 @@ class Scribe:
             self._write(PUBLISH, {"version": version})
 
     def on_roll_back(self) -> None:
-        """What steps since the checkpoint have written is cut off now: they are never trained again."""
+        """The steps since the checkpoint are lost, and what they wrote is cut off now: they are never trained again."""
         self._write(ROLL_BACK, {})
 
     def _new(self, rollout: Rollout, segments: Sequence[Segment], start: int) -> tuple[dict[str, Any], bytes]:
@@ -147,7 +147,7 @@ class Scribe:
 
 
 def digest_of(prompt_ids: Sequence[int]) -> int:
-    """Tells a prompt from another: what was sampled after one is no answer to the other."""
+    """A checksum by which a replay notices that a task has another prompt now, to which its tokens are no answer."""
     return zlib.crc32(np.asarray(prompt_ids, "<i4").tobytes())
 
 

@@ -14,7 +14,8 @@ import pytest
 from rollover.api.settings import Arguments, Settings, key_of
 from rollover.config import ConfigError
 from rollover.live_objects import live_object
-from rollover.track.tracker import Tracker
+from rollover.track.build import build_trackers
+from rollover.track.tracker import OwnTracker, Tracker
 
 ROWS = [{"prompt": f"count to {i}", "answer": str(i)} for i in range(40)]
 
@@ -181,3 +182,13 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         return {prefix: json.dumps(value) if isinstance(value, list) else value}
     return {k: v for name, item in value.items() for k, v in flat(item, f"{prefix}.{name}".lstrip(".")).items()}
+
+
+def test_a_tracker_that_the_program_has_made_is_handed_over_by_a_function(tmp_path: Path) -> None:
+    mine = Tracker()
+    settings = settled(overrides={"trackers": [lambda: mine]})
+    (spec,) = settings.config.track.trackers
+    with build_trackers(settings.config, tmp_path) as trackers:
+        own = trackers.named[spec]
+    assert isinstance(own, OwnTracker) and own.tracker is mine
+    settings.release()

@@ -208,7 +208,7 @@ class Lifecycle:
         return group
 
     def on_new_version(self, version: int) -> list[Group]:
-        """The trainer is at `version`, its weights are live: drops what can no longer be trained in bound."""
+        """The trainer is at `version`, live in the engine or not: drops what can no longer be trained in bound."""
         dropped = [self.drop(group_id, DropReason.STALE) for group_id in self.scheduler.held.expired(version)]
         self.scheduler.on_new_version()
         return dropped

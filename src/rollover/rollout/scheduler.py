@@ -187,7 +187,7 @@ class Scheduler:
                 self.held.set_ready(held)
 
     def on_new_version(self) -> None:
-        """New weights are live: choose the number of groups in flight, if it is ours to choose; a new phase begins."""
+        """The trainer is at a new version: everyone has a token budget again, and "auto" sets the number of groups."""
         self.slots.next_round()
         if self.config.in_flight_groups == "auto":
             self.in_flight_groups = self.lengths.in_flight_groups(self.config, self.max_running)

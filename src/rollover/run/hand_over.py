@@ -32,8 +32,8 @@ class HandOver:
             await parts.driver.drain()  # a wait for generation, which the driver counts as such
         with self.rows.timed("weights"):
             num_bytes = await self.hand_over_weights()
-        parts.history.on_new_version(version)
-        self.journaling.on_new_version(version)
+        parts.history.on_published(version)
+        self.journaling.on_published(version)
         return num_bytes
 
     async def hand_over_weights(self) -> int:

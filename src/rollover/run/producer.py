@@ -114,8 +114,9 @@ class RecordedRollouts(_Stateless):
 class OwnProducer:
     """The user's class, made by `Class(config, tokenizer, engine)`; its `produce(step, version)` may be `async def`.
 
-    It may generate with the run's engine, which gets the new weights after every step, or bring groups from elsewhere
-    (`ready_group`). What it returns is checked: ValueError says what is wrong with it. [] or None: there is no more.
+    It may generate with the run's engine, which gets the new weights every train.publish_every steps, or bring groups
+    from elsewhere (`ready_group`). What it returns is checked: ValueError says what is wrong with it. [] or None: there
+    is no more.
     When the run is stopped an `async def` is cancelled, and nothing that it has by then is trained: a resumed run asks
     for that step again.
     """

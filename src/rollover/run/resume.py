@@ -84,7 +84,7 @@ class Resume:
             check_restored(parts.lifecycle, version, parts.engine.max_tokens)
             await self.hand_over.hand_over_weights()
             if replay.unpublished:
-                parts.history.on_new_version(version)
+                parts.history.on_published(version)
         if isinstance(replay, RollBack):  # before rows are cut: no later start, with whatever settings, trains them
             journaling.roll_back(files[-1])
         self._cut_files(version, replay)

@@ -1,6 +1,7 @@
-"""Single-turn prompts: tasks of a stream -> prompt token ids, and completions back to text.
+"""Prompts: tasks of a stream -> prompt token ids.
 
-Owns the count of tasks skipped for their length. Text is tokenised once here; continuation is by token ids only.
+Owns the counts of tasks that are passed over: for their length, or by tasks.before_produce. The text of a prompt is
+tokenised here and nowhere else; a rollout goes on by token ids only.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ class RunHistory(Tracker):
         """See Trace.span. While the clock stands nothing is recorded: a span would have no length."""
         return self.trace.span(name) if self._stands_at is None else nullcontext()
 
-    def on_new_version(self, version: int) -> None:
+    def on_published(self, version: int) -> None:
         """The engine samples with the weights of `version` from now on. Called before anything is dropped for it."""
-        self.trace.on_new_version(version)
+        self.trace.on_published(version)
 
     def on_step(self, row: Row) -> None:
         self.flush()

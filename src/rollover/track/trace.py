@@ -1,7 +1,7 @@
 """The trace of a run: what happened to every rollout and when. docs/trace.md describes trace.jsonl line by line.
 
     Lifecycle.on_event ──▶ Trace.on_event ────────────TraceEvent──▶ TraceFile             (trace.jsonl)
-    the loop ──▶ Trace.span, Trace.on_new_version ──┘         └──▶ engine_visits, spans  (picture, Perfetto, summary)
+    the loop ──▶ Trace.span, Trace.on_published ────┘         └──▶ engine_visits, spans  (picture, Perfetto, summary)
 
 Owns the events, their lines, and how they are paired up again. The clock is passed in: a run's, or a planner's virtual
 one. Never decides anything, and nothing is decided by it. No torch, no event loop.
@@ -72,7 +72,7 @@ class TraceEvent(NamedTuple):
 class Trace:
     """Collects events in memory, in the order of their happening.
 
-    `clock` gives seconds since the start of the run. `version` is the trainer's; `on_new_version` sets it.
+    `clock` gives seconds since the start of the run. `version` is the trainer's, as RunHistory tells it.
     """
 
     def __init__(self, clock: Callable[[], float], version: int = 0) -> None:
@@ -113,7 +113,7 @@ class Trace:
         finally:
             self.events.append(TraceEvent(name + SPAN_END, self.clock(), self.version))
 
-    def on_new_version(self, version: int) -> None:
+    def on_published(self, version: int) -> None:
         """The engine samples with the weights of `version` from now on."""
         self.version = version
         self.events.append(TraceEvent(PUBLISH, self.clock(), version))

@@ -50,7 +50,7 @@ class TracedRun(Run):
         return groups
 
     def publish(self) -> list[Group]:
-        self.history.on_new_version(self.version + 1)
+        self.history.on_published(self.version + 1)
         return super().publish()
 
     def save(self):

@@ -72,9 +72,9 @@ class Journaling:
         """The step at trainer `version` has trained what was consumed for it."""
         self._scribe.on_step(version)
 
-    def on_new_version(self, version: int) -> None:
+    def on_published(self, version: int) -> None:
         """The weights of the trainer's `version` are live."""
-        self._scribe.on_new_version(version)
+        self._scribe.on_published(version)
 
     def on_row(self, version: int) -> None:
         """The metrics row of the step that led to trainer `version` is written, and so is the trace up to there.

@@ -57,7 +57,7 @@ class Replay:
             EventKind.GIVE_BACK.value: self._give_back,
             STEP: self._step,
             ROW: self._row,
-            PUBLISH: self._on_new_version,
+            PUBLISH: self._on_published,
             ROLL_BACK: lambda meta, data: None,  # says what to make of the others
         }
 
@@ -159,9 +159,9 @@ class Replay:
         self.told(meta["trace_bytes"])
         self.lifecycle.scheduler.on_new_version()
 
-    def _on_new_version(self, meta: dict[str, Any], data: bytes) -> None:
+    def _on_published(self, meta: dict[str, Any], data: bytes) -> None:
         self.unpublished = False
-        self.history.on_new_version(meta["version"])
+        self.history.on_published(meta["version"])
 
     def told(self, trace_bytes: int | None = None) -> None:
         """From now on it is known that the row of the last step is in metrics.jsonl, and that the groups dropped until

@@ -69,5 +69,5 @@ class RollBack(Replay):
     def _row(self, meta: dict[str, Any], data: bytes) -> None:
         """The row of a lost step is cut off, with all else that was written of it."""
 
-    def _on_new_version(self, meta: dict[str, Any], data: bytes) -> None:
+    def _on_published(self, meta: dict[str, Any], data: bytes) -> None:
         """The weights of a lost step are gone."""

@@ -1,7 +1,7 @@
 """The scribe: writes what happens to rollouts into the journal, as facts. docs/checkpoint-format.md has every record.
 
     Lifecycle.on_event ──▶ on_event ──record──▶ Journal          Engine.progress ──▶ progress (new tokens of what runs)
-    the loop ──▶ on_step, on_row, on_new_version ──┘
+    the loop ──▶ on_step, on_row, on_published ────┘
 
 Owns how much of every running rollout the journal has. Never decides what happens, and never reads: replay.py does.
 """
@@ -121,7 +121,7 @@ class Scribe:
             self._write(ROW, {"version": version, "trace_bytes": trace_bytes})
             self.journal.sync()
 
-    def on_new_version(self, version: int) -> None:
+    def on_published(self, version: int) -> None:
         """The weights of the trainer's `version` are live."""
         with self.timed():
             self._write(PUBLISH, {"version": version})

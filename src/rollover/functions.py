@@ -110,9 +110,17 @@ def make_named(key: str, name: str, built_in: Mapping[str, str], setup: object, 
     file = protocol.__module__.removeprefix("rollover.").replace(".", "/") + ".py"
     make = own_function(key, name, f"{what} with {', '.join(members)} ({file})")
     made = make(setup)
-    if missing := [member for member in members if not hasattr(made, member)]:
+    if missing := [member for member in members if not _has(made, member)]:
         raise make.refused(f"a {type(made).__name__} without {', '.join(missing)}")
     return made
+
+
+def _has(made: object, member: str) -> bool:
+    """Whether it has that member. A property that raises is there: its error is said where it is read."""
+    try:
+        return hasattr(made, member)
+    except Exception:  # boundary: the user's object
+        return True
 
 
 def explained(error: BaseException) -> str:

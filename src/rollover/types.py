@@ -298,6 +298,15 @@ def copied(group: Group) -> Group:
     return replace(group, rollouts=[replace(rollout) for rollout in group.rollouts])
 
 
+def why_not_in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> str | None:
+    """Why these token ids are none of a model whose ids are below `vocab_size`; None: they are."""
+    outside = (token_ids < 0) | (token_ids >= vocab_size)
+    if not outside.any():
+        return None
+    wrong = int(np.argmax(outside))
+    return f"its token {wrong} has the id {token_ids[wrong]}, and those of the model are 0 to {vocab_size - 1}"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """A training row made from a finished Rollout. All streams are [n] over the tokens after the prompt.

@@ -15,6 +15,7 @@ import torch
 from rollover.config import Config
 from rollover.config.train import ENGINES
 from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.own import OwnEngine
 from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import Engine
 from rollover.functions import make_named
@@ -39,7 +40,9 @@ class EngineSetup:
 
 def build_engine(setup: EngineSetup) -> Engine:
     """The engine that engine.kind names. ValueError if a function of one's own gives none."""
-    return make_named("engine.kind", setup.config.engine.kind, ENGINES, setup, Engine, "an engine")
+    kind = setup.config.engine.kind
+    made = make_named("engine.kind", kind, ENGINES, setup, Engine, "an engine")
+    return made if kind in ENGINES else OwnEngine(made, kind, lambda: setup.model().vocab_size)
 
 
 def embedded_engine(loaded: LoadedModel, config: Config, *, copies: bool = True) -> EmbeddedEngine:

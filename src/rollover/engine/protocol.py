@@ -19,6 +19,10 @@ class EngineDied(RuntimeError):
     """The engine has ended for good: it is of no use to ask it again."""
 
 
+class WrongAnswer(ValueError):
+    """What the engine gave for a rollout is nothing that a policy of this run can have sampled."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExtendRequest:
     """Continue one rollout: `prompt_ids` + `generated_ids` (all segments so far), by token ids.

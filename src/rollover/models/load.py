@@ -31,6 +31,11 @@ class LoadedModel:
     tokenizer: Any
     path: str
 
+    @property
+    def vocab_size(self) -> int:
+        """Every token id that the model knows is below it. Of the largest ones the tokenizer may have no text."""
+        return self.model.config.get_text_config().vocab_size
+
 
 def _download(url: str) -> Path:
     """Copy a remote model folder (fsspec URL) into the cache, once per URL."""

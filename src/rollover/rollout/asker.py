@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from rollover.config import WatchdogConfig
-from rollover.engine.protocol import Engine, EngineDied, ExtendRequest
+from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WrongAnswer
 from rollover.rollout.cache import why_no_continuation
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.types import Segment, StopReason
@@ -139,6 +139,9 @@ class Asker:
             segments = await self._engine.extend(request)
         except (AssertionError, EngineDied):
             raise
+        except WrongAnswer as error:
+            self._counts["watchdog/refused_answers"] += 1
+            return str(error), []
         except Exception as error:  # boundary: it fails its rollout, not the run
             self._counts["engine/failed_extends"] += 1
             return f"{type(error).__name__}: {error}", []

@@ -50,6 +50,8 @@ class EvalParts:
         return parts
 
     async def close(self) -> None:
-        await self.engine.close()
-        if self.rewarder is not None:
-            await self.rewarder.close()
+        try:
+            await self.engine.close()
+        finally:
+            if self.rewarder is not None:
+                await self.rewarder.close()

@@ -207,8 +207,10 @@ class Run:
     async def close(self) -> None:
         """End the journal, the engine, the reward workers and the trainer's thread."""
         self.journaling.close()
-        await self.parts.close()
-        self.overlap.close()
+        try:
+            await self.parts.close()
+        finally:
+            self.overlap.close()
 
     # Private
 

@@ -104,7 +104,8 @@ class Parts:
         return parts
 
     async def close(self) -> None:
-        """End what is in flight, the engine and the reward workers."""
-        await self.driver.abandon()
-        await self.engine.close()
-        await self.rewarder.close()
+        """End what is in flight, the engine and the reward workers, each of them even if another fails."""
+        async with AsyncExitStack() as parts:
+            parts.push_async_callback(self.rewarder.close)
+            parts.push_async_callback(self.engine.close)
+            await self.driver.abandon()

@@ -1,0 +1,182 @@
+"""An engine of the user's own, held to the contract: what it raises or returns wrongly is said as its own fault.
+
+    engine.kind = "mine.py:make" ──▶ make(setup) ──▶ OwnEngine ──▶ driver, evaluation, weights, metrics
+
+Owns the newest policy version that was handed over. Never changes an answer: it is passed on, or refused. Whether an
+answer can come next for its rollout is asked of every engine's (rollout/cache.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WeightLoad, WrongAnswer
+from rollover.functions import FunctionError, described, explained
+from rollover.types import Segment, StopReason, why_not_in_vocabulary
+
+if TYPE_CHECKING:
+    import torch
+
+# What each part of the contract must be or do, to complete "it must ...".
+_MUST = {
+    "max_tokens": "be a property with the tokens of the longest rollout, an integer",
+    "oldest_version": "be a property with a policy version that was handed over, an integer",
+    "interrupt": "stop the rollouts that it is given, and may raise nothing",
+    "progress": "return a dict: rollout id -> list of Segment",
+    "queued": "return a set of rollout ids",
+    "release": "forget the rollouts that it is given, and may raise nothing",
+    "load_weights": "take the weights, and return a WeightLoad",
+    "use_threads": "take a number of threads, and may raise nothing",
+    "stats": "return a dict of numbers by name",
+    "close": "end what runs, and may raise nothing",
+}
+
+
+class OwnEngine:
+    """`engine`, which the function that engine.kind names as `spec` has made.
+
+    `vocab_size()`: every token id is below it; called at the first answer, as it may load a model. What the engine has
+    beside the contract can be read from here, too.
+
+    `extend` passes on what the engine raises, and raises WrongAnswer for what no policy of this run can have sampled:
+    both fail one rollout. Every other method raises FunctionError, a sentence that names the method and what it must
+    do. EngineDied is passed on by all of them.
+    """
+
+    def __init__(self, engine: Engine, spec: str, vocab_size: Callable[[], int]) -> None:
+        self.engine, self.spec = engine, spec
+        self._vocab_size, self._newest_version = vocab_size, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    @property
+    def max_tokens(self) -> int:
+        return self._integer("max_tokens")
+
+    @property
+    def oldest_version(self) -> int:
+        version = self._integer("oldest_version")
+        if version > (newest := self._newest_version):
+            raise self._failed("oldest_version", f"gave {version}, and the newest that it got is {newest}")
+        return version
+
+    async def extend(self, request: ExtendRequest) -> list[Segment]:
+        try:
+            answer = await self.engine.extend(request)
+        except SystemExit as error:  # boundary: it fails its rollout, as an error does
+            raise RuntimeError(explained(error)) from error
+        self._check("extend", answer)
+        if not answer:
+            raise WrongAnswer(f"engine.kind = {self.spec!r}: the answer of its extend is refused, as it has no segment")
+        return answer
+
+    def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
+        with self._calling("interrupt"):
+            self.engine.interrupt(rollout_ids)
+
+    async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
+        with self._calling("progress"):
+            found = await self.engine.progress(rollout_ids)
+        if not isinstance(found, Mapping):
+            raise self._failed("progress", f"gave {described(found)}")
+        for segments in found.values():
+            self._check("progress", segments)
+        return found
+
+    async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
+        with self._calling("queued"):
+            found = await self.engine.queued(rollout_ids)
+        if not isinstance(found, set | frozenset | list | tuple) or not all(isinstance(i, str) for i in found):
+            raise self._failed("queued", f"gave {described(found)}")
+        return set(found)
+
+    def release(self, rollout_ids: Iterable[str]) -> None:
+        with self._calling("release"):
+            self.engine.release(rollout_ids)
+
+    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
+        self._newest_version = version  # before it has them all, some of its tokens may be of these
+        with self._calling("load_weights"):
+            load = await self.engine.load_weights(version, tensors)
+        if not isinstance(getattr(load, "num_bytes", None), int):
+            raise self._failed("load_weights", f"gave {described(load)}")
+        return load
+
+    def use_threads(self, num: int) -> None:
+        with self._calling("use_threads"):
+            self.engine.use_threads(num)
+
+    def stats(self) -> dict[str, float]:
+        with self._calling("stats"):
+            found = self.engine.stats()
+        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+            raise self._failed("stats", f"gave {described(found)}")
+        return dict(found)
+
+    async def close(self) -> None:
+        """An error that the run ends with is the one to be raised: beside it, what fails here is printed."""
+        ends_with = sys.exc_info()[1]
+        try:
+            with self._calling("close"):
+                await self.engine.close()
+        except FunctionError as error:
+            if ends_with is None:
+                raise
+            print(f"rollover: {error}", file=sys.stderr, flush=True)
+
+    # Private
+
+    @contextmanager
+    def _calling(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except EngineDied:
+            raise
+        except (Exception, SystemExit) as error:  # boundary: the user's engine
+            raise self._failed(method, f"failed: {explained(error)}") from error
+
+    def _integer(self, name: str) -> int:
+        with self._calling(name):
+            value = getattr(self.engine, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._failed(name, f"gave {described(value)}")
+        return value
+
+    def _failed(self, method: str, how: str) -> FunctionError:
+        return FunctionError(
+            f"engine.kind = {self.spec!r}: its {method} {how}. Mend it: it must {_MUST[method]} (engine/protocol.py)"
+        )
+
+    def _check(self, method: str, answer: object) -> None:
+        """WrongAnswer unless these are segments that this run can have."""
+        if (why := why_no_segments(answer, self._vocab_size, self._newest_version)) is not None:
+            raise WrongAnswer(f"engine.kind = {self.spec!r}: the answer of its {method} is refused, as {why}")
+
+
+def why_no_segments(answer: object, vocab_size: Callable[[], int], newest_version: int) -> str | None:
+    """Why no policy of a run whose newest version is `newest_version` can have sampled this; None: it can.
+
+    `vocab_size()`: every token id is below it.
+    """
+    if not isinstance(answer, list | tuple) or not all(isinstance(segment, Segment) for segment in answer):
+        return f"it is {described(answer)}, and no list of Segment"
+    return next(filter(None, (_why_none(segment, vocab_size, newest_version) for segment in answer)), None)
+
+
+def _why_none(segment: Segment, vocab_size: Callable[[], int], newest_version: int) -> str | None:
+    ids, version = segment.token_ids, segment.policy_version
+    if ids.dtype.kind not in "iu":
+        return f"its token ids are {ids.dtype}, not integers"
+    if segment.logprobs.dtype.kind != "f":
+        return f"its log-probs are {segment.logprobs.dtype}, not floating-point numbers"
+    if not isinstance(segment.stop_reason, StopReason):
+        return f"its stop_reason is {described(segment.stop_reason)}, and no StopReason"
+    if not isinstance(version, int):
+        return f"its policy_version is {described(version)}, and no integer"
+    if len(segment) and version > newest_version:
+        return f"it has tokens of policy version {version}, and the newest weights that it got are of {newest_version}"
+    return why_not_in_vocabulary(ids, vocab_size()) if len(segment) else None

@@ -1,0 +1,207 @@
+"""An engine of one's own behind the contract: which of its faults fail a rollout, and which end the run."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollover.engine.fake import FakeEngine
+from rollover.engine.own import OwnEngine
+from rollover.engine.protocol import EngineDied, ExtendRequest, WrongAnswer
+from rollover.functions import FunctionError
+from rollover.types import SamplingParams, Segment
+from unit.rollout.hanging import short, steps, watchdog
+from unit.rollout.run import Run, ids
+
+REQUEST = ExtendRequest("0-0", (1, 2, 3), (), 20, 7, SamplingParams())
+VOCABULARY = 1000
+
+
+def own(engine: FakeEngine | None = None, **methods: Any) -> OwnEngine:
+    engine = engine or FakeEngine(lambda seed: 5)
+    for name, method in methods.items():
+        setattr(engine, name, method)
+    return OwnEngine(engine, "mine.py:make", lambda: VOCABULARY)
+
+
+def with_ids(segment: Segment, *ids: float, dtype: type = np.int32) -> Segment:
+    return dataclasses.replace(segment, token_ids=np.array([*ids, *segment.token_ids[len(ids) :]], dtype=dtype))
+
+
+def versioned(segment: Segment, version: Any) -> Segment:
+    return dataclasses.replace(segment, policy_version=version)
+
+
+ANSWERS: dict[str, tuple[Callable[[Segment], Any], str]] = {
+    "outside": (lambda s: [with_ids(s, 3, 1000)], "its token 1 has the id 1000, and those of the model are 0 to 999"),
+    "negative": (lambda s: [with_ids(s, -5)], "its token 0 has the id -5, and those of the model are 0 to 999"),
+    "floats": (lambda s: [with_ids(s, dtype=np.float32)], "its token ids are float32, not integers"),
+    "text": (lambda s: "an answer", "it is 'an answer' (str), and no list of Segment"),
+    "texts": (lambda s: ["an answer"], "it is ['an answer'] (list), and no list of Segment"),
+    "none": (lambda s: None, "it is None, and no list of Segment"),
+    "nothing": (lambda s: [], "it has no segment"),
+    "above": (
+        lambda s: [versioned(s, 99)],
+        "it has tokens of policy version 99, and the newest weights that it got are of 0",
+    ),
+    "no version": (lambda s: [versioned(s, None)], "its policy_version is None, and no integer"),
+    "log-probs": (
+        lambda s: [dataclasses.replace(s, logprobs=s.logprobs.astype(np.int64))],
+        "its log-probs are int64, not floating-point numbers",
+    ),
+    "stop": (
+        lambda s: [dataclasses.replace(s, stop_reason="eos")],
+        "its stop_reason is 'eos' (str), and no StopReason",
+    ),
+}
+
+
+def answering(answer: Callable[[Segment], Any], only: str = "") -> FakeEngine:
+    """Its first answer for the rollout `only` (empty: every answer of every one) is made of what it would be."""
+    engine = FakeEngine(short)
+    right, wrong = engine.extend, {only}
+
+    async def extend(request: ExtendRequest) -> Any:
+        segments = await right(request)
+        if only and request.rollout_id not in wrong:
+            return segments
+        wrong.discard(request.rollout_id)
+        return answer(segments[0])
+
+    engine.extend = extend
+    return engine
+
+
+@pytest.mark.parametrize(("answer", "why"), ANSWERS.values(), ids=ANSWERS)
+def test_an_answer_that_no_policy_of_the_run_can_have_sampled_is_refused(answer: Callable, why: str) -> None:
+    with pytest.raises(WrongAnswer) as error:
+        asyncio.run(own(answering(answer)).extend(REQUEST))
+    assert str(error.value) == f"engine.kind = 'mine.py:make': the answer of its extend is refused, as {why}"
+
+
+@pytest.mark.parametrize(("answer", "why"), ANSWERS.values(), ids=ANSWERS)
+def test_it_fails_its_rollout_which_is_asked_for_again(answer: Callable, why: str) -> None:
+    run = Run(engine=own(answering(answer, only="0-1")), watchdog=watchdog())  # type: ignore[arg-type]
+    assert ids(steps(run, 1)) == [[0, 1]]
+    assert len(run.said) == 1
+    assert run.said[0].startswith("the engine failed at rollout 0-1 (engine.kind = 'mine.py:make': the answer of its")
+    assert f"is refused, as {why}): it is asked again in" in run.said[0]
+    asked = run.driver.asker.stats()
+    assert asked["watchdog/refused_answers"] == 1 and asked["engine/failed_extends"] == 0
+    run.check()
+
+
+def test_an_engine_that_gives_nothing_else_ends_the_run_and_nothing_is_trained() -> None:
+    run = Run(engine=own(answering(ANSWERS["above"][0])), watchdog=watchdog())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"the engine failed \d+ times in a row.*mine.py:make.* policy version 99"):
+        steps(run, 1)
+    assert run.ledger.generated_tokens == 0
+
+
+def test_weights_that_are_being_handed_over_may_have_sampled_tokens() -> None:
+    engine = own()
+
+    async def load() -> None:
+        segments = await engine.extend(REQUEST)
+        assert [s.policy_version for s in segments] == [0]
+        await engine.load_weights(4, ())
+        assert engine.oldest_version == 4
+        again = dataclasses.replace(REQUEST, rollout_id="0-1")
+        assert [s.policy_version for s in await engine.extend(again)] == [4]
+
+    asyncio.run(load())
+
+
+def test_what_it_says_of_its_progress_is_looked_at_too() -> None:
+    async def progress(rollout_ids: Any) -> Any:
+        (segment,) = await FakeEngine(lambda seed: 5).extend(REQUEST)
+        return {"0-0": [with_ids(segment, 70000)]}
+
+    with pytest.raises(WrongAnswer, match="the answer of its progress is refused, as its token 0 has the id 70000"):
+        asyncio.run(own(progress=progress).progress(["0-0"]))
+
+
+def failing(*args: Any) -> Any:
+    raise KeyError("gpu")
+
+
+async def failing_later(*args: Any) -> Any:
+    raise KeyError("gpu")
+
+
+async def nothing(*args: Any) -> None:
+    return None
+
+
+CALLS: dict[str, Callable[[OwnEngine], Any]] = {
+    "interrupt": lambda engine: engine.interrupt(),
+    "release": lambda engine: engine.release(["0-0"]),
+    "use_threads": lambda engine: engine.use_threads(1),
+    "stats": lambda engine: engine.stats(),
+    "load_weights": lambda engine: asyncio.run(engine.load_weights(1, ())),
+    "progress": lambda engine: asyncio.run(engine.progress(["0-0"])),
+    "queued": lambda engine: asyncio.run(engine.queued(["0-0"])),
+    "close": lambda engine: asyncio.run(engine.close()),
+}
+AWAITED = ("load_weights", "progress", "queued", "close")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_method_that_raises_is_named_with_what_it_must_do(name: str) -> None:
+    engine = own(**{name: failing_later if name in AWAITED else failing})
+    with pytest.raises(FunctionError) as error:
+        CALLS[name](engine)
+    text = str(error.value)
+    assert text.startswith(f"engine.kind = 'mine.py:make': its {name} failed: KeyError: 'gpu' (") and "\n" not in text
+    assert "Mend it: it must" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "returns"),
+    [("stats", lambda: None), ("stats", lambda: [1.0]), ("load_weights", nothing), ("queued", nothing),
+     ("progress", nothing)],
+)  # fmt: skip
+def test_a_method_that_returns_something_else_is_named_with_what_it_must_return(name: str, returns: Any) -> None:
+    with pytest.raises(FunctionError, match=f"its {name} gave .*Mend it: it must .*return"):
+        CALLS[name](own(**{name: returns}))
+
+
+@pytest.mark.parametrize("value", ["many", None, 4.5, lambda: 100], ids=["text", "none", "float", "method"])
+def test_a_longest_rollout_that_is_no_number_is_named(value: Any) -> None:
+    with pytest.raises(FunctionError, match="its max_tokens gave .*it must be a property with .* an integer"):
+        _ = own(max_tokens=value).max_tokens
+
+
+def test_an_oldest_version_that_it_never_got_is_named() -> None:
+    with pytest.raises(FunctionError, match="its oldest_version gave 7, and the newest that it got is 0"):
+        _ = own(FakeEngine(lambda seed: 5, policy_version=7)).oldest_version
+
+
+def test_its_end_is_not_taken_for_a_fault() -> None:
+    async def ended(*args: Any) -> Any:
+        raise EngineDied("it ended for good")
+
+    with pytest.raises(EngineDied, match="^it ended for good$"):
+        asyncio.run(own(load_weights=ended).load_weights(1, ()))
+
+
+def test_what_fails_at_the_close_hides_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    async def run() -> None:
+        engine = own(close=failing_later)
+        try:
+            raise ValueError("the error that matters")
+        finally:
+            await engine.close()
+
+    with pytest.raises(ValueError, match="the error that matters"):
+        asyncio.run(run())
+    assert "rollover: engine.kind = 'mine.py:make': its close failed: KeyError: 'gpu'" in capsys.readouterr().err
+
+
+def test_what_it_has_beside_the_contract_can_be_read() -> None:
+    assert own(queue_length=3).queue_length == 3

@@ -21,10 +21,12 @@ from rollover.types import Reward, Rollout, Segment
 
 @dataclass(frozen=True)
 class Subject:
-    """The environment under test. `rollouts`: siblings of one group whose first turn has stopped, with their tokens."""
+    """The environment under test. `rollouts`: siblings of one group whose first turn has stopped, with their tokens;
+    `vocab_size`: every token id of the model is below it."""
 
     make_environment: Callable[[], Environment]
     rollouts: list[Rollout]
+    vocab_size: int = 2**31
 
 
 def tokens(answer: Segment | None) -> tuple | None:
@@ -36,7 +38,7 @@ async def check_an_answer_is_a_segment_or_the_end(subject: Subject) -> None:
     for rollout in subject.rollouts:
         answer = await environment.next(rollout)
         if answer is not None:
-            assert why_not_written(answer, rollout.num_tokens) is None
+            assert why_not_written(answer, rollout.num_tokens, subject.vocab_size) is None
             assert answer.start in (None, rollout.num_tokens), "it comes after the policy's turn"
             assert not answer.logprobs.any(), "nobody sampled these tokens"
 

@@ -57,6 +57,11 @@ FIXED = (
         "the checkpoint holds rollouts that were begun at it, and a rollout has one temperature",
         while_held=True,
     ),
+    Fixed(
+        ("rollout.environment",),
+        "the checkpoint holds rollouts that were begun in it, and would go on in another",
+        while_held=True,
+    ),
 )
 # What a step makes of its groups: with other values it would end with other weights. (Sums in another order are not.)
 _TRAINING = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollover.config import Config
 from rollover.config.rollout import ENVIRONMENTS
-from rollover.envs.protocol import Environment, why_no_rewards
+from rollover.envs.protocol import Environment, WrongTurn, why_no_rewards, why_not_written
 from rollover.envs.single_turn import Scorer, SingleTurn
 from rollover.functions import explained, make_named
 from rollover.types import Reward, Rollout, Segment, Task
@@ -26,13 +26,15 @@ class EnvironmentSetup:
     """Asks the reward function of the rollouts' task, with the text of all their tokens: see Environment.score."""
     scores_singly: Callable[[Task], bool]
     """See Environment.scores_singly."""
+    vocab_size: int
+    """Every token id of the model is below it."""
 
 
 def build_environment(setup: EnvironmentSetup) -> Environment:
     """The environment that rollout.environment names. ValueError if a function of one's own gives none."""
     name = setup.config.rollout.environment
     made = make_named("rollout.environment", name, ENVIRONMENTS, setup, Environment, "an environment")
-    return made if name in ENVIRONMENTS else OwnEnvironment(made)
+    return made if name in ENVIRONMENTS else OwnEnvironment(made, setup.vocab_size)
 
 
 def single_turn(setup: EnvironmentSetup) -> Environment:
@@ -42,19 +44,27 @@ def single_turn(setup: EnvironmentSetup) -> Environment:
 
 class OwnEnvironment:
     """One of the user's own. Where it fails at scoring the rewards are missing, and a wrong answer ends the run; what
-    becomes of a turn at which it fails is the driver's business."""
+    becomes of a turn at which it fails is the driver's business. `vocab_size`: see EnvironmentSetup."""
 
-    def __init__(self, environment: Environment) -> None:
-        self.environment = environment
+    def __init__(self, environment: Environment, vocab_size: int) -> None:
+        self.environment, self.vocab_size = environment, vocab_size
 
     async def next(self, rollout: Rollout) -> Segment | None:
+        """WrongTurn where it answers with what cannot come next."""
+        num_tokens = rollout.num_tokens
         try:
-            return await self.environment.next(rollout)
+            answer = await self.environment.next(rollout)
         except (SystemExit, asyncio.CancelledError) as error:  # boundary: it is an error like any other
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # by the driver, not in the environment
             raise RuntimeError(explained(error)) from error
+        if answer is not None and (why := why_not_written(answer, num_tokens, self.vocab_size)) is not None:
+            raise WrongTurn(
+                f"rollout.environment gave a wrong answer at rollout {rollout.rollout_id}: {why}. Mend it, and go on"
+                " with --resume"
+            )
+        return answer
 
     async def score(self, rollouts: list[Rollout], /) -> list[Reward]:
         try:

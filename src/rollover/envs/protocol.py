@@ -15,7 +15,11 @@ from typing import Protocol
 
 import numpy as np
 
-from rollover.types import Reward, Rollout, Segment, StopReason, Task
+from rollover.types import Reward, Rollout, Segment, StopReason, Task, why_not_in_vocabulary
+
+
+class WrongTurn(ValueError):
+    """What an environment gave after a turn is nothing that it can write there: the run ends with it."""
 
 
 class Environment(Protocol):
@@ -61,8 +65,11 @@ def written(rollout: Rollout, token_ids: Sequence[int], *, done: bool = False) -
     )
 
 
-def why_not_written(answer: object, num_tokens: int) -> str | None:
-    """Why this cannot be what an environment writes after `num_tokens`; None: it can."""
+def why_not_written(answer: object, num_tokens: int, vocab_size: int) -> str | None:
+    """Why this cannot be what an environment writes after `num_tokens` of a rollout; None: it can.
+
+    Every token id of the model is below `vocab_size`.
+    """
     if not isinstance(answer, Segment):
         return f"it is a {type(answer).__name__}, and no Segment"
     if answer.trainable:
@@ -75,7 +82,7 @@ def why_not_written(answer: object, num_tokens: int) -> str | None:
         return f"it ends with {answer.stop_reason.value}"
     if answer.stop_reason is StopReason.PAUSED and not len(answer):
         return "it has no token, and is not the end"
-    return None
+    return why_not_in_vocabulary(answer.token_ids, vocab_size)
 
 
 def why_no_rewards(answer: object, num: int) -> str | None:

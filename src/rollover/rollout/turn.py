@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.protocol import Environment, why_not_written, written
+from rollover.envs.protocol import Environment, WrongTurn, written
 from rollover.rollout.asker import Asker
 from rollover.types import Rollout, RolloutState, Segment, StopReason
 
@@ -22,7 +22,7 @@ async def play_turn(asker: Asker, environment: Environment, rollout: Rollout, re
     """The next segments of a running rollout, for which `request` asks.
 
     An interrupted generation has no turn of the environment after it, nor one that used up the rollout's budget.
-    EnvironmentFailed where it raises; ValueError where it answers with what cannot come next.
+    EnvironmentFailed where it raises; WrongTurn, which ends the run, as it is.
     """
     segments = await asker.extend(request)
     room = request.max_new_tokens - sum(map(len, segments))
@@ -39,16 +39,13 @@ async def play_turn(asker: Asker, environment: Environment, rollout: Rollout, re
     )
     try:
         answer = await environment.next(so_far)
+    except WrongTurn:
+        raise
     except Exception as error:  # boundary: it fails its rollout, not the run
         why = f"the environment failed at rollout {rollout.rollout_id} ({type(error).__name__}: {error})"
         raise EnvironmentFailed(why, segments) from error
     if answer is None:
         return segments
-    if (why := why_not_written(answer, so_far.num_tokens)) is not None:
-        raise ValueError(
-            f"rollout.environment gave a wrong answer at rollout {rollout.rollout_id}: {why}. Mend it, and go on with"
-            " --resume"
-        )
     if len(answer) + (answer.stop_reason is StopReason.PAUSED) > room:
         # It does not fit, or leaves the policy no token: the rollout ends with the policy's last one.
         return [*segments, replace(written(so_far, ()), stop_reason=StopReason.LENGTH)]

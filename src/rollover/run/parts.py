@@ -80,7 +80,9 @@ class Parts:
             scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
             reroll = Reroll(config.reroll, config.train.num_steps, prompts)
             pool = observed.rewarder
-            environment = build_environment(EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly))
+            environment = build_environment(
+                EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size)
+            )
             driver = build_driver(config, engine, reroll, environment, group_filter, stops)
             reuse = Reuse(config, reroll)
             history = history or RunHistory()

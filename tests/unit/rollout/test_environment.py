@@ -12,7 +12,7 @@ from rollover.config import Config
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.engine.fake import FakeEngine
 from rollover.envs.build import EnvironmentSetup, OwnEnvironment, build_environment
-from rollover.envs.protocol import written
+from rollover.envs.protocol import Environment, written
 from rollover.rollout.lifecycle import EventKind
 from rollover.trainer.batch import build_batch
 from rollover.types import DropReason, Rollout, RolloutState, Segment, StopReason
@@ -32,7 +32,7 @@ MODES = {
 }
 
 
-def dialogue(environment: Dialogue | None = None, **config: object) -> Run:
+def dialogue(environment: Environment | None = None, **config: object) -> Run:
     return Run(engine=TurnEngine(), environment=environment or Dialogue(), **{**ROOMY, **config})  # type: ignore[arg-type]
 
 
@@ -167,10 +167,12 @@ def test_an_environment_that_always_fails_ends_the_run() -> None:
         (lambda rollout: "hello", "it is a str, and no Segment"),
         (lambda rollout: rollout.segments[-1], "its tokens are marked as sampled by the policy"),
         (lambda rollout: written(rollout, []), "it has no token, and is not the end"),
+        (lambda rollout: written(rollout, [7, 1000]), "its token 1 has the id 1000, and those of the model"),
+        (lambda rollout: written(rollout, [-1]), "its token 0 has the id -1, and those of the model are 0 to 999"),
     ],
 )
 def test_a_wrong_answer_is_refused(answer, why: str) -> None:
-    run = dialogue(Broken(answer))
+    run = dialogue(OwnEnvironment(Broken(answer), 1000))
     with pytest.raises(ValueError, match=f"rollout.environment gave a wrong answer at rollout .-.: {why}"):
         run.steps(1)
     run.check()
@@ -194,11 +196,11 @@ def test_an_environment_that_hangs_once_is_asked_again() -> None:
 def test_a_function_of_ones_own_makes_an_environment(tmp_path) -> None:
     (tmp_path / "mine.py").write_text("def make(setup):\n    return setup.score(3)\n")
     named = Config.model_validate({"rollout": {"environment": f"{tmp_path}/mine.py:make"}})
-    made = build_environment(EnvironmentSetup(named, None, lambda n: Dialogue(n), lambda task: False))  # type: ignore
+    made = build_environment(EnvironmentSetup(named, None, lambda n: Dialogue(n), lambda task: False, 9))  # type: ignore
     assert isinstance(made, OwnEnvironment)
     assert isinstance(made.environment, Dialogue) and made.environment.turns == 3
     with pytest.raises(ValueError, match="rollout.environment.*a int without next, score, scores_singly"):
-        build_environment(EnvironmentSetup(named, None, lambda n: n, lambda task: False))  # type: ignore[arg-type]
+        build_environment(EnvironmentSetup(named, None, lambda n: n, lambda task: False, 9))  # type: ignore[arg-type]
 
 
 def test_a_single_turn_is_done_when_it_stops() -> None:

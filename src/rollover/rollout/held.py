@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rollover.config.rollout import RolloutConfig
 from rollover.staleness import NO_DEADLINE, deadline, expiry, is_feasible, urgencies
-from rollover.types import Group
+from rollover.types import Group, Rollout
 
 Place = tuple[float, int]  # expiry (see staleness.expiry), group id
 
@@ -45,6 +45,8 @@ class HeldGroups:
         self.reserved: list[Place] = []
         self.num_scoring = 0
         self._due: Counter[float] = Counter()  # deadline -> held groups
+        self._num_finished = 0  # rollouts whose generation has stopped
+        self._num_enough = config.num_enough
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -54,13 +56,31 @@ class HeldGroups:
     def add(self, group: Group, admitted_at: int, unfinished: int) -> Held:
         """Hold a group, with so many rollouts that still generate. Its tokens, if any, give it its deadline."""
         held = self.groups[group.group_id] = Held(group, admitted_at, unfinished)
+        self._num_finished += len(group.rollouts) - unfinished
+        self.num_scoring += not unfinished
         self.set_deadline(held, deadline(group.min_version, self.config.max_staleness))
         return held
+
+    def finish(self, rollout: Rollout) -> bool:
+        """The generation of a rollout has stopped. Returns whether its whole group is finished now."""
+        held = self.groups[rollout.group_id]
+        held.unfinished -= 1
+        self._num_finished += 1
+        self.num_scoring += not held.unfinished
+        return not held.unfinished
 
     def set_deadline(self, held: Held, new: float) -> None:
         self._count_due(held, -1)
         held.deadline = new
         self._count_due(held, 1)
+
+    def lower_deadline(self, group_id: int, version: int | None) -> bool:
+        """The group may have a token of this version. Returns whether it is due earlier for that."""
+        held, new = self.groups[group_id], deadline(version, self.config.max_staleness)
+        if new >= held.deadline:
+            return False
+        self.set_deadline(held, new)
+        return True
 
     def set_ready(self, held: Held) -> None:
         """All its rollouts have their rewards."""
@@ -81,6 +101,7 @@ class HeldGroups:
     def remove(self, group_id: int) -> Held:
         """The group leaves."""
         held = self.groups.pop(group_id)
+        self._num_finished -= len(held.group.rollouts) - held.unfinished
         if held.place is not None:
             del self.ready[bisect_left(self.ready, held.place)]
             if held.place in self.reserved:
@@ -98,6 +119,15 @@ class HeldGroups:
             del self._due[held.deadline]
 
     # Questions
+
+    def is_enough(self, stream_ended: bool) -> bool:
+        """Whether a step has enough to train on, the staleness bound aside."""
+        num_ready = len(self.ready)
+        if stream_ended and num_ready == len(self.groups):
+            return True
+        if self.config.complete_by == "group":
+            return num_ready >= self._num_enough
+        return num_ready > 0 and self._num_finished >= self._num_enough * self.config.rollouts_per_group
 
     def next_taken(self) -> list[Place]:
         """What a step takes of the READY groups, sorted: what is reserved, then the oldest."""
@@ -144,35 +174,13 @@ class HeldGroups:
             taken_before = taken
         return is_feasible(left, version, num)
 
-    def is_expired(self, group: Group, version: int) -> bool:
-        """Whether the step at `version`, and every later one, finds none of the group's tokens in bound.
-
-        Only with "mask": what gets READY after new weights are live may have tokens of earlier ones alone.
-        """
-        expired = self._expiry(group) < version
-        assert not (expired and self.config.finish_first), f"group {group.group_id} is READY beyond the staleness bound"
-        return expired
-
-    def expired(self, version: int) -> list[int]:
-        """Ids of the groups that can no longer be trained in bound, now that the trainer is at `version`."""
+    def to_drop(self, version: int) -> list[int]:
+        """See Scheduler.to_drop."""
         if self.config.masks:  # an unfinished group still gets tokens that are in bound
             return sorted(group_id for expires, group_id in self.ready if expires < version)
         stale = [group_id for group_id, held in self.groups.items() if held.deadline < version]
         assert not (stale and self.config.finish_first), f"finish_first let groups {stale} pass the staleness bound"
         return stale
-
-    def check_feasible(self, version: int) -> None:
-        """ValueError if groups that another config left behind cannot be trained in bound from `version` on."""
-        config = self.config
-        within = len(self.groups) <= config.most_in_bound()
-        feasible = within and is_feasible(self._due, version - 1, config.groups_per_step)
-        if config.finish_first and not feasible:
-            raise ValueError(
-                f"--resume: the {len(self)} groups that the checkpoint holds cannot all be trained with"
-                f" rollout.max_staleness = {config.max_staleness} and rollout.groups_per_step ="
-                f" {config.groups_per_step}. Set them back to what the run had (config.resolved.json), or set"
-                ' rollout.on_stale = "drop" to lose groups that get too old'
-            )
 
     def urgencies(self, version: int) -> dict[float, int]:
         """Deadline -> urgency: see staleness.urgencies."""

@@ -19,6 +19,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Scheduler
+from rollover.staleness import expired
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 # Asked at every transition, and a member of an Enum class is slow to look up.
@@ -118,7 +119,7 @@ class Lifecycle:
         assert segments, f"extend of {rollout.rollout_id} returned no segment"
         self.cache.append(rollout.rollout_id, segments)
         self.ledger.on_append(segments)
-        self.scheduler.on_append(rollout)
+        self.scheduler.on_tokens(rollout, rollout.min_version)
         stop_reason = segments[-1].stop_reason
         if stop_reason is _PAUSED:
             self.park(rollout)
@@ -209,7 +210,7 @@ class Lifecycle:
 
     def on_new_version(self, version: int) -> list[Group]:
         """The trainer is at `version`, live in the engine or not: drops what can no longer be trained in bound."""
-        dropped = [self.drop(group_id, DropReason.STALE) for group_id in self.scheduler.held.expired(version)]
+        dropped = [self.drop(group_id, DropReason.STALE) for group_id in self.scheduler.to_drop(version)]
         self.scheduler.on_new_version()
         return dropped
 
@@ -245,7 +246,10 @@ class Lifecycle:
         valid = [r for r in group.rollouts if r.reward is not None and not r.reward.missing]
         if len(valid) < self.min_valid_rewards:
             return DropReason.TOO_FEW_REWARDS, ""
-        if self.scheduler.held.is_expired(group, self.scheduler.next_version):
+        # What gets READY after new weights are live may have tokens of earlier ones alone.
+        masks = self.config.masks
+        if expired([group], self.scheduler.next_version, self.config.max_staleness, masks=masks):
+            assert not self.config.finish_first, f"group {group.group_id} is READY beyond the staleness bound"
             return DropReason.STALE, ""
         match = self.group_filter(group) if self.group_filter is not None else None
         return None if match is None else (DropReason.FILTERED, match[0])

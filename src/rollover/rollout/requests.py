@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.protocol import ExtendRequest
+from rollover.rollout.slots import token_budget
 from rollover.types import Rollout, SamplingParams, Segment, rollout_seed
 
 _GREEDY = SamplingParams(temperature=0.0)
@@ -22,7 +23,7 @@ class Requests:
     def sampling_of(self, rollout: Rollout) -> SamplingParams:
         return _GREEDY if rollout.greedy else self._sampling
 
-    def to_go_on(self, rollout: Rollout, prompt_ids: tuple[int, ...], pause_after: int) -> ExtendRequest:
+    def to_go_on(self, rollout: Rollout, prompt_ids: tuple[int, ...]) -> ExtendRequest:
         """First tokens or further ones. All text of its turn counts for stop strings, interrupted or not."""
         return ExtendRequest(
             rollout_id=rollout.rollout_id,
@@ -33,7 +34,7 @@ class Requests:
             sampling=self.sampling_of(rollout),
             stop_token_ids=self._stop_token_ids,
             stop_strings=tuple(self.config.stop),
-            pause_after=pause_after,
+            pause_after=token_budget(rollout, self.config),
             stop_repetition_tokens=self.config.stop_repetition_tokens,
             text_start=_turn_start(rollout),
         )

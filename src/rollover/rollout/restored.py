@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.staleness import beyond_bound
 from rollover.types import RolloutState
 
 
@@ -12,8 +13,15 @@ def check_restored(lifecycle: Lifecycle, version: int, max_tokens: int) -> None:
     `version`: the trainer's. `max_tokens`: the longest rollout, prompt included, that the engine takes.
     """
     config = lifecycle.config
-    lifecycle.scheduler.held.check_feasible(version)
-    for group, rollout in ((g, r) for g in lifecycle.cache.groups.values() for r in g.rollouts):
+    groups = lifecycle.cache.groups.values()
+    if config.finish_first and beyond_bound(groups, version, config.max_staleness, config.groups_per_step):
+        raise ValueError(
+            f"--resume: the {len(groups)} groups that the checkpoint holds cannot all be trained with"
+            f" rollout.max_staleness = {config.max_staleness} and rollout.groups_per_step = {config.groups_per_step}."
+            " Set them back to what the run had (config.resolved.json), or set"
+            ' rollout.on_stale = "drop" to lose groups that get too old'
+        )
+    for group, rollout in ((g, r) for g in groups for r in g.rollouts):
         unfinished = rollout.state in (RolloutState.WAITING, RolloutState.PARKED)
         if unfinished and len(group.prompt_ids) + config.max_new_tokens > max_tokens:
             raise ValueError(

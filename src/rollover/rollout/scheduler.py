@@ -19,7 +19,6 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.held import HeldGroups
 from rollover.rollout.length_estimate import LengthEstimate
 from rollover.rollout.slots import Slots
-from rollover.staleness import deadline
 from rollover.types import Group, Rollout, RolloutState
 
 _UNFINISHED = (RolloutState.WAITING, RolloutState.RUNNING, RolloutState.PARKED)
@@ -40,11 +39,8 @@ class Scheduler:
         self.in_flight_groups = config.first_in_flight
         self.next_version = 0  # the trainer's at the step that is generated for
         self.lag = 0  # versions that a token sampled from now on is behind it at most
-        self.held = HeldGroups(config)
-        self.slots = Slots(config, self.held.groups)
-        self._num_enough = config.num_enough
-        self._max_staleness = config.max_staleness
-        self._finished = 0  # rollouts of held groups whose generation stopped
+        self._held = HeldGroups(config)
+        self._slots = Slots(config, self._held.groups)
         if self.in_flight_groups < config.groups_per_step or not config.holds_the_bound:
             raise ValueError(
                 f"rollout.in_flight_groups = {config.in_flight_groups} is below rollout.groups_per_step, or more than"
@@ -57,9 +53,9 @@ class Scheduler:
 
     def num_to_admit(self) -> int:
         """How many new tasks may be admitted now."""
-        held = self.held
+        held = self._held
         places = self.in_flight_groups - len(held)
-        if self.config.supplement and not self._enough(stream_ended=False):
+        if self.config.supplement and not held.is_enough(stream_ended=False):
             places = min(places + len(held.ready) + held.num_scoring, self.config.most_held - len(held))
         if self.lag:
             # A first token is `lag` versions old already at the next step (docs/staleness.md, generation goes on).
@@ -76,15 +72,15 @@ class Scheduler:
         Parked ones by the order function, then waiting ones by group id. Rollouts that may not be interrupted again
         precede all others; under finish_first, next are those of groups that the step at `version` cannot do without.
         """
-        slots = self.slots
-        if slots.round_is_over and not self.held.num_scoring:
+        slots = self._slots
+        if slots.round_is_over and not self._held.num_scoring:
             slots.next_round()
         if not slots.num_queued:
             return []
         free = slots.num_queued if self.max_running is None else self.max_running - len(slots.running)
         if free <= 0:
             return []
-        return slots.take(free, self.held.urgencies(version) if self.finish_first else {})
+        return slots.take(free, self._held.urgencies(version) if self.finish_first else {})
 
     def to_consume(self, version: int, stream_ended: bool = False) -> list[int] | None:
         """Ids of the groups that the step at trainer version `version` takes, oldest first; None: not enough yet.
@@ -94,8 +90,8 @@ class Scheduler:
         ask again before consuming.
         At the end of the task stream a last, smaller step takes what is left ([] if nothing is).
         """
-        config, held, slots = self.config, self.held, self.slots
-        if not self._enough(stream_ended):
+        config, held, slots = self.config, self._held, self._slots
+        if not held.is_enough(stream_ended):
             return None
         all_ready = len(held.ready) == len(held)
         waits_for_all = config.interrupt == "never" and not config.overlap
@@ -113,19 +109,27 @@ class Scheduler:
         They stay held, and leave with the others of that step. At least so many, or as many as its batch has places
         left; [] if there are not that many yet. No group that is due in this step may lose its place to them.
         """
-        places = self.config.groups_per_step - len(self.held.reserved)
-        chosen = self.held.next_reserved(version, in_bound=self.finish_first)
+        places = self.config.groups_per_step - len(self._held.reserved)
+        chosen = self._held.next_reserved(version, in_bound=self.finish_first)
         if not chosen or len(chosen) < min(at_least, places):
             return []
-        self.held.reserve(chosen)
+        self._held.reserve(chosen)
         return sorted(chosen)
+
+    def forget_reserved(self) -> None:
+        """The step that groups were reserved for is not made: it takes them as it takes all others."""
+        self._held.reserved.clear()
 
     def to_interrupt(self, version: int, stream_ended: bool = False) -> list[str]:
         """Ids of the running rollouts to interrupt now, in group order: all of them, once there is enough."""
-        running = self.slots.running
+        running = self._slots.running
         if not running or self.to_consume(version, stream_ended) is None:
             return []
         return [r.rollout_id for r in sorted(running, key=lambda r: (r.group_id, r.sibling))]
+
+    def to_drop(self, version: int) -> list[int]:
+        """Ids of the groups that can no longer be trained in bound, now that the trainer is at `version`."""
+        return self._held.to_drop(version)
 
     # What was done
 
@@ -134,61 +138,51 @@ class Scheduler:
         self.next_version, self.lag = next_version, next_version - oldest_version
 
     def on_admit(self, group: Group, version: int) -> None:
-        self.held.add(group, version, len(group.rollouts))
+        self._held.add(group, version, len(group.rollouts))
         for rollout in group.rollouts:
-            self.slots.enqueue(rollout)
+            self._slots.enqueue(rollout)
 
     def on_start(self, rollout: Rollout, version: int) -> None:
-        self.slots.on_start(rollout)
+        self._slots.on_start(rollout)
         if self.config.overlap:
             # Its segments come when it stops, perhaps under later weights than those of its first token.
-            self._lower_deadline(rollout, version - self.lag)
+            self.on_tokens(rollout, version - self.lag)
 
-    def on_append(self, rollout: Rollout) -> None:
-        """The running rollout got segments."""
-        self._lower_deadline(rollout, rollout.min_version)
+    def on_tokens(self, rollout: Rollout, oldest_version: int | None) -> None:
+        """The rollout may have tokens of policy versions from this one on (None: none): its group may be due sooner."""
+        if self._held.lower_deadline(rollout.group_id, oldest_version):
+            self._slots.on_new_deadline(self._held.groups[rollout.group_id].group)
 
     def on_park(self, rollout: Rollout) -> None:
         """A running rollout was parked (it is WAITING again if it has no token)."""
-        self.slots.on_park(rollout)
+        self._slots.on_park(rollout)
 
     def on_finish(self, rollout: Rollout) -> bool:
         """The generation of a running rollout stopped. Returns whether its whole group is finished now."""
-        self.slots.on_finish(rollout)
-        self._finished += 1
-        held = self.held.groups[rollout.group_id]
-        held.unfinished -= 1
-        if held.unfinished:
-            return False
-        self.held.num_scoring += 1
-        return True
+        self._slots.on_finish(rollout)
+        return self._held.finish(rollout)
 
     def on_ready(self, group: Group) -> None:
         """All rollouts of the group have their rewards."""
-        self.held.set_ready(self.held.groups[group.group_id])
+        self._held.set_ready(self._held.groups[group.group_id])
         self.lengths.observe([r.num_tokens for r in group.rollouts])
 
     def on_leave(self, group: Group) -> None:
         """The group was consumed or dropped. None of its rollouts runs."""
-        held = self.held.remove(group.group_id)
-        self._finished -= len(group.rollouts) - held.unfinished
-        self.slots.on_leave(held)
+        self._slots.on_leave(self._held.remove(group.group_id))
 
     def hold_again(self, group: Group, admitted_at: int) -> None:
         """Hold a group that has a history: none of its rollouts runs."""
         unfinished = [r for r in group.rollouts if r.state in _UNFINISHED]
-        held = self.held.add(group, admitted_at, len(unfinished))
-        self._finished += len(group.rollouts) - len(unfinished)
+        held = self._held.add(group, admitted_at, len(unfinished))
         for rollout in unfinished:
-            self.slots.enqueue(rollout)
-        if not unfinished:
-            self.held.num_scoring += 1
-            if group.ready:
-                self.held.set_ready(held)
+            self._slots.enqueue(rollout)
+        if group.ready:
+            self._held.set_ready(held)
 
     def on_new_version(self) -> None:
         """The trainer is at a new version: everyone has a token budget again, and "auto" sets the number of groups."""
-        self.slots.next_round()
+        self._slots.next_round()
         if self.config.in_flight_groups == "auto":
             self.in_flight_groups = self.lengths.in_flight_groups(self.config, self.max_running)
 
@@ -197,36 +191,18 @@ class Scheduler:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: ages, the order of parking, observed lengths."""
         return {
-            "admitted_at": {str(i): held.admitted_at for i, held in self.held.groups.items()},
-            **self.slots.state_dict(),
+            "admitted_at": {str(i): held.admitted_at for i, held in self._held.groups.items()},
+            **self._slots.state_dict(),
             "in_flight_groups": self.in_flight_groups,
             "lengths": self.lengths.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], groups: Iterable[Group]) -> None:
         """`groups`: the held ones, as RolloutCache restored them. Nothing runs; this scheduler holds nothing yet."""
-        assert not len(self.held), "a state is loaded into a new scheduler"
+        assert not len(self._held), "a state is loaded into a new scheduler"
         if self.config.in_flight_groups == "auto":
             self.in_flight_groups = state.get("in_flight_groups", self.in_flight_groups)
-        self.slots.load_state_dict(state)
+        self._slots.load_state_dict(state)
         for group in groups:
             self.hold_again(group, state["admitted_at"][str(group.group_id)])
         self.lengths.load_state_dict(state.get("lengths", {}))
-
-    # Private
-
-    def _enough(self, stream_ended: bool) -> bool:
-        """Whether a step has enough to train on, the staleness bound aside."""
-        num_ready = len(self.held.ready)
-        if stream_ended and num_ready == len(self.held):
-            return True
-        if self.config.complete_by == "group":
-            return num_ready >= self._num_enough
-        return num_ready > 0 and self._finished >= self._num_enough * self.config.rollouts_per_group
-
-    def _lower_deadline(self, rollout: Rollout, version: int | None) -> None:
-        """The rollout may have a token of this version."""
-        held, new = self.held.groups[rollout.group_id], deadline(version, self._max_staleness)
-        if new < held.deadline:
-            self.held.set_deadline(held, new)
-            self.slots.on_new_deadline(held.group)

@@ -47,18 +47,12 @@ class Slots:
         """Whether some had their token budget, and nobody else runs or may start."""
         return bool(self._spent) and not (self.running or self._queue)
 
-    def token_budget(self, rollout: Rollout) -> int:
-        """Tokens after which a rollout that starts now is interrupted; 0: it is not."""
-        if not self._has_budget or self._was_continued_enough(rollout):
-            return 0
-        return self.config.token_budget
-
     def enqueue(self, rollout: Rollout) -> None:
         """It may start; or it stands at another place now, as its group has another deadline."""
         waiting = rollout.state is _WAITING
         key = (rollout.group_id, rollout.sibling) if waiting else self._order(self._view(rollout))
         deadline = self.held[rollout.group_id].deadline if self._by_deadline else NO_DEADLINE
-        if self._was_continued_enough(rollout):
+        if was_continued_enough(rollout, self._max_continuations):
             deadline = _MUST_FINISH
         self._queue.put(rollout, deadline, key, waiting)
 
@@ -87,7 +81,7 @@ class Slots:
         self._queue.discard(rollout.rollout_id)
         self._spent.pop(rollout.rollout_id, None)
         self.running.add(rollout)
-        if self._was_continued_enough(rollout):
+        if was_continued_enough(rollout, self._max_continuations):
             self.must_finish.add(rollout.rollout_id)
 
     def on_park(self, rollout: Rollout) -> None:
@@ -122,11 +116,6 @@ class Slots:
 
     # Private
 
-    def _was_continued_enough(self, rollout: Rollout) -> bool:
-        """Whether the next run of an unfinished rollout is the last that max_continuations allows."""
-        limit = self._max_continuations
-        return limit > 0 and sum(s.trainable and s.stop_reason is _PAUSED for s in rollout.segments) >= limit
-
     def _view(self, rollout: Rollout) -> RolloutView:
         group_id, num_tokens = rollout.group_id, rollout.num_tokens
         remaining, admitted_at = self.config.max_new_tokens - num_tokens, self.held[group_id].admitted_at
@@ -136,3 +125,17 @@ class Slots:
         return RolloutView(
             rollout.rollout_id, group_id, rollout.sibling, num_tokens, remaining, admitted_at, parked_since
         )
+
+
+def was_continued_enough(rollout: Rollout, max_continuations: int) -> bool:
+    """Whether the next run of an unfinished rollout is the last that rollout.max_continuations allows (0: any number)."""
+    if not max_continuations:
+        return False
+    return sum(s.trainable and s.stop_reason is _PAUSED for s in rollout.segments) >= max_continuations
+
+
+def token_budget(rollout: Rollout, config: RolloutConfig) -> int:
+    """Tokens after which a rollout that starts now is interrupted; 0: it is not."""
+    if config.interrupt != "token_budget" or was_continued_enough(rollout, config.max_continuations):
+        return 0
+    return config.token_budget

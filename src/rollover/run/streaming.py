@@ -52,5 +52,5 @@ async def collect_and_accumulate(
 
 
 def _forget(driver: Driver, trainer: Trainer) -> None:
-    driver.lifecycle.scheduler.held.reserved.clear()
+    driver.lifecycle.scheduler.forget_reserved()
     trainer.forget_accumulated()

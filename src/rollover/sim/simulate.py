@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from rollover.config import PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, Lifecycle
+from rollover.rollout.slots import token_budget
 from rollover.sim.fleet import Fleet
 from rollover.sim.segments import Segments
 from rollover.sim.workload import Workload
@@ -270,13 +271,13 @@ class Simulation:
 
     def _dispatch(self, started: list[Rollout]) -> None:
         version = self.engine_version
-        fleet, scheduler, longest = self.fleet, self.lifecycle.scheduler, self.config.max_new_tokens
+        fleet, longest = self.fleet, self.config.max_new_tokens
         for rollout in started:
             group, sibling, so_far = self._groups[rollout.group_id], rollout.sibling, rollout.num_tokens
             kv_on = group.kv_on[sibling]
             engine = fleet.place(kv_on)
             left = min(group.lengths[sibling], longest) - so_far
-            if budget := scheduler.slots.token_budget(rollout):
+            if budget := token_budget(rollout, self.config):
                 left = min(left, budget)
             fresh = engine == kv_on and (group.kv_version[sibling] == version or not self._recompute)
             prefill = 0 if fresh else so_far

@@ -156,7 +156,6 @@ def test_a_step_takes_what_was_reserved_for_it() -> None:
         assert first == [0] and reserve(run, 1) == [], "nothing twice"
         groups = await collecting
         assert groups is not None and [g.group_id for g in groups] == [0, 2]
-        assert run.scheduler.held.reserved == []
 
     asyncio.run(go())
 
@@ -173,7 +172,7 @@ def test_reserved_groups_stay_held_until_their_step_and_are_free_after_a_stop() 
         run.driver.interrupt_for_good()
         assert await collecting is None
         assert set(reserved) <= set(run.cache.groups)
-        run.scheduler.held.reserved.clear()
+        run.scheduler.forget_reserved()
         run.check(stopped=True)
 
     asyncio.run(go())

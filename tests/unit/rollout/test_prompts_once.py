@@ -60,7 +60,7 @@ def in_a_recording(size: int, folder: Path) -> int:
 
 def to_the_engine_process(size: int, folder: Path) -> int:
     group, requests = group_of(size), Requests(RolloutConfig(max_new_tokens=8), 0)
-    calls = {i: requests.to_go_on(r, group.prompt_ids, 0) for i, r in enumerate(group.rollouts)}
+    calls = {i: requests.to_go_on(r, group.prompt_ids) for i, r in enumerate(group.rollouts)}
     message = requests_to_json(calls)
     arrived = requests_from_json(through_json(message))
     assert arrived == calls, "and it arrives whole"

@@ -4,7 +4,7 @@ import pytest
 
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle
-from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.restored import check_restored
 from rollover.types import DropReason, Group, Reward, RolloutState, StopReason
 from unit.rollout.world import make_segment, make_task, through_json
 
@@ -30,8 +30,7 @@ class Bench:
             self.lifecycle.set_rewards(complete, [Reward(1.0) for _ in complete.rollouts])
 
     def run(self, rollout_id: str) -> None:
-        self.cache.start(rollout_id)
-        self.scheduler.slots.on_start(self.cache.rollout(rollout_id))
+        self.lifecycle.run(self.cache.rollout(rollout_id), self.scheduler.next_version)
 
     def park(self, rollout_id: str, num_tokens: int, version: int = 0) -> None:
         self.put(rollout_id, num_tokens, version, StopReason.PAUSED)
@@ -275,8 +274,8 @@ def test_drop_takes_what_is_ready_and_drops_the_stale() -> None:
     bench.ready("1-0", version=1)
     bench.ready("2-0", version=0)
     assert bench.to_consume(version=1) == [2]
-    assert bench.scheduler.held.expired(1) == []
-    assert bench.scheduler.held.expired(2) == [0, 2]
+    assert bench.scheduler.to_drop(1) == []
+    assert bench.scheduler.to_drop(2) == [0, 2]
 
 
 def test_mask_drops_a_ready_group_only_once_its_newest_token_is_out_of_bound() -> None:
@@ -285,10 +284,10 @@ def test_mask_drops_a_ready_group_only_once_its_newest_token_is_out_of_bound() -
     bench.park("0-0", 3, version=0)
     bench.ready("1-0", version=1)
     bench.ready("2-0", version=0)
-    assert bench.scheduler.held.expired(1) == []
+    assert bench.scheduler.to_drop(1) == []
     assert bench.to_consume(version=1) == [2], "the step at 1 may still train it"
-    assert bench.scheduler.held.expired(2) == [2]
-    assert bench.scheduler.held.expired(3) == [1, 2], "an unfinished group still gets tokens that are in bound"
+    assert bench.scheduler.to_drop(2) == [2]
+    assert bench.scheduler.to_drop(3) == [1, 2], "an unfinished group still gets tokens that are in bound"
 
 
 def test_end_of_stream_takes_what_is_left_once_it_is_finished() -> None:
@@ -344,17 +343,17 @@ def test_groups_that_another_config_left_behind() -> None:
     bench.admit(6)
     for i in range(4):
         bench.park(f"{i}-0", 1, version=0)
-    bench.scheduler.held.check_feasible(1)
+    check_restored(bench.lifecycle, 1, max_tokens=99)
 
-    def under(**changes: object) -> Scheduler:
+    def under(**changes: object) -> Lifecycle:
         state, arrays = bench.lifecycle.state_dict()
         other = Lifecycle(bench.config.model_copy(update={"in_flight_groups": 4, "max_staleness": 1, **changes}))
         other.load_state_dict(through_json(state), arrays)
-        return other.scheduler
+        return other
 
     with pytest.raises(ValueError, match="6 groups.*rollout.max_staleness = 1"):
-        under().held.check_feasible(1)
-    under(on_stale="drop").held.check_feasible(1)
+        check_restored(under(), 1, max_tokens=99)
+    check_restored(under(on_stale="drop"), 1, max_tokens=99)
     with pytest.raises(ValueError, match="cannot all be trained"):
         # Due by version 2, two in a step: at version 2 it is too late for four.
-        bench.scheduler.held.check_feasible(2)
+        check_restored(bench.lifecycle, 2, max_tokens=99)

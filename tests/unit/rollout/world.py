@@ -17,6 +17,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Lifecycle, is_complete
+from rollover.rollout.slots import token_budget
 from rollover.staleness import group_staleness
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
@@ -237,7 +238,7 @@ class World:
         else:
             rollout = self.rng.choice(running)
         if self.config.interrupt == "token_budget":
-            self._extend(rollout, self.lifecycle.scheduler.slots.token_budget(rollout) or None)
+            self._extend(rollout, token_budget(rollout, self.config) or None)
         else:
             self._extend(rollout, None if self.rng.random() < 0.8 else self.rng.randint(self.min_pause_tokens, 3))
 

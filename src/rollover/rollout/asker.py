@@ -1,12 +1,13 @@
-"""Asks the engine for a rollout, and again, ever less often, when it fails or answers with nothing; and how far it is.
+"""Asks the engine to extend a rollout, and asks again, ever less often, while it fails or answers with nothing.
 
-    a token or a stop           the answer; what failed before is forgotten
-    nothing, uninterrupted      asked again, for as long as the watchdog lets it be
-    an error, or an answer      asked again from the tokens that the rollout has; the watchdog.max_failures-th time in
-    that cannot come next       a row its `extend` fails, too, and its group is dropped
+    the engine gives            what follows
+    a token or a stop           this is the answer; earlier failures are forgotten
+    nothing, uninterrupted      it is asked again, as long as the watchdog lets the rollout wait
+    an error, or an answer      it is asked again, from the tokens that the rollout has; after watchdog.max_failures of
+    that is refused             these in a row `extend` raises, and the rollout's group is dropped
 
-Owns those pauses, and counts those answers. The rollout counts as running meanwhile, so that the watchdog sees one
-without a token, and an interruption ends a pause as it ends an extension.
+Owns the pauses in between, and the counts of such answers. The rollout counts as running meanwhile: the watchdog sees
+that it gets no token, and an interruption ends a pause as it ends an extension.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from rollover.rollout.cache import why_no_continuation
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.types import Segment, StopReason
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # after answers with nothing
-_LONGEST_ANSWER_S = 600.0  # to how far it is, where watchdog.rollout_timeout_s is off
-_LONGEST_RETRY_S = 30.0  # after failures; the first is watchdog.retry_s
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # after an answer with nothing
+_LONGEST_ANSWER_S = 600.0  # limit on `progress` and `queued` where watchdog.rollout_timeout_s is 0
+_LONGEST_RETRY_S = 30.0  # after a failure; the first pause is watchdog.retry_s
 
 
 class ExtendFailed(ValueError):
-    """The engine failed at a rollout so often in a row that it is not asked for it again."""
+    """The engine failed at a rollout too often in a row, and is not asked for this rollout again."""
 
 
 class Asker:
-    """`extend`, `interrupt` and `release` of `engine`, for one who can wait.
+    """What the driver, or an evaluation, asks of `engine`.
 
-    `say` prints a line: of the first failure after an answer, and of every rollout that gets nothing for long.
+    `say` prints a line about the first failure after an answer, and about every rollout that gets nothing for long.
     `failure_limit` ends the run where the engine fails at everything.
     """
 
@@ -47,18 +48,18 @@ class Asker:
         failure_limit: FailureLimit | None = None,
     ) -> None:
         self._engine, self._config, self._say, self._failure_limit = engine, config, say, failure_limit
-        self._interrupted: dict[str, asyncio.Event] = {}  # of what is asked for
+        self._interrupted: dict[str, asyncio.Event] = {}  # by id of each rollout that is being extended
         self._failures: Counter[str] = Counter()  # by rollout id: in a row, without an answer in between
-        self._failing = False  # nothing was answered since the last failure
-        self._silent: set[str] = set()  # questions that had no answer the last time
+        self._failing = False  # whether there was a failure, and no answer since
+        self._silent: set[str] = set()  # names of the questions that had no answer the last time
         self._counts = dict.fromkeys(("engine/empty_answers", "engine/failed_extends", "watchdog/refused_answers"), 0)
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
-        """At least one token, or a stop, or nothing because it was interrupted.
+        """At least one token, or a stop; nothing only where the rollout was interrupted.
 
-        ExtendFailed when that failed watchdog.max_failures times in a row, with interruptions in between or without.
-        Our own errors (AssertionError), the end of an engine (EngineDied) and the failure limit's error are raised at
-        once.
+        ExtendFailed after watchdog.max_failures failures in a row, whether or not interruptions came between them.
+        Errors of our own (AssertionError), the end of the engine (EngineDied) and the failure limit's error are raised
+        at once.
         """
         rollout_id, num_empty = request.rollout_id, 0
         interrupted = self._interrupted[rollout_id] = asyncio.Event()
@@ -79,39 +80,40 @@ class Asker:
             del self._interrupted[rollout_id]
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
-        """Of these, or of all."""
+        """Interrupt these rollouts (None: all of them)."""
         asked = self._interrupted.keys() if rollout_ids is None else set(rollout_ids := list(rollout_ids))
         for rollout_id in asked & self._interrupted.keys():
             self._interrupted[rollout_id].set()
         self._engine.interrupt(rollout_ids)
 
     def release(self, rollout_ids: Iterable[str]) -> None:
-        """They left the system."""
+        """These rollouts have left the system."""
         rollout_ids = list(rollout_ids)
         for rollout_id in rollout_ids:
             self._failures.pop(rollout_id, None)
         self._engine.release(rollout_ids)
 
     async def progress(self, rollout_ids: Collection[str]) -> dict[str, list[Segment]]:
-        """What the engine says of those of them that run; nothing where it fails, or has no answer in time."""
-        found = await self._told("progress", self._engine.progress, rollout_ids, Mapping) or {}
+        """What those of these rollouts that run have so far. None where the engine fails or does not answer in time."""
+        found = await self._answer_to("progress", self._engine.progress, rollout_ids, Mapping) or {}
         segments_of = {i: found[i] for i in rollout_ids if i in found}
         return {i: s for i, s in segments_of.items() if isinstance(s, list) and all(isinstance(x, Segment) for x in s)}
 
     async def queued(self, rollout_ids: Collection[str]) -> set[str]:
-        """Those of them that wait in the engine; none where it fails, or has no answer in time."""
-        return set(await self._told("queued", self._engine.queued, rollout_ids, Collection) or ())
+        """Those of these rollouts that wait in the engine. None where it fails or does not answer in time."""
+        return set(await self._answer_to("queued", self._engine.queued, rollout_ids, Collection) or ())
 
     def stats(self) -> dict[str, float]:
         """Cumulative counters."""
         return {name: float(num) for name, num in self._counts.items()}
 
-    async def _told(
+    async def _answer_to(
         self, name: str, question: Callable[[Collection[str]], Awaitable[Any]], of: Collection[str], kind: type
     ) -> Any:
-        """The engine's answer, a `kind`; None where it has none, which is said the first time and does not end the run.
+        """The engine's answer to a question about these rollouts, if it is a `kind`; else None, and the run goes on.
 
-        An engine that has a limit of its own, the same one, is given the time to act on it.
+        The first time without an answer is said. The limit is twice watchdog.rollout_timeout_s: an engine that keeps to
+        that limit itself, as the one in a process of its own does, has time to act before.
         """
         limit_s = 2 * self._config.rollout_timeout_s or _LONGEST_ANSWER_S
         try:
@@ -133,7 +135,7 @@ class Asker:
         return None
 
     async def _ask(self, request: ExtendRequest) -> tuple[str | None, list[Segment]]:
-        """Once. (Why the engine failed, or None; what it answered.)"""
+        """Ask the engine once. Returns why it failed, None if it did not, and the segments of its answer."""
         oldest_version = self._engine.oldest_version
         try:
             segments = await self._engine.extend(request)
@@ -183,10 +185,10 @@ class Asker:
 
 
 def _says_something(segments: list[Segment]) -> bool:
-    """A token, or a stop."""
+    """Whether the answer has a token or a stop."""
     return any(map(len, segments)) or segments[-1].stop_reason is not StopReason.PAUSED
 
 
 def _pause_s(num: int, first_s: float, longest_s: float) -> float:
-    """After the `num`-th time in a row: twice as long each time."""
+    """Seconds to wait after the `num`-th time in a row: each pause is twice as long as the one before."""
     return min(first_s * 2.0 ** min(num - 1, 60), longest_s)

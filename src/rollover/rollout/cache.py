@@ -27,7 +27,7 @@ _LEGAL = {
     RolloutState.CONSUMED: set(),
     RolloutState.DROPPED: set(),
 }
-_RUNNING = RolloutState.RUNNING  # asked at every transition, and a member of an Enum class is slow to look up
+_RUNNING = RolloutState.RUNNING  # needed at every transition, and a member of an Enum class is slow to look up
 
 
 class RolloutCache:
@@ -57,7 +57,7 @@ class RolloutCache:
         return [r for g in self._groups.values() for r in g.rollouts if r.state is _RUNNING]
 
     def unscored(self) -> list[Rollout]:
-        """Finished rollouts without a reward, in group order: those being scored, and those whose scoring was lost."""
+        """Finished rollouts without a reward, in group order: being scored, or to be scored again after a restart."""
         return [r for g in self._groups.values() for r in g.rollouts if r.state is RolloutState.SCORING]
 
     def remaining(self, rollout_id: str) -> int:
@@ -82,9 +82,9 @@ class RolloutCache:
         _move(rollout, _RUNNING)
 
     def append(self, rollout_id: str, segments: Sequence[Segment]) -> None:
-        """Add what `extend` returned to a RUNNING rollout, but for empty segments. Earlier ones are never touched.
+        """Add what `extend` returned to a RUNNING rollout; empty segments are left out. Earlier ones are never touched.
 
-        An answer that may be wrong is looked at by `why_no_continuation` first.
+        `why_no_continuation` says beforehand whether an engine's answer may be added.
         """
         rollout = self._rollouts[rollout_id]
         assert rollout.state is _RUNNING, f"rollout {rollout_id} is {rollout.state.value}, not running"
@@ -121,7 +121,7 @@ class RolloutCache:
         rollout.reward = reward
 
     def take_reward_back(self, rollout_id: str) -> None:
-        """READY -> SCORING: what follows from the reward could not be found out. (`finish` must not do this.)"""
+        """Undo `set_reward`, as a filter failed: SCORING again. (Not in `_LEGAL`: nothing else may do this.)"""
         rollout = self._rollouts[rollout_id]
         assert rollout.state is RolloutState.READY, f"rollout {rollout_id} is {rollout.state.value}, not ready"
         rollout.state, rollout.reward = RolloutState.SCORING, None
@@ -132,7 +132,7 @@ class RolloutCache:
         return self._remove(group_id, RolloutState.CONSUMED)
 
     def give_back(self, group: Group) -> None:
-        """Undo `consume`: the group is held again, READY. (No transition of `_LEGAL`: nothing else may do this.)"""
+        """Undo `consume`: the group is held again, READY. (Not in `_LEGAL`: nothing else may do this.)"""
         for rollout in group.rollouts:
             assert rollout.state is RolloutState.CONSUMED, f"rollout {rollout.rollout_id} is {rollout.state.value}"
             rollout.state = RolloutState.READY
@@ -203,9 +203,10 @@ def why_no_continuation(
 ) -> str | None:
     """Why `segments` cannot come next for a rollout that has `num_tokens` and may get `remaining` more; None: they can.
 
-    They must begin where the rollout ends (if the engine stamps where), so that no token comes twice and none is
-    missing, stay within its budget, be in order of version, and only the last may end otherwise than PAUSED. What is
-    older than `oldest_version`, which the engine had named, would break the staleness bound. Log-probs must be such.
+    The segments must begin where the rollout ends (if the engine stamps where they begin), so that no token comes twice
+    and none is missing, and stay within its budget. Their versions must not fall, nor be below `oldest_version`: the
+    engine has named that as its oldest, and the staleness bound rests on it. Only the last segment may end otherwise
+    than PAUSED. Every log-prob must be one that a policy can give (Segment.why_not_sampled).
     """
     if not segments:
         return "it has no segment"

@@ -20,6 +20,8 @@ from rollover.types import DropReason, Group, RolloutState, Segment
 
 @dataclass(slots=True)
 class Account:
+    """How much is in one account. `tokens`: those that a policy sampled."""
+
     groups: int = 0
     rollouts: int = 0
     tokens: int = 0
@@ -40,7 +42,7 @@ class Ledger:
         self.resumed_rollouts = 0
         self.trained = Account()
         self.dropped = {reason: Account() for reason in DropReason}
-        self.filtered: Counter[str] = Counter()  # filter -> groups dropped by it: dropped(filtered) once more
+        self.filtered: Counter[str] = Counter()  # by the filter's name: the groups in dropped(filtered)
 
     def on_admit(self, group: Group) -> None:
         self.admitted_groups += 1
@@ -56,11 +58,15 @@ class Ledger:
         self.resumed_rollouts += 1
 
     def on_consume(self, group: Group, oldest_in_loss: int = EVERY_VERSION) -> None:
-        """Not trained: a greedy baseline's tokens, and, as masked, those of versions below `oldest_in_loss`."""
+        """The group leaves for training.
+
+        Its tokens count as trained, but for those of a greedy baseline, dropped(baseline), and those of policy versions
+        below `oldest_in_loss`, dropped(masked).
+        """
         self._add_trained(group, oldest_in_loss, 1)
 
     def on_give_back(self, group: Group, oldest_in_loss: int = EVERY_VERSION) -> None:
-        """It was not trained after all."""
+        """Undo `on_consume`: the group was not trained after all."""
         self._add_trained(group, oldest_in_loss, -1)
 
     def _add_trained(self, group: Group, oldest_in_loss: int, times: int) -> None:

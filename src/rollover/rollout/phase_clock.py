@@ -1,4 +1,4 @@
-"""Where the time of generation goes, cumulative: the driver says what begins and ends, this counts."""
+"""Counts where the time of the driver's phases goes. The driver says what begins and what ends."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from contextlib import contextmanager
 
 
 class PhaseClock:
-    """The seconds of the driver's phases.
+    """The seconds of the driver's phases, cumulative.
 
-    `generation_s`: in which something was generated and the run waited for it; `scoring_s`: in which it waited for
-    scores alone; `scheduling_s`: the rest of the phases, new tasks, decisions and bookkeeping. `idle`: in which the
-    engine ran nothing. `beside_training`: what is generated now is waited for by nobody, so only `idle` counts.
+    `generation_s`: the run waited while something was generated. `scoring_s`: it waited for scores alone.
+    `scheduling_s`: the rest of the phases, which are new tasks, decisions and bookkeeping. `idle`: the engine ran
+    nothing. `beside_training`: set while the trainer trains beside generation; nobody waits for generation then, so
+    that only `idle` goes on.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self) -> Iterator[None]:
-        """Counts what of a block is no waiting as scheduling."""
+        """Counts the time of a block as scheduling, without what `waiting` counts within it."""
         started, waited = time.perf_counter(), self.generation_s + self.scoring_s
         try:
             yield
@@ -32,7 +33,7 @@ class PhaseClock:
 
     @contextmanager
     def waiting(self, *, generating: bool) -> Iterator[None]:
-        """Counts the time of a block as generation, or as scoring."""
+        """Counts the time of a block, in which the driver waits, as generation or as scoring."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
@@ -45,7 +46,7 @@ class PhaseClock:
 
 
 class IdleTime:
-    """Seconds in which the engine ran nothing while nobody waited for it (`Driver.go_on`), by cause, one at a time.
+    """Seconds in which the engine ran nothing beside the trainer's work (`Driver.go_on`), by cause, one at a time.
 
     "trainer": nothing was in flight, and nothing may start before the trainer has trained or handed over its weights;
     "rewards": only scorings were in flight.

@@ -16,14 +16,16 @@ from rollover.rollout.start_queue import StartQueue
 from rollover.staleness import NO_DEADLINE
 from rollover.types import Group, Rollout, RolloutState, StopReason
 
-# Asked at every parking, and a member of an Enum class is slow to look up.
+# Needed at every parking, and a member of an Enum class is slow to look up.
 _WAITING, _PAUSED = RolloutState.WAITING, StopReason.PAUSED
 _MUST_FINISH = -1  # a deadline before all others: the queue of rollouts that may not be interrupted again
 
 
 class Slots:
-    """Of the rollouts of `held`, by group id, which the scheduler keeps. `running` and `must_finish`: who has a slot,
-    and the ids of those among them that may not be interrupted again."""
+    """Slots for the rollouts of the groups in `held`, by group id, which the scheduler keeps up to date.
+
+    `running`: the rollouts that have a slot. `must_finish`: ids of those among them that may not be interrupted again.
+    """
 
     def __init__(self, config: RolloutConfig, held: Mapping[int, Held]) -> None:
         self.config, self.held = config, held
@@ -34,8 +36,8 @@ class Slots:
         self._by_deadline = config.finish_first
         self._max_continuations = config.max_continuations
         self._queue = StartQueue()
-        self._spent: dict[str, Rollout] = {}  # had their token budget of this phase
-        self._parked_since: dict[str, int] = {}
+        self._spent: dict[str, Rollout] = {}  # by id: those that have used up their token budget of this round
+        self._parked_since: dict[str, int] = {}  # by rollout id: the number of its last parking
         self._next_parking = 0
 
     @property
@@ -44,11 +46,11 @@ class Slots:
 
     @property
     def round_is_over(self) -> bool:
-        """Whether some had their token budget, and nobody else runs or may start."""
+        """Whether some rollouts have used up their token budget, and no other one runs or may start."""
         return bool(self._spent) and not (self.running or self._queue)
 
     def enqueue(self, rollout: Rollout) -> None:
-        """It may start; or it stands at another place now, as its group has another deadline."""
+        """Queue a rollout that may start, or move it to the place that its group's new deadline gives it."""
         waiting = rollout.state is _WAITING
         key = (rollout.group_id, rollout.sibling) if waiting else self._order(self._view(rollout))
         deadline = self.held[rollout.group_id].deadline if self._by_deadline else NO_DEADLINE
@@ -62,15 +64,15 @@ class Slots:
                 self.enqueue(sibling)
 
     def take(self, num: int, urgency: Mapping[float, int]) -> list[Rollout]:
-        """The first `num` that may start: by urgency of their deadline, then parked before waiting, then by the order's
-        key."""
+        """The first `num` that may start: by the urgency of their group's deadline, the parked ones before the waiting
+        ones, and then by the order's key."""
         not_urgent = self.config.max_staleness + 1
         ranks = {deadline: urgency.get(deadline, not_urgent) for deadline in self._queue.deadlines}
         ranks[_MUST_FINISH] = -1
         return self._queue.take(num, ranks)
 
     def next_round(self) -> None:
-        """Everyone has a token budget again."""
+        """Every rollout has its whole token budget again."""
         spent, self._spent = self._spent, {}
         for rollout in spent.values():
             self.enqueue(rollout)
@@ -85,7 +87,7 @@ class Slots:
             self.must_finish.add(rollout.rollout_id)
 
     def on_park(self, rollout: Rollout) -> None:
-        """It left its slot unfinished (it is WAITING again if it has no token)."""
+        """The rollout left its slot unfinished (it is WAITING again if it has no token)."""
         self.on_finish(rollout)
         self._parked_since[rollout.rollout_id] = self._next_parking
         self._next_parking += 1
@@ -99,7 +101,7 @@ class Slots:
         self.must_finish.discard(rollout.rollout_id)
 
     def on_leave(self, held: Held) -> None:
-        """Its group left. None of its rollouts runs."""
+        """The group left. None of its rollouts runs."""
         for rollout in held.group.rollouts:
             self._parked_since.pop(rollout.rollout_id, None)
             if held.unfinished:
@@ -128,7 +130,7 @@ class Slots:
 
 
 def was_continued_enough(rollout: Rollout, max_continuations: int) -> bool:
-    """Whether the next run of an unfinished rollout is the last that rollout.max_continuations allows (0: any number)."""
+    """Whether the next run of an unfinished rollout must be its last. `max_continuations` 0: there is no limit."""
     if not max_continuations:
         return False
     return sum(s.trainable and s.stop_reason is _PAUSED for s in rollout.segments) >= max_continuations

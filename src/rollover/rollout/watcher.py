@@ -1,7 +1,7 @@
-"""Looks at what is in flight, at times of its own, and does about it what the watchdog decides.
+"""Looks at what is in flight at intervals, and carries out what the watchdog decides about it.
 
-Owns the task that looks: it ends when it has done something, so that whoever waits for what is in flight waits for it,
-too. Never decides what stalls.
+Owns the task that looks. It ends as soon as it has done something about a stall, which wakes the driver: that waits for
+this task as it does for what is in flight. Never decides what stalls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollover.types import DropReason, Segment
 
 
 class Watcher:
-    """Of one driver. `say` prints a line of each stall."""
+    """Watches what is in flight at one driver. `say` prints a line about each stall."""
 
     def __init__(self, in_flight: InFlight, say: Callable[[str], None]) -> None:
         self.in_flight, self.say = in_flight, say
@@ -24,20 +24,22 @@ class Watcher:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What ends when something was done about a stall; nothing if there is nothing to look for."""
+        """The task that looks, for whoever waits for it; none where the watchdog is off."""
         return [] if self._task is None else [self._task]
 
     def begin(self) -> None:
-        """Look from now on: anew if it looks already, for the end of an interruption comes before that of a stall."""
+        """Look from now on. If it looks already, the time of the next look is chosen anew: what has been
+        interrupted has less time (watchdog.grace_s) than what runs, so the next look may be due earlier than it was."""
         self.end()
         self._task = asyncio.ensure_future(self._look_until_it_stalls()) if self.watchdog.is_on else None
 
     def end(self) -> None:
+        """Look no more."""
         if self._task is not None:
             self._task.cancel()
 
     def go_on(self) -> None:
-        """Look again, if it has ended. Its error is raised."""
+        """Look again if the task has ended. An error that it ended with is raised."""
         if self._task is not None and self._task.done():
             if not self._task.cancelled():
                 self._task.result()
@@ -65,7 +67,7 @@ class Watcher:
                 return
 
     def _act(self, stall: Stall, task: Extending, segments: Sequence[Segment]) -> None:
-        """Do something about a rollout that stalls. `segments`: what its extension is known to have."""
+        """Do something about a rollout that stalls. `segments`: the tokens that its extension is known to have."""
         match stall.action:
             case Action.CONTINUE:
                 self.in_flight.asker.interrupt([str(stall.rollout_id)])

@@ -26,7 +26,7 @@ class Subject:
 
     make_environment: Callable[[], Environment]
     rollouts: list[Rollout]
-    vocab_size: int = 2**31
+    vocab_size: int = 2**31 - 1
 
 
 def tokens(answer: Segment | None) -> tuple | None:

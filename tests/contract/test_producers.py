@@ -129,6 +129,12 @@ def test_recorded_rollouts_without_log_probs_are_refused(tmp_path: Path) -> None
         asyncio.run(RecordedRollouts(tmp_path).produce(1, 0))
 
 
+def test_recorded_rollouts_of_a_model_with_more_tokens_are_refused(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    with pytest.raises(ValueError, match=r"run.train_on_recorded = .*: group 0 cannot be trained: in .* are 0 to 9"):
+        asyncio.run(RecordedRollouts(tmp_path, vocab_size=10).produce(1, 0))
+
+
 def segment(num: int = 2, version: int = 0) -> Segment:
     ids, logprobs = np.zeros(num, np.int32), np.zeros(num, np.float32)
     return Segment(ids, logprobs, version, SamplingParams(), StopReason.EOS)
@@ -151,10 +157,16 @@ def with_logprob(wrong: float) -> Group:
     return made
 
 
+def with_id(wrong: int) -> Group:
+    made = group(1, version=5)
+    made.rollouts[1].segments[0] = replace(segment(version=5), token_ids=np.array([3, wrong], np.int32))
+    return made
+
+
 def mine(folder: Path, produce: Callable, stop: Stop | None = None, max_staleness: int = 0) -> OwnProducer:
     """A producer of the user's own whose `produce` is this function."""
     source = "class Mine:\n    def __init__(self, config, tokenizer, engine):\n        self.produce = tokenizer"
-    return OwnProducer(config_for(folder, source, max_staleness), produce, FakeEngine(short), stop)
+    return OwnProducer(config_for(folder, source, max_staleness), produce, FakeEngine(short), stop, vocab_size=100)
 
 
 def test_none_says_that_there_is_no_more(tmp_path: Path) -> None:
@@ -208,6 +220,15 @@ def test_an_answer_that_was_cut_off_is_no_answer() -> None:
         (lambda: [group(1, version=2)], "3 versions old, above rollout.max_staleness = 1"),
         (lambda: [with_logprob(float("nan"))], "group 1 of step 6 cannot be trained: in rollout 1, its token 1 has"),
         (lambda: [with_logprob(0.7)], "has the log-prob 0.7, which is none"),
+        (
+            lambda: [with_id(100)],
+            "group 1 of step 6 cannot be trained: in rollout 1, its token 1 has the id 100, and",
+        ),
+        (lambda: [with_id(-1)], "its token 1 has the id -1, and those of the model are 0 to 99"),
+        (
+            lambda: [replace(group(1, version=5), prompt_ids=(1, 70000))],
+            "in its prompt, its token 1 has the id 70000",
+        ),
         (lambda: [3], "it must return a list of Groups"),
     ],
 )

@@ -99,7 +99,7 @@ class Run:
         self.ended = False  # `steps` came to its end: all that is left to do is done, or a stop was requested
         self.blocked = BlockedWarning(trackers.on_message)
         self.producer = build_producer(
-            config, parts.loaded.tokenizer, parts.engine, stop, lambda version: self.overlap.collect(version)
+            config, parts.loaded, parts.engine, stop, lambda version: self.overlap.collect(version)
         )
         needs_weights, overlaps = self.producer.uses_engine, config.rollout.overlap and self.producer.generates
         self.stateful = stateful_parts(parts, self.producer)

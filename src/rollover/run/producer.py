@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from rollover.config import Config
 from rollover.engine.protocol import Engine
@@ -20,7 +22,10 @@ from rollover.functions import OwnFunction, described, own_function
 from rollover.run.stop import Stop
 from rollover.staleness import group_staleness
 from rollover.track.recorder import read_rollouts
-from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
+from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task, why_not_in_vocabulary
+
+if TYPE_CHECKING:
+    from rollover.models.load import LoadedModel
 
 
 class Producer(Protocol):
@@ -52,13 +57,13 @@ class Producer(Protocol):
 Collect = Callable[[int], Awaitable[list[Group] | None]]
 
 
-def build_producer(config: Config, tokenizer: Any, engine: Engine, stop: Stop, collect: Collect) -> Producer:
+def build_producer(config: Config, loaded: LoadedModel, engine: Engine, stop: Stop, collect: Collect) -> Producer:
     """The one that the configuration names; without a name the run generates by `collect`. ValueError where it cannot
     be used."""
     if config.run.train_on_recorded:
-        return RecordedRollouts(Path(config.run.train_on_recorded))
+        return RecordedRollouts(Path(config.run.train_on_recorded), loaded.vocab_size)
     if config.tasks.producer:
-        return OwnProducer(config, tokenizer, engine, stop)
+        return OwnProducer(config, loaded.tokenizer, engine, stop, loaded.vocab_size)
     return Generation(collect)
 
 
@@ -85,16 +90,19 @@ class Generation(_Stateless):
 
 
 class RecordedRollouts(_Stateless):
-    """The groups of one recorded step after the other; [] at the end. Steps that trained nothing are left out."""
+    """The groups of one recorded step after the other; [] at the end. Steps that trained nothing are left out.
+
+    `vocab_size`: every token id of the model is below it.
+    """
 
     source, generates, uses_engine = "recorded rollouts", False, False
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, vocab_size: int = 2**31 - 1) -> None:
         if not folder.is_dir():
             raise ValueError(
                 f"run.train_on_recorded = {str(folder)!r}: there is no such folder{did_you_mean_path(folder)}"
             )
-        self.folder = folder
+        self.folder, self.vocab_size = folder, vocab_size
         self._steps: Iterator[list[Group]] = (groups for groups in read_rollouts(folder) if groups)
         self._step = 0
 
@@ -106,7 +114,7 @@ class RecordedRollouts(_Stateless):
             groups = next(self._steps, [])
             self._step += 1
         for group in groups:
-            if (why := _why_not_sampled(group)) is not None:
+            if (why := _why_not_sampled(group, self.vocab_size)) is not None:
                 raise ValueError(f"run.train_on_recorded = {str(self.folder)!r}: group {group.group_id} {why}")
         return groups
 
@@ -118,14 +126,21 @@ class OwnProducer:
     from elsewhere (`ready_group`). What it returns is checked: ValueError says what is wrong with it. [] or None: there
     is no more.
     When the run is stopped an `async def` is cancelled, and nothing that it has by then is trained: a resumed run asks
-    for that step again.
+    for that step again. `vocab_size`: every token id of the model is below it.
     """
 
     source, generates, uses_engine = "groups of tasks.producer", False, True
 
-    def __init__(self, config: Config, tokenizer: Any, engine: Engine, stop: Stop | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        engine: Engine,
+        stop: Stop | None = None,
+        vocab_size: int = 2**31 - 1,
+    ) -> None:
         self.name, self.engine, self.stop = config.tasks.producer, engine, stop or Stop()
-        self.max_staleness = config.rollout.max_staleness
+        self.max_staleness, self.vocab_size = config.rollout.max_staleness, vocab_size
         self._last_group_id = -1
         make = own_function("tasks.producer", self.name, "an object with a method produce(step, version)")
         own = make(config, tokenizer, engine)
@@ -160,7 +175,7 @@ class OwnProducer:
         stale = group_staleness(group, version) or 0
         if stale > self.max_staleness:
             return f"has tokens that are {stale} versions old, above rollout.max_staleness = {self.max_staleness}"
-        return _why_not_sampled(group)
+        return _why_not_sampled(group, self.vocab_size)
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_group_id": self._last_group_id}
@@ -169,10 +184,15 @@ class OwnProducer:
         self._last_group_id = state.get("last_group_id", -1)
 
 
-def _why_not_sampled(group: Group) -> str | None:
-    """What to say after "group 3 " where no policy can have given its log-probs; None where one can have."""
-    found = ((r, why) for r in group.rollouts if (why := r.why_not_sampled()) is not None)
-    return next((f"cannot be trained: in rollout {r.sibling}, {why}" for r, why in found), None)
+def _why_not_sampled(group: Group, vocab_size: int) -> str | None:
+    """What to say after "group 3 " where no policy of this model can have sampled it; None where one can have."""
+    if (why := why_not_in_vocabulary(np.asarray(group.prompt_ids), vocab_size)) is not None:
+        return f"cannot be trained: in its prompt, {why}"
+    for rollout in group.rollouts:
+        unknown = (why_not_in_vocabulary(segment.token_ids, vocab_size) for segment in rollout.segments)
+        if (why := rollout.why_not_sampled() or next(filter(None, unknown), None)) is not None:
+            return f"cannot be trained: in rollout {rollout.sibling}, {why}"
+    return None
 
 
 def ready_group(

@@ -118,7 +118,7 @@ def refuse(changed: Sequence[Change], *, held: bool | None = None) -> None:
             if any(fnmatch(change.key, key) for key in rule.keys) and (held or not rule.while_held):
                 problems.append(
                     f"--resume with {change.key} = {_shown(change.new)}: it was {_shown(change.old)}, and {rule.why}."
-                    f" Set {change.key} = {_shown(change.old)}, or start a new run in another run.dir"
+                    f" Set {change.key} = {_shown(change.old, whole=True)}, or start a new run in another run.dir"
                 )
     if problems:
         raise ValueError("\n".join(problems))
@@ -162,9 +162,10 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, *, whole: bool = False) -> str:
+    """At most 80 characters of it; all where it is to be copied (`whole`)."""
     text = "(not set)" if value is None else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if whole or len(text) <= 80 else f"{text[:77]}..."
 
 
 # What may change between two steps of a run that goes on: values that are read when they are used. Everything else is

@@ -92,7 +92,7 @@ METRICS: list[Metric] = [
         "watchdog/refused_answers",
         "counter",
         "",
-        "Answers of the engine that cannot come next for their rollout; their tokens count as never generated.",
+        "Answers of the engine that are refused, as docs/watchdog.md says; their tokens count as never generated.",
     ),
     Metric("groups/admitted", "counter", "groups", "Groups admitted since step 1. Equals consumed + dropped + held."),
     Metric("groups/consumed", "counter", "groups", "Groups trained, cumulative."),

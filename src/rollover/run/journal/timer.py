@@ -39,16 +39,20 @@ class Timer:
         try:
             while True:
                 await asyncio.sleep(self.every_s)
-                if writing is None:
-                    writing = asyncio.ensure_future(self.write())
-                done, _ = await asyncio.wait([writing], timeout=self.every_s)
-                if done:
-                    writing.result()
-                    writing = None
+                writing = _unfinished(writing) or asyncio.ensure_future(self.write())
+                await asyncio.wait([writing], timeout=self.every_s)
+                writing = _unfinished(writing)
                 self.beat()
         finally:
             if writing is not None:
                 _end(writing)
+
+
+def _unfinished(task: asyncio.Task[None] | None) -> asyncio.Task[None] | None:
+    """The task while it runs, else None. Raises what ended it."""
+    if task is None or not task.done():
+        return task
+    return task.result()
 
 
 def _end(task: asyncio.Task[None]) -> None:

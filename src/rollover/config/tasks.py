@@ -114,7 +114,7 @@ class TasksConfig(Table):
     """[tasks]: where the problems come from and how they are put to the model."""
 
     sources: list[TaskSourceConfig] = option([], "Sources of tasks, mixed by weight.")
-    system_prompt: str = option("", "System message put before every task's messages.")
+    system_prompt: str = option("", "System message put before every task's messages.", only_if=("tasks.chat",))
     instruction: str = option("", "Text appended to the last user message of every task (after a newline).")
     chat: bool = option(True, "Put plain prompts into a user message and apply the model's chat template.")
     producer: str = option(

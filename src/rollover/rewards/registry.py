@@ -41,7 +41,7 @@ def spec_for(source: TaskSourceConfig, rewards: RewardsConfig, answer_rule: str 
     Raises ValueError for a name that is neither a built-in nor module:function nor path.py:function.
     """
     spec = source.reward or rewards.function or source.about.reward
-    if spec == "reasoning_gym" != source.about.reward:
+    if spec == "reasoning_gym" and source.about.reward != spec:
         raise ValueError(
             f"tasks.sources.reward: 'reasoning_gym' cannot score the dataset {source.path or source.kind!r};"
             " use exact_match or your own function"

@@ -27,7 +27,7 @@ Extending = asyncio.Future[list[Segment]]
 Scoring = asyncio.Future[list[Reward]]
 
 
-class Scored(NamedTuple):
+class ToScore(NamedTuple):
     """Rollouts of one group that are scored together; `key`: the group's id, or that of a rollout scored alone."""
 
     rollouts: Sequence[Rollout]
@@ -55,7 +55,7 @@ class InFlight:
         self.environment = environment
         self.watchdog, self.failure_limit, self.say = watchdog, failure_limit, say
         self.extends: dict[Extending, Rollout] = {}
-        self.scorings: dict[Scoring, Scored] = {}
+        self.scorings: dict[Scoring, ToScore] = {}
         self.strays = Strays()
         self.arrival = asyncio.Event()
         self._salvaged: dict[Extending, list[Segment]] = {}  # of extensions that were cancelled
@@ -86,9 +86,9 @@ class InFlight:
         left = [r for r in group.rollouts if r.state is RolloutState.SCORING and r.rollout_id not in under_way]
         if self.environment.scores_singly(group.task):
             for rollout in left:
-                self._begin_scoring(Scored([rollout], rollout.rollout_id))
+                self._begin_scoring(ToScore([rollout], rollout.rollout_id))
         elif left and is_complete(group):
-            self._begin_scoring(Scored(left, group.group_id))
+            self._begin_scoring(ToScore(left, group.group_id))
 
     def handle_done(self) -> None:
         """Take over what every extension and scoring that is done has given."""
@@ -185,7 +185,7 @@ class InFlight:
         if rollout.state is RolloutState.SCORING:
             self.score(self.lifecycle.cache.groups[rollout.group_id])
 
-    def _begin_scoring(self, scored: Scored) -> None:
+    def _begin_scoring(self, scored: ToScore) -> None:
         self.scorings[asyncio.ensure_future(self.environment.score(list(scored.rollouts)))] = scored
         self.watchdog.on_score(scored.rollouts[0].group_id, now(), scored.key)
 

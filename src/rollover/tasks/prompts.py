@@ -40,7 +40,7 @@ def encode_prompt(task: Task, tokenizer: Any) -> tuple[int, ...]:
 
 
 class PromptSource:
-    """The `next_task` of the driver: next (task, prompt ids) whose prompt is short enough, None at the end."""
+    """The next (task, prompt ids) of a stream whose prompt is short enough, None at the end. Reroll asks it."""
 
     def __init__(
         self,

@@ -128,8 +128,6 @@ class TaskStream:
     ) -> None:
         if not tasks.sources:
             raise ValueError("tasks.sources is empty: add a [[tasks.sources]] table")
-        if tasks.system_prompt and not tasks.chat:
-            raise ValueError("tasks.system_prompt has no effect with tasks.chat = false: put the text into the prompts")
         self.tasks, self.seed = tasks, seed
         self.split: SplitName = split
         self._draws = 0

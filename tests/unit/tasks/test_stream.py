@@ -75,8 +75,6 @@ def test_prompts_are_decorated(numbers):
     assert task.messages[1]["content"].endswith("\nThink.") and task.prompt is None
     plain = stream(file(numbers), chat=False, instruction="Think.").next()
     assert plain.messages is None and plain.prompt.endswith("\nThink.")
-    with pytest.raises(ValueError, match="tasks.system_prompt has no effect with tasks.chat = false"):
-        stream(file(numbers), chat=False, system_prompt="x")
 
 
 def test_a_row_keeps_its_own_system_message(tmp_path):

@@ -16,6 +16,7 @@ from rollover.config import AlgorithmConfig, Config, FiltersConfig, RewardsConfi
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
+from rollover.envs.build import EnvironmentSetup, build_environment
 from rollover.functions import load_function, own_function
 from rollover.rollout.order import RolloutView, load_order
 from rollover.run.own_metrics import own_metrics
@@ -27,6 +28,7 @@ from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.batch import build_batch
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from unit.envs import templates
 
 TASK = Task("t", "docs", "reward", prompt="1 + 1 =")
 
@@ -146,6 +148,32 @@ def check_engine(spec: str) -> None:
     assert asyncio.run(counted())["engine/calls"] == 2
 
 
+def check_environment(spec: str) -> None:
+    """It asks once, in the role user, and hands the rollouts to the task's reward."""
+
+    async def score(rollouts: list[Rollout]) -> list[Reward]:
+        return [Reward(float(rollout.num_tokens)) for rollout in rollouts]
+
+    tokenizer = templates.tokenizer(templates.CHATML)
+    setup = EnvironmentSetup(
+        Config.model_validate({"rollout": {"environment": spec}}), tokenizer, score, lambda _: True
+    )
+    environment = build_environment(setup)
+    (rollout,) = group((3, None)).rollouts
+    asked = asyncio.run(environment.next(rollout))
+    assert asked is not None
+    question = "<|im_end|>\n<|im_start|>user\nAre you sure? Answer once more.<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(asked.token_ids) == question
+    for segment in (asked, *rollout.segments):
+        rollout.add(segment)
+    assert asyncio.run(environment.next(rollout)) is None
+
+    async def scored() -> list[Reward]:
+        return await environment.score([rollout])
+
+    assert asyncio.run(scored()) == [Reward(float(rollout.num_tokens))]
+
+
 def check_source(spec: str) -> None:
     source = {"kind": spec, "params": {"num": 5}}
     tasks = TasksConfig.model_validate({"sources": [source], "chat": False, "epochs": 1, "eval_fraction": 1e-9})
@@ -171,6 +199,7 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "short_ones_first"): check_before_produce,
     (PAGE, "Counting"): check_producer,
     (PAGE, "Counted"): check_engine,
+    (PAGE, "AskedTwice"): check_environment,
     (PAGE, "Doubles"): check_source,
     (PAGE, "by_its_numbers"): check_problem_key,
 }

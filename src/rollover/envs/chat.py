@@ -1,0 +1,316 @@
+"""Messages to tokens for conversations of several turns: what follows a turn that was sampled as token ids. Pure.
+
+A chat template renders whole conversations. Here only what is new is rendered and tokenised: as the difference of two
+renderings of a short made-up conversation that ends with the last assistant's message. What was sampled stays as it was
+sampled, and is never rendered or tokenised again.
+
+    prompt ids | sampled ids [.. end of turn] | continuation(sampled ids, new messages) | sampled ids ..
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+
+from rollover.envs.tools import definitions, with_system_text
+from rollover.types import Rollout
+
+Message = Mapping[str, Any]
+ROLES = ("tool", "user", "system")
+"""Whose messages can follow an assistant's turn."""
+
+_OPENING = ({"role": "user", "content": "Hello there."},)
+_ANSWER = "It is four."
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # a template is a program
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a chat template takes messages of one role after an assistant's turn."""
+
+    possible: bool
+    """A continuation can be made."""
+    exact: bool
+    """Prompt, sampled tokens and continuation are, id by id, what the template makes of the whole conversation."""
+    why: str = ""
+    """If not exact: the reason, a sentence without its full stop."""
+
+
+class Chat:
+    """The chat template of `tokenizer` (one of transformers), for conversations of several turns.
+
+    `tools`: schemas (tools.tool_schemas) that prompts tell of: through the template's own `tools` where it takes them,
+    else in the system message, which also says how to write a call (`tool_format`, see tools.read_calls).
+
+    The text of a message never becomes a control token: what is written there like a special token of the tokenizer
+    (`<|im_end|>` in a page that a tool fetched) is tokenised as plain text. Half a surrogate pair becomes U+FFFD.
+
+    ValueError where no turn can be followed, as there is no chat template, or it ends turns without a special token;
+    and where a prompt cannot tell of the tools.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = (), tool_format: str = "hermes") -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("the model's tokenizer has no chat template: choose a chat model, or set one")
+        self.tokenizer, self.tools = tokenizer, [dict(tool) for tool in tools]
+        self.takes_tools = False
+        """Whether the template renders `tools`: found by rendering with and without."""
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special |= set(tokenizer.all_special_tokens)
+        self._special = sorted(special, key=len, reverse=True)  # the longest first: one may begin with another
+        self._special_pattern = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
+        self._closing, self._end_text = self._find_end_of_turn()
+        self.end_of_turn: int = tokenizer.convert_tokens_to_ids(self._end_text)
+        """The special token that ends an assistant's turn in the template."""
+        self._tools_text = ""
+        if self.tools:
+            self.takes_tools = self._finds_tools_rendered()
+            self._tools_text = "" if self.takes_tools else definitions(self.tools, tool_format)
+            self.prompt(_OPENING)  # a template that refuses a system message says so now
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a first prompt, the tools' definitions included. ValueError if the template refuses it."""
+        told = with_system_text(messages, self._tools_text) if self._tools_text else messages
+        hidden = _Hidden(told, self._special_pattern)
+        return hidden.ids(self._rendered(hidden.messages, generation_prompt=True), self._encode)
+
+    def text(self, turn_ids: Sequence[int]) -> str:
+        """The text of a sampled turn, without its end-of-turn token: the content of the assistant's message."""
+        ids = list(turn_ids[:-1] if self._is_closed(turn_ids) else turn_ids)
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def continuation(
+        self, turn_ids: Sequence[int], messages: Sequence[Message], assistant: Message | None = None
+    ) -> list[int]:
+        """Token ids of what comes between a sampled turn and the next one: an environment's, so never trained.
+
+        `turn_ids`: the turn as it was sampled. If its last one is not the end of turn (it ended by its length or by a
+        stop string) the tokens that close it come first. `messages`: what is new, of the roles ROLES. `assistant`: the
+        turn as a message, for templates that look at it; by default its text. The last tokens open the next turn.
+
+        ValueError for other roles, for no message, and where the template refuses them or does not end the turn.
+        """
+        if not messages:
+            raise ValueError("there is no new message to go on with")
+        for message in messages:
+            if (role := message.get("role")) not in ROLES:
+                raise ValueError(f"a message of the role {role!r} cannot follow a turn: {', '.join(ROLES)} can")
+        last = assistant or {"role": "assistant", "content": self.text(turn_ids)}
+        hidden = _Hidden([last, *messages], self._special_pattern)
+        # With the end-of-turn token in front the rest is split as in the whole conversation.
+        ids = hidden.ids(self._closing + self._difference(hidden.messages), self._encode)
+        return ids[ids.index(self.end_of_turn) + 1 :] if self._is_closed(turn_ids) else ids
+
+    def fit(self, role: str) -> Fit:
+        """Whether messages of the role can follow a turn, proved on made-up conversations."""
+        return self._fits[role]
+
+    def require(self, role: str) -> None:
+        """ValueError with the reason if no message of the role can follow an assistant's turn."""
+        if not (fit := self.fit(role)).possible:
+            raise ValueError(f"{fit.why}. Choose another model, or set a chat template that takes the role {role}")
+
+    # Private
+
+    @cached_property
+    def _fits(self) -> dict[str, Fit]:
+        return {role: _Probe(self, role).fit() for role in ROLES}
+
+    def _is_closed(self, turn_ids: Sequence[int]) -> bool:
+        return len(turn_ids) > 0 and int(turn_ids[-1]) == self.end_of_turn
+
+    def _find_end_of_turn(self) -> tuple[str, str]:
+        """What closes an assistant's turn, up to its first special token, and this token."""
+        _, found, tail = self._rendered([*_OPENING, _said(_ANSWER)]).rpartition(_ANSWER)
+        match = self._special_pattern.search(tail) if found else None
+        if match is None:
+            raise ValueError(
+                "the chat template writes no special token at the end of an assistant's turn, so nothing tells where"
+                " the next message begins: set one that ends turns with the tokenizer's eos_token"
+            )
+        return tail[: match.end()], match[0]
+
+    def _finds_tools_rendered(self) -> bool:
+        """Templates that do not know `tools` ignore them without a word."""
+        without = self._rendered(_OPENING)
+        self.takes_tools = True
+        with_tools = self._rendered(_OPENING)
+        return with_tools != without and all(tool["function"]["name"] in with_tools for tool in self.tools)
+
+    def _difference(self, messages: Sequence[Message]) -> str:
+        """What the template renders behind the end-of-turn token of messages[0], the assistant's.
+
+        The texts of messages hold no such token, so it is the n-th in the rendering of all messages if it is the n-th
+        and last without the new ones. It is counted, as a template may write the assistant's message otherwise when it
+        is not the last one (Qwen3's adds an empty thought to the last one).
+        """
+        num = self._rendered([*_OPENING, messages[0]]).count(self._end_text)
+        parts = self._rendered([*_OPENING, *messages], generation_prompt=True).split(self._end_text, num)
+        if len(parts) <= num:
+            raise ValueError(
+                f"the chat template does not end an assistant's turn with {self._end_text} when a message follows"
+            )
+        return parts[num]
+
+    def _rendered(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
+        more: dict[str, Any] = {"tools": self.tools} if self.takes_tools else {}
+        try:
+            return self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages], add_generation_prompt=generation_prompt, tokenize=False, **more
+            )
+        except _TEMPLATE_ERRORS as error:
+            roles = ", ".join(dict.fromkeys(str(m.get("role")) for m in messages))
+            raise ValueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
+
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, **options)["input_ids"])
+
+
+def sampled_turns(rollout: Rollout) -> list[list[int]]:
+    """The token ids of each of the policy's turns, in order: what an environment wrote is between them."""
+    turns: list[list[int]] = [[]]
+    for segment in rollout.segments:
+        if segment.trainable:
+            turns[-1] += segment.token_ids.tolist()
+        else:
+            turns.append([])
+    return turns if turns[-1] else turns[:-1]
+
+
+# Private
+
+
+def _said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+class _Hidden:
+    """Messages in which texts like special tokens are replaced by marks, and back to token ids after rendering."""
+
+    def __init__(self, messages: Sequence[Message], special: re.Pattern[str]) -> None:
+        self._special = special
+        self._texts: list[str] = []  # those replaced, by their number
+        used = set("".join(_strings(messages)))
+        private_use = (chr(c) for part in ((0xE000, 0xF900), (0xF0000, 0xFFFFE)) for c in range(*part))
+        self._mark = next(c for c in private_use if c not in used)
+        self.messages: list[dict[str, Any]] = [self._replaced(message) for message in messages]
+
+    def ids(self, rendered: str, encode: Any) -> list[int]:
+        """Of a rendering of `messages`."""
+        ids: list[int] = []
+        for i, part in enumerate(rendered.split(self._mark)):
+            if i % 2:
+                ids += encode(self._texts[int(part)], split_special_tokens=True)
+            elif part:
+                ids += encode(part)
+        return ids
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, str):
+            whole = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return self._special.sub(self._number, whole)
+        if isinstance(value, Mapping):
+            return {self._replaced(key): self._replaced(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._replaced(inner) for inner in value]
+        return value
+
+    def _number(self, match: re.Match[str]) -> str:
+        self._texts.append(match[0])
+        return f"{self._mark}{len(self._texts) - 1}{self._mark}"
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for pair in value.items() for inner in pair for text in _strings(inner)]
+    return [text for inner in value for text in _strings(inner)] if isinstance(value, list | tuple) else []
+
+
+class _Probe:
+    """Made-up conversations in which messages of one role follow an assistant's turn."""
+
+    THOUGHT = "Two and two."
+    # Plain words, a call, an answer after its reasoning.
+    ANSWERS = (
+        _ANSWER,
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>',
+        f"<think>\n{THOUGHT}\n</think>\n\n{_ANSWER}",
+    )
+    NEWS = ("What nobody has said before.", "Another one,\n\n   of two lines.")
+
+    def __init__(self, chat: Chat, role: str) -> None:
+        self.chat, self.role = chat, role
+
+    def fit(self) -> Fit:
+        try:
+            why_not = self._why_impossible()
+        except ValueError as error:
+            why_not = str(error)
+        if why_not:
+            return Fit(possible=False, exact=False, why=why_not)
+        for opening in self._openings():
+            for answer in self.ANSWERS:
+                if why_not := self._why_inexact(opening, answer):
+                    return Fit(possible=True, exact=False, why=why_not)
+        return Fit(possible=True, exact=True)
+
+    def _news(self, *contents: str) -> list[dict[str, str]]:
+        return [{"role": self.role, "content": content} for content in contents]
+
+    def _openings(self) -> list[list[Message]]:
+        system: list[Message] = [{"role": "system", "content": "Be brief."}, *_OPENING]
+        try:
+            self.chat.prompt(system)
+        except ValueError:  # a template without system messages
+            return [[*_OPENING]]
+        return [[*_OPENING], system]
+
+    def _why_impossible(self) -> str:
+        contents = self.NEWS if self.role == "tool" else self.NEWS[:1]  # only tools answer several at once
+        text = self.chat._difference([_said(_ANSWER), *self._news(*contents)])
+        places = [text.find(content) for content in contents]
+        if min(places) < 0 or places != sorted(places):
+            return f"the chat template leaves out messages of the role {self.role} that follow an assistant's turn"
+        if _ANSWER in text or _OPENING[0]["content"] in text:
+            return f"the chat template repeats earlier messages when one of the role {self.role} follows"
+        special = {self.chat.tokenizer.convert_tokens_to_ids(text) for text in self.chat._special}
+        plain, forged = (
+            [i for i in self.chat.continuation([], self._news(content)) if i in special]
+            for content in (self.NEWS[0], " ".join(self.chat._special))
+        )
+        return "" if plain == forged else "the tokenizer makes control tokens of the text of messages"
+
+    def _why_inexact(self, opening: list[Message], answer: str) -> str:
+        """Over two turns with messages after each. Empty: every id is the same."""
+        messages, ids = opening, self.chat.prompt(opening)
+        for content in self.NEWS:
+            opened = self.chat._rendered(messages, generation_prompt=True)
+            before, sampled = self.chat._encode(opened), self.chat._encode(opened + answer + self.chat._closing)
+            sampled = sampled[len(before) :]
+            news = self._news(content)
+            messages = [*messages, _said(answer), *news]
+            try:
+                whole = self.chat.prompt(messages)
+            except ValueError as error:
+                return f"the chat template cannot render the whole conversation, as {error}"
+            ids = [*ids, *sampled, *self.chat.continuation(sampled, news)]
+            if ids != whole:
+                return self._difference_of(self.chat._rendered(messages, generation_prompt=True), opened, answer)
+        return ""
+
+    def _difference_of(self, rendered: str, opened: str, answer: str) -> str:
+        when = f"when a message of the role {self.role} follows"
+        if self.THOUGHT in answer and rendered.count(self.THOUGHT) < (opened + answer).count(self.THOUGHT):
+            return f"the chat template drops the reasoning of earlier turns {when}"
+        if not rendered.startswith(opened):
+            return f"the chat template renders what came before a turn otherwise {when}"
+        if not rendered.startswith(opened + answer):
+            return f"the chat template renders an assistant's turn otherwise {when}"
+        return f"the tokens are other ones than those of the whole conversation {when}"

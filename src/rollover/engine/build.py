@@ -7,6 +7,8 @@ runs it.
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,7 +44,10 @@ def build_engine(setup: EngineSetup) -> Engine:
     """The engine that engine.kind names. ValueError if a function of one's own gives none."""
     kind = setup.config.engine.kind
     made = make_named("engine.kind", kind, ENGINES, setup, Engine, "an engine")
-    return made if kind in ENGINES else OwnEngine(made, kind, lambda: setup.model().vocab_size)
+    if kind in ENGINES:
+        return made
+    newest_version = 0 if setup.beside_trainer else math.inf
+    return OwnEngine(made, kind, functools.cache(lambda: setup.model().vocab_size), newest_version)
 
 
 def embedded_engine(loaded: LoadedModel, config: Config, *, copies: bool = True) -> EmbeddedEngine:

@@ -8,13 +8,14 @@ answer can come next for its rollout is asked of every engine's (rollout/cache.p
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WeightLoad, WrongAnswer
-from rollover.functions import FunctionError, described, explained
+from rollover.functions import FunctionError, described, explained, is_number, shortened
 from rollover.types import Segment, StopReason, why_not_in_vocabulary
 
 if TYPE_CHECKING:
@@ -38,17 +39,18 @@ _MUST = {
 class OwnEngine:
     """`engine`, which the function that engine.kind names as `spec` has made.
 
-    `vocab_size()`: every token id is below it; called at the first answer, as it may load a model. What the engine has
-    beside the contract can be read from here, too.
+    `vocab_size()`: every token id is below it; called at the first answer, as it may load a model. `newest_version`:
+    the newest policy version that the engine can have so far; infinite where no trainer hands any over, so that
+    versions are the engine's own. What the engine has beside the contract can be read from here, too.
 
     `extend` passes on what the engine raises, and raises WrongAnswer for what no policy of this run can have sampled:
     both fail one rollout. Every other method raises FunctionError, a sentence that names the method and what it must
     do. EngineDied is passed on by all of them.
     """
 
-    def __init__(self, engine: Engine, spec: str, vocab_size: Callable[[], int]) -> None:
+    def __init__(self, engine: Engine, spec: str, vocab_size: Callable[[], int], newest_version: float = 0) -> None:
         self.engine, self.spec = engine, spec
-        self._vocab_size, self._newest_version = vocab_size, 0
+        self._vocab_size, self._newest_version = vocab_size, newest_version
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -99,10 +101,11 @@ class OwnEngine:
             self.engine.release(rollout_ids)
 
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
-        self._newest_version = version  # before it has them all, some of its tokens may be of these
+        # Before it has them all, some of its tokens may be of these.
+        self._newest_version = max(self._newest_version, version)
         with self._calling("load_weights"):
             load = await self.engine.load_weights(version, tensors)
-        if not isinstance(getattr(load, "num_bytes", None), int):
+        if not is_number(getattr(load, "num_bytes", None)):
             raise self._failed("load_weights", f"gave {described(load)}")
         return load
 
@@ -142,9 +145,12 @@ class OwnEngine:
     def _integer(self, name: str) -> int:
         with self._calling(name):
             value = getattr(self.engine, name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self._failed(name, f"gave {described(value)}")
-        return value
+        try:
+            if not isinstance(value, bool):
+                return operator.index(value)  # NumPy's integers, too
+        except TypeError:
+            pass
+        raise self._failed(name, f"gave {described(value)}")
 
     def _failed(self, method: str, how: str) -> FunctionError:
         return FunctionError(
@@ -157,7 +163,7 @@ class OwnEngine:
             raise WrongAnswer(f"engine.kind = {self.spec!r}: the answer of its {method} is refused, as {why}")
 
 
-def why_no_segments(answer: object, vocab_size: Callable[[], int], newest_version: int) -> str | None:
+def why_no_segments(answer: object, vocab_size: Callable[[], int], newest_version: float) -> str | None:
     """Why no policy of a run whose newest version is `newest_version` can have sampled this; None: it can.
 
     `vocab_size()`: every token id is below it.
@@ -167,16 +173,19 @@ def why_no_segments(answer: object, vocab_size: Callable[[], int], newest_versio
     return next(filter(None, (_why_none(segment, vocab_size, newest_version) for segment in answer)), None)
 
 
-def _why_none(segment: Segment, vocab_size: Callable[[], int], newest_version: int) -> str | None:
-    ids, version = segment.token_ids, segment.policy_version
+def _why_none(segment: Segment, vocab_size: Callable[[], int], newest_version: float) -> str | None:
+    ids, version, start = segment.token_ids, segment.policy_version, segment.start
     if ids.dtype.kind not in "iu":
         return f"its token ids are {ids.dtype}, not integers"
     if segment.logprobs.dtype.kind != "f":
         return f"its log-probs are {segment.logprobs.dtype}, not floating-point numbers"
     if not isinstance(segment.stop_reason, StopReason):
         return f"its stop_reason is {described(segment.stop_reason)}, and no StopReason"
+    # What the journal writes as JSON: NumPy's integers are none.
     if not isinstance(version, int):
-        return f"its policy_version is {described(version)}, and no integer"
+        return f"its policy_version is {shortened(version)}, and no int"
+    if not isinstance(start, int | None):
+        return f"its start is {shortened(start)}, and no int"
     if len(segment) and version > newest_version:
         return f"it has tokens of policy version {version}, and the newest weights that it got are of {newest_version}"
     return why_not_in_vocabulary(ids, vocab_size()) if len(segment) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from rollover.engine.fake import FakeEngine
 
 def fake(setup):
     return FakeEngine(lambda seed: 5, max_tokens=setup.threads)
+
+def server(setup):
+    return FakeEngine(lambda seed: 5, policy_version=57)
 
 def lacking(setup):
     return object()
@@ -56,6 +60,14 @@ def test_an_engine_of_ones_own_is_made_by_its_function(tmp_path: Path, monkeypat
         build_engine(setup("own.py:lacking"))
     with pytest.raises(ValueError, match=r"engine.kind = 'own.py:failing' failed: RuntimeError: no server at port 1"):
         build_engine(setup("own.py:failing"))
+
+
+def test_what_a_run_hands_over_is_known_and_without_one_the_versions_are_the_engines(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    training = setup(f"{tmp_path}/own.py:server")
+    with pytest.raises(ValueError, match="its oldest_version gave 57, and the newest that it got is 0"):
+        _ = build_engine(training).oldest_version
+    assert build_engine(replace(training, beside_trainer=False)).oldest_version == 57
 
 
 def test_a_kind_that_is_none_is_refused() -> None:

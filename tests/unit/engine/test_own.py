@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from rollover.engine.fake import FakeEngine
 from rollover.engine.own import OwnEngine
-from rollover.engine.protocol import EngineDied, ExtendRequest, WrongAnswer
+from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer
 from rollover.functions import FunctionError
 from rollover.types import SamplingParams, Segment
 from unit.rollout.hanging import short, steps, watchdog
@@ -49,7 +50,15 @@ ANSWERS: dict[str, tuple[Callable[[Segment], Any], str]] = {
         lambda s: [versioned(s, 99)],
         "it has tokens of policy version 99, and the newest weights that it got are of 0",
     ),
-    "no version": (lambda s: [versioned(s, None)], "its policy_version is None, and no integer"),
+    "no version": (lambda s: [versioned(s, None)], "its policy_version is None, and no int"),
+    "NumPy's version": (
+        lambda s: [versioned(s, np.int64(0))],
+        "its policy_version is np.int64(0), and no int",
+    ),
+    "NumPy's start": (
+        lambda s: [dataclasses.replace(s, start=np.int64(0))],
+        "its start is np.int64(0), and no int",
+    ),
     "log-probs": (
         lambda s: [dataclasses.replace(s, logprobs=s.logprobs.astype(np.int64))],
         "its log-probs are int64, not floating-point numbers",
@@ -175,6 +184,26 @@ def test_a_method_that_returns_something_else_is_named_with_what_it_must_return(
 def test_a_longest_rollout_that_is_no_number_is_named(value: Any) -> None:
     with pytest.raises(FunctionError, match="its max_tokens gave .*it must be a property with .* an integer"):
         _ = own(max_tokens=value).max_tokens
+
+
+def test_its_numbers_may_be_of_numpy() -> None:
+    engine = own(FakeEngine(lambda seed: 5, policy_version=np.int64(0)), max_tokens=np.int64(40))  # type: ignore
+    numbers = engine.max_tokens, engine.oldest_version
+    assert numbers == (40, 0) and [type(number) for number in numbers] == [int, int]
+
+
+def test_the_bytes_of_a_load_may_be_a_float() -> None:
+    async def load(version: int, tensors: Any) -> WeightLoad:
+        return WeightLoad(num_bytes=1.5e9, seconds=0.0)  # type: ignore[arg-type]
+
+    assert asyncio.run(own(load_weights=load).load_weights(1, ())).num_bytes == 1.5e9
+
+
+def test_where_no_trainer_hands_over_weights_the_versions_are_its_own() -> None:
+    """A server that goes on after a run has the version of its last weights, and `rollover eval` asks it."""
+    engine = OwnEngine(FakeEngine(lambda seed: 5, policy_version=57), "mine.py:make", lambda: VOCABULARY, math.inf)
+    assert engine.oldest_version == 57
+    assert [s.policy_version for s in asyncio.run(engine.extend(REQUEST))] == [57]
 
 
 def test_an_oldest_version_that_it_never_got_is_named() -> None:

@@ -155,10 +155,8 @@ def check_environment(spec: str) -> None:
         return [Reward(float(rollout.num_tokens)) for rollout in rollouts]
 
     tokenizer = templates.tokenizer(templates.CHATML)
-    setup = EnvironmentSetup(
-        Config.model_validate({"rollout": {"environment": spec}}), tokenizer, score, lambda _: True
-    )
-    environment = build_environment(setup)
+    config = Config.model_validate({"rollout": {"environment": spec}})
+    environment = build_environment(EnvironmentSetup(config, tokenizer, score, lambda task: True, len(tokenizer)))
     (rollout,) = group((3, None)).rollouts
     asked = asyncio.run(environment.next(rollout))
     assert asked is not None

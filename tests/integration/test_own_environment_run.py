@@ -8,6 +8,7 @@ import pytest
 import runs
 from test_journal_run import check_whole
 
+import rollover
 from rollover.cli import main
 
 ENVIRONMENTS = """
@@ -213,3 +214,17 @@ def test_a_run_does_not_go_on_without_the_environment_of_what_it_holds(
         assert f'Set rollout.environment = "{environment}", or start a new run in another run.dir' in error
     assert main(["train", str(file), "--resume"]) == 0
     check_whole(file.parent / "run", 2)
+
+
+def test_a_class_that_a_program_handed_over_is_mended_and_the_run_goes_on(tmp_path: Path) -> None:
+    def environment(answer: str | None) -> type:
+        source = f"class Mine(Quiet):\n    async def next(self, rollout):\n        return {answer!r}\n"
+        names: dict[str, type] = {}
+        exec(ENVIRONMENTS + source, names)
+        return names["Mine"]
+
+    file = runs.write(tmp_path, steps=2, checkpoint={"save_final_model": False})
+    with pytest.raises(ValueError, match="it is a str, and no Segment. Mend it, and go on with --resume"):
+        rollover.train(config=file, environment=environment("an answer"))
+    rollover.train(resume=tmp_path / "run", environment=environment(None))
+    check_whole(tmp_path / "run", 2)

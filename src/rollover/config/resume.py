@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rollover.config.schema import Config, default_of, expected, field_at, leaves, renamed
 from rollover.config.suggest import unknown_key
 from rollover.config.table import ConfigError
-from rollover.live_objects import is_live
+from rollover.live_objects import is_live, is_same_but_for_code
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,10 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
 
 
 def refuse(changed: Sequence[Change], *, held: bool | None = None) -> None:
-    """ValueError for what may not change. `held`: whether the checkpoint holds rollouts; None: it is not known yet."""
+    """ValueError for what may not change. `held`: whether the checkpoint holds rollouts; None: it is not known yet.
+
+    The code of an object that a Python program handed over may be mended, as that of a file may, and moved to a file.
+    """
     problems = []
     for change in changed:
         if is_live(change.old) and change.new in (None, "", _default(change.key)):
@@ -114,11 +117,16 @@ def refuse(changed: Sequence[Change], *, held: bool | None = None) -> None:
                 f" name a function of a file: --{change.key} path.py:function"
             )
             continue
+        if is_same_but_for_code(change.old, change.new):
+            continue
+        fix = f"Set {change.key} = {_shown(change.old, whole=True)}"
+        if is_live(change.old):
+            fix = f"Hand over {change.old} again in Python"
         for rule in FIXED:
             if any(fnmatch(change.key, key) for key in rule.keys) and (held or not rule.while_held):
                 problems.append(
                     f"--resume with {change.key} = {_shown(change.new)}: it was {_shown(change.old)}, and {rule.why}."
-                    f" Set {change.key} = {_shown(change.old, whole=True)}, or start a new run in another run.dir"
+                    f" {fix}, or start a new run in another run.dir"
                 )
     if problems:
         raise ValueError("\n".join(problems))

@@ -9,7 +9,7 @@ import pytest
 from rollover.api.settings import key_of
 from rollover.config import Config, ConfigError
 from rollover.config.load import load_config
-from rollover.config.resume import FIXED, changes, refuse
+from rollover.config.resume import FIXED, Change, changes, refuse
 from rollover.config.schema import RENAMED, field_at
 from rollover.config.table import UNSETTLED
 
@@ -64,6 +64,28 @@ def test_every_rule_of_the_table_is_held_by_one_of_these() -> None:
 
     keys = {change.key for tables, *_ in REFUSED for change in changed(**tables)}
     assert all(any(fnmatch(key, pattern) for key in keys for pattern in rule.keys) for rule in FIXED)
+
+
+HANDED_OVER = "<python>:Env-d390a3dd"
+
+
+@pytest.mark.parametrize("key", ["rollout.environment", "tasks.producer", "tasks.sources.0.kind"])
+@pytest.mark.parametrize("new", ["<python>:Env-23d544c0", "<python>:Env-23d544c0.2", "mine.py:Env"])
+def test_an_object_of_a_program_may_be_mended_or_moved_to_a_file(key: str, new: str) -> None:
+    refuse([Change(key, HANDED_OVER, new)], held=True)
+
+
+@pytest.mark.parametrize("new", ["<python>:Other-d390a3dd", "mine.py:Other"])
+def test_another_object_is_refused_and_what_is_asked_for_is_possible(new: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        refuse([Change("rollout.environment", HANDED_OVER, new)], held=True)
+    assert f"Hand over {HANDED_OVER} again in Python, or start a new run in another run.dir" in str(refused.value)
+    assert "Set rollout.environment" not in str(refused.value)
+
+
+def test_a_file_is_not_the_one_before_for_its_functions_name() -> None:
+    with pytest.raises(ValueError, match='Set rollout.environment = "mine.py:Env", or start'):
+        refuse([Change("rollout.environment", "mine.py:Env", "other.py:Env")], held=True)
 
 
 @pytest.mark.parametrize(

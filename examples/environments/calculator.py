@@ -25,11 +25,16 @@ from rollover.types import Reward, Rollout, Segment, Task
 
 MAX_TURNS = 4
 MAX_CHARS, MAX_BITS = 200, 256  # of an expression; of every number in it and on the way to its value
-EXAMPLE = """For example, asked for the product of 12 and 34, write
-<tool_call>
-{"name": "calculate", "arguments": {"expression": "12*34"}}
-</tool_call>
-and with its result, 408, answer: 408"""
+# A worked example: without one small models never call a tool, and nothing can be learned.
+EXAMPLE = (
+    {"role": "user", "content": "What is 12*34?"},
+    {
+        "role": "assistant",
+        "content": '<tool_call>\n{"name": "calculate", "arguments": {"expression": "12*34"}}\n</tool_call>',
+    },
+    {"role": "tool", "content": "408"},
+    {"role": "assistant", "content": "The answer is 408"},
+)
 
 
 def calculate(expression: str) -> str:
@@ -54,10 +59,10 @@ TOOLS = {tool.__name__: tool for tool in (calculate,)}
 
 
 def with_tools(task: Task, version: int) -> Task:
-    """The task with the tools' definitions in its system message."""
-    told = f"{definitions(tool_schemas(TOOLS.values()))}\n\n{EXAMPLE}"
-    messages = task.messages or ({"role": "user", "content": task.content},)
-    return replace(task, messages=tuple(with_system_text(messages, told)), prompt=None)
+    """The task with the tools' definitions in its system message, and the worked example before its last message."""
+    *before, question = task.messages or ({"role": "user", "content": task.content},)
+    messages = with_system_text([*before, *EXAMPLE, question], definitions(tool_schemas(TOOLS.values())))
+    return replace(task, messages=tuple(messages), prompt=None)
 
 
 def make(setup: EnvironmentSetup) -> Calculator:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from contract import environment_contract
 from rollover.envs.chat import Chat
-from rollover.envs.tools import Call, MalformedCall
+from rollover.envs.tools import Call, MalformedCall, read_calls
 from rollover.functions import load_function
 from rollover.types import Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from unit.envs import templates
@@ -82,8 +82,16 @@ def test_it_ends_after_its_last_turn() -> None:
 
 def test_the_prompt_tells_of_the_tool() -> None:
     task = with_tools(Task("t", "test", "reward", prompt="12*34?"), 0)
-    assert task.prompt is None and [m["role"] for m in task.messages] == ["system", "user"]
-    assert '"name": "calculate"' in task.messages[0]["content"] and task.messages[1]["content"] == "12*34?"
+    roles = ["system", "user", "assistant", "tool", "assistant", "user"]
+    assert task.prompt is None and [m["role"] for m in task.messages] == roles
+    assert '"name": "calculate"' in task.messages[0]["content"] and task.messages[-1]["content"] == "12*34?"
+    system = {"role": "system", "content": "Be brief."}
+    task = with_tools(Task("t", "test", "reward", messages=(system, {"role": "user", "content": "12*34?"})), 0)
+    assert [m["role"] for m in task.messages] == roles and task.messages[0]["content"].startswith(
+        "Be brief.\n\nYou can"
+    )
+    (call,) = read_calls(task.messages[2]["content"])
+    assert answer(call) == (task.messages[3]["content"], True), "the example is right"
 
 
 @pytest.mark.parametrize(

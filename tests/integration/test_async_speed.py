@@ -14,6 +14,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.types import SamplingParams, Segment, StopReason
 
 
+@pytest.mark.slow
 def test_both_modes_are_compared_at_equal_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_speed, "MODEL", {})  # the smallest one: what its figures are is not tested
     out = async_speed.compare("remote_engine", steps=2, repeats=1, say=lambda _: None)

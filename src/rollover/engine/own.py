@@ -45,7 +45,7 @@ class OwnEngine:
 
     `extend` passes on what the engine raises, and raises WrongAnswer for what no policy of this run can have sampled:
     both fail one rollout. Every other method raises FunctionError, a sentence that names the method and what it must
-    do. EngineDied is passed on by all of them.
+    do. EngineDied and AssertionError, which end a run at once, are passed on by all of them.
     """
 
     def __init__(self, engine: Engine, spec: str, vocab_size: Callable[[], int], newest_version: float = 0) -> None:
@@ -81,13 +81,22 @@ class OwnEngine:
             self.engine.interrupt(rollout_ids)
 
     async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
+        """What is refused of a rollout is left out, so that it hides no other. WrongAnswer if nothing else is left."""
         with self._calling("progress"):
             found = await self.engine.progress(rollout_ids)
         if not isinstance(found, Mapping):
             raise self._failed("progress", f"gave {described(found)}")
-        for segments in found.values():
-            self._check("progress", segments)
-        return found
+        believed, refused = {}, None
+        for rollout_id, segments in found.items():
+            try:
+                self._check("progress", segments)
+            except WrongAnswer as error:
+                refused = error
+            else:
+                believed[rollout_id] = segments
+        if refused is not None and not believed:
+            raise refused
+        return believed
 
     async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
         with self._calling("queued"):
@@ -126,9 +135,11 @@ class OwnEngine:
         try:
             with self._calling("close"):
                 await self.engine.close()
-        except FunctionError as error:
+        except (FunctionError, AssertionError, EngineDied) as error:
             if ends_with is None:
                 raise
+            if not isinstance(error, FunctionError):
+                error = self._failed("close", f"failed: {explained(error)}")
             print(f"rollover: {error}", file=sys.stderr, flush=True)
 
     # Private
@@ -137,7 +148,7 @@ class OwnEngine:
     def _calling(self, method: str) -> Iterator[None]:
         try:
             yield
-        except EngineDied:
+        except (AssertionError, EngineDied):
             raise
         except (Exception, SystemExit) as error:  # boundary: the user's engine
             raise self._failed(method, f"failed: {explained(error)}") from error

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollover.config import WatchdogConfig
 from rollover.engine.fake import FakeEngine
 from rollover.engine.own import OwnEngine
 from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer
 from rollover.functions import FunctionError
+from rollover.rollout.asker import Asker
 from rollover.types import SamplingParams, Segment
 from unit.rollout.hanging import short, steps, watchdog
 from unit.rollout.run import Run, ids
@@ -23,7 +25,7 @@ REQUEST = ExtendRequest("0-0", (1, 2, 3), (), 20, 7, SamplingParams())
 VOCABULARY = 1000
 
 
-def own(engine: FakeEngine | None = None, **methods: Any) -> OwnEngine:
+def own(engine: FakeEngine | None = None, /, **methods: Any) -> OwnEngine:
     engine = engine or FakeEngine(lambda seed: 5)
     for name, method in methods.items():
         setattr(engine, name, method)
@@ -135,6 +137,18 @@ def test_what_it_says_of_its_progress_is_looked_at_too() -> None:
         asyncio.run(own(progress=progress).progress(["0-0"]))
 
 
+def test_what_it_says_wrongly_of_one_rollout_hides_no_other() -> None:
+    """What the watchdog does not hear of looks to it as if it stood still."""
+
+    async def progress(rollout_ids: Any) -> Any:
+        (segment,) = await FakeEngine(lambda seed: 5).extend(REQUEST)
+        return {"0-0": [segment], "0-1": [with_ids(segment, 70000)], "0-2": "nothing"}
+
+    asker = Asker(own(progress=progress), WatchdogConfig(), print)
+    found = asyncio.run(asker.progress(["0-0", "0-1", "0-2"]))
+    assert found.keys() == {"0-0"} and len(found["0-0"][0]) == 5
+
+
 def failing(*args: Any) -> Any:
     raise KeyError("gpu")
 
@@ -211,17 +225,28 @@ def test_an_oldest_version_that_it_never_got_is_named() -> None:
         _ = own(FakeEngine(lambda seed: 5, policy_version=7)).oldest_version
 
 
-def test_its_end_is_not_taken_for_a_fault() -> None:
-    async def ended(*args: Any) -> Any:
-        raise EngineDied("it ended for good")
-
-    with pytest.raises(EngineDied, match="^it ended for good$"):
-        asyncio.run(own(load_weights=ended).load_weights(1, ()))
+ENDS = [EngineDied("it ended for good"), AssertionError("it ended for good")]
 
 
-def test_what_fails_at_the_close_hides_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+def raising(error: BaseException) -> Callable[..., Any]:
+    async def later(*args: Any) -> Any:
+        raise error
+
+    return later
+
+
+@pytest.mark.parametrize("error", ENDS, ids=repr)
+@pytest.mark.parametrize("name", AWAITED)
+def test_what_ends_a_run_at_once_is_not_taken_for_a_fault(name: str, error: Exception) -> None:
+    """A question without an answer does not end a run: such an error would be lost there."""
+    with pytest.raises(type(error), match="^it ended for good$"):
+        CALLS[name](own(**{name: raising(error)}))
+
+
+@pytest.mark.parametrize("error", [KeyError("gpu"), *ENDS], ids=repr)
+def test_what_fails_at_the_close_hides_no_error(capsys: pytest.CaptureFixture[str], error: Exception) -> None:
     async def run() -> None:
-        engine = own(close=failing_later)
+        engine = own(close=raising(error))
         try:
             raise ValueError("the error that matters")
         finally:
@@ -229,7 +254,8 @@ def test_what_fails_at_the_close_hides_no_error(capsys: pytest.CaptureFixture[st
 
     with pytest.raises(ValueError, match="the error that matters"):
         asyncio.run(run())
-    assert "rollover: engine.kind = 'mine.py:make': its close failed: KeyError: 'gpu'" in capsys.readouterr().err
+    said = f"rollover: engine.kind = 'mine.py:make': its close failed: {type(error).__name__}: {error} ("
+    assert said in capsys.readouterr().err
 
 
 def test_what_it_has_beside_the_contract_can_be_read() -> None:

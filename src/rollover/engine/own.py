@@ -8,6 +8,7 @@ answer can come next for its rollout is asked of every engine's (rollout/cache.p
 
 from __future__ import annotations
 
+import asyncio
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -69,7 +70,9 @@ class OwnEngine:
     async def extend(self, request: ExtendRequest) -> list[Segment]:
         try:
             answer = await self.engine.extend(request)
-        except SystemExit as error:  # boundary: it fails its rollout, as an error does
+        except (SystemExit, asyncio.CancelledError) as error:  # boundary: it fails its rollout, as an error does
+            if _was_cancelled(error):
+                raise
             raise RuntimeError(explained(error)) from error
         self._check("extend", answer)
         if not answer:
@@ -150,7 +153,9 @@ class OwnEngine:
             yield
         except (AssertionError, EngineDied):
             raise
-        except (Exception, SystemExit) as error:  # boundary: the user's engine
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: the user's engine
+            if _was_cancelled(error):
+                raise
             raise self._failed(method, f"failed: {explained(error)}") from error
 
     def _integer(self, name: str) -> int:
@@ -200,3 +205,15 @@ def _why_none(segment: Segment, vocab_size: Callable[[], int], newest_version: f
     if len(segment) and version > newest_version:
         return f"it has tokens of policy version {version}, and the newest weights that it got are of {newest_version}"
     return why_not_in_vocabulary(ids, vocab_size()) if len(segment) else None
+
+
+def _was_cancelled(error: BaseException) -> bool:
+    """Whether `error` says that the present task is being cancelled: not so where the engine raises CancelledError by
+    itself."""
+    if not isinstance(error, asyncio.CancelledError):
+        return False
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs here
+        return False
+    return task is not None and task.cancelling() > 0

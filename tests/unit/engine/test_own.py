@@ -225,6 +225,48 @@ def test_an_oldest_version_that_it_never_got_is_named() -> None:
         _ = own(FakeEngine(lambda seed: 5, policy_version=7)).oldest_version
 
 
+@pytest.mark.parametrize("name", [*AWAITED, "stats"])
+def test_a_cancellation_that_is_its_own_is_an_error_like_any_other(name: str) -> None:
+    def cancelled(*args: Any) -> Any:
+        raise asyncio.CancelledError("the server went away")
+
+    with pytest.raises(FunctionError, match=f"its {name} failed: CancelledError: the server went away"):
+        CALLS[name](own(**{name: cancelled}))
+
+
+def test_it_fails_a_rollout_and_not_the_run() -> None:
+    engine, wrong = FakeEngine(short), {"0-1"}
+    right = engine.extend
+
+    async def extend(request: ExtendRequest) -> list[Segment]:
+        if request.rollout_id in wrong:
+            wrong.discard(request.rollout_id)
+            raise asyncio.CancelledError("the server went away")
+        return await right(request)
+
+    run = Run(engine=own(engine, extend=extend), watchdog=watchdog())  # type: ignore[arg-type]
+    assert ids(steps(run, 1)) == [[0, 1]]
+    assert len(run.said) == 1 and "RuntimeError: CancelledError: the server went away" in run.said[0]
+    run.check()
+
+
+@pytest.mark.parametrize("name", ["extend", *AWAITED])
+def test_whoever_cancels_what_waits_for_it_does(name: str) -> None:
+    async def endless(*args: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def cancel() -> None:
+        engine = own(**{name: endless})
+        arguments = {"extend": (REQUEST,), "load_weights": (1, ()), "close": ()}.get(name, (["0-0"],))
+        task = asyncio.ensure_future(getattr(engine, name)(*arguments))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    asyncio.run(cancel())
+
+
 ENDS = [EngineDied("it ended for good"), AssertionError("it ended for good")]
 
 

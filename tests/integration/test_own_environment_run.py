@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,13 @@ class Fails(Quiet):
             raise KeyError("no judge")
         return await self.ours(rollouts)
 
+class Told(Quiet):  # the policy is told two tokens; only here are there negative scores: how many turns there were
+    async def next(self, rollout):
+        return written(rollout, [7, 8]) if len(rollout.segments) == 1 else None
+
+    async def score(self, rollouts):
+        return [Reward(-float(sum(s.trainable for s in r.segments))) for r in rollouts]
+
 NotANumber = scoring(lambda rollout: Reward(float("nan")))
 Bare = scoring(lambda rollout: 1.0)
 Extras = scoring(lambda rollout: Reward(1.0, {"a": "b"}))
@@ -126,6 +134,17 @@ def test_where_it_fails_at_scoring_rewards_are_missing(tmp_path: Path) -> None:
     errors = {r["error"] for r in runs.records(tmp_path / "run") if r["outcome"] == "dropped:too_few_rewards"}
     assert len(errors) == 1 and errors.pop().startswith("rollout.environment failed: KeyError: 'no judge' (")
     check_whole(tmp_path / "run", 2)
+
+
+def test_evaluations_are_played_with_the_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recipe(tmp_path, "Told", 1)
+    words = [str(file), "--eval.num_tasks=4", "--rollout.stop_token_ids=[2,3,4,5,6,7,8,9]"]
+    assert main(["train", *words]) == 0
+    before, after = runs.json_lines(tmp_path / "run" / "eval.jsonl")
+    assert -2.0 <= before["mean"] < -1.0 and after["mean"] < -1.0, "most answers went on after they were told"
+    capsys.readouterr()
+    assert main(["eval", *words, "--model", str(tmp_path / "run" / "model"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mean"] == pytest.approx(after["mean"])
 
 
 # After each of its first two turns the policy is told two tokens. Each call is written down; the process is killed at

@@ -55,11 +55,11 @@ async def answers_to_all(config: Config, model: str | None) -> list[Answer]:
 
     parts = await EvalParts.build(config, model)
     try:
-        assert parts.rewarder is not None
+        assert parts.environment is not None
         tasks = held_out_tasks(config, to_stderr)
         held_out = encode_tasks(tasks, parts.tokenizer, prompt_limit(config, parts.engine.max_tokens))
         return await answers_of(
-            held_out, parts.engine, parts.rewarder, parts.tokenizer, config, parts.stop_token_ids, to_stderr
+            held_out, parts.engine, parts.environment, parts.tokenizer, config, parts.stop_token_ids, to_stderr
         )
     finally:
         await parts.close()

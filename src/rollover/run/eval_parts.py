@@ -9,21 +9,25 @@ from typing import Any
 from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
+from rollover.envs.build import EnvironmentSetup, build_environment
+from rollover.envs.protocol import Environment
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import stop_token_ids
 from rollover.models.team import most_threads, prepare_process
 from rollover.rewards.build import build_rewarder
 from rollover.rewards.protocol import Rewarder
+from rollover.rewards.scorer import make_scorer
 from rollover.trainer.lora import load_with_adapter
 
 
 @dataclass
 class EvalParts:
-    """`rewarder` is None where nothing is scored. `close` ends all of them."""
+    """`environment`, and the `rewarder` that it asks, are None where nothing is scored. `close` ends all of them."""
 
     config: Config
     tokenizer: Any
     engine: Engine
+    environment: Environment | None
     rewarder: Rewarder | None
     stop_token_ids: frozenset[int]
 
@@ -39,11 +43,21 @@ class EvalParts:
             on_error.push_async_callback(engine.close)
             if adapter:
                 await engine.load_weights(0, adapter)
+            environment = rewarder = None
+            if with_rewards:
+                rewarder = build_rewarder(config, training=False)
+                scorer = make_scorer(rewarder, loaded.tokenizer)
+                environment = build_environment(
+                    EnvironmentSetup(
+                        config, loaded.tokenizer, scorer, rewarder.rewarder.scores_singly, loaded.vocab_size
+                    )
+                )
             parts = cls(
                 config=config,
                 tokenizer=loaded.tokenizer,
                 engine=engine,
-                rewarder=build_rewarder(config, training=False) if with_rewards else None,
+                environment=environment,
+                rewarder=rewarder,
                 stop_token_ids=stop_token_ids(loaded, []),
             )
             on_error.pop_all()

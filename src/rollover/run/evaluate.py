@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rollover.config import Config
 from rollover.engine.protocol import Engine, ExtendRequest
+from rollover.envs.protocol import Environment
 from rollover.rewards.answers import reference_answer
-from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.rewards.registry import answer_of
 from rollover.rollout.asker import Asker
+from rollover.rollout.requests import Requests
+from rollover.rollout.turn import EnvironmentFailed, play_turn
 from rollover.rollout.watchdog import Watchdog
 from rollover.run.eval_parts import EvalParts
 from rollover.tasks.build import held_out_names
 from rollover.tasks.prompts import encode_prompt
 from rollover.tasks.stream import TaskStream, decorated
 from rollover.track.answers import Answer, summary_of
-from rollover.types import SamplingParams, Segment, StopReason, Task, rollout_seed
+from rollover.types import Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task, rollout_seed
 
 _Result = TypeVar("_Result")
 _numbers = itertools.count()  # of the rollouts of prompts, over all calls: an engine knows each by its id
@@ -53,14 +55,14 @@ def encode_tasks(tasks: list[Task], tokenizer: Any, max_prompt_tokens: int) -> E
 async def evaluate(
     held_out: EvalTasks,
     engine: Engine,
-    rewarder: Rewarder,
+    environment: Environment,
     tokenizer: Any,
     config: Config,
     stop_token_ids: frozenset[int],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Answer, score and summarise: see `summarised`. ValueErrors as `answers_of`."""
-    return summarised(await answers_of(held_out, engine, rewarder, tokenizer, config, stop_token_ids, say), config)
+    return summarised(await answers_of(held_out, engine, environment, tokenizer, config, stop_token_ids, say), config)
 
 
 def summarised(answers: Sequence[Answer], config: Config) -> dict[str, Any]:
@@ -81,74 +83,84 @@ def summarised(answers: Sequence[Answer], config: Config) -> dict[str, Any]:
 async def answers_of(
     held_out: EvalTasks,
     engine: Engine,
-    rewarder: Rewarder,
+    environment: Environment,
     tokenizer: Any,
     config: Config,
     stop_token_ids: frozenset[int],
     say: Callable[[str], None],
 ) -> list[Answer]:
-    """eval.samples_per_task answers to every task, scored; in the order of the tasks. `say` prints a line.
+    """eval.samples_per_task answers to every task, played with the environment and scored by it; in the order of the
+    tasks. `say` prints a line.
 
-    ValueError if a rollout or a task's scoring stalls, or the engine fails at a rollout again and again ([watchdog]).
+    An answer at which the environment fails has no score. ValueError if a rollout or a task's scoring stalls, or the
+    engine fails at a rollout again and again ([watchdog]).
     """
     cfg = config.eval
     watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(cfg.samples_per_task))
     asker = Asker(engine, config.watchdog, say)
     clock = asyncio.get_running_loop().time
     sampling = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
-
+    requests = Requests(config.rollout, cfg.seed, stop_token_ids)
     names = held_out_names(config.tasks.sources)
 
+    async def one(index: int, sibling: int) -> tuple[Rollout, str | None]:
+        """The rollout when it is done, and how the environment failed at it, if it did."""
+        rollout = Rollout(-1 - index, sibling, held_out.tasks[index])  # no group that is trained has this id
+        rollout.rollout_id = f"eval-{index}-{sibling}"
+        error = None
+        while error is None and rollout.stop_reason in (None, StopReason.PAUSED):
+            request = requests.to_go_on(rollout, held_out.prompts[index])
+            request = replace(request, sampling=sampling, pause_after=0, stop_repetition_tokens=0)
+            watchdog.on_start(rollout.rollout_id, index, rollout.num_tokens, clock())
+            try:
+                segments = await play_turn(asker, environment, rollout, request)
+            except EnvironmentFailed as failed:
+                segments, error = failed.segments, str(failed)
+            for segment in segments:
+                rollout.add(segment)
+            rollout.stop_reason = segments[-1].stop_reason
+            watchdog.on_end(rollout.rollout_id, rollout.num_tokens, clock())
+        rollout.state = RolloutState.SCORING
+        return rollout, error
+
     async def one_task(index: int) -> list[Answer]:
-        task, prompt = held_out.tasks[index], held_out.prompts[index]
-
-        async def one(sibling: int) -> list[Segment]:
-            rollout_id = f"eval-{index}-{sibling}"
-            watchdog.on_start(rollout_id, index, 0, clock())
-            segments = await asker.extend(
-                ExtendRequest(
-                    rollout_id=rollout_id,
-                    prompt_ids=prompt,
-                    generated_ids=(),
-                    max_new_tokens=config.rollout.max_new_tokens,
-                    seed=rollout_seed(cfg.seed, task.task_id, task.attempt, sibling),
-                    sampling=sampling,
-                    stop_token_ids=stop_token_ids | frozenset(config.rollout.stop_token_ids),
-                    stop_strings=tuple(config.rollout.stop),
-                )
-            )
-            watchdog.on_end(rollout_id, sum(map(len, segments)), clock())
-            return segments
-
-        rollouts = await _together([one(s) for s in range(cfg.samples_per_task)])
-        ids = [tuple(int(t) for s in segments for t in s.token_ids) for segments in rollouts]
-        texts = [tokenizer.decode(i, skip_special_tokens=True) for i in ids]
+        played = await _together([one(index, s) for s in range(cfg.samples_per_task)])
         watchdog.on_score(index, clock())
-        rewards = await rewarder.score([ScoreRequest(task, text, i) for text, i in zip(texts, ids, strict=True)])
+        done = [rollout for rollout, error in played if error is None]
+        rewards = iter(await environment.score(done) if done else [])
         watchdog.on_scored(index, clock())
-        data_source, expected = task.columns.get("data_source"), answer_of(task.columns)
-        return [
-            Answer(
-                task_id=task.task_id,
-                sibling=sibling,
-                source=names.get(task.source, task.source),
-                data_source=data_source if isinstance(data_source, str) else None,
-                expected=None if expected is None else reference_answer(expected),
-                stop_reason=segments[-1].stop_reason.value,
-                num_tokens=sum(map(len, segments)),
-                score=reward.score,
-                error=reward.error,
-                prompt=task.content,
-                answer=text,
-            )
-            for sibling, (segments, text, reward) in enumerate(zip(rollouts, texts, rewards, strict=True))
-        ]
+        answers = []
+        for rollout, error in played:
+            reward = Reward(None, error=error) if error else next(rewards)
+            text = tokenizer.decode(tuple(rollout.token_ids()), skip_special_tokens=True)
+            answers.append(_answer(rollout, reward, text, names))
+        return answers
 
     async def all_tasks() -> list[Answer]:
         tasks = await _together([one_task(i) for i in range(len(held_out.tasks))])
         return [answer for of_task in tasks for answer in of_task]
 
     return await _unless_it_stalls(all_tasks(), asker, watchdog)
+
+
+def _answer(rollout: Rollout, reward: Reward, text: str, names: Mapping[str, str]) -> Answer:
+    """`text`: what policy and environment wrote. `names`: of the sources' held-out parts."""
+    task, reason = rollout.task, rollout.stop_reason
+    assert reason is not None
+    data_source, expected = task.columns.get("data_source"), answer_of(task.columns)
+    return Answer(
+        task_id=task.task_id,
+        sibling=rollout.sibling,
+        source=names.get(task.source, task.source),
+        data_source=data_source if isinstance(data_source, str) else None,
+        expected=None if expected is None else reference_answer(expected),
+        stop_reason=reason.value,
+        num_tokens=rollout.num_sampled_tokens,
+        score=reward.score,
+        error=reward.error,
+        prompt=task.content,
+        answer=text,
+    )
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:

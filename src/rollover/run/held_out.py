@@ -81,7 +81,7 @@ class HeldOut:
         if self._tasks is None:
             self._tasks = encode_tasks(held_out_tasks(config, say), tokenizer, parts.prompts.max_prompt_tokens)
         result = await self.stop.unless_requested(
-            evaluate(self._tasks, parts.engine, parts.observed, tokenizer, config, parts.stop_token_ids, say)
+            evaluate(self._tasks, parts.engine, parts.environment, tokenizer, config, parts.stop_token_ids, say)
         )
         if result is None:
             return None

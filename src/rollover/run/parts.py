@@ -14,6 +14,7 @@ from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
 from rollover.envs.build import EnvironmentSetup, build_environment
+from rollover.envs.protocol import Environment
 from rollover.models import kernels
 from rollover.models.devices import engine_device, pick_device
 from rollover.models.load import LoadedModel, load_model, stop_token_ids
@@ -46,6 +47,8 @@ class Parts:
     rewarder: RewardPool
     observed: RewardObserver
     """Over `rewarder`: what scores."""
+    environment: Environment
+    """What rollouts meet, in training and in evaluations; it asks `observed` for scores."""
     driver: Driver
     stop_token_ids: frozenset[int]
     batches: StepBatchBuilder
@@ -96,6 +99,7 @@ class Parts:
                 engine=engine,
                 rewarder=pool,
                 observed=observed,
+                environment=environment,
                 driver=driver,
                 stop_token_ids=stops,
                 batches=StepBatchBuilder(config, reuse.buffer),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -12,10 +11,13 @@ import virtual_time
 from rollover.config import Config
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
+from rollover.envs.protocol import Environment, written
+from rollover.envs.single_turn import SingleTurn
 from rollover.rewards.protocol import ScoreRequest
+from rollover.rewards.scorer import make_scorer
 from rollover.run.evaluate import EvalTasks, answers_of
 from rollover.track.answers import Answer
-from rollover.types import Reward, Segment, Task
+from rollover.types import Reward, Rollout, Segment, Task
 
 CONFIG = Config.model_validate(
     {"eval": {"num_tasks": 3, "samples_per_task": 2}, "watchdog": {"max_failures": 3, "retry_s": 1}}
@@ -41,14 +43,18 @@ class Rewarder:
     async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
         return [Reward(1.0) for _ in requests]
 
+    async def close(self) -> None: ...
 
-def answers(engine: FakeEngine, said: list[str]) -> list[Answer]:
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
-    rewarder: Any = Rewarder()
+
+TOKENIZER = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+SINGLE_TURN = SingleTurn(make_scorer(Rewarder(), TOKENIZER))
+
+
+def answers(engine: FakeEngine, said: list[str], environment: Environment = SINGLE_TURN) -> list[Answer]:
 
     async def go() -> list[Answer]:
         try:
-            return await answers_of(TASKS, engine, rewarder, tokenizer, CONFIG, frozenset(), said.append)
+            return await answers_of(TASKS, engine, environment, TOKENIZER, CONFIG, frozenset(), said.append)
         finally:
             for _ in range(5):
                 await asyncio.sleep(0)
@@ -66,3 +72,50 @@ def test_a_failure_is_tried_again() -> None:
 def test_an_engine_that_fails_again_and_again_is_named_and_nothing_is_left_running() -> None:
     with pytest.raises(ValueError, match="failed 3 times in a row at rollout eval-1-0 .*connection refused"):
         answers(Failing(99), [])
+
+
+class Twice:
+    """Tells the policy a token after each of its first two turns; a rollout is worth what it was told, in tokens."""
+
+    async def next(self, rollout: Rollout) -> Segment | None:
+        told = sum(not segment.trainable for segment in rollout.segments)
+        return written(rollout, [7]) if told < 2 else None
+
+    async def score(self, rollouts: list[Rollout], /) -> list[Reward]:
+        return [Reward(float(r.num_tokens - r.num_sampled_tokens)) for r in rollouts]
+
+    def scores_singly(self, task: Task, /) -> bool:
+        return False
+
+
+class Broken(Twice):
+    """Fails at the second turn of one rollout."""
+
+    async def next(self, rollout: Rollout) -> Segment | None:
+        if (rollout.task.task_id, rollout.sibling) == ("t1", 1) and len(rollout.segments) > 1:
+            raise KeyError("no such page")
+        return await super().next(rollout)
+
+
+def test_answers_are_played_with_the_environment_and_scored_by_it() -> None:
+    asked: list[ExtendRequest] = []
+
+    class Turns(FakeEngine):
+        async def extend(self, request: ExtendRequest) -> list[Segment]:
+            asked.append(request)
+            return await super().extend(request)
+
+    found = answers(Turns(lambda seed: 5), [], Twice())
+    assert [a.score for a in found] == [2.0] * 6
+    assert len(asked) == 3 * 6, "a turn, and one after each thing that it was told"
+    for answer, i in zip(found, [(task, sibling) for task in range(3) for sibling in range(2)], strict=True):
+        turns = [r for r in asked if r.rollout_id == "eval-{}-{}".format(*i)]
+        assert [r.text_start for r in turns] == [0, len(turns[1].generated_ids), len(turns[2].generated_ids)]
+        assert turns[1].generated_ids[-1] == turns[2].generated_ids[-1] == 7
+        assert answer.num_tokens == len(answer.answer.split()) - 2, "sampled tokens"
+
+
+def test_where_the_environment_fails_an_answer_has_no_score() -> None:
+    found = answers(FakeEngine(lambda seed: 5), [], Broken())
+    assert [a.score for a in found] == [2.0, 2.0, 2.0, None, 2.0, 2.0]
+    assert found[3].error == "the environment failed at rollout eval-1-1 (KeyError: 'no such page')"

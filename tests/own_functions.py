@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import tiny
@@ -185,6 +186,16 @@ def check_problem_key(spec: str) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def check_hooks(spec: str) -> None:
+    """Two evaluations below the best one end the run, and one does not."""
+    guard: Any = load_function(spec, ".")()
+    guard.on_train_start(None)
+    for mean in (0.1, 0.5, 0.4, 0.5, 0.3):
+        asyncio.run(guard.on_evaluate({"mean": mean}))
+    with pytest.raises(RuntimeError, match="mean 0.49, and it was 0.50"):
+        asyncio.run(guard.on_evaluate({"mean": 0.49}))
+
+
 PAGE = "own-functions.md"
 CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "over_mean"): check_advantage,
@@ -200,4 +211,5 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "AskedTwice"): check_environment,
     (PAGE, "Doubles"): check_source,
     (PAGE, "by_its_numbers"): check_problem_key,
+    ("trainer.md", "Guard"): check_hooks,
 }

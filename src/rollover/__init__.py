@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rollover.api.training import train_async as train_async
     from rollover.run.loop import Step as Step
     from rollover.run.producer import ready_group as ready_group
+    from rollover.track.tracker import RunInfo as RunInfo
     from rollover.track.tracker import Tracker as Tracker
     from rollover.types import Group as Group
     from rollover.types import Reward as Reward
@@ -38,6 +39,7 @@ _PLACES = {
     "Reward": "rollover.types",
     "Rollout": "rollover.types",
     "Run": "rollover.api.run",
+    "RunInfo": "rollover.track.tracker",
     "Segment": "rollover.types",
     "Session": "rollover.api.session",
     "Step": "rollover.run.loop",

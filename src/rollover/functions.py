@@ -7,6 +7,7 @@ are called in another process, which uses `explained` alone. No torch.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import importlib.util
@@ -63,7 +64,9 @@ class OwnFunction:
             return value
         try:
             return await value
-        except (Exception, SystemExit) as error:  # boundary: the user's function
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: the user's function
+            if was_cancelled(error):
+                raise
             raise self.failed(error) from error
 
     def failed(self, error: BaseException) -> FunctionError:
@@ -121,6 +124,18 @@ def _has(made: object, member: str) -> bool:
         return hasattr(made, member)
     except Exception:  # boundary: the user's object
         return True
+
+
+def was_cancelled(error: BaseException) -> bool:
+    """Whether `error` says that the present task is being cancelled: not so where the user's code raises CancelledError
+    by itself."""
+    if not isinstance(error, asyncio.CancelledError):
+        return False
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs here
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 def explained(error: BaseException) -> str:

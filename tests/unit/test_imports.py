@@ -31,6 +31,7 @@ LEVELS = [
 LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 
 MAY_ASYNCIO = (
+    "functions.py",
     "trainer/local_backend.py",
     "rollout/driver.py",
     "rollout/in_flight.py",

@@ -224,6 +224,10 @@ def test_functions_have_lists_of_their_own_to_sort(tmp_path: Path, monkeypatch: 
     [
         ("def produce(self, step, version): helper(1)", "failed: KeyError: 'absent' (mine.py:3)"),
         ("async def produce(self, step, version): helper(1)", "failed: KeyError: 'absent' (mine.py:3)"),
+        (
+            "async def produce(self, step, version): import asyncio; raise asyncio.CancelledError",
+            "failed: CancelledError",
+        ),
         ("def produce(self, step, version): return 3", "returned 3 (int); it must return a list of Groups"),
         ("def produce(self, step, version): return [1]", "returned [1] (list); it must return a list of Groups"),
         ("produce = 3", "which has no method produce; it must return an object with a method produce"),

@@ -22,6 +22,11 @@ class RunConfig(Table):
     train_on_recorded: str = option(
         "", "Train from the recorded rollouts of this directory (a run's rollouts/) without generating."
     )
+    hooks: str = option(
+        "",
+        "Your own class (module:Class or path.py:Class) whose methods on_train_start, on_step_start, on_publish,"
+        " on_step_end, on_evaluate and on_train_end the run calls there, and waits for. One that fails ends the run.",
+    )
 
 
 class EvalConfig(Table):

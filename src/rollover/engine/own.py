@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WeightLoad, WrongAnswer
-from rollover.functions import FunctionError, described, explained, is_number, shortened
+from rollover.functions import FunctionError, described, explained, is_number, shortened, was_cancelled
 from rollover.types import Segment, StopReason, why_not_in_vocabulary
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class OwnEngine:
         try:
             answer = await self.engine.extend(request)
         except (SystemExit, asyncio.CancelledError) as error:  # boundary: it fails its rollout, as an error does
-            if _was_cancelled(error):
+            if was_cancelled(error):
                 raise
             raise RuntimeError(explained(error)) from error
         self._check("extend", answer)
@@ -154,7 +154,7 @@ class OwnEngine:
         except (AssertionError, EngineDied):
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: the user's engine
-            if _was_cancelled(error):
+            if was_cancelled(error):
                 raise
             raise self._failed(method, f"failed: {explained(error)}") from error
 
@@ -205,15 +205,3 @@ def _why_none(segment: Segment, vocab_size: Callable[[], int], newest_version: f
     if len(segment) and version > newest_version:
         return f"it has tokens of policy version {version}, and the newest weights that it got are of {newest_version}"
     return why_not_in_vocabulary(ids, vocab_size()) if len(segment) else None
-
-
-def _was_cancelled(error: BaseException) -> bool:
-    """Whether `error` says that the present task is being cancelled: not so where the engine raises CancelledError by
-    itself."""
-    if not isinstance(error, asyncio.CancelledError):
-        return False
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no loop runs here
-        return False
-    return task is not None and task.cancelling() > 0

@@ -18,7 +18,7 @@ class BlockedWarning:
     """`say` prints one line; it is called in the warning's own thread."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+        self.say = say
 
     def over_work(self, what: str, state: str, limit_s: float) -> AbstractContextManager[object]:
         """Warn when the work of a block takes longer than `limit_s` (0: never). `state`: what is being done with it."""
@@ -91,4 +91,4 @@ class BlockedWarning:
                 since, wait = time.monotonic(), limit_s
             else:
                 wait = time.monotonic() - since  # the next time at the double
-                self._say(f"watchdog: {text(wait)}")
+                self.say(f"watchdog: {text(wait)}")

@@ -1,6 +1,6 @@
 """The hand-over of new weights from the trainer to the engine, and who is told that they are live.
 
-    step trained ──▶ due? ──▶ (drain) ──▶ publish ──▶ engine.load_weights ──▶ history, journal
+    step trained ──▶ due? ──▶ (drain) ──▶ publish ──▶ engine.load_weights ──▶ history, journal, the user's hook
 
 Never drops or admits anything: `Driver.on_new_version` does, after each step, whether weights were handed over or not.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from rollover.config import Config
 from rollover.run.blocked_warning import BlockedWarning
+from rollover.run.hooks import Hooks
 from rollover.run.journal.journaling import Journaling
 from rollover.run.metrics_row import Rows
 from rollover.run.parts import Parts
@@ -18,10 +19,18 @@ class HandOver:
     """Hands over the weights of one run. `needed`: whether anyone generates with the engine."""
 
     def __init__(
-        self, config: Config, parts: Parts, rows: Rows, journaling: Journaling, blocked: BlockedWarning, *, needed: bool
+        self,
+        config: Config,
+        parts: Parts,
+        rows: Rows,
+        journaling: Journaling,
+        hooks: Hooks,
+        blocked: BlockedWarning,
+        *,
+        needed: bool,
     ) -> None:
-        self.config, self.parts, self.rows, self.journaling, self.blocked = config, parts, rows, journaling, blocked
-        self.needed = needed
+        self.config, self.parts, self.rows, self.journaling, self.hooks = config, parts, rows, journaling, hooks
+        self.blocked, self.needed = blocked, needed
 
     async def hand_over_if_due(self) -> int:
         """After a step: every train.publish_every of them. Returns the bytes that were handed over, 0 if none were."""
@@ -34,6 +43,7 @@ class HandOver:
             num_bytes = await self.hand_over_weights()
         parts.history.on_published(version)
         self.journaling.on_published(version)
+        await self.hooks.call("on_publish", version)
         return num_bytes
 
     async def hand_over_weights(self) -> int:

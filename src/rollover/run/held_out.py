@@ -11,6 +11,7 @@ from typing import Any
 from rollover.config import Config
 from rollover.run.directory import RunDirectory
 from rollover.run.evaluate import EvalTasks, encode_tasks, evaluate, held_out_tasks
+from rollover.run.hooks import Hooks
 from rollover.run.overlap import Overlap
 from rollover.run.parts import Parts
 from rollover.run.stop import Stop
@@ -26,11 +27,12 @@ class HeldOut:
         parts: Parts,
         directory: RunDirectory,
         overlap: Overlap,
+        hooks: Hooks,
         stop: Stop,
         *,
         is_possible: bool,
     ) -> None:
-        self.config, self.parts, self.directory, self.overlap = config, parts, directory, overlap
+        self.config, self.parts, self.directory, self.overlap, self.hooks = config, parts, directory, overlap, hooks
         self.stop, self.trackers, self.is_possible = stop, directory.trackers, is_possible
         self._tasks: EvalTasks | None = None
 
@@ -43,10 +45,7 @@ class HeldOut:
             raise ValueError("nothing is held out: set eval.num_tasks (it has no effect on recorded rollouts)")
         if (row := self._newest()) is not None:
             return row
-        await self.overlap.interrupt_all()
-        self.trackers.on_phase("evaluating")
-        with self.overlap.rows.timed("eval"), self.overlap.event_loop_watched(lambda: "evaluating"):
-            return await self._evaluate()
+        return await self._told(await self._evaluate())
 
     async def evaluate_if_wanted(self) -> None:
         """Evaluate if anything is held out and the run is not being stopped, once per policy version.
@@ -58,11 +57,13 @@ class HeldOut:
         version = self.parts.trainer.policy_version
         await self.overlap.interrupt_all()  # what fails there is no evaluation
         try:
-            await self.evaluate()
+            row = await self._evaluate()
         except ValueError as error:
             if version == 0 and not self.stop.requested:
                 raise
             self.trackers.on_message(f"the evaluation after {version} steps failed: {error}")
+        else:
+            await self._told(row)
 
     @property
     def _is_wanted(self) -> bool:
@@ -75,6 +76,18 @@ class HeldOut:
 
     async def _evaluate(self) -> dict[str, Any] | None:
         """The new row of eval.jsonl; None where a stop cut it off, which waits for no answer and no score."""
+        await self.overlap.interrupt_all()
+        self.trackers.on_phase("evaluating")
+        with self.overlap.rows.timed("eval"), self.overlap.event_loop_watched(lambda: "evaluating"):
+            return await self._evaluated()
+
+    async def _told(self, row: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The row, after the user's hook has had a copy of it."""
+        if row is not None:
+            await self.hooks.call("on_evaluate", dict(row))
+        return row
+
+    async def _evaluated(self) -> dict[str, Any] | None:
         config, parts, say = self.config, self.parts, self.trackers.on_message
         version, started = parts.trainer.policy_version, time.perf_counter()
         tokenizer = parts.loaded.tokenizer

@@ -27,6 +27,7 @@ from rollover.run.directory import RunDirectory
 from rollover.run.first_look import look_at_tasks
 from rollover.run.hand_over import HandOver
 from rollover.run.held_out import HeldOut
+from rollover.run.hooks import Hooks
 from rollover.run.journal.journaling import Journaling
 from rollover.run.metrics_row import Rows
 from rollover.run.option_changes import OptionChanges
@@ -63,28 +64,29 @@ async def running(config: Config, directory: RunDirectory, stop: Stop, resume_co
     An error in the block is followed by a checkpoint of what there is, and so is the end of a block that took not all
     steps. `resume_command`: what to type to go on with it.
     """
+    info = RunInfo(config.run.name, directory.path, config.model_dump(mode="json"), resumed=directory.resume)
     with directory.trackers as trackers:
-        trackers.on_start(
-            RunInfo(config.run.name, directory.path, config.model_dump(mode="json"), resumed=directory.resume)
-        )
+        trackers.on_start(info)
+        hooks = Hooks(config, stop, BlockedWarning(trackers.on_message))
         if not directory.resume:
             directory.truncate(Cut(-1))  # an evaluation may have been written before the first step
         trackers.on_phase("loading the model")
         parts = await Parts.build(config, trackers.on_message, trackers.the(RunHistory))
         try:
-            run = Run(config, parts, directory, stop, resume_command)
+            run = Run(config, parts, directory, hooks, stop, resume_command)
         except BaseException:
             await parts.close()
             raise
         try:
             await run.begin()
-            try:
-                yield run
-                if not run.ended:
-                    await run.checkpointing.checkpoint()
-            except Exception as error:
-                await run.checkpointing.rescue(error)
-                raise
+            async with hooks.training(info):
+                try:
+                    yield run
+                    if not run.ended:
+                        await run.checkpointing.checkpoint()
+                except Exception as error:
+                    await run.checkpointing.rescue(error)
+                    raise
             parts.history.flush()
         finally:
             await run.close()
@@ -93,11 +95,13 @@ async def running(config: Config, directory: RunDirectory, stop: Stop, resume_co
 class Run:
     """One run of the loop, in its directory: `begin`, then `steps`, then `close`."""
 
-    def __init__(self, config: Config, parts: Parts, directory: RunDirectory, stop: Stop, resume_command: str) -> None:
-        self.config, self.parts, self.directory, self.stop = config, parts, directory, stop
+    def __init__(
+        self, config: Config, parts: Parts, directory: RunDirectory, hooks: Hooks, stop: Stop, resume_command: str
+    ) -> None:
+        self.config, self.parts, self.directory, self.hooks, self.stop = config, parts, directory, hooks, stop
         trackers = self.trackers = directory.trackers
         self.ended = False  # `steps` came to its end: all that is left to do is done, or a stop was requested
-        self.blocked = BlockedWarning(trackers.on_message)
+        self.blocked = hooks.blocked
         self.producer = build_producer(
             config, parts.loaded, parts.engine, stop, lambda version: self.overlap.collect(version)
         )
@@ -107,8 +111,8 @@ class Run:
         self.rows = Rows(config, parts, self.journaling, trackers, overlaps=overlaps)
         self.own_metrics = own_metrics(config.track.metrics)
         self.overlap = Overlap(config, parts, self.rows, self.blocked)
-        self.hand_over = HandOver(config, parts, self.rows, self.journaling, self.blocked, needed=needs_weights)
-        self.held_out = HeldOut(config, parts, directory, self.overlap, stop, is_possible=needs_weights)
+        self.hand_over = HandOver(config, parts, self.rows, self.journaling, hooks, self.blocked, needed=needs_weights)
+        self.held_out = HeldOut(config, parts, directory, self.overlap, hooks, stop, is_possible=needs_weights)
         self.tracking = Tracking(config, parts, trackers, recorded=not needs_weights)
         self.checkpointing = Checkpointing(
             config, parts, self.stateful, directory, self.journaling, self.overlap, self.tracking.records, stop,
@@ -163,6 +167,7 @@ class Run:
         """One training step. None when there is nothing (more) to train on."""
         parts, trainer = self.parts, self.parts.trainer
         version = parts.prompts.version = trainer.policy_version
+        await self.hooks.call("on_step_start", version + 1)
         groups = await self._produce(version)
         if not groups:
             return None
@@ -186,6 +191,7 @@ class Run:
             row = self.rows.of_step(groups, batch, trained, version, num_bytes)
             self.tracking.on_step(row, groups, batch)
             self.checkpointing.on_row()
+        await self.hooks.call("on_step_end", dict(row))
         return Step(trainer.policy_version, groups, row)
 
     def on_event(self, event: Event) -> None:

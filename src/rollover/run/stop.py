@@ -80,6 +80,23 @@ class Stop:
             task.cancel()
             signalled.cancel()
 
+    async def within(self, work: Coroutine[Any, Any, object], grace_s: float) -> bool:
+        """Wait for `work`, and raise its error. Once a stop is requested it has `grace_s` more; then it is cancelled.
+        Returns whether it came to its end."""
+        task, signalled = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait([task, signalled], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task], timeout=grace_s)
+            if task.done():
+                task.result()
+                return True
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return False
+        finally:
+            task.cancel()
+            signalled.cancel()
+
 
 def take_signals(handler: Handler) -> None:
     """From now on the two signals go to `handler`. Elsewhere than in the main thread, which alone gets signals, it does

@@ -45,6 +45,7 @@ class Subject:
     `tensors` gives weights for `load_weights` (the same ones again are fine).
     `max_new_tokens` bounds every rollout; `sampling` are the distributions to check.
     `decode_text`: what the engine turns token ids into text with; None if it knows no stop strings.
+    `keeps_kv`: what it has of an ended turn is kept where the rollout may go on, and there is memory for it.
     `resumes_exactly`: under frozen weights, interrupted == uninterrupted with sampling (engines whose random state
     restarts per request claim it for greedy decoding only).
     """
@@ -56,6 +57,7 @@ class Subject:
     max_new_tokens: int = 24
     decode_text: Callable[[list[int]], str] | None = None
     resumes_exactly: bool = True
+    keeps_kv: bool = False
     sampling: list[SamplingParams] = field(default_factory=lambda: [SamplingParams(), SamplingParams(temperature=0.0)])
 
     def request(self, i: int = 0, sampling: SamplingParams | None = None, **changes: Any) -> ExtendRequest:
@@ -324,6 +326,39 @@ async def check_stop_strings_are_looked_for_in_the_present_text_only(subject: Su
     await engine.close()
 
 
+async def check_a_turn_goes_on_from_what_was_appended(subject: Subject) -> None:
+    """Two turns with other tokens between them: with what the engine kept of the first one, and without, alike."""
+    engine = subject.make_engine()
+    for i, sampling in enumerate(subject.sampling):
+        if sampling.temperature > 0 and not subject.resumes_exactly:
+            continue
+        first = subject.request(0, sampling, rollout_id=f"{i}-0", stop_token_ids=frozenset(), max_new_tokens=8)
+        turn = tokens_of(await engine.extend(dataclasses.replace(first, may_go_on=True)))
+        stop = frozenset({turn[4]})  # the first turn ends there, or earlier
+        engine.release([first.rollout_id])
+        first = dataclasses.replace(first, stop_token_ids=stop, max_new_tokens=subject.max_new_tokens)
+        answers, growth = [], []
+        for may_go_on in (True, False):
+            turn = tokens_of(await engine.extend(dataclasses.replace(first, may_go_on=may_go_on)))
+            so_far = (*turn, *subject.prompts[1])
+            second = dataclasses.replace(first, generated_ids=so_far, max_new_tokens=4, text_start=len(so_far))
+            before = engine.stats()
+            answers.append(await engine.extend(second))
+            check_segments(answers[-1], second)
+            growth.append({key: after - before[key] for key, after in engine.stats().items()})
+            engine.release([first.rollout_id])
+        kept, again = answers
+        assert tokens_of(kept) == tokens_of(again)
+        np.testing.assert_allclose(logprobs_of(kept), logprobs_of(again), atol=1e-2)
+        num_before = len(first.prompt_ids) + len(so_far) - 1  # the last token is decoded
+        assert growth[1]["kv/kept_tokens"] == 0, "nobody had said that it may go on"
+        if subject.keeps_kv:
+            assert growth[0]["kv/kept_tokens"] == num_before - len(subject.prompts[1])
+            assert growth[0]["engine/prefill_tokens"] == len(subject.prompts[1])
+            assert growth[0]["engine/reprefill_tokens"] == growth[1]["engine/prefill_tokens"] == 0
+    await engine.close()
+
+
 async def check_what_a_run_asks_of_it(subject: Subject) -> None:
     """How long a rollout may be, which these are not; and another number of threads, while it generates."""
     engine = subject.make_engine()
@@ -373,6 +408,7 @@ CHECKS = [
     check_queued_are_among_those_asked_for,
     check_tokens_carry_the_version_that_sampled_them,
     check_stop_strings_are_looked_for_in_the_present_text_only,
+    check_a_turn_goes_on_from_what_was_appended,
     check_what_a_run_asks_of_it,
     check_release_and_stats,
 ]

@@ -14,7 +14,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 PROMPTS = [(5, 6, 7, 8), (9, 10), (5, 6, 7, 8, 9, 10, 11)]
 
 
-def subject(family: str, kv_on_resume, **config: float) -> engine_contract.Subject:
+def subject(family: str, kv_on_resume, keeps_kv: bool = True, **config: float) -> engine_contract.Subject:
     def model():
         return tiny.model(family, head_dim=32)  # which the compiled kernel prefills
 
@@ -31,6 +31,7 @@ def subject(family: str, kv_on_resume, **config: float) -> engine_contract.Subje
         tensors=tensors,
         stop_token_ids=frozenset({3, 4}),
         decode_text=tiny.tokenizer().decode,
+        keeps_kv=keeps_kv,
     )
 
 
@@ -39,7 +40,7 @@ SUBJECTS = {
     "keep": subject("llama", "keep"),
     "salt": subject("qwen3", "salt"),
     "modules": subject("gemma3_text", "recompute"),
-    "short of memory": subject("llama", "recompute", kv_memory_gb=0.00024, prefill_chunk_tokens=4),
+    "short of memory": subject("llama", "recompute", False, kv_memory_gb=0.00024, prefill_chunk_tokens=4),
 }
 
 

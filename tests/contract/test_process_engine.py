@@ -91,6 +91,7 @@ def test_contract(model: Path, made: list[ProcessEngine]) -> None:
         prompts=PROMPTS,
         tensors=lambda: original,
         decode_text=tiny.tokenizer().decode,
+        keeps_kv=True,
     )
 
     async def all_checks() -> None:

@@ -184,7 +184,7 @@ class FakeEngine:
                 return StopReason.STOP_STRING
         if len(sequence.tokens) >= request.max_new_tokens:
             return StopReason.LENGTH
-        if repeats_itself(generated, request.stop_repetition_tokens):
+        if repeats_itself(generated[request.text_start :], request.stop_repetition_tokens):
             return StopReason.REPETITION
         return StopReason.PAUSED if len(sequence.tokens) == request.pause_after else None
 

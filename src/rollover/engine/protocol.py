@@ -32,7 +32,9 @@ class ExtendRequest:
     interrupted, its KV kept as for any interruption. It stops with REPETITION as engine/repetition.py says
     (`stop_repetition_tokens` 0: never). `stop_strings` are looked for in the text of the tokens from index `text_start`
     of the generated part on: 0 for an answer that began after the prompt, however often it was interrupted; the first
-    token of the present turn where an environment wrote some of what came before.
+    token of the present turn where an environment wrote some of what came before. Repetition is looked for there, too.
+    `may_go_on`: after the turn an environment may write something, and the rollout be extended again. An engine that
+    can keeps its KV for that until `release`, and prefills only what was appended.
     """
 
     rollout_id: str
@@ -46,6 +48,7 @@ class ExtendRequest:
     pause_after: int = 0
     stop_repetition_tokens: int = 0
     text_start: int = 0
+    may_go_on: bool = False
 
     def nothing(self) -> list[Segment]:
         """The answer to an interruption before any new token."""

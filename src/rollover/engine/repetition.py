@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-CHECK_EVERY = 16  # tokens; at absolute indices, so that interruptions change nothing
+CHECK_EVERY = 16  # tokens; at indices of the turn, so that interruptions change nothing
 MIN_REPEATS = 4
 
 
 def repeats_itself(generated_ids: Sequence[int], window: int) -> bool:
-    """Whether the last `window` generated tokens are one pattern, repeated at least MIN_REPEATS times.
+    """Whether the last `window` tokens generated in a turn are one pattern, repeated at least MIN_REPEATS times.
 
     To be asked after every token. It looks at every CHECK_EVERY-th, which costs 1 / CHECK_EVERY of the window's length.
     """

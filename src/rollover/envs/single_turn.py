@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from rollover.envs.protocol import Environment
 from rollover.types import Reward, Rollout, Task
 
 Scorer = Callable[[list[Rollout]], Awaitable[list[Reward]]]
@@ -17,3 +18,8 @@ class SingleTurn:
 
     async def next(self, rollout: Rollout) -> None:
         """Done."""
+
+
+def has_turns(environment: Environment) -> bool:
+    """Whether it may write something after a turn of the policy."""
+    return not isinstance(environment, SingleTurn)

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from rollover.engine.protocol import Engine
 from rollover.envs.protocol import Environment
+from rollover.envs.single_turn import has_turns
 from rollover.rollout.asker import Asker
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.in_flight import InFlight, now
@@ -70,7 +71,7 @@ class Driver:
             self.say(line)
 
         failure_limit = FailureLimit(lifecycle, self.watchdog.config.max_failures)
-        requests = Requests(config, run_seed, stop_token_ids)
+        requests = Requests(config, run_seed, stop_token_ids, may_go_on=has_turns(environment))
         self.asker = Asker(engine, self.watchdog.config, say, failure_limit)
         self.in_flight = InFlight(lifecycle, self.asker, requests, environment, self.watchdog, failure_limit, say)
         self.watcher = Watcher(self.in_flight, say)

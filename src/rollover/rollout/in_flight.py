@@ -183,6 +183,8 @@ class InFlight:
             self.failure_limit.on_complete()
             self._dropping.pop(complete.group_id, None)  # it came round at the last moment
         if rollout.state is RolloutState.SCORING:
+            if self.requests.may_go_on:
+                self.asker.release([rollout.rollout_id])
             self.score(self.lifecycle.cache.groups[rollout.group_id])
 
     def _begin_scoring(self, scored: ToScore) -> None:

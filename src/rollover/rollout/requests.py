@@ -13,10 +13,15 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class Requests:
-    """Makes the requests of one run. `stop_token_ids` (EOS) add to those of the config."""
+    """Makes the requests of one run.
 
-    def __init__(self, config: RolloutConfig, run_seed: int, stop_token_ids: Iterable[int] = ()) -> None:
-        self.config, self.run_seed = config, run_seed
+    `stop_token_ids` (EOS) add to those of the config. `may_go_on`: see ExtendRequest.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, run_seed: int, stop_token_ids: Iterable[int] = (), *, may_go_on: bool = False
+    ) -> None:
+        self.config, self.run_seed, self.may_go_on = config, run_seed, may_go_on
         self._sampling = SamplingParams(config.temperature, config.top_p, config.top_k, config.min_p)
         self._stop_token_ids = frozenset(stop_token_ids) | frozenset(config.stop_token_ids)
 
@@ -37,6 +42,7 @@ class Requests:
             pause_after=token_budget(rollout, self.config),
             stop_repetition_tokens=self.config.stop_repetition_tokens,
             text_start=_turn_start(rollout),
+            may_go_on=self.may_go_on,
         )
 
     def nothing_for(self, rollout: Rollout) -> list[Segment]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from rollover.config import Config
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.envs.protocol import Environment
+from rollover.envs.single_turn import has_turns
 from rollover.rewards.answers import reference_answer
 from rollover.rewards.registry import answer_of
 from rollover.rollout.asker import Asker
@@ -100,7 +101,7 @@ async def answers_of(
     asker = Asker(engine, config.watchdog, say)
     clock = asyncio.get_running_loop().time
     sampling = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
-    requests = Requests(config.rollout, cfg.seed, stop_token_ids)
+    requests = Requests(config.rollout, cfg.seed, stop_token_ids, may_go_on=has_turns(environment))
     names = held_out_names(config.tasks.sources)
 
     async def one(index: int, sibling: int) -> tuple[Rollout, str | None]:
@@ -121,6 +122,7 @@ async def answers_of(
             rollout.stop_reason = segments[-1].stop_reason
             watchdog.on_end(rollout.rollout_id, rollout.num_tokens, clock())
         rollout.state = RolloutState.SCORING
+        asker.release([rollout.rollout_id])
         return rollout, error
 
     async def one_task(index: int) -> list[Answer]:

@@ -12,6 +12,7 @@ import torch
 import tiny
 from rollover.config import EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.repetition import repeats_itself
 from rollover.models.attention import PackedAttention, hidden_states
@@ -390,3 +391,14 @@ def test_greedy_circles_are_stopped() -> None:
         if b.stop_reason is StopReason.REPETITION:
             assert len(b) % 16 == 0 and repeats_itself(b.token_ids.tolist(), 32)
             assert not any(repeats_itself(b.token_ids[:n].tolist(), 32) for n in range(len(b)))
+
+
+def test_repetition_is_looked_for_in_the_present_turn_alone() -> None:
+    """What an environment wrote may go round in circles: that ends no answer to it."""
+    before = (7,) * 31
+    for text_start, reason in ((0, StopReason.REPETITION), (15, None), (16, StopReason.REPETITION), (31, None)):
+        asked = request("0-0", PROMPTS[0], 20, before)
+        asked = dataclasses.replace(asked, stop_repetition_tokens=16, text_start=text_start)
+        sequence = Sequence.start(asked, None)  # type: ignore[arg-type]
+        sequence.append(7, -1.0)
+        assert sequence.stop_reason(None) is reason, text_start

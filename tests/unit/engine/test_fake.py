@@ -124,3 +124,13 @@ def test_works_in_one_event_loop_after_another() -> None:
 def test_imports_no_torch() -> None:
     code = "import sys, rollover.engine.fake, rollover.rollout.driver; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_repetition_is_looked_for_in_the_present_turn_alone() -> None:
+    async def run() -> None:
+        for text_start, reason in ((0, StopReason.REPETITION), (40, StopReason.LENGTH)):
+            engine = FakeEngine(lambda seed: 1000, vocab_size=1)
+            asked = request(budget=10, generated_ids=(0,) * 40, stop_repetition_tokens=16, text_start=text_start)
+            assert (await engine.extend(asked))[-1].stop_reason is reason
+
+    asyncio.run(run())

@@ -60,7 +60,7 @@ class Batcher:
 
     def drop_kv(self, seq: Sequence) -> None:
         if seq.kv_len:
-            seq.recomputing = True
+            seq.recompute_until = len(seq.tokens)
         self.cache.free(seq)
 
     def drop_all_kv(self) -> None:

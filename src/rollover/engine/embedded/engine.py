@@ -169,7 +169,7 @@ class EmbeddedEngine:
             seq.append(token, logprob)
             reason = seq.stop_reason(self._decode_text)
             if reason is not None:
-                self._batcher.retire(seq, keep_kv=reason is StopReason.PAUSED)
+                self._batcher.retire(seq, keep_kv=seq.keeps_kv(reason))
                 seq.resolve(self._version, reason)
 
     def _discard_cancelled(self) -> None:

@@ -48,10 +48,9 @@ class Prefill:
         if self._timed:
             self.seconds += time.perf_counter() - started
         for chunk in chunks:
-            if chunk.seq.recomputing:
-                self.num_recomputed += chunk.end - chunk.start
-            else:
-                self.num_computed += chunk.end - chunk.start
+            recomputed = max(0, min(chunk.end, chunk.seq.recompute_until) - chunk.start)
+            self.num_recomputed += recomputed
+            self.num_computed += chunk.end - chunk.start - recomputed
         for seq in self._batcher.running:
             if seq.kv_len == 0 and seq.request.prompt_ids in planned:
                 self._share(seq, version)

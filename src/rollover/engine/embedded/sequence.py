@@ -23,14 +23,15 @@ class Sequence(RowOwner):
     future: asyncio.Future[list[Segment]] | None
     tokens: list[int]
     prompt_kv_version: int = -1
-    recomputing: bool = False
+    recompute_until: int = 0
+    """What is prefilled of tokens[:recompute_until] had been computed before."""
     segments: list[Segment] = field(default_factory=list)
     open_logprobs: list[float] = field(default_factory=list)
 
     @classmethod
     def start(cls, request: ExtendRequest, future: asyncio.Future[list[Segment]]) -> Sequence:
         tokens = [*request.prompt_ids, *request.generated_ids]
-        return cls(request, future, tokens, recomputing=bool(request.generated_ids))
+        return cls(request, future, tokens, recompute_until=len(tokens) if request.generated_ids else 0)
 
     @property
     def num_prompt(self) -> int:
@@ -50,16 +51,20 @@ class Sequence(RowOwner):
         return self.kv_len == len(self.tokens) - 1
 
     def continues(self, request: ExtendRequest) -> bool:
-        """Whether the cached KV of this kept sequence is a prefix of what `request` asks for."""
-        known = len(request.prompt_ids) + len(request.generated_ids)
+        """Whether the cached KV of this kept sequence is a prefix of what `request` asks for, without its last token.
+
+        More than what it has may be asked for: an environment wrote something after its turn.
+        """
+        asked = [*request.prompt_ids, *request.generated_ids]
         return (
             self.request.prompt_ids == request.prompt_ids
-            and len(self.tokens) == known
-            and tuple(self.tokens[self.num_prompt :]) == request.generated_ids
+            and self.kv_len < len(asked)
+            and self.tokens[: self.kv_len] == asked[: self.kv_len]
         )
 
     def resume(self, request: ExtendRequest, future: asyncio.Future[list[Segment]]) -> None:
         self.request, self.future = request, future
+        self.tokens = [*request.prompt_ids, *request.generated_ids]
         self.segments, self.open_logprobs = [], []
 
     def append(self, token: int, logprob: float) -> None:
@@ -79,10 +84,14 @@ class Sequence(RowOwner):
                 return StopReason.STOP_STRING
         if self.num_new >= request.max_new_tokens:
             return StopReason.LENGTH
-        if request.stop_repetition_tokens and self.next_index % CHECK_EVERY == 0:
-            if repeats_itself(self.tokens[self.num_prompt :], request.stop_repetition_tokens):
+        if request.stop_repetition_tokens and (self.next_index - request.text_start) % CHECK_EVERY == 0:
+            if repeats_itself(self.tokens[self.num_prompt + request.text_start :], request.stop_repetition_tokens):
                 return StopReason.REPETITION
         return StopReason.PAUSED if self.num_new == request.pause_after else None
+
+    def keeps_kv(self, reason: StopReason) -> bool:
+        """Whether what is cached is of use after it ended for this reason."""
+        return reason is StopReason.PAUSED or (self.request.may_go_on and reason is not StopReason.LENGTH)
 
     def open_segment(self, version: int, reason: StopReason) -> Segment:
         """The tokens sampled since the last cut, as a Segment of `version`."""

@@ -34,12 +34,15 @@ def group(group_id: int, rollouts: list[Rollout], prompt: Sequence[int] = (5, 6,
     return Group(group_id, rollouts[0].task, tuple(prompt), rollouts)
 
 
-def random_samples(seed: int, num_groups: int = 3, size: int = 3) -> list[Sample]:
-    """Samples with holes in the mask, random advantages and behavior log-probs around those of a uniform policy."""
+def random_samples(seed: int, num_groups: int = 3, size: int = 3, num_prompts: int = 1) -> list[Sample]:
+    """Samples with holes in the mask, random advantages and behavior log-probs around those of a uniform policy.
+
+    The siblings of a group have `num_prompts` prompts, in turn.
+    """
     rng = np.random.default_rng(seed)
     out = []
     for g in range(num_groups):
-        prompt = rng.integers(2, VOCAB, rng.integers(1, 9)).astype(np.int32)
+        prompts = [rng.integers(2, VOCAB, rng.integers(1, 9)).astype(np.int32) for _ in range(num_prompts)]
         for i in range(size):
             n = int(rng.integers(1, 15))
             mask = rng.random(n) > 0.25
@@ -48,7 +51,7 @@ def random_samples(seed: int, num_groups: int = 3, size: int = 3) -> list[Sample
                 Sample(
                     rollout_id=f"{g}-{i}",
                     group_id=g,
-                    prompt_ids=prompt,
+                    prompt_ids=prompts[i % num_prompts],
                     token_ids=rng.integers(2, VOCAB, n).astype(np.int32),
                     mask=mask,
                     behavior_logprobs=(-4.6 + rng.standard_normal(n)).astype(np.float32),

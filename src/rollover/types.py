@@ -220,9 +220,12 @@ class Rollout:
 
     Segments are appended by `add`, which keeps the counts: num_tokens, after the prompt, over all segments;
     num_sampled_tokens, the trainable ones, which the ledger counts; versions, the distinct policy versions of the
-    sampled tokens, in order of appearance; min_version, the smallest of them. `greedy`: its role, given when it is
-    admitted (or told by a token sampled at temperature 0): a baseline, which is never trained. Its prompt is its
-    group's.
+    sampled tokens, in order of appearance; min_version, the smallest of them. `greedy`: given when it is admitted (or
+    told by a token sampled at temperature 0): a baseline, which is never trained.
+
+    `prompt_ids`: token ids of its prompt; those of siblings with equal prompts are one tuple. `sibling` is its Episode
+    within the group, `trajectory` the index of its Trajectory within that, `context` its place in it, and `role` whose
+    part it plays (trajectories.py has the views). A plain task has one of each.
     """
 
     group_id: int
@@ -233,6 +236,10 @@ class Rollout:
     stop_reason: StopReason | None = None
     reward: Reward | None = None
     greedy: bool = False
+    prompt_ids: tuple[int, ...] = ()
+    role: str = "policy"
+    trajectory: int = 0
+    context: int = 0
     rollout_id: str = field(init=False)
     num_tokens: int = field(init=False, default=0)
     num_sampled_tokens: int = field(init=False, default=0)
@@ -240,7 +247,8 @@ class Rollout:
     min_version: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.rollout_id = f"{self.group_id}-{self.sibling}"
+        further = f".{self.trajectory}.{self.context}" if self.trajectory or self.context else ""
+        self.rollout_id = f"{self.group_id}-{self.sibling}{further}"
         segments, self.segments = self.segments, []
         for segment in segments:
             self.add(segment)
@@ -275,13 +283,17 @@ class Rollout:
 class Group:
     """The sibling rollouts of one Task. `group_id` is the index of its admission: 0, 1, 2, ...
 
-    `prompt_ids`: token ids of the prompt, which all siblings share. They are kept, written and sent once a group.
+    `prompt_ids`: token ids of the task's prompt, which is that of every rollout that comes without one.
     """
 
     group_id: int
     task: Task
     prompt_ids: tuple[int, ...]
     rollouts: list[Rollout]
+
+    def __post_init__(self) -> None:
+        for rollout in self.rollouts:
+            rollout.prompt_ids = rollout.prompt_ids or self.prompt_ids
 
     @property
     def ready(self) -> bool:

@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A part may import parts of its own level and below.
 LEVELS = [
-    {"types", "staleness"},
+    {"types", "staleness", "trajectories"},
     {"alike", "config", "files", "functions", "live_objects", "processes", "system"},
     {"models"},
     {"algorithms", "engine", "envs", "rewards", "tasks", "weights"},
@@ -48,6 +48,7 @@ MAY_ASYNCIO = (
 )
 NO_TORCH = (
     "types.py",
+    "trajectories.py",
     "staleness.py",
     "config/",
     "rollout/",

@@ -16,7 +16,8 @@ import numpy as np
 from rollover.rollout.group_state import groups_from_state, groups_to_state
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
+_READABLE = (1, STATE_FORMAT)
 
 _LEGAL = {
     RolloutState.WAITING: {RolloutState.RUNNING, RolloutState.DROPPED},
@@ -69,9 +70,10 @@ class RolloutCache:
         assert group_size >= 1 and len(prompt_ids) >= 1
         group_id = self._next_group_id
         self._next_group_id += 1
-        group = Group(group_id, task, tuple(prompt_ids), [Rollout(group_id, i, task) for i in range(group_size)])
+        rollouts = [Rollout(group_id, i, task) for i in range(group_size)]
         if greedy_baseline:
-            group.rollouts.append(Rollout(group_id, group_size, task, greedy=True))
+            rollouts.append(Rollout(group_id, group_size, task, greedy=True))
+        group = Group(group_id, task, tuple(prompt_ids), rollouts)
         self._hold(group)
         return group
 
@@ -160,9 +162,9 @@ class RolloutCache:
 
         Raises ValueError if the format is unknown, or if an unfinished rollout has used up `max_new_tokens` already.
         """
-        if meta["format"] != STATE_FORMAT:
+        if meta["format"] not in _READABLE:
             raise ValueError(
-                f"the checkpoint's rollouts have format {meta['format']}; this version reads {STATE_FORMAT}"
+                f"the checkpoint's rollouts have format {meta['format']}; this version reads 1 to {STATE_FORMAT}"
             )
         self._groups.clear()
         self._rollouts.clear()

@@ -11,26 +11,37 @@ import numpy as np
 from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 Arrays = dict[str, np.ndarray]
+_PLACE = ("role", "trajectory", "context")
 
 
 def groups_to_state(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arrays]:
     """(JSON-able meta, arrays). A RUNNING rollout becomes PARKED (WAITING without tokens).
 
-    Arrays: prompt_ids int32, token_ids int32, logprobs float32, each concatenated in the order of meta;
-    prompt_offsets int64 [groups + 1] and segment_offsets int64 [segments + 1] cut them.
+    Arrays: prompt_ids int32, the distinct prompts; token_ids int32 and logprobs float32, of all segments in the order
+    of meta. prompt_offsets int64 [prompts + 1] and segment_offsets int64 [segments + 1] cut them. "prompt" in meta is
+    the index of a group's prompt, and of a rollout's where that is another.
     """
     segments = [s for g in groups for r in g.rollouts for s in r.segments]
+    prompts: dict[tuple[int, ...], int] = {}
+
+    def index_of(prompt_ids: tuple[int, ...]) -> int:
+        return prompts.setdefault(prompt_ids, len(prompts))
+
+    def of_rollout(rollout: Rollout, group: Group) -> dict[str, Any]:
+        own = rollout.prompt_ids is not group.prompt_ids and rollout.prompt_ids != group.prompt_ids
+        return _rollout_to_json(rollout) | ({"prompt": index_of(rollout.prompt_ids)} if own else {})
+
     meta = [
         {
             "group_id": g.group_id,
             "task": g.task.to_json(),
-            "rollouts": [_rollout_to_json(r) for r in g.rollouts],
+            "prompt": index_of(g.prompt_ids),
+            "rollouts": [of_rollout(r, g) for r in g.rollouts],
         }
         for g in groups
     ]
-    prompts = [np.asarray(g.prompt_ids, dtype=np.int32) for g in groups]
     arrays = {
-        "prompt_ids": _concatenate(prompts, np.int32),
+        "prompt_ids": _concatenate([np.asarray(p, dtype=np.int32) for p in prompts], np.int32),
         "prompt_offsets": _offsets([len(p) for p in prompts]),
         "token_ids": _concatenate([s.token_ids for s in segments], np.int32),
         "logprobs": _concatenate([s.logprobs for s in segments], np.float32),
@@ -40,16 +51,28 @@ def groups_to_state(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arra
 
 
 def groups_from_state(meta: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> Iterator[Group]:
-    """The groups of `groups_to_state`, in order. ValueError where a log-prob in `arrays` is none."""
+    """The groups of `groups_to_state`, in order. ValueError where a log-prob in `arrays` is none.
+
+    A state of format 1 has the prompts of its groups in their order, and siblings in theirs.
+    """
     prompt_offsets, segment_offsets = arrays["prompt_offsets"], arrays["segment_offsets"]
+    ends = zip(prompt_offsets, prompt_offsets[1:], strict=False)
+    prompts = [tuple(arrays["prompt_ids"][start:end].tolist()) for start, end in ends]
     segment_index = 0
     for i, saved in enumerate(meta):
         task = Task.from_json(saved["task"])
-        prompt = tuple(arrays["prompt_ids"][prompt_offsets[i] : prompt_offsets[i + 1]].tolist())
-        group = Group(saved["group_id"], task, prompt, [])
+        of_group = saved.get("prompt", i)
+        group = Group(saved["group_id"], task, prompts[of_group], [])
         for sibling, entry in enumerate(saved["rollouts"]):
-            # A checkpoint from before roles were stored tells them by the tokens alone.
-            rollout = Rollout(group.group_id, sibling, task, greedy=entry.get("greedy", False))
+            rollout = Rollout(
+                group.group_id,
+                entry.get("sibling", sibling),
+                task,
+                # A checkpoint from before this was stored tells it by the tokens alone.
+                greedy=entry.get("greedy", False),
+                prompt_ids=prompts[entry.get("prompt", of_group)],
+                **{name: entry[name] for name in _PLACE if name in entry},
+            )
             for fields in entry["segments"]:
                 cut = slice(segment_offsets[segment_index], segment_offsets[segment_index + 1])
                 token_ids = arrays["token_ids"][cut].astype(np.int32)
@@ -84,5 +107,7 @@ def _rollout_to_json(rollout: Rollout) -> dict[str, Any]:
         "stop_reason": None if rollout.stop_reason is None else rollout.stop_reason.value,
         "reward": None if rollout.reward is None else asdict(rollout.reward),
         "greedy": rollout.greedy,
+        "sibling": rollout.sibling,
+        **{name: getattr(rollout, name) for name in _PLACE},
         "segments": [s.to_json() for s in rollout.segments],
     }

@@ -74,8 +74,7 @@ class InFlight:
 
     def start(self, rollout: Rollout) -> None:
         """Ask the engine to go on with a rollout that has just begun to run."""
-        prompt_ids = self.lifecycle.cache.groups[rollout.group_id].prompt_ids
-        request = self.requests.to_go_on(rollout, prompt_ids)
+        request = self.requests.to_go_on(rollout)
         turn = play_turn(self.asker, self.environment, rollout, request)
         self.extends[asyncio.ensure_future(turn)] = rollout
         self.watchdog.on_start(rollout.rollout_id, rollout.group_id, rollout.num_tokens, now())

@@ -28,11 +28,11 @@ class Requests:
     def sampling_of(self, rollout: Rollout) -> SamplingParams:
         return _GREEDY if rollout.greedy else self._sampling
 
-    def to_go_on(self, rollout: Rollout, prompt_ids: tuple[int, ...]) -> ExtendRequest:
+    def to_go_on(self, rollout: Rollout) -> ExtendRequest:
         """First tokens or further ones. All text of its turn counts for stop strings, interrupted or not."""
         return ExtendRequest(
             rollout_id=rollout.rollout_id,
-            prompt_ids=prompt_ids,
+            prompt_ids=rollout.prompt_ids,
             generated_ids=tuple(rollout.token_ids()),
             max_new_tokens=self.config.max_new_tokens - rollout.num_tokens,
             seed=rollout_seed(self.run_seed, rollout.task.task_id, rollout.task.attempt, rollout.sibling),

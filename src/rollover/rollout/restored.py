@@ -21,13 +21,14 @@ def check_restored(lifecycle: Lifecycle, version: int, max_tokens: int) -> None:
             " Set them back to what the run had (config.resolved.json), or set"
             ' rollout.on_stale = "drop" to lose groups that get too old'
         )
-    for group, rollout in ((g, r) for g in groups for r in g.rollouts):
+    for rollout in (r for g in groups for r in g.rollouts):
         unfinished = rollout.state in (RolloutState.WAITING, RolloutState.PARKED)
-        if unfinished and len(group.prompt_ids) + config.max_new_tokens > max_tokens:
+        if unfinished and len(rollout.prompt_ids) + config.max_new_tokens > max_tokens:
             raise ValueError(
                 f"--resume with rollout.max_new_tokens = {config.max_new_tokens}: the unfinished rollout"
-                f" {rollout.rollout_id} has a prompt of {len(group.prompt_ids)} and {rollout.num_tokens} tokens so far,"
-                f" and the engine takes {max_tokens} in all. Set it (and engine.kv_memory_gb) back to what the run had"
+                f" {rollout.rollout_id} has a prompt of {len(rollout.prompt_ids)} and {rollout.num_tokens} tokens so"
+                f" far, and the engine takes {max_tokens} in all. Set it (and engine.kv_memory_gb) back to what the run"
+                " had"
             )
         for segment in rollout.segments:
             was = segment.sampling.temperature

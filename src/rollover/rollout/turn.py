@@ -28,14 +28,11 @@ async def play_turn(asker: Asker, environment: Environment, rollout: Rollout, re
     room = request.max_new_tokens - sum(map(len, segments))
     if segments[-1].stop_reason is StopReason.PAUSED or not room:
         return segments
-    so_far = Rollout(
-        rollout.group_id,
-        rollout.sibling,
-        rollout.task,
-        [*rollout.segments, *segments],
-        RolloutState.RUNNING,
-        segments[-1].stop_reason,
-        greedy=rollout.greedy,
+    so_far = replace(
+        rollout,
+        segments=[*rollout.segments, *segments],
+        state=RolloutState.RUNNING,
+        stop_reason=segments[-1].stop_reason,
     )
     try:
         answer = await environment.next(so_far)

@@ -106,11 +106,13 @@ async def answers_of(
 
     async def one(index: int, sibling: int) -> tuple[Rollout, str | None]:
         """The rollout when it is done, and how the environment failed at it, if it did."""
-        rollout = Rollout(-1 - index, sibling, held_out.tasks[index])  # no group that is trained has this id
+        prompt_ids = tuple(held_out.prompts[index])
+        # No group that is trained has this id.
+        rollout = Rollout(-1 - index, sibling, held_out.tasks[index], prompt_ids=prompt_ids)
         rollout.rollout_id = f"eval-{index}-{sibling}"
         error = None
         while error is None and rollout.stop_reason in (None, StopReason.PAUSED):
-            request = requests.to_go_on(rollout, held_out.prompts[index])
+            request = requests.to_go_on(rollout)
             request = replace(request, sampling=sampling, pause_after=0, stop_repetition_tokens=0)
             watchdog.on_start(rollout.rollout_id, index, rollout.num_tokens, clock())
             try:

@@ -5,9 +5,9 @@ so a step's file is complete or absent, and any Parquet or JSONL tool reads them
 "columns" is JSON inside a string, because its values differ in type from one task source to the next.
 
 What siblings share and may be long ("messages", "prompt", "columns", "prompt_ids") stands in the first line of a group
-and is null in the others. Token ids and log-probs are those of all segments in order; "segments" says how to cut them.
-Log-probs are the shortest decimals that give the same float32, so a rollout is rebuilt exactly (non-finite numbers are
-null, and come back NaN).
+and is null in the others; a rollout with another prompt than the first one has "prompt_ids" of its own. Token ids and
+log-probs are those of all segments in order; "segments" says how to cut them. Log-probs are the shortest decimals that
+give the same float32, so a rollout is rebuilt exactly (non-finite numbers are null, and come back NaN).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Sam
 _FILE = re.compile(r"step-(\d+)\.jsonl")
 _TEMPORARY = re.compile(r"\.step-\d+\.jsonl\.tmp-\d+")
 TRAINED = "trained"
-_SHARED = ("messages", "prompt", "columns", "prompt_ids")  # in the first line of a group alone
+_SHARED = ("messages", "prompt", "columns", "prompt_ids")  # in the first line of a group
 
 
 class RolloutRecorder(Tracker):
@@ -108,9 +108,10 @@ def read_records(dir: str | Path) -> Iterator[dict[str, Any]]:
                     record["columns"] = json.loads(record["columns"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{Path(dir) / name}:{number}: not a recorded rollout: {error}") from error
-            if record["sibling"] == 0:
+            if record["columns"] is not None:
                 shared = {key: record[key] for key in _SHARED}
-            yield record | shared
+            own = {} if record["prompt_ids"] is None else {"prompt_ids": record["prompt_ids"]}
+            yield record | shared | own
 
 
 def _names(dir: Path) -> list[str]:
@@ -131,14 +132,15 @@ def _read_step(path: Path) -> list[Group]:
         for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
-                group_id, sibling, size = record["group_id"], record["sibling"], int(record["group_size"])
+                group_id, size = record["group_id"], int(record["group_size"])
                 group = groups.get(group_id)
-                num_before = len(group.rollouts) if group is not None else 0
-                if sibling != num_before or sizes.setdefault(group_id, size) != size:
-                    raise ValueError(f"sibling {sibling} of group {group_id} is out of order")
                 if group is None:
                     group = groups[group_id] = Group(group_id, _task(record), tuple(record["prompt_ids"]), [])
-                group.rollouts.append(_rollout(record, group.task))
+                rollout = _rollout(record, group)
+                last = group.rollouts[-1] if group.rollouts else None
+                if (last is not None and _place(rollout) <= _place(last)) or sizes.setdefault(group_id, size) != size:
+                    raise ValueError(f"rollout {rollout.rollout_id} is out of order")
+                group.rollouts.append(rollout)
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
                 raise ValueError(f"{path}:{number}: not a recorded rollout: {what}") from error
@@ -163,6 +165,9 @@ def _record(
         "rollout_id": rollout.rollout_id,
         "group_id": rollout.group_id,
         "sibling": rollout.sibling,
+        "role": rollout.role,
+        "trajectory": rollout.trajectory,
+        "context": rollout.context,
         "group_size": len(group.rollouts),
         "task_id": task.task_id,
         "attempt": task.attempt,
@@ -174,7 +179,7 @@ def _record(
         "prompt": task.prompt if first else None,
         "plain": task.plain,
         "columns": json.dumps(task.columns, ensure_ascii=False) if first else None,
-        "prompt_ids": list(group.prompt_ids) if first else None,
+        "prompt_ids": list(rollout.prompt_ids) if first or not _same_prompt(rollout, group.rollouts[0]) else None,
         "completion": completion,
         "score": to_json(_float(reward.score)) if reward else None,
         # Without entries null, because Parquet has no struct without fields.
@@ -226,7 +231,15 @@ def _task(record: dict[str, Any]) -> Task:
     )
 
 
-def _rollout(record: dict[str, Any], task: Task) -> Rollout:
+def _place(rollout: Rollout) -> tuple[int, int, int]:
+    return rollout.sibling, rollout.trajectory, rollout.context
+
+
+def _same_prompt(a: Rollout, b: Rollout) -> bool:
+    return a.prompt_ids is b.prompt_ids or a.prompt_ids == b.prompt_ids
+
+
+def _rollout(record: dict[str, Any], group: Group) -> Rollout:
     token_ids = np.array(record["token_ids"], dtype=np.int32)
     logprobs = np.array([np.nan if x is None else x for x in record["logprobs"]], dtype=np.float32)
     lengths = [s["num_tokens"] for s in record["segments"]]
@@ -251,11 +264,13 @@ def _rollout(record: dict[str, Any], task: Task) -> Rollout:
     return Rollout(
         group_id=record["group_id"],
         sibling=record["sibling"],
-        task=task,
+        task=group.task,
         segments=segments,
         state=_state(record["outcome"]),
         stop_reason=StopReason(record["stop_reason"]) if record["stop_reason"] is not None else None,
         reward=_reward(record),
+        prompt_ids=group.prompt_ids if record["prompt_ids"] is None else tuple(record["prompt_ids"]),
+        **{name: record[name] for name in ("role", "trajectory", "context") if name in record},
     )
 
 

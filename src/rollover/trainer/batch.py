@@ -69,9 +69,9 @@ class BatchBuilder:
         scored = Scored.of(sampled, lengths, greedy, algorithm, masked.out_of_baseline)
         advantages_N = self._estimate(sampled, scored)
         context_only = masked.out_of_loss
-        prompts = {g.group_id: _narrow(f"the prompt of group {g.group_id}", np.asarray(g.prompt_ids)) for g in groups}
+        prompts = {id(r.prompt_ids): _prompt(r) for r in rollouts}
         samples = [
-            _sample(r, prompts[r.group_id], float(a), oldest[r.group_id], r.rollout_id not in context_only)
+            _sample(r, prompts[id(r.prompt_ids)], float(a), oldest[r.group_id], r.rollout_id not in context_only)
             for r, a in zip(sampled, advantages_N, strict=True)
             if r.num_tokens
         ]
@@ -111,6 +111,10 @@ def _sample(rollout: Rollout, prompt_ids: np.ndarray, value: float, oldest_versi
         advantages=np.full(sum(lengths), value if valid else 0.0, dtype=np.float32),
         temperature=temperature,
     )
+
+
+def _prompt(rollout: Rollout) -> np.ndarray:
+    return _narrow(f"the prompt of rollout {rollout.rollout_id}", np.asarray(rollout.prompt_ids))
 
 
 def _narrow(whose: str, token_ids: np.ndarray) -> np.ndarray:

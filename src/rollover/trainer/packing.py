@@ -14,6 +14,8 @@ import torch
 from rollover.models.limits import Limits
 from rollover.types import Sample
 
+_PromptKey = tuple[int, bytes]
+
 
 def split_groups(samples: list[Sample], parts: int) -> list[list[Sample]]:
     """Minibatches of whole groups, in order, as equal in their number of groups as possible."""
@@ -25,33 +27,36 @@ def split_groups(samples: list[Sample], parts: int) -> list[list[Sample]]:
 def micro_batches(samples: list[Sample], max_tokens: int) -> Iterator[list[Sample]]:
     """Micro-batches whose rows have at most `max_tokens` tokens, filled greedily in order; a longer sample is alone.
 
-    Siblings share one copy of the prompt. Samples without a loss token are left out: they count in baselines only.
+    Siblings with equal prompts share one copy. Samples without a loss token are left out: they count in baselines only.
     """
     current: list[Sample] = []
+    prompts: set[_PromptKey] = set()
     used = 0
     for sample in samples:
         if not sample.mask.any():
             continue
-        shared = bool(current) and current[-1].group_id == sample.group_id
-        length = len(sample.token_ids) + (0 if shared else len(sample.prompt_ids))
+        prompt = _prompt_key(sample)
+        length = len(sample.token_ids) + (0 if prompt in prompts else len(sample.prompt_ids))
         if current and used + length > max_tokens:
             yield current
             current, used, length = [], 0, len(sample.token_ids) + len(sample.prompt_ids)
+            prompts.clear()
         current.append(sample)
+        prompts.add(prompt)
         used += length
     if current:
         yield current
 
 
 def row_tokens(samples: list[Sample]) -> int:
-    """Length of the row of these samples, as `micro_batches` counts it: each group's prompt once."""
-    prompts = {s.group_id: len(s.prompt_ids) for s in samples}
+    """Length of the row of these samples, as `micro_batches` counts it: each prompt of a group once."""
+    prompts = {_prompt_key(s): len(s.prompt_ids) for s in samples}
     return sum(prompts.values()) + sum(len(s.token_ids) for s in samples)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Tensors of one micro-batch. The row holds each group's prompt once, then its siblings' answers, as blocks.
+    """Tensors of one micro-batch. The row holds each prompt of a group once, before its first answer.
 
     lengths: of the blocks. prefixes: the prompt's block of each answer's block, None for a prompt (PackedAttention).
     input_ids_N, position_ids_N: the row. loss_positions_M: row positions whose next token is in the loss.
@@ -84,28 +89,28 @@ class Packed:
 def pack(samples: list[Sample], device: torch.device, limits: Limits) -> Packed:
     """Flatten the samples into one row. The last token of an answer is left out: nothing is predicted from it.
 
-    The first token of an answer is predicted from the last position of the prompt, which all siblings share. ValueError
-    for samples that the model cannot take: they may come from recorded rollouts, or from a producer of the user's own.
+    The first token of an answer is predicted from the last position of its prompt, which siblings with an equal one
+    share. ValueError for samples that the model cannot take: they may come from recorded rollouts, or from a producer
+    of the user's own.
     """
     rows: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     loss_at: list[np.ndarray] = []
     prefixes: list[int | None] = []
-    offset = prompt_block = prompt_end = 0
-    previous: Sample | None = None
+    offset = 0
+    prompts: dict[_PromptKey, tuple[int, int]] = {}
+    """-> (its block, where it ends in the row)"""
     for s in samples:
         limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
         num_prompt = len(s.prompt_ids)
-        if previous is None or s.group_id != previous.group_id:
-            prompt_block, prompt_end = len(rows), offset + num_prompt
+        key = _prompt_key(s)
+        if key not in prompts:
+            prompts[key] = len(rows), offset + num_prompt
             rows.append(s.prompt_ids)
             positions.append(np.arange(num_prompt))
             prefixes.append(None)
-            offset = prompt_end
-        else:
-            if not np.array_equal(s.prompt_ids, previous.prompt_ids):
-                raise ValueError(f"rollout {s.rollout_id}: siblings of group {s.group_id} differ in their prompts")
-        previous = s
+            offset += num_prompt
+        prompt_block, prompt_end = prompts[key]
         predicted = np.flatnonzero(s.mask)
         loss_at.append(np.where(predicted == 0, prompt_end - 1, offset + predicted - 1))
         if len(s.token_ids) > 1:
@@ -142,3 +147,8 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits) -> Packed:
         versions_BT=padded([s.versions for s in samples], np.int64),
         group_B=torch.tensor([s.group_id for s in samples]),
     )
+
+
+def _prompt_key(sample: Sample) -> _PromptKey:
+    """Equal for samples that share one copy of their prompt in a row: those of one group whose prompts are equal."""
+    return sample.group_id, sample.prompt_ids.tobytes()

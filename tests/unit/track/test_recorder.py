@@ -235,7 +235,7 @@ def test_datasets_reads_it(mixed: Path, tmp_path: Path) -> None:
         (lambda r: r.update(token_ids=[1, 2, 2**40]), "not a recorded rollout"),
         (lambda r: r.update(segments=None), "not a recorded rollout"),
         (lambda r: r.update(extras=[1], error="e"), "not a recorded rollout"),
-        (lambda r: r.update(sibling=5), "out of order"),
+        (lambda r: r.update(sibling=0), "out of order"),
         (lambda r: r.update(group_size=3), "out of order"),
     ],
 )

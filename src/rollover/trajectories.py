@@ -1,0 +1,153 @@
+"""Views over a Group: who acted in it, in which order, and what is compared with what. Pure.
+
+    Group        Episode 0 ── Trajectory 0 (solver)  Rollout, Rollout    one run of a workflow on the task, and in it
+                            └ Trajectory 1 (judge)   Rollout             the ordered Rollouts (contexts) of one role
+                 Episode 1 ── ...
+    TrajectoryGroup (solver): trajectory 0 of each episode               what one baseline is taken over
+
+A plain task is an Episode of one Trajectory of one Rollout. Nothing here changes a Rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rollover.types import Group, Reward, Rollout, StopReason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One model call: tokens `start` to `end` of a Rollout, counted from the end of its prompt. All are sampled."""
+
+    rollout: Rollout
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """The ordered Rollouts of one role in one Episode, with one score. `index`: its place in the Episode.
+
+    `reward` is that of the whole: None before it was scored, missing where that of one of its Rollouts is.
+    """
+
+    group_id: int
+    episode: int
+    index: int
+    role: str
+    rollouts: tuple[Rollout, ...]
+    reward: Reward | None
+
+    def __str__(self) -> str:
+        """As messages name it."""
+        return f"trajectory {self.index} (role {self.role!r}) of episode {self.group_id}-{self.episode}"
+
+    @property
+    def greedy(self) -> bool:
+        """A baseline, which is never trained."""
+        return any(rollout.greedy for rollout in self.rollouts)
+
+    @property
+    def valid(self) -> bool:
+        """Whether it has a score."""
+        return self.reward is not None and not self.reward.missing
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The model calls of all its Rollouts, in order."""
+        return tuple(turn for rollout in self.rollouts for turn in turns_of(rollout))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode:
+    """One run of a workflow on a task: a sibling of its Group."""
+
+    group_id: int
+    sibling: int
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrajectoryGroup:
+    """The trajectories over which one baseline is taken."""
+
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def role(self) -> str:
+        """That of its trajectories; "a+b" where they have several."""
+        return "+".join(sorted({trajectory.role for trajectory in self.trajectories}))
+
+
+def turns_of(rollout: Rollout) -> list[Turn]:
+    """The model calls of a Rollout: a call ends where its generation stopped, or before what an environment wrote."""
+    turns: list[Turn] = []
+    start: int | None = None
+    at = 0
+    for segment in rollout.segments:
+        if not segment.trainable and start is not None:
+            turns.append(Turn(rollout, start, at))
+            start = None
+        if segment.trainable and segment.num_tokens:
+            start = at if start is None else start
+        at += segment.num_tokens
+        if segment.trainable and start is not None and segment.stop_reason is not StopReason.PAUSED:
+            turns.append(Turn(rollout, start, at))
+            start = None
+    if start is not None:
+        turns.append(Turn(rollout, start, at))
+    return turns
+
+
+def episodes_of(group: Group) -> list[Episode]:
+    """The episodes of a Group, and their trajectories, in order.
+
+    ValueError where the Rollouts of one trajectory have several roles or scores: it has one of each.
+    """
+    ordered = sorted(group.rollouts, key=lambda r: (r.sibling, r.trajectory, r.context))
+    return [
+        Episode(group.group_id, sibling, tuple(_trajectory(list(of)) for _, of in groupby(rollouts, _index)))
+        for sibling, rollouts in groupby(ordered, lambda r: r.sibling)
+    ]
+
+
+def by_role(episodes: Sequence[Episode]) -> list[TrajectoryGroup]:
+    """What baselines are taken over by default: the trajectories of each role, in the order in which roles appear.
+
+    Greedy ones, which are never trained, are in none.
+    """
+    of_role: dict[str, list[Trajectory]] = {}
+    for trajectory in (t for episode in episodes for t in episode.trajectories if not t.greedy):
+        of_role.setdefault(trajectory.role, []).append(trajectory)
+    return [TrajectoryGroup(tuple(trajectories)) for trajectories in of_role.values()]
+
+
+# Private
+
+
+def _index(rollout: Rollout) -> int:
+    return rollout.trajectory
+
+
+def _trajectory(rollouts: list[Rollout]) -> Trajectory:
+    first = rollouts[0]
+    reward = _reward(rollouts)
+    trajectory = Trajectory(first.group_id, first.sibling, first.trajectory, first.role, tuple(rollouts), reward)
+    roles, scores = {r.role for r in rollouts}, {r.reward.score for r in rollouts if r.reward is not None}
+    if len(roles) > 1:
+        raise ValueError(f"{trajectory}: its rollouts have the roles {sorted(roles)}. Give them one")
+    if reward is not None and not reward.missing and len(scores) > 1:
+        raise ValueError(f"{trajectory}: its rollouts have the scores {sorted(map(str, scores))}. Give them one Reward")
+    return trajectory
+
+
+def _reward(rollouts: Sequence[Rollout]) -> Reward | None:
+    """That of the last one, unless another lacks its own or has none."""
+    rewards = [rollout.reward for rollout in rollouts]
+    without = next((reward for reward in rewards if reward is None or reward.missing), rewards[-1])
+    return None if None in rewards else without

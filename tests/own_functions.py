@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tiny
+from contract import trainer_contract
 from rollover.algorithms.filters import group_filters
 from rollover.config import AlgorithmConfig, Config, FiltersConfig, RewardsConfig, TasksConfig
 from rollover.engine.build import EngineSetup, build_engine
@@ -26,9 +27,12 @@ from rollover.tasks.prompts import TASK_OR_NONE, PromptSource
 from rollover.tasks.same import same_by
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Cut, RunInfo
+from rollover.trainer.backend import TrainerBackend
 from rollover.trainer.batch import build_batch
+from rollover.trainer.build import build_trainer
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from samples import random_samples
 from unit.envs import templates
 
 TASK = Task("t", "docs", "reward", prompt="1 + 1 =")
@@ -196,6 +200,27 @@ def check_hooks(spec: str) -> None:
         asyncio.run(guard.on_evaluate({"mean": 0.49}))
 
 
+def check_backend(spec: str) -> None:
+    """Under the whole contract of a trainer's backend; and it has counted the updates."""
+    made: list[TrainerBackend] = []
+    config = Config.model_validate(
+        {
+            "backend": {"type": spec}, "model": {"dtype": "float32"}, "run": {"threads": 1},
+            "train": {"learning_rate": 1e-2}, "rollout": {"max_new_tokens": 16, "groups_per_step": 3},
+        }
+    )  # fmt: skip
+
+    def make() -> TrainerBackend:
+        made.append(build_trainer(config, tiny.loaded()).backend)
+        return made[-1]
+
+    subject = trainer_contract.Subject(make, random_samples(3), samples_with_an_engine=False)
+    for check in trainer_contract.CHECKS:
+        asyncio.run(check(subject))
+    assert all(seconds > 0 for backend in made for seconds in backend.seconds)  # type: ignore[attr-defined]
+    assert any(backend.seconds for backend in made)  # type: ignore[attr-defined]
+
+
 PAGE = "own-functions.md"
 CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "over_mean"): check_advantage,
@@ -212,4 +237,5 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "Doubles"): check_source,
     (PAGE, "by_its_numbers"): check_problem_key,
     ("trainer.md", "Guard"): check_hooks,
+    ("backends.md", "Timed"): check_backend,
 }

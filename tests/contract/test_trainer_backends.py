@@ -16,6 +16,7 @@ from rollover.functions import FunctionError
 from rollover.trainer.backend import TrainerBackend
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import build_trainer
+from rollover.trainer.objective import Counts
 from samples import random_samples
 
 TOY = f"{Path(__file__).with_name('toy_backend.py')}:Bigrams"
@@ -39,8 +40,8 @@ def local(*, engine: bool = True, **tables: dict[str, Any]) -> TrainerBackend:
 
 
 def toy() -> TrainerBackend:
-    of = config(train={"learning_rate": 1.0, "num_steps": 10})
-    return build_trainer(of, tiny.loaded(), kind=TOY).backend
+    of = config(train={"learning_rate": 1.0, "num_steps": 10}, backend={"type": TOY})
+    return build_trainer(of, tiny.loaded()).backend
 
 
 def subject(**tables: dict[str, Any]) -> trainer_contract.Subject:
@@ -68,8 +69,9 @@ def test_the_step_over_minibatches_runs_on_a_backend_of_ones_own() -> None:
     of = config(
         train={"learning_rate": 1.0, "num_steps": 10, "minibatches_per_step": 3},
         algorithm={"rejection": "token_k3", "rejection_high": 2.0, "ess_step_scaling": True},
+        backend={"type": TOY},
     )
-    trainer = build_trainer(of, tiny.loaded(), kind=TOY)
+    trainer = build_trainer(of, tiny.loaded())
     metrics = [trainer.train_step(Batch(SAMPLES)) for _ in range(3)]
     assert trainer.policy_version == 3 and not trainer.in_update
     assert metrics[0]["ratio/max"] > 1.0 and 0 < metrics[0]["off_policy/rejected_share"] < 1
@@ -77,7 +79,7 @@ def test_the_step_over_minibatches_runs_on_a_backend_of_ones_own() -> None:
 
 
 def test_accumulated_gradients_are_those_of_one_step_on_a_backend_of_ones_own() -> None:
-    plain, streamed = (build_trainer(config(), tiny.loaded(), kind=TOY) for _ in range(2))
+    plain, streamed = (build_trainer(config(backend={"type": TOY}), tiny.loaded()) for _ in range(2))
     streamed.accumulate([s for s in SAMPLES if s.group_id == 1])
     expected, found = plain.train_step(Batch(SAMPLES)), streamed.train_step(Batch(SAMPLES))
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
@@ -86,6 +88,33 @@ def test_accumulated_gradients_are_those_of_one_step_on_a_backend_of_ones_own() 
 
 def test_what_is_no_backend_is_refused() -> None:
     with pytest.raises(FunctionError, match=r"a object without compute_logprobs, .*save_state"):
-        build_trainer(config(), tiny.loaded(), kind=TOY.replace("Bigrams", "without_verbs"))
+        build_trainer(config(backend={"type": TOY.replace("Bigrams", "without_verbs")}), tiny.loaded())
     with pytest.raises(ValueError, match="nowhere"):
-        build_trainer(config(), tiny.loaded(), kind="nowhere:make")
+        build_trainer(config(backend={"type": "nowhere:make"}), tiny.loaded())
+    with pytest.raises(ValueError, match=r'"locl" is none of local.* Did you mean "local"'):
+        config(backend={"type": "locl"})
+
+
+@pytest.mark.parametrize(
+    ("verb", "gives", "why"),
+    [
+        ("compute_logprobs", lambda *_: {}, "its compute_logprobs returned None for rollout 0-0, which has"),
+        ("compute_logprobs", lambda *_: exit(), "its compute_logprobs failed: SystemExit"),
+        ("forward_backward", lambda *_: None, "its forward_backward returned None. Mend it: it must add the gradient"),
+        ("optim_step", lambda *_, **__: {"grad_norm": "x"}, "its optim_step returned {'grad_norm': 'x'} (dict)"),
+        ("save_state", lambda *_: {}, "its save_state returned {} (dict)"),
+    ],
+)
+def test_what_a_backend_of_ones_own_does_wrongly_is_said_as_its_own_fault(verb: str, gives: Any, why: str) -> None:
+    backend = toy()
+    setattr(backend.backend, verb, gives)  # type: ignore[attr-defined]
+
+    def every_verb() -> None:
+        backend.compute_logprobs(SAMPLES)
+        backend.forward_backward(SAMPLES, Counts.of(SAMPLES))
+        backend.optim_step()
+        backend.save_state()
+
+    with pytest.raises(FunctionError) as caught:
+        every_verb()
+    assert f"backend.type = {TOY!r}: {why}" in str(caught.value) and str(caught.value).endswith("(trainer/backend.py)")

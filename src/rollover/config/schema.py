@@ -12,8 +12,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from rollover.config import algorithm, rollout, run, selection, tasks, train
+from rollover.config import algorithm, backend, rollout, run, selection, tasks, train
 from rollover.config.algorithm import AlgorithmConfig
+from rollover.config.backend import BackendConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
 from rollover.config.selection import FiltersConfig, ReplayConfig, RerollConfig
@@ -32,6 +33,7 @@ class Config(Table):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    backend: BackendConfig = Field(default_factory=BackendConfig)
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
     filters: FiltersConfig = Field(default_factory=FiltersConfig)
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
@@ -138,6 +140,7 @@ RULES: tuple[Rule, ...] = (
     *algorithm.RULES,
     *selection.RULES,
     *train.RULES,
+    *backend.RULES,
     *tasks.RULES,
     *run.RULES,
     *rollout.RULES,

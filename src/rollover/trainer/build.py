@@ -1,10 +1,11 @@
-"""The trainer of a run, as the configuration says: the step over minibatches, on a backend from one table of kinds."""
+"""The trainer of a run, as the configuration says: the step over minibatches, on the backend that it names."""
 
 from __future__ import annotations
 
 import torch
 
 from rollover.config import AlgorithmConfig, Config, LoraConfig, TrainConfig
+from rollover.config.backend import BACKENDS
 from rollover.engine.protocol import Engine
 from rollover.functions import make_named
 from rollover.models.devices import dtype_of, pick_device
@@ -12,23 +13,21 @@ from rollover.models.load import LoadedModel
 from rollover.models.team import Team
 from rollover.trainer.backend import BackendSetup, TrainerBackend
 from rollover.trainer.local_backend import LocalBackend
+from rollover.trainer.own_backend import OwnBackend
 from rollover.trainer.trainer import Trainer
 
-# The function of each, of a `BackendSetup`.
-BACKENDS = {"local": "rollover.trainer.build:make_local"}
 
-
-def build_trainer(config: Config, loaded: LoadedModel, engine: Engine | None = None, kind: str = "local") -> Trainer:
-    """The trainer goes on with the model that is `loaded`, in float32. `engine`: what the backend may sample with.
-
-    `kind`: a key of `BACKENDS`, or a function of one's own (module:function or path.py:function) of a `BackendSetup`.
-    ValueError if that gives no backend.
-    """
+def build_trainer(config: Config, loaded: LoadedModel, engine: Engine | None = None) -> Trainer:
+    """The trainer, on the backend that backend.type names, goes on with the model that is `loaded`, in float32.
+    `engine`: what the backend may sample with. ValueError if a function of one's own gives no backend."""
     staleness = max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0)
     team = Team.of(config.run, pick_device(config.model.device))
     _refuse_uncorrected(config.train, config.algorithm, staleness)
     setup = BackendSetup(config, loaded, team, staleness, engine)
-    backend = make_named("the trainer's backend", kind, BACKENDS, setup, TrainerBackend, "one")
+    kind = config.backend.type
+    backend = make_named("backend.type", kind, BACKENDS, setup, TrainerBackend, "a trainer's backend")
+    if kind not in BACKENDS:
+        backend = OwnBackend(backend, kind)
     return Trainer(backend, config.train, config.algorithm, team)
 
 

@@ -1,0 +1,157 @@
+"""A trainer's backend of the user's own, held to the contract: what it raises or returns wrongly is said as its own
+fault.
+
+    backend.type = "mine.py:make" ──▶ make(setup) ──▶ OwnBackend ──▶ trainer, hand-over, checkpoints
+
+Never changes an answer: it is passed on, or refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollover.engine.protocol import EngineDied, ExtendRequest
+from rollover.functions import FunctionError, described, explained, is_number
+from rollover.trainer.backend import Stream, TrainerBackend
+from rollover.trainer.objective import Counts
+from rollover.trainer.tally import Tally
+from rollover.types import Sample, Segment
+
+# What each part of the contract must be or do, to complete "it must ...".
+_MUST = {
+    "policy_version": "be a property with the training steps of the current weights, an integer",
+    "flops": "be a property with the FLOPs so far, a number",
+    "compute_logprobs": "return a dict: rollout id -> float32 array with a log-prob for each loss token",
+    "compute_values": "return a dict: rollout id -> float32 array with a value for each loss token",
+    "forward_backward": "add the gradient of the samples, and return a Tally",
+    "optim_step": "step, and return a dict of numbers with grad_norm, learning_rate and train/skipped_steps",
+    "forget_gradients": "forget the gradient, and may raise nothing",
+    "publish": "be an async def that returns pairs of a name and a tensor",
+    "sample": "be an async def that returns a list of Segments for each request",
+    "save_state": "return (tensors by name, what JSON can hold)",
+    "load_state": "go on from what save_state gave",
+    "save_model": "write the model into the folder",
+}
+_UPDATE = ("grad_norm", "learning_rate", "train/skipped_steps")
+
+
+class OwnBackend:
+    """`backend`, which the function that backend.type names as `spec` has made. Each verb: see `TrainerBackend`.
+
+    FunctionError where a verb raises or returns something else than it must: a sentence that names the verb and what it
+    must do. AssertionError and EngineDied, which end a run at once, are passed on.
+    """
+
+    def __init__(self, backend: TrainerBackend, spec: str) -> None:
+        self.backend, self.spec = backend, spec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    @property
+    def policy_version(self) -> int:
+        with self._calling("policy_version"):
+            value = self.backend.policy_version
+        try:
+            if not isinstance(value, bool):
+                return operator.index(value)
+        except TypeError:
+            pass
+        raise self._failed("policy_version", f"gave {described(value)}")
+
+    @property
+    def flops(self) -> float:
+        with self._calling("flops"):
+            value = self.backend.flops
+        if not is_number(value):
+            raise self._failed("flops", f"gave {described(value)}")
+        return value
+
+    def compute_logprobs(self, samples: list[Sample], version: int | None = None) -> Stream:
+        with self._calling("compute_logprobs"):
+            found = self.backend.compute_logprobs(samples, version)
+        return self._stream("compute_logprobs", found, samples)
+
+    def compute_values(self, samples: list[Sample]) -> Stream:
+        with self._calling("compute_values"):
+            found = self.backend.compute_values(samples)
+        return self._stream("compute_values", found, samples)
+
+    def forward_backward(
+        self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
+    ) -> Tally:
+        with self._calling("forward_backward"):
+            sums = self.backend.forward_backward(samples, counts, known)
+        if not isinstance(sums, Tally):
+            raise self._failed("forward_backward", f"returned {described(sums)}")
+        return sums
+
+    def optim_step(self, rate_scale: float = 1.0, *, divisor: float = 1.0, ends_step: bool = True) -> dict[str, float]:
+        with self._calling("optim_step"):
+            update = self.backend.optim_step(rate_scale, divisor=divisor, ends_step=ends_step)
+        if not isinstance(update, Mapping) or not all(is_number(update.get(name)) for name in _UPDATE):
+            raise self._failed("optim_step", f"returned {described(update)}")
+        return dict(update)
+
+    def forget_gradients(self) -> None:
+        with self._calling("forget_gradients"):
+            self.backend.forget_gradients()
+
+    async def publish(self) -> Iterable[tuple[str, torch.Tensor]]:
+        with self._calling("publish"):
+            return await self.backend.publish()
+
+    async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
+        with self._calling("sample"):
+            return await self.backend.sample(requests)
+
+    def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        with self._calling("save_state"):
+            state = self.backend.save_state()
+        if not isinstance(state, tuple) or len(state) != 2 or not all(isinstance(part, dict) for part in state):
+            raise self._failed("save_state", f"returned {described(state)}")
+        return state
+
+    def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        with self._calling("load_state"):
+            self.backend.load_state(tensors, meta)
+
+    def save_model(self, folder: Path) -> None:
+        with self._calling("save_model"):
+            self.backend.save_model(folder)
+
+    # Private
+
+    @contextmanager
+    def _calling(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except (AssertionError, EngineDied):
+            raise
+        except (Exception, SystemExit) as error:  # boundary: the user's backend
+            raise self._failed(verb, f"failed: {explained(error)}") from error
+
+    def _failed(self, verb: str, how: str) -> FunctionError:
+        return FunctionError(
+            f"backend.type = {self.spec!r}: its {verb} {how}. Mend it: it must {_MUST[verb]} (trainer/backend.py)"
+        )
+
+    def _stream(self, verb: str, found: object, samples: list[Sample]) -> Stream:
+        """FunctionError unless there is a number for each loss token of the samples."""
+        if not isinstance(found, Mapping):
+            raise self._failed(verb, f"returned {described(found)}")
+        for s in samples:
+            if num := int(s.mask.sum()):
+                values = found.get(s.rollout_id)
+                if not isinstance(values, np.ndarray) or values.shape != (num,):
+                    what = f"returned {described(values)} for rollout {s.rollout_id}, which has {num} loss tokens"
+                    raise self._failed(verb, what)
+        return dict(found)

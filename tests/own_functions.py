@@ -19,11 +19,14 @@ from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.build import EnvironmentSetup, build_environment
+from rollover.envs.class_environment import ClassEnvironment
+from rollover.envs.tool_format import build_tool_format
+from rollover.envs.tools import Call
 from rollover.functions import load_function, own_function
 from rollover.rollout.order import RolloutView, load_order
 from rollover.run.own_metrics import own_metrics
 from rollover.run.producer import OwnProducer
-from rollover.tasks.prompts import TASK_OR_NONE, PromptSource
+from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
 from rollover.tasks.same import same_by
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Cut, RunInfo
@@ -33,7 +36,7 @@ from rollover.trainer.build import build_trainer
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from samples import random_samples
-from unit.envs import templates
+from unit.envs import played, templates
 
 TASK = Task("t", "docs", "reward", prompt="1 + 1 =")
 
@@ -122,7 +125,7 @@ def check_before_produce(spec: str) -> None:
 
     for version, expected in ((9, ["t200"]), (10, ["t201", "t200"])):
         own = own_function("tasks.before_produce", spec, TASK_OR_NONE)
-        prompts = PromptSource(Stream(), tiny.tokenizer(), 500, own)  # type: ignore[arg-type]
+        prompts = PromptSource(Stream(), encoder(tiny.tokenizer(), None), 500, own)  # type: ignore[arg-type]
         prompts.version = version
         assert [task.task_id for task, _ in iter(prompts, None)] == expected
 
@@ -221,6 +224,31 @@ def check_backend(spec: str) -> None:
     assert any(backend.seconds for backend in made)  # type: ignore[attr-defined]
 
 
+def _class_environment(spec: str, **workflow: str) -> ClassEnvironment:
+    return played.build(Config.model_validate({"workflow": {"environment": spec, **workflow}}))
+
+
+def check_counter(spec: str) -> None:
+    environment, rollout = _class_environment(spec), played.new_rollout()
+    for step, count in ((400, "400"), (8, "408")):
+        assert asyncio.run(played.told(environment, rollout, played.call("increment", step=step))) == [count]
+    assert asyncio.run(played.turn(environment, rollout, "Done.")) is None
+    assert played.reward_of(environment, rollout) == Reward(1.0)
+
+
+def check_game(spec: str) -> None:
+    environment, rollout = _class_environment(spec), played.new_rollout()
+    assert asyncio.run(played.told(environment, rollout, "400", role="user")) == ["higher"]
+    assert asyncio.run(played.turn(environment, rollout, "408")) is None
+    assert played.reward_of(environment, rollout) == Reward(1.0)
+
+
+def check_tool_format(spec: str) -> None:
+    made = build_tool_format(spec)
+    assert made.definitions([]) == "Write [[12*34]] to have 12*34 computed."
+    assert made.read("So [[1+2]] and [[3]]") == [Call("calculate", {"expression": e}) for e in ("1+2", "3")]
+
+
 PAGE = "own-functions.md"
 CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "over_mean"): check_advantage,
@@ -238,4 +266,7 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "by_its_numbers"): check_problem_key,
     ("trainer.md", "Guard"): check_hooks,
     ("backends.md", "Timed"): check_backend,
+    ("agents.md", "Counter"): check_counter,
+    ("agents.md", "GuessNumber"): check_game,
+    ("agents.md", "Brackets"): check_tool_format,
 }

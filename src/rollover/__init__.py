@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rollover.api.session import Session as Session
     from rollover.api.training import train as train
     from rollover.api.training import train_async as train_async
+    from rollover.envs.game import Observation as Observation
     from rollover.run.loop import Step as Step
     from rollover.run.producer import ready_group as ready_group
     from rollover.track.tracker import RunInfo as RunInfo
@@ -36,6 +37,7 @@ _PLACES = {
     "Completion": "rollover.api.engine",
     "Engine": "rollover.api.engine",
     "Group": "rollover.types",
+    "Observation": "rollover.envs.game",
     "Reward": "rollover.types",
     "Rollout": "rollover.types",
     "Run": "rollover.api.run",

@@ -23,7 +23,7 @@ from rollover.functions import FunctionError, explained, own_function
 from rollover.rollout.order import RolloutView, load_order
 from rollover.run.own_metrics import own_metrics
 from rollover.run.producer import OwnProducer
-from rollover.tasks.prompts import TASK_OR_NONE, PromptSource
+from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
 from rollover.trainer.batch import build_batch
 from rollover.trainer.objective import Objective
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
@@ -137,7 +137,7 @@ KINDS: dict[str, tuple[str, Callable[[str], Any], str, dict[str, str]]] = {
         "task, version",
         lambda spec: PromptSource(
             Stream(),  # type: ignore[arg-type]
-            tiny.tokenizer(),
+            encoder(tiny.tokenizer(), None),
             100,
             own_function("tasks.before_produce", spec, TASK_OR_NONE),
         )(),

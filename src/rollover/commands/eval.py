@@ -51,13 +51,14 @@ async def answers_to_all(config: Config, model: str | None) -> list[Answer]:
     """Answers to the held-out tasks of `model` (None: model.path), scored."""
     from rollover.run.eval_parts import EvalParts
     from rollover.run.evaluate import answers_of, encode_tasks, held_out_tasks
-    from rollover.tasks.prompts import prompt_limit
+    from rollover.tasks.prompts import encoder, prompt_limit
 
     parts = await EvalParts.build(config, model)
     try:
         assert parts.environment is not None
         tasks = held_out_tasks(config, to_stderr)
-        held_out = encode_tasks(tasks, parts.tokenizer, prompt_limit(config, parts.engine.max_tokens))
+        encode = encoder(parts.tokenizer, parts.environment)
+        held_out = encode_tasks(tasks, encode, prompt_limit(config, parts.engine.max_tokens))
         return await answers_of(
             held_out, parts.engine, parts.environment, parts.tokenizer, config, parts.stop_token_ids, to_stderr
         )

@@ -20,6 +20,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     config = load(args.files, overrides, require_sources=False).config
+    if config.workflow.environment:
+        raise ValueError(
+            f"workflow.environment = {config.workflow.environment!r} is reset with the columns of a task, and a prompt"
+            " has none: see whole episodes with rollover eval FILE --worst 3, or remove it to see a first turn"
+        )
     for i, answer in enumerate(asyncio.run(answers(config, args.prompt, args.num))):
         print(f"--- {i + 1} of {args.num}" if args.num > 1 else "", answer.text, sep="\n" if args.num > 1 else "")
     return 0

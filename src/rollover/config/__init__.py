@@ -8,6 +8,7 @@ from rollover.config.selection import FiltersConfig, ReplayConfig, RerollConfig
 from rollover.config.table import ConfigError, Table
 from rollover.config.tasks import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.config.train import EngineConfig, LoraConfig, ModelConfig, TrainConfig
+from rollover.config.workflow import WorkflowConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -31,4 +32,5 @@ __all__ = [
     "TrackConfig",
     "TrainConfig",
     "WatchdogConfig",
+    "WorkflowConfig",
 ]

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from rollover.config import algorithm, backend, rollout, run, selection, tasks, train
+from rollover.config import algorithm, backend, rollout, run, selection, tasks, train, workflow
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.backend import BackendConfig
 from rollover.config.rollout import RolloutConfig
@@ -21,6 +21,7 @@ from rollover.config.selection import FiltersConfig, ReplayConfig, RerollConfig
 from rollover.config.table import UNSETTLED, Inert, Refused, Rule, Table, given, on_fields, refuse, row_of, table_of
 from rollover.config.tasks import RewardsConfig, TasksConfig, source_rules
 from rollover.config.train import EngineConfig, ModelConfig, TrainConfig
+from rollover.config.workflow import WorkflowConfig
 
 
 class Config(Table):
@@ -30,6 +31,7 @@ class Config(Table):
     model: ModelConfig = Field(default_factory=ModelConfig)
     tasks: TasksConfig = Field(default_factory=TasksConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -144,6 +146,7 @@ RULES: tuple[Rule, ...] = (
     *tasks.RULES,
     *run.RULES,
     *rollout.RULES,
+    *workflow.RULES,
 )
 INERT = tuple(rule for rule in RULES if isinstance(rule, Inert))
 REFUSED = tuple(rule for rule in RULES if isinstance(rule, Refused))

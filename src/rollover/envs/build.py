@@ -1,37 +1,23 @@
-"""The environment of a run, by rollout.environment: a built-in one, or a function of the user's own that makes one."""
+"""The environment of a run: a class of the user's own (workflow.environment), or what rollout.environment names, a
+built-in one or a function of the user's own that makes one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
-from rollover.config import Config
 from rollover.config.rollout import ENVIRONMENTS
+from rollover.envs.class_environment import ClassEnvironment
 from rollover.envs.protocol import Environment, WrongTurn, why_no_rewards, why_not_written
-from rollover.envs.single_turn import Scorer, SingleTurn
+from rollover.envs.setup import EnvironmentSetup as EnvironmentSetup
+from rollover.envs.single_turn import SingleTurn
 from rollover.functions import explained, make_named
 from rollover.types import Reward, Rollout, Segment, Task
 
 
-@dataclass(frozen=True)
-class EnvironmentSetup:
-    """What an environment is made from."""
-
-    config: Config
-    tokenizer: Any
-    """Of the model that is trained."""
-    score: Scorer
-    """Asks the reward function of the rollouts' task, with the text of all their tokens: see Environment.score."""
-    scores_singly: Callable[[Task], bool]
-    """See Environment.scores_singly."""
-    vocab_size: int
-    """Every token id of the model is below it."""
-
-
 def build_environment(setup: EnvironmentSetup) -> Environment:
-    """The environment that rollout.environment names. ValueError if a function of one's own gives none."""
+    """The environment that workflow.environment or rollout.environment names. ValueError if it can be none."""
+    if setup.config.workflow.environment:
+        return ClassEnvironment(setup)
     name = setup.config.rollout.environment
     made = make_named("rollout.environment", name, ENVIRONMENTS, setup, Environment, "an environment")
     return made if name in ENVIRONMENTS else OwnEnvironment(made, setup.vocab_size)

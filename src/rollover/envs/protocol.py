@@ -9,9 +9,9 @@ Run tests/contract/environment_contract.py on your own.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -44,6 +44,23 @@ class Environment(Protocol):
 
     def scores_singly(self, task: Task, /) -> bool:
         """Whether the rollouts of the task are scored one by one, each when it is done; else a group is at once."""
+        ...
+
+
+@runtime_checkable
+class HoldsObjects(Protocol):
+    """What an environment of ours has besides, which has an object for every rollout and writes prompts of its own."""
+
+    def prompt(self, task: Task) -> tuple[int, ...]:
+        """Token ids of the task's prompt."""
+        ...
+
+    def release(self, rollouts: Iterable[Rollout]) -> None:
+        """These rollouts left the system."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Its metrics: cumulative counters."""
         ...
 
 

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from rollover.envs.protocol import Environment
+from rollover.envs.protocol import Environment, HoldsObjects
 from rollover.rollout.asker import Asker, ExtendFailed
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.lifecycle import Lifecycle, is_complete
@@ -106,6 +106,8 @@ class InFlight:
             rollout_ids = [r.rollout_id for r in group.rollouts]
             self.asker.release(rollout_ids)
             self.watchdog.on_leave(rollout_ids)
+            if isinstance(self.environment, HoldsObjects):
+                self.environment.release(group.rollouts)
 
     def give_up_scores(self) -> None:
         """Wait for no score that is under way. Those rollouts stay unscored, and are scored again."""

@@ -20,7 +20,7 @@ from rollover.rollout.turn import EnvironmentFailed, play_turn
 from rollover.rollout.watchdog import Watchdog
 from rollover.run.eval_parts import EvalParts
 from rollover.tasks.build import held_out_names
-from rollover.tasks.prompts import encode_prompt
+from rollover.tasks.prompts import Encode, encode_prompt
 from rollover.tasks.stream import TaskStream, decorated
 from rollover.track.answers import Answer, summary_of
 from rollover.types import Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task, rollout_seed
@@ -44,9 +44,9 @@ def held_out_tasks(config: Config, say: Callable[[str], None]) -> list[Task]:
     return stream.take(config.eval.num_tasks)
 
 
-def encode_tasks(tasks: list[Task], tokenizer: Any, max_prompt_tokens: int) -> EvalTasks:
+def encode_tasks(tasks: list[Task], encode: Encode, max_prompt_tokens: int) -> EvalTasks:
     """The tasks with their prompts, without those whose prompt is too long. ValueError if none is left."""
-    prompts = [encode_prompt(t, tokenizer) for t in tasks]
+    prompts = [encode(t) for t in tasks]
     kept = [i for i, p in enumerate(prompts) if len(p) <= max_prompt_tokens]
     if not kept:
         raise ValueError("every held-out task has a prompt above tasks.max_prompt_tokens: raise it")

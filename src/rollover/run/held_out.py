@@ -92,7 +92,9 @@ class HeldOut:
         version, started = parts.trainer.policy_version, time.perf_counter()
         tokenizer = parts.loaded.tokenizer
         if self._tasks is None:
-            self._tasks = encode_tasks(held_out_tasks(config, say), tokenizer, parts.prompts.max_prompt_tokens)
+            self._tasks = encode_tasks(
+                held_out_tasks(config, say), parts.prompts.encode, parts.prompts.max_prompt_tokens
+            )
         result = await self.stop.unless_requested(
             evaluate(self._tasks, parts.engine, parts.environment, tokenizer, config, parts.stop_token_ids, say)
         )

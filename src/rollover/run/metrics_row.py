@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rollover.config import Config
+from rollover.envs.protocol import HoldsObjects
 from rollover.run.batch_metrics import (
     mask_metrics,
     peak_rss_bytes,
@@ -163,6 +164,7 @@ class Rows:
         counts = (
             self.parts.rewarder.stats(), self._engine_stats(), driver.asker.stats(), driver.watchdog.stats(),
             self.trackers.stats(), self.journaling.counters(),
+            self.parts.environment.stats() if isinstance(self.parts.environment, HoldsObjects) else {},
         )  # fmt: skip
         now = {key: value for of_owner in counts for key, value in of_owner.items()}
         return {key: value + self._carried.get(key, 0.0) for key, value in now.items()}

@@ -26,7 +26,7 @@ from rollover.rewards.scorer import make_scorer
 from rollover.rollout.build import build_driver
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
-from rollover.tasks.prompts import PromptSource, build_prompts, prompt_limit
+from rollover.tasks.prompts import PromptSource, build_prompts, encoder, prompt_limit
 from rollover.tasks.reroll import Reroll
 from rollover.track.history import RunHistory
 from rollover.trainer.build import build_trainer
@@ -78,14 +78,15 @@ class Parts:
             loaded = model()
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
             trainer = build_trainer(config, loaded, engine)
-            prompts = prompts_for(loaded.tokenizer, prompt_limit(config, engine.max_tokens))
             observed = build_rewarder(config, training=True)
             scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
-            reroll = Reroll(config.reroll, config.train.num_steps, prompts)
             pool = observed.rewarder
             environment = build_environment(
                 EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size)
             )
+            encode = encoder(loaded.tokenizer, environment)
+            prompts = prompts_for(encode, prompt_limit(config, engine.max_tokens))
+            reroll = Reroll(config.reroll, config.train.num_steps, prompts)
             driver = build_driver(config, engine, reroll, environment, group_filter, stops)
             reuse = Reuse(config, reroll)
             history = history or RunHistory()

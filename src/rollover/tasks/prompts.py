@@ -7,17 +7,26 @@ tokenised here and nowhere else; a rollout goes on by token ids only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 
 from rollover.config import Config
+from rollover.envs.protocol import HoldsObjects
 from rollover.functions import OwnFunction, described, own_function
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task
 
 TASK_OR_NONE = "the Task to use, or None to leave it out"
 _MAX_SKIPS = 1000
+
+Encode = Callable[[Task], tuple[int, ...]]
+
+
+def encoder(tokenizer: Any, environment: object) -> Encode:
+    """How tasks become prompts: an environment of a class of the user's own tells of its tools there."""
+    return environment.prompt if isinstance(environment, HoldsObjects) else partial(encode_prompt, tokenizer=tokenizer)
 
 
 def encode_prompt(task: Task, tokenizer: Any) -> tuple[int, ...]:
@@ -40,16 +49,19 @@ def encode_prompt(task: Task, tokenizer: Any) -> tuple[int, ...]:
 
 
 class PromptSource:
-    """The next (task, prompt ids) of a stream whose prompt is short enough, None at the end. Reroll asks it."""
+    """The next (task, prompt ids) of a stream whose prompt is short enough, None at the end. Reroll asks it.
+
+    `encode`: the prompt of a task, of training and held-out ones alike.
+    """
 
     def __init__(
         self,
         stream: TaskStream,
-        tokenizer: Any,
+        encode: Encode,
         max_prompt_tokens: int,
         replace: Callable[[Task, int], Task | None] | None = None,
     ) -> None:
-        self.stream, self.tokenizer, self.max_prompt_tokens = stream, tokenizer, max_prompt_tokens
+        self.stream, self.encode, self.max_prompt_tokens = stream, encode, max_prompt_tokens
         self.replace = replace and OwnFunction.over(replace, "tasks.before_produce", TASK_OR_NONE)
         self.version = 0  # of the trainer: set by the loop, for `replace` alone
         self.num_skipped = 0
@@ -73,7 +85,7 @@ class PromptSource:
                 if task is None:
                     self.num_left_out += 1
                     continue
-            prompt_ids = encode_prompt(task, self.tokenizer)
+            prompt_ids = self.encode(task)
             if len(prompt_ids) <= self.max_prompt_tokens:
                 return task, prompt_ids
             self.num_skipped += 1
@@ -96,13 +108,13 @@ class PromptSource:
         self.num_left_out = state.get("num_left_out", 0)
 
 
-def build_prompts(config: Config) -> Callable[[Any, int], PromptSource]:
-    """Makes the training prompts of a tokenizer and a longest prompt. ValueError where [tasks] names what is not there:
-    that is found here, before a model is loaded for its tokenizer."""
+def build_prompts(config: Config) -> Callable[[Encode, int], PromptSource]:
+    """Makes the training prompts, of what encodes a task and a longest prompt. ValueError where [tasks] names what is
+    not there: that is found here, before a model is loaded for its tokenizer."""
     stream = TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards)
     name = config.tasks.before_produce
     before_produce = own_function("tasks.before_produce", name, TASK_OR_NONE) if name else None
-    return lambda tokenizer, max_prompt_tokens: PromptSource(stream, tokenizer, max_prompt_tokens, before_produce)
+    return lambda encode, max_prompt_tokens: PromptSource(stream, encode, max_prompt_tokens, before_produce)
 
 
 def prompt_limit(config: Config, max_tokens: int) -> int:

@@ -42,6 +42,21 @@ METRICS: list[Metric] = [
     Metric("reward/extra/{name}", "mean", "", "Mean of one further entry of the dicts that the reward returned."),
     # Of the user's own
     Metric("own/{name}", "mean", "", "What the function of track.metrics returned under this name."),
+    # Environments of workflow.environment; what evaluations do is not counted
+    Metric("tools/calls", "counter", "calls", "Calls that the policy wrote, malformed ones included."),
+    Metric("tools/malformed", "counter", "calls", "Of them, those that cannot be read."),
+    Metric("tools/errors", "counter", "calls", "Of them: no such tool, wrong arguments, or the tool raised."),
+    Metric("tools/timeouts", "counter", "calls", "Of them, those without an answer within workflow.tool_timeout_s."),
+    Metric("tools/time_s", "counter", "s", "Time in tools, of each call."),
+    Metric(
+        "tools/left_behind",
+        "counter",
+        "threads",
+        "Threads of tools, step, reset or get_reward that did not come back in time, and nobody waits for any more.",
+    ),
+    Metric("episodes/done", "counter", "rollouts", "Scored ones that ended by themselves: no call, or done."),
+    Metric("episodes/max_turns", "counter", "rollouts", "Scored ones that ended at workflow.max_turns."),
+    Metric("episodes/length", "counter", "rollouts", "Scored ones that ended at rollout.max_new_tokens."),
     # Rewards workers
     Metric("rewards/timeouts", "counter", "calls", "Reward calls past rewards.timeout_s; the worker was killed."),
     Metric("rewards/crashes", "counter", "calls", "Reward calls whose worker died, or gave no reply to them."),

@@ -26,7 +26,7 @@ from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
 from rollover.run.batch_metrics import rollout_metrics, staleness_metrics
-from rollover.tasks.prompts import PromptSource
+from rollover.tasks.prompts import PromptSource, encoder
 from rollover.tasks.stream import TaskStream
 from rollover.trainer.batch import Batch, build_batch
 from rollover.trainer.packing import split_groups
@@ -130,7 +130,7 @@ def test_lightrft_4_text_only_tasks_are_interrupted_and_continued(tmp_path: Path
     stream = TaskStream(tasks, seed=0, split="train", rewards=RewardsConfig())
     engine = RecordingEngine()
     run = Run(engine=engine, **PARTIAL)
-    run.driver.next_task = PromptSource(stream, tiny.tokenizer(), 64)
+    run.driver.next_task = PromptSource(stream, encoder(tiny.tokenizer(), None), 64)
     batches = run.steps(6)
     assert {r.task.messages is not None for r in continued(batches)} == {chat}
     tokenizer = tiny.tokenizer()

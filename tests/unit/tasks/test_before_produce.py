@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import tiny
-from rollover.tasks.prompts import PromptSource
+from rollover.tasks.prompts import PromptSource, encoder
 from rollover.types import Task
 
 
@@ -26,7 +26,7 @@ class Stream:
 
 
 def source(replace, num: int = 4) -> PromptSource:
-    return PromptSource(Stream(num), tiny.tokenizer(), 100, replace)  # type: ignore[arg-type]
+    return PromptSource(Stream(num), encoder(tiny.tokenizer(), None), 100, replace)  # type: ignore[arg-type]
 
 
 def everything(prompts: PromptSource) -> list[tuple[str, str]]:

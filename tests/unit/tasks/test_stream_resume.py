@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 from rollover.config import RewardsConfig, TasksConfig
-from rollover.tasks.prompts import PromptSource
+from rollover.tasks.prompts import PromptSource, encoder
 from rollover.tasks.stream import TaskStream
 
 
@@ -63,11 +63,11 @@ def test_a_task_that_fails_is_not_passed_over(tmp_path: Path) -> None:
             raise ValueError("the row is broken")
         return task
 
-    prompts = PromptSource(stream(tmp_path, shuffle=False), tiny.tokenizer(), 100, replace)
+    prompts = PromptSource(stream(tmp_path, shuffle=False), encoder(tiny.tokenizer(), None), 100, replace)
     seen = [prompts() for _ in range(2)]
     with pytest.raises(ValueError, match="the row is broken"):
         prompts()
-    resumed = PromptSource(stream(tmp_path, shuffle=False), tiny.tokenizer(), 100, replace)
+    resumed = PromptSource(stream(tmp_path, shuffle=False), encoder(tiny.tokenizer(), None), 100, replace)
     resumed.load_state_dict(json.loads(json.dumps(prompts.state_dict())))
     failing = False
     seen += [resumed() for _ in range(2)]

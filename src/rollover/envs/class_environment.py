@@ -1,0 +1,248 @@
+"""workflow.environment: objects of a class of the user's own, one a rollout, played over the turns of the policy.
+
+    prompt(task)      definitions of the tools, the task's messages, the text of `reset`
+    next(rollout)     the turn is read: calls are answered by tools, or a game makes its step
+    score(rollouts)   get_reward(), the attribute `reward`, what a game gave, else the task's reward function
+
+An object is a cache, as KV is: its state is what `reset` made of the task and what the turns since did. Where there is
+none (after a restart, or as a turn was sampled again) another one plays the same turns. What it says to them must be
+what stands in the rollout, token by token; else the rollout cannot go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollover.envs.chat import Chat, sampled_turns
+from rollover.envs.game import Observation
+from rollover.envs.protocol import written
+from rollover.envs.setup import EnvironmentSetup
+from rollover.envs.tool_calls import CallCounts, ToolCalls
+from rollover.envs.tool_format import build_tool_format
+from rollover.envs.tools import with_system_text
+from rollover.envs.user_class import KEY, UserClass
+from rollover.envs.user_code import Outcome, UserCode
+from rollover.functions import described
+from rollover.rewards.registry import to_result
+from rollover.types import Reward, Rollout, Segment, StopReason, Task
+
+_MOST_TEXTS = 100_000  # of `reset` that are remembered, as hashes, to see that it says the same to every rollout
+
+
+class CannotGoOn(ValueError):
+    """The user's class failed, or says something else than it did."""
+
+
+@dataclass
+class _Told:
+    """What the environment says after a turn. `done`: nothing, as the episode has ended."""
+
+    messages: list[dict[str, str]] = field(default_factory=list)
+    done: bool = False
+
+
+@dataclass
+class _Episode:
+    """An object of the user's class, the turns that it has seen, and what it said to each. `returned`: a game's."""
+
+    made: Any
+    turns: list[list[int]] = field(default_factory=list)
+    told: list[_Told] = field(default_factory=list)
+    returned: float = 0.0
+
+
+class ClassEnvironment:
+    """Of one run. ValueError where the class, the format of calls or the chat template does not fit."""
+
+    def __init__(self, setup: EnvironmentSetup) -> None:
+        config = setup.config
+        workflow, prompt_columns = config.workflow, {s.prompt_column for s in config.tasks.sources}
+        self.user = UserClass(workflow.environment, {"question", "problem", *prompt_columns} - {""})
+        self.max_turns, self.max_tokens = workflow.max_turns, config.rollout.max_new_tokens
+        self.format = build_tool_format(workflow.tool_format)
+        own_format = not self.user.is_game and ":" in workflow.tool_format
+        self._system_text = self.format.definitions(self.user.schemas) if own_format else ""
+        # A template's own way to tell of tools says how to call them, too: not for a format of one's own.
+        tools = [] if own_format else self.user.schemas
+        Chat(setup.tokenizer).require("user" if self.user.is_game else "tool")
+        self.chat = Chat(setup.tokenizer, tools, "hermes" if own_format else workflow.tool_format)
+        self.code = UserCode(workflow.tool_timeout_s)
+        self.calls = ToolCalls(self.code, self.user.schemas, setup.tokenizer, workflow.max_tool_tokens)
+        self._score, self._scores_singly = setup.score, setup.scores_singly
+        self._episodes: dict[tuple[int, int], _Episode] = {}
+        self._texts: dict[tuple[str, int], int] = {}  # hashes of what `reset` said, by task
+        self._owns_reward: bool | None = True if self.user.has_reward or self.user.is_game else None  # not known yet
+        self._counts = CallCounts()
+        self._ends: dict[str, int] = {"done": 0, "max_turns": 0, "length": 0}
+
+    # What a run asks
+
+    def prompt(self, task: Task) -> tuple[int, ...]:
+        """Token ids of the task's prompt. Waits for `reset`. CannotGoOn where that fails, or says something else when
+        it is asked again."""
+        text = self._opened_now(task)
+        if not self._texts and text != self._opened_now(task):
+            raise self._failed(
+                f"says one thing in reset, and another when it is asked again for the same task ({task.task_id}): all"
+                " rollouts of a task have one prompt. Make it of the columns alone, as by random.Random(answer)"
+            )
+        self._texts[task.task_id, task.attempt] = hash(text)
+        if len(self._texts) > _MOST_TEXTS:
+            del self._texts[next(iter(self._texts))]
+        messages = [dict(m) for m in task.messages or ({"role": "user", "content": task.content},)]
+        if text is not None:
+            messages[-1]["content"] += text
+        return tuple(self.chat.prompt(with_system_text(messages, self._system_text) if self._system_text else messages))
+
+    def release(self, rollouts: Iterable[Rollout]) -> None:
+        """They left the system: their objects are dropped."""
+        for rollout in rollouts:
+            self._episodes.pop(_key(rollout), None)
+
+    def stats(self) -> dict[str, float]:
+        """Cumulative counters, evaluations left out."""
+        ends = {f"episodes/{name}": float(num) for name, num in self._ends.items()}
+        return {**self._counts.stats(), "tools/left_behind": float(self.code.num_left_behind), **ends}
+
+    # Environment
+
+    async def next(self, rollout: Rollout) -> Segment | None:
+        """See Environment. CannotGoOn where the class fails."""
+        turns = sampled_turns(rollout)
+        told = (await self._caught_up(rollout, turns)).told[-1]
+        if told.done:
+            return written(rollout, (), done=True) if self.user.is_game else None
+        if len(turns) >= self.max_turns:
+            return None
+        return written(rollout, self.chat.continuation(turns[-1], told.messages))
+
+    async def score(self, rollouts: list[Rollout], /) -> list[Reward]:
+        """See Environment. What fails is a missing reward."""
+        if self._owns_reward is None:  # nothing was begun since a restart
+            await self._begun(rollouts[0].task)
+        if self._owns_reward:
+            rewards = list(await asyncio.gather(*map(self._reward, rollouts)))
+        else:
+            rewards = await self._score(rollouts)
+        for rollout in rollouts:
+            episode = self._episodes.pop(_key(rollout), None)
+            if rollout.group_id >= 0:
+                self._ends[self._end_of(rollout, episode)] += 1
+        return rewards
+
+    def scores_singly(self, task: Task, /) -> bool:
+        return bool(self._owns_reward) or self._scores_singly(task)
+
+    # Objects of the user's class
+
+    def _opened_now(self, task: Task) -> str | None:
+        """What `reset` says for the task."""
+        outcome = self.code.call_now(self.user.make.function)
+        self._check(outcome, "its construction")
+        made = outcome.value
+        return self._after_reset(made, self.code.call_now(made.reset, **self.user.columns_for_reset(task)))
+
+    async def _begun(self, task: Task) -> _Episode:
+        """A new object, after its `reset`."""
+        outcome = await self.code.call(self.user.make.function)
+        self._check(outcome, "its construction")
+        made = outcome.value
+        outcome = await self.code.call(made.reset, **self.user.columns_for_reset(task))
+        text = self._after_reset(made, outcome)
+        if hash(text) != self._texts.get((task.task_id, task.attempt), hash(text)):
+            raise self._failed(
+                f"says something else in reset than for the prompt of task {task.task_id}: make it of the columns alone"
+            )
+        return _Episode(made)
+
+    def _after_reset(self, made: Any, outcome: Outcome) -> str | None:
+        self._check(outcome, "reset")
+        if outcome.value is not None and not isinstance(outcome.value, str):
+            raise self._failed(f"returned {described(outcome.value)} from reset: it must be None, or a text")
+        if self._owns_reward is None:
+            self._owns_reward = hasattr(made, "reward")
+        return outcome.value
+
+    async def _caught_up(self, rollout: Rollout, turns: list[list[int]]) -> _Episode:
+        """The object of the rollout, after these turns of it."""
+        # One that is cut off in the middle of a turn is never used again.
+        episode = self._episodes.pop(_key(rollout), None)
+        if episode is None or episode.turns != turns[: len(episode.turns)]:
+            episode = await self._begun(rollout.task)
+        said = _said(rollout)
+        for number in range(len(episode.turns), len(turns)):
+            is_new = number == len(turns) - 1
+            counts = self._counts if is_new and rollout.group_id >= 0 else CallCounts()
+            told = await self._play(episode, self.chat.text(turns[number]), counts)
+            if not is_new and (told.done or self.chat.continuation(turns[number], told.messages) != said[number]):
+                raise self._failed(
+                    f"does not say again what it said to turn {number + 1} of rollout {rollout.rollout_id}, as it must"
+                    " after a restart: make its answers depend on the columns and the turns alone"
+                )
+            episode.turns.append(turns[number])
+            episode.told.append(told)
+        self._episodes[_key(rollout)] = episode
+        return episode
+
+    async def _play(self, episode: _Episode, text: str, counts: CallCounts) -> _Told:
+        if self.user.is_game:
+            outcome = await self.code.call(episode.made.step, text)
+            self._check(outcome, "step")
+            seen = outcome.value
+            if not isinstance(seen, Observation) or "error" in to_result(seen.reward):
+                raise self._failed(
+                    f"returned {described(seen)} from step: it must be an Observation (rollover.Observation) with a"
+                    " finite reward"
+                )
+            episode.returned += float(seen.reward)
+            return _Told([{"role": "user", "content": self.calls.cut(str(seen.text))}], seen.done)
+        if not (calls := self.format.read(text)):
+            return _Told(done=True)
+        answers = await self.calls.answers(calls, self.user.tools_of(episode.made), counts)
+        return _Told([{"role": "tool", "content": answer} for answer in answers])
+
+    # Rewards
+
+    async def _reward(self, rollout: Rollout) -> Reward:
+        turns = sampled_turns(rollout)
+        # The budget was used up in its last turn: nothing answered that.
+        seen = turns[:-1] if rollout.num_tokens >= self.max_tokens else turns
+        try:
+            episode = await self._caught_up(rollout, seen)
+        except ValueError as error:
+            return Reward(None, error=str(error))
+        value = episode.returned if self.user.is_game else getattr(episode.made, "reward", None)
+        if self.user.has_reward:
+            outcome = await self.code.call(episode.made.get_reward)
+            if outcome.failed:
+                return Reward(None, error=str(self._failed(f"failed at get_reward: {outcome.why}")))
+            value = outcome.value
+        result = to_result(value)
+        if "error" in result:
+            return Reward(None, error=f"{KEY} = {self.user.spec!r}: its reward: {result['error']}")
+        return Reward(result["score"], result["extras"])
+
+    def _end_of(self, rollout: Rollout, episode: _Episode | None) -> str:
+        if rollout.stop_reason is StopReason.LENGTH:
+            return "length"
+        ended = episode is not None and bool(episode.told) and episode.told[-1].done
+        return "done" if ended or len(sampled_turns(rollout)) < self.max_turns else "max_turns"
+
+    def _check(self, outcome: Outcome, what: str) -> None:
+        if outcome.failed:
+            raise self._failed(f"failed at {what}: {outcome.why}")
+
+    def _failed(self, why: str) -> CannotGoOn:
+        return CannotGoOn(f"{KEY} = {self.user.spec!r} {why}")
+
+
+def _key(rollout: Rollout) -> tuple[int, int]:
+    return rollout.group_id, rollout.sibling
+
+
+def _said(rollout: Rollout) -> list[list[int]]:
+    """The token ids that the environment wrote after each turn, in order."""
+    return [s.token_ids.tolist() for s in rollout.segments if not s.trainable]

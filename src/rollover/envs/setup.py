@@ -1,0 +1,26 @@
+"""What environments are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollover.config import Config
+from rollover.envs.single_turn import Scorer
+from rollover.types import Task
+
+
+@dataclass(frozen=True)
+class EnvironmentSetup:
+    """What an environment is made from."""
+
+    config: Config
+    tokenizer: Any
+    """Of the model that is trained."""
+    score: Scorer
+    """Asks the reward function of the rollouts' task, with the text of all their tokens: see Environment.score."""
+    scores_singly: Callable[[Task], bool]
+    """See Environment.scores_singly."""
+    vocab_size: int
+    """Every token id of the model is below it."""

@@ -1,0 +1,165 @@
+"""Calls of a policy answered by tools: what goes wrong is told to the policy, and never fails the rollout.
+
+Owns the counts of calls, and how long an answer may be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollover.envs.tools import Call, MalformedCall
+from rollover.envs.user_code import Outcome, UserCode
+from rollover.functions import printable
+
+_CHARS_PER_TOKEN = 64  # a text of more than that per token is cut before it is tokenised: it may be gigabytes
+_MAX_ERROR_CHARS = 500
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+@dataclass
+class CallCounts:
+    """Of calls, each counted once: `errors` are those of calls that could be read, time-outs apart."""
+
+    calls: int = 0
+    malformed: int = 0
+    errors: int = 0
+    timeouts: int = 0
+    time_s: float = 0.0
+
+    def stats(self) -> dict[str, float]:
+        return {f"tools/{name}": float(value) for name, value in asdict(self).items()}
+
+
+class ToolCalls:
+    """Answers calls by tools. `schemas` of the tools (tools.tool_schemas); an answer has at most `max_tokens`."""
+
+    def __init__(self, code: UserCode, schemas: Sequence[Mapping[str, Any]], tokenizer: Any, max_tokens: int) -> None:
+        self.code, self.tokenizer, self.max_tokens = code, tokenizer, max_tokens
+        functions = [schema["function"] for schema in schemas]
+        self._properties = {f["name"]: f["parameters"].get("properties", {}) for f in functions}
+
+    async def answers(
+        self, calls: Sequence[Call | MalformedCall], tools: Mapping[str, Callable[..., Any]], counts: CallCounts
+    ) -> list[str]:
+        """What the policy is told, one text a call in the order of the calls.
+
+        Calls of `async def` tools that follow each other run at once; every other call begins when the one before has
+        ended, as tools of one object share its state.
+        """
+        told: list[str] = []
+        for _, run in itertools.groupby(enumerate(calls), key=lambda item: self._run_of(*item, tools)):
+            told += await asyncio.gather(*(self._answer(call, tools, counts) for _, call in run))
+        return told
+
+    def cut(self, text: str) -> str:
+        """The text, or its first `max_tokens` tokens and how much is missing."""
+        head = text[: self.max_tokens * _CHARS_PER_TOKEN]
+        ids = self.tokenizer(head, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if len(ids) <= self.max_tokens and len(head) == len(text):
+            return text
+        kept = self.tokenizer.decode(ids[: self.max_tokens], clean_up_tokenization_spaces=False)
+        return f"{kept}\n[cut off here: {len(text):,} characters in all]"
+
+    # Private
+
+    @staticmethod
+    def _run_of(number: int, call: Call | MalformedCall, tools: Mapping[str, Callable[..., Any]]) -> int:
+        """The same for calls that may run at once."""
+        together = isinstance(call, Call) and inspect.iscoroutinefunction(tools.get(call.name))
+        return -1 if together else number
+
+    async def _answer(
+        self, call: Call | MalformedCall, tools: Mapping[str, Callable[..., Any]], counts: CallCounts
+    ) -> str:
+        counts.calls += 1
+        if isinstance(call, MalformedCall):
+            counts.malformed += 1
+            return f"error: the call cannot be read: {call.why}"
+        if why := self._why_wrong(call, tools):
+            counts.errors += 1
+            return f"error: {why}"
+        outcome = await self.code.call(_to_text(tools[call.name]), **call.arguments)
+        counts.time_s += outcome.seconds
+        counts.timeouts += outcome.timed_out
+        counts.errors += outcome.error is not None
+        return f"error: {_told_of(outcome)}" if outcome.failed else self.cut(outcome.value)
+
+    def _why_wrong(self, call: Call, tools: Mapping[str, Callable[..., Any]]) -> str:
+        """Why the call is not made; "": it is."""
+        if call.name not in tools:
+            return f"there is no tool {printable(call.name[:50])}, only {', '.join(tools)}"
+        try:
+            inspect.signature(tools[call.name]).bind(**call.arguments)
+        except TypeError as error:
+            return printable(str(error))[:_MAX_ERROR_CHARS]
+        for name, value in call.arguments.items():
+            wanted = self._properties[call.name].get(name, {}).get("type")
+            kinds = [wanted] if isinstance(wanted, str) else wanted
+            if isinstance(kinds, list) and not any(_is_a(value, kind) for kind in kinds):
+                return f"{name} must be of the type {' or '.join(map(str, kinds))}"
+        return ""
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    """Whether a JSON value is of a type of JSON schema; one that is not known here takes any."""
+    if isinstance(value, bool):
+        return kind == "boolean" or kind not in _JSON_TYPES
+    return kind not in _JSON_TYPES or isinstance(value, _JSON_TYPES[kind])
+
+
+def _told_of(outcome: Outcome) -> str:
+    """What the policy is told of a call that failed: no more of the user's program than the error says."""
+    if outcome.timed_out:
+        return f"no answer within {outcome.seconds:.3g} seconds"
+    assert outcome.error is not None
+    try:
+        said = str(outcome.error)
+    except Exception:  # boundary: the user's class
+        said = ""
+    return (said or type(outcome.error).__name__)[:_MAX_ERROR_CHARS]
+
+
+def _to_text(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """The tool, with its result as a text: made where the tool runs, as that is the user's code, too."""
+    if inspect.iscoroutinefunction(tool):
+
+        async def called(**arguments: Any) -> str:
+            return text_of(await tool(**arguments))
+
+        return called
+
+    def called_at_once(**arguments: Any) -> Any:
+        result = tool(**arguments)
+        return _text_later(result) if inspect.isawaitable(result) else text_of(result)
+
+    return called_at_once
+
+
+async def _text_later(result: Any) -> str:
+    return text_of(await result)
+
+
+def text_of(value: Any) -> str:
+    """A result as a text: lists and dicts as JSON where that can hold them, everything else as `str` says."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict | list | tuple):
+        try:
+            return json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError):
+            pass
+    return str(value)

@@ -1,0 +1,89 @@
+"""A class of the user's own as an environment: TRL's `environment_factory` classes as they are, and games.
+
+    reset(**columns) -> None or a text     before the first turn; the text is added to the last message of the prompt
+    any other public method                a tool: types and docstring describe it
+    step(message) -> Observation           a game, in place of tools
+    get_reward() -> number                 or an attribute `reward`; without either the task's reward function scores
+
+Owns what such a class must have, and which columns `reset` is given. Calls nothing but the class itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rollover.alike import did_you_mean
+from rollover.envs.tools import tool_schemas
+from rollover.functions import OwnFunction, own_function
+from rollover.types import Task
+
+KEY = "workflow.environment"
+_RESERVED = ("reset", "get_reward", "step")
+_RETURNS = "an environment: an object with reset(**columns), and with methods that are tools, or step(message)"
+
+
+class UserClass:
+    """What `spec` names. ValueError where it can be no environment, with the fix.
+
+    `prompt_columns`: names under which `reset` may ask for the prompt.
+    """
+
+    def __init__(self, spec: str, prompt_columns: Iterable[str] = ()) -> None:
+        self.make: OwnFunction = own_function(KEY, spec, _RETURNS)
+        self.spec, self._prompt_columns = spec, ("prompt", *prompt_columns)
+        probe = self.make()
+        methods = _public_methods(probe)
+        if "reset" not in methods:
+            raise self._refused("has no method reset: write def reset(self, **columns)")
+        self.tool_names = [name for name in methods if name not in _RESERVED]
+        self.is_game = "step" in methods
+        if self.is_game and self.tool_names:
+            raise self._refused(
+                f"has step, as a game has, and the tools {', '.join(self.tool_names)}: rename step, or let the names"
+                " of the others begin with an underscore"
+            )
+        if not self.is_game and not self.tool_names:
+            raise self._refused(
+                "has neither tools nor step: give it public methods that the policy can call, or step(message) ->"
+                " Observation"
+            )
+        self.has_reward = "get_reward" in methods
+        try:
+            self.schemas = tool_schemas([methods[name] for name in self.tool_names])
+        except ValueError as error:
+            raise self._refused(f"cannot be told to the policy: {error}") from error
+        self._parameters = inspect.signature(methods["reset"]).parameters
+
+    def columns_for_reset(self, task: Task) -> dict[str, Any]:
+        """The arguments of `reset`: the prompt and the columns of the task, those that it takes. ValueError where it
+        needs one that the data does not have."""
+        named = {n: p for n, p in self._parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        prompts = {name: task.reward_prompt for name in self._prompt_columns if name == "prompt" or name in named}
+        columns = {**prompts, **task.columns}
+        needed = {name for name, p in named.items() if p.default is p.empty}
+        if missing := sorted(needed - columns.keys()):
+            raise self._refused(
+                f"takes {', '.join(missing)} in reset, but the data of {task.source} has no such column: it has"
+                f" {', '.join(columns)}{did_you_mean(missing[0], list(columns))}. Rename the parameter, give it a"
+                " default, or write **columns"
+            )
+        if any(p.kind is p.VAR_KEYWORD for p in self._parameters.values()):
+            return columns
+        return {name: value for name, value in columns.items() if name in named}
+
+    def tools_of(self, made: object) -> Mapping[str, Callable[..., Any]]:
+        """The tools of an object of the class, by their names."""
+        return {name: getattr(made, name) for name in self.tool_names}
+
+    def _refused(self, why: str) -> ValueError:
+        return ValueError(f"{KEY} = {self.spec!r} {why}")
+
+
+def _public_methods(made: object) -> dict[str, Callable[..., Any]]:
+    """By their names, without running a property."""
+    names = [name for name in dir(type(made)) if not name.startswith("_")]
+    found = ((name, inspect.getattr_static(type(made), name)) for name in names)
+    kinds = (classmethod, staticmethod)
+    return {name: getattr(made, name) for name, value in found if inspect.isfunction(value) or isinstance(value, kinds)}

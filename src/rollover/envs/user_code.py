@@ -1,0 +1,139 @@
+"""Calls of the user's own code beside our event loop, each with a time limit: it may block, exit, hang or raise.
+
+Owns the threads. A `def` runs in a thread of its own, an `async def` on one event loop that they share, in a thread of
+its own. A thread cannot be killed: what hangs is left behind, counted, and takes no place of a later call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from rollover.functions import explained
+
+MOST_AT_ONCE = 64
+_PING_S = 1.0  # in which an event loop that is not blocked has answered
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call: its `value`, or why there is none."""
+
+    value: Any = None
+    error: BaseException | None = None
+    timed_out: bool = False
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or self.timed_out
+
+    @property
+    def why(self) -> str:
+        """Why it failed, on one line, with file and line of the user's code: for the user."""
+        if self.timed_out:
+            return f"it did not come back within {self.seconds:.3g} s (workflow.tool_timeout_s)"
+        return "" if self.error is None else explained(self.error)
+
+
+class UserCode:
+    """Calls with a limit of `limit_s` each. `num_left_behind`: threads that did not come back in time, over all."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.num_left_behind = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # At most so many at once, as each may be a thread. Waiting here is no part of a call's time.
+        self._places = asyncio.Semaphore(MOST_AT_ONCE)
+
+    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+        """What `function` returns, awaited if that is to be done. Never raises for what the user's code does."""
+        async with self._places:
+            started = time.perf_counter()
+            future = self._begin(function, args, kwargs)
+            ended = asyncio.wrap_future(future)
+            try:
+                await asyncio.wait([ended], timeout=self.limit_s)
+            finally:
+                ended.cancel()  # an `async def` ends by this, a thread does not
+                future.cancel()
+            outcome = self._outcome(future, time.perf_counter() - started)
+            if outcome.timed_out and self._loop is not None and inspect.iscoroutinefunction(function):
+                await self._leave_if_blocked(self._loop)
+            return outcome
+
+    def call_now(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+        """`call` for who cannot wait on an event loop: it blocks until then."""
+        started = time.perf_counter()
+        future = self._begin(function, args, kwargs)
+        concurrent.futures.wait([future], timeout=self.limit_s)
+        future.cancel()
+        return self._outcome(future, time.perf_counter() - started)
+
+    # Private
+
+    def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> concurrent.futures.Future[Any]:
+        if inspect.iscoroutinefunction(function):
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="async tools", daemon=True).start()
+            return asyncio.run_coroutine_threadsafe(_guarded(function(*args, **kwargs)), self._loop)
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        run = functools.partial(_run, future, function, args, kwargs)
+        threading.Thread(target=run, name=f"tool {getattr(function, '__name__', '')}", daemon=True).start()
+        return future
+
+    def _outcome(self, future: concurrent.futures.Future[Any], seconds: float) -> Outcome:
+        if not future.done() or future.cancelled():
+            self.num_left_behind += not future.cancelled()
+            return Outcome(timed_out=True, seconds=seconds)
+        value, error = future.result()
+        return Outcome(value, error, seconds=seconds)
+
+    async def _leave_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
+        """One that a call blocks (time.sleep in an `async def`) is left behind, too: later calls get another."""
+        ping = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+        await asyncio.wait([asyncio.wrap_future(ping)], timeout=_PING_S)
+        if not ping.done() and self._loop is loop:
+            self._loop = None
+            self.num_left_behind += 1
+
+
+_Ended = tuple[Any, BaseException | None]
+
+
+def _run(
+    future: concurrent.futures.Future[_Ended], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> None:
+    """In the thread of a call. What it raises is a result, SystemExit too, which would end the thread."""
+    if not future.set_running_or_notify_cancel():
+        return  # its time was up before the thread began
+    try:
+        value = function(*args, **kwargs)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+    except BaseException as error:  # boundary: the user's code
+        future.set_result((None, error))
+    else:
+        future.set_result((value, None))
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+async def _guarded(call: Coroutine[Any, Any, Any]) -> _Ended:
+    task = asyncio.current_task()
+    try:
+        return await call, None
+    except BaseException as error:  # boundary: the user's code
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # by us, not in the user's code
+        return None, error

@@ -1,0 +1,423 @@
+"""workflow.environment: classes with tools as TRL has them. What a policy or a tool does wrong is told, not raised."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from rollover import Observation
+from rollover.config import Config
+from rollover.types import StopReason, Task
+from unit.envs import templates
+from unit.envs.played import TASK, TOKENIZER, add_turn, call, environment, new_rollout, play, reward_of, told, turn
+
+
+class Counter:
+    """As in TRL's documents: reset takes what it needs, a tool changes the state, which is scored."""
+
+    def reset(self, answer: str, **columns: Any) -> str:
+        self.count, self.answer = 0, int(answer)
+        return f"\nCount to {self.answer}."
+
+    def increment(self, step: int) -> int:
+        """Adds to the counter.
+
+        Args:
+            step: how much to add
+        """
+        self.count += step
+        return self.count
+
+    def get_reward(self) -> float:
+        return float(self.count == self.answer)
+
+
+class Tools:
+    """Some that go wrong."""
+
+    def reset(self) -> None:
+        self.reward = 0.5
+
+    def echo(self, text: str) -> str:
+        """Says it again.
+
+        Args:
+            text: what to say
+        """
+        return text
+
+    def leave(self) -> str:
+        """Leaves."""
+        sys.exit(3)
+
+    def fail(self) -> str:
+        """Fails."""
+        raise ValueError("the door is shut")
+
+    def data(self) -> dict[str, Any]:
+        """Data."""
+        return {"a": [1, None], "b": "ü"}
+
+    def thing(self) -> object:
+        """Something."""
+        return Strange()
+
+    def hang(self) -> str:
+        """Hangs."""
+        HANGING.wait(30)
+        return "too late"
+
+    def much(self) -> str:
+        """Says much."""
+        return "lots of words " * 1_000_000
+
+    async def slow(self, seconds: float, name: str) -> str:
+        """Takes a while.
+
+        Args:
+            seconds: how long
+            name: who
+        """
+        await asyncio.sleep(seconds)
+        return name
+
+    async def block(self) -> str:
+        """Blocks its event loop."""
+        HANGING.wait(30)
+        return "too late"
+
+
+class Strange:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+HANGING = threading.Event()
+NAMES = "block, data, echo, fail, hang, leave, much, slow, thing"
+
+
+@pytest.fixture(autouse=True)
+def _let_go():
+    HANGING.clear()
+    yield
+    HANGING.set()
+
+
+def test_a_class_of_trl_is_played_and_scored() -> None:
+    with environment(Counter) as env:
+        prompt = TOKENIZER.decode(env.prompt(TASK))
+        assert "12*34?\nCount to 408.<|im_end|>" in prompt, "what reset says is added to the last message"
+        assert '"name": "increment"' in prompt and "get_reward" not in prompt and '"name": "reset"' not in prompt
+        right, wrong = new_rollout(), new_rollout(sibling=1)
+
+        async def both() -> None:
+            assert await told(env, right, call("increment", step=8) + call("increment", step=400)) == ["8", "408"]
+            assert await told(env, wrong, call("increment", step=1)) == ["1"], "each rollout has an object of its own"
+            assert await turn(env, right, "Done.") is None and await turn(env, wrong, "Done.") is None
+
+        asyncio.run(both())
+        assert reward_of(env, right).score == 1.0 and reward_of(env, wrong).score == 0.0
+        assert env.scores_singly(TASK)
+        stats = env.stats()
+        assert stats["tools/calls"] == 3 and stats["episodes/done"] == 2 and stats["tools/time_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (call("echo", text="hello"), "hello"),
+        (call("leave"), "error: 3"),
+        (call("fail"), "error: the door is shut"),
+        (call("data"), '{"a": [1, null], "b": "ü"}'),
+        (call("thing"), "error: no text"),
+        (call("nothing"), f"error: there is no tool nothing, only {NAMES}"),
+        (call("echo"), "error: missing a required argument: 'text'"),
+        (call("echo", text=3), "error: text must be of the type string"),
+        (call("echo", text="a", more=1), "error: got an unexpected keyword argument 'more'"),
+        ("<tool_call>{", "error: the call cannot be read: </tool_call> is missing"),
+        (call("slow", seconds=True, name="a"), "error: seconds must be of the type number"),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_is_told_to_the_policy(text: str, answer: str) -> None:
+    with environment(Tools) as env:
+        assert play(env, text) == [[answer]]
+        stats = env.stats()
+        assert stats["tools/calls"] == 1
+        assert stats["tools/malformed"] == ("cannot be read" in answer)
+        assert stats["tools/errors"] == (answer.startswith("error") and "cannot be read" not in answer)
+
+
+def test_answers_come_in_the_order_of_the_calls_however_they_end() -> None:
+    with environment(Tools) as env:
+        slow, fast = call("slow", seconds=0.2, name="first"), call("slow", seconds=0, name="second")
+        texts = [slow + fast + call("echo", text="third") + fast]
+        assert play(env, *texts) == [["first", "second", "third", "second"]]
+
+
+def test_one_that_hangs_is_left_behind_and_takes_no_place() -> None:
+    with environment(Tools, tool_timeout_s=0.05) as env:
+        many = call("hang") * 3 + call("echo", text="here")
+        (answers,) = play(env, many)
+        assert answers[3] == "here" and all(a.startswith("error: no answer within 0.05") for a in answers[:3])
+        stats = env.stats()
+        assert (stats["tools/timeouts"], stats["tools/left_behind"], stats["tools/errors"]) == (3, 3, 0)
+
+
+def test_an_async_tool_that_blocks_its_loop_does_not_block_ours() -> None:
+    with environment(Tools, tool_timeout_s=0.3) as env:
+
+        async def beside() -> tuple[list[str], int]:
+            ticks, answered = 0, asyncio.ensure_future(told(env, new_rollout(), call("block")))
+            while not answered.done():
+                await asyncio.sleep(0.02)
+                ticks += 1
+            return await answered, ticks
+
+        answers, ticks = asyncio.run(beside())
+        assert answers[0].startswith("error: no answer within") and ticks >= 5
+        assert play(env, call("slow", seconds=0, name="later")) == [["later"]], "later calls have another loop"
+        assert env.stats()["tools/timeouts"] == 1
+
+
+def test_an_enormous_answer_is_cut() -> None:
+    with environment(Tools, max_tool_tokens=20) as env:
+        ((answer,),) = play(env, call("much"))
+        kept, _, rest = answer.partition("\n[cut off here: ")
+        assert rest == "14,000,000 characters in all]" and kept.startswith("lots of words lots")
+        assert len(TOKENIZER(kept)["input_ids"]) <= 20
+
+
+def test_an_attribute_reward_counts_and_else_the_tasks_function() -> None:
+    class Bare(Tools):
+        def reset(self) -> None:
+            pass
+
+    with environment(Tools) as env:
+        rollout = new_rollout()
+        asyncio.run(turn(env, rollout, "no call"))
+        assert reward_of(env, rollout).score == 0.5
+    with environment(Bare) as env:
+        rollout = new_rollout()
+        asyncio.run(turn(env, rollout, "no call"))
+        assert not env.scores_singly(TASK)
+        assert reward_of(env, rollout).score == -1.0
+
+
+def test_the_last_turn_is_played_and_not_answered() -> None:
+    with environment(Counter, max_turns=2) as env:
+        rollout = new_rollout(Task("t", "s", "r", prompt="?", columns={"answer": "2"}))
+        assert asyncio.run(told(env, rollout, call("increment", step=1))) == ["1"]
+        assert asyncio.run(turn(env, rollout, call("increment", step=1))) is None
+        assert reward_of(env, rollout).score == 1.0
+        assert env.stats()["episodes/max_turns"] == 1 and env.stats()["episodes/done"] == 0
+
+
+def test_a_turn_cut_off_by_the_budget_is_scored_without_it() -> None:
+    with environment(Counter) as env:
+        rollout = new_rollout()
+        add_turn(rollout, "x" * 10_000, StopReason.LENGTH)
+        assert rollout.num_tokens == 10_000
+        assert reward_of(env, rollout).score == 0.0
+        assert env.stats()["episodes/length"] == 1 and env.stats()["tools/calls"] == 0
+
+
+# Objects are a cache
+
+
+class Dice(Counter):
+    """Its answers depend on more than the turns."""
+
+    def increment(self, step: int) -> int:
+        """Adds to the counter.
+
+        Args:
+            step: how much to add
+        """
+        return super().increment(step) + random.randrange(10**9)
+
+
+def test_another_object_plays_the_same_turns_after_a_restart() -> None:
+    with environment(Counter) as env:
+        rollout = new_rollout()
+        assert asyncio.run(told(env, rollout, call("increment", step=400))) == ["400"]
+    with environment(Counter) as fresh:
+        assert asyncio.run(told(fresh, rollout, call("increment", step=8))) == ["408"]
+        assert fresh.stats()["tools/calls"] == 1, "a call is counted once"
+        add_turn(rollout, "Done.")
+        assert asyncio.run(fresh.next(rollout)) is None
+    with environment(Counter) as scoring:
+        assert reward_of(scoring, rollout).score == 1.0
+
+
+def test_one_that_says_something_else_then_cannot_go_on() -> None:
+    with environment(Dice) as env:
+        rollout = new_rollout()
+        asyncio.run(told(env, rollout, call("increment", step=1)))
+    with environment(Dice) as fresh:
+        with pytest.raises(ValueError, match="does not say again what it said to turn 1 of rollout 0-0"):
+            asyncio.run(turn(fresh, rollout, "Done."))
+        reward = reward_of(fresh, rollout)
+        assert reward.missing and "does not say again" in str(reward.error)
+
+
+def test_a_turn_that_is_sampled_again_is_played_on_another_object() -> None:
+    with environment(Counter) as env:
+        rollout, again = new_rollout(), new_rollout()
+        for of in (rollout, again):
+            asyncio.run(told(env, of, call("increment", step=1)))
+        add_turn(rollout, call("increment", step=2))
+        add_turn(again, call("increment", step=5))
+        for of, count in ((rollout, "3"), (again, "6"), (again, "6"), (rollout, "3")):
+            said = asyncio.run(env.next(of))
+            assert said is not None and f"tool\n{count}<|im_end|>" in TOKENIZER.decode(said.token_ids)
+
+
+def test_objects_of_what_left_are_dropped() -> None:
+    made: list[Any] = []
+
+    class Kept(Counter):
+        def __init__(self) -> None:
+            made.append(self)
+
+    with environment(Kept) as env:
+        rollout = new_rollout()
+        asyncio.run(told(env, rollout, call("increment", step=1)))
+        num = len(made)
+        env.release([rollout])
+        asyncio.run(told(env, rollout, call("increment", step=1)))
+        assert len(made) == num + 1
+
+
+# What is no environment
+
+
+class Both(Tools):
+    def step(self, message: str) -> Observation:
+        return Observation()
+
+
+class Neither:
+    def reset(self) -> None: ...
+
+
+class Untyped(Neither):
+    def tool(self, text):
+        """Says it."""
+
+
+class Undescribed(Neither):
+    def tool(self, text: str) -> str:
+        return text
+
+
+class Unborn(Tools):
+    def __init__(self, name: str) -> None: ...
+
+
+class Resetless:
+    def tool(self) -> str:
+        """One."""
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (Both, "has step, as a game has, and the tools block, data.*: rename step"),
+        (Neither, r"has neither tools nor step: give it public methods .* or step\(message\) -> Observation"),
+        (Untyped, "the tool tool has no complete types.*Annotate every parameter"),
+        (Undescribed, "the tool tool is not described.*Give it a docstring"),
+        (Unborn, "missing 1 required positional argument: 'name'"),
+        (Resetless, "has no method reset: write def reset"),
+    ],
+)
+def test_what_is_no_environment_is_refused_with_the_fix(made: type, why: str) -> None:
+    with pytest.raises(ValueError, match=f"workflow.environment = .*{why}"), environment(made):
+        pass
+
+
+def test_a_template_that_refuses_tools_is_refused() -> None:
+    with pytest.raises(ValueError, match="set a chat template that takes the role tool"):
+        with environment(Tools, templates.ALTERNATING):
+            pass
+
+
+class Needs(Tools):
+    def reset(self, answr: str) -> None: ...
+
+
+class Random(Tools):
+    def reset(self) -> str:
+        return str(random.random())
+
+
+class ResetFails(Tools):
+    def reset(self) -> str:
+        sys.exit(1)
+
+
+class ResetHangs(Tools):
+    def reset(self) -> str:
+        HANGING.wait(30)
+        return ""
+
+
+class ResetNumber(Tools):
+    def reset(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (Needs, 'takes answr in reset, but the data of test has no such column: .* Did you mean "answer"'),
+        (Random, "says one thing in reset, and another when it is asked again"),
+        (ResetFails, r"failed at reset: SystemExit: 1 \("),
+        (ResetHangs, "failed at reset: it did not come back within 0.1"),
+        (ResetNumber, r"returned 3 \(int\) from reset: it must be None, or a text"),
+    ],
+)
+def test_a_reset_that_does_not_fit_the_data_is_refused(made: type, why: str) -> None:
+    with environment(made, tool_timeout_s=0.1) as env, pytest.raises(ValueError, match=why):
+        env.prompt(TASK)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [("one", "expected a number"), (float("nan"), "not finite"), (None, "returned None"), (ValueError("no"), "no")],
+)
+def test_a_reward_that_is_none_is_missing(value: Any, why: str) -> None:
+    class Mine(Tools):
+        def get_reward(self) -> Any:
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+    with environment(Mine) as env:
+        rollout = new_rollout()
+        asyncio.run(turn(env, rollout, "no call"))
+        reward = reward_of(env, rollout)
+        assert reward.missing and why in str(reward.error)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"workflow": {"environment": "a:B"}, "rollout": {"environment": "c:d"}}, "a run has one environment. Remove"),
+        ({"workflow": {"environment": "a:B"}, "tasks": {"chat": False}}, "Set tasks.chat = true"),
+        ({"workflow": {"environment": "calculator.py"}}, "write module:Class or path.py:Class"),
+        ({"workflow": {"environment": "a:B", "tool_format": "xml"}}, "none of hermes, json"),
+        (
+            {"workflow": {"max_turns": 3}},
+            'workflow.max_turns has no effect with workflow.environment = "". Set workflow.environment',
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(config: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Config.model_validate(config)

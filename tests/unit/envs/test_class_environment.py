@@ -160,16 +160,16 @@ def test_answers_come_in_the_order_of_the_calls_however_they_end() -> None:
 
 
 def test_one_that_hangs_is_left_behind_and_takes_no_place() -> None:
-    with environment(Tools, tool_timeout_s=0.05) as env:
-        many = call("hang") * 3 + call("echo", text="here")
+    with environment(Tools, tool_timeout_s=1) as env:
+        many = call("hang") * 2 + call("echo", text="here")
         (answers,) = play(env, many)
-        assert answers[3] == "here" and all(a.startswith("error: no answer within 0.05") for a in answers[:3])
+        assert answers[2] == "here" and all(a.startswith("error: no answer within 1") for a in answers[:2])
         stats = env.stats()
-        assert (stats["tools/timeouts"], stats["tools/left_behind"], stats["tools/errors"]) == (3, 3, 0)
+        assert (stats["tools/timeouts"], stats["tools/left_behind"], stats["tools/errors"]) == (2, 2, 0)
 
 
 def test_an_async_tool_that_blocks_its_loop_does_not_block_ours() -> None:
-    with environment(Tools, tool_timeout_s=0.3) as env:
+    with environment(Tools, tool_timeout_s=1) as env:
 
         async def beside() -> tuple[list[str], int]:
             ticks, answered = 0, asyncio.ensure_future(told(env, new_rollout(), call("block")))
@@ -378,12 +378,12 @@ class ResetNumber(Tools):
         (Needs, 'takes answr in reset, but the data of test has no such column: .* Did you mean "answer"'),
         (Random, "says one thing in reset, and another when it is asked again"),
         (ResetFails, r"failed at reset: SystemExit: 1 \("),
-        (ResetHangs, "failed at reset: it did not come back within 0.1"),
+        (ResetHangs, "failed at reset: it did not come back within 1"),
         (ResetNumber, r"returned 3 \(int\) from reset: it must be None, or a text"),
     ],
 )
 def test_a_reset_that_does_not_fit_the_data_is_refused(made: type, why: str) -> None:
-    with environment(made, tool_timeout_s=0.1) as env, pytest.raises(ValueError, match=why):
+    with environment(made, tool_timeout_s=1) as env, pytest.raises(ValueError, match=why):
         env.prompt(TASK)
 
 

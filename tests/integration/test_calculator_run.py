@@ -1,4 +1,4 @@
-"""examples/environments/calculator.py in a run: the policy calls its tool over turns, and what is told is not trained.
+"""The recipe calculator's class in a run: the policy calls its tool over turns, and what is told is not trained.
 
 The tokens come from a script, as no tiny model calls tools. The rest is the real program: trainer, driver, environment.
 """
@@ -69,14 +69,15 @@ def recipe(folder: Path) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
     (folder / "script.py").write_text(SCRIPT)
-    example = runs.REPOSITORY / "examples" / "environments" / "calculator.py"
     return runs.write(
         folder,
         steps=2,
         engine={"kind": f"{folder}/script.py:Scripted"},
-        rollout={"environment": f"{example}:make", "max_new_tokens": 1000, "interrupt": "never", "max_staleness": 0,
+        workflow={"environment": "rollover.recipes.calculator:Calculator"},
+        rollout={"max_new_tokens": 1000, "interrupt": "never", "max_staleness": 0,
                  "in_flight_groups": 3, "stop": ["</tool_call>"]},
-        tasks={"before_produce": f"{example}:with_tools", "max_prompt_tokens": 2000},
+        tasks={"max_prompt_tokens": 2000},
+        rewards={"function": "exact_match"},
         algorithm={"loss": f"{folder}/script.py:loss", "correction": "none"},
         train={"micro_batch_tokens": 4096},
     )  # fmt: skip
@@ -115,12 +116,13 @@ def test_the_policy_calls_its_tool_over_turns(tmp_path: Path, monkeypatch: pytes
         ("6<eos>", True),
     ]
     assert texts(three) == [("I guess 7.<eos>", True)]
-    assert [(r["score"], r["extras"]) for r in (one, two, three)] == [
-        (1.0, {"calls": 1, "failed_calls": 0}),
-        (1.0, {"calls": 4, "failed_calls": 3}),
-        (0.0, {"calls": 0, "failed_calls": 0}),
-    ]
-    assert "tools>" in one["messages"][0]["content"], "the prompt tells of the tool"
+    assert [r["score"] for r in (one, two, three)] == [1.0, 1.0, 0.0]
+    counted = {key: rows[-1][key] for key in rows[-1] if key.startswith(("tools/", "episodes/"))}
+    assert counted.pop("tools/time_s") > 0
+    assert counted == {
+        "tools/calls": 6 + 6 * 4, "tools/malformed": 6, "tools/errors": 12, "tools/timeouts": 0,
+        "tools/left_behind": 0, "episodes/done": 18, "episodes/max_turns": 0, "episodes/length": 0,
+    }  # fmt: skip
 
     groups = [group for step in read_rollouts(tmp_path / "run" / "rollouts") for group in step]
     segments = [segment for group in groups for rollout in group.rollouts for segment in rollout.segments]

@@ -19,7 +19,7 @@ LEVELS = [
     {"alike", "config", "files", "functions", "live_objects", "processes", "system"},
     {"models"},
     {"algorithms", "engine", "envs", "rewards", "tasks", "weights"},
-    {"rollout"},
+    {"rollout", "recipes"},
     {"track", "checkpoint"},
     {"trainer"},
     {"run", "cluster", "sim"},

@@ -95,6 +95,7 @@ class ClassEnvironment:
         messages = [dict(m) for m in task.messages or ({"role": "user", "content": task.content},)]
         if text is not None:
             messages[-1]["content"] += text
+        messages[-1:-1] = self.user.examples
         return tuple(self.chat.prompt(with_system_text(messages, self._system_text) if self._system_text else messages))
 
     def release(self, rollouts: Iterable[Rollout]) -> None:

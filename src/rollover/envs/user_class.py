@@ -4,6 +4,7 @@
     any other public method                a tool: types and docstring describe it
     step(message) -> Observation           a game, in place of tools
     get_reward() -> number                 or an attribute `reward`; without either the task's reward function scores
+    examples = [...]                       messages of a worked example, before the last message of the prompt
 
 Owns what such a class must have, and which columns `reset` is given. Calls nothing but the class itself.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 from rollover.alike import did_you_mean
 from rollover.envs.tools import tool_schemas
-from rollover.functions import OwnFunction, own_function
+from rollover.functions import OwnFunction, described, own_function
 from rollover.types import Task
 
 KEY = "workflow.environment"
@@ -50,6 +51,7 @@ class UserClass:
                 " Observation"
             )
         self.has_reward = "get_reward" in methods
+        self.examples = self._examples(getattr(probe, "examples", ()))
         try:
             self.schemas = tool_schemas([methods[name] for name in self.tool_names])
         except ValueError as error:
@@ -76,6 +78,15 @@ class UserClass:
     def tools_of(self, made: object) -> Mapping[str, Callable[..., Any]]:
         """The tools of an object of the class, by their names."""
         return {name: getattr(made, name) for name in self.tool_names}
+
+    def _examples(self, found: object) -> list[dict[str, str]]:
+        """The messages of a worked example. ValueError where it is none."""
+        messages = list(found) if isinstance(found, list | tuple) else [found]
+        for message in messages:
+            texts = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None,)
+            if not all(isinstance(text, str) for text in texts):
+                raise self._refused(f"has {described(message)} in examples: write messages with role and content")
+        return [dict(message) for message in messages]  # type: ignore[call-overload]
 
     def _refused(self, why: str) -> ValueError:
         return ValueError(f"{KEY} = {self.spec!r} {why}")

@@ -1,113 +1,78 @@
-"""The example of an environment with tools: it keeps the contract, and no expression hangs, fails or runs a program."""
+"""The classes of the recipe `calculator`: they keep the contract, and no expression hangs, fails or runs a program."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contract import environment_contract
-from rollover.envs.chat import Chat
-from rollover.envs.tools import Call, MalformedCall, read_calls
-from rollover.functions import load_function
-from rollover.types import Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
-from unit.envs import templates
+from rollover.config import Config
+from rollover.config.load import load_config
+from rollover.config.recipes import recipe
+from rollover.envs.class_environment import ClassEnvironment
+from rollover.envs.tools import Call
+from rollover.recipes.calculator import Calculator
+from rollover.types import Rollout, Task
+from unit.envs.played import TOKENIZER, add_turn, build, new_rollout, reward_of, told, turn
 
-FILE = Path(__file__).parents[3] / "examples" / "environments" / "calculator.py"
-make_calculator, calculate, answer, with_tools = (
-    load_function(f"{FILE}:{name}", ".") for name in ("Calculator", "calculate", "answer", "with_tools")
-)
-CHAT = Chat(templates.tokenizer(templates.CHATML))
 TASK = Task("t", "test", "reward", messages=({"role": "user", "content": "12*34?"},), columns={"answer": "408"})
+CONFIG: Config = load_config([recipe("calculator"), {"rollout.max_new_tokens": 1000}]).config
 
 
-def call(expression: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'calculate', 'arguments': {'expression': expression}})}\n</tool_call>"
-
-
-def add_turn(rollout: Rollout, text: str) -> None:
-    ids = [*CHAT.tokenizer(text)["input_ids"], CHAT.end_of_turn]
-    arrays = np.array(ids, dtype=np.int32), np.full(len(ids), -1.0, dtype=np.float32)
-    rollout.add(Segment(*arrays, 0, SamplingParams(), StopReason.EOS))
+def environment() -> ClassEnvironment:
+    return build(CONFIG)
 
 
 def after(*turns: str) -> Rollout:
     """A rollout with these turns of the policy, and the environment's answers between them."""
-    rollout = Rollout(0, 0, TASK, [], RolloutState.RUNNING, StopReason.EOS)
-    environment = make_calculator(CHAT)
-    for i, text in enumerate(turns):
-        if i:
-            said = asyncio.run(environment.next(rollout))
-            assert said is not None
-            rollout.add(said)
-        add_turn(rollout, text)
+    rollout, played = new_rollout(TASK), environment()
+    for text in turns[:-1]:
+        asyncio.run(told(played, rollout, text))
+    add_turn(rollout, turns[-1])
     return rollout
 
 
 @pytest.mark.parametrize("check", environment_contract.CHECKS, ids=lambda check: check.__name__)
 def test_contract(check) -> None:
-    rollouts = [after(call("1+1")), after("It is 408."), after("<tool_call>{"), after(call("12*34"), "408")]
-    asyncio.run(check(environment_contract.Subject(lambda: make_calculator(CHAT), rollouts)))
+    rollouts = [after("[[1+1]]"), after("It is 408."), after("[[1+"), after("[[12*34]]", "408")]
+    for sibling, rollout in enumerate(rollouts):
+        rollout.sibling = sibling
+    asyncio.run(check(environment_contract.Subject(environment, rollouts, len(TOKENIZER))))
 
 
-def test_it_answers_calls_and_scores_the_last_turn() -> None:
-    def score(*turns: str) -> tuple[float, dict[str, float]]:
-        (reward,) = asyncio.run(make_calculator(CHAT).score([after(*turns)]))
-        return reward.score, reward.extras
+def test_it_answers_calls_and_the_tasks_reward_scores() -> None:
+    played, rollout = environment(), new_rollout(TASK)
+    assert asyncio.run(told(played, rollout, "[[12*34]]")) == ["408"]
+    assert asyncio.run(turn(played, rollout, "408")) is None
+    assert reward_of(played, rollout).score == -1.0
+    assert asyncio.run(told(played, new_rollout(TASK, 1), "[[1/0]] and [[9**9**9]]")) == [
+        "error: division by zero",
+        "error: the number is too large",
+    ]
 
-    rollout = after(call("12*34"), "408")
-    said = CHAT.tokenizer.decode(rollout.segments[1].token_ids)
-    assert said == "\n<|im_start|>tool\n408<|im_end|>\n<|im_start|>assistant\n"
-    assert score(call("12*34"), "It is 408.") == (1.0, {"calls": 1, "failed_calls": 0})
-    assert score(call("12*34") + call("1/0") + "<tool_call>", call("2"), "4080") == (
-        0.0,
-        {"calls": 4, "failed_calls": 2},
+
+def test_the_prompt_has_right_examples_before_the_question() -> None:
+    played = environment()
+    prompt = TOKENIZER.decode(played.prompt(TASK))
+    assert prompt.startswith(
+        "<|im_start|>system\nTo have an expression computed write it in double brackets: [[12*34]]"
     )
-    assert score(call("400+408"))[0] == 0.0, "a call is no answer"
-    assert score(call("12*34")) == (0.0, {"calls": 0, "failed_calls": 0}), "the tool's answer is not the policy's"
-    (reward,) = asyncio.run(make_calculator(CHAT).score([Rollout(0, 0, TASK)]))
-    assert reward.score == 0.0, "without a token"
+    assert prompt.endswith("<|im_start|>user\n12*34?<|im_end|>\n<|im_start|>assistant\n")
+    roles = [part.partition("\n")[0] for part in prompt.split("<|im_start|>")[1:]]
+    assert roles == ["system", *["user", "assistant", "tool", "assistant"] * 2, "user", "assistant"]
+    for _, asked, answer, said in zip(*[iter(played.user.examples)] * 4, strict=True):
+        (call,) = played.format.read(asked["content"])
+        assert (
+            isinstance(call, Call)
+            and calculate(call.arguments["expression"]) == answer["content"]
+            and answer["content"] in said["content"]
+        )
 
 
-def test_it_ends_after_its_last_turn() -> None:
-    rollout = after(*[call("1+1")] * 4)
-    assert asyncio.run(make_calculator(CHAT).next(rollout)) is None
-
-
-def test_the_prompt_tells_of_the_tool() -> None:
-    task = with_tools(Task("t", "test", "reward", prompt="12*34?"), 0)
-    roles = ["system", "user", "assistant", "tool", "assistant", "user"]
-    assert task.prompt is None and [m["role"] for m in task.messages] == roles
-    assert '"name": "calculate"' in task.messages[0]["content"] and task.messages[-1]["content"] == "12*34?"
-    system = {"role": "system", "content": "Be brief."}
-    task = with_tools(Task("t", "test", "reward", messages=(system, {"role": "user", "content": "12*34?"})), 0)
-    assert [m["role"] for m in task.messages] == roles and task.messages[0]["content"].startswith(
-        "Be brief.\n\nYou can"
-    )
-    (call,) = read_calls(task.messages[2]["content"])
-    assert answer(call) == (task.messages[3]["content"], True), "the example is right"
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (Call("calculate", {"expression": "12 * (3 + 4)"}), "84"),
-        (MalformedCall("<tool_call>", "it is cut off"), "error: the call cannot be read: it is cut off"),
-        (Call("compute", {}), "error: there is no tool compute, only calculate"),
-        (Call("calculate", {}), "error: missing a required argument: 'expression'"),
-        (Call("calculate", {"expression": "1", "digits": "3"}), "error: got an unexpected keyword argument 'digits'"),
-        (Call("calculate", {"expression": 12}), "error: expression must be a text"),
-        (Call("calculate", {"expression": "1/0"}), "error: division by zero"),
-    ],
-)
-def test_what_goes_wrong_is_told(given: Call | MalformedCall, told: str) -> None:
-    assert answer(given) == (told, not told.startswith("error"))
+calculate = Calculator().calculate
 
 
 @pytest.mark.parametrize(
@@ -140,6 +105,8 @@ def test_what_is_no_bounded_arithmetic_is_an_error(expression: str) -> None:
 
 
 @given(st.text(st.sampled_from("0123456789+-*/%(). eE"), max_size=60) | st.text())
-def test_no_expression_fails_the_rollout(expression: str) -> None:
-    told, _ = answer(Call("calculate", {"expression": expression}))
-    assert told and len(told) < 300
+def test_no_expression_ends_otherwise(expression: str) -> None:
+    try:
+        assert len(calculate(expression)) < 300
+    except (ValueError, ArithmeticError):
+        pass

@@ -5,6 +5,7 @@
     step(message) -> Observation           a game, in place of tools
     get_reward() -> number                 or an attribute `reward`; without either the task's reward function scores
     examples = [...]                       messages of a worked example, before the last message of the prompt
+    resume = "stateless"                   after a restart another object plays the turns again: there is no other way
 
 Owns what such a class must have, and which columns `reset` is given. Calls nothing but the class itself.
 """
@@ -51,6 +52,11 @@ class UserClass:
                 " Observation"
             )
         self.has_reward = "get_reward" in methods
+        if isinstance(resume := getattr(probe, "resume", "stateless"), str) and resume != "stateless":
+            raise self._refused(
+                f'has resume = "{resume}": after a restart another object plays the turns again, so that its state must'
+                ' follow from the columns and the turns. Write resume = "stateless", or leave it out'
+            )
         self.examples = self._examples(getattr(probe, "examples", ()))
         try:
             self.schemas = tool_schemas([methods[name] for name in self.tool_names])

@@ -50,12 +50,11 @@ class UserCode:
         self.limit_s = limit_s
         self.num_left_behind = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        # At most so many at once, as each may be a thread. Waiting here is no part of a call's time.
-        self._places = asyncio.Semaphore(MOST_AT_ONCE)
+        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
         """What `function` returns, awaited if that is to be done. Never raises for what the user's code does."""
-        async with self._places:
+        async with self._at_once():
             started = time.perf_counter()
             future = self._begin(function, args, kwargs)
             ended = asyncio.wrap_future(future)
@@ -78,6 +77,13 @@ class UserCode:
         return self._outcome(future, time.perf_counter() - started)
 
     # Private
+
+    def _at_once(self) -> asyncio.Semaphore:
+        """At most so many calls run at once, as each may be a thread. Waiting for it is no part of a call's time."""
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places[0] is not loop:  # a program may step a run by several event loops
+            self._places = loop, asyncio.Semaphore(MOST_AT_ONCE)
+        return self._places[1]
 
     def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> concurrent.futures.Future[Any]:
         if inspect.iscoroutinefunction(function):

@@ -319,6 +319,14 @@ class Unborn(Tools):
     def __init__(self, name: str) -> None: ...
 
 
+class Saved(Tools):
+    resume = "snapshot"
+
+
+class BadExample(Tools):
+    examples = ({"role": "user"},)
+
+
 class Resetless:
     def tool(self) -> str:
         """One."""
@@ -334,6 +342,8 @@ class Resetless:
         (Undescribed, "the tool tool is not described.*Give it a docstring"),
         (Unborn, "missing 1 required positional argument: 'name'"),
         (Resetless, "has no method reset: write def reset"),
+        (Saved, 'has resume = "snapshot".*Write resume = "stateless"'),
+        (BadExample, "in examples: write messages with role and content"),
     ],
 )
 def test_what_is_no_environment_is_refused_with_the_fix(made: type, why: str) -> None:

@@ -324,7 +324,8 @@ class Sample:
     """A training row made from a finished Rollout. All streams are [n] over the tokens after the prompt.
 
     token_ids int32; mask bool (True: in the loss); behavior_logprobs float32; versions int32;
-    advantages float32. `temperature` is the one the tokens were sampled with.
+    advantages float32. `temperature` is the one the tokens were sampled with. `teacher_prompt_ids`: what a teacher
+    reads in the prompt's place ([distill]); None: the prompt itself.
     """
 
     rollout_id: str
@@ -336,6 +337,7 @@ class Sample:
     versions: np.ndarray
     advantages: np.ndarray
     temperature: float
+    teacher_prompt_ids: np.ndarray | None = None
 
 
 def rollout_seed(run_seed: int, task_id: str, attempt: int, sibling: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.limits import Limits
 from rollover.staleness import staleness
-from rollover.trainer.backend import BackendSetup, Stream
+from rollover.trainer.backend import BackendSetup, Stream, Version
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.trainer.packing import Packed, pack
 from rollover.trainer.tally import Tally
@@ -40,7 +40,7 @@ class Bigrams:
         logprobs_M = logprobs_MV.gather(1, packed.targets_M[:, None])[:, 0]
         return packed, logprobs_M, -(logprobs_MV.exp() * logprobs_MV).sum(-1)
 
-    def compute_logprobs(self, samples: list[Sample], version: int | None = None) -> Stream:
+    def compute_logprobs(self, samples: list[Sample], version: Version | None = None) -> Stream:
         if version not in (None, self.policy_version):
             raise ValueError(f"the weights of policy version {version} are not kept")
         with torch.no_grad():

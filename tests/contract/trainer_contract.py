@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from rollover.engine.protocol import ExtendRequest
-from rollover.trainer.backend import Stream, TrainerBackend
+from rollover.trainer.backend import TEACHER, Stream, TrainerBackend
 from rollover.trainer.objective import Counts
 from rollover.types import Sample, SamplingParams
 
@@ -182,6 +182,8 @@ async def check_what_is_not_there_is_said(subject: Subject) -> None:
     for version in (0, 7):
         with pytest.raises(ValueError, match=f"version {version}"):
             backend.compute_logprobs(subject.samples, version)
+    with pytest.raises(ValueError, match="teacher"):
+        backend.compute_logprobs(subject.samples, TEACHER)
     with pytest.raises(ValueError, match="value head"):
         backend.compute_values(subject.samples)
 

@@ -8,19 +8,24 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import own_functions
+import tiny
 from documents import PAGES, ROOT, Block, blocks
-from rollover.config import RewardsConfig
+from rollover.config import Config, RewardsConfig
 from rollover.config.load import load_config
 from rollover.functions import load_function
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView
+from rollover.tasks.prompts import encode_prompt
 from rollover.tasks.stream import TaskStream
+from rollover.trainer.teacher import TeacherPrompts
+from rollover.types import Task
 
 BLOCKS = blocks()
 
@@ -110,12 +115,23 @@ def check_order(spec: str) -> None:
     assert order(short) < order(long)
 
 
+def check_privileged(spec: str) -> None:
+    """The teacher's prompt ends with the answer, and what comes before is the policy's."""
+    config = Config.model_validate({"distill": {"teacher": "initial", "privileged": spec}})
+    messages = ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"})
+    task = Task("t", "docs", "reward", messages=messages, columns={"answer": "4"})
+    encode = partial(encode_prompt, tokenizer=tiny.tokenizer())
+    text = tiny.tokenizer().decode(list(TeacherPrompts(config, encode, None).of_task(task)))
+    assert text == "s:Add.\nu:2+2?\nThe final answer is 4.\na:"
+
+
 CHECKS = {
     **own_functions.CHECKS,
     ("own-functions.md", "has_answer"): check_trl,
     ("README.md", "accuracy"): check_trl,
     ("README.md", "compute_score"): check_verl,
     ("modes.md", "fewest_tokens_first"): check_order,
+    ("distillation.md", "told"): check_privileged,
 }
 
 

@@ -34,16 +34,18 @@ def first_match(group: Group, filters: Sequence[GroupFilter]) -> tuple[str, str]
     return next(matches, None)
 
 
-def build_group_filter(config: FiltersConfig) -> Callable[[Group], tuple[str, str] | None] | None:
-    """`first_match` of the filters that [filters] sets, for the lifecycle; None if it sets none. ValueErrors: as of
-    `group_filters`."""
-    filters = group_filters(config)
+def build_group_filter(
+    config: FiltersConfig, *, needs_rewards: bool = True
+) -> Callable[[Group], tuple[str, str] | None] | None:
+    """`first_match` of the filters that [filters] sets, for the lifecycle; None if it sets none. Arguments and
+    ValueErrors as of `group_filters`."""
+    filters = group_filters(config, needs_rewards=needs_rewards)
     return (lambda group: first_match(group, filters)) if filters else None
 
 
-def group_filters(config: FiltersConfig) -> list[GroupFilter]:
+def group_filters(config: FiltersConfig, *, needs_rewards: bool = True) -> list[GroupFilter]:
     """The filters of groups that [filters] sets, in the order in which they are asked. ValueError if `custom` names no
-    function."""
+    function. `needs_rewards`: as of `all_masked`."""
     chosen: list[GroupFilter] = []
     if config.max_error_share < 1:
         chosen.append(error(config.max_error_share))
@@ -60,7 +62,7 @@ def group_filters(config: FiltersConfig) -> list[GroupFilter]:
     if config.custom:
         chosen.append(custom(own_function("filters.custom", config.custom, _WHY), "custom"))
     if config.masks:
-        chosen.append(all_masked(rollout_filters(config)))
+        chosen.append(all_masked(rollout_filters(config), needs_rewards=needs_rewards))
     return chosen
 
 
@@ -137,14 +139,14 @@ def error(max_share: float) -> GroupFilter:
     return _share("error", "ended with an error or have no reward", _is_failed, max_share)
 
 
-def all_masked(masks: Sequence[RolloutFilter]) -> GroupFilter:
+def all_masked(masks: Sequence[RolloutFilter], *, needs_rewards: bool = True) -> GroupFilter:
     """Drop a group of which every sibling is masked or has no reward: it would take the place of a group with a loss.
 
-    A step of such groups alone would train nothing.
+    A step of such groups alone would train nothing. `needs_rewards` False: one without a reward is in the loss.
     """
 
     def has_loss(rollout: Rollout) -> bool:
-        missing = rollout.reward is None or rollout.reward.missing
+        missing = needs_rewards and (rollout.reward is None or rollout.reward.missing)
         return not missing and all(mask.why(rollout) is None for mask in masks)
 
     def why(group: Group) -> str | None:

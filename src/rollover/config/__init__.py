@@ -1,6 +1,7 @@
 """The configuration: pydantic models, read by `load.load_config`. Import-light: no torch, ray or vllm."""
 
 from rollover.config.algorithm import AlgorithmConfig
+from rollover.config.distill import DistillConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
 from rollover.config.schema import Config
@@ -15,6 +16,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfigError",
+    "DistillConfig",
     "EngineConfig",
     "EvalConfig",
     "FiltersConfig",

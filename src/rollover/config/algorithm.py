@@ -249,19 +249,20 @@ _NOT_FREE = {
 
 def _never_negative(config: Any) -> bool:
     algorithm = config.algorithm
-    return algorithm.advantage == "grpo_passk" and not (algorithm.after_scoring or is_own(algorithm.loss))
+    others = algorithm.after_scoring or is_own(algorithm.loss) or config.distill.teacher
+    return algorithm.advantage == "grpo_passk" and not others
 
 
 RULES: tuple[Rule, ...] = (
     Inert(
         ("algorithm.clip_low", "algorithm.dual_clip"),
-        ("algorithm.advantage",),
+        ("algorithm.advantage", "distill.teacher"),
         lambda c: _never_negative(c) and c.algorithm.loss != "cispo",
         'with algorithm.advantage = "grpo_passk": it concerns negative advantages, and none is',
     ),
     Inert(
         ("algorithm.off_policy_mask_threshold",),
-        ("algorithm.advantage",),
+        ("algorithm.advantage", "distill.teacher"),
         _never_negative,
         'with algorithm.advantage = "grpo_passk": it concerns negative advantages, and none is',
     ),
@@ -300,7 +301,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("rollout.group_size", "algorithm.advantage"),
-        lambda c: c.rollout.group_size < 2 and c.algorithm.compares_siblings,
+        lambda c: c.rollout.group_size < 2 and c.algorithm.compares_siblings and not c.distill.replaces,
         lambda c: (
             f'rollout.group_size = {c.rollout.group_size} with algorithm.advantage = "{c.algorithm.advantage}": a'
             " baseline needs at least 2 sibling rollouts. Set rollout.group_size to 2 or more"
@@ -309,7 +310,7 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("rewards.min_valid", "rollout.group_size"),
         lambda c: (
-            c.rewards.min_valid > c.rollout.group_size
+            c.min_valid_rewards > c.rollout.group_size
             and (c.rollout.group_size >= 2 or not c.algorithm.compares_siblings)
         ),
         lambda c: (
@@ -319,7 +320,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("rewards.min_valid", "algorithm.advantage"),
-        lambda c: c.rewards.min_valid < 2 and c.algorithm.compares_siblings,
+        lambda c: 0 < c.min_valid_rewards < 2 and c.algorithm.compares_siblings,
         lambda c: (
             f'rewards.min_valid = {c.rewards.min_valid} with algorithm.advantage = "{c.algorithm.advantage}": one'
             " reward has no sibling to be compared with. Set rewards.min_valid to 2 or more"

@@ -66,8 +66,8 @@ FIXED = (
 )
 # What a step makes of its groups: with other values it would end with other weights. (Sums in another order are not.)
 _TRAINING = (
-    "algorithm.*", "train.*", "model.*", "filters.*", "replay.*", "rollout.max_new_tokens", "rollout.max_staleness",
-    "rollout.on_stale",
+    "algorithm.*", "distill.*", "train.*", "model.*", "filters.*", "replay.*", "rollout.max_new_tokens",
+    "rollout.max_staleness", "rollout.on_stale",
 )  # fmt: skip
 _NOT_TRAINING = (
     "train.profile_steps*", "train.publish_every", "train.micro_batch_tokens", "train.skip_zero_advantage",

@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from rollover.config import algorithm, backend, rollout, run, selection, tasks, train, workflow
+from rollover.config import algorithm, backend, distill, rollout, run, selection, tasks, train, workflow
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.backend import BackendConfig
+from rollover.config.distill import DistillConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
 from rollover.config.selection import FiltersConfig, ReplayConfig, RerollConfig
@@ -34,6 +35,7 @@ class Config(Table):
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    distill: DistillConfig = Field(default_factory=DistillConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     backend: BackendConfig = Field(default_factory=BackendConfig)
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
@@ -60,6 +62,16 @@ class Config(Table):
         if self.tasks.producer:
             return self.rollout.max_staleness
         return self.rollout.staleness_bound(self.train.publish_every)
+
+    @property
+    def equal_scores_teach_nothing(self) -> bool:
+        """Whether a group of equal scores has no advantage that is not 0."""
+        return self.algorithm.compares_siblings and not self.distill.teacher
+
+    @property
+    def min_valid_rewards(self) -> int:
+        """Valid rewards without which a group is dropped; 0 where rewards have no part in the training."""
+        return 0 if self.distill.replaces else self.rewards.min_valid
 
 
 # The tree of keys
@@ -140,6 +152,7 @@ def renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
 RULES: tuple[Rule, ...] = (
     *(rule for name, table in tables() for rule in on_fields(table, name)),
     *algorithm.RULES,
+    *distill.RULES,
     *selection.RULES,
     *train.RULES,
     *backend.RULES,

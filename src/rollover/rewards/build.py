@@ -10,7 +10,9 @@ from rollover.rewards.pool import RewardPool
 def build_rewarder(config: Config, *, training: bool) -> RewardObserver[RewardPool]:
     """What scores rollouts: `score` and `close` of the observer, and its pool as `.rewarder`. Starts no process.
 
-    `training`: scores that are all the same over the first two steps are told, as nothing can be learned from them.
+    `training`: scores that are all the same over the first two steps are told, as nothing can be learned from them
+    (unless a teacher teaches: then something can).
     """
+    told = training and not config.distill.teacher
     per_step = config.rollout.groups_per_step * config.rollout.group_size
-    return RewardObserver(RewardPool(config.rewards), num_equal=2 * per_step if training else 0)
+    return RewardObserver(RewardPool(config.rewards), num_equal=2 * per_step if told else 0)

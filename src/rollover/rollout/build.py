@@ -25,7 +25,7 @@ def build_driver(
     lifecycle = Lifecycle(
         config.rollout,
         config.engine.max_running,
-        config.rewards.min_valid,
+        config.min_valid_rewards,
         group_filter=group_filter,
         max_filtered_steps=config.filters.give_up_after_steps,
     )

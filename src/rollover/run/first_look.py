@@ -1,4 +1,4 @@
-"""What is looked at before a run takes its first step: every reward function, and what the tasks are."""
+"""What is looked at before a run takes its first step: every reward function, a teacher's prompts, what tasks are."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from rollover.rewards.pool import RewardPool
 from rollover.tasks.report import tasks_line
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Trackers
+from rollover.trainer.teacher import TeacherPrompts
 
 
-async def look_at_tasks(config: Config, rewarder: RewardPool, trackers: Trackers) -> None:
-    """Call every source's reward function once, and say what the tasks are. RewardProbeError names what is wrong."""
+async def look_at_tasks(
+    config: Config, rewarder: RewardPool, trackers: Trackers, teacher_prompts: TeacherPrompts | None = None
+) -> None:
+    """Call every source's reward function once, and distill.privileged, and say what the tasks are. RewardProbeError
+    and FunctionError name what is wrong."""
     trackers.on_phase("checking the reward functions")
     for source in config.tasks.sources:
         alone = config.tasks.model_copy(update={"sources": [source]})
         task = TaskStream(alone, seed=config.run.seed, split="train", rewards=config.rewards).next()
         if task is not None:
             await rewarder.probe(task)
+            if teacher_prompts is not None:
+                teacher_prompts.of_task(task)
     trackers.on_phase("looking at the tasks")
     if line := tasks_line(config):
         trackers.on_message(line)

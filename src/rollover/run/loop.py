@@ -127,7 +127,7 @@ class Run:
     async def begin(self) -> None:
         """Check the rewards, go on where an earlier process ended, and listen to signals."""
         if self.producer.generates:
-            await look_at_tasks(self.config, self.parts.rewarder, self.trackers)
+            await look_at_tasks(self.config, self.parts.rewarder, self.trackers, self.parts.batches.teacher_prompts)
         if self.directory.resume:
             resume = Resume(
                 self.config, self.parts, self.stateful, self.directory, self.journaling, self.hand_over, self.rows,

@@ -32,6 +32,7 @@ from rollover.track.history import RunHistory
 from rollover.trainer.build import build_trainer
 from rollover.trainer.reuse import Reuse
 from rollover.trainer.step_batch import StepBatchBuilder
+from rollover.trainer.teacher import teacher_prompts
 from rollover.trainer.trainer import Trainer
 
 
@@ -68,7 +69,8 @@ class Parts:
         devices = pick_device(config.model.device), engine_device(config)
         for reason in {kernels.why_not(device.type) for device in devices} - {""}:
             say(reason)
-        prompts_for, group_filter = build_prompts(config), build_group_filter(config.filters)
+        prompts_for = build_prompts(config)
+        group_filter = build_group_filter(config.filters, needs_rewards=not config.distill.replaces)
         model = functools.cache(lambda: load_model(config.model, device=devices[0]))
         # First: one elsewhere loads the model while we do, and one here copies the weights before the trainer casts
         # them or adds adapters.
@@ -103,7 +105,7 @@ class Parts:
                 environment=environment,
                 driver=driver,
                 stop_token_ids=stops,
-                batches=StepBatchBuilder(config, reuse.buffer),
+                batches=StepBatchBuilder(config, reuse.buffer, teacher_prompts(config, loaded, encode)),
                 reuse=reuse,
                 history=history,
             )

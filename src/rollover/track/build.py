@@ -46,7 +46,7 @@ TRACKERS: dict[str, Callable[[Place], Tracker]] = {
     "trace": _history,
     "live": lambda place: LiveView(place.config.track.live, place.config.train.num_steps, title=place.config.run.name),
     "health": lambda place: Health(
-        () if place.config.algorithm.compares_siblings else ("groups/zero_variance",), place.say
+        () if place.config.equal_scores_teach_nothing else ("groups/zero_variance",), place.say
     ),
 }
 

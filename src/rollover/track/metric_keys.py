@@ -240,6 +240,7 @@ METRICS: list[Metric] = [
     Metric("time/score_s", "sum", "s", "Time in which the trainer waited for rewards only."),
     Metric("time/schedule_s", "sum", "s", "New tasks, the scheduler's decisions and the bookkeeping of rollouts."),
     Metric("time/train_s", "sum", "s", "Proximal log-probs, forward, backward and optimizer."),
+    Metric("time/teacher_s", "sum", "s", "Of time/train_s: the teacher's passes ([distill])."),
     Metric("time/weights_s", "sum", "s", "Handing the new weights to the engine."),
     Metric("time/checkpoint_s", "sum", "s", "Writing checkpoints."),
     Metric("time/eval_s", "sum", "s", "Evaluation between steps."),
@@ -329,6 +330,14 @@ METRICS: list[Metric] = [
     Metric("mismatch/log_ppl_difference_max", "max", "nats", "The largest difference of a rollout."),
     Metric("mismatch/log_ppl_difference_min", "last", "nats", "The smallest difference of a rollout."),
     Metric("kl/reference", "mean", "nats", "KL to the initial weights, as in the loss (algorithm.kl_coef)."),
+    Metric(
+        "distill/kl",
+        "mean",
+        "nats",
+        "Mean of log policy/teacher over the loss tokens, at the start of the step and before distill.clip: an estimate"
+        " of KL(policy, teacher).",
+    ),
+    Metric("distill/clipped_share", "mean", "share", "Share of the loss tokens that distill.clip bounds."),
     Metric("off_policy/rejected_share", "mean", "share", "Share of the loss that algorithm.rejection leaves out."),
     Metric("off_policy/masked_share", "mean", "share", "Share left out by off_policy_mask_threshold."),
     Metric("critic/loss", "mean", "", "Clipped value loss (algorithm.advantage = gae)."),

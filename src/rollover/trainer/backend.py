@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,10 @@ from rollover.types import Sample, Segment
 
 Stream = dict[str, np.ndarray]
 """rollout_id -> float32 [loss tokens of its sample]."""
+
+TEACHER: Literal["teacher"] = "teacher"
+Version = int | Literal["teacher"]
+"""Whose weights `compute_logprobs` is asked for: those of a policy version, or the teacher's of [distill]."""
 
 
 class TrainerBackend(Protocol):
@@ -49,13 +53,13 @@ class TrainerBackend(Protocol):
         """Model FLOPs of all passes so far. What is computed again to save memory counts once."""
         ...
 
-    def compute_logprobs(self, samples: list[Sample], version: int | None = None) -> Stream:
+    def compute_logprobs(self, samples: list[Sample], version: Version | None = None) -> Stream:
         """Log-probs of the loss tokens, each at the temperature of its sample and without dropout; no gradient.
 
         `version`: the policy version whose weights are asked for. None: the current weights. Kept are version 0 where
-        algorithm.kl_coef > 0, and the last max_staleness + 1 versions where algorithm.proximal = "snapshot".
-        ValueError for a version that is not kept. At equal weights the numbers are those that `forward_backward` of
-        the same samples computes.
+        algorithm.kl_coef > 0, and the last max_staleness + 1 versions where algorithm.proximal = "snapshot"; TEACHER
+        is the teacher of [distill], whose weights the backend holds. ValueError for what is not kept. At equal weights
+        the numbers are those that `forward_backward` of the same samples computes.
         """
         ...
 

@@ -38,11 +38,14 @@ class Batch:
 class BatchBuilder:
     """Makes batches as [algorithm] says; `masks` take single rollouts out of the loss.
 
-    ValueError where [algorithm] names a function of the user's own that does not exist.
+    `needs_rewards` False: all advantages are 0, to be replaced by a teacher's (distill.mix), and a rollout without a
+    reward is in the loss. ValueError where [algorithm] names a function of the user's own that does not exist.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig, masks: Sequence[RolloutFilter] = ()) -> None:
-        self.algorithm, self.masks = algorithm, masks
+    def __init__(
+        self, algorithm: AlgorithmConfig, masks: Sequence[RolloutFilter] = (), *, needs_rewards: bool = True
+    ) -> None:
+        self.algorithm, self.masks, self.needs_rewards = algorithm, masks, needs_rewards
         self._estimate = Estimator(algorithm)
 
     def build(
@@ -65,13 +68,15 @@ class BatchBuilder:
         greedy = {r.group_id: score_of(r) for r in rollouts if r.greedy}
         masked = mask_rollouts(groups, self.masks)
         oldest = {g.group_id: replayed.get(g.group_id, oldest_version) for g in groups}
-        lengths = [_num_tokens_since(r, oldest[r.group_id]) for r in sampled]
-        scored = Scored.of(sampled, lengths, greedy, algorithm, masked.out_of_baseline)
-        advantages_N = self._estimate(sampled, scored)
-        context_only = masked.out_of_loss
+        advantages_N: Sequence[float] = [0.0] * len(sampled)
+        if self.needs_rewards:
+            lengths = [_num_tokens_since(r, oldest[r.group_id]) for r in sampled]
+            scored = Scored.of(sampled, lengths, greedy, algorithm, masked.out_of_baseline)
+            advantages_N = self._estimate(sampled, scored).tolist()
+        left_out = masked.out_of_loss | {r.rollout_id for r in sampled if self.needs_rewards and _is_missing(r)}
         prompts = {id(r.prompt_ids): _prompt(r) for r in rollouts}
         samples = [
-            _sample(r, prompts[id(r.prompt_ids)], float(a), oldest[r.group_id], r.rollout_id not in context_only)
+            _sample(r, prompts[id(r.prompt_ids)], a, oldest[r.group_id], r.rollout_id not in left_out)
             for r, a in zip(sampled, advantages_N, strict=True)
             if r.num_tokens
         ]
@@ -97,7 +102,6 @@ def _sample(rollout: Rollout, prompt_ids: np.ndarray, value: float, oldest_versi
     segments = rollout.segments
     lengths = [len(s) for s in segments]
     sampled = [s.trainable and s.policy_version >= oldest_version for s in segments]
-    valid = rollout.reward is not None and not rollout.reward.missing
     # All sampled segments of a run share one temperature.
     temperature = max((s.sampling.temperature for s in segments if s.trainable), default=1.0)
     return Sample(
@@ -105,16 +109,20 @@ def _sample(rollout: Rollout, prompt_ids: np.ndarray, value: float, oldest_versi
         group_id=rollout.group_id,
         prompt_ids=prompt_ids,
         token_ids=_narrow(f"rollout {rollout.rollout_id}", np.concatenate([s.token_ids for s in segments])),
-        mask=np.repeat(sampled, lengths).astype(bool) & valid & in_loss,
+        mask=np.repeat(sampled, lengths).astype(bool) & in_loss,
         behavior_logprobs=np.concatenate([s.logprobs for s in segments]).astype(np.float32),
         versions=np.repeat([s.policy_version for s in segments], lengths).astype(np.int32),
-        advantages=np.full(sum(lengths), value if valid else 0.0, dtype=np.float32),
+        advantages=np.full(sum(lengths), 0.0 if _is_missing(rollout) else value, dtype=np.float32),
         temperature=temperature,
     )
 
 
 def _prompt(rollout: Rollout) -> np.ndarray:
     return _narrow(f"the prompt of rollout {rollout.rollout_id}", np.asarray(rollout.prompt_ids))
+
+
+def _is_missing(rollout: Rollout) -> bool:
+    return rollout.reward is None or rollout.reward.missing
 
 
 def _narrow(whose: str, token_ids: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rollover.config import AlgorithmConfig, Config, LoraConfig, TrainConfig
+from rollover.config import AlgorithmConfig, Config, DistillConfig, LoraConfig, TrainConfig
 from rollover.config.backend import BACKENDS
 from rollover.engine.protocol import Engine
 from rollover.functions import make_named
@@ -14,6 +14,7 @@ from rollover.models.team import Team
 from rollover.trainer.backend import BackendSetup, TrainerBackend
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.own_backend import OwnBackend
+from rollover.trainer.teacher import load_teacher
 from rollover.trainer.trainer import Trainer
 
 
@@ -28,7 +29,7 @@ def build_trainer(config: Config, loaded: LoadedModel, engine: Engine | None = N
     backend = make_named("backend.type", kind, BACKENDS, setup, TrainerBackend, "a trainer's backend")
     if kind not in BACKENDS:
         backend = OwnBackend(backend, kind)
-    return Trainer(backend, config.train, config.algorithm, team)
+    return Trainer(backend, config.train, config.algorithm, team, config.distill)
 
 
 def local_trainer(
@@ -41,15 +42,17 @@ def local_trainer(
     max_staleness: int = 0,
     lora: LoraConfig | None = None,
     team: Team | None = None,
+    distill: DistillConfig | None = None,
+    teacher: LoadedModel | None = None,
 ) -> Trainer:
     """A trainer on the local backend without a whole `Config`. Arguments as of `LocalBackend`."""
     _refuse_uncorrected(train, algorithm, max_staleness)
     team = team or Team()
     backend = LocalBackend(
         loaded, train, algorithm, dtype=dtype, max_new_tokens=max_new_tokens, max_staleness=max_staleness, lora=lora,
-        team=team,
+        team=team, distill=distill, teacher=teacher,
     )  # fmt: skip
-    return Trainer(backend, train, algorithm, team)
+    return Trainer(backend, train, algorithm, team, distill)
 
 
 def _refuse_uncorrected(train: TrainConfig, algorithm: AlgorithmConfig, max_staleness: int) -> None:
@@ -71,6 +74,7 @@ def _refuse_uncorrected(train: TrainConfig, algorithm: AlgorithmConfig, max_stal
 def make_local(setup: BackendSetup) -> TrainerBackend:
     """A backend in this process."""
     config = setup.config
+    teacher = load_teacher(config, setup.loaded) if config.distill.model_path else None
     return LocalBackend(
         setup.loaded,
         config.train,
@@ -81,4 +85,6 @@ def make_local(setup: BackendSetup) -> TrainerBackend:
         lora=config.model.lora,
         team=setup.team,
         engine=setup.engine,
+        distill=config.distill,
+        teacher=teacher,
     )

@@ -1,15 +1,18 @@
-"""Weights that are kept beside the current ones: of earlier policy versions, and of the reference policy.
+"""Weights that are kept beside the current ones: of earlier policy versions, of the reference policy, of a teacher.
 
-Owns copies of the trained parameters (with LoRA: the adapters alone) in compute dtype, by name. For log-probs under
-them the parameters are swapped in place: no second model.
+Owns copies of the trained parameters (with LoRA: the adapters alone) in compute dtype, by name, and which of them a run
+needs. For log-probs under them the parameters are swapped in place: no second model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+
+from rollover.config import AlgorithmConfig, DistillConfig
+from rollover.trainer.backend import TEACHER, Version
 
 REFERENCE = "reference"
 
@@ -62,3 +65,64 @@ class KeptWeights:
             if owner == "kept":
                 name, _, key = rest.partition("/")
                 self._kept.setdefault(name, {})[key] = tensor.to(self._parameters[key].device).clone()
+
+
+class KeptVersions:
+    """Those kept weights that [algorithm] and [distill] need: of version 0, of a teacher, and of the last versions.
+
+    `max_staleness`: how old a version may be that proximal = "snapshot" asks for.
+    """
+
+    def __init__(
+        self, weights: KeptWeights, algorithm: AlgorithmConfig, distill: DistillConfig, max_staleness: int
+    ) -> None:
+        self.weights, self.algorithm, self.distill, self.max_staleness = weights, algorithm, distill, max_staleness
+        self._keeps_reference = algorithm.needs_reference or distill.teacher == "initial"
+
+    def on_version(self, version: int) -> None:
+        """The current weights are those of policy version `version` now: keep them where they will be asked for."""
+        if self._keeps_reference and version == 0:
+            self.weights.keep(REFERENCE)
+        if self.distill.keeps_weights and version % self.distill.refresh_steps == 0:
+            self.weights.keep(TEACHER)
+        if self.algorithm.proximal == "snapshot":
+            self.weights.keep(of_version(version))
+            recent = range(version - self.max_staleness, version + 1)
+            self.weights.keep_only({REFERENCE, TEACHER, *map(of_version, recent)})
+
+    def under(self, version: Version | None, current: int) -> AbstractContextManager[None]:
+        """Inside, the module computes with the weights of that policy version, or of the teacher where those are the
+        policy's; `current` is the version of the weights as they are. ValueError if they are not kept."""
+        if version is None or version == current or (version == TEACHER and self.distill.is_current):
+            wanted = ()
+        elif version == TEACHER:
+            wanted = (REFERENCE,) if self.distill.teacher == "initial" else (TEACHER,)
+        else:
+            wanted = (REFERENCE, of_version(version)) if version == 0 else (of_version(version),)
+        if not wanted:
+            return nullcontext()
+        for name in wanted:
+            if name in self.weights:
+                return self.weights.under(name)
+        what = "there is no teacher" if version == TEACHER else f"the weights of policy version {version} are not kept"
+        raise ValueError(
+            f"{what}: algorithm.kl_coef > 0 keeps those of version 0, algorithm.proximal ="
+            ' "snapshot" those of the last rollout.max_staleness + 1 versions, and distill.teacher those of a teacher'
+        )
+
+    def check(self, current: int) -> None:
+        """After a restart: ValueError where the checkpoint was written without weights that are needed now."""
+        needed: dict[str, str] = {}
+        if self.algorithm.needs_reference:
+            needed["algorithm.kl_coef > 0"] = REFERENCE
+        if self.distill.teacher == "initial":
+            needed['distill.teacher = "initial"'] = REFERENCE
+        if self.distill.keeps_weights:
+            needed['distill.teacher = "policy" and distill.refresh_steps > 1'] = TEACHER
+        if self.algorithm.proximal == "snapshot":
+            needed['algorithm.proximal = "snapshot"'] = of_version(current)
+        for setting, name in needed.items():
+            if name not in self.weights:
+                raise ValueError(
+                    f"--resume with {setting}: the checkpoint holds no such weights; start with it instead"
+                )

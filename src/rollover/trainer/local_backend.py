@@ -1,7 +1,7 @@
 """The backend of this process: one model on one device, its optimizer, and what is kept beside them.
 
-Shapes: N row tokens, M loss positions, E hidden size. Owns weights, optimizer, value head, kept weights and
-`policy_version`. Losses are named by the configuration and computed by objective.py; nothing here knows a formula.
+Shapes: M loss positions. Owns weights, optimizer, value head, kept weights, a teacher's model and `policy_version`.
+Losses are named by the configuration and computed by objective.py; nothing here knows a formula.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,26 +16,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollover.config import AlgorithmConfig, LoraConfig, TrainConfig
+from rollover.config import AlgorithmConfig, DistillConfig, LoraConfig, TrainConfig
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.files import give_usual_mode
 from rollover.models import devices
-from rollover.models.attention import hidden_states
-from rollover.models.flex import packed_attention
-from rollover.models.flops import ModelFlops
-from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel
-from rollover.models.logprobs import TrainedHead, chunked_logprobs
 from rollover.models.norms import compile_norms
 from rollover.models.team import Team
 from rollover.staleness import staleness
-from rollover.trainer.backend import Stream
+from rollover.trainer.backend import TEACHER, Stream, Version
 from rollover.trainer.critic import Critic
-from rollover.trainer.kept_weights import REFERENCE, KeptWeights, of_version
+from rollover.trainer.kept_weights import KeptVersions, KeptWeights
 from rollover.trainer.lora import ADAPTER, adapter_weights, add_lora, base_weights, merged_weights, save_adapter
 from rollover.trainer.objective import Counts, Objective, Streams, Sums
 from rollover.trainer.optimizer import Optimizer
-from rollover.trainer.packing import Packed, micro_batches, pack, row_tokens
+from rollover.trainer.packing import Packed, micro_batches, row_tokens
+from rollover.trainer.passes import Passes
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 
@@ -46,7 +41,8 @@ class LocalBackend:
 
     `loaded` holds the model in float32; its parameters are cast to `dtype` here, after the masters are taken.
     `max_new_tokens` is the norm of aggregation = "seq-mean-token-sum-norm". `team` computes: it is assembled in the
-    training thread before every forward pass. `engine`: what `sample` delegates to, over the same model.
+    training thread before every forward pass. `engine`: what `sample` delegates to, over the same model. `teacher`: the
+    model of distill.teacher where that names one, in `dtype`; it is never trained.
     """
 
     def __init__(
@@ -61,11 +57,12 @@ class LocalBackend:
         lora: LoraConfig | None = None,
         team: Team | None = None,
         engine: Engine | None = None,
+        distill: DistillConfig | None = None,
+        teacher: LoadedModel | None = None,
     ) -> None:
         self.config, self.algorithm, self.engine = train, algorithm, engine
         self.tokenizer = loaded.tokenizer
         self._base = str(Path(loaded.path).resolve()) if Path(loaded.path).is_dir() else loaded.path
-        self.max_staleness = max_staleness
         self.objective = Objective(algorithm, max_new_tokens)
         self.policy_version = 0
         self.lora = lora is not None and lora.rank > 0
@@ -75,13 +72,13 @@ class LocalBackend:
         self.optimizer = Optimizer(self.model, train, total, dtype)
         compile_norms(self._plain)
         self.device = next(self.model.parameters()).device
-        self.limits = Limits.of(self._plain)
-        self._head, self._flops = TrainedHead(self._plain), ModelFlops.of(self._plain)
-        self.flops = 0.0  # model FLOPs of all passes: what is computed again to save memory counts once
         self._published = False
         self.team = team or Team()
+        self._passes = Passes(self._plain, self.team, train.micro_batch_tokens)
+        self._teacher = None if teacher is None else Passes(teacher.model, self.team, train.micro_batch_tokens)
         self.kept = KeptWeights({n: p for n, p in self.model.named_parameters() if p.requires_grad})
-        self._keep_weights()
+        self._versions = KeptVersions(self.kept, algorithm, distill or DistillConfig(), max_staleness)
+        self._versions.on_version(0)
         width = self._plain.config.get_text_config().hidden_size
         self.critic = Critic(width, algorithm, self.device) if algorithm.needs_critic else None
         if train.gradient_checkpointing:
@@ -96,58 +93,26 @@ class LocalBackend:
             if isinstance(module, torch.nn.Dropout) and "lora_dropout" not in name:
                 module.eval()
 
-    def _forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens under the current weights."""
-        attention = packed_attention(packed.lengths, packed.prefixes, self.device)
-        hidden_NE = hidden_states(self._plain, packed.input_ids_N, packed.position_ids_N, attention)
-        hidden_ME = hidden_NE.index_select(0, packed.loss_positions_M)
-        logprobs_M, entropy_M = chunked_logprobs(
-            hidden_ME, self._head.now(), packed.targets_M, packed.temperature_M, unit=packed.unit
-        )
-        self.flops += self._flops.forward(packed.lengths, packed.prefixes, len(hidden_ME))
-        return logprobs_M, entropy_M, hidden_ME
+    @property
+    def flops(self) -> float:
+        return self._passes.flops + (0.0 if self._teacher is None else self._teacher.flops)
 
-    @torch.no_grad()
     def _evaluate(self, samples: list[Sample], what: Callable[[Packed], torch.Tensor]) -> Stream:
-        """rollout_id -> `what` [loss tokens] under the current weights, without dropout.
-
-        Packed as `forward_backward` packs them: the same bits at equal weights and threads.
-        """
+        """rollout_id -> `what` [loss tokens] under the current weights, without dropout."""
         self._train_mode(False)
-        evaluated: list[Sample] = []
-        values: list[torch.Tensor] = []
-        for micro in micro_batches(samples, self.config.micro_batch_tokens):
-            self.team.assemble()
-            values.append(what(pack(micro, self.device, self.limits)))
-            evaluated += micro
-        if not values:
-            return {}
-        ends = np.cumsum([int(s.mask.sum()) for s in evaluated])
-        parts = np.split(torch.cat(values).cpu().numpy(), ends[:-1])
-        return {s.rollout_id: part for s, part in zip(evaluated, parts, strict=True)}
+        return self._passes.evaluate(samples, what)
 
-    def compute_logprobs(self, samples: list[Sample], version: int | None = None) -> Stream:
-        with nullcontext() if version is None else self._under(version):
-            return self._evaluate(samples, lambda packed: self._forward(packed)[0])
-
-    def _under(self, version: int) -> AbstractContextManager[None]:
-        """Inside, the model computes with the weights of that policy version."""
-        names = [REFERENCE] if version == 0 else []
-        for name in (*names, of_version(version)):
-            if name in self.kept:
-                return self.kept.under(name)
-        if version == self.policy_version:
-            return nullcontext()
-        raise ValueError(
-            f"the weights of policy version {version} are not kept: algorithm.kl_coef > 0 keeps those of version 0, and"
-            ' algorithm.proximal = "snapshot" those of the last rollout.max_staleness + 1 versions'
-        )
+    def compute_logprobs(self, samples: list[Sample], version: Version | None = None) -> Stream:
+        if version == TEACHER and self._teacher is not None:
+            return self._teacher.logprobs(samples)
+        with self._versions.under(version, self.policy_version):
+            return self._evaluate(samples, lambda packed: self._passes.forward(packed)[0])
 
     def compute_values(self, samples: list[Sample]) -> Stream:
         critic = self.critic
         if critic is None:
             raise ValueError('there is no value head: set algorithm.advantage = "gae"')
-        return self._evaluate(samples, lambda packed: critic.values(self._forward(packed)[2]))
+        return self._evaluate(samples, lambda packed: critic.values(self._passes.forward(packed)[2]))
 
     def forward_backward(
         self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
@@ -164,8 +129,8 @@ class LocalBackend:
     def _add_gradient(self, micro: list[Sample], counts: Counts, known: Mapping[str, Stream]) -> Sums:
         """Loss and gradient of one micro-batch."""
         self._train_mode(True)
-        packed = pack(micro, self.device, self.limits)
-        logprobs_M, entropy_M, hidden_ME = self._forward(packed)
+        packed = self._passes.pack(micro)
+        logprobs_M, entropy_M, hidden_ME = self._passes.forward(packed)
 
         def flat(stream: Stream) -> torch.Tensor:
             return torch.from_numpy(np.concatenate([stream[s.rollout_id] for s in micro])).to(self.device)
@@ -184,7 +149,7 @@ class LocalBackend:
         )
         loss, sums = self.objective(streams, counts)
         loss.backward()
-        self.flops += self._flops.backward(packed.lengths, packed.prefixes, len(packed.targets_M))
+        self._passes.count_backward(packed)
         if self.critic is not None:
             values_M, returns_M = flat(known["values"]), flat(known["returns"])
             sums |= self.critic.forward_backward(hidden_ME, values_M, returns_M, counts.tokens)
@@ -203,22 +168,13 @@ class LocalBackend:
         if ends_step:
             self._train_mode(False)
             self.policy_version += 1
-            self._keep_weights()
+            self._versions.on_version(self.policy_version)
         return update
 
     def forget_gradients(self) -> None:
         self.optimizer.forget_gradients()
         if self.critic is not None:
             self.critic.forget_gradients()
-
-    def _keep_weights(self) -> None:
-        """The reference from version 0 on; for proximal = "snapshot" every version that a batch may still hold."""
-        if self.algorithm.needs_reference and self.policy_version == 0:
-            self.kept.keep(REFERENCE)
-        if self.algorithm.proximal == "snapshot":
-            self.kept.keep(of_version(self.policy_version))
-            oldest = self.policy_version - self.max_staleness
-            self.kept.keep_only({REFERENCE, *map(of_version, range(oldest, self.policy_version + 1))})
 
     async def publish(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._weights()
@@ -258,7 +214,7 @@ class LocalBackend:
         self.optimizer.load_state(tensors, meta["optimizer"])
         self.kept.load_state(tensors)
         self.policy_version = meta["policy_version"]
-        self._check_kept()
+        self._versions.check(self.policy_version)
         if self.critic is not None:
             if "critic" not in meta:
                 raise ValueError('the checkpoint has no critic: algorithm.advantage was not "gae". Set it back')
@@ -266,17 +222,6 @@ class LocalBackend:
         if "random/cpu" in tensors:
             torch.set_rng_state(tensors["random/cpu"])
         devices.set_random_state(self.device, tensors)
-
-    def _check_kept(self) -> None:
-        """After a restart: ValueError where the checkpoint was written without weights that this config needs."""
-        needed = {"algorithm.kl_coef > 0": REFERENCE} if self.algorithm.needs_reference else {}
-        if self.algorithm.proximal == "snapshot":
-            needed['algorithm.proximal = "snapshot"'] = of_version(self.policy_version)
-        for setting, name in needed.items():
-            if name not in self.kept:
-                raise ValueError(
-                    f"--resume with {setting}: the checkpoint holds no such weights; start with it instead"
-                )
 
     def save_model(self, folder: Path) -> None:
         """A folder that transformers' from_pretrained loads: compute dtype, adapters merged, tokenizer included.

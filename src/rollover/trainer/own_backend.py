@@ -20,7 +20,7 @@ import torch
 
 from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.functions import FunctionError, described, explained, is_number
-from rollover.trainer.backend import Stream, TrainerBackend
+from rollover.trainer.backend import Stream, TrainerBackend, Version
 from rollover.trainer.objective import Counts
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
@@ -75,7 +75,7 @@ class OwnBackend:
             raise self._failed("flops", f"gave {described(value)}")
         return value
 
-    def compute_logprobs(self, samples: list[Sample], version: int | None = None) -> Stream:
+    def compute_logprobs(self, samples: list[Sample], version: Version | None = None) -> Stream:
         with self._calling("compute_logprobs"):
             found = self.backend.compute_logprobs(samples, version)
         return self._stream("compute_logprobs", found, samples)

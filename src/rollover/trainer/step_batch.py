@@ -9,23 +9,28 @@ computed anew in every step, so that the importance weights to the stored behavi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 
 from rollover.algorithms.filters import rollout_filters
 from rollover.config import Config
 from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.replay_buffer import ReplayBuffer
+from rollover.trainer.teacher import TeacherPrompts
 from rollover.types import Group, Sample
 
 
 class StepBatchBuilder:
     """Makes the batch of each step, as [algorithm] and [filters] say; an empty `buffer` replaces nothing.
 
-    ValueError where [algorithm] names a function of the user's own that does not exist.
+    `teacher_prompts`: give what a teacher reads in the place of a group's prompt (distill.privileged); None: it reads
+    that. ValueError where [algorithm] names a function of the user's own that does not exist.
     """
 
-    def __init__(self, config: Config, buffer: ReplayBuffer) -> None:
-        self.config, self.buffer = config, buffer
-        self.builder = BatchBuilder(config.algorithm, rollout_filters(config.filters))
+    def __init__(self, config: Config, buffer: ReplayBuffer, teacher_prompts: TeacherPrompts | None = None) -> None:
+        self.config, self.buffer, self.teacher_prompts = config, buffer, teacher_prompts
+        masks = rollout_filters(config.filters)
+        self.builder = BatchBuilder(config.algorithm, masks, needs_rewards=not config.distill.replaces)
 
     def build(self, groups: list[Group], version: int) -> Batch:
         """The batch of the step at trainer `version`: groups without signal are replaced, as far as others are kept.
@@ -43,17 +48,25 @@ class StepBatchBuilder:
                 trained = [g for g in groups if g.group_id not in replaced] + [kept.group for kept in drawn]
                 batch = self.builder.build(trained, oldest, {k.group.group_id: k.oldest_in_loss for k in drawn})
         if not batch.num_loss_tokens:
-            raise ValueError(f"step {version + 1} has no token in its loss: {_why_no_loss(groups, batch, oldest)}")
-        return batch
+            why = _why_no_loss(groups, batch, oldest, needs_rewards=self.builder.needs_rewards)
+            raise ValueError(f"step {version + 1} has no token in its loss: {why}")
+        return replace(batch, samples=self._for_teacher(groups, batch.samples))
 
     def with_signal(self, groups: list[Group], version: int) -> list[Sample]:
         """Those samples of some groups of the step at trainer `version` that `build` will not replace.
 
-        Their advantages are the final ones where they depend on the own group alone (train.streaming_min_groups).
+        Their advantages are the final ones where they depend on the own group alone (train.streaming_min_groups). A
+        teacher has a signal for every group.
         """
         batch = self.builder.build(groups, self.config.rollout.oldest_in_loss(version))
+        if self.config.distill.teacher:
+            return self._for_teacher(groups, [s for s in batch.samples if s.mask.any()])
         with_signal = _with_signal(batch)
         return [s for s in batch.samples if s.group_id in with_signal]
+
+    def _for_teacher(self, groups: Iterable[Group], samples: list[Sample]) -> list[Sample]:
+        """The samples with the prompts that a teacher reads."""
+        return samples if self.teacher_prompts is None else self.teacher_prompts.for_samples(groups, samples)
 
 
 def _with_signal(batch: Batch) -> set[int]:
@@ -61,11 +74,11 @@ def _with_signal(batch: Batch) -> set[int]:
     return {s.group_id for s in batch.samples if s.advantages[s.mask].any()}
 
 
-def _why_no_loss(groups: list[Group], batch: Batch, oldest: int) -> str:
+def _why_no_loss(groups: list[Group], batch: Batch, oldest: int, *, needs_rewards: bool) -> str:
     """What keeps each rollout of a batch out of its loss, and what to change."""
     masked, causes = batch.masked.out_of_loss, Counter[str]()
     for rollout in (r for g in groups for r in g.rollouts if not r.greedy):
-        if rollout.reward is None or rollout.reward.missing:
+        if needs_rewards and (rollout.reward is None or rollout.reward.missing):
             causes["have no reward (mend the reward function)"] += 1
         elif rollout.rollout_id in masked:
             causes["are masked by a filter (loosen [filters])"] += 1

@@ -7,16 +7,18 @@ rejected, and the gradient that is accumulated before the rest of its step is kn
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from rollover.config import AlgorithmConfig, TrainConfig
+from rollover.config import AlgorithmConfig, DistillConfig, TrainConfig
 from rollover.models.team import Team
-from rollover.trainer.backend import Stream, TrainerBackend
+from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version
 from rollover.trainer.batch import Batch
 from rollover.trainer.critic import estimate
+from rollover.trainer.distill import Divergence, distilled, teachers
 from rollover.trainer.objective import Counts, rate_scale, step_metrics
 from rollover.trainer.packing import split_groups
 from rollover.trainer.rejection import rejections, restricted, rewritten, why_none_is_left
@@ -31,14 +33,26 @@ class Trainer:
     `team`: the CPU threads that the backend computes with, shared with the engine (run/overlap.py).
     """
 
-    def __init__(self, backend: TrainerBackend, train: TrainConfig, algorithm: AlgorithmConfig, team: Team) -> None:
+    def __init__(
+        self,
+        backend: TrainerBackend,
+        train: TrainConfig,
+        algorithm: AlgorithmConfig,
+        team: Team,
+        distill: DistillConfig | None = None,
+    ) -> None:
         self.backend, self.config, self.algorithm = backend, train, algorithm
-        self.team = team
+        self.team, self.distill = team, distill or DistillConfig()
         self.in_update = False
         """From a step's first change of the weights to its end: there is no state to go on from."""
         self._accumulated: dict[str, Sample] = {}
         """rollout_id -> sample, of those of the step to come whose gradient is there."""
+        self._given: dict[str, np.ndarray] = {}
+        """rollout_id -> the advantages that those samples came with."""
         self._accumulated_sums = Tally()
+        self._divergence = Divergence()
+        """From the teacher, over the tokens of the step to come that it has scored."""
+        self._teacher_s = 0.0
 
     @property
     def policy_version(self) -> int:
@@ -54,8 +68,10 @@ class Trainer:
         """
         assert batch.samples, "a training step needs at least one sample"
         samples, known = self._estimate(batch.samples)
+        assert all(np.array_equal(self._given.get(s.rollout_id, s.advantages), s.advantages) for s in samples)
         minibatches = split_groups(samples, self.config.minibatches_per_step)
         minibatches, known = self._reject(minibatches, known)
+        minibatches, known = self._distill(minibatches, known)
         counts = [Counts.of(part) for part in minibatches]
         rejected = batch.num_loss_tokens - sum(c.tokens for c in counts)
         if rejected and rejected == batch.num_loss_tokens:
@@ -65,8 +81,6 @@ class Trainer:
             minibatches = [[s for s in part if s.advantages[s.mask].any()] for part in minibatches]
         skipped_tokens = sum(c.tokens for c in counts) - sum(Counts.of(part).tokens for part in minibatches)
         if self._accumulated:
-            now = {s.rollout_id: s.advantages for s in samples}
-            assert all(np.array_equal(now[i], s.advantages) for i, s in self._accumulated.items())
             minibatches = [[s for s in minibatches[0] if s.rollout_id not in self._accumulated]]
             counts = [replace(counts[0], divided=False)]
         known |= self._known(minibatches, known)
@@ -74,23 +88,33 @@ class Trainer:
         metrics["train/zero_advantage_tokens"] = float(skipped_tokens)
         if self.algorithm.rejection != "none":
             metrics["off_policy/rejected_share"] = rejected / max(1, batch.num_loss_tokens)
+        if self.distill.teacher:
+            metrics |= self._divergence.metrics() | {"time/teacher_s": self._teacher_s}
+            self._divergence, self._teacher_s = Divergence(), 0.0
         return metrics
 
     def accumulate(self, samples: list[Sample]) -> None:
         """Add the gradient of whole groups of the step to come, before the rest of it is known (`train_step`)."""
         assert self.config.minibatches_per_step == 1 and not self.algorithm.needs_critic
+        given = {s.rollout_id: s.advantages for s in samples}
         ((samples,), known) = self._reject([samples], {})
+        ((samples,), known) = self._distill([samples], known)
         counts = replace(Counts.of(samples), divided=False)
         known |= self._known([samples], known)
         self._accumulated_sums.absorb(self.backend.forward_backward(samples, counts, self._for_minibatch(0, known)))
         self._accumulated |= {s.rollout_id: s for s in samples}
+        self._given |= given
 
     def forget_accumulated(self) -> None:
         """The step that `accumulate` was for is not trained now."""
         self.backend.forget_gradients()
-        self._accumulated, self._accumulated_sums = {}, Tally()
+        self._forget_what_was_accumulated()
+        self._divergence, self._teacher_s = Divergence(), 0.0
 
     # Private
+
+    def _forget_what_was_accumulated(self) -> None:
+        self._accumulated, self._given, self._accumulated_sums = {}, {}, Tally()
 
     def _update(
         self, minibatches: list[list[Sample]], counts: list[Counts], known: Mapping[str, Stream]
@@ -108,7 +132,7 @@ class Trainer:
                 sums.absorb(self.backend.forward_backward(part, count, self._for_minibatch(index, known)))
             if not count.divided:
                 sums.divide("sum/loss", divisor)
-                self._accumulated, self._accumulated_sums = {}, Tally()
+                self._forget_what_was_accumulated()
             self.in_update = True
             rate = rate_scale(sums.totals()) if self.algorithm.ess_step_scaling else 1.0
             last = index == len(minibatches) - 1
@@ -143,6 +167,28 @@ class Trainer:
         left = [[self._accumulated.get(s.rollout_id) or rewritten(s, kept) for s in part] for part in minibatches]
         return left, {name: restricted(stream, kept) for name, stream in known.items()}
 
+    def _distill(
+        self, minibatches: list[list[Sample]], known: dict[str, Stream]
+    ) -> tuple[list[list[Sample]], dict[str, Stream]]:
+        """Minibatches with the advantages that a teacher gives, as [distill] says, and the proximal stream if that is
+        what it was compared with: the policy at the start of the step.
+
+        After the rejection: what is rejected is no token that an earlier one answers for.
+        """
+        if not self.distill.teacher:
+            return minibatches, known
+        fresh = [[s for s in part if s.rollout_id not in self._accumulated] for part in minibatches]
+        proximal_is_start = self.algorithm.proximal_policy == "step_start"
+        policy = known["proximal"] if proximal_is_start and "proximal" in known else self._logprobs(fresh)
+        started = time.perf_counter()
+        teacher = self._logprobs([teachers(part) for part in fresh], TEACHER)
+        self._teacher_s += time.perf_counter() - started
+        made = distilled(self.distill, [s for part in fresh for s in part], teacher, policy, self._divergence)
+        now = {s.rollout_id: s for s in made} | self._accumulated
+        if proximal_is_start:
+            known = known | {"proximal": policy}
+        return [[now[s.rollout_id] for s in part] for part in minibatches], known
+
     def _known(self, minibatches: list[list[Sample]], known: Mapping[str, Stream]) -> dict[str, Stream]:
         """The streams of the whole step that are taken at the weights of its start, or at kept ones; not `known` ones.
 
@@ -157,7 +203,7 @@ class Trainer:
             found["reference"] = self._logprobs(minibatches, version=0)
         return found
 
-    def _logprobs(self, minibatches: list[list[Sample]], version: int | None = None) -> Stream:
+    def _logprobs(self, minibatches: list[list[Sample]], version: Version | None = None) -> Stream:
         return {k: v for part in minibatches for k, v in self.backend.compute_logprobs(part, version).items()}
 
     def _sampling_logprobs(self, minibatches: list[list[Sample]]) -> Stream:

@@ -12,7 +12,7 @@ from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models import logprobs
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.models.packed import ShiftedHead, float32_product
-from rollover.trainer import local_backend
+from rollover.trainer import passes
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import local_trainer
 from samples import random_samples
@@ -70,7 +70,7 @@ def test_it_is_copied_once_an_update_and_never_old(name: str, monkeypatch: pytes
     Counted.num = 0
     got = train(**ALGORITHMS[name])
     copies = Counted.num
-    monkeypatch.setattr(local_backend, "TrainedHead", Fresh)
+    monkeypatch.setattr(passes, "TrainedHead", Fresh)
     Counted.num = 0
     assert got == train(**ALGORITHMS[name])
     # The start of the step, and after the first of two updates; to other weights, and back again.

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tiny
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models.load import LoadedModel
-from rollover.trainer import local_backend
+from rollover.trainer import passes
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import local_trainer
 from rollover.trainer.objective import Counts
@@ -226,7 +226,7 @@ def test_the_proximal_pass_packs_rows_as_training_does(monkeypatch: pytest.Monke
         rows[torch.is_grad_enabled()].append(packed.input_ids_N.tolist())
         return packed
 
-    monkeypatch.setattr(local_backend, "pack", spy)
+    monkeypatch.setattr(passes, "pack", spy)
     samples = random_samples(5, 6, 6)  # 2 groups a minibatch, which the budget does not divide
     metrics = t.train_step(Batch(samples))
     first = len(list(micro_batches(samples[:12], 60)))

@@ -1,0 +1,141 @@
+"""[distill]: a teacher scores the tokens that the policy sampled; and the rules about it (docs/distillation.md)."""
+
+from typing import Any, Literal
+
+from rollover.config.table import Inert, Refused, Rule, Table, option
+
+
+class DistillConfig(Table):
+    """[distill]: on-policy distillation. A teacher gives every sampled token an advantage."""
+
+    teacher: str = option(
+        "",
+        "initial: the weights that the run begins with. policy: the policy itself, as of refresh_steps. Or another"
+        " model (as model.path), with the policy's vocabulary. Empty = off.",
+    )
+    privileged: str = option(
+        "",
+        "Your own function (module:function or path.py:function) of a task and its messages: the messages that the"
+        " teacher reads in their place, with the answer among them, say. With tasks.chat = false: of its text, to a"
+        " text.",
+        only_if=("distill.teacher",),
+    )
+    coef: float = option(1.0, "Weight of the teacher's advantages.", gt=0, only_if=("distill.teacher",))
+    discount: float = option(
+        0.0,
+        "What log teacher/policy of a later token counts in a token's advantage, for each loss token between; 0 = the"
+        " token's own alone.",
+        ge=0,
+        le=1,
+        only_if=("distill.teacher",),
+    )
+    clip: float = option(
+        10.0,
+        "Bound of a token's log teacher/policy on either side; 0 = none.",
+        ge=0,
+        only_if=("distill.teacher",),
+    )
+    refresh_steps: int = option(
+        0,
+        "Steps after which the teacher takes the policy's weights again; 0 or 1 = it always has the current ones.",
+        ge=0,
+        only_if=("distill.teacher", "policy"),
+    )
+    mix: Literal["replace", "add"] = option(
+        "replace",
+        "replace: the teacher's advantages are all there is, and no reward is needed. add: they are added to those of"
+        " algorithm.advantage.",
+        only_if=("distill.teacher",),
+    )
+
+    @property
+    def replaces(self) -> bool:
+        """Whether rewards have no part in the training."""
+        return bool(self.teacher) and self.mix == "replace"
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the teacher has the weights of the policy as they are."""
+        return self.teacher == "policy" and self.refresh_steps <= 1
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the teacher has earlier weights of the policy, which are taken anew every `refresh_steps`."""
+        return self.teacher == "policy" and self.refresh_steps > 1
+
+    @property
+    def model_path(self) -> str:
+        """The model that the teacher is, as model.path names one; "" if it is the policy of some version."""
+        return "" if self.teacher in ("initial", "policy") else self.teacher
+
+
+def _teaches_nothing(config: Any) -> str:
+    """Why the teacher's log-probs can never differ from the policy's; "" if they can."""
+    distill = config.distill
+    if distill.privileged:
+        return ""
+    if distill.is_current:
+        return "it reads what the policy reads, with the same weights"
+    if distill.teacher == "initial" and distill.replaces:
+        return "it is the model that the run begins with, and there are no rewards to depart from it for"
+    if distill.keeps_weights and distill.replaces:
+        return "it is the model that the run begins with, and stays so, as nothing else moves the policy"
+    return ""
+
+
+RULES: tuple[Rule, ...] = (
+    Inert(
+        (
+            "algorithm.advantage",
+            "algorithm.advantage_std",
+            "algorithm.passk",
+            "algorithm.reward_weights",
+            "algorithm.after_scoring",
+            "rewards.min_valid",
+            "rollout.greedy_baseline",
+            "filters.mask_in_baseline",
+        ),
+        ("distill.teacher", "distill.mix"),
+        lambda c: c.distill.replaces,
+        'with distill.mix = "replace": the advantages are the teacher\'s, and rewards are only reported',
+        'Set distill.mix = "add"',
+    ),
+    Inert(
+        ("filters.zero_variance", "filters.pass_rate_above", "filters.pass_rate_below"),
+        ("distill.teacher",),
+        lambda c: bool(c.distill.teacher),
+        "with distill.teacher: a group of equal scores has the teacher's signal, and is not dropped for them",
+    ),
+    Refused(
+        ("distill.teacher", "distill.privileged", "distill.refresh_steps", "distill.mix"),
+        lambda c: bool(c.distill.teacher) and bool(_teaches_nothing(c)),
+        lambda c: (
+            f'distill.teacher = "{c.distill.teacher}" teaches nothing: {_teaches_nothing(c)}. Set distill.privileged,'
+            " or name another model as the teacher"
+        ),
+    ),
+    Refused(
+        ("distill.teacher", "distill.mix", "algorithm.advantage"),
+        lambda c: c.distill.replaces and c.algorithm.needs_critic,
+        lambda _: (
+            'algorithm.advantage = "gae" with distill.mix = "replace": a critic would learn from rewards that have no'
+            ' part in the training. Set distill.mix = "add", or another algorithm.advantage'
+        ),
+    ),
+    Refused(
+        ("distill.teacher", "algorithm.loss"),
+        lambda c: bool(c.distill.teacher) and c.algorithm.loss_traits.by_row,
+        lambda c: (
+            f'algorithm.loss = "{c.algorithm.loss}" with distill.teacher: it has one advantage for all tokens of a'
+            ' rollout, and a teacher gives one for each. Set algorithm.loss = "clip"'
+        ),
+    ),
+    Refused(
+        ("distill.teacher", "replay.size"),
+        lambda c: bool(c.distill.teacher) and c.replay.size > 0,
+        lambda _: (
+            "replay.size with distill.teacher: the teacher has a signal for every group, so that none is replaced."
+            " Remove replay.size"
+        ),
+    ),
+)

@@ -1,0 +1,222 @@
+"""What a teacher is made of: another model with the same tokens, and the prompts that a function of one's own gives."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from rollover.config import AlgorithmConfig, Config
+from rollover.functions import FunctionError
+from rollover.tasks.prompts import encode_prompt
+from rollover.trainer.batch import Batch, build_batch
+from rollover.trainer.build import build_trainer
+from rollover.trainer.replay_buffer import ReplayBuffer
+from rollover.trainer.step_batch import StepBatchBuilder
+from rollover.trainer.teacher import TeacherPrompts, load_teacher, other_vocabulary, teacher_prompts
+from rollover.types import Group, Task
+from samples import group, random_samples, rollout, segment
+
+CHAT = Task("t-0", "sums", "exact_match", messages=({"role": "user", "content": "3+4?"},), columns={"answer": "7"})
+TEXT = Task("t-1", "sums", "exact_match", prompt="3+4=", columns={"answer": "7"})
+OWN = """
+import sys
+
+def told(task, messages):
+    return [{"role": "system", "content": f"It is {task.columns['answer']}."}, *messages]
+
+def text(task, prompt):
+    return f"({task.columns['answer']}) {prompt}"
+
+def raises(task, messages):
+    raise KeyError("hint")
+
+def leaves(task, messages):
+    sys.exit(0)
+
+def nothing(task, messages):
+    return None
+
+def words(task, messages):
+    return "It is 7."
+
+def no_roles(task, messages):
+    return [{"content": "It is 7."}]
+
+def numbers(task, messages):
+    return [{"role": "user", "content": 7}]
+
+def too_long(task, messages):
+    return [{"role": "user", "content": "7" * 2000}]
+
+def changes(task, messages):
+    task.columns["answer"] = "8"
+    messages[0]["content"] = "4+4?"
+    return messages
+"""
+
+
+def config(**distill: Any) -> Config:
+    values: dict[str, Any] = {"teacher": "initial"} | distill
+    return Config.model_validate({"model": {"dtype": "float32"}, "distill": values, "rollout": {"group_size": 2}})
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    encode = partial(encode_prompt, tokenizer=tiny.tokenizer())
+    return lambda name: TeacherPrompts(config(privileged=f"own.py:{name}"), encode, 1024)
+
+
+def read(prompts: TeacherPrompts, task: Task, tokens: int = 3, own: tuple[int, ...] = ()) -> str:
+    """What the teacher reads of a group's samples, which is the same for all; `own`: what their prompts have more."""
+    made = of(task, tokens, own)
+    samples = prompts.for_samples([made], build_batch([made], AlgorithmConfig(advantage="dr_grpo")).samples)
+    first, *others = [s.teacher_prompt_ids.tolist() for s in samples if s.teacher_prompt_ids is not None]
+    assert others == [first]
+    return str(tiny.tokenizer().decode(first))
+
+
+def of(task: Task, tokens: int = 3, own: tuple[int, ...] = ()) -> Group:
+    prompt_ids = encode_prompt(task, tiny.tokenizer())
+    rollouts = [rollout(0, i, 1.0, [segment([8 + i] * tokens)]) for i in range(2)]
+    for made in rollouts:
+        made.prompt_ids = (*prompt_ids, *own) if own else ()
+    made = group(0, rollouts, prompt_ids)
+    made.task = task
+    return made
+
+
+def test_the_teacher_reads_what_the_function_says(prompts) -> None:
+    assert read(prompts("told"), CHAT) == "s:It is 7.\nu:3+4?\na:"
+    assert read(prompts("text"), TEXT) == "(7) 3+4="
+    encode = partial(encode_prompt, tokenizer=tiny.tokenizer())
+    assert teacher_prompts(config(teacher="other"), tiny.loaded(), encode) is None
+
+
+def test_what_a_context_has_after_the_tasks_prompt_stays(prompts) -> None:
+    """A rollout that opened another context has a prompt of its own; one of another role begins with other words."""
+    more = tuple(tiny.tokenizer()("7.\nu:sure?\na:")["input_ids"])
+    assert read(prompts("told"), CHAT, own=more) == "s:It is 7.\nu:3+4?\na:7.\nu:sure?\na:"
+    made = of(CHAT)
+    for one in made.rollouts:
+        one.prompt_ids = (5, 6)
+    samples = build_batch([made], AlgorithmConfig(advantage="dr_grpo")).samples
+    with pytest.raises(ValueError, match="the prompt of rollout 0-0 does not begin with that of its task 't-0'"):
+        prompts("told").for_samples([made], samples)
+
+
+def test_what_the_function_changes_in_place_is_its_own(prompts) -> None:
+    assert read(prompts("changes"), CHAT) == "u:4+4?\na:"
+    assert CHAT.columns == {"answer": "7"} and CHAT.messages == ({"role": "user", "content": "3+4?"},)
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "what"),
+    [
+        ("raises", CHAT, r"failed: KeyError: 'hint' \(own.py:11\)"),
+        ("leaves", CHAT, r"failed: SystemExit: 0"),
+        ("nothing", CHAT, r"returned None for task 't-0'"),
+        ("words", CHAT, r"returned 'It is 7.' \(str\) for task 't-0'"),
+        ("no_roles", CHAT, r"returned \[\{'content': 'It is 7.'\}\] \(list\)"),
+        ("numbers", CHAT, r"returned \[\{'role': 'user', 'content': 7\}\] \(list\)"),
+        ("too_long", CHAT, r"returned 2005 tokens for task 't-0', and 3 follow: the model has 1024 positions"),
+        ("nothing", TEXT, r"returned None for task 't-1', whose prompt is a text"),
+        ("no_roles", TEXT, r"returned .* for task 't-1', whose prompt is a text"),
+    ],
+)
+def test_a_function_that_fails_or_returns_nonsense_is_named(prompts, name: str, task: Task, what: str) -> None:
+    with pytest.raises(
+        FunctionError, match=f"distill.privileged = 'own.py:{name}'.* {what}.*it must return the teacher"
+    ):
+        read(prompts(name), task)
+
+
+def test_the_function_must_exist(prompts) -> None:
+    with pytest.raises(ValueError, match=r"distill.privileged = 'own.py:tolt': own.py has no function 'tolt'; did you"):
+        prompts("tolt")
+
+
+def test_samples_carry_the_prompt_to_the_step_and_to_streamed_parts(prompts) -> None:
+    of_config = config(privileged="own.py:told")
+    batches = StepBatchBuilder(of_config, ReplayBuffer(of_config.replay, 0), prompts("told"))
+    groups = [of(CHAT)]
+    expected = np.array(encode_prompt(CHAT, tiny.tokenizer()))
+    for samples in (batches.build(groups, 0).samples, batches.with_signal(groups, 0)):
+        assert len(samples) == 2, "equal scores, and yet in the loss: the teacher has a signal"
+        for sample in samples:
+            assert sample.teacher_prompt_ids is not None and len(sample.teacher_prompt_ids) > len(expected)
+            assert sample.prompt_ids.tolist() == list(groups[0].prompt_ids) and sample.mask.all()
+
+
+def test_without_rewards_a_rollout_is_in_the_loss_unless_they_are_added() -> None:
+    groups = [group(0, [rollout(0, 0, None, [segment([8])]), rollout(0, 1, 1.0, [segment([9])])])]
+    for mix, masks in (("replace", [True, True]), ("add", [False, True])):
+        of_config = config(teacher="other", mix=mix)
+        samples = StepBatchBuilder(of_config, ReplayBuffer(of_config.replay, 0)).build(groups, 0).samples
+        assert [bool(s.mask[0]) for s in samples] == masks
+
+
+def saved(folder: Path, seed: int, **tokens: int) -> Path:
+    """A model folder; `tokens` get other ids in its tokenizer."""
+    tiny.save(folder, seed=seed)
+    if tokens:
+        path = folder / "tokenizer.json"
+        content = json.loads(path.read_text())
+        content["model"]["vocab"] |= tokens
+        path.write_text(json.dumps(content))
+    return folder
+
+
+def test_another_model_is_loaded_once_and_never_trained(tmp_path: Path) -> None:
+    saved(tmp_path / "teacher", 1)
+    of_config = config(teacher=str(tmp_path / "teacher"))
+    trainer, samples = build_trainer(of_config, tiny.loaded()), random_samples(0)
+    expected = tiny.model(seed=1).state_dict()
+    loaded = load_teacher(of_config, tiny.loaded())
+    assert all(torch.equal(loaded.model.state_dict()[name], tensor) for name, tensor in expected.items())
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+    first = trainer.backend.compute_logprobs(samples, "teacher")
+    for _ in range(2):
+        trainer.train_step(Batch(samples))
+    for rollout_id, values in trainer.backend.compute_logprobs(samples, "teacher").items():
+        np.testing.assert_array_equal(values, first[rollout_id])
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "teacher", 1, a=13, b=12)
+    with pytest.raises(ValueError) as error:
+        build_trainer(config(teacher=str(tmp_path / "teacher")), tiny.loaded())
+    text = str(error.value)
+    assert f"distill.teacher = '{tmp_path / 'teacher'}' has another vocabulary than the policy, 'tiny-llama'" in text
+    assert "'a' is token 12 of the policy, and it is 13 there" in text and "the same tokenizer" in text
+
+
+def test_a_teacher_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match=r"distill.teacher = './nowhere': there is no such folder"):
+        build_trainer(config(teacher="./nowhere"), tiny.loaded())
+
+
+class Vocabulary(dict[str, int]):
+    def get_vocab(self) -> dict[str, int]:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("policy", "teacher", "why"),
+    [
+        ({"a": 0, "b": 1}, {"b": 1, "a": 0}, ""),
+        ({"a": 0, "b": 1}, {"a": 0, "b": 2}, "'b' is token 1 of the policy, and it is 2 there"),
+        ({"a": 0, "b": 1}, {"a": 0}, "'b' is token 1 of the policy, and there is none of that name"),
+        ({"a": 0}, {"a": 0, "b": 1, "c": 2}, "it has 2 tokens that the policy has not"),
+    ],
+)
+def test_where_two_vocabularies_differ(policy: dict[str, int], teacher: dict[str, int], why: str) -> None:
+    assert other_vocabulary(Vocabulary(policy), Vocabulary(teacher)) == why

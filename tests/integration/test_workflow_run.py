@@ -58,9 +58,10 @@ class Hostile(Game):  # by the number of the task
 
 class HostileReward(Game):
     def get_reward(self):
-        if self.number % 4 == 1:
+        num = len("".join(self.said))
+        if num % 5 == 1:
             raise KeyError("no judge")
-        return "much" if self.number % 4 == 2 else len("".join(self.said)) / 20
+        return "much" if num % 5 == 2 else num / 20
 
 class Untyped(Game):
     step = None
@@ -134,7 +135,7 @@ def test_a_step_that_exits_or_hangs_costs_its_group(tmp_path: Path) -> None:
 
 
 def test_a_reward_that_fails_is_missing(tmp_path: Path) -> None:
-    assert main(["train", str(recipe(tmp_path, "HostileReward"))]) == 0
+    assert main(["train", str(recipe(tmp_path, "HostileReward", rollout={"group_size": 8}))]) == 0
     errors = {r["error"].partition(" (")[0] for r in runs.records(tmp_path / "run") if r["error"]}
     start = f"workflow.environment = '{tmp_path}/games.py:HostileReward'"
     assert errors & {
@@ -142,7 +143,8 @@ def test_a_reward_that_fails_is_missing(tmp_path: Path) -> None:
         f"{start}: its reward: the function returned str 'much', expected a number",
     }
     assert all(error.startswith(start) for error in errors)
-    check_whole(tmp_path / "run", 2)
+    (*_, row) = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert row["step"] == 2 and row["reward/mean"] > 0
 
 
 def test_evaluations_have_the_same_prompts_and_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -243,6 +243,16 @@ def check_game(spec: str) -> None:
     assert played.reward_of(environment, rollout) == Reward(1.0)
 
 
+def check_examples(spec: str) -> None:
+    environment = _class_environment(spec)
+    prompt = environment.chat.tokenizer.decode(environment.prompt(played.TASK))
+    first, last = (
+        "user\nWhat is 3+4?<|im_end|>",
+        "assistant\nThe answer is 7<|im_end|>\n<|im_start|>user\n12*34?<|im_end|>",
+    )
+    assert 0 < prompt.index(first) < prompt.index(last)
+
+
 def check_tool_format(spec: str) -> None:
     made = build_tool_format(spec)
     assert made.definitions([]) == "Write [[12*34]] to have 12*34 computed."
@@ -269,4 +279,5 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     ("agents.md", "Counter"): check_counter,
     ("agents.md", "GuessNumber"): check_game,
     ("agents.md", "Brackets"): check_tool_format,
+    ("agents.md", "Shown"): check_examples,
 }

@@ -55,7 +55,8 @@ class _Episode:
 
 
 class ClassEnvironment:
-    """Of one run. ValueError where the class, the format of calls or the chat template does not fit."""
+    """Of one run. ValueError where the class, the format of calls or the chat template does not fit. `notice`: what a
+    user should know of the template; "": nothing."""
 
     def __init__(self, setup: EnvironmentSetup) -> None:
         config = setup.config
@@ -67,8 +68,11 @@ class ClassEnvironment:
         self._system_text = self.format.definitions(self.user.schemas) if own_format else ""
         # A template's own way to tell of tools says how to call them, too: not for a format of one's own.
         tools = [] if own_format else self.user.schemas
-        Chat(setup.tokenizer).require("user" if self.user.is_game else "tool")
+        role = "user" if self.user.is_game else "tool"
+        Chat(setup.tokenizer).require(role)
         self.chat = Chat(setup.tokenizer, tools, "hermes" if own_format else workflow.tool_format)
+        fit = self.chat.fit(role)
+        self.notice = "" if fit.exact else f"{fit.why}: episodes keep what was sampled, as it was sampled"
         self.code = UserCode(workflow.tool_timeout_s)
         self.calls = ToolCalls(self.code, self.user.schemas, setup.tokenizer, workflow.max_tool_tokens)
         self._score, self._scores_singly = setup.score, setup.scores_singly

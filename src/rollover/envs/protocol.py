@@ -51,6 +51,9 @@ class Environment(Protocol):
 class HoldsObjects(Protocol):
     """What an environment of ours has besides, which has an object for every rollout and writes prompts of its own."""
 
+    notice: str
+    """What the user should know before the run; "": nothing."""
+
     def prompt(self, task: Task) -> tuple[int, ...]:
         """Token ids of the task's prompt."""
         ...

@@ -14,7 +14,7 @@ from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
 from rollover.envs.build import EnvironmentSetup, build_environment
-from rollover.envs.protocol import Environment
+from rollover.envs.protocol import Environment, HoldsObjects
 from rollover.models import kernels
 from rollover.models.devices import engine_device, pick_device
 from rollover.models.load import LoadedModel, load_model, stop_token_ids
@@ -86,6 +86,8 @@ class Parts:
             environment = build_environment(
                 EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size)
             )
+            if isinstance(environment, HoldsObjects) and environment.notice:
+                say(environment.notice)
             encode = encoder(loaded.tokenizer, environment)
             prompts = prompts_for(encode, prompt_limit(config, engine.max_tokens))
             reroll = Reroll(config.reroll, config.train.num_steps, prompts)

@@ -357,6 +357,22 @@ def test_a_template_that_refuses_tools_is_refused() -> None:
             pass
 
 
+def test_a_template_that_drops_reasoning_is_said() -> None:
+    class Game:
+        def reset(self) -> None: ...
+
+        def step(self, message: str) -> Observation:
+            return Observation()
+
+    with environment(Game, templates.QWEN3) as env:
+        assert env.notice.startswith(
+            "the chat template drops the reasoning of earlier turns when a message of the role"
+        )
+    for template in (templates.CHATML, templates.LLAMA3):
+        with environment(Game, template) as env, environment(Tools, template) as with_tools:
+            assert env.notice == with_tools.notice == ""
+
+
 class Needs(Tools):
     def reset(self, answr: str) -> None: ...
 

@@ -45,10 +45,14 @@ TRACKERS: dict[str, Callable[[Place], Tracker]] = {
     "evaluations": lambda place: EvalFile(place.path / "eval.jsonl"),
     "trace": _history,
     "live": lambda place: LiveView(place.config.track.live, place.config.train.num_steps, title=place.config.run.name),
-    "health": lambda place: Health(
-        () if place.config.equal_scores_teach_nothing else ("groups/zero_variance",), place.say
-    ),
+    "health": lambda place: Health(_no_matter(place.config), place.say),
 }
+
+
+def _no_matter(config: Config) -> list[str]:
+    """Figures that say nothing of what this run learns."""
+    keys = [] if config.equal_scores_teach_nothing else ["groups/zero_variance"]
+    return [*keys, "reward/mean"] if config.distill.replaces else keys
 
 
 def build_trackers(config: Config, path: Path) -> Trackers:

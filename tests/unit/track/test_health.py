@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from rollover.config import AlgorithmConfig
+from rollover.config import AlgorithmConfig, Config
 from rollover.config.losses import ADVANTAGES
 from rollover.config.schema import field_at
+from rollover.track.build import TRACKERS, Place
 from rollover.track.health import PATIENCE, RANGES, Health
 from rollover.track.metric_keys import METRICS
 
@@ -88,6 +91,26 @@ def test_a_figure_that_is_passed_over_is_no_cause_of_another_either() -> None:
     assert [name for name in ADVANTAGES if not AlgorithmConfig(advantage=name).compares_siblings] == [
         "remax", "reinforce_plus_plus", "gae"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("distill", "told"),
+    [
+        ({}, ["groups/zero_variance", "reward/mean"]),
+        ({"teacher": "other", "mix": "add"}, ["reward/mean"]),
+        ({"teacher": "other"}, []),
+    ],
+    ids=["no teacher", "add", "replace"],
+)
+def test_scores_that_teach_nothing_do_not_matter_beside_a_teacher(
+    distill: dict[str, str], told: list[str], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    config = Config.model_validate({"distill": distill})
+    health = TRACKERS["health"](Place(config, tmp_path, said.append))
+    for step in range(1, 30):
+        health.on_step({"step": step, "reward/mean": 0.0, "groups/zero_variance": 1.0, "grad_norm": 0.1})
+    assert [text.split()[1] for text in said] == told
 
 
 def test_what_is_no_number_is_no_warning_where_that_says_nothing() -> None:

@@ -59,7 +59,7 @@ FIXED = (
         while_held=True,
     ),
     Fixed(
-        ("rollout.environment", "workflow.environment", "workflow.tool_format"),
+        ("rollout.environment", "workflow.environment", "workflow.tool_format", "workflow.max_tool_tokens"),
         "the checkpoint holds rollouts that were begun in it, and would go on in another",
         while_held=True,
     ),

@@ -12,6 +12,7 @@ what stands in the rollout, token by token; else the rollout cannot go on.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,9 @@ from rollover.rewards.registry import to_result
 from rollover.types import Reward, Rollout, Segment, StopReason, Task
 
 _MOST_TEXTS = 100_000  # of `reset` that are remembered, as hashes, to see that it says the same to every rollout
+
+
+_NOTHING = object()
 
 
 class CannotGoOn(ValueError):
@@ -168,7 +172,7 @@ class ClassEnvironment:
         if outcome.value is not None and not isinstance(outcome.value, str):
             raise self._failed(f"returned {described(outcome.value)} from reset: it must be None, or a text")
         if self._owns_reward is None:
-            self._owns_reward = hasattr(made, "reward")
+            self._owns_reward = inspect.getattr_static(made, "reward", _NOTHING) is not _NOTHING  # runs no property
         return outcome.value
 
     async def _caught_up(self, rollout: Rollout, turns: list[list[int]]) -> _Episode:
@@ -197,13 +201,14 @@ class ClassEnvironment:
             outcome = await self.code.call(episode.made.step, text)
             self._check(outcome, "step")
             seen = outcome.value
-            if not isinstance(seen, Observation) or "error" in to_result(seen.reward):
+            is_one = isinstance(seen, Observation) and isinstance(seen.text, str)
+            if not is_one or "error" in to_result(seen.reward):
                 raise self._failed(
                     f"returned {described(seen)} from step: it must be an Observation (rollover.Observation) with a"
-                    " finite reward"
+                    " text and a finite reward"
                 )
             episode.returned += float(seen.reward)
-            return _Told([{"role": "user", "content": self.calls.cut(str(seen.text))}], seen.done)
+            return _Told([{"role": "user", "content": self.calls.cut(seen.text)}], seen.done)
         if not (calls := self.format.read(text)):
             return _Told(done=True)
         answers = await self.calls.answers(calls, self.user.tools_of(episode.made), counts)
@@ -219,13 +224,15 @@ class ClassEnvironment:
             episode = await self._caught_up(rollout, seen)
         except ValueError as error:
             return Reward(None, error=str(error))
-        value = episode.returned if self.user.is_game else getattr(episode.made, "reward", None)
         if self.user.has_reward:
-            outcome = await self.code.call(episode.made.get_reward)
-            if outcome.failed:
-                return Reward(None, error=str(self._failed(f"failed at get_reward: {outcome.why}")))
-            value = outcome.value
-        result = to_result(value)
+            outcome, what = await self.code.call(episode.made.get_reward), "get_reward"
+        elif self.user.is_game:
+            outcome, what = Outcome(episode.returned), "step"
+        else:  # it may be a property
+            outcome, what = await self.code.call(getattr, episode.made, "reward", None), "its attribute reward"
+        if outcome.failed:
+            return Reward(None, error=str(self._failed(f"failed at {what}: {outcome.why}")))
+        result = to_result(outcome.value)
         if "error" in result:
             return Reward(None, error=f"{KEY} = {self.user.spec!r}: its reward: {result['error']}")
         return Reward(result["score"], result["extras"])

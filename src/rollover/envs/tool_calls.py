@@ -107,7 +107,10 @@ class ToolCalls:
         except TypeError as error:
             return printable(str(error))[:_MAX_ERROR_CHARS]
         for name, value in call.arguments.items():
-            wanted = self._properties[call.name].get(name, {}).get("type")
+            schema = self._properties[call.name].get(name, {})
+            if value is None and schema.get("nullable"):
+                continue
+            wanted = schema.get("type")
             kinds = [wanted] if isinstance(wanted, str) else wanted
             if isinstance(kinds, list) and not any(_is_a(value, kind) for kind in kinds):
                 return f"{name} must be of the type {' or '.join(map(str, kinds))}"
@@ -124,7 +127,7 @@ def _is_a(value: Any, kind: str) -> bool:
 def _told_of(outcome: Outcome) -> str:
     """What the policy is told of a call that failed: no more of the user's program than the error says."""
     if outcome.timed_out:
-        return f"no answer within {outcome.seconds:.3g} seconds"
+        return f"no answer within {outcome.limit_s:g} seconds"  # the same whenever it is asked again
     assert outcome.error is not None
     try:
         said = str(outcome.error)

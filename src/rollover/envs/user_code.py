@@ -24,12 +24,16 @@ _PING_S = 1.0  # in which an event loop that is not blocked has answered
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call: its `value`, or why there is none."""
+    """What became of a call: its `value`, or why there is none. `limit_s`: its limit, if it did not come back."""
 
     value: Any = None
     error: BaseException | None = None
-    timed_out: bool = False
+    limit_s: float | None = None
     seconds: float = 0.0
+
+    @property
+    def timed_out(self) -> bool:
+        return self.limit_s is not None
 
     @property
     def failed(self) -> bool:
@@ -39,7 +43,7 @@ class Outcome:
     def why(self) -> str:
         """Why it failed, on one line, with file and line of the user's code: for the user."""
         if self.timed_out:
-            return f"it did not come back within {self.seconds:.3g} s (workflow.tool_timeout_s)"
+            return f"it did not come back within {self.limit_s:g} s (workflow.tool_timeout_s)"
         return "" if self.error is None else explained(self.error)
 
 
@@ -52,7 +56,7 @@ class UserCode:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
-    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Outcome:
         """What `function` returns, awaited if that is to be done. Never raises for what the user's code does."""
         async with self._at_once():
             started = time.perf_counter()
@@ -68,7 +72,7 @@ class UserCode:
                 await self._leave_if_blocked(self._loop)
             return outcome
 
-    def call_now(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+    def call_now(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Outcome:
         """`call` for who cannot wait on an event loop: it blocks until then."""
         started = time.perf_counter()
         future = self._begin(function, args, kwargs)
@@ -99,7 +103,7 @@ class UserCode:
     def _outcome(self, future: concurrent.futures.Future[Any], seconds: float) -> Outcome:
         if not future.done() or future.cancelled():
             self.num_left_behind += not future.cancelled()
-            return Outcome(timed_out=True, seconds=seconds)
+            return Outcome(limit_s=self.limit_s, seconds=seconds)
         value, error = future.result()
         return Outcome(value, error, seconds=seconds)
 

@@ -76,6 +76,15 @@ class Tools:
         """Says much."""
         return "lots of words " * 1_000_000
 
+    def named(self, function: str, self_: str | None = None) -> str:
+        """Has parameters of names that our own functions have.
+
+        Args:
+            function: which
+            self_: whose
+        """
+        return f"{function} {self_}"
+
     async def slow(self, seconds: float, name: str) -> str:
         """Takes a while.
 
@@ -98,7 +107,7 @@ class Strange:
 
 
 HANGING = threading.Event()
-NAMES = "block, data, echo, fail, hang, leave, much, slow, thing"
+NAMES = "block, data, echo, fail, hang, leave, much, named, slow, thing"
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +141,7 @@ def test_a_class_of_trl_is_played_and_scored() -> None:
     [
         (call("echo", text="hello"), "hello"),
         (call("leave"), "error: 3"),
+        (call("named", function="f", self_=None), "f None"),
         (call("fail"), "error: the door is shut"),
         (call("data"), '{"a": [1, null], "b": "ü"}'),
         (call("thing"), "error: no text"),
@@ -429,6 +439,58 @@ def test_a_reward_that_is_none_is_missing(value: Any, why: str) -> None:
         asyncio.run(turn(env, rollout, "no call"))
         reward = reward_of(env, rollout)
         assert reward.missing and why in str(reward.error)
+
+
+def test_a_property_that_fails_is_a_missing_reward() -> None:
+    class Mine(Tools):
+        def reset(self) -> None: ...
+
+        @property
+        def reward(self) -> float:
+            raise KeyError("not yet")
+
+    with environment(Mine) as env:
+        rollout = new_rollout()
+        asyncio.run(turn(env, rollout, "no call"))
+        reward = reward_of(env, rollout)
+        assert reward.missing and "failed at its attribute reward: KeyError: 'not yet'" in str(reward.error)
+
+
+@pytest.mark.parametrize(
+    "seen", [None, "text", Observation(3), Observation("a", float("nan")), Observation("a", "1")]  # type: ignore[arg-type]
+)  # fmt: skip
+def test_a_step_that_returns_no_observation_fails_its_rollout(seen: Any) -> None:
+    class Game:
+        def reset(self) -> None: ...
+
+        def step(self, message: str) -> Any:
+            return seen
+
+    with environment(Game) as env, pytest.raises(ValueError, match="it must be an Observation"):
+        asyncio.run(turn(env, new_rollout(), "x"))
+
+
+def test_the_rewards_of_a_games_turns_are_added() -> None:
+    class Game:
+        def reset(self, answer: str) -> None:
+            self.left = 3
+
+        async def step(self, message: str) -> Observation:
+            self.left -= 1
+            return Observation("x" * 10_000, reward=float(message), done=not self.left)
+
+    with environment(Game, max_tool_tokens=5) as env:
+        rollout = new_rollout()
+
+        async def episode() -> list[list[str]]:
+            seen = [await told(env, rollout, text, role="user") for text in ("0.5", "-2")]
+            assert await turn(env, rollout, "4") is None
+            return seen
+
+        for (text,) in asyncio.run(episode()):
+            assert text.endswith("[cut off here: 10,000 characters in all]") and len(text) < 100
+        assert reward_of(env, rollout).score == 2.5
+        assert env.stats()["episodes/done"] == 1 and env.stats()["tools/calls"] == 0
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,15 @@ import numpy as np
 
 
 class RolloutState(enum.Enum):
-    """Where a rollout is: WAITING -> RUNNING <-> PARKED -> SCORING -> READY -> CONSUMED, or DROPPED."""
+    """Where a rollout is: WAITING -> RUNNING <-> PARKED -> SCORING -> READY -> CONSUMED, or DROPPED.
+
+    ACTING: a turn ended, and the environment is at work: RUNNING -> ACTING -> PARKED, or SCORING.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
     PARKED = "parked"
+    ACTING = "acting"
     SCORING = "scoring"
     READY = "ready"
     CONSUMED = "consumed"
@@ -38,6 +42,7 @@ class StopReason(enum.Enum):
     PAUSED = "paused"
     REPETITION = "repetition"
     ENV_DONE = "env_done"
+    TIMEOUT = "timeout"  # the environment worked for longer than workflow.timeout_s
     ERROR = "error"
 
     __hash__ = object.__hash__  # as above
@@ -221,7 +226,8 @@ class Rollout:
     Segments are appended by `add`, which keeps the counts: num_tokens, after the prompt, over all segments;
     num_sampled_tokens, the trainable ones, which the ledger counts; versions, the distinct policy versions of the
     sampled tokens, in order of appearance; min_version, the smallest of them. `greedy`: given when it is admitted (or
-    told by a token sampled at temperature 0): a baseline, which is never trained.
+    told by a token sampled at temperature 0): a baseline, which is never trained. `stop_reason`: why it
+    stopped; while it is ACTING, why its turn did.
 
     `prompt_ids`: token ids of its prompt; those of siblings with equal prompts are one tuple. `sibling` is its Episode
     within the group, `trajectory` the index of its Trajectory within that, `context` its place in it, and `role` whose

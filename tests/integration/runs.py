@@ -100,13 +100,18 @@ def trace(run_dir: Path) -> list[TraceEvent]:
     assert all(n == 1 for n in once.values()), [key for key, n in once.items() if n > 1]
     assert not set(once) & {("consume", e.group, None) for e in events if e.kind == "drop"}
     running: set[tuple[int | None, int | None]] = set()
+    acting: set[tuple[int | None, int | None]] = set()
     for e in events:
         rollout = (e.group, e.sibling)
         if e.kind in ("start", "resume"):
             assert rollout not in running
             running.add(rollout)
-        elif e.kind in ("park", "finish"):
+        elif e.kind in ("park", "act") or (e.kind == "finish" and rollout not in acting):
             running.remove(rollout)
+        elif e.kind in ("answer", "finish"):
+            acting.remove(rollout)
+        if e.kind == "act":
+            acting.add(rollout)
     assert not running, "nothing runs between two steps"
     return events
 

@@ -108,7 +108,7 @@ def check_whole(run_dir: Path, steps: int, *, tasks_once: bool = True, checkpoin
         assert values == sorted(values), key
     told, store = runs.trace(run_dir), CheckpointStore(checkpoints or str(run_dir / "checkpoints"), keep=2)
     ledger = json.loads(Path(store.open(store.list()[-1])["state.json"]).read_text())["ledger"]
-    assert sum(e.tokens for e in told if e.kind in ("park", "finish")) == ledger["generated_tokens"]
+    assert sum(e.tokens for e in told if e.kind in ("park", "act", "finish")) == ledger["generated_tokens"]
     assert sum(e.kind == "consume" for e in told) == rows[-1]["groups/consumed"]
     assert sum(e.kind == "admit" for e in told) == ledger["admitted_groups"]
     assert [e.version for e in told if e.kind == "publish"] == list(range(1, steps + 1))

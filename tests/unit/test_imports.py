@@ -41,6 +41,8 @@ MAY_ASYNCIO = (
     "rewards/",
     "run/",
     "rollout/asker.py",
+    "rollout/acting.py",
+    "rollout/scorings.py",
     "rollout/strays.py",
     "api/",
     "bench/",

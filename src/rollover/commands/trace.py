@@ -52,13 +52,16 @@ def summary(title: str, events: Sequence[TraceEvent]) -> str:
     """A few lines of text: what happened, and where the time went."""
     from rollover.rollout.lifecycle import EventKind
     from rollover.track.live import count, percent
-    from rollover.track.trace import busy_share, engine_visits, spans
+    from rollover.track.trace import acting_seconds, busy_share, engine_visits, spans
 
     visits, of_spans = engine_visits(events), spans(events)
     seconds = events[-1].seconds if events else 0.0
     kinds = [e.kind for e in events]
     num_slots = len({(v.engine, v.slot) for v in visits})
     num_parked = sum(v.parked for v in visits)
+    acting = acting_seconds(events)
+    longest = max(acting, default=0.0)
+    worked = f"  acting  {len(acting)} turns: environments worked {sum(acting):.1f} s, {longest:.1f} at most"
     counts = ", ".join(f"{kind.value} {kinds.count(kind.value)}" for kind in EventKind)
     by_name = {name: sum(s.end - s.start for s in of_spans if s.name == name) for name, *_ in of_spans}
     times = ", ".join(f"{name} {time:.1f} s ({percent(time / seconds)})" for name, time in by_name.items() if seconds)
@@ -70,6 +73,7 @@ def summary(title: str, events: Sequence[TraceEvent]) -> str:
             f"  tokens  {count(sum(n for v in visits for _, n in v.segments))} generated",
             f"  slots   {num_slots}, busy {percent(busy_share(events))} of generation",
             f"  visits  {len(visits)} to the engine, of which {num_parked} were interrupted and rolled over",
+            *([worked] if acting else []),
         ]
     )
 

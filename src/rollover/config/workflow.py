@@ -1,5 +1,7 @@
 """[workflow]: episodes of several turns, with tools or in a game, and the rules about it."""
 
+from typing import Any, Literal
+
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
 TOOL_FORMATS = ("hermes", "json")
@@ -36,9 +38,32 @@ class WorkflowConfig(Table):
         " class (module:Class or path.py:Class) with definitions(schemas) and read(text).",
         only_if=("workflow.environment",),
     )
+    timeout_s: float = option(
+        300.0,
+        "Seconds that the environment of a rollout may work, in sum over its turns. Time in which the rollout waits for"
+        " the model, for a slot or for weights does not count.",
+        gt=0,
+    )
+    on_timeout: Literal["missing", "score"] = option(
+        "missing",
+        "What becomes of a rollout whose environment worked for longer. missing: it has no reward and leaves the loss."
+        " score: it gets timeout_score, which is right only where the policy can cause it.",
+    )
+    timeout_score: float = option(0.0, "Its reward.", ge=-1e30, le=1e30, only_if=("workflow.on_timeout", "score"))
+
+
+def _nothing_answers(config: Any) -> bool:
+    return not config.workflow.environment and config.rollout.environment == "single_turn"
 
 
 RULES: tuple[Rule, ...] = (
+    Inert(
+        ("workflow.timeout_s", "workflow.on_timeout"),
+        ("workflow.environment", "rollout.environment"),
+        _nothing_answers,
+        "as nothing answers the policy",
+        "Set workflow.environment",
+    ),
     Inert(
         ("workflow.environment",),
         ("tasks.producer",),

@@ -30,4 +30,4 @@ def build_driver(
         max_filtered_steps=config.filters.give_up_after_steps,
     )
     watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
-    return Driver(lifecycle, engine, next_task, environment, config.run.seed, stop_token_ids, watchdog)
+    return Driver(lifecycle, engine, next_task, environment, config.run.seed, stop_token_ids, watchdog, config.workflow)

@@ -21,7 +21,8 @@ _READABLE = (1, STATE_FORMAT)
 
 _LEGAL = {
     RolloutState.WAITING: {RolloutState.RUNNING, RolloutState.DROPPED},
-    RolloutState.RUNNING: {RolloutState.WAITING, RolloutState.PARKED, RolloutState.SCORING},
+    RolloutState.RUNNING: {RolloutState.WAITING, RolloutState.PARKED, RolloutState.ACTING, RolloutState.SCORING},
+    RolloutState.ACTING: {RolloutState.PARKED, RolloutState.SCORING, RolloutState.DROPPED},
     RolloutState.PARKED: {RolloutState.RUNNING, RolloutState.DROPPED},
     RolloutState.SCORING: {RolloutState.READY, RolloutState.DROPPED},
     RolloutState.READY: {RolloutState.CONSUMED, RolloutState.DROPPED},
@@ -84,12 +85,14 @@ class RolloutCache:
         _move(rollout, _RUNNING)
 
     def append(self, rollout_id: str, segments: Sequence[Segment]) -> None:
-        """Add what `extend` returned to a RUNNING rollout; empty segments are left out. Earlier ones are never touched.
+        """Add what `extend` returned to a RUNNING rollout, or what the environment wrote to an ACTING one.
+
+        Empty segments are left out. Earlier ones are never touched.
 
         `why_no_continuation` says beforehand whether an engine's answer may be added.
         """
         rollout = self._rollouts[rollout_id]
-        assert rollout.state is _RUNNING, f"rollout {rollout_id} is {rollout.state.value}, not running"
+        assert rollout.state in (_RUNNING, RolloutState.ACTING), f"rollout {rollout_id} is {rollout.state.value}"
         num_new = 0
         for segment in segments:
             assert segment.start in (None, rollout.num_tokens + num_new), f"rollout {rollout_id}: tokens come twice"
@@ -102,18 +105,19 @@ class RolloutCache:
                 rollout.add(segment)
 
     def park(self, rollout_id: str) -> None:
-        """RUNNING -> PARKED; -> WAITING if it has no token yet, since there is nothing to resume."""
+        """RUNNING or ACTING -> PARKED; -> WAITING if it has no token yet, since there is nothing to resume."""
         rollout = self._rollouts[rollout_id]
         assert rollout.num_tokens < self.max_new_tokens, (
             f"rollout {rollout_id} is out of budget: it stopped, it is not parked"
         )
         _move(rollout, RolloutState.PARKED if rollout.segments else RolloutState.WAITING)
+        rollout.stop_reason = None
 
-    def finish(self, rollout_id: str, stop_reason: StopReason) -> None:
-        """RUNNING -> SCORING: the generation stopped."""
+    def finish(self, rollout_id: str, stop_reason: StopReason, *, acts: bool = False) -> None:
+        """RUNNING or ACTING -> SCORING: the generation stopped. RUNNING -> ACTING (`acts`): its turn did."""
         assert stop_reason is not StopReason.PAUSED, "PAUSED belongs to a segment, never to a stopped rollout"
         rollout = self._rollouts[rollout_id]
-        _move(rollout, RolloutState.SCORING)
+        _move(rollout, RolloutState.ACTING if acts else RolloutState.SCORING)
         rollout.stop_reason = stop_reason
 
     def set_reward(self, rollout_id: str, reward: Reward) -> None:
@@ -151,7 +155,8 @@ class RolloutCache:
     def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """(JSON-able meta, arrays): every held group, exactly.
 
-        A RUNNING rollout is saved as PARKED (WAITING without tokens), a SCORING one as SCORING: it is scored again.
+        A RUNNING rollout is saved as PARKED (WAITING without tokens), a SCORING one as SCORING: it is scored again. So
+        is an ACTING one, whose environment is asked again.
         The arrays are those of groups_to_state.
         """
         groups, arrays = groups_to_state(list(self._groups.values()))
@@ -186,6 +191,8 @@ class RolloutCache:
     def _remove(self, group_id: int, state: RolloutState) -> Group:
         group = self._groups[group_id]
         for rollout in group.rollouts:
+            if rollout.state is RolloutState.ACTING:
+                rollout.stop_reason = None  # that was of its turn
             _move(rollout, state)
         del self._groups[group_id]
         for rollout in group.rollouts:

@@ -1,26 +1,29 @@
 """The driver: the asyncio shell that carries out what the scheduler decides. One `collect` gives one step's groups.
 
-    next_task -> admit -> engine.extend -> environment.next -> append -> park | finish -> score -> ready -> consume
+    next_task -> admit -> engine.extend -> append -> park | act | finish -> score -> ready -> consume
+                                              act -> environment.next -> append
 
 Owns the waiting: for what is in flight (in_flight.py), beside which the watchdog looks (watcher.py). Never decides an
 order, never changes a rollout itself (Lifecycle does), never trains or hands over weights. Between two `collect` calls
-nothing runs: every held rollout is WAITING, PARKED, SCORING (siblings still unfinished) or READY. With
-`rollout.overlap` that holds after `interrupt_all` alone: `collect` leaves in flight what it does not return, and
-`go_on` generates while the trainer trains.
+nothing runs: every held rollout is WAITING, PARKED, ACTING, SCORING (siblings still unfinished) or READY. What acts
+goes on meanwhile, and nobody waits for it where anything else can go on. With `rollout.overlap` that holds after
+`interrupt_all` alone: `collect` leaves in flight what it does not return, and `go_on` generates while the trainer
+trains.
 
-No wait has a limit of its own. The watchdog looks at its own times, without changing the order of what makes progress,
-and may end an extension or a scoring, or take it out of the wait for good.
+No wait has a limit of its own but that for an environment (acting.py). The watchdog looks at its own times, without
+changing the order of what makes progress, and may end an extension or a scoring, or take it out of the wait for good.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
+from rollover.config.workflow import WorkflowConfig
 from rollover.engine.protocol import Engine
 from rollover.envs.protocol import Environment
 from rollover.envs.single_turn import has_turns
@@ -59,6 +62,7 @@ class Driver:
         run_seed: int,
         stop_token_ids: Iterable[int] = (),
         watchdog: Watchdog | None = None,
+        workflow: WorkflowConfig | None = None,
     ) -> None:
         config = self.config = lifecycle.config
         self.lifecycle, self.engine, self.next_task = lifecycle, engine, next_task
@@ -73,11 +77,25 @@ class Driver:
         failure_limit = FailureLimit(lifecycle, self.watchdog.config.max_failures)
         requests = Requests(config, run_seed, stop_token_ids, may_go_on=has_turns(environment))
         self.asker = Asker(engine, self.watchdog.config, say, failure_limit)
-        self.in_flight = InFlight(lifecycle, self.asker, requests, environment, self.watchdog, failure_limit, say)
+        self.in_flight = InFlight(
+            lifecycle,
+            self.asker,
+            requests,
+            environment,
+            workflow or WorkflowConfig(),
+            self.watchdog,
+            failure_limit,
+            say,
+        )
         self.watcher = Watcher(self.in_flight, say)
         self._interrupted_for_good = False
         self._meanwhile: asyncio.Task[None] | None = None  # generates while the trainer trains
         self._woken: asyncio.Future[None] | None = None  # ends a wait when all is interrupted for good
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether an environment may answer the policy."""
+        return self.in_flight.requests.may_go_on
 
     async def collect(self, version: int) -> list[Group] | None:
         """Generate until there is enough for the step at trainer `version`; return its groups, in group-id order.
@@ -124,7 +142,7 @@ class Driver:
         self._meanwhile = asyncio.ensure_future(self._generate(version + 1, until_enough=False))
 
     async def drain(self) -> None:
-        """Wait for what runs to end, and start nothing: before new weights that no rollout may meet half-way."""
+        """Wait for what runs to end, and start nothing: before new weights that no turn may meet half-way."""
         await self._rejoin()
         while self.in_flight.extends and not self._interrupted_for_good:
             await self._wait_for_some()
@@ -173,8 +191,7 @@ class Driver:
     def _begin(self, version: int) -> None:
         """From now on generate for the step at trainer `version`."""
         self.lifecycle.scheduler.on_begin(version, self.engine.oldest_version)
-        for group_id in dict.fromkeys(r.group_id for r in self.lifecycle.cache.unscored()):
-            self.in_flight.score(self.lifecycle.cache.groups[group_id])
+        self.in_flight.go_on()
         self.watcher.begin()
 
     async def _rejoin(self) -> None:
@@ -211,7 +228,7 @@ class Driver:
                     self.in_flight.start(rollout)
             with self.clock.waiting(generating=bool(self.in_flight.extends)):  # the engine may make a step
                 await asyncio.sleep(0)  # the extensions just made begin: an interruption reaches only what has begun
-            if not until_enough and not self.in_flight.anything:
+            if not until_enough and not self.in_flight.anything and not self.in_flight.acting:
                 self.clock.idle.set("trainer")
                 return
             await self._wait_for_some()
@@ -225,15 +242,15 @@ class Driver:
             self.lifecycle.admit(*item, version)
 
     async def _wait_for_some(self) -> None:
-        """Wait until an extension or a scoring is done, and handle all that are."""
+        """Wait until an extension, an environment or a scoring is done, and handle all that are."""
         if self._interrupted_for_good:
             return
         flight = self.in_flight
-        pending = [*flight.extends, *flight.scorings] or _refuse_to_stand_still(self.lifecycle)
-        generating = bool(flight.extends)
-        self.clock.idle.set("rewards" if self._meanwhile is not None and not generating else None)
-        with self.clock.waiting(generating=generating):
-            await self._wait(pending)
+        pending = [*flight.extends, *flight.scorings.tasks, *flight.acting.waited_for]
+        generating, scoring = bool(flight.extends), bool(flight.scorings.tasks)
+        self.clock.idle.set("rewards" if self._meanwhile is not None and scoring and not generating else None)
+        with self.clock.waiting(generating=generating, acting=not (generating or scoring)):
+            await self._wait(pending or _refuse_to_stand_still(self.lifecycle))
         flight.handle_done()
 
     async def _interrupt(self, version: int | None) -> None:
@@ -247,18 +264,22 @@ class Driver:
         self.asker.interrupt(some)
         self.watchdog.on_interrupt([r.rollout_id for r in flight.extends.values()], now())
         self.watcher.begin()
-        for tasks in (flight.extends, flight.scorings):
-            # All of them before any is handled, so that the order of parking is not the order of arrival.
-            with self.clock.waiting(generating=tasks is flight.extends):
-                while waiting := [task for task in tasks if not task.done()]:
-                    if self._interrupted_for_good and tasks is flight.scorings:
-                        flight.give_up_scores()
-                        break
-                    everyone = asyncio.ensure_future(asyncio.wait(waiting))
-                    await self._wait([everyone])
-                    everyone.cancel()
-            flight.handle_done()
+        await self._wait_for_all(flight.extends, generating=True)
+        while flight.scorings.tasks:  # an environment may be done meanwhile, so that there is more to score
+            await self._wait_for_all(flight.scorings.tasks, generating=False)
         assert not flight.anything
+
+    async def _wait_for_all(self, tasks: Mapping[asyncio.Future, object], *, generating: bool) -> None:
+        """All of them before any is handled, so that the order of parking is not the order of arrival."""
+        with self.clock.waiting(generating=generating):
+            while waiting := [task for task in tasks if not task.done()]:
+                if self._interrupted_for_good and not generating:
+                    self.in_flight.give_up_scores()
+                    break
+                everyone = asyncio.ensure_future(asyncio.wait(waiting))
+                await self._wait([everyone])
+                everyone.cancel()
+        self.in_flight.handle_done()
 
     async def _wait(self, tasks: Sequence[asyncio.Future]) -> None:
         """Until one of them is done, the watchdog acted on a stall, or everything is interrupted for good."""

@@ -27,7 +27,7 @@ class Held:
     admitted_at: int
     """Trainer version."""
     unfinished: int
-    """Rollouts that still generate."""
+    """Rollouts that still generate, or whose environment is at work."""
     deadline: float = NO_DEADLINE
     """See staleness.deadline. It has none before the first token; with overlap, before the first start."""
     place: Place | None = None

@@ -1,6 +1,7 @@
-"""What is in flight: turns of rollouts on the engine and in their environment, and scorings, each a future.
+"""What is in flight: turns of rollouts on the engine, their environments at work, and scorings, each a future.
 
     start ──▶ handle_done ──▶ Lifecycle.append ──▶ score ──▶ handle_done ──▶ Lifecycle.set_rewards
+                                   └── a turn ended ──▶ acting ──▶ handle_done ──▶ Lifecycle.append
 
 Owns the futures, and which groups leave as soon as none of their rollouts runs. Never decides what starts or stops, and
 never waits: the driver does. What has arrived together is handled in order of (group id, sibling), so that results do
@@ -11,34 +12,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
+from rollover.config.workflow import WorkflowConfig
 from rollover.envs.protocol import Environment, HoldsObjects
+from rollover.rollout.acting import Acting, Answering, EnvironmentFailed
 from rollover.rollout.asker import Asker, ExtendFailed
 from rollover.rollout.failure_limit import FailureLimit
-from rollover.rollout.lifecycle import Lifecycle, is_complete
+from rollover.rollout.lifecycle import Lifecycle, acting_in
 from rollover.rollout.requests import Requests
+from rollover.rollout.scorings import Scoring, Scorings
 from rollover.rollout.strays import Strays
-from rollover.rollout.turn import EnvironmentFailed, play_turn
+from rollover.rollout.turn import is_asked, to_append
 from rollover.rollout.watchdog import Watchdog, salvaged
-from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment
+from rollover.types import DropReason, Group, Rollout, RolloutState, Segment
 
 Extending = asyncio.Future[list[Segment]]
-Scoring = asyncio.Future[list[Reward]]
-
-
-class ToScore(NamedTuple):
-    """Rollouts of one group that are scored together; `key`: the group's id, or that of a rollout scored alone."""
-
-    rollouts: Sequence[Rollout]
-    key: int | str
 
 
 class InFlight:
     """Of one driver, which gives it its parts.
 
-    `extends`, `scorings`: what is under way, in the order in which it began. `strays`: what nobody waits for any more.
-    `arrival` is set when a group gets READY.
+    `extends`, `scorings`, `acting`: what is under way, in the order in which it began. `strays`: what nobody waits for
+    any more. `arrival` is set when a group gets READY.
     """
 
     def __init__(
@@ -47,6 +42,7 @@ class InFlight:
         asker: Asker,
         requests: Requests,
         environment: Environment,
+        workflow: WorkflowConfig,
         watchdog: Watchdog,
         failure_limit: FailureLimit,
         say: Callable[[str], None],
@@ -55,15 +51,17 @@ class InFlight:
         self.environment = environment
         self.watchdog, self.failure_limit, self.say = watchdog, failure_limit, say
         self.extends: dict[Extending, Rollout] = {}
-        self.scorings: dict[Scoring, ToScore] = {}
         self.strays = Strays()
+        self.acting = Acting(environment.next, workflow, say)
+        self.scorings = Scorings(environment, workflow, watchdog, self.strays)
         self.arrival = asyncio.Event()
         self._salvaged: dict[Extending, list[Segment]] = {}  # of extensions that were cancelled
         self._dropping: dict[int, DropReason] = {}  # groups that leave as soon as none of their rollouts runs
 
     @property
     def anything(self) -> bool:
-        return bool(self.extends or self.scorings)
+        """Whether a rollout runs or is scored. One that acts holds nothing up."""
+        return bool(self.extends or self.scorings.tasks)
 
     @property
     def drops(self) -> bool:
@@ -75,26 +73,24 @@ class InFlight:
     def start(self, rollout: Rollout) -> None:
         """Ask the engine to go on with a rollout that has just begun to run."""
         request = self.requests.to_go_on(rollout)
-        turn = play_turn(self.asker, self.environment, rollout, request)
-        self.extends[asyncio.ensure_future(turn)] = rollout
+        self.extends[asyncio.ensure_future(self.asker.extend(request))] = rollout
         self.watchdog.on_start(rollout.rollout_id, rollout.group_id, rollout.num_tokens, now())
 
-    def score(self, group: Group) -> None:
-        """Score what has stopped of a group: one by one if that may be, else together once the group is complete."""
-        under_way = {r.rollout_id for scored in self.scorings.values() for r in scored.rollouts}
-        left = [r for r in group.rollouts if r.state is RolloutState.SCORING and r.rollout_id not in under_way]
-        if self.environment.scores_singly(group.task):
-            for rollout in left:
-                self._begin_scoring(ToScore([rollout], rollout.rollout_id))
-        elif left and is_complete(group):
-            self._begin_scoring(ToScore(left, group.group_id))
+    def go_on(self) -> None:
+        """Ask for everything that nobody is asked for: what acts, and what is to be scored, after a restart, say."""
+        cache = self.lifecycle.cache
+        self.acting.begin_again(r for r in acting_in(cache.groups.values()) if r.group_id not in self._dropping)
+        for group_id in dict.fromkeys(r.group_id for r in cache.unscored()):
+            self.scorings.begin(cache.groups[group_id])
 
     def handle_done(self) -> None:
-        """Take over what every extension and scoring that is done has given."""
+        """Take over what every extension, environment and scoring that is done has given."""
         extends = [(r, t) for t, r in self.extends.items() if t.done()]
         for rollout, task in sorted(extends, key=lambda item: (item[0].group_id, item[0].sibling)):
             self._end_extend(task, self._answer(task, rollout))
-        scorings = [(scored.rollouts[0], task) for task, scored in self.scorings.items() if task.done()]
+        for rollout, answering in self.acting.done():
+            self._end_acting(rollout, answering)
+        scorings = [(scored.rollouts[0], task) for task, scored in self.scorings.tasks.items() if task.done()]
         for _, task in sorted(scorings, key=lambda item: (item[0].group_id, item[0].sibling)):
             self._end_scoring(task)
         if self._dropping:
@@ -105,24 +101,28 @@ class InFlight:
         for group in groups:
             rollout_ids = [r.rollout_id for r in group.rollouts]
             self.asker.release(rollout_ids)
+            self.acting.forget(rollout_ids)
             self.watchdog.on_leave(rollout_ids)
             if isinstance(self.environment, HoldsObjects):
                 self.environment.release(group.rollouts)
 
     def give_up_scores(self) -> None:
-        """Wait for no score that is under way. Those rollouts stay unscored, and are scored again."""
-        for task in [task for task in self.scorings if not task.done()]:
-            self._give_up_scoring(task)
+        """Wait for no score that is under way."""
+        for task in [task for task in self.scorings.tasks if not task.done()]:
+            self.scorings.give_up(task)
 
     async def abandon(self) -> None:
         """After an error or a cancellation: end everything, so that the cache is consistent."""
-        tasks = [*self.extends, *self.scorings]
-        for left in (self.extends, self.scorings, self._salvaged, self._dropping, self.watchdog):
+        tasks: list[asyncio.Future] = [*self.extends, *self.scorings.tasks]
+        for left in (self.extends, self.scorings.tasks, self._salvaged, self._dropping, self.watchdog):
             left.clear()
         for task in tasks:
             self.strays.add(task)
+        acting = self.acting.clear()
         if tasks:
             await asyncio.wait(tasks, timeout=self.watchdog.config.grace_s if self.watchdog.is_on else None)
+        if acting:
+            await asyncio.wait(acting, timeout=self.watchdog.config.grace_s)
         for rollout in self.lifecycle.cache.running():
             self.lifecycle.park(rollout)
 
@@ -149,18 +149,6 @@ class InFlight:
         self.asker.interrupt(rollout_ids)
         self.watchdog.on_interrupt(rollout_ids, now())
 
-    def score_again(self, task: Scoring) -> None:
-        self.strays.add(task)
-        self._begin_scoring(self.scorings.pop(task))
-
-    def fail_scoring(self, task: Scoring, why: str) -> None:
-        """Its rewards are missing."""
-        self.strays.add(task)
-        scored = self.scorings.pop(task)
-        given_up: Scoring = asyncio.get_running_loop().create_future()
-        given_up.set_result([Reward(None, error=why)] * len(scored.rollouts))
-        self.scorings[given_up] = scored
-
     # Private
 
     def _answer(self, task: Extending, rollout: Rollout) -> list[Segment]:
@@ -170,31 +158,46 @@ class InFlight:
             return salvage
         try:
             return task.result()
-        except (ExtendFailed, EnvironmentFailed) as failure:
-            if rollout.group_id not in self._dropping:
-                self.say(f"{failure}: its group is dropped (failed)")
-            self.drop_soon(rollout.group_id, DropReason.FAILED)
-            return failure.segments if isinstance(failure, EnvironmentFailed) else self.requests.nothing_for(rollout)
+        except ExtendFailed as failure:
+            self._on_failure(rollout, failure)
+            return self.requests.nothing_for(rollout)
+
+    def _on_failure(self, rollout: Rollout, failure: ValueError) -> None:
+        if rollout.group_id not in self._dropping:
+            self.say(f"{failure}: its group is dropped (failed)")
+        self.drop_soon(rollout.group_id, DropReason.FAILED)
 
     def _end_extend(self, task: Extending, segments: list[Segment]) -> None:
         rollout = self.extends.pop(task)
-        complete = self.lifecycle.append(rollout, segments)
+        acts = self.requests.may_go_on and is_asked(rollout, segments, self.requests.config.max_new_tokens)
+        complete = self.lifecycle.append(rollout, segments, acts=acts)
         self.watchdog.on_end(rollout.rollout_id, rollout.num_tokens, now())
+        if rollout.state is RolloutState.ACTING:
+            self.acting.begin(rollout)
+        self._on_stop(rollout, complete)
+
+    def _end_acting(self, rollout: Rollout, task: Answering) -> None:
+        try:
+            answer = self.acting.end(task)
+        except EnvironmentFailed as failure:
+            self._on_failure(rollout, failure)
+            return
+        self._on_stop(
+            rollout, self.lifecycle.append(rollout, to_append(rollout, answer, self.requests.config.max_new_tokens))
+        )
+
+    def _on_stop(self, rollout: Rollout, complete: Group | None) -> None:
+        """A rollout left the engine, or its environment. `complete`: its group, if all of that is finished now."""
         if complete is not None:
             self.failure_limit.on_complete()
             self._dropping.pop(complete.group_id, None)  # it came round at the last moment
         if rollout.state is RolloutState.SCORING:
             if self.requests.may_go_on:
                 self.asker.release([rollout.rollout_id])
-            self.score(self.lifecycle.cache.groups[rollout.group_id])
-
-    def _begin_scoring(self, scored: ToScore) -> None:
-        self.scorings[asyncio.ensure_future(self.environment.score(list(scored.rollouts)))] = scored
-        self.watchdog.on_score(scored.rollouts[0].group_id, now(), scored.key)
+            self.scorings.begin(self.lifecycle.cache.groups[rollout.group_id])
 
     def _end_scoring(self, task: Scoring) -> None:
-        rollouts, key = self.scorings.pop(task)
-        self.watchdog.on_scored(key, now())
+        rollouts = self.scorings.end(task).rollouts
         group, rewards = self.lifecycle.cache.groups[rollouts[0].group_id], task.result()
         ready = self.lifecycle.set_rewards(group, rewards, rollouts)
         if ready is True:
@@ -204,15 +207,11 @@ class InFlight:
             self.release([group])
             self.failure_limit.on_dropped(ready, [r.reward for r in group.rollouts if r.reward is not None])
 
-    def _give_up_scoring(self, task: Scoring) -> None:
-        self.watchdog.on_scored(self.scorings.pop(task).key, now())
-        self.strays.add(task)
-
     def _drop_what_ended(self) -> None:
         running = {r.group_id for r in self.extends.values()}
         for group_id in sorted(self._dropping.keys() - running):
-            for task in [t for t, scored in self.scorings.items() if scored.rollouts[0].group_id == group_id]:
-                self._give_up_scoring(task)
+            for task in [t for t, scored in self.scorings.tasks.items() if scored.rollouts[0].group_id == group_id]:
+                self.scorings.give_up(task)
             self.release([self.lifecycle.drop(group_id, self._dropping.pop(group_id))])
             self.failure_limit.on_given_up()
 

@@ -37,6 +37,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.generated_tokens = 0
+        self.environment_tokens = 0  # in no account: nobody sampled them
         self.admitted_groups = 0
         self.admitted_rollouts = 0
         self.resumed_rollouts = 0
@@ -52,6 +53,8 @@ class Ledger:
         for segment in segments:
             if segment.trainable:
                 self.generated_tokens += segment.num_tokens
+            else:
+                self.environment_tokens += segment.num_tokens
 
     def on_resume(self) -> None:
         """A parked rollout was started again."""
@@ -139,6 +142,7 @@ class Ledger:
         """JSON-able."""
         return {
             "generated_tokens": self.generated_tokens,
+            "environment_tokens": self.environment_tokens,
             "admitted_groups": self.admitted_groups,
             "admitted_rollouts": self.admitted_rollouts,
             "resumed_rollouts": self.resumed_rollouts,
@@ -149,6 +153,7 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generated_tokens = state["generated_tokens"]
+        self.environment_tokens = state.get("environment_tokens", 0)  # absent in a checkpoint of an earlier version
         self.admitted_groups = state["admitted_groups"]
         self.admitted_rollouts = state["admitted_rollouts"]
         self.resumed_rollouts = state["resumed_rollouts"]

@@ -1,6 +1,7 @@
 """Every transition that a held rollout makes, as one state machine: cache, scheduler and ledger told together.
 
     admit -> start -> append (parks or finishes) -> set_rewards (READY, or dropped) -> consume | drop
+                        └ or its turn ended, and it acts -> append (parks or finishes)
 
 The driver carries this out on an engine, the planner under a virtual clock, the tests at random: the same rules for
 all. Pure: no clock, no event loop, no torch. Owns nothing but its three owners and the calls of `on_event`.
@@ -9,7 +10,7 @@ all. Pure: no clock, no event loop, no torch. Owns nothing but its three owners 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from rollover.staleness import expired
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 # Asked at every transition, and a member of an Enum class is slow to look up.
-_PARKED, _PAUSED = RolloutState.PARKED, StopReason.PAUSED
+_PARKED, _ACTING, _PAUSED = RolloutState.PARKED, RolloutState.ACTING, StopReason.PAUSED
 
 
 class EventKind(enum.Enum):
@@ -31,6 +32,8 @@ class EventKind(enum.Enum):
     START = "start"
     RESUME = "resume"
     PARK = "park"
+    ACT = "act"
+    ANSWER = "answer"
     FINISH = "finish"
     SCORE = "score"
     READY = "ready"
@@ -41,10 +44,11 @@ class EventKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that just happened: `rollout` for START, RESUME, PARK, FINISH, SCORE; `reason` for DROP.
+    """Something that just happened: `rollout` for START, RESUME, PARK, ACT, ANSWER, FINISH, SCORE; `reason` for DROP.
 
-    `version`: the trainer's that ADMIT, START, RESUME, CONSUME and GIVE_BACK were told; `filter`: the name of the one
-    that matched, for DROP.
+    ACT: its turn ended, and its environment is at work. ANSWER: that has `written`, and the rollout may go on; with
+    FINISH it is the last that it wrote. `version`: the trainer's that ADMIT, START, RESUME, CONSUME and GIVE_BACK were
+    told; `filter`: the name of the one that matched, for DROP.
     """
 
     kind: EventKind
@@ -53,6 +57,7 @@ class Event:
     reason: DropReason | None = None
     version: int = 0
     filter: str = ""
+    written: tuple[Segment, ...] = ()
 
 
 class Lifecycle:
@@ -111,30 +116,41 @@ class Lifecycle:
         group = self.cache.groups[rollout.group_id]
         self._emit(EventKind.RESUME if resumed else EventKind.START, group, rollout, version=version)
 
-    def append(self, rollout: Rollout, segments: Sequence[Segment]) -> Group | None:
-        """What a running rollout's extension returned: it is parked, or its generation is finished.
+    def append(self, rollout: Rollout, segments: Sequence[Segment], *, acts: bool = False) -> Group | None:
+        """What a running rollout's extension returned, or what the environment of an acting one wrote: it is parked, or
+        its generation is finished.
 
-        Returns its group if that is complete now, and must be scored.
+        `acts`: unless it is parked its turn alone has ended, and its environment is at work. Where that writes nothing
+        the rollout is finished for the reason for which its turn ended. Returns its group if that is complete now, and
+        must be scored.
         """
-        assert segments, f"extend of {rollout.rollout_id} returned no segment"
+        acted = rollout.state is _ACTING
+        assert segments or acted, f"extend of {rollout.rollout_id} returned no segment"
         self.cache.append(rollout.rollout_id, segments)
         self.ledger.on_append(segments)
         self.scheduler.on_tokens(rollout, rollout.min_version)
-        stop_reason = segments[-1].stop_reason
+        stop_reason = segments[-1].stop_reason if segments else rollout.stop_reason
+        written = tuple(segments) if acted else ()
         if stop_reason is _PAUSED:
-            self.park(rollout)
+            self.park(rollout, written)
             return None
-        self.cache.finish(rollout.rollout_id, stop_reason)
-        complete = self.scheduler.on_finish(rollout)
+        assert stop_reason is not None
+        self.cache.finish(rollout.rollout_id, stop_reason, acts=acts)
         group = self.cache.groups[rollout.group_id]
-        self._emit(EventKind.FINISH, group, rollout)
+        if acts:
+            self.scheduler.on_park(rollout)
+            self._emit(EventKind.ACT, group, rollout)
+            return None
+        complete = self.scheduler.on_finish(rollout)
+        self._emit(EventKind.FINISH, group, rollout, written=written)
         return group if complete else None
 
-    def park(self, rollout: Rollout) -> None:
-        """A running rollout leaves its slot with what it has."""
+    def park(self, rollout: Rollout, written: tuple[Segment, ...] = ()) -> None:
+        """A running rollout leaves its slot with what it has; or an acting one may go on after what was `written`."""
+        kind = EventKind.ANSWER if rollout.state is _ACTING else EventKind.PARK
         self.cache.park(rollout.rollout_id)
         self.scheduler.on_park(rollout)
-        self._emit(EventKind.PARK, self.cache.groups[rollout.group_id], rollout)
+        self._emit(kind, self.cache.groups[rollout.group_id], rollout, written=written)
 
     def set_rewards(
         self, group: Group, rewards: Sequence[Reward], rollouts: Sequence[Rollout] | None = None
@@ -257,6 +273,11 @@ class Lifecycle:
     def _emit(self, kind: EventKind, group: Group, rollout: Rollout | None = None, **more: Any) -> None:
         if self.on_event is not None:
             self.on_event(Event(kind, group, rollout, **more))
+
+
+def acting_in(groups: Iterable[Group]) -> list[Rollout]:
+    """Those whose environment is at work, or is to be asked again after a restart; in the order of their groups."""
+    return [r for group in groups for r in group.rollouts if r.state is RolloutState.ACTING]
 
 
 def is_complete(group: Group) -> bool:

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 class PhaseClock:
     """The seconds of the driver's phases, cumulative.
 
-    `generation_s`: the run waited while something was generated. `scoring_s`: it waited for scores alone.
-    `scheduling_s`: the rest of the phases, which are new tasks, decisions and bookkeeping. `idle`: the engine ran
-    nothing. `beside_training`: set while the trainer trains beside generation; nobody waits for generation then, so
-    that only `idle` goes on.
+    `generation_s`: the run waited while something was generated, or (`environment_s` of it) for environments alone.
+    `scoring_s`: it waited for scores, and nothing was generated. `scheduling_s`: the rest of the phases, which are new
+    tasks, decisions and bookkeeping. `idle`: the engine ran nothing. `beside_training`: set while the trainer trains
+    beside generation; nobody waits for generation then, so that only `idle` goes on.
     """
 
     def __init__(self) -> None:
-        self.generation_s = self.scoring_s = self.scheduling_s = 0.0
+        self.generation_s = self.environment_s = self.scoring_s = self.scheduling_s = 0.0
         self.idle = IdleTime()
         self.beside_training = False
 
@@ -32,15 +32,17 @@ class PhaseClock:
             self.scheduling_s += time.perf_counter() - started - waited
 
     @contextmanager
-    def waiting(self, *, generating: bool) -> Iterator[None]:
-        """Counts the time of a block, in which the driver waits, as generation or as scoring."""
+    def waiting(self, *, generating: bool, acting: bool = False) -> Iterator[None]:
+        """Counts the time of a block, in which the driver waits, as generation, of environments alone (`acting`), or as
+        scoring."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
         if self.beside_training:
             return
-        if generating:
+        if generating or acting:
             self.generation_s += seconds
+            self.environment_s += seconds if acting else 0.0
         else:
             self.scoring_s += seconds
 

@@ -22,7 +22,7 @@ def check_restored(lifecycle: Lifecycle, version: int, max_tokens: int) -> None:
             ' rollout.on_stale = "drop" to lose groups that get too old'
         )
     for rollout in (r for g in groups for r in g.rollouts):
-        unfinished = rollout.state in (RolloutState.WAITING, RolloutState.PARKED)
+        unfinished = rollout.state in (RolloutState.WAITING, RolloutState.PARKED, RolloutState.ACTING)
         if unfinished and len(rollout.prompt_ids) + config.max_new_tokens > max_tokens:
             raise ValueError(
                 f"--resume with rollout.max_new_tokens = {config.max_new_tokens}: the unfinished rollout"

@@ -21,7 +21,8 @@ from rollover.rollout.length_estimate import LengthEstimate
 from rollover.rollout.slots import Slots
 from rollover.types import Group, Rollout, RolloutState
 
-_UNFINISHED = (RolloutState.WAITING, RolloutState.RUNNING, RolloutState.PARKED)
+_STARTS = (RolloutState.WAITING, RolloutState.RUNNING, RolloutState.PARKED)
+_UNFINISHED = (*_STARTS, RolloutState.ACTING)
 
 
 class Scheduler:
@@ -154,11 +155,11 @@ class Scheduler:
             self._slots.on_new_deadline(self._held.groups[rollout.group_id].group)
 
     def on_park(self, rollout: Rollout) -> None:
-        """A running rollout was parked (it is WAITING again if it has no token)."""
+        """A running rollout was parked (it is WAITING again if it has no token), or acts; an acting one was parked."""
         self._slots.on_park(rollout)
 
     def on_finish(self, rollout: Rollout) -> bool:
-        """The generation of a running rollout stopped. Returns whether its whole group is finished now."""
+        """The generation of a running or acting rollout stopped. Returns whether its whole group is finished now."""
         self._slots.on_finish(rollout)
         return self._held.finish(rollout)
 
@@ -176,7 +177,8 @@ class Scheduler:
         unfinished = [r for r in group.rollouts if r.state in _UNFINISHED]
         held = self._held.add(group, admitted_at, len(unfinished))
         for rollout in unfinished:
-            self._slots.enqueue(rollout)
+            if rollout.state in _STARTS:
+                self._slots.enqueue(rollout)
         if group.ready:
             self._held.set_ready(held)
 

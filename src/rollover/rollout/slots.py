@@ -17,7 +17,7 @@ from rollover.staleness import NO_DEADLINE
 from rollover.types import Group, Rollout, RolloutState, StopReason
 
 # Needed at every parking, and a member of an Enum class is slow to look up.
-_WAITING, _PAUSED = RolloutState.WAITING, StopReason.PAUSED
+_WAITING, _ACTING, _PAUSED = RolloutState.WAITING, RolloutState.ACTING, StopReason.PAUSED
 _MUST_FINISH = -1  # a deadline before all others: the queue of rollouts that may not be interrupted again
 
 
@@ -87,8 +87,11 @@ class Slots:
             self.must_finish.add(rollout.rollout_id)
 
     def on_park(self, rollout: Rollout) -> None:
-        """The rollout left its slot unfinished (it is WAITING again if it has no token)."""
+        """The rollout left its slot unfinished: it is parked (WAITING again if it has no token), or acts. Or it does no
+        longer act, and is parked."""
         self.on_finish(rollout)
+        if rollout.state is _ACTING:
+            return
         self._parked_since[rollout.rollout_id] = self._next_parking
         self._next_parking += 1
         if self._has_budget:
@@ -97,7 +100,7 @@ class Slots:
             self.enqueue(rollout)
 
     def on_finish(self, rollout: Rollout) -> None:
-        self.running.remove(rollout)
+        self.running.discard(rollout)  # one that acts had left
         self.must_finish.discard(rollout.rollout_id)
 
     def on_leave(self, held: Held) -> None:

@@ -52,7 +52,7 @@ class Watcher:
             asked = {r.rollout_id: task for task, r in flight.extends.items() if not task.done()}
             seen, queued = await flight.asker.progress(asked), await flight.asker.queued(asked)
             running = {i: task for i, task in asked.items() if task in flight.extends and not task.done()}
-            scoring = {s.key: task for task, s in flight.scorings.items() if not task.done()}
+            scoring = {s.key: task for task, s in flight.scorings.tasks.items() if not task.done()}
             progress = {i: seen.get(i, []) for i in running}
             stalls = self.watchdog.look(now(), progress, queued, scoring)
             for stall in stalls:
@@ -60,9 +60,9 @@ class Watcher:
                 if not stall.is_scoring:
                     self._act(stall, running[str(stall.key)], progress[str(stall.key)])
                 elif stall.action is Action.RESCORE:
-                    flight.score_again(scoring[stall.key])
+                    flight.scorings.again(scoring[stall.key])
                 else:
-                    flight.fail_scoring(scoring[stall.key], f"stalled: {stall.what}")
+                    flight.scorings.fail(scoring[stall.key], f"stalled: {stall.what}")
             if stalls:
                 return
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from rollover.staleness import staleness
 from rollover.trainer.batch import Batch
-from rollover.types import Group, StopReason
+from rollover.types import Group, Segment, StopReason
 
 
 def _mean(values: list[float]) -> float:
@@ -65,6 +65,18 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "length/repetition": _mean([float(r.stop_reason is StopReason.REPETITION) for r in rollouts]),
         "length/truncated": _mean([float(r.stop_reason is StopReason.LENGTH) for r in rollouts]),
     }
+
+
+def turn_metrics(groups: list[Group]) -> dict[str, float]:
+    """How many turns the policy had in a rollout: what it sampled in a row, interrupted or not, is one."""
+    rollouts = [r for g in groups for r in g.rollouts if not r.greedy]
+    turns = [sum(s.trainable for s in _firsts(r.segments)) for r in rollouts]
+    return {"turns/mean": _mean([float(n) for n in turns]), "turns/max": float(max(turns))}
+
+
+def _firsts(segments: list[Segment]) -> list[Segment]:
+    """The first segment of each that follow each other and have one origin."""
+    return [s for i, s in enumerate(segments) if not i or s.trainable != segments[i - 1].trainable]
 
 
 def staleness_metrics(

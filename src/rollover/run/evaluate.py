@@ -14,9 +14,11 @@ from rollover.envs.protocol import Environment
 from rollover.envs.single_turn import has_turns
 from rollover.rewards.answers import reference_answer
 from rollover.rewards.registry import answer_of
+from rollover.rollout.acting import Acting, EnvironmentFailed
 from rollover.rollout.asker import Asker
 from rollover.rollout.requests import Requests
-from rollover.rollout.turn import EnvironmentFailed, play_turn
+from rollover.rollout.scorings import reward_of_time_out
+from rollover.rollout.turn import is_asked, to_append
 from rollover.rollout.watchdog import Watchdog
 from rollover.run.eval_parts import EvalParts
 from rollover.tasks.build import held_out_names
@@ -102,42 +104,45 @@ async def answers_of(
     clock = asyncio.get_running_loop().time
     sampling = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
     requests = Requests(config.rollout, cfg.seed, stop_token_ids, may_go_on=has_turns(environment))
+    most = config.rollout.max_new_tokens
     names = held_out_names(config.tasks.sources)
 
-    async def one(index: int, sibling: int) -> tuple[Rollout, str | None]:
-        """The rollout when it is done, and how the environment failed at it, if it did."""
+    async def one(index: int, sibling: int) -> tuple[Rollout, Reward | None]:
+        """The rollout when it is done, and its reward if the environment, which failed at it, is not asked for that."""
         prompt_ids = tuple(held_out.prompts[index])
         # No group that is trained has this id.
         rollout = Rollout(-1 - index, sibling, held_out.tasks[index], prompt_ids=prompt_ids)
         rollout.rollout_id = f"eval-{index}-{sibling}"
-        error = None
-        while error is None and rollout.stop_reason in (None, StopReason.PAUSED):
+        acting, reward = Acting(environment.next, config.workflow, say), None
+        while reward is None and rollout.stop_reason in (None, StopReason.PAUSED):
             request = requests.to_go_on(rollout)
             request = replace(request, sampling=sampling, pause_after=0, stop_repetition_tokens=0)
             watchdog.on_start(rollout.rollout_id, index, rollout.num_tokens, clock())
-            try:
-                segments = await play_turn(asker, environment, rollout, request)
-            except EnvironmentFailed as failed:
-                segments, error = failed.segments, str(failed)
-            for segment in segments:
-                rollout.add(segment)
-            rollout.stop_reason = segments[-1].stop_reason
+            segments = await asker.extend(request)
+            acts = requests.may_go_on and is_asked(rollout, segments, most)
+            _add(rollout, segments)
             watchdog.on_end(rollout.rollout_id, rollout.num_tokens, clock())
+            if acts:
+                try:
+                    _add(rollout, to_append(rollout, await _answer_to(acting, rollout), most))
+                except EnvironmentFailed as failed:
+                    reward = Reward(None, error=str(failed))
+        if rollout.stop_reason is StopReason.TIMEOUT:
+            reward = reward_of_time_out(config.workflow)
         rollout.state = RolloutState.SCORING
         asker.release([rollout.rollout_id])
-        return rollout, error
+        return rollout, reward
 
     async def one_task(index: int) -> list[Answer]:
         played = await _together([one(index, s) for s in range(cfg.samples_per_task)])
         watchdog.on_score(index, clock())
-        done = [rollout for rollout, error in played if error is None]
+        done = [rollout for rollout, reward in played if reward is None]
         rewards = iter(await environment.score(done) if done else [])
         watchdog.on_scored(index, clock())
         answers = []
-        for rollout, error in played:
-            reward = Reward(None, error=error) if error else next(rewards)
+        for rollout, reward in played:
             text = tokenizer.decode(tuple(rollout.token_ids()), skip_special_tokens=True)
-            answers.append(_answer(rollout, reward, text, names))
+            answers.append(_answer(rollout, reward or next(rewards), text, names))
         return answers
 
     async def all_tasks() -> list[Answer]:
@@ -145,6 +150,24 @@ async def answers_of(
         return [answer for of_task in tasks for answer in of_task]
 
     return await _unless_it_stalls(all_tasks(), asker, watchdog)
+
+
+def _add(rollout: Rollout, segments: Sequence[Segment]) -> None:
+    """Append them; what stops with the last of them has stopped."""
+    for segment in segments:
+        rollout.add(segment)
+        rollout.stop_reason = segment.stop_reason
+
+
+async def _answer_to(acting: Acting, rollout: Rollout) -> Segment | None:
+    """What the environment writes after its turn. Raises as Acting.end."""
+    acting.begin(rollout)
+    try:
+        while not (done := acting.done()):
+            await asyncio.wait(acting.waited_for, return_when=asyncio.FIRST_COMPLETED)
+        return acting.end(done[0][1])
+    finally:
+        acting.clear()
 
 
 def _answer(rollout: Rollout, reward: Reward, text: str, names: Mapping[str, str]) -> Answer:

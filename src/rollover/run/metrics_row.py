@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from rollover.config import Config
 from rollover.envs.protocol import HoldsObjects
+from rollover.rollout.lifecycle import acting_in
 from rollover.run.batch_metrics import (
     mask_metrics,
     peak_rss_bytes,
@@ -19,6 +20,7 @@ from rollover.run.batch_metrics import (
     rollout_metrics,
     speed_metrics,
     staleness_metrics,
+    turn_metrics,
     waste_metrics,
 )
 from rollover.run.journal.journaling import Journaling
@@ -91,6 +93,7 @@ class Rows:
             "time": time.time(),
             **reward_metrics(groups),
             **rollout_metrics(groups),
+            **self._turns(groups),
             **self.parts.history.lifetimes.step_metrics(),
             **ages,
             "staleness/bound": self.config.staleness_bound,
@@ -150,6 +153,21 @@ class Rows:
             return {}
         return {f"wait/engine_for_{whom}_s": self._since_last(f"idle/{whom}", s) for whom, s in idle.items()}
 
+    def _turns(self, groups: list[Group]) -> dict[str, float]:
+        """What several turns are made of; nothing where no environment answers."""
+        driver, lifecycle = self.parts.driver, self.parts.lifecycle
+        if not driver.has_turns:
+            return {}
+        grown = {key: self._since_last(key, total) for key, total in driver.in_flight.acting.stats().items()}
+        ended, late = grown["episodes/ended"], grown["episodes/timeout"]
+        return {
+            **turn_metrics(groups),
+            "tokens/environment": lifecycle.ledger.environment_tokens,
+            "rollouts/acting": len(acting_in(lifecycle.cache.groups.values())),
+            "wait/environment_s": self._since_last("environment", driver.clock.environment_s),
+            **({"episodes/timeout_share": late / ended} if ended else {}),
+        }
+
     def _journal(self) -> dict[str, float]:
         """What the journal cost in this step, if there is one."""
         journaling = self.journaling
@@ -165,6 +183,7 @@ class Rows:
             self.parts.rewarder.stats(), self._engine_stats(), driver.asker.stats(), driver.watchdog.stats(),
             self.trackers.stats(), self.journaling.counters(),
             self.parts.environment.stats() if isinstance(self.parts.environment, HoldsObjects) else {},
+            driver.in_flight.acting.stats() if driver.has_turns else {},
         )  # fmt: skip
         now = {key: value for of_owner in counts for key, value in of_owner.items()}
         return {key: value + self._carried.get(key, 0.0) for key, value in now.items()}

@@ -80,6 +80,11 @@ RANGES = (
         "a few tokens carry all the weight: try a lower rollout.max_staleness or algorithm.correction_cap",
     ),
     Range("clip_fraction", 0.0, 0.1, "updates are clipped often: try a lower train.learning_rate or fewer minibatches"),
+    Range(
+        "episodes/timeout_share", 0.0, 0.05,
+        "environments work for too long, and what they are given up at is no answer: look for one that hangs, or raise"
+        " workflow.timeout_s", patience=1,
+    ),
     Range("length/truncated", 0.0, 0.3, "many answers are cut off: try a larger rollout.max_new_tokens"),
 )  # fmt: skip
 

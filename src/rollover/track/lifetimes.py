@@ -18,6 +18,7 @@ from rollover.rollout.lifecycle import Event, EventKind
 from rollover.track.statistics import censored_mean
 from rollover.types import Group, Rollout, RolloutState
 
+_ACTING = RolloutState.ACTING
 STATES = tuple(s for s in RolloutState if s not in (RolloutState.CONSUMED, RolloutState.DROPPED))
 
 
@@ -131,8 +132,10 @@ class Lifetimes:
         lives = [life for g in consumed for life in g.lives]
         rollouts = [(r.num_tokens, g.waited) for g in consumed for r in g.group.rollouts]
         held = [r.num_tokens for g in self._held.values() for r in g.group.rollouts if _is_unfinished(r)]
+        acted = any(_ACTING.value in life.seconds for life in lives)
+        states = [s for s in STATES if acted or s is not _ACTING]
         return {
-            **{f"state/{s.value}_s": float(np.mean([i.seconds.get(s.value, 0.0) for i in lives])) for s in STATES},
+            **{f"state/{s.value}_s": float(np.mean([i.seconds.get(s.value, 0.0) for i in lives])) for s in states},
             "bias/trained_vs_dispatched_length": self.bias.ratio(held),
             **wait_by_quarter(*map(list, zip(*rollouts, strict=True))),
         }
@@ -191,4 +194,4 @@ def wait_by_quarter(lengths: list[int], waits: list[int]) -> dict[str, float]:
 
 
 def _is_unfinished(rollout: Rollout) -> bool:
-    return rollout.stop_reason is None
+    return rollout.stop_reason is None or rollout.state is _ACTING

@@ -195,6 +195,7 @@ class LiveView(Tracker):
             f"generated {count(self._get('tokens/generated'))} trained {count(self._get('tokens/trained'))}"
             f" dropped {count(self._get('tokens/dropped'))} held {count(self._get('tokens/held'))}",
             f"staleness {self._staleness()}",
+            *([f"acting {count(acting)}"] if (acting := self._get("rollouts/acting")) is not None else []),
             f"resumed {count(self._get('rollouts/resumed'))} partial {percent(self._get('rollouts/partial_share'))}",
             split,
             self._verdict.text if self._verdict is not None else _DASH,
@@ -264,10 +265,12 @@ class LiveView(Tracker):
         )
 
     def _partial(self) -> Text:
+        acting = self._get("rollouts/acting")
         return Text(
             f"max/bound {self._staleness()}   mean {decimal(self._get('staleness/mean'), 2)}"
             f"   resumed {count(self._get('rollouts/resumed'))}"
             f"   partial {percent(self._get('rollouts/partial_share'))}"
+            + (f"   acting {count(acting)}" if acting is not None else "")
         )
 
     def _time(self) -> list[Text]:

@@ -71,6 +71,7 @@ METRICS: list[Metric] = [
     Metric("tokens/generated", "counter", "tokens", "Sampled tokens since step 1. Equals trained + dropped + held."),
     Metric("tokens/trained", "counter", "tokens", "Sampled tokens whose rollout was consumed by a step, cumulative."),
     Metric("tokens/dropped", "counter", "tokens", "Sampled tokens whose group was dropped, cumulative, all reasons."),
+    Metric("tokens/environment", "counter", "tokens", "Tokens that environments wrote; in none of the others."),
     Metric("tokens/held", "last", "tokens", "Sampled tokens of groups now in the system, unfinished ones included."),
     Metric(
         "tokens/step_generated",
@@ -142,6 +143,12 @@ METRICS: list[Metric] = [
     Metric("reroll/dropped", "counter", "tasks", "Failed tasks that found reroll.size of them waiting."),
     Metric("tasks/skipped_long_prompt", "counter", "tasks", "Tasks skipped by tasks.max_prompt_tokens, cumulative."),
     # Rollouts
+    Metric("turns/mean", "mean", "turns", "Mean number of the policy's turns in a trained rollout."),
+    Metric("turns/max", "max", "turns", "Most turns of the policy in one trained rollout."),
+    Metric("rollouts/acting", "last", "rollouts", "Rollouts whose environment is at work at the end of the step."),
+    Metric("episodes/ended", "counter", "rollouts", "Rollouts that ended with what their environment did, cumulative."),
+    Metric("episodes/timeout", "counter", "rollouts", "Of them: given up at workflow.timeout_s, cumulative."),
+    Metric("episodes/timeout_share", "mean", "share", "Share of those that ended in this step that were given up so."),
     Metric("rollouts/resumed", "counter", "rollouts", "Times that an unfinished rollout was continued."),
     Metric(
         "rollouts/partial_share", "mean", "share", "Share of trained rollouts with segments of >= 2 policy versions."
@@ -190,8 +197,9 @@ METRICS: list[Metric] = [
         "state/{state}_s",
         "mean",
         "s",
-        "Mean time that a trained rollout spent waiting (for its first slot), running, parked, scoring (its siblings'"
-        " generation and the reward) and ready (for its step). They add up to its life from admission.",
+        "Mean time that a trained rollout spent waiting (for its first slot), running, parked, acting (its"
+        " environment's work, where there was any), scoring (its siblings' generation and the reward) and ready (for"
+        " its step). They add up to its life from admission.",
     ),
     # Waste
     Metric("waste/reprefilled_tokens", "sum", "tokens", "Tokens prefilled again while this step was generated."),
@@ -258,6 +266,13 @@ METRICS: list[Metric] = [
         "s",
         "With rollout.overlap: time in which the engine was idle while the trainer worked, and only rewards were under"
         " way.",
+    ),
+    Metric(
+        "wait/environment_s",
+        "sum",
+        "s",
+        "Part of time/generate_s: time in which the trainer waited for environments alone. Only where one answers the"
+        " policy, as all of turns/ and episodes/.",
     ),
     Metric(
         "speed/generated_tokens_per_s",

@@ -25,7 +25,7 @@ TRACE = "trace.jsonl"  # in the run directory
 PUBLISH = "publish"
 SPAN_START, SPAN_END = "_start", "_end"
 _BEGINS_VISIT = (EventKind.START.value, EventKind.RESUME.value)
-_ENDS_VISIT = (EventKind.PARK.value, EventKind.FINISH.value)
+_ENDS_VISIT = (EventKind.PARK.value, EventKind.ACT.value, EventKind.FINISH.value)
 
 
 class TraceEvent(NamedTuple):
@@ -33,9 +33,9 @@ class TraceEvent(NamedTuple):
 
     `kind`: an EventKind's value, `<span>_start`, `<span>_end` or "publish". `seconds`: since the start of the run.
     `version`: the trainer's. `group` is None for events of the loop, `sibling` for those of a whole group. `engine`: 0
-    is the embedded one. `tokens`, sampled ones: start and resume: so far; park and finish: since the start or resume
-    before; ready, consume, drop: the whole group's. `segments`: (policy version, tokens) of what park and finish add.
-    `reason`: of a drop.
+    is the embedded one. `tokens`, sampled ones: start and resume: so far; park, act and finish: since the start or
+    resume before (answer, and finish after act: 0); ready, consume, drop: the whole group's. `segments`: (policy
+    version, tokens) of what park, act and finish add. `reason`: of a drop.
     """
 
     kind: str
@@ -96,7 +96,8 @@ class Trace:
             self._segments_before[rollout.rollout_id] = len(rollout.segments)
             tokens = rollout.num_sampled_tokens
         else:
-            new = rollout.segments[self._segments_before.pop(rollout.rollout_id) :]
+            # Without a visit before it, its environment was at work: it wrote something that no policy sampled.
+            new = rollout.segments[self._segments_before.pop(rollout.rollout_id, len(rollout.segments)) :]
             segments = tuple((s.policy_version, len(s)) for s in new if s.trainable)
             tokens = sum(n for _, n in segments)
         sibling = None if rollout is None else rollout.sibling
@@ -176,7 +177,7 @@ def read_trace(path: str | Path) -> list[TraceEvent]:
 
 @dataclass(frozen=True, slots=True)
 class EngineVisit:
-    """What one rollout did on an engine from one start or resume to the park or finish after it.
+    """What one rollout did on an engine from one start or resume to the park, act or finish after it.
 
     `slot`: the engine's smallest one that was free then. `resumed`: it had been interrupted before. `parked`: it was
     interrupted and rolls over. `dropped`: its group was dropped later. Times in seconds.
@@ -250,6 +251,19 @@ def engine_visits(events: Sequence[TraceEvent]) -> list[EngineVisit]:
                     dropped=event.group in dropped,
                 )
             )
+    return out
+
+
+def acting_seconds(events: Sequence[TraceEvent]) -> list[float]:
+    """For how long environments were at work, turn by turn, in order of their ends."""
+    begun: dict[tuple[int | None, int | None], float] = {}
+    out = []
+    for event in events:
+        rollout = (event.group, event.sibling)
+        if event.kind == EventKind.ACT.value:
+            begun[rollout] = event.seconds
+        elif event.kind in (EventKind.ANSWER.value, EventKind.FINISH.value) and rollout in begun:
+            out.append(event.seconds - begun.pop(rollout))
     return out
 
 

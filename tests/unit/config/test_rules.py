@@ -309,6 +309,8 @@ def test_refused(write, rollout, algorithm, part):
         ("[rewards]\nmin_valid = 1", "one reward has no sibling to be compared with"),
         ('[run]\ntrain_on_recorded = "x"\n[algorithm]\nproximal = "snapshot"', "are not kept"),
         ('[algorithm]\nkl_coef = 0.1\nkl_kind = "k2"\nkl_bias_correction = true', "only k1 and k3"),
+        ("[workflow]\ntimeout_s = 9", "workflow.timeout_s has no effect as nothing answers the policy"),
+        ('[rollout]\nenvironment = "a:B"\n[workflow]\ntimeout_score = 1', 'unless workflow.on_timeout = "score"'),
     ],
 )
 def test_refused_in_other_tables(write, text, part):
@@ -328,6 +330,8 @@ def test_refused_in_other_tables(write, text, part):
         "[rollout]\nmax_staleness = 2\n[train]\npublish_every = 3",
         '[run]\ntrain_on_recorded = "x"\n[watchdog]\ntrain_timeout_s = 9',
         '[tasks]\nproducer = "a:B"\n[watchdog]\nweights_timeout_s = 9',
+        '[rollout]\nenvironment = "a:B"\n[workflow]\ntimeout_s = 9\non_timeout = "score"\ntimeout_score = 1',
+        '[workflow]\nenvironment = "a:B"\ntimeout_s = 9',
     ],
 )
 def test_allowed(write, text):

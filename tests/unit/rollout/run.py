@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 
 from rollover.config.rollout import RolloutConfig
+from rollover.config.workflow import WorkflowConfig
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.protocol import Environment
@@ -44,6 +45,7 @@ class Run:
         watchdog: Watchdog | None = None,
         group_filter: Callable[[Group], tuple[str, str] | None] | None = None,
         environment: Environment | None = None,
+        workflow: WorkflowConfig | None = None,
         **config: object,
     ) -> None:
         defaults = {"groups_per_step": 2, "group_size": 2, "max_new_tokens": 40}
@@ -60,7 +62,9 @@ class Run:
         )
         self.num_tasks, self.cursor, self.version = num_tasks, 0, 0
         self.environment = environment or SingleTurn(scorer)
-        self.driver = Driver(self.lifecycle, self.engine, self.next_task, self.environment, 3, [EOS], watchdog)
+        self.driver = Driver(
+            self.lifecycle, self.engine, self.next_task, self.environment, 3, [EOS], watchdog, workflow
+        )
         self.said: list[str] = []
         self.driver.say = self.said.append
 

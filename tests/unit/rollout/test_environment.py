@@ -8,17 +8,21 @@ from collections import Counter
 import numpy as np
 import pytest
 
+import virtual_time
 from rollover.config import Config
 from rollover.config.algorithm import AlgorithmConfig
+from rollover.config.workflow import WorkflowConfig
 from rollover.engine.fake import FakeEngine
+from rollover.engine.protocol import ExtendRequest
 from rollover.envs.build import EnvironmentSetup, OwnEnvironment, build_environment
 from rollover.envs.protocol import Environment, written
 from rollover.rollout.lifecycle import EventKind
 from rollover.trainer.batch import build_batch
-from rollover.types import DropReason, Rollout, RolloutState, Segment, StopReason
+from rollover.types import DropReason, Reward, Rollout, RolloutState, Segment, StopReason
 from unit.rollout.dialogue import SAID, Dialogue, TurnEngine, said
-from unit.rollout.hanging import steps, watchdog
+from unit.rollout.hanging import steps
 from unit.rollout.run import EOS, PARTIAL, Run
+from virtual_time import VirtualLoop
 
 ROOMY = {"max_new_tokens": 100}
 MODES = {
@@ -178,19 +182,88 @@ def test_a_wrong_answer_is_refused(answer, why: str) -> None:
     run.check()
 
 
-def test_an_environment_that_hangs_once_is_asked_again() -> None:
-    class HangsOnce(Dialogue):
+class Hangs(Dialogue):
+    """In its second turn at the first rollout: for ever, or until `free` is set."""
+
+    free = False
+
+    async def next(self, rollout: Rollout) -> Segment | None:
+        if rollout.rollout_id == "0-0" and any(not s.trainable for s in rollout.segments):
+            while not self.free:
+                await asyncio.sleep(0.01)
+        return await super().next(rollout)
+
+
+@pytest.mark.parametrize("on_timeout", ["missing", "score"])
+def test_an_environment_that_works_for_too_long_is_given_up(on_timeout: str) -> None:
+    workflow = WorkflowConfig.model_validate(
+        {"timeout_s": 3.0, "on_timeout": on_timeout} | ({"timeout_score": -7.0} if on_timeout == "score" else {})
+    )
+    run = dialogue(Hangs(), workflow=workflow, num_tasks=8)
+    batches = steps(run, 2)
+    (line,) = run.said
+    assert line.startswith("the environment of rollout 0-0 has worked for workflow.timeout_s = 3 s: it is given up")
+    assert run.driver.in_flight.acting.num_timed_out == 1
+    groups = [g for batch in batches for g in batch]
+    if on_timeout == "missing":
+        assert [g.group_id for g in groups] == [1, 2, 3, 4]
+        assert run.ledger.dropped[DropReason.TOO_FEW_REWARDS].rollouts == 2
+        return
+    assert [g.group_id for g in groups] == [0, 1, 2, 3]
+    late, sibling = groups[0].rollouts
+    assert late.reward == Reward(-7.0) and late.stop_reason is StopReason.TIMEOUT and len(said(late)) == 1
+    assert sibling.reward == Reward(float(sum(sibling.token_ids())))
+
+
+def test_time_in_which_nobody_could_look_is_not_the_environments() -> None:
+    """Nor that of waiting for the model: three of four seconds in two turns."""
+
+    class Slow(Dialogue):
         async def next(self, rollout: Rollout) -> Segment | None:
-            first = rollout.rollout_id == "0-0" and not any(i == "0-0" for i, _ in self.asked)
-            if first:
-                self.asked.append((rollout.rollout_id, 0))
-                await asyncio.get_running_loop().create_future()
+            await asyncio.sleep(1.5)
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualLoop)
+            loop.let_pass(100.0)  # a trainer trains in the loop's thread
             return await super().next(rollout)
 
-    run = dialogue(HangsOnce(), watchdog=watchdog())
-    (groups,) = steps(run, 1)
-    assert tokens_of(groups) == straight(2)
-    assert run.driver.watchdog.stats()["watchdog/stalled_rollouts"] == 1
+    class SlowEngine(TurnEngine):
+        async def extend(self, request: ExtendRequest) -> list[Segment]:
+            await asyncio.sleep(50)
+            return await super().extend(request)
+
+    def timed_out(timeout_s: float) -> int:
+        workflow = WorkflowConfig(timeout_s=timeout_s, on_timeout="score")
+        run = Run(engine=SlowEngine(), environment=Slow(turns=2), workflow=workflow, **ROOMY, num_tasks=2)
+        steps(run, 1, seconds=1e6)
+        return run.driver.in_flight.acting.num_timed_out
+
+    assert timed_out(8.0) == 0, "of it 1.5 s, and twice a pause of 1 s at most, in each of two turns"
+    assert timed_out(2.5) == 4
+
+
+def test_a_step_does_not_wait_for_an_environment_where_anything_else_can_be_trained() -> None:
+    environment = Hangs()
+    run = dialogue(environment, **{**PARTIAL, "max_running": 2}, workflow=WorkflowConfig(timeout_s=1e6))
+
+    async def go() -> None:
+        for _ in range(2):
+            assert "0-0" not in {r.rollout_id for g in (await run.step() or []) for r in g.rollouts}
+        acting = run.cache.rollout("0-0")
+        assert acting.state is RolloutState.ACTING and acting.stop_reason is StopReason.EOS
+        assert not run.scheduler.to_interrupt(run.version), "it has no slot"
+        saved = run.save()
+        again = dialogue(Dialogue(), **{**PARTIAL, "max_running": 2})
+        again.load(saved)
+        assert again.cache.rollout("0-0").state is RolloutState.ACTING
+        groups = [g for _ in range(2) for g in (await again.step() or [])]
+        assert tokens_of(groups).items() <= expected.items() and 0 in {g.group_id for g in groups}
+        # With max_staleness = 2 the third step is the last that can train it, so that waits.
+        environment.free = True
+        assert 0 in {g.group_id for g in await run.step() or []}
+        await run.driver.abandon()
+
+    expected = straight(12)
+    virtual_time.run(go())
 
 
 def test_a_function_of_ones_own_makes_an_environment(tmp_path) -> None:

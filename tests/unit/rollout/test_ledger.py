@@ -38,6 +38,7 @@ def test_accounts_and_metrics() -> None:
         RolloutState.WAITING: (2, 0),
         RolloutState.RUNNING: (1, 4),
         RolloutState.PARKED: (1, 3),
+        RolloutState.ACTING: (0, 0),
         RolloutState.SCORING: (0, 0),
         RolloutState.READY: (2, 11),
     }
@@ -99,7 +100,7 @@ def test_counters_survive_save_and_restore() -> None:
     config = RolloutConfig(
         groups_per_step=2, group_size=2, max_new_tokens=8, in_flight_groups=9, interrupt="when_enough", on_stale="drop"
     )
-    world = World(config, random.Random(0), failure_rate=0.5)
+    world = World(config, random.Random(1), failure_rate=0.5)
     for _ in range(5):
         world.step()
     before = world.ledger.metrics(world.cache)

@@ -16,7 +16,7 @@ import numpy as np
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.lifecycle import Lifecycle, is_complete
+from rollover.rollout.lifecycle import Lifecycle, acting_in, is_complete
 from rollover.rollout.slots import token_budget
 from rollover.staleness import group_staleness
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
@@ -88,6 +88,8 @@ class World:
         self.singly = rng.random() < 0.5  # whether a rollout is scored when it stops, or with its group
         self.slow_scores = rng.random() < 0.3  # whether rewards come some time after they were asked for
         self.awaited: list[Sequence[Rollout]] = []
+        self.turns = rng.random() < 0.5  # whether an environment answers, some time after a turn has ended
+        self.written = 0  # tokens of the environment
         self.reserves = rng.random() < 0.3  # whether some groups are reserved for a step before it has enough
         self.reserved: set[int] = set()
         self.version = self.engine_version = 0
@@ -227,7 +229,11 @@ class World:
     def _random_event(self) -> None:
         """A running rollout stops, or is paused with some tokens (its token budget, where there is one)."""
         running = self.lifecycle.cache.running()
-        assert running or self.awaited, "nothing runs and there is not enough for a step"
+        acting = acting_in(self.cache.groups.values())
+        assert running or self.awaited or acting, "nothing runs and there is not enough for a step"
+        if acting and (not (running or self.awaited) or self.rng.random() < 0.2):
+            self._answer(self.rng.choice(acting))
+            return
         if self.awaited and (not running or self.rng.random() < 0.2):
             self._give_rewards(self.awaited.pop(self.rng.randrange(len(self.awaited))))
             return
@@ -256,7 +262,28 @@ class World:
         self.seen.setdefault(name, []).extend(
             (int(t), float(p), self.engine_version) for t, p in zip(segment.token_ids, segment.logprobs, strict=True)
         )
-        complete = self.lifecycle.append(rollout, [segment])
+        acts = self.turns and 0 < rollout.num_tokens + num_new < self.config.max_new_tokens and self.rng.random() < 0.7
+        self._go_on(rollout, self.lifecycle.append(rollout, [segment], acts=acts))
+
+    def _answer(self, rollout: Rollout) -> None:
+        """The environment of an acting rollout lets it go on, ends it, or takes too long."""
+        room, segments = self.config.max_new_tokens - rollout.num_tokens, []
+        reason = self.rng.choice([StopReason.PAUSED, StopReason.PAUSED, StopReason.ENV_DONE, StopReason.TIMEOUT, None])
+        if reason is StopReason.PAUSED and room < 2:
+            reason = StopReason.LENGTH
+        if reason is not None:
+            num_new = self.rng.randint(1, min(room - 1, 3)) if reason is StopReason.PAUSED else 0
+            num_new = min(room, self.rng.randint(0, 2)) if reason is StopReason.ENV_DONE else num_new
+            version = rollout.segments[-1].policy_version
+            segments = [make_segment(num_new, version, reason, first=rollout.num_tokens, trainable=False)]
+            self.written += num_new
+            self.seen[rollout.rollout_id] += [(int(t), 0.0, version) for t in segments[0].token_ids]
+        if reason is StopReason.PAUSED:
+            longest = self.config.max_new_tokens + 1
+            self.lengths[rollout.rollout_id] = self.rng.randint(rollout.num_tokens + num_new + 1, longest)
+        self._go_on(rollout, self.lifecycle.append(rollout, segments))
+
+    def _go_on(self, rollout: Rollout, complete: Group | None) -> None:
         if self.singly and rollout.state is RolloutState.SCORING:
             self._score([rollout])
         elif complete is not None:

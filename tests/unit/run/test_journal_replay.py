@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollover.checkpoint.journal import Record
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
+from rollover.rollout.lifecycle import Event, EventKind, Lifecycle, is_complete
 from rollover.rollout.restored import check_restored
 from rollover.run.journal.replay import Replay
 from rollover.run.journal.roll_back import RollBack
@@ -191,7 +191,7 @@ class Continued(World):
         self.lifecycle.on_new_version(self.version)
         self.lifecycle.scheduler.on_begin(self.version, self.version)
         for rollout in self.lifecycle.cache.unscored():
-            if self.singly or all(r.stop_reason for r in self.cache.groups[rollout.group_id].rollouts):
+            if self.singly or is_complete(self.cache.groups[rollout.group_id]):
                 self._score([rollout])
 
     def check(self) -> None:

@@ -16,13 +16,13 @@ import tiny
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models.load import LoadedModel
 from rollover.trainer import passes
-from rollover.trainer.batch import Batch
+from rollover.trainer.batch import Batch, build_batch
 from rollover.trainer.build import local_trainer
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import Packed, micro_batches, pack
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
-from samples import random_samples
+from samples import group, random_samples, rollout, segment
 from virtual_time import at_once
 
 AGGREGATIONS = [
@@ -410,3 +410,21 @@ def test_rewarded_tokens_become_likelier(dtype: torch.dtype, loss: str) -> None:
     after = t.backend.compute_logprobs(arms)
     assert after["0-0"] > before["0-0"] + 1.0
     assert all(after[f"0-{i}"] < before[f"0-{i}"] for i in range(1, 5))
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_token_of_the_environment_has_no_gradient(trainable: bool) -> None:
+    """Nothing follows the last tokens: which ones they are, and whatever their streams say, changes no gradient, unless
+    a policy sampled them."""
+
+    def gradient_of(last: list[int], logprob: float) -> torch.Tensor:
+        of_env = dataclasses.replace(segment(last, trainable=trainable), logprobs=np.full(2, logprob, np.float32))
+        ending = [segment([11, 12, 13]), segment([21, 22], trainable=False), segment([14, 15]), of_env]
+        others = [rollout(0, i, float(i), [segment([10 + i, 20, 30])]) for i in (1, 2)]
+        made = group(0, [rollout(0, 0, 5.0, ending), *others])
+        samples = build_batch([made], AlgorithmConfig()).samples
+        return gradients(samples, micro_batch_tokens=1000)[1]
+
+    one, other = gradient_of([31, 32], -1.0 if trainable else 0.0), gradient_of([41, 42], -2.0)
+    assert one.abs().sum() > 0
+    assert torch.equal(one, other) == (not trainable)

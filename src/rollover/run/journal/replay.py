@@ -2,8 +2,9 @@
 
     records ──▶ Lifecycle.admit, run, append, score, ready, take, drop ...     step ──▶ the same groups are trained
 
-The tokens of a rollout come in pieces while it runs (running_tokens.py); it gets them when it is parked or finished, as
-from an engine. Owns the groups that were taken for a step. Never writes a file: what the run wrote stays as it is.
+The tokens of a rollout come in pieces while it runs (running_tokens.py); it gets them when it is parked or finished, or
+its turn is, as from an engine; and what its environment wrote as from that. Owns the groups that were taken for a step.
+Never writes a file: what the run wrote stays as it is.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Replay:
             EventKind.RESUME.value: self._run,
             TOKENS: self._tokens,
             EventKind.PARK.value: self._stop,
+            EventKind.ACT.value: self._stop,
+            EventKind.ANSWER.value: self._stop,
             EventKind.FINISH.value: self._stop,
             EventKind.SCORE.value: self._score,
             EventKind.READY.value: lambda meta, _: self.lifecycle.ready(self._group(meta)),
@@ -115,9 +118,12 @@ class Replay:
         self._tokens(meta, data)
         rollout = self._rollout(meta)
         segments = self.tokens.take(rollout, meta["num_tokens"])
-        self._append(rollout, segments, StopReason(meta["stop_reason"] or StopReason.PAUSED))
+        acts = meta["kind"] == EventKind.ACT.value
+        self._append(rollout, segments, StopReason(meta["stop_reason"] or StopReason.PAUSED), acts=acts)
 
-    def _append(self, rollout: Rollout, segments: list[Segment], stop_reason: StopReason) -> None:
+    def _append(
+        self, rollout: Rollout, segments: list[Segment], stop_reason: StopReason, *, acts: bool = False
+    ) -> None:
         limit = self.lifecycle.config.max_new_tokens
         num_tokens = rollout.num_tokens + sum(map(len, segments))
         if num_tokens > limit or (num_tokens == limit and stop_reason is StopReason.PAUSED):
@@ -126,7 +132,7 @@ class Replay:
                 f" {num_tokens} tokens. Set it back to what the run had"
             )
         segments = segments or [Segment.nothing(SamplingParams(), rollout.num_tokens)]
-        self.lifecycle.append(rollout, [*segments[:-1], replace(segments[-1], stop_reason=stop_reason)])
+        self.lifecycle.append(rollout, [*segments[:-1], replace(segments[-1], stop_reason=stop_reason)], acts=acts)
 
     # Groups and steps
 

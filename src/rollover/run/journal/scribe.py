@@ -23,7 +23,7 @@ from rollover.types import Rollout, Segment
 
 TOKENS, STEP, ROW, PUBLISH, ROLL_BACK = "tokens", "step", "row", "publish", "roll_back"
 _BEGINS = (EventKind.START, EventKind.RESUME)
-_ENDS = (EventKind.PARK, EventKind.FINISH)
+_ENDS = (EventKind.PARK, EventKind.ACT, EventKind.FINISH)
 
 
 @dataclass(slots=True)
@@ -81,9 +81,14 @@ class Scribe:
             if kind in _BEGINS:
                 self._told[rollout] = _Told(rollout.num_tokens, rollout.num_tokens)
                 fields["version"] = event.version
-            elif kind in _ENDS:
-                new, data = self._new(rollout, rollout.segments, 0)
-                del self._told[rollout]
+            elif kind in _ENDS or kind is EventKind.ANSWER:
+                if rollout in self._told:
+                    new, data = self._new(rollout, rollout.segments, 0)
+                    del self._told[rollout]
+                else:  # it did not run: its environment was at work
+                    start = rollout.num_tokens - sum(map(len, event.written))
+                    segments, data = _beyond(event.written, start, start)
+                    new = {"segments": segments, "anew": False}
                 fields |= new | {"num_tokens": rollout.num_tokens}
                 fields["stop_reason"] = rollout.stop_reason and rollout.stop_reason.value
             elif rollout.reward is not None:

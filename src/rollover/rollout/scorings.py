@@ -1,0 +1,95 @@
+"""Scorings under way, each a future: of a rollout alone as soon as it stops, or of a group once it is complete.
+
+Owns the futures. Never decides what becomes of rewards, and never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rollover.config.workflow import WorkflowConfig
+from rollover.envs.protocol import Environment
+from rollover.rollout.lifecycle import is_complete
+from rollover.rollout.strays import Strays
+from rollover.rollout.watchdog import Watchdog
+from rollover.types import Group, Reward, Rollout, RolloutState, StopReason
+
+Scoring = asyncio.Future[list[Reward]]
+
+
+class ToScore(NamedTuple):
+    """Rollouts of one group that are scored together; `key`: the group's id, or that of a rollout scored alone."""
+
+    rollouts: Sequence[Rollout]
+    key: int | str
+
+
+class Scorings:
+    """Of one driver. `tasks`: what is under way, in the order in which it began.
+
+    What `environment` took too long over is not scored by it, but as `workflow` says.
+    """
+
+    def __init__(self, environment: Environment, workflow: WorkflowConfig, watchdog: Watchdog, strays: Strays) -> None:
+        self.environment, self.workflow = environment, workflow
+        self.watchdog, self.strays = watchdog, strays
+        self.tasks: dict[Scoring, ToScore] = {}
+
+    def begin(self, group: Group) -> None:
+        """Score what has stopped of a group: one by one if that may be, else together once the group is complete."""
+        under_way = {r.rollout_id for scored in self.tasks.values() for r in scored.rollouts}
+        left = [r for r in group.rollouts if r.state is RolloutState.SCORING and r.rollout_id not in under_way]
+        late = [r for r in left if r.stop_reason is StopReason.TIMEOUT]
+        for rollout in late:
+            self.give(ToScore([rollout], rollout.rollout_id), reward_of_time_out(self.workflow))
+        left = [r for r in left if r not in late]
+        if self.environment.scores_singly(group.task):
+            for rollout in left:
+                self._begin(ToScore([rollout], rollout.rollout_id))
+        elif left and is_complete(group):
+            self._begin(ToScore(left, group.group_id))
+
+    def again(self, task: Scoring) -> None:
+        self.strays.add(task)
+        self._begin(self.tasks.pop(task))
+
+    def fail(self, task: Scoring, why: str) -> None:
+        """Its rewards are missing."""
+        self.strays.add(task)
+        self.give(self.tasks.pop(task), Reward(None, error=why))
+
+    def give(self, scored: ToScore, reward: Reward) -> None:
+        """They get this reward, each of them."""
+        given: Scoring = asyncio.get_running_loop().create_future()
+        given.set_result([reward] * len(scored.rollouts))
+        self.tasks[given] = scored
+
+    def end(self, task: Scoring) -> ToScore:
+        """It is done."""
+        scored = self.tasks.pop(task)
+        self.watchdog.on_scored(scored.key, _now())
+        return scored
+
+    def give_up(self, task: Scoring) -> None:
+        """Wait for it no more. Its rollouts stay unscored, and are scored again."""
+        self.end(task)
+        self.strays.add(task)
+
+    # Private
+
+    def _begin(self, scored: ToScore) -> None:
+        self.tasks[asyncio.ensure_future(self.environment.score(list(scored.rollouts)))] = scored
+        self.watchdog.on_score(scored.rollouts[0].group_id, _now(), scored.key)
+
+
+def reward_of_time_out(workflow: WorkflowConfig) -> Reward:
+    """Of a rollout whose environment worked for too long."""
+    if workflow.on_timeout == "score":
+        return Reward(workflow.timeout_score)
+    return Reward(None, error=f"the environment worked for longer than workflow.timeout_s = {workflow.timeout_s:g}")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

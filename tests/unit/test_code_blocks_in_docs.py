@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,8 @@ from rollover.functions import load_function
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView
-from rollover.tasks.prompts import encode_prompt
 from rollover.tasks.stream import TaskStream
-from rollover.trainer.teacher import TeacherPrompts
+from rollover.trainer.teacher import TeacherPrompts, encoder
 from rollover.types import Task
 
 BLOCKS = blocks()
@@ -120,7 +118,7 @@ def check_privileged(spec: str) -> None:
     config = Config.model_validate({"distill": {"teacher": "initial", "privileged": spec}})
     messages = ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"})
     task = Task("t", "docs", "reward", messages=messages, columns={"answer": "4"})
-    encode = partial(encode_prompt, tokenizer=tiny.tokenizer())
+    encode = encoder(tiny.tokenizer(), None)
     text = tiny.tokenizer().decode(list(TeacherPrompts(config, encode, None).of_task(task)))
     assert text == "s:Add.\nu:2+2?\nThe final answer is 4.\na:"
 

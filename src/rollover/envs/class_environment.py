@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,9 +88,9 @@ class ClassEnvironment:
 
     # What a run asks
 
-    def prompt(self, task: Task) -> tuple[int, ...]:
-        """Token ids of the task's prompt. Waits for `reset`. CannotGoOn where that fails, or says something else when
-        it is asked again."""
+    def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | None = None) -> tuple[int, ...]:
+        """Token ids of the task's prompt, made of the messages `instead` where there are such. Waits for `reset`.
+        CannotGoOn where that fails, or says something else when it is asked again."""
         text = self._opened_now(task)
         if not self._texts and text != self._opened_now(task):
             raise self._failed(
@@ -100,7 +100,7 @@ class ClassEnvironment:
         self._texts[task.task_id, task.attempt] = hash(text)
         if len(self._texts) > _MOST_TEXTS:
             del self._texts[next(iter(self._texts))]
-        messages = [dict(m) for m in task.messages or ({"role": "user", "content": task.content},)]
+        messages = [dict(m) for m in instead or task.messages or ({"role": "user", "content": task.content},)]
         if text is not None:
             messages[-1]["content"] += text
         messages[-1:-1] = self.user.examples

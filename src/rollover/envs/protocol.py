@@ -54,8 +54,8 @@ class HoldsObjects(Protocol):
     notice: str
     """What the user should know before the run; "": nothing."""
 
-    def prompt(self, task: Task) -> tuple[int, ...]:
-        """Token ids of the task's prompt."""
+    def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | None = None) -> tuple[int, ...]:
+        """Token ids of the task's prompt; `instead`: of what a teacher reads in the place of its messages."""
         ...
 
     def release(self, rollouts: Iterable[Rollout]) -> None:

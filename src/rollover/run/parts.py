@@ -107,7 +107,7 @@ class Parts:
                 environment=environment,
                 driver=driver,
                 stop_token_ids=stops,
-                batches=StepBatchBuilder(config, reuse.buffer, teacher_prompts(config, loaded, encode)),
+                batches=StepBatchBuilder(config, reuse.buffer, teacher_prompts(config, loaded, environment)),
                 reuse=reuse,
                 history=history,
             )

@@ -7,21 +7,23 @@ that is the policy of an earlier version are kept_weights.py's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rollover.config import Config
+from rollover.envs.protocol import HoldsObjects
 from rollover.functions import described, own_function, shortened
 from rollover.models.devices import dtype_of
 from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel, load_model
 from rollover.models.norms import compile_norms
-from rollover.tasks.prompts import Encode
+from rollover.tasks.prompts import encode_prompt
 from rollover.types import Group, Sample, Task
 
+EncodeInstead = Callable[[Task, Any], tuple[int, ...]]
 _RETURNS = (
     "the teacher's messages, a list of {'role': ..., 'content': ...} (of a task without messages, its prompt as a text)"
 )
@@ -66,11 +68,12 @@ def other_vocabulary(policy: Any, teacher: Any) -> str:
 class TeacherPrompts:
     """What a teacher reads in the place of prompts, as distill.privileged says.
 
-    `encode`: makes the prompt of a task, as it made the policy's. `positions`: of the teacher, None if it does not say.
-    ValueError where the configuration names no function.
+    `encode`: makes the prompt of a task, and of what is read in the place of its messages or its text, as the policy's
+    was made (`encoder`). `positions`: of the teacher, None if it does not say. ValueError where the configuration names
+    no function.
     """
 
-    def __init__(self, config: Config, encode: Encode, positions: int | None) -> None:
+    def __init__(self, config: Config, encode: EncodeInstead, positions: int | None) -> None:
         self.encode, self.positions = encode, positions
         self._privileged = own_function("distill.privileged", config.distill.privileged, _RETURNS)
 
@@ -109,20 +112,30 @@ class TeacherPrompts:
         if task.messages is None:
             if not isinstance(made, str) or not made:
                 raise self._privileged.refused(f"{described(made)} for task {task.task_id!r}, whose prompt is a text")
-            return self.encode(replace(task, prompt=made))
+            return self.encode(task, made)
         if not _are_messages(made):
             raise self._privileged.refused(f"{described(made)} for task {task.task_id!r}")
         try:
-            return self.encode(replace(task, messages=tuple(dict(m) for m in made)))
-        except ValueError as error:  # of the chat template
+            return self.encode(task, [dict(m) for m in made])
+        except ValueError as error:  # of the chat template, or of the environment
             raise self._privileged.failed(error) from error
 
 
-def teacher_prompts(config: Config, loaded: LoadedModel, encode: Encode) -> TeacherPrompts | None:
+def encoder(tokenizer: Any, environment: object) -> EncodeInstead:
+    """How a teacher's prompts are made: an environment of a class of the user's own tells of its tools there, too."""
+
+    def plain(task: Task, instead: Any) -> tuple[int, ...]:
+        changed = {"prompt": instead} if task.messages is None else {"messages": tuple(instead)}
+        return encode_prompt(replace(task, **changed), tokenizer)
+
+    return environment.prompt if isinstance(environment, HoldsObjects) else plain
+
+
+def teacher_prompts(config: Config, loaded: LoadedModel, environment: object) -> TeacherPrompts | None:
     """As distill.privileged says; None: the teacher reads what the policy reads."""
     if not config.distill.privileged:
         return None
-    return TeacherPrompts(config, encode, Limits.of(loaded.model).positions)
+    return TeacherPrompts(config, encoder(loaded.tokenizer, environment), Limits.of(loaded.model).positions)
 
 
 def _are_messages(made: object) -> bool:

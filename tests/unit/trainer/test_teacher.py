@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from rollover.trainer.batch import Batch, build_batch
 from rollover.trainer.build import build_trainer
 from rollover.trainer.replay_buffer import ReplayBuffer
 from rollover.trainer.step_batch import StepBatchBuilder
-from rollover.trainer.teacher import TeacherPrompts, load_teacher, other_vocabulary, teacher_prompts
+from rollover.trainer.teacher import TeacherPrompts, encoder, load_teacher, other_vocabulary, teacher_prompts
 from rollover.types import Group, Task
 from samples import group, random_samples, rollout, segment
+from unit.envs.played import TOKENIZER, environment
 
 CHAT = Task("t-0", "sums", "exact_match", messages=({"role": "user", "content": "3+4?"},), columns={"answer": "7"})
 TEXT = Task("t-1", "sums", "exact_match", prompt="3+4=", columns={"answer": "7"})
@@ -71,7 +71,7 @@ def config(**distill: Any) -> Config:
 def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    encode = partial(encode_prompt, tokenizer=tiny.tokenizer())
+    encode = encoder(tiny.tokenizer(), None)
     return lambda name: TeacherPrompts(config(privileged=f"own.py:{name}"), encode, 1024)
 
 
@@ -97,8 +97,32 @@ def of(task: Task, tokens: int = 3, own: tuple[int, ...] = ()) -> Group:
 def test_the_teacher_reads_what_the_function_says(prompts) -> None:
     assert read(prompts("told"), CHAT) == "s:It is 7.\nu:3+4?\na:"
     assert read(prompts("text"), TEXT) == "(7) 3+4="
-    encode = partial(encode_prompt, tokenizer=tiny.tokenizer())
-    assert teacher_prompts(config(teacher="other"), tiny.loaded(), encode) is None
+    assert teacher_prompts(config(teacher="other"), tiny.loaded(), None) is None
+
+
+class Counter:
+    """Tells of the question that it was given: of the policy's, whatever the teacher reads."""
+
+    def reset(self, question: list[dict[str, str]], answer: str) -> str:
+        return f" Count to {answer}: {question[-1]['content']}"
+
+    def up(self, step: int) -> int:
+        """Counts.
+
+        Args:
+            step: how far
+        """
+        return step
+
+
+def test_a_teacher_reads_of_the_tools_and_the_episode_as_the_policy_does(prompts) -> None:
+    with environment(Counter) as env:
+        own = TOKENIZER.decode(list(env.prompt(CHAT)))
+        taught = TeacherPrompts(config(privileged="own.py:told"), encoder(TOKENIZER, env), None)
+        text = TOKENIZER.decode(list(taught.of_task(CHAT)))
+        assert TOKENIZER.decode(list(env.prompt(CHAT))) == own
+    assert '"up"' in own and "It is 7." not in own and own.count("Count to 7: 3+4?") == 1
+    assert '"up"' in text and "It is 7." in text and text.count("Count to 7: 3+4?") == 1
 
 
 def test_what_a_context_has_after_the_tasks_prompt_stays(prompts) -> None:

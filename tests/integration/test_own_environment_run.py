@@ -44,6 +44,12 @@ class Cancelled(Quiet):
         if rollout.group_id < 3:
             raise asyncio.CancelledError
 
+class Hangs(Quiet):  # at one rollout of three in the first groups; the others are told something
+    async def next(self, rollout):
+        if rollout.group_id < 3 and rollout.sibling == 0:
+            await asyncio.get_running_loop().create_future()
+        return written(rollout, [7, 8]) if len(rollout.segments) == 1 else None
+
 class Elsewhere(Quiet):
     async def next(self, rollout):
         return replace(written(rollout, [7]), start=0) if len(rollout.segments) == 1 else None
@@ -126,6 +132,26 @@ def test_one_that_fails_at_a_turn_costs_its_group(
     assert "the environment failed at rollout" in capsys.readouterr().out
     assert runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]["dropped/failed/groups"] >= 1
     check_whole(tmp_path / "run", 2)
+
+
+@pytest.mark.parametrize("on_timeout", ["missing", "score"])
+def test_one_that_hangs_costs_its_rollouts_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], on_timeout: str
+) -> None:
+    words = ["--workflow.timeout_s=0.3", f"--workflow.on_timeout={on_timeout}"]
+    words += ["--rollout.interrupt=never", "--rollout.in_flight_groups=3", "--rollout.max_staleness=0"]
+    words += [f"--rollout.stop_token_ids={list(range(2, 14))}"]  # turns of eight tokens in the mean
+    assert main(["train", str(recipe(tmp_path, "Hangs")), *words]) == 0
+    out = capsys.readouterr().out
+    assert out.count("has worked for workflow.timeout_s = 0.3 s: it is given up") == 1, "said once"
+    assert "health: episodes/timeout_share" in out
+    check_whole(tmp_path / "run", 2)
+    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["episodes/timeout"] == 3 and row["turns/max"] == 2 and row["tokens/environment"] > 0
+    late = [r for r in runs.records(tmp_path / "run") if r["stop_reason"] == "timeout"]
+    assert late and {r["score"] for r in late} == {None if on_timeout == "missing" else 0.0}
+    assert main(["trace", str(tmp_path / "run")]) == 0
+    assert "turns: environments worked" in capsys.readouterr().out
 
 
 def test_where_it_fails_at_scoring_rewards_are_missing(tmp_path: Path) -> None:

@@ -153,6 +153,39 @@ def test_whatever_happens_every_token_is_in_one_account(
     virtual_time.run(go())
 
 
+@pytest.mark.parametrize("interrupt", ["never", "on_weight_update"])
+@pytest.mark.parametrize("seed", range(6))
+def test_beside_the_trainer_what_acts_goes_on_over_new_weights(interrupt: str, seed: int) -> None:
+    watched, _ = Watched(), straight()
+    mode = {"overlap": True, "interrupt": interrupt, "max_staleness": 2, "in_flight_groups": 6}
+    over_a_hand_over = 0
+
+    async def go() -> None:
+        nonlocal over_a_hand_over
+        run = erratic(mode, seed, WorkflowConfig(timeout_s=TIMEOUT_S), watched)
+        for _ in range(5):
+            for rollout in (r for g in await run.driver.collect(run.version) or [] for r in g.rollouts):
+                check_whole(rollout)
+            run.driver.go_on(run.version)
+            await asyncio.sleep(0.3)  # the trainer trains
+            if interrupt == "never":
+                await run.driver.drain()
+            over_a_hand_over += len(run.driver.in_flight.acting)
+            run.version += 1
+            await run.engine.load_weights(run.version, ())
+            run.driver.on_new_version(run.version)
+            run.lifecycle.check()
+        await run.driver.interrupt_all()
+        assert not run.cache.running()
+        await run.driver.abandon()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1, "nothing is left running"
+
+    virtual_time.run(go())
+    assert over_a_hand_over, "nothing acted while weights were handed over"
+
+
 def check_whole(rollout: Rollout) -> None:
     expected = straight()[rollout.rollout_id]
     if rollout.stop_reason is StopReason.TIMEOUT:

@@ -14,7 +14,7 @@ import torch
 import tiny
 from contract import trainer_contract
 from rollover.algorithms.filters import group_filters
-from rollover.config import AlgorithmConfig, Config, FiltersConfig, RewardsConfig, TasksConfig
+from rollover.config import AlgorithmConfig, Config, FiltersConfig, RewardsConfig, TasksConfig, WorkflowConfig
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
@@ -25,13 +25,13 @@ from rollover.envs.tools import Call
 from rollover.functions import load_function, own_function
 from rollover.rollout.order import RolloutView, load_order
 from rollover.run.own_metrics import own_metrics
-from rollover.run.producer import OwnProducer
+from rollover.run.producer import OwnProducer, Played, ready_episodes
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
 from rollover.tasks.same import same_by
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.backend import TrainerBackend
-from rollover.trainer.batch import build_batch
+from rollover.trainer.batch import BatchBuilder, build_batch
 from rollover.trainer.build import build_trainer
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
@@ -72,10 +72,10 @@ def check_loss(spec: str) -> None:
         ones = torch.ones(1, 2)
         streams = Streams(
             torch.log(torch.tensor([[1.5, 0.5]])).requires_grad_(), ones, ones * 0, ones * 0, None,
-            torch.tensor([[1.0, -1.0]]), ones.bool(), ones.int(), ones.int(), torch.zeros(1, dtype=torch.int64),
+            torch.tensor([[1.0, -1.0]]), ones.bool(), ones.int(), ones.int(), torch.tensor([0]), ["0-0"],
         )  # fmt: skip
         config = AlgorithmConfig.model_validate({"loss": spec, "correction": "none", **algorithm})
-        return float(Objective(config, 16)(streams, Counts(2, 1, {0: 2}))[0].detach())
+        return float(Objective(config, 16)(streams, Counts(2, {"0-0": 2}, {0: 2}))[0].detach())
 
     # min(1.5, 1 + clip_high) and the larger of 0.5 and 1 - clip_high, over two tokens.
     assert abs(loss(clip_high=0.2) - (-1.2 + 0.8) / 2) < 1e-6
@@ -140,6 +140,36 @@ def check_producer(spec: str) -> None:
     (made,) = asyncio.run(produce()) or []
     assert made.group_id == 1 and [r.num_tokens for r in made.rollouts] == [2, 3, 4, 5]
     assert [r.reward.score for r in made.rollouts if r.reward] == [2.0, 3.0, 4.0, 5.0]
+
+
+def check_episodes(spec: str) -> None:
+    lengths = {f"1-{i}{of}": 2 + i for i in range(2) for of in ("", ".1.0")}
+
+    async def produce() -> list[Group] | None:
+        own = OwnProducer(Config(tasks=TasksConfig(producer=spec)), tiny.tokenizer(), FakeEngine(lengths))
+        return await own.produce(1, 0)
+
+    (made,) = asyncio.run(produce()) or []
+    assert [(r.rollout_id, r.role) for r in made.rollouts] == [
+        ("1-0", "solver"), ("1-0.1.0", "judge"), ("1-1", "solver"), ("1-1.1.0", "judge"),
+    ]  # fmt: skip
+    samples = build_batch([made], AlgorithmConfig(advantage="dr_grpo")).samples
+    assert [s.advantages[0] for s in samples] == [-0.5, 0.5, 0.5, -0.5]
+
+
+def check_grouping(spec: str) -> None:
+    """Rewards of the steps (3, 2), (1, 1) and (2): each number on its own; the scores do not count."""
+
+    def episode(score: float, *rewards: float) -> list[Played]:
+        ids, logprobs = np.array([5], dtype=np.int32), np.array([-1.0], dtype=np.float32)
+        contexts = [((5, 6), [Segment(ids, logprobs, 0, SamplingParams(), StopReason.EOS)]) for _ in rewards]
+        return [Played(contexts, Reward(score, turns=rewards))]
+
+    group = ready_episodes(0, TASK, [episode(9.0, 3.0, 2.0), episode(0.0, 1.0, 1.0), episode(0.0, 2.0)])
+    config, workflow = AlgorithmConfig(advantage="dr_grpo"), WorkflowConfig(group_by=spec)
+    samples = BatchBuilder(config, workflow=workflow).build([group]).samples
+    assert [float(s.advantages[0]) for s in samples] == [1.0, 0.5, -1.0, -0.5, 0.0]
+    assert len({s.sequence_id for s in samples}) == 5
 
 
 def check_engine(spec: str) -> None:
@@ -276,6 +306,8 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "by_its_numbers"): check_problem_key,
     ("trainer.md", "Guard"): check_hooks,
     ("backends.md", "Timed"): check_backend,
+    ("credit.md", "by_step"): check_grouping,
+    ("credit.md", "SolverJudge"): check_episodes,
     ("agents.md", "Counter"): check_counter,
     ("agents.md", "GuessNumber"): check_game,
     ("agents.md", "Brackets"): check_tool_format,

@@ -23,9 +23,14 @@ if TYPE_CHECKING:
     from rollover.api.training import train_async as train_async
     from rollover.envs.game import Observation as Observation
     from rollover.run.loop import Step as Step
+    from rollover.run.producer import Played as Played
+    from rollover.run.producer import ready_episodes as ready_episodes
     from rollover.run.producer import ready_group as ready_group
     from rollover.track.tracker import RunInfo as RunInfo
     from rollover.track.tracker import Tracker as Tracker
+    from rollover.trajectories import Episode as Episode
+    from rollover.trajectories import Trajectory as Trajectory
+    from rollover.trajectories import TrajectoryGroup as TrajectoryGroup
     from rollover.types import Group as Group
     from rollover.types import Reward as Reward
     from rollover.types import Rollout as Rollout
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "Completion": "rollover.api.engine",
     "Engine": "rollover.api.engine",
+    "Episode": "rollover.trajectories",
     "Group": "rollover.types",
     "Observation": "rollover.envs.game",
     "Reward": "rollover.types",
@@ -47,8 +53,12 @@ _PLACES = {
     "Step": "rollover.run.loop",
     "Task": "rollover.types",
     "Tracker": "rollover.track.tracker",
+    "Trajectory": "rollover.trajectories",
+    "TrajectoryGroup": "rollover.trajectories",
     "open": "rollover.api.run",
     "plan": "rollover.api.planning",
+    "Played": "rollover.run.producer",
+    "ready_episodes": "rollover.run.producer",
     "ready_group": "rollover.run.producer",
     "train": "rollover.api.training",
     "train_async": "rollover.api.training",

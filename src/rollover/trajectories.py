@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from rollover.types import Group, Reward, Rollout, StopReason
+from rollover.types import Group, Reward, Rollout, StopReason, Task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +48,25 @@ class Trajectory:
         return f"trajectory {self.index} (role {self.role!r}) of episode {self.group_id}-{self.episode}"
 
     @property
+    def task(self) -> Task:
+        return self.rollouts[0].task
+
+    @property
+    def named(self) -> str:
+        """The name of the reward function of its task."""
+        return self.task.reward
+
+    @property
+    def ids(self) -> set[str]:
+        """Of its Rollouts."""
+        return {rollout.rollout_id for rollout in self.rollouts}
+
+    @property
+    def sequence_id(self) -> str:
+        """What its rows are known by as one sequence."""
+        return self.rollouts[0].rollout_id
+
+    @property
     def greedy(self) -> bool:
         """A baseline, which is never trained."""
         return any(rollout.greedy for rollout in self.rollouts)
@@ -69,6 +88,7 @@ class Episode:
 
     group_id: int
     sibling: int
+    task: Task
     trajectories: tuple[Trajectory, ...]
 
 
@@ -82,6 +102,11 @@ class TrajectoryGroup:
     def role(self) -> str:
         """That of its trajectories; "a+b" where they have several."""
         return "+".join(sorted({trajectory.role for trajectory in self.trajectories}))
+
+
+def place(rollout: Rollout) -> tuple[int, int, int]:
+    """Where it stands in its Group: episode, trajectory, context."""
+    return rollout.sibling, rollout.trajectory, rollout.context
 
 
 def turns_of(rollout: Rollout) -> list[Turn]:
@@ -109,9 +134,9 @@ def episodes_of(group: Group) -> list[Episode]:
 
     ValueError where the Rollouts of one trajectory have several roles or scores: it has one of each.
     """
-    ordered = sorted(group.rollouts, key=lambda r: (r.sibling, r.trajectory, r.context))
+    ordered = sorted(group.rollouts, key=place)
     return [
-        Episode(group.group_id, sibling, tuple(_trajectory(list(of)) for _, of in groupby(rollouts, _index)))
+        Episode(group.group_id, sibling, group.task, tuple(_trajectory(list(r)) for _, r in groupby(rollouts, _index)))
         for sibling, rollouts in groupby(ordered, lambda r: r.sibling)
     ]
 

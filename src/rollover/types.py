@@ -208,15 +208,35 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """What scoring returned: a finite `score`, or None with `error` (missing data, never a silent 0)."""
+    """What scoring returned: a finite `score`, or None with `error` (missing data, never a silent 0).
+
+    Score and extras are those of the whole Trajectory, and stand in the Reward of each of its Rollouts. What is about
+    single turns stands with the Rollout that has them, in order: `turns`, a reward each (workflow.credit =
+    "turn_returns"; empty: 0 each), and `advantages`, where they come with the trajectory: a number for all tokens, or
+    one for each turn, or for each token of it. Lists, arrays and tensors are kept as tuples.
+    """
 
     score: float | None
     extras: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    turns: Sequence[float] = ()
+    advantages: Any = None
+
+    def __post_init__(self) -> None:
+        if len(self.turns) or self.advantages is not None:
+            object.__setattr__(self, "turns", _plain(self.turns))
+            object.__setattr__(self, "advantages", _plain(self.advantages))
 
     @property
     def missing(self) -> bool:
         return self.score is None
+
+    def to_json(self) -> dict[str, Any]:
+        """What checkpoints and the journal hold of it; `Reward(**saved)` makes it again."""
+        of_turns = {"turns": self.turns, "advantages": self.advantages}
+        return {"score": self.score, "extras": self.extras, "error": self.error} | {
+            name: value for name, value in of_turns.items() if value is not None and value != ()
+        }
 
 
 @dataclass(slots=True, eq=False)
@@ -311,6 +331,13 @@ class Group:
         return min((r.min_version for r in self.rollouts if r.min_version is not None), default=None)
 
 
+def _plain(value: Any) -> Any:
+    """Lists, arrays and tensors as tuples of Python's numbers."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
 def copied(group: Group) -> Group:
     """The same, for who may change it: other lists, and other rollouts in them."""
     return replace(group, rollouts=[replace(rollout) for rollout in group.rollouts])
@@ -331,7 +358,8 @@ class Sample:
 
     token_ids int32; mask bool (True: in the loss); behavior_logprobs float32; versions int32;
     advantages float32. `temperature` is the one the tokens were sampled with. `teacher_prompt_ids`: what a teacher
-    reads in the prompt's place ([distill]); None: the prompt itself.
+    reads in the prompt's place ([distill]); None: the prompt itself. `sequence_id` is shared by the rows of a
+    trajectory, which an aggregation over sequences takes for one; "": the row's own.
     """
 
     rollout_id: str
@@ -344,6 +372,10 @@ class Sample:
     advantages: np.ndarray
     temperature: float
     teacher_prompt_ids: np.ndarray | None = None
+    sequence_id: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sequence_id", self.sequence_id or self.rollout_id)
 
 
 def rollout_seed(run_seed: int, task_id: str, attempt: int, sibling: int) -> int:

@@ -1,14 +1,14 @@
-"""From the rewards of a batch to one advantage per rollout: by an estimator of advantage.py, or one of the user's own.
+"""From the rewards of a batch to one advantage each: by an estimator of advantage.py, or one of the user's own.
 
 Owns what an estimator is given (`Scored`), which function a name stands for, and the check of what a function of the
 user's own returned. The formulas are in advantage.py, and what each of them reads is declared in config/losses.py.
 
-Shapes: N rollouts, R rewards per rollout. NaN: a missing reward.
+Shapes: N trajectories (or turns of them: `Unit`), R rewards of each. NaN: a missing reward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,16 +18,30 @@ from rollover.algorithms import advantage
 from rollover.config import AlgorithmConfig
 from rollover.config.losses import ADVANTAGES
 from rollover.functions import OwnFunction, described, own_function
-from rollover.types import Rollout
+from rollover.types import Reward, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What gets one advantage: a trajectory, or a turn of one. `reward` None counts as missing.
+
+    `group`: units of equal ones are compared. `num_tokens`: sampled ones, without those that are too old for the loss.
+    `greedy_score`: that of the greedy rollout of the same task, NaN without one. `named`: the reward function.
+    """
+
+    reward: Reward | None
+    group: int
+    num_tokens: int
+    greedy_score: float = float("nan")
+    named: str = ""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The rollouts of a batch as an estimator sees them, without the greedy baselines.
+    """The units of a batch as an estimator sees them, without the greedy baselines.
 
     rewards_N: scores. rewards_NR: the rewards that algorithm.reward_weights names (else the score), whose weights are
-    weights_R. greedy_rewards_N: the score of the greedy rollout of the same group, NaN without one. lengths_N: sampled
-    tokens, without those that are too old for the loss.
+    weights_R. The others are as in Unit.
     """
 
     rewards_N: torch.Tensor
@@ -38,61 +52,57 @@ class Scored:
     greedy_rewards_N: torch.Tensor
 
     @classmethod
-    def of(
-        cls,
-        rollouts: Sequence[Rollout],
-        lengths: Sequence[int],
-        greedy: Mapping[int, float],
-        algorithm: AlgorithmConfig,
-        left_out: Collection[str],
-    ) -> Scored:
-        """`lengths`: as lengths_N. `greedy`: group id -> score of its greedy rollout. `left_out`: ids of rollouts whose
-        rewards count as missing."""
-        scores = [float("nan") if r.rollout_id in left_out else score_of(r) for r in rollouts]
-        greedy_scores = [greedy.get(r.group_id, float("nan")) for r in rollouts]
+    def of(cls, units: Sequence[Unit], algorithm: AlgorithmConfig) -> Scored:
+        """ValueError where a reward function does not return one that algorithm.reward_weights names."""
+        rewards_NR = rewards_of([unit.reward for unit in units], [unit.named for unit in units], algorithm)
         return cls(
-            rewards_N=torch.tensor(scores, dtype=torch.float32),
-            group_N=torch.tensor([r.group_id for r in rollouts]),
-            lengths_N=torch.tensor(lengths),
-            rewards_NR=torch.tensor(rewards_of(rollouts, algorithm, left_out), dtype=torch.float32),
+            rewards_N=torch.tensor([score_of(unit.reward) for unit in units], dtype=torch.float32),
+            group_N=torch.tensor([unit.group for unit in units]),
+            lengths_N=torch.tensor([unit.num_tokens for unit in units]),
+            rewards_NR=torch.tensor(rewards_NR, dtype=torch.float32),
             weights_R=torch.tensor(list(_weights(algorithm).values()), dtype=torch.float32),
-            greedy_rewards_N=torch.tensor(greedy_scores, dtype=torch.float32),
+            greedy_rewards_N=torch.tensor([unit.greedy_score for unit in units], dtype=torch.float32),
         )
 
 
 class Estimator:
-    """Advantages as [algorithm] says: those of algorithm.advantage, as algorithm.after_scoring leaves them.
+    """Advantages by the estimator `name`, with the options of [algorithm].
 
-    The user's own functions are found here, once: ValueError before anything is generated where there is none.
+    A function of the user's own is found here, once: ValueError before anything is generated where there is none.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig) -> None:
-        self._estimate = _built_in(algorithm) if algorithm.advantage in ADVANTAGES else _own(algorithm.advantage)
-        self._after_scoring: OwnFunction | None = None
-        if algorithm.after_scoring:
-            returns = "None, or one finite advantage for each of the rollouts"
-            self._after_scoring = own_function("algorithm.after_scoring", algorithm.after_scoring, returns)
+    def __init__(self, algorithm: AlgorithmConfig, name: str) -> None:
+        self._estimate = _built_in(algorithm, name) if name in ADVANTAGES else _own(name)
 
-    def __call__(self, rollouts: Sequence[Rollout], scored: Scored) -> torch.Tensor:
-        """float32 [N], for the rollouts that `scored` was made of. With a critic (`AdvantageTraits.critic`) it is their
-        rewards. FunctionError where a function of the user's own raises or returns anything else."""
-        advantages_N = self._estimate(scored)
-        if self._after_scoring is None:
-            return advantages_N
-        changed = self._after_scoring(list(rollouts), advantages_N)  # a copy, which it may sort
-        return _one_each(advantages_N if changed is None else changed, len(rollouts), self._after_scoring)
+    def __call__(self, scored: Scored) -> torch.Tensor:
+        """float32 [N]. With a critic (`AdvantageTraits.critic`) it is the rewards. FunctionError where a function of
+        the user's own raises or returns anything else."""
+        return self._estimate(scored)
 
 
-def score_of(rollout: Rollout) -> float:
-    """The score of a rollout; NaN if it is missing."""
-    return float("nan") if rollout.reward is None or rollout.reward.score is None else rollout.reward.score
+class AfterScoring:
+    """The user's own function `spec` of rollouts and their advantages. ValueError where there is none."""
+
+    def __init__(self, spec: str) -> None:
+        returns = "None, or one finite advantage for each of the rollouts"
+        self._function = own_function("algorithm.after_scoring", spec, returns)
+
+    def __call__(self, rollouts: Sequence[Rollout], advantages_N: torch.Tensor) -> torch.Tensor:
+        """The advantages [N] as it leaves them. FunctionError where it raises or returns anything else."""
+        changed = self._function(list(rollouts), advantages_N)  # a copy, which it may sort
+        return _one_each(advantages_N if changed is None else changed, len(rollouts), self._function)
 
 
-def rewards_of(rollouts: Sequence[Rollout], algorithm: AlgorithmConfig, left_out: Collection[str] = ()) -> np.ndarray:
-    """float [N, R]: the rewards that algorithm.reward_weights names, else the score. NaN: missing, or of a rollout
-    whose id is in `left_out`. ValueError where a reward function does not return one of them."""
+def score_of(reward: Reward | None) -> float:
+    """The score; NaN if it is missing."""
+    return float("nan") if reward is None or reward.score is None else reward.score
+
+
+def rewards_of(rewards: Sequence[Reward | None], named: Sequence[str], algorithm: AlgorithmConfig) -> np.ndarray:
+    """float [N, R]: the rewards that algorithm.reward_weights names, else the score. NaN: missing. `named`: the reward
+    function of each, as ValueError tells it where it does not return one of them."""
     names = _weights(algorithm)
-    rows = [[float("nan") if r.rollout_id in left_out else _reward(r, name) for name in names] for r in rollouts]
+    rows = [[_reward(r, name, of) for name in names] for r, of in zip(rewards, named, strict=True)]
     return np.array(rows, dtype=float)
 
 
@@ -106,12 +116,14 @@ def _reward_itself(rewards_N: torch.Tensor) -> torch.Tensor:
 
 # Each name in the configuration is that of a function of advantage.py, unless a critic does the estimating.
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    name: _reward_itself if traits.critic else getattr(advantage, name) for name, traits in ADVANTAGES.items()
+    name: _reward_itself if traits.critic else getattr(advantage, name)
+    for name, traits in ADVANTAGES.items()
+    if not traits.precomputed
 }
 
 
-def _built_in(algorithm: AlgorithmConfig) -> Callable[[Scored], torch.Tensor]:
-    function, traits = _FUNCTIONS[algorithm.advantage], algorithm.advantage_traits
+def _built_in(algorithm: AlgorithmConfig, name: str) -> Callable[[Scored], torch.Tensor]:
+    function, traits = _FUNCTIONS[name], ADVANTAGES[name]
     options = {name: getattr(algorithm, option) for name, option in traits.options.items()}
     return lambda scored: function(**{name: getattr(scored, name) for name in traits.reads}, **options)
 
@@ -148,14 +160,13 @@ def _weights(algorithm: AlgorithmConfig) -> dict[str, float]:
     return algorithm.reward_weights or {"score": 1.0}
 
 
-def _reward(rollout: Rollout, name: str) -> float:
+def _reward(reward: Reward | None, name: str, named: str) -> float:
     """The score, or another entry of what the reward function returned."""
-    if name == "score" or rollout.reward is None or rollout.reward.missing:
-        return score_of(rollout)
-    if name not in rollout.reward.extras:
-        have = ", ".join(["score", *rollout.reward.extras])
+    if name == "score" or reward is None or reward.missing:
+        return score_of(reward)
+    if name not in reward.extras:
+        have = ", ".join(["score", *reward.extras])
         raise ValueError(
-            f"algorithm.reward_weights names {name!r}, which the reward {rollout.task.reward!r} does not return:"
-            f" it has {have}"
+            f"algorithm.reward_weights names {name!r}, which the reward {named!r} does not return: it has {have}"
         )
-    return rollout.reward.extras[name]
+    return reward.extras[name]

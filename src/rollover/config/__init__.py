@@ -9,7 +9,7 @@ from rollover.config.selection import FiltersConfig, ReplayConfig, RerollConfig
 from rollover.config.table import ConfigError, Table
 from rollover.config.tasks import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.config.train import EngineConfig, LoraConfig, ModelConfig, TrainConfig
-from rollover.config.workflow import WorkflowConfig
+from rollover.config.workflow import RoleConfig, WorkflowConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -26,6 +26,7 @@ __all__ = [
     "ReplayConfig",
     "RerollConfig",
     "RewardsConfig",
+    "RoleConfig",
     "RolloutConfig",
     "RunConfig",
     "Table",

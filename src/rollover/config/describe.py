@@ -76,6 +76,8 @@ def toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, Table):
+        value = value.model_dump()
     if isinstance(value, dict):
         pairs = (f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items())
         return f"{{{', '.join(pairs)}}}"

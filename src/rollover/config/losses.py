@@ -21,6 +21,8 @@ class AdvantageTraits:
     """The other arguments: name -> the option of [algorithm] that it is the value of."""
     over_the_batch: bool = False
     """An advantage depends on all groups of the step, and not on its own group alone."""
+    precomputed: bool = False
+    """Advantages come with the trajectories; there is no function of this name."""
     critic: bool = False
     """A critic makes advantages per token of the rewards; there is no function of this name per rollout."""
 
@@ -44,6 +46,7 @@ ADVANTAGES = {
     "opo": AdvantageTraits(("rewards_N", "group_N", "lengths_N")),
     "grpo_passk": AdvantageTraits(options={"k": "passk"}),
     "max_rl": AdvantageTraits(),
+    "precomputed": AdvantageTraits((), precomputed=True),
     "gae": AdvantageTraits(("rewards_N",), over_the_batch=True, critic=True),
 }
 OWN_ADVANTAGE = AdvantageTraits()  # a function of the user's own is called with rewards and groups

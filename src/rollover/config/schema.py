@@ -204,6 +204,8 @@ def expected(info: FieldInfo) -> str:
     if get_origin(info.annotation) is list:
         inner = get_args(info.annotation)[0]
         return f"a list of {_PLURALS.get(inner, 'tables')}"
+    if get_origin(info.annotation) is dict and (named := table_of(get_args(info.annotation)[1])):
+        return f"a table for each name, with {', '.join(named.model_fields)}"
     noun = _NOUNS[get_origin(info.annotation) or info.annotation]  # type: ignore[index]
     bounds = [
         f"{word} {limit:g}"

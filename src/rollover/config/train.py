@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from rollover.alike import did_you_mean
+from rollover.config.losses import ADVANTAGES
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
 # The function of an `EngineSetup` that makes each, loaded when it is called: the names alone load nothing heavy.
@@ -132,12 +133,14 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Refused(
-        (_STREAMING, "algorithm.advantage", "algorithm.advantage_std"),
+        (_STREAMING, "algorithm.advantage", "algorithm.advantage_std", "workflow.roles"),
         lambda c: (
             c.train.streaming_min_groups > 0
             and (
-                c.algorithm.advantage_traits.over_the_batch
-                or is_own(c.algorithm.advantage)
+                any(
+                    is_own(name) or (name in ADVANTAGES and ADVANTAGES[name].over_the_batch)
+                    for name in c.workflow.advantages(c.algorithm.advantage)
+                )
                 or c.algorithm.advantage_std == "batch"
             )
         ),

@@ -2,9 +2,19 @@
 
 from typing import Any, Literal
 
+from rollover.alike import did_you_mean
+from rollover.config.losses import ADVANTAGES
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
 TOOL_FORMATS = ("hermes", "json")
+
+
+class RoleConfig(Table):
+    """[workflow.roles.NAME]: how the trajectories of one role are trained."""
+
+    trained: bool = option(True, "Whether they are; if not, they leave the loss.")
+    advantage: str = option("", "Their advantage estimator, as of algorithm.advantage; empty: that one.")
+    weight: float = option(1.0, "What their advantages are multiplied by.", gt=0)
 
 
 class WorkflowConfig(Table):
@@ -50,13 +60,121 @@ class WorkflowConfig(Table):
         " score: it gets timeout_score, which is right only where the policy can cause it.",
     )
     timeout_score: float = option(0.0, "Its reward.", ge=-1e30, le=1e30, only_if=("workflow.on_timeout", "score"))
+    credit: Literal["broadcast", "turn_returns"] = option(
+        "broadcast",
+        "What is compared. broadcast: trajectories, by their scores; all tokens of one get its advantage. turn_returns:"
+        " turns, by the discounted sum of the rewards from there on.",
+    )
+    turn_gamma: float = option(1.0, "Discount of a turn.", ge=0, le=1, only_if=("workflow.credit", "turn_returns"))
+    group_by: str = option(
+        "",
+        "Your own function (module:function or path.py:function) of a group's episodes to the list of TrajectoryGroups,"
+        " each of which has a baseline. Empty: those of one role.",
+    )
+    roles: dict[str, RoleConfig] = option(
+        {},
+        "By the name of a role: trained (true), advantage (algorithm.advantage), weight (1). Empty: every role is"
+        " trained; else all are named.",
+    )
+
+    def advantage_of(self, role: str, default: str) -> str:
+        """The estimator of a role, where `default` is algorithm.advantage."""
+        return (role in self.roles and self.roles[role].advantage) or default
+
+    def advantages(self, default: str) -> tuple[str, ...]:
+        """The estimators that the roles have, where `default` is algorithm.advantage."""
+        named = [role.advantage or default for role in self.roles.values() if role.trained]
+        return tuple(dict.fromkeys(named or [default]))
 
 
 def _nothing_answers(config: Any) -> bool:
     return not config.workflow.environment and config.rollout.environment == "single_turn"
 
 
+def _unknown(config: Any) -> dict[str, str]:
+    """Role -> its estimator, where there is none of this name."""
+    named = {name: role.advantage for name, role in config.workflow.roles.items()}
+    return {name: of for name, of in named.items() if of and of not in ADVANTAGES and not is_own(of)}
+
+
+def _advantages(config: Any) -> tuple[str, ...]:
+    return config.workflow.advantages(config.algorithm.advantage)
+
+
+def _other(config: Any) -> set[str]:
+    """Roles with an estimator other than algorithm.advantage."""
+    roles = config.workflow.roles.items()
+    return {name for name, role in roles if role.advantage not in ("", config.algorithm.advantage)}
+
+
+_TURNS = ("workflow.credit",)
+_BY_TURNS = 'workflow.credit = "turn_returns"'
+
 RULES: tuple[Rule, ...] = (
+    Refused(
+        ("workflow.roles",),
+        lambda c: bool(_unknown(c)),
+        lambda c: "\n".join(
+            f'workflow.roles.{role}.advantage = "{name}" is none of {", ".join(ADVANTAGES)}, and no function'
+            f" (module:function or path.py:function){did_you_mean(name, ADVANTAGES)}"
+            for role, name in _unknown(c).items()
+        ),
+    ),
+    Refused(
+        ("workflow.roles",),
+        lambda c: bool(c.workflow.roles) and not any(role.trained for role in c.workflow.roles.values()),
+        lambda _: "workflow.roles: no role is trained. Set trained = true for one",
+    ),
+    Refused(
+        ("workflow.roles", "algorithm.advantage"),
+        lambda c: (
+            bool(_other(c)) and any(name in ADVANTAGES and ADVANTAGES[name].critic for name in _advantages(c))
+        ),
+        lambda c: (
+            f'workflow.roles.{min(_other(c))}.advantage beside algorithm.advantage = "{c.algorithm.advantage}": a'
+            " critic's advantages cannot be mixed with others. Give all roles one estimator"
+        ),
+    ),
+    Refused(
+        ("workflow.roles", "rollout.greedy_baseline"),
+        lambda c: "remax" in _advantages(c) and bool(_other(c)) and not c.rollout.greedy_baseline,
+        lambda _: (
+            'workflow.roles with advantage = "remax" without rollout.greedy_baseline: there is no greedy rollout to'
+            " compare with. Set rollout.greedy_baseline = true"
+        ),
+    ),
+    Refused(
+        ("algorithm.after_scoring", "algorithm.advantage", "workflow.roles"),
+        lambda c: bool(c.algorithm.after_scoring) and "precomputed" in _advantages(c),
+        lambda _: (
+            "algorithm.after_scoring changes one advantage a rollout, and precomputed ones may be one a token. Remove"
+            " it"
+        ),
+    ),
+    *(
+        Refused(
+            (*_TURNS, key),
+            lambda c, when=when: c.workflow.credit == "turn_returns" and when(c),
+            lambda _, key=key, why=why: f"{_BY_TURNS} with {key}: {why}",
+        )
+        for key, when, why in (
+            (
+                "algorithm.after_scoring",
+                lambda c: bool(c.algorithm.after_scoring),
+                "it changes one advantage a rollout, and there is one a turn. Remove it",
+            ),
+            (
+                "algorithm.reward_weights",
+                lambda c: bool(c.algorithm.reward_weights),
+                "a turn has one reward (Reward.turns). Remove it",
+            ),
+            (
+                "algorithm.advantage",
+                lambda c: any(name in ("gae", "remax") for name in _advantages(c)),
+                "gae and remax compare whole rollouts. Use another estimator",
+            ),
+        )
+    ),
     Inert(
         ("workflow.timeout_s", "workflow.on_timeout"),
         ("workflow.environment", "rollout.environment"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from rollover.algorithms.grouping import Grouping
 from rollover.config import Config
 from rollover.engine.protocol import Engine
 from rollover.envs.protocol import Environment
@@ -28,6 +29,7 @@ def build_driver(
         config.min_valid_rewards,
         group_filter=group_filter,
         max_filtered_steps=config.filters.give_up_after_steps,
+        num_valid=Grouping(config.workflow).most_valid,
     )
     watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
     return Driver(lifecycle, engine, next_task, environment, config.run.seed, stop_token_ids, watchdog, config.workflow)

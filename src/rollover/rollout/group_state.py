@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -105,7 +104,7 @@ def _rollout_to_json(rollout: Rollout) -> dict[str, Any]:
     return {
         "state": state.value,
         "stop_reason": None if rollout.stop_reason is None else rollout.stop_reason.value,
-        "reward": None if rollout.reward is None else asdict(rollout.reward),
+        "reward": None if rollout.reward is None else rollout.reward.to_json(),
         "greedy": rollout.greedy,
         "sibling": rollout.sibling,
         **{name: getattr(rollout, name) for name in _PLACE},

@@ -63,10 +63,10 @@ class Event:
 class Lifecycle:
     """The held groups and what becomes of them.
 
-    `max_running`: rollouts that may run at once; None means no limit. A group with fewer than `min_valid_rewards` is
-    dropped, and so is one for which `group_filter` answers (the filter's name, what is the matter);
-    `max_filtered_steps` steps' worth of those in a row are too many (failure_limit.py). `on_event` is called after each
-    event.
+    `max_running`: rollouts that may run at once; None means no limit. A group with fewer than `min_valid_rewards`, as
+    `num_valid` counts them, is dropped, and so is one for which `group_filter` answers (the filter's name, what is the
+    matter); `max_filtered_steps` steps' worth of those in a row are too many (failure_limit.py). `on_event` is called
+    after each event.
 
     `start`, `set_rewards`, `consume` and `on_new_version` decide, and carry out what they decided by the others: `run`,
     `score`, `take`, `drop`. Those decide nothing: what a journal tells can so happen again (run/journal/replay.py).
@@ -80,9 +80,10 @@ class Lifecycle:
         on_event: Callable[[Event], None] | None = None,
         group_filter: Callable[[Group], tuple[str, str] | None] | None = None,
         max_filtered_steps: int = 10,
+        num_valid: Callable[[Group], int] | None = None,
     ) -> None:
         self.config = config
-        self.min_valid_rewards = min_valid_rewards
+        self.min_valid_rewards, self.num_valid = min_valid_rewards, num_valid or num_valid_rewards
         self.group_filter = group_filter
         self.max_filtered_steps = max_filtered_steps
         self.on_event = on_event
@@ -259,8 +260,7 @@ class Lifecycle:
 
     def _why_dropped(self, group: Group) -> tuple[DropReason, str] | None:
         """Why a group that has its rewards is not trained, and the name of the filter; None: it is."""
-        valid = [r for r in group.rollouts if r.reward is not None and not r.reward.missing]
-        if len(valid) < self.min_valid_rewards:
+        if self.num_valid(group) < self.min_valid_rewards:
             return DropReason.TOO_FEW_REWARDS, ""
         # What gets READY after new weights are live may have tokens of earlier ones alone.
         masks = self.config.masks
@@ -278,6 +278,11 @@ class Lifecycle:
 def acting_in(groups: Iterable[Group]) -> list[Rollout]:
     """Those whose environment is at work, or is to be asked again after a restart; in the order of their groups."""
     return [r for group in groups for r in group.rollouts if r.state is RolloutState.ACTING]
+
+
+def num_valid_rewards(group: Group) -> int:
+    """How many of its rollouts have a score."""
+    return sum(r.reward is not None and not r.reward.missing for r in group.rollouts)
 
 
 def is_complete(group: Group) -> bool:

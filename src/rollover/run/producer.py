@@ -10,6 +10,8 @@ All are behind the one loop, which trains what it is given. Owns what was produc
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +24,7 @@ from rollover.functions import OwnFunction, described, own_function
 from rollover.run.stop import Stop
 from rollover.staleness import group_staleness
 from rollover.track.recorder import read_rollouts
+from rollover.trajectories import turns_of
 from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task, why_not_in_vocabulary
 
 if TYPE_CHECKING:
@@ -212,14 +215,85 @@ def ready_group(
         raise ValueError(f"{len(segments)} rollouts and {len(rewards)} rewards: a group has one reward a rollout")
     rollouts = []
     for sibling, (of, reward) in enumerate(zip(segments, rewards, strict=True)):
-        if not sum(map(len, of)):
-            raise ValueError(f"rollout {sibling} of group {group_id} has no tokens")
-        if of[-1].stop_reason is StopReason.PAUSED:
-            raise ValueError(
-                f"rollout {sibling} of group {group_id} was interrupted, its answer is not whole: extend it to its end"
-            )
+        _check_whole(of, f"rollout {sibling} of group {group_id}")
         rollout = Rollout(group_id, sibling, task, list(of), RolloutState.READY)
         rollout.stop_reason = of[-1].stop_reason
         rollout.reward = reward
         rollouts.append(rollout)
     return Group(group_id, task, tuple(prompt_ids), rollouts)
+
+
+@dataclass(frozen=True)
+class Played:
+    """A trajectory that a producer of your own brings: the contexts that one role had in one episode, in order.
+
+    `contexts`: (token ids of the prompt, segments) of each. `reward`: of the whole; its `turns`, and `advantages` if
+    they are a list, have one entry for each turn (sampled run between environment segments) of all contexts.
+    """
+
+    contexts: Sequence[tuple[Sequence[int], Sequence[Segment]]]
+    reward: Reward
+    role: str = "policy"
+
+
+def ready_episodes(group_id: int, task: Task, episodes: Sequence[Sequence[Played]]) -> Group:
+    """A group to be trained, of the trajectories of each episode. For producers of your own.
+
+    Like `ready_group`, for tasks that are solved by several roles, or in several contexts: each Rollout has a prompt of
+    its own. What is compared with what, [workflow] says. ValueError where a context has no prompt or no tokens, or was
+    interrupted, or a reward has entries for more or fewer turns than there are.
+    """
+    rollouts: list[Rollout] = []
+    for sibling, episode in enumerate(episodes):
+        for index, played in enumerate(episode):
+            where = f"trajectory {index} (role {played.role!r}) of episode {group_id}-{sibling}"
+            of_trajectory: list[Rollout] = []
+            for context, (prompt_ids, segments) in enumerate(played.contexts):
+                _check_whole(segments, f"context {context} of {where}")
+                if not len(prompt_ids):
+                    raise ValueError(f"context {context} of {where} has no prompt: give its token ids")
+                rollout = Rollout(
+                    group_id,
+                    sibling,
+                    task,
+                    list(segments),
+                    RolloutState.READY,
+                    segments[-1].stop_reason,
+                    prompt_ids=tuple(prompt_ids),
+                    role=played.role,
+                    trajectory=index,
+                    context=context,
+                )
+                of_trajectory.append(rollout)
+            if not of_trajectory:
+                raise ValueError(f"{where} has no context: leave it out")
+            nums = [len(turns_of(rollout)) for rollout in of_trajectory]
+            for rollout, reward in zip(of_trajectory, _divided(played.reward, nums, where), strict=True):
+                rollout.reward = reward
+            rollouts += of_trajectory
+    if not rollouts:
+        raise ValueError(f"group {group_id} has no trajectory: a group has one episode or more")
+    return Group(group_id, task, rollouts[0].prompt_ids, rollouts)
+
+
+def _divided(reward: Reward, nums: Sequence[int], where: str) -> list[Reward]:
+    """The Reward of each Rollout of a trajectory, which have `nums` turns: with what is about its own turns."""
+    total = sum(nums)
+    given = reward.advantages
+    if reward.turns and len(reward.turns) != total:
+        raise ValueError(f"{where}: {len(reward.turns)} rewards for {total} turns. Give one for each turn, or none")
+    if isinstance(given, tuple) and len(given) != total:
+        raise ValueError(f"{where}: {len(given)} advantages for {total} turns. Give one for each, or a single number")
+    ends = [0, *accumulate(nums)]
+    return [
+        replace(reward, turns=reward.turns[a:b], advantages=given[a:b] if isinstance(given, tuple) else given)
+        for a, b in pairwise(ends)
+    ]
+
+
+def _check_whole(segments: Sequence[Segment], what: str) -> None:
+    """ValueError unless these are the segments of a rollout that has stopped."""
+    if not sum(map(len, segments)):
+        raise ValueError(f"{what} has no tokens")
+    if segments[-1].stop_reason is StopReason.PAUSED:
+        raise ValueError(f"{what} was interrupted, its answer is not whole: extend it to its end")

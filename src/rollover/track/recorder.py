@@ -24,6 +24,7 @@ import numpy as np
 from rollover.files import atomic_write_text
 from rollover.track.sinks import to_json
 from rollover.track.tracker import Cut, RecordedGroup, Tracker
+from rollover.trajectories import place
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 _FILE = re.compile(r"step-(\d+)\.jsonl")
@@ -138,7 +139,7 @@ def _read_step(path: Path) -> list[Group]:
                     group = groups[group_id] = Group(group_id, _task(record), tuple(record["prompt_ids"]), [])
                 rollout = _rollout(record, group)
                 last = group.rollouts[-1] if group.rollouts else None
-                if (last is not None and _place(rollout) <= _place(last)) or sizes.setdefault(group_id, size) != size:
+                if (last is not None and place(rollout) <= place(last)) or sizes.setdefault(group_id, size) != size:
                     raise ValueError(f"rollout {rollout.rollout_id} is out of order")
                 group.rollouts.append(rollout)
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -229,10 +230,6 @@ def _task(record: dict[str, Any]) -> Task:
         columns=json.loads(record["columns"]),
         attempt=record["attempt"],
     )
-
-
-def _place(rollout: Rollout) -> tuple[int, int, int]:
-    return rollout.sibling, rollout.trajectory, rollout.context
 
 
 def _same_prompt(a: Rollout, b: Rollout) -> bool:

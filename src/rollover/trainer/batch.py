@@ -1,4 +1,4 @@
-"""From finished groups to training rows: one advantage per rollout, then the streams of its tokens.
+"""From finished groups to training rows: the advantages of each rollout, and the other streams of its tokens.
 
 Numpy arrays of a Sample are [n] over the tokens after the prompt. Never touches the model, and knows no estimator by
 name (algorithms/estimator.py does).
@@ -12,10 +12,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from rollover.algorithms.estimator import Estimator, Scored, score_of
+from rollover.algorithms.credit import Credit
 from rollover.algorithms.filters import Masked, RolloutFilter, mask_rollouts
-from rollover.config import AlgorithmConfig
+from rollover.config import AlgorithmConfig, WorkflowConfig
 from rollover.staleness import EVERY_VERSION
+from rollover.trajectories import TrajectoryGroup, place
 from rollover.types import Group, Rollout, Sample
 
 
@@ -23,12 +24,14 @@ from rollover.types import Group, Rollout, Sample
 class Batch:
     """The samples of one training step, in (group, sibling) order.
 
-    `replayed`: ids of the groups that were trained before. `masked`: the rollouts that filters took out of the loss.
+    `replayed`: ids of the groups that were trained before. `masked`: the rollouts that filters or roles took out of the
+    loss. `compared`: id of each group -> what its baselines were taken over.
     """
 
     samples: list[Sample]
     replayed: frozenset[int] = frozenset()
     masked: Masked = field(default_factory=Masked)
+    compared: Mapping[int, Sequence[TrajectoryGroup]] = field(default_factory=dict[int, Sequence[TrajectoryGroup]])
 
     @property
     def num_loss_tokens(self) -> int:
@@ -36,17 +39,22 @@ class Batch:
 
 
 class BatchBuilder:
-    """Makes batches as [algorithm] says; `masks` take single rollouts out of the loss.
+    """Makes batches as [algorithm] and [workflow] say; `masks` take single rollouts out of the loss.
 
     `needs_rewards` False: all advantages are 0, to be replaced by a teacher's (distill.mix), and a rollout without a
-    reward is in the loss. ValueError where [algorithm] names a function of the user's own that does not exist.
+    reward is in the loss. ValueError where these name a function of the user's own that does not exist.
     """
 
     def __init__(
-        self, algorithm: AlgorithmConfig, masks: Sequence[RolloutFilter] = (), *, needs_rewards: bool = True
+        self,
+        algorithm: AlgorithmConfig,
+        masks: Sequence[RolloutFilter] = (),
+        workflow: WorkflowConfig | None = None,
+        *,
+        needs_rewards: bool = True,
     ) -> None:
         self.algorithm, self.masks, self.needs_rewards = algorithm, masks, needs_rewards
-        self._estimate = Estimator(algorithm)
+        self._credit = Credit(algorithm, workflow or WorkflowConfig(), needs_rewards=needs_rewards)
 
     def build(
         self,
@@ -56,33 +64,35 @@ class BatchBuilder:
     ) -> Batch:
         """One Sample per rollout that has a token, in group-id and sibling order.
 
-        The baseline of a group is taken over all of its siblings that have a reward, but for masked ones whose filter
-        says that their rewards do not count. Tokens sampled before policy version `oldest_version` are context only
-        (staleness.oldest_in_loss). `replayed`: id of each group that was trained before -> the `oldest_version` of the
-        step that trained it first, which holds for it still.
+        A baseline is taken over all trajectories of a TrajectoryGroup that have a reward (algorithms/credit.py), but
+        for masked ones whose filter says that their rewards do not count. Tokens sampled before policy version
+        `oldest_version` are context only (staleness.oldest_in_loss). `replayed`: id of each group that was trained
+        before -> the `oldest_version` of the step that trained it first, which holds for it still.
         """
-        algorithm = self.algorithm
         groups = sorted(groups, key=lambda g: g.group_id)
-        rollouts = [r for g in groups for r in g.rollouts]
-        sampled = [r for r in rollouts if not r.greedy]
-        greedy = {r.group_id: score_of(r) for r in rollouts if r.greedy}
+        sampled = [r for g in groups for r in sorted(g.rollouts, key=place) if not r.greedy]
         masked = mask_rollouts(groups, self.masks)
         oldest = {g.group_id: replayed.get(g.group_id, oldest_version) for g in groups}
-        advantages_N: Sequence[float] = [0.0] * len(sampled)
-        if self.needs_rewards:
-            lengths = [_num_tokens_since(r, oldest[r.group_id]) for r in sampled]
-            scored = Scored.of(sampled, lengths, greedy, algorithm, masked.out_of_baseline)
-            advantages_N = self._estimate(sampled, scored).tolist()
-        left_out = masked.out_of_loss | {r.rollout_id for r in sampled if self.needs_rewards and _is_missing(r)}
-        prompts = {id(r.prompt_ids): _prompt(r) for r in rollouts}
+        credited = self._credit(groups, oldest, masked.out_of_baseline)
+        known = {m.rollout.rollout_id for m in masked.rollouts}
+        masked = Masked([*masked.rollouts, *(m for m in credited.left_out if m.rollout.rollout_id not in known)])
+        out_of_loss = masked.out_of_loss | credited.missing
+        prompts = {id(r.prompt_ids): _prompt(r) for r in sampled}
         samples = [
-            _sample(r, prompts[id(r.prompt_ids)], a, oldest[r.group_id], r.rollout_id not in left_out)
-            for r, a in zip(sampled, advantages_N, strict=True)
+            _sample(
+                r,
+                prompts[id(r.prompt_ids)],
+                credited.advantages.get(r.rollout_id, 0.0),
+                oldest[r.group_id],
+                in_loss=r.rollout_id not in out_of_loss,
+                sequence_id=credited.sequences.get(r.rollout_id, r.rollout_id),
+            )
+            for r in sampled
             if r.num_tokens
         ]
-        if algorithm.needs_critic:
+        if self.algorithm.needs_critic:
             samples = [replace(s, advantages=_at_last(s.advantages, s.mask)) for s in samples]
-        return Batch(samples, frozenset(replayed), masked)
+        return Batch(samples, frozenset(replayed), masked, credited.compared)
 
 
 def build_batch(
@@ -98,12 +108,23 @@ def build_batch(
 # Private
 
 
-def _sample(rollout: Rollout, prompt_ids: np.ndarray, value: float, oldest_version: int, in_loss: bool) -> Sample:
+def _sample(
+    rollout: Rollout,
+    prompt_ids: np.ndarray,
+    advantages: float | np.ndarray,
+    oldest_version: int,
+    *,
+    in_loss: bool,
+    sequence_id: str,
+) -> Sample:
+    """`advantages`: of all tokens, or [n]."""
     segments = rollout.segments
     lengths = [len(s) for s in segments]
     sampled = [s.trainable and s.policy_version >= oldest_version for s in segments]
     # All sampled segments of a run share one temperature.
     temperature = max((s.sampling.temperature for s in segments if s.trainable), default=1.0)
+    stream = np.empty(sum(lengths), dtype=np.float32)
+    stream[:] = advantages
     return Sample(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
@@ -112,8 +133,9 @@ def _sample(rollout: Rollout, prompt_ids: np.ndarray, value: float, oldest_versi
         mask=np.repeat(sampled, lengths).astype(bool) & in_loss,
         behavior_logprobs=np.concatenate([s.logprobs for s in segments]).astype(np.float32),
         versions=np.repeat([s.policy_version for s in segments], lengths).astype(np.int32),
-        advantages=np.full(sum(lengths), 0.0 if _is_missing(rollout) else value, dtype=np.float32),
+        advantages=stream,
         temperature=temperature,
+        sequence_id=sequence_id,
     )
 
 
@@ -132,10 +154,6 @@ def _narrow(whose: str, token_ids: np.ndarray) -> np.ndarray:
         wrong = token_ids[narrow != token_ids][0]
         raise ValueError(f"{whose}: {wrong} is no token id: they are 32-bit integers")
     return narrow
-
-
-def _num_tokens_since(rollout: Rollout, oldest_version: int) -> int:
-    return sum(len(s) for s in rollout.segments if s.trainable and s.policy_version >= oldest_version)
 
 
 def _at_last(values: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -146,6 +146,7 @@ class LocalBackend:
             versions_BT=packed.versions_BT,
             staleness_BT=staleness(packed.versions_BT, self.policy_version),
             group_B=packed.group_B,
+            sequences=packed.sequences,
         )
         loss, sums = self.objective(streams, counts)
         loss.backward()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,37 +39,44 @@ Sums = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Counts:
-    """What a minibatch holds over all its micro-batches: loss tokens, sequences and groups with such.
+    """What a minibatch holds over all its micro-batches: loss tokens, and those of each sequence and group with such.
 
     `divided` False: the rest of the minibatch is not known yet, and its gradient is divided at the end.
     """
 
     tokens: int
-    sequences: int
+    sequence_tokens: dict[str, int]
     group_tokens: dict[int, int]
     divided: bool = True
 
     @classmethod
     def of(cls, samples: list[Sample]) -> Counts:
-        group_tokens = Counter[int]()
+        group_tokens, sequence_tokens = Counter[int](), Counter[str]()
         for s in samples:
-            group_tokens[s.group_id] += int(s.mask.sum())
-        return cls(
-            tokens=group_tokens.total(),
-            sequences=sum(bool(s.mask.any()) for s in samples),
-            group_tokens={group: num for group, num in group_tokens.items() if num},
-        )
+            if num := int(s.mask.sum()):
+                group_tokens[s.group_id] += num
+                sequence_tokens[s.sequence_id] += num
+        return cls(group_tokens.total(), dict(sequence_tokens), dict(group_tokens))
 
     def divisor(self, aggregation: Aggregation) -> float:
         """The global count of what `aggregation` divides by; 1 where that is done at the end, or not at all."""
         counted = COUNTED[aggregation]
         if not self.divided or counted is None:
             return 1.0
-        return float({"tokens": self.tokens, "sequences": self.sequences, "groups": len(self.group_tokens)}[counted])
+        counts = {
+            "tokens": self.tokens,
+            "sequences": len(self.sequence_tokens),
+            "groups": len(self.group_tokens),
+        }
+        return float(counts[counted])
 
-    def tokens_of(self, group_B: torch.Tensor) -> torch.Tensor:
+    def tokens_of_group(self, group_B: torch.Tensor) -> torch.Tensor:
         """Loss tokens of the whole group of each row [B]."""
         return torch.tensor([self.group_tokens[int(group)] for group in group_B.numpy()])
+
+    def tokens_of_sequence(self, sequences: Sequence[str]) -> torch.Tensor:
+        """Loss tokens of the whole sequence of each row [B]."""
+        return torch.tensor([self.sequence_tokens[sequence] for sequence in sequences])
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class Streams:
     """Per-token streams of a micro-batch, 0 outside the mask. `staleness_BT`: trainer version - policy version.
 
     Differentiable: logprobs_BT and entropy_BT. `proximal_BT` None: the current ones, detached. `group_B`: group ids, on
-    the CPU.
+    the CPU. `sequences`: what sequence each row is of.
     """
 
     logprobs_BT: torch.Tensor
@@ -89,6 +97,7 @@ class Streams:
     versions_BT: torch.Tensor
     staleness_BT: torch.Tensor
     group_B: torch.Tensor
+    sequences: Sequence[str]
 
 
 class Objective:
@@ -121,8 +130,11 @@ class Objective:
             sums["sum/reference_kl"] = kl_BT.detach().sum()
         if cfg.entropy_coef:
             loss_BT = loss_BT + entropy_bonus(streams.entropy_BT, mask_BT, coef=cfg.entropy_coef)
-        by_group = cfg.aggregation == "prompt-mean"
-        group_tokens_B = counts.tokens_of(streams.group_B).to(loss_BT.device) if by_group else None
+        group_tokens_B = sequence_tokens_B = None
+        if cfg.aggregation == "prompt-mean":
+            group_tokens_B = counts.tokens_of_group(streams.group_B).to(loss_BT.device)
+        elif cfg.aggregation == "seq-mean-token-mean":
+            sequence_tokens_B = counts.tokens_of_sequence(streams.sequences).to(loss_BT.device)
         loss = aggregate(
             loss_BT,
             mask_BT,
@@ -130,6 +142,7 @@ class Objective:
             denominator=counts.divisor(cfg.aggregation),
             group_B=streams.group_B,
             group_tokens_B=group_tokens_B,
+            sequence_tokens_B=sequence_tokens_B,
             norm=self.norm,
         )
         sums |= mismatch_metrics(

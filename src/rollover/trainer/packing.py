@@ -62,6 +62,7 @@ class Packed:
     input_ids_N, position_ids_N: the row. loss_positions_M: row positions whose next token is in the loss.
     targets_M, temperature_M: those next tokens. rows_M, columns_M: their place in [B, T]. The *_BT streams are padded
     with 0. unit: all temperatures are 1. group_B: group ids, on the CPU, where counts are looked up by them.
+    sequences: the sequence of each row.
     """
 
     lengths: list[int]
@@ -79,6 +80,7 @@ class Packed:
     advantages_BT: torch.Tensor
     versions_BT: torch.Tensor
     group_B: torch.Tensor
+    sequences: list[str]
 
     def unpack(self, values_M: torch.Tensor) -> torch.Tensor:
         """[M] -> [B, T], 0 outside the loss. Differentiable."""
@@ -146,6 +148,7 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits) -> Packed:
         advantages_BT=padded([s.advantages for s in samples], np.float32),
         versions_BT=padded([s.versions for s in samples], np.int64),
         group_B=torch.tensor([s.group_id for s in samples]),
+        sequences=[s.sequence_id for s in samples],
     )
 
 

@@ -18,6 +18,7 @@ from rollover.rollout.group_state import Arrays
 from rollover.tasks.reroll import Reroll
 from rollover.trainer.batch import Batch
 from rollover.trainer.replay_buffer import Kept, ReplayBuffer, signal
+from rollover.trajectories import TrajectoryGroup
 from rollover.types import Group
 
 
@@ -81,15 +82,25 @@ class Reuse:
 
     def _keep(self, groups: list[Group], batch: Batch, version: int) -> None:
         """Put the groups that the step trained into the buffer, each with its score."""
-        advantages: dict[int, list[float]] = {}
+        trained = {s.group_id for s in batch.samples if s.mask.any()}
+        oldest = self.config.rollout.oldest_in_loss(version)
+        largest: dict[str, float] = {}  # advantage of each sequence
         for s in batch.samples:
             if s.mask.any():
-                advantages.setdefault(s.group_id, []).append(float(s.advantages[s.mask][0]))
-        oldest = self.config.rollout.oldest_in_loss(version)
+                of_row = float(np.abs(s.advantages[s.mask]).max())
+                largest[s.sequence_id] = max(of_row, largest.get(s.sequence_id, 0.0))
         for group in groups:
-            if group.group_id in advantages:
-                trained = [r for r in group.rollouts if not r.greedy]
-                rewards_NR = rewards_of(trained, self.config.algorithm, batch.masked.out_of_baseline)
-                score = signal(advantages[group.group_id], rewards_NR)
+            if group.group_id in trained:
+                score = sum(self._signal(c, batch, largest) for c in batch.compared[group.group_id])
                 self.buffer.add(Kept(group, score, oldest))
         self.buffer.drop_stale(version + 1)
+
+    def _signal(self, compared: TrajectoryGroup, batch: Batch, largest: Mapping[str, float]) -> float:
+        """That of one TrajectoryGroup. Advantages that are not made of scores are one by themselves."""
+        algorithm, workflow = self.config.algorithm, self.config.workflow
+        left_out = batch.masked.out_of_baseline
+        advantages = [largest[t.sequence_id] for t in compared.trajectories if t.sequence_id in largest]
+        if workflow.credit != "broadcast" or workflow.advantage_of(compared.role, algorithm.advantage) == "precomputed":
+            return sum(advantages)
+        rewards = [None if t.ids & left_out else t.reward for t in compared.trajectories]
+        return signal(advantages, rewards_of(rewards, [t.named for t in compared.trajectories], algorithm))

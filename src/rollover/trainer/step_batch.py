@@ -29,8 +29,8 @@ class StepBatchBuilder:
 
     def __init__(self, config: Config, buffer: ReplayBuffer, teacher_prompts: TeacherPrompts | None = None) -> None:
         self.config, self.buffer, self.teacher_prompts = config, buffer, teacher_prompts
-        masks = rollout_filters(config.filters)
-        self.builder = BatchBuilder(config.algorithm, masks, needs_rewards=not config.distill.replaces)
+        masks, needs_rewards = rollout_filters(config.filters), not config.distill.replaces
+        self.builder = BatchBuilder(config.algorithm, masks, config.workflow, needs_rewards=needs_rewards)
 
     def build(self, groups: list[Group], version: int) -> Batch:
         """The batch of the step at trainer `version`: groups without signal are replaced, as far as others are kept.

@@ -27,7 +27,7 @@ from rollover.algorithms.advantage import (
     sum_then_normalize,
     whiten,
 )
-from rollover.algorithms.estimator import Estimator, Scored
+from rollover.algorithms.estimator import Estimator, Scored, Unit
 from rollover.config import AlgorithmConfig
 from rollover.config.losses import ADVANTAGES
 from rollover.types import Reward
@@ -561,7 +561,7 @@ CONFIGURED: dict[str, Callable[[Scored], torch.Tensor]] = {
 
 def test_every_configured_estimator_is_its_formula() -> None:
     """Bit for bit, on rewards and lengths that tell apart each argument that is passed and each that is not."""
-    assert tuple(CONFIGURED) == tuple(ADVANTAGES)
+    assert {*CONFIGURED, "precomputed"} == set(ADVANTAGES)
     rollouts = [
         rollout(group, sibling, score, [segment([8] * num_tokens)])
         for group, scores in enumerate([(3.0, 0.5, 0.0, 2.0), (1.0, 0.25, None, 0.0)])
@@ -572,6 +572,10 @@ def test_every_configured_estimator_is_its_formula() -> None:
             one.reward = Reward(one.reward.score, {"style": float(one.sibling)})
     for name, expected in CONFIGURED.items():
         config = AlgorithmConfig.model_validate({"advantage": name, **OPTIONS.get(name, {})})
-        scored = Scored.of(rollouts, [r.num_tokens for r in rollouts], {0: 0.75}, config, {"0-3"})
+        units = [
+            Unit(None if r.rollout_id == "0-3" else r.reward, r.group_id, r.num_tokens, {0: 0.75}.get(r.group_id, NAN))
+            for r in rollouts
+        ]
+        scored = Scored.of(units, config)
         assert scored.greedy_rewards_N[:4].tolist() == [0.75] * 4 and scored.rewards_N.isnan().sum() == 2
-        assert torch.equal(Estimator(config)(rollouts, scored), expected(scored)), name
+        assert torch.equal(Estimator(config, name)(scored), expected(scored)), name

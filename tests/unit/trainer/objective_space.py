@@ -295,6 +295,7 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
         versions_BT=versions_BT,
         staleness_BT=staleness(versions_BT, VERSION),
         group_B=torch.tensor([s.group_id for s in samples]),
+        sequences=[s.sequence_id for s in samples],
     )
     loss, sums = objective(streams, Counts.of(samples))
     gradients = torch.autograd.grad(loss, (current_BT, entropy_BT), allow_unused=True)

@@ -57,11 +57,12 @@ def streams(seed: int = 0, **changes: Any) -> Streams:
         "versions_BT": torch.tensor([[3, 3, 4, 4, 0], [0, 2, 2, 5, 5]]),
         "staleness_BT": 5 - torch.tensor([[3, 3, 4, 4, 0], [0, 2, 2, 5, 5]]),
         "group_B": torch.tensor([0, 1]),
+        "sequences": ["0-0", "1-0"],
     }
     return Streams(**values | changes)
 
 
-COUNTS = Counts(tokens=8, sequences=2, group_tokens={0: 4, 1: 4})
+COUNTS = Counts(tokens=8, sequence_tokens={"0-0": 4, "1-0": 4}, group_tokens={0: 4, 1: 4})
 
 
 def loss_of(given: Streams, **algorithm: Any) -> tuple[float, dict[str, float]]:
@@ -98,10 +99,20 @@ def test_the_floor_raises_the_weights_and_counts_what_is_below_it(floor: float, 
     ratio = torch.tensor([[0.25, 0.625, 2.5]])
     ones, none = torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.int32)
     given = Streams(
-        -ones, ones, -ones, -ones - ratio.log(), None, ones, ones.bool(), none, none, torch.zeros(1, dtype=torch.int64)
+        -ones,
+        ones,
+        -ones,
+        -ones - ratio.log(),
+        None,
+        ones,
+        ones.bool(),
+        none,
+        none,
+        torch.zeros(1, dtype=torch.int64),
+        ["0-0"],
     )
     config = AlgorithmConfig(loss="clip", correction="token_truncate", correction_cap=1.25, correction_floor=floor)
-    loss, sums = Objective(config, 16)(given, Counts(3, 1, {0: 3}))
+    loss, sums = Objective(config, 16)(given, Counts(3, {"0-0": 3}, {0: 3}))
     assert float(loss) == pytest.approx(-sum(expected) / 3)
     assert float(sums["sum/weight"]) == pytest.approx(sum(expected))
     assert float(sums["sum/below"]) == (1 if floor else 2)
@@ -331,9 +342,10 @@ def test_the_bias_corrected_kl_of_stale_tokens_has_the_gradient_of_the_kl() -> N
             logprobs_BT=drawn(logits), entropy_BT=torch.zeros(1, 6), proximal_BT=drawn(proximal),
             behavior_BT=drawn(behavior), reference_BT=drawn(reference), advantages_BT=torch.zeros(1, 6), mask_BT=mask,
             versions_BT=torch.zeros(1, 6).long(), staleness_BT=torch.full((1, 6), 2), group_B=torch.tensor([0]),
+            sequences=["0-0"],
         )  # fmt: skip
         config = AlgorithmConfig.model_validate({"kl_coef": 1.0, "aggregation": "token-sum", **algorithm})
-        loss, _ = Objective(config, 16)(given, Counts(1, 1, {0: 1}))
+        loss, _ = Objective(config, 16)(given, Counts(1, {"0-0": 1}, {0: 1}))
         return behavior.softmax(-1)[token] * torch.autograd.grad(loss, logits, retain_graph=True)[0]
 
     for kind in ("k1", "k3"):

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ class Scribe:
                 fields |= new | {"num_tokens": rollout.num_tokens}
                 fields["stop_reason"] = rollout.stop_reason and rollout.stop_reason.value
             elif rollout.reward is not None:
-                fields["reward"] = asdict(rollout.reward)
+                fields["reward"] = rollout.reward.to_json()
         self._write(kind.value, fields, data)
         self.seconds += time.perf_counter() - started
 

@@ -1,0 +1,244 @@
+"""Credit: from the scores of a batch's trajectories to an advantage for every token of their Rollouts.
+
+    broadcast      A_t = w * estimator({R_j of the TrajectoryGroup})_i, on every loss token of trajectory i
+    turn_returns   G_ik = sum_{j >= k} gamma^(j-k) r_ij over the turns k of i, R_i added to the last of them; the
+                   estimator runs over all turns of the TrajectoryGroup as if each were a trajectory (Kevin, arXiv
+                   2507.11948). Turns are not compared by index: the lengths of trajectories differ.
+    precomputed    what came with the trajectory (precomputed.py), times w
+
+w and the estimator are those of the role (workflow.roles). Statistics over a batch are over one role: scores of
+different roles have different scales. Knows no estimator by name (estimator.py does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from rollover.algorithms.estimator import AfterScoring, Estimator, Scored, Unit
+from rollover.algorithms.filters import MaskedRollout
+from rollover.algorithms.grouping import Grouped, Grouping
+from rollover.algorithms.precomputed import precomputed, undeclared
+from rollover.config import AlgorithmConfig, WorkflowConfig
+from rollover.config.losses import ADVANTAGES, OWN_ADVANTAGE, AdvantageTraits
+from rollover.trajectories import Trajectory, TrajectoryGroup, Turn
+from rollover.types import Group, Reward, Rollout
+
+UNTRAINED, ALONE = "untrained_role", "alone_in_role"
+_MIN_COMPARED = 2
+
+
+@dataclass
+class Credited:
+    """`advantages`: rollout_id -> one for all of its tokens, or [n] over those after its prompt; of all Rollouts whose
+    trajectory is compared. `sequences`: rollout_id -> what is one sequence. `compared`: group id -> its
+    TrajectoryGroups. `missing`: ids of those without a score. `left_out`: the Rollouts whose role leaves the loss, with
+    the reason.
+    """
+
+    advantages: dict[str, float | np.ndarray] = field(default_factory=dict)
+    sequences: dict[str, str] = field(default_factory=dict)
+    compared: dict[int, list[TrajectoryGroup]] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+    left_out: list[MaskedRollout] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What gets one advantage: a trajectory (`turn` None), or one of its turns."""
+
+    trajectory: Trajectory
+    turn: Turn | None
+    unit: Unit
+
+
+class Credit:
+    """Assigns advantages as [algorithm] and [workflow] say. `needs_rewards` False: none, for a teacher gives them.
+
+    ValueError where they name a function of the user's own that does not exist.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig, workflow: WorkflowConfig, *, needs_rewards: bool = True) -> None:
+        self.algorithm, self.workflow, self.needs_rewards = algorithm, workflow, needs_rewards
+        self.grouping = Grouping(workflow)
+        names = {algorithm.advantage, *(r.advantage for r in workflow.roles.values() if r.advantage)}
+        self._estimators = {name: Estimator(algorithm, name) for name in names if not _traits(name).precomputed}
+        self._after_scoring = AfterScoring(algorithm.after_scoring) if algorithm.after_scoring else None
+
+    def __call__(self, groups: Sequence[Group], oldest: Mapping[int, int], left_out: Collection[str] = ()) -> Credited:
+        """The advantages of a batch. `oldest`: group id -> the oldest policy version in its loss. `left_out`: ids of
+        Rollouts whose rewards count as missing.
+
+        A TrajectoryGroup with fewer than two valid trajectories has nothing to compare, and leaves the loss where its
+        Group has others (a Group of one is kept or dropped whole: rewards.min_valid). ValueError as of `Grouping` and
+        `precomputed`.
+        """
+        credited = Credited()
+        for group in groups:
+            credited.compared[group.group_id] = self._compared(self.grouping(group), credited)
+        for trajectory in (t for of in credited.compared.values() for c in of for t in c.trajectories):
+            credited.sequences |= dict.fromkeys(trajectory.ids, trajectory.sequence_id)
+        if self.needs_rewards:
+            self._assign(groups, credited, oldest, left_out)
+        return credited
+
+    # Private
+
+    def _compared(self, grouped: Grouped, credited: Credited) -> list[TrajectoryGroup]:
+        """The TrajectoryGroups of a Group that stay in the loss."""
+        credited.left_out += _left_out(grouped.untrained, UNTRAINED, "its role is not trained")
+        stay: list[TrajectoryGroup] = []
+        for compared in grouped.compared:
+            valid = sum(t.valid for t in compared.trajectories)
+            several = self.needs_rewards and len(grouped.compared) > 1
+            if several and valid < _MIN_COMPARED and self._traits_of(compared).compares_siblings:
+                why = f"{valid} of its TrajectoryGroup have a score"
+                credited.left_out += _left_out(compared.trajectories, ALONE, why)
+            else:
+                stay.append(compared)
+        return stay
+
+    def _assign(
+        self, groups: Sequence[Group], credited: Credited, oldest: Mapping[int, int], left_out: Collection[str]
+    ) -> None:
+        """Fill in `advantages` and `missing`."""
+        stride = max((len(compared) for compared in credited.compared.values()), default=1)
+        greedy = _greedy_scores(groups)
+        parts: dict[str, list[_Part]] = {}
+        numbered = ((g, g * stride + k, c) for g, several in credited.compared.items() for k, c in enumerate(several))
+        for group_id, number, compared in numbered:
+            for trajectory in compared.trajectories:
+                credited.missing |= set() if trajectory.valid else trajectory.ids
+                if self._traits_of(compared).precomputed:
+                    self._take(trajectory, credited)
+                    continue
+                if (why := undeclared(trajectory)) is not None:
+                    raise ValueError(why)
+                missing = not trajectory.ids.isdisjoint(left_out)
+                baseline = greedy.get((group_id, trajectory.role), float("nan"))
+                parts.setdefault(compared.role, []).extend(
+                    _Part(trajectory, turn, Unit(reward, number, num, baseline, trajectory.named))
+                    for turn, reward, num in self._units(trajectory, missing, oldest[group_id])
+                )
+        for of_role in parts.values():
+            self._estimate(of_role, credited)
+        self._change(groups, credited)
+
+    def _units(
+        self, trajectory: Trajectory, missing: bool, oldest: int
+    ) -> list[tuple[Turn | None, Reward | None, int]]:
+        """(the turn; None: all of them, its reward, how many of its tokens are in the loss) of what is compared."""
+        reward = None if missing else trajectory.reward
+        if self.workflow.credit == "broadcast":
+            return [(None, reward, sum(_num_since(r, 0, r.num_tokens, oldest) for r in trajectory.rollouts))]
+        returns = turn_returns(trajectory, self.workflow.turn_gamma) if trajectory.valid else []
+        return [
+            (
+                turn,
+                None if reward is None or reward.missing else Reward(returns[k]),
+                _num_since(turn.rollout, turn.start, turn.end, oldest),
+            )
+            for k, turn in enumerate(trajectory.turns)
+        ]
+
+    def _estimate(self, parts: list[_Part], credited: Credited) -> None:
+        estimator = self._estimators[self._advantage_of(parts[0].trajectory)]
+        advantages = estimator(Scored.of([part.unit for part in parts], self.algorithm)).tolist()
+        for part, advantage in zip(parts, advantages, strict=True):
+            value = advantage * self.grouping.role(part.trajectory).weight
+            if part.turn is None:
+                credited.advantages |= {r.rollout_id: value for r in part.trajectory.rollouts}
+                continue
+            rollout = part.turn.rollout
+            stream = credited.advantages.setdefault(rollout.rollout_id, np.zeros(rollout.num_tokens, np.float32))
+            assert isinstance(stream, np.ndarray)
+            stream[part.turn.start : part.turn.end] = value
+
+    def _take(self, trajectory: Trajectory, credited: Credited) -> None:
+        """The advantages that came with a trajectory. One without a score is not trained, whatever it brings."""
+        if trajectory.valid:
+            weight = self.grouping.role(trajectory).weight
+            for rollout, stream in zip(trajectory.rollouts, precomputed(trajectory), strict=True):
+                credited.advantages[rollout.rollout_id] = stream * np.float32(weight)
+
+    def _change(self, groups: Sequence[Group], credited: Credited) -> None:
+        """Let the user's own function change the advantages (algorithm.after_scoring)."""
+        if self._after_scoring is None:
+            return
+        rollouts = [r for g in groups for r in g.rollouts if r.rollout_id in credited.advantages]
+        advantages = [credited.advantages[r.rollout_id] for r in rollouts]
+        changed = self._after_scoring(rollouts, torch.tensor(advantages, dtype=torch.float32))
+        credited.advantages = {r.rollout_id: a for r, a in zip(rollouts, changed.tolist(), strict=True)}
+
+    def _advantage_of(self, trajectory: Trajectory) -> str:
+        return self.workflow.advantage_of(trajectory.role, self.algorithm.advantage)
+
+    def _traits_of(self, compared: TrajectoryGroup) -> AdvantageTraits:
+        """Of the estimator of a TrajectoryGroup. ValueError where its trajectories have several."""
+        names = {self._advantage_of(trajectory): trajectory for trajectory in compared.trajectories}
+        if len(names) > 1:
+            (one, a), (other, b) = list(names.items())[:2]
+            raise ValueError(
+                f"workflow.group_by = {self.workflow.group_by!r} compares {a} with {b}, whose roles have the"
+                f" advantages {one!r} and {other!r}: put them into groups of their own, or give the roles one"
+            )
+        return _traits(next(iter(names)))
+
+
+def turn_returns(trajectory: Trajectory, gamma: float) -> list[float]:
+    """G_k = sum_{j >= k} gamma^(j-k) r_j of each turn of a scored trajectory, its score being added to the last r.
+
+    ValueError where a Rollout has rewards for more or fewer turns than it has, or one is no finite number.
+    """
+    rewards: list[float] = []
+    for rollout in trajectory.rollouts:
+        num = sum(turn.rollout is rollout for turn in trajectory.turns)
+        given = () if rollout.reward is None else rollout.reward.turns
+        if len(given) not in (0, num):
+            raise ValueError(
+                f"{trajectory}, rollout {rollout.rollout_id}: {len(given)} rewards for {num} turns. Give Reward.turns"
+                " one for each turn, or none"
+            )
+        for index, value in enumerate(given):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+                raise ValueError(
+                    f"turn {index} of {trajectory}, rollout {rollout.rollout_id}, has the reward {value!r}: it must be"
+                    " a finite number"
+                )
+        rewards += given or [0.0] * num
+    if not rewards:
+        return []
+    assert trajectory.reward is not None and trajectory.reward.score is not None
+    rewards[-1] += trajectory.reward.score
+    returns = rewards[-1:]
+    for reward in reversed(rewards[:-1]):
+        returns.append(reward + gamma * returns[-1])
+    return returns[::-1]
+
+
+def _traits(name: str) -> AdvantageTraits:
+    return ADVANTAGES.get(name, OWN_ADVANTAGE)
+
+
+def _left_out(trajectories: Sequence[Trajectory], reason: str, why: str) -> list[MaskedRollout]:
+    return [MaskedRollout(rollout, reason, why, True) for t in trajectories for rollout in t.rollouts]
+
+
+def _greedy_scores(groups: Sequence[Group]) -> dict[tuple[int, str], float]:
+    """(group id, role) -> the score of its greedy rollout."""
+    greedy = [r for g in groups for r in g.rollouts if r.greedy and r.reward is not None]
+    return {(r.group_id, r.role): r.reward.score for r in greedy if r.reward and r.reward.score is not None}
+
+
+def _num_since(rollout: Rollout, start: int, end: int, oldest_version: int) -> int:
+    """Sampled tokens `start` to `end` of a Rollout that are of policy version `oldest_version` or later."""
+    ends = np.cumsum([0, *(segment.num_tokens for segment in rollout.segments)]).tolist()
+    return sum(
+        max(0, min(end, b) - max(start, a))
+        for segment, (a, b) in zip(rollout.segments, pairwise(ends), strict=True)
+        if segment.trainable and segment.policy_version >= oldest_version
+    )

@@ -1,0 +1,93 @@
+"""What baselines are taken over: the trajectories of a Group by role, or as a function of the user's own says.
+
+Owns the check of roles against [workflow.roles], and that a grouping of the user's own is a partition: a trajectory
+that it loses would be trained by nothing, one that it doubles twice. Plain values, no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rollover.alike import did_you_mean
+from rollover.config import RoleConfig, WorkflowConfig
+from rollover.functions import OwnFunction, described, own_function
+from rollover.trajectories import Episode, Trajectory, TrajectoryGroup, by_role, episodes_of
+from rollover.types import Group
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """`compared`: the TrajectoryGroups of a Group. `untrained`: its trajectories of roles that are not trained."""
+
+    compared: list[TrajectoryGroup]
+    untrained: list[Trajectory] = field(default_factory=list)
+
+
+class Grouping:
+    """Groups trajectories as [workflow] says. ValueError where workflow.group_by names no function."""
+
+    def __init__(self, workflow: WorkflowConfig) -> None:
+        self.workflow = workflow
+        self._own: OwnFunction | None = None
+        if workflow.group_by:
+            returns = "a list of TrajectoryGroups that have every trained trajectory exactly once"
+            self._own = own_function("workflow.group_by", workflow.group_by, returns)
+
+    def __call__(self, group: Group) -> Grouped:
+        """ValueError where a role is not declared, or the function of the user's own loses or doubles a trajectory."""
+        episodes = episodes_of(group)
+        untrained = [t for e in episodes for t in e.trajectories if not self.role(t).trained and not t.greedy]
+        if self._own is None:
+            return Grouped([g for g in by_role(episodes) if self.role(g.trajectories[0]).trained], untrained)
+        sampled = [e for e in episodes if not any(t.greedy for t in e.trajectories)]
+        return Grouped(self._partition(self._own, sampled), untrained)
+
+    def role(self, trajectory: Trajectory) -> RoleConfig:
+        """What [workflow.roles] says about the role of a trajectory."""
+        roles = self.workflow.roles
+        if not roles:
+            return _ANY_ROLE
+        if trajectory.role not in roles:
+            raise ValueError(
+                f"{trajectory}: workflow.roles has no {trajectory.role!r}, it has {', '.join(roles)}"
+                f"{did_you_mean(trajectory.role, roles)}. Add [workflow.roles.{trajectory.role}] (trained = false"
+                " leaves a role out of the loss)"
+            )
+        return roles[trajectory.role]
+
+    def most_valid(self, group: Group) -> int:
+        """How many trajectories with a score there are to compare, a greedy one included, where there are the most."""
+        greedy = Counter(t.role for e in episodes_of(group) for t in e.trajectories if t.greedy and t.valid)
+        compared = self(group).compared
+        return max((sum(t.valid for t in g.trajectories) + greedy[g.role] for g in compared), default=0)
+
+    # Private
+
+    def _partition(self, function: OwnFunction, episodes: list[Episode]) -> list[TrajectoryGroup]:
+        groups = function(episodes)
+        if not isinstance(groups, list | tuple) or not all(isinstance(g, TrajectoryGroup) for g in groups):
+            raise function.refused(described(groups))
+        times: dict[str, int] = {}
+        for trajectory in (t for g in groups for t in g.trajectories):
+            for rollout in trajectory.rollouts:
+                times[rollout.rollout_id] = times.get(rollout.rollout_id, 0) + 1
+        for trajectory in (t for e in episodes for t in e.trajectories):
+            expected = 1 if self.role(trajectory).trained else 0
+            for rollout in trajectory.rollouts:
+                found = times.pop(rollout.rollout_id, 0)
+                if found != expected:
+                    raise function.refused(_miscounted(trajectory, rollout.rollout_id, found, expected))
+        if times:
+            raise function.refused(f"the rollout {next(iter(times))}, which is none of these episodes")
+        return [g for g in groups if g.trajectories]
+
+
+def _miscounted(trajectory: Trajectory, rollout_id: str, found: int, expected: int) -> str:
+    of = trajectory if len(trajectory.rollouts) == 1 else f"rollout {rollout_id} of {trajectory}"
+    if not expected:
+        return f"{of}, whose role is not trained (workflow.roles.{trajectory.role}): leave it out"
+    return f"groups without {of}" if not found else f"{of} {found} times"
+
+
+_ANY_ROLE = RoleConfig()

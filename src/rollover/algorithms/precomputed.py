@@ -1,0 +1,79 @@
+"""Advantages that come with a trajectory (algorithm.advantage = "precomputed"): checked, and laid out per token.
+
+They are in the Rewards of its Rollouts (`Reward.advantages`): a number for the whole Rollout, or for each of its turns
+a number, or one for each token of that turn. Nothing is guessed: what does not fit is an error. Numpy, no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from rollover.functions import is_number
+from rollover.trajectories import Trajectory, turns_of
+from rollover.types import Rollout
+
+
+def precomputed(trajectory: Trajectory) -> list[np.ndarray]:
+    """float32 [n] of each Rollout, over its tokens after the prompt; 0 where an environment wrote them.
+
+    ValueError, which names the role, the turn and what to change, where there are none, too few, too many, or one is
+    no finite number.
+    """
+    return [_of_rollout(rollout, str(trajectory)) for rollout in trajectory.rollouts]
+
+
+def undeclared(trajectory: Trajectory) -> str | None:
+    """What is wrong with a trajectory that brings advantages though its role does not say so; None: it brings none."""
+    if all(r.reward is None or r.reward.advantages is None for r in trajectory.rollouts):
+        return None
+    return (
+        f"{trajectory} brings advantages of its own, which nothing asks for. Set algorithm.advantage or"
+        f' workflow.roles.{trajectory.role}.advantage to "precomputed", or leave Reward.advantages out'
+    )
+
+
+# Private
+
+
+def _of_rollout(rollout: Rollout, whose: str) -> np.ndarray:
+    given: Any = None if rollout.reward is None else rollout.reward.advantages
+    turns = turns_of(rollout)
+    whole = f"{whose}, rollout {rollout.rollout_id}"
+    if given is None:
+        raise ValueError(
+            f"{whole}: it has no advantages, and those of its role are to come with it (precomputed). Give"
+            " Reward.advantages: a number, or a list with one for each turn (0 where nothing is to be learned)"
+        )
+    out = np.zeros(rollout.num_tokens, dtype=np.float32)
+    if not isinstance(given, tuple):
+        for turn in turns:
+            out[turn.start : turn.end] = _number(given, whole)
+        return out
+    if len(given) != len(turns):
+        raise ValueError(
+            f"{whole}: {len(given)} advantages for {len(turns)} turns. Give Reward.advantages one for each turn, or a"
+            " single number"
+        )
+    for index, (turn, value) in enumerate(zip(turns, given, strict=True)):
+        of_turn = f"turn {index} of {whole}"
+        if not isinstance(value, tuple):
+            out[turn.start : turn.end] = _number(value, of_turn)
+        elif len(value) != len(turn):
+            raise ValueError(
+                f"{of_turn}: {len(value)} advantages for {len(turn)} tokens. Give one for each token, or a single"
+                " number for the turn"
+            )
+        else:
+            out[turn.start : turn.end] = [_number(v, f"token {i} of {of_turn}") for i, v in enumerate(value)]
+    return out
+
+
+def _number(value: Any, whose: str) -> float:
+    if value is None:
+        raise ValueError(f"{whose} has no advantage: give every turn and token one (0 where nothing is to be learned)")
+    if not is_number(value) or not math.isfinite(value):
+        raise ValueError(f"{whose} has the advantage {value!r}: it must be a finite number")
+    return float(value)

@@ -158,12 +158,13 @@ def _literal(text: str) -> str:
 
 
 def _is_of_the_machine(error: Exception) -> bool:
-    """A full or broken disk, a checkpoint that could not be written, an engine process that was killed: the message
-    alone lets the user act."""
+    """A full or broken disk, a checkpoint that could not be written, an engine process that was killed, a service that
+    fails: the message alone lets the user act."""
     from rollover.checkpoint.store import CheckpointWriteError
     from rollover.engine.protocol import EngineDied
+    from rollover.engine.tinker.service import ServiceError
 
-    if isinstance(error, CheckpointWriteError | EngineDied):
+    if isinstance(error, CheckpointWriteError | EngineDied | ServiceError):
         return True
     of_disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
     return isinstance(error, OSError) and error.errno in of_disk

@@ -33,6 +33,7 @@ LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 MAY_ASYNCIO = (
     "functions.py",
     "trainer/local_backend.py",
+    "trainer/tinker_backend.py",
     "rollout/driver.py",
     "rollout/in_flight.py",
     "rollout/watcher.py",

@@ -1,10 +1,18 @@
 """[backend], and the rules about it."""
 
+import json
+from typing import Any
+
 from rollover.alike import did_you_mean
-from rollover.config.table import Refused, Rule, Table, is_own, option
+from rollover.config.table import Inert, Refused, Rule, Table, is_own, option, value_of
+from rollover.config.train import LoraConfig
 
 # The function of a `BackendSetup` that makes each, loaded when it is called: the names alone load nothing heavy.
-BACKENDS = {"local": "rollover.trainer.build:make_local"}
+BACKENDS = {
+    "local": "rollover.trainer.build:make_local",
+    "tinker": "rollover.trainer.tinker_backend:make_tinker",
+}
+_TINKER = ("backend.type", "tinker")
 
 
 class BackendConfig(Table):
@@ -12,12 +20,87 @@ class BackendConfig(Table):
 
     type: str = option(
         "local",
-        "local: this machine. Or your own function (module:function or path.py:function), which makes a trainer's"
-        " backend.",
+        "local: this machine. tinker: a Tinker-compatible service trains adapters and samples; its key is read from"
+        " the environment (TINKER_API_KEY). Or your own function (module:function or path.py:function), which makes a"
+        " trainer's backend.",
+    )
+    base_model: str = option(
+        "",
+        "The model's name at the service; empty = model.path, which has the same tokenizer and configuration.",
+        only_if=_TINKER,
+    )
+    url: str = option("", "Address of the service; empty = TINKER_BASE_URL, or the SDK's.", only_if=_TINKER)
+    chunk_tokens: int = option(
+        256,
+        "Tokens of a rollout that one call of the service samples: when it is interrupted, at most so many are lost.",
+        ge=1,
+        only_if=_TINKER,
+    )
+    timeout_s: float = option(
+        600.0, "A call of the service that is not answered within this time has failed.", gt=0, only_if=_TINKER
+    )
+
+
+def is_tinker(config: Any) -> bool:
+    return config.backend.type == "tinker"
+
+
+# What the service cannot do: the option, the values that it can have, and why it has no others.
+TINKER_REFUSES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "algorithm.entropy_coef": ((0.0,), "the service tells log-probs of given tokens, of which no entropy can be made"),
+    "algorithm.proximal": (
+        ("auto", "step_start", "behavior", "current", "interpolated"),
+        "log-probs under earlier weights are not to be had from it",
+    ),
+    "distill.teacher": (("",), "no teacher's log-probs are asked of the service"),
+    "model.lora.alpha": ((32.0,), "the service has a scale of its own"),
+    "model.lora.dropout": ((0.0,), "the service has none"),
+    "model.lora.target_modules": (
+        (LoraConfig().target_modules,),
+        "the service adapts all linear layers of attention and MLP",
+    ),
+    "rollout.temperature": ((1.0,), "the service's log-probs are those at temperature 1"),
+    "rollout.top_p": ((1.0,), "the service's log-probs are not those of the truncated distribution"),
+    "rollout.top_k": ((0,), "the service's log-probs are not those of the truncated distribution"),
+    "rollout.min_p": ((0.0,), "the service does not know it"),
+    "engine.kind": (("embedded",), "the service samples"),
+}
+# What only this machine's engine and trainer read.
+TINKER_IGNORES = (
+    "model.dtype", "model.device", "engine.kv_memory_gb", "engine.threads", "engine.prefill_chunk_tokens",
+    "engine.device", "train.micro_batch_tokens", "train.gradient_checkpointing", "train.profile_steps",
+    "track.peak_tflops",
+)  # fmt: skip
+
+
+def _refused(key: str) -> Refused:
+    allowed, why = TINKER_REFUSES[key]
+    return Refused(
+        (key, "backend.type"),
+        lambda c: is_tinker(c) and value_of(c, key) not in allowed,
+        lambda c: (
+            f'{key} = {json.dumps(value_of(c, key))} with backend.type = "tinker": {why}. Set it to'
+            f" {' or '.join(map(json.dumps, allowed))}, or train on this machine"
+        ),
     )
 
 
 RULES: tuple[Rule, ...] = (
+    *map(_refused, TINKER_REFUSES),
+    Inert(TINKER_IGNORES, ("backend.type",), is_tinker, 'with backend.type = "tinker": the service trains and samples'),
+    Refused(
+        ("model.lora.rank", "backend.type"),
+        lambda c: is_tinker(c) and not c.model.lora.rank,
+        lambda c: 'backend.type = "tinker" trains adapters: set model.lora.rank to the rank that they shall have',
+    ),
+    Refused(
+        ("algorithm.advantage", "backend.type"),
+        lambda c: is_tinker(c) and c.algorithm.needs_critic,
+        lambda c: (
+            f'algorithm.advantage = "{c.algorithm.advantage}" with backend.type = "tinker": the service has no value'
+            " head. Use an estimator without one, such as grpo"
+        ),
+    ),
     Refused(
         ("backend.type",),
         lambda c: c.backend.type not in BACKENDS and not is_own(c.backend.type),

@@ -43,7 +43,7 @@ FIXED = (
         tuple(f"tasks.sources.*.{name}" for name in ("kind", "name", "params*", "streaming", "prompt_column")),
         "tasks would be repeated or skipped",
     ),
-    Fixed(("backend.type",), "the checkpoint holds weights as that backend wrote them"),
+    Fixed(("backend.type", "backend.base_model"), "the checkpoint holds weights as that backend wrote them"),
     Fixed(
         ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules*"),
         "the weights in the checkpoint are of those adapters",

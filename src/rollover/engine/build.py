@@ -15,13 +15,17 @@ from dataclasses import dataclass
 import torch
 
 from rollover.config import Config
+from rollover.config.backend import is_tinker
 from rollover.config.train import ENGINES
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.own import OwnEngine
 from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import Engine
+from rollover.engine.tinker.engine import TinkerEngine
+from rollover.engine.tinker.service import Service
 from rollover.functions import make_named
 from rollover.models.devices import engine_device
+from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel, cast_parameters
 
 
@@ -41,7 +45,9 @@ class EngineSetup:
 
 
 def build_engine(setup: EngineSetup) -> Engine:
-    """The engine that engine.kind names. ValueError if a function of one's own gives none."""
+    """The engine that engine.kind names, or the service's. ValueError if a function of one's own gives none."""
+    if is_tinker(setup.config):
+        return make_tinker(setup)
     kind = setup.config.engine.kind
     made = make_named("engine.kind", kind, ENGINES, setup, Engine, "an engine")
     if kind in ENGINES:
@@ -66,3 +72,14 @@ def make_embedded(setup: EngineSetup) -> Engine:
 def make_process(setup: EngineSetup) -> Engine:
     """An engine in a process of its own; without a trainer to work beside, an embedded one without a process."""
     return ProcessEngine(setup.config, setup.threads) if setup.beside_trainer else make_embedded(setup)
+
+
+def make_tinker(setup: EngineSetup) -> TinkerEngine:
+    """An engine over a session of its own at the service. Errors as of `Service`."""
+    loaded = setup.model()
+
+    def decode_text(ids: list[int]) -> str:
+        return loaded.tokenizer.decode(ids, skip_special_tokens=False)
+
+    longest = Limits.of(loaded.model).positions or 2**31
+    return TinkerEngine(Service(setup.config), longest, decode_text)

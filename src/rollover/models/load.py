@@ -56,7 +56,7 @@ def _download(url: str) -> Path:
     return target
 
 
-def resolve_path(cfg: ModelConfig) -> str:
+def resolve_path(cfg: ModelConfig, *, needs_weights: bool = True) -> str:
     """Local folder or hub id of cfg.path. ValueError where a local path is not a model folder."""
     if cfg.path == ALIAS:
         return str(smollm2_folder() or HUB_ID)
@@ -66,7 +66,7 @@ def resolve_path(cfg: ModelConfig) -> str:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"model.path = {cfg.path!r} is not a model folder: it has no config.json")
-        if not any(folder.glob("*.safetensors")):
+        if needs_weights and not any(folder.glob("*.safetensors")):
             raise ValueError(f"model.path = {cfg.path!r} has no *.safetensors: write it again with save_pretrained")
         return str(folder)
     local = folder.is_file() or cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1
@@ -84,12 +84,7 @@ def load_model(
     """Load model and tokenizer. Errors that a user can mend are ValueErrors naming model.path."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path = resolve_path(cfg)
-    source: dict[str, Any] = {"trust_remote_code": cfg.trust_remote_code}
-    if cfg.revision:
-        source["revision"] = cfg.revision
-    if not Path(path).is_dir():
-        source |= _hub_source(cfg, path)
+    path, source = _source_of(cfg)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         config = AutoConfig.from_pretrained(path, **source)
@@ -123,6 +118,36 @@ def load_model(
     except ValueError as error:
         raise ValueError(f"model.path = {cfg.path!r}: {error}") from error
     return LoadedModel(model, tokenizer, path)
+
+
+def load_outline(cfg: ModelConfig) -> LoadedModel:
+    """Tokenizer, configuration and shapes of a model whose weights are elsewhere: no weight is read. Errors as
+    `load_model`."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    path, source = _source_of(cfg, needs_weights=False)
+    try:
+        tokenizer, config = _tokenizer(path, source), AutoConfig.from_pretrained(path, **source)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+        raise ValueError(f"model.path = {cfg.path!r} cannot be read: {error}") from error
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(path, **source)
+    except OSError:
+        pass  # it has none, and what the configuration says holds
+    return LoadedModel(model.eval(), tokenizer, path)
+
+
+def _source_of(cfg: ModelConfig, *, needs_weights: bool = True) -> tuple[str, dict[str, Any]]:
+    """The folder or hub id of the model, and how from_pretrained shall get it."""
+    path = resolve_path(cfg, needs_weights=needs_weights)
+    source: dict[str, Any] = {"trust_remote_code": cfg.trust_remote_code}
+    if cfg.revision:
+        source["revision"] = cfg.revision
+    if not Path(path).is_dir():
+        source |= _hub_source(cfg, path)
+    return path, source
 
 
 def _hub_source(cfg: ModelConfig, hub_id: str) -> dict[str, Any]:

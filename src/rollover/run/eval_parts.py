@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollover.config import Config
+from rollover.config.backend import is_tinker
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
 from rollover.envs.build import EnvironmentSetup, build_environment
 from rollover.envs.protocol import Environment
 from rollover.models.devices import dtype_of, engine_device
-from rollover.models.load import stop_token_ids
+from rollover.models.load import load_outline, stop_token_ids
 from rollover.models.team import most_threads, prepare_process
 from rollover.rewards.build import build_rewarder
 from rollover.rewards.protocol import Rewarder
@@ -36,8 +37,11 @@ class EvalParts:
         """Load `model` (a folder or a name; None: model.path), and build what answers with it."""
         prepare_process(config)
         model_config = config.model if model is None else config.model.model_copy(update={"path": model})
-        loaded, adapter = load_with_adapter(model_config, dtype=dtype_of(config), device=engine_device(config))
-        config = config.model_copy(update={"model": model_config})
+        if is_tinker(config):
+            config, loaded, adapter = _at_service(config, model), load_outline(config.model), []
+        else:
+            loaded, adapter = load_with_adapter(model_config, dtype=dtype_of(config), device=engine_device(config))
+            config = config.model_copy(update={"model": model_config})
         async with AsyncExitStack() as on_error:
             engine = build_engine(EngineSetup(config, lambda: loaded, most_threads(config), beside_trainer=False))
             on_error.push_async_callback(engine.close)
@@ -69,3 +73,15 @@ class EvalParts:
         finally:
             if self.rewarder is not None:
                 await self.rewarder.close()
+
+
+def _at_service(config: Config, model: str | None) -> Config:
+    """The configuration with which the service samples with `model`: a path of its own, or None, the base model."""
+    if model is None:
+        return config
+    if not model.startswith("tinker://"):
+        raise ValueError(
+            f'{model!r} with backend.type = "tinker": the service samples. Give the path that it has the weights at'
+            ' ("sampler" in tinker.json of the run\'s model folder), or remove the model: then it is the base model'
+        )
+    return config.model_copy(update={"backend": config.backend.model_copy(update={"base_model": model})})

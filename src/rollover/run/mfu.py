@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rollover.config import Config
+from rollover.config.backend import is_tinker
 from rollover.models.devices import dtype_of, engine_device, pick_device
 from rollover.models.peak import peak_flops
 
@@ -16,6 +17,9 @@ class Utilization:
     """The utilization of the devices of one run, by step. `overlaps`: whether generation goes on during training."""
 
     def __init__(self, config: Config, overlaps: bool) -> None:
+        self.elsewhere = is_tinker(config)  # on what devices is not told
+        if self.elsewhere:
+            return
         dtype = dtype_of(config)
         trains_on, generates_on = pick_device(config.model.device), engine_device(config)
         self.overlaps = overlaps
@@ -26,6 +30,8 @@ class Utilization:
     def of_step(self, row: Mapping[str, float], train_flops: float, generate_flops: float) -> dict[str, float]:
         """What trainer and engine computed for the step of this row. Where generation overlaps with training it has the
         whole step's time."""
+        if self.elsewhere:
+            return {"perf/train_flops": train_flops}
         metrics = {"perf/peak_tflops": self.train_peak / 1e12, "perf/train_flops": train_flops}
         if row["time/train_s"]:
             metrics["perf/mfu_train"] = train_flops / (row["time/train_s"] * self.train_peak)

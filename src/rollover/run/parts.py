@@ -11,13 +11,14 @@ import torch
 
 from rollover.algorithms.filters import build_group_filter
 from rollover.config import Config
+from rollover.config.backend import is_tinker
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
 from rollover.envs.build import EnvironmentSetup, build_environment
 from rollover.envs.protocol import Environment, HoldsObjects
 from rollover.models import kernels
 from rollover.models.devices import engine_device, pick_device
-from rollover.models.load import LoadedModel, load_model, stop_token_ids
+from rollover.models.load import LoadedModel, load_model, load_outline, stop_token_ids
 from rollover.models.team import most_threads, prepare_process
 from rollover.rewards.build import build_rewarder
 from rollover.rewards.observer import RewardObserver
@@ -71,7 +72,9 @@ class Parts:
             say(reason)
         prompts_for = build_prompts(config)
         group_filter = build_group_filter(config.filters, needs_rewards=not config.distill.replaces)
-        model = functools.cache(lambda: load_model(config.model, device=devices[0]))
+        model = functools.cache(
+            lambda: load_outline(config.model) if is_tinker(config) else load_model(config.model, device=devices[0])
+        )
         # First: one elsewhere loads the model while we do, and one here copies the weights before the trainer casts
         # them or adds adapters.
         async with AsyncExitStack() as on_error:  # an engine may be a process: nobody else would end it

@@ -156,7 +156,8 @@ def test_an_option_has_an_effect_where_its_conditions_hold_and_nowhere_else(key,
     for each in needs_of(field_at(key)):
         values[each.key] = next(v for v in (*each.values, *taken(each.key)) if is_met(each, v))
     assert f"{key} has no effect" not in said_of(values)
-    off = next(v for v in (*condition.values, *taken(condition.key)) if not is_met(condition, v))
+    candidates = (*condition.values, *taken(condition.key), default_of(condition.key))
+    off = next(v for v in candidates if not is_met(condition, v))
     (line,) = [x for x in said_of(values | {condition.key: off}).splitlines() if f"{key} has no effect" in x]
     assert condition.key in line and json.dumps(off) in line  # key and value; the fix:
     assert re.search(rf"(Set|Change) {re.escape(condition.key)}.*, or remove {key}|Remove {key}", line)

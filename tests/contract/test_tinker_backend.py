@@ -1,0 +1,127 @@
+"""The backend over a Tinker-compatible service, against a service on this machine: the contract, and the local backend
+beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from contract import trainer_contract
+from rollover.config import Config
+from rollover.engine.build import EngineSetup, build_engine
+from rollover.engine.protocol import Engine
+from rollover.models.load import LoadedModel
+from rollover.trainer.backend import TrainerBackend
+from rollover.trainer.batch import Batch
+from rollover.trainer.build import build_trainer
+from rollover.trainer.trainer import Trainer
+from samples import random_samples
+from tinker_service import DROP, KEY, FakeTinker, serving
+
+pytest.importorskip("tinker", reason="the SDK of Tinker is not installed (the extra tinker)")
+SAMPLES = [replace(s, temperature=1.0) for s in random_samples(3)]
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[tuple[FakeTinker, str]]:
+    with pytest.MonkeyPatch.context() as patch, serving() as served:
+        patch.setenv("TINKER_API_KEY", KEY)
+        yield served
+
+
+def config(url: str = "", **tables: dict[str, Any]) -> Config:
+    values: dict[str, dict[str, Any]] = {
+        "model": {"lora": {"rank": 4}},
+        "rollout": {"max_new_tokens": 16, "groups_per_step": 3},
+        "train": {"learning_rate": 1e-2, "num_steps": 10},
+        "backend": {"type": "tinker", "base_model": "tiny", "url": url, "chunk_tokens": 4, "timeout_s": 30},
+    }
+    for table, changes in tables.items():
+        before = {} if changes == {"type": "local"} else values.get(table, {})
+        values[table] = {**before, **changes}
+    return Config.model_validate(values)
+
+
+def outline() -> LoadedModel:
+    with torch.device("meta"):
+        return LoadedModel(tiny.model(), tiny.tokenizer(), "tiny")
+
+
+def built(of: Config) -> tuple[Trainer, Engine]:
+    loaded = outline()
+    engine = build_engine(EngineSetup(of, lambda: loaded, 1))
+    return build_trainer(of, loaded, engine), engine
+
+
+@pytest.mark.parametrize("check", trainer_contract.CHECKS, ids=lambda check: check.__name__)
+def test_contract(check, service: tuple[FakeTinker, str]) -> None:
+    def make() -> TrainerBackend:
+        return built(config(service[1]))[0].backend
+
+    asyncio.run(check(trainer_contract.Subject(make, SAMPLES, weights_stay=True)))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"loss": "cispo"},
+        {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
+        {"kl_coef": 0.1},
+        {"rejection": "token_k3", "rejection_high": 2.0, "ess_step_scaling": True},
+    ],
+)
+def test_losses_and_weights_are_those_of_the_local_backend(
+    algorithm: dict[str, Any], service: tuple[FakeTinker, str]
+) -> None:
+    train = {"minibatches_per_step": 3, "schedule": "linear", "weight_decay": 0.1, "max_grad_norm": 0.05}
+    theirs, _ = built(config(service[1], algorithm=algorithm, train=train))
+    local = config(
+        algorithm=algorithm,
+        train={**train, "micro_batch_tokens": 60},
+        model={"dtype": "float32", "lora": {"rank": 4}},
+        backend={"type": "local"},
+    )
+    torch.manual_seed(0)
+    ours = build_trainer(local, tiny.loaded())
+    for _ in range(4):
+        expected, found = ours.train_step(Batch(SAMPLES)), theirs.train_step(Batch(SAMPLES))
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        for name in expected.keys() & found.keys():
+            assert found[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-5), name
+            assert expected.keys() - found.keys() == {"entropy"}
+    before, after = (trainer.backend.compute_logprobs(SAMPLES) for trainer in (ours, theirs))
+    for rollout_id, values in before.items():
+        np.testing.assert_allclose(after[rollout_id], values, atol=1e-3)  # after 12 updates of Adam
+
+
+def test_a_gradient_that_is_accumulated_is_that_of_one_step(service: tuple[FakeTinker, str]) -> None:
+    plain, streamed = (built(config(service[1]))[0] for _ in range(2))
+    streamed.accumulate([s for s in SAMPLES if s.group_id == 1])
+    expected, found = plain.train_step(Batch(SAMPLES)), streamed.train_step(Batch(SAMPLES))
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+def test_what_fails_by_the_services_fault_is_asked_again(service: tuple[FakeTinker, str]) -> None:
+    fake, url = service
+    plain, troubled = (built(config(url))[0] for _ in range(2))
+    expected = plain.train_step(Batch(SAMPLES))
+    fake.faults = {"forward_backward": [503, DROP], "optim_step": [429], "retrieve_future": [500, DROP]}
+    fake.failing = ["out of memory"]  # the result of the first forward pass
+    found = troubled.train_step(Batch(SAMPLES))
+    assert not any(fake.faults.values()) and not fake.failing
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), "nothing was done twice"
+
+
+def test_what_was_sampled_at_another_temperature_is_refused(service: tuple[FakeTinker, str]) -> None:
+    backend = built(config(service[1]))[0].backend
+    with pytest.raises(ValueError, match=r"rollout 0-0 was sampled at temperature 0.7, and the service's log-probs"):
+        backend.compute_logprobs([replace(SAMPLES[0], temperature=0.7)])

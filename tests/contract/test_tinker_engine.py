@@ -1,0 +1,94 @@
+"""The engine over a Tinker-compatible service, against a service on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from test_tinker_backend import config, outline, service
+
+import tiny
+from contract import engine_contract
+from contract.engine_contract import logprobs_of, tokens_of
+from rollover.engine.build import EngineSetup, build_engine
+from rollover.engine.protocol import Engine, ExtendRequest
+from rollover.types import SamplingParams, StopReason
+from tinker_service import FakeTinker
+
+pytest.importorskip("tinker", reason="the SDK of Tinker is not installed (the extra tinker)")
+__all__ = ["service"]
+PROMPTS = [(5, 6, 7), (40, 41), (9, 8, 7, 6)]
+
+
+def engine(url: str, **backend: object) -> Engine:
+    loaded = outline()
+    return build_engine(EngineSetup(config(url, backend=backend), lambda: loaded, 1))
+
+
+@pytest.fixture
+def url(service: tuple[FakeTinker, str]) -> Iterator[str]:
+    yield service[1]
+    service[0].faults.clear()
+
+
+@pytest.mark.parametrize("check", engine_contract.CHECKS, ids=lambda check: check.__name__)
+def test_contract(check, url: str) -> None:
+    subject = engine_contract.Subject(
+        lambda: engine(url), PROMPTS, lambda: [("tiny", torch.empty(0))], frozenset({1}), max_new_tokens=12,
+        decode_text=lambda ids: tiny.tokenizer().decode(ids, skip_special_tokens=False), resumes_exactly=False,
+    )  # fmt: skip
+    asyncio.run(check(subject))
+
+
+def request(num: int = 12, **changes: object) -> ExtendRequest:
+    return replace(ExtendRequest("0-0", PROMPTS[0], (), num, 7, SamplingParams()), **changes)
+
+
+def test_an_interruption_loses_the_chunk_that_runs_and_no_other(service: tuple[FakeTinker, str], url: str) -> None:
+    """The third call of four hangs: the eight tokens of the first two are there, and the rest is that of the whole."""
+    fake = service[0]
+
+    async def interrupted() -> tuple[list[int], list[int], list[int]]:
+        of = engine(url)
+        whole = tokens_of(await of.extend(request()))
+        asked = len(fake.named("asample"))
+        fake.faults = {"asample": [0.0, 0.0, 1.5]}
+        extend = asyncio.ensure_future(of.extend(request()))
+        while len(fake.named("asample")) < asked + 2 or len(tokens_of((await of.progress(["0-0"]))["0-0"])) < 8:
+            await asyncio.sleep(0.01)
+        of.interrupt(["0-0"])
+        segments = await asyncio.wait_for(extend, 1.0)
+        assert segments[-1].stop_reason is StopReason.PAUSED
+        first = tokens_of(segments)
+        rest = await of.extend(request(12 - len(first), generated_ids=tuple(first)))
+        await of.close()
+        return whole, first, tokens_of(rest)
+
+    whole, first, rest = asyncio.run(interrupted())
+    assert first == whole[:8] and first + rest == whole
+
+
+def test_tokens_after_a_stop_string_are_thrown_away(service: tuple[FakeTinker, str], url: str) -> None:
+    async def stopped() -> tuple[list[int], list[int], StopReason]:
+        of = engine(url)
+        whole = tokens_of(await of.extend(request()))
+        text = tiny.tokenizer().decode(whole[4:6])
+        segments = await of.extend(request(stop_strings=(text,)))
+        assert len(logprobs_of(segments)) == len(tokens_of(segments))
+        return whole, tokens_of(segments), segments[-1].stop_reason
+
+    whole, found, reason = asyncio.run(stopped())
+    assert found == whole[:6] and reason is StopReason.STOP_STRING
+
+
+def test_a_call_that_is_not_answered_fails_with_a_sentence(service: tuple[FakeTinker, str], url: str) -> None:
+    async def failing() -> None:
+        of = engine(url, timeout_s=0.4)
+        service[0].faults = {"asample": [3.0]}
+        await of.extend(request())
+
+    with pytest.raises(RuntimeError, match=r"failed at sampling: there was no answer within backend.timeout_s = 0.4 s"):
+        asyncio.run(failing())

@@ -1,0 +1,119 @@
+"""Runs whose model is at a Tinker-compatible service: here one on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+from rollover.cli import main
+from tinker_service import DROP, KEY, FakeTinker, serving
+
+pytest.importorskip("tinker", reason="the SDK of Tinker is not installed (the extra tinker)")
+HOOKS = """
+class EndsAtTwo:
+    def on_step_end(self, row):
+        assert row["step"] < 2, "no more"
+"""
+SYNC = {"in_flight_groups": None, "interrupt": None, "max_staleness": None}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[tuple[FakeTinker, str]]:
+    with pytest.MonkeyPatch.context() as patch, serving() as served:
+        patch.setenv("TINKER_API_KEY", KEY)
+        yield served
+
+
+def recipe(folder: Path, url: str, mode: dict[str, Any], **tables: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "hooks.py").write_text(HOOKS)
+    return runs.write(
+        folder,
+        steps=tables.pop("steps", 3),
+        **{
+            "model": {"dtype": None},
+            "model.lora": {"rank": 4},
+            "backend": {"type": "tinker", "base_model": "tiny", "url": url, "chunk_tokens": 4, "timeout_s": 30},
+            "engine": {"kv_memory_gb": None},
+            "train": {"micro_batch_tokens": None, "learning_rate": 0.01},
+            "rollout": {"max_new_tokens": 6, "group_size": 2, **mode},
+            "checkpoint": {"every_steps": 0},
+            **tables,
+        },
+    )
+
+
+def test_a_run_that_ends_early_goes_on_exactly_and_the_key_is_nowhere(
+    tmp_path: Path, service: tuple[FakeTinker, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake, url = service
+    straight, cut = (recipe(tmp_path / name, url, SYNC, eval={"num_tasks": 2}) for name in ("straight", "cut"))
+    assert main(["train", str(straight)]) == 0
+    assert main(["train", str(cut), "--run.hooks", f"{tmp_path}/cut/hooks.py:EndsAtTwo"]) == 2
+    fake.faults = {"load_weights": [503], "asample": [429, DROP], "save_weights": [500]}
+    assert main(["train", str(cut), "--resume"]) == 0
+    assert not any(fake.faults.values())
+    expected, found = (runs.json_lines(file.parent / "run" / "metrics.jsonl") for file in (straight, cut))
+    for name in ("step", "loss", "grad_norm", "reward/mean", "length/mean", "learning_rate", "ratio/max"):
+        assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-4, abs=1e-6), name
+    for row in found:
+        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
+        assert row["perf/train_flops"] > 0 and not {"entropy", "perf/mfu_train", "perf/peak_tflops"} & row.keys()
+        assert abs(row["importance/mean"] - 1) < 1e-3, "the log-probs of sampler and trainer agree"
+    said = "".join(capsys.readouterr())
+    texts = [path.read_text(errors="replace") for path in (tmp_path / "cut").rglob("*") if path.is_file()]
+    assert not any(KEY in text for text in [said, *texts])
+    assert all(headers.get("X-API-Key") == KEY for headers in fake.headers) and not fake.named("telemetry")
+    paths = json.loads((tmp_path / "cut" / "run" / "model" / "tinker.json").read_text())
+    words = ["eval", str(cut), "--eval.num_tasks", "2", "--model"]
+    assert main([*words, paths["sampler"]]) == 0
+    assert main([*words, str(tmp_path / "cut" / "run" / "model")]) == 2
+    assert "Give the path that it has the weights at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "mode", [{"interrupt": "when_enough"}, {"overlap": True, "interrupt": "on_weight_update"}, {"stop": ["7"]}]
+)
+def test_it_runs_in_every_mode(mode: dict[str, Any], tmp_path: Path, service: tuple[FakeTinker, str]) -> None:
+    assert main(["train", str(recipe(tmp_path, service[1], mode, steps=3))]) == 0
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(row["grad_norm"] > 0 for row in rows)
+    for row in rows:
+        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
+
+
+@pytest.mark.parametrize(
+    ("table", "changes", "code", "why"),
+    [
+        ("backend", {"base_model": "tinier"}, 1, "failed at making adapters over tinier: RequestFailedError"),
+        ("backend", {"url": "http://127.0.0.1:9", "timeout_s": 0.5}, 1, "there was no answer within backend.timeout_s"),
+        ("model.lora", {"rank": 0}, 2, 'backend.type = "tinker" trains adapters: set model.lora.rank'),
+        ("algorithm", {"entropy_coef": 0.1}, 2, 'algorithm.entropy_coef = 0.1 with backend.type = "tinker": the serv'),
+        ("algorithm", {"advantage": "gae"}, 2, "the service has no value head. Use an estimator without one"),
+        ("rollout", {"temperature": 0.7}, 2, "the service's log-probs are those at temperature 1. Set it to 1.0, or"),
+        ("engine", {"kind": "process"}, 2, 'engine.kind = "process" with backend.type = "tinker": the service samples'),
+        ("train", {"gradient_checkpointing": True}, 2, "train.gradient_checkpointing has no effect with backend.type"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    table: str, changes: dict[str, Any], code: int, why: str,
+    tmp_path: Path, service: tuple[FakeTinker, str], capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    file = recipe(tmp_path, service[1], SYNC)
+    words = [part for key, value in changes.items() for part in (f"--{table}.{key}", str(value).lower())]
+    assert main(["train", str(file), *words]) == code
+    error = capsys.readouterr().err
+    assert why in error and "Traceback" not in error, error
+
+
+def test_without_a_key_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    assert main(["train", str(recipe(tmp_path, "http://127.0.0.1:9", SYNC))]) == 2
+    assert "needs the key of the service: set TINKER_API_KEY in the environment" in capsys.readouterr().err

@@ -119,7 +119,7 @@ def test_the_policy_calls_its_tool_over_turns(tmp_path: Path, monkeypatch: pytes
     assert [r["score"] for r in (one, two, three)] == [1.0, 1.0, 0.0]
     counted = {key: rows[-1][key] for key in rows[-1] if key.startswith(("tools/", "episodes/"))}
     assert counted.pop("tools/time_s") > 0
-    assert counted == {
+    assert counted == counted | {
         "tools/calls": 6 + 6 * 4, "tools/malformed": 6, "tools/errors": 12, "tools/timeouts": 0,
         "tools/left_behind": 0, "episodes/done": 18, "episodes/max_turns": 0, "episodes/length": 0,
     }  # fmt: skip

@@ -396,9 +396,10 @@ def test_greedy_circles_are_stopped() -> None:
 def test_repetition_is_looked_for_in_the_present_turn_alone() -> None:
     """What an environment wrote may go round in circles: that ends no answer to it."""
     before = (7,) * 31
-    for text_start, reason in ((0, StopReason.REPETITION), (15, None), (16, StopReason.REPETITION), (31, None)):
+    again = StopReason.REPETITION
+    for text_start, window, reason in ((0, 16, again), (0, 32, again), (16, 16, again), (16, 32, None), (31, 16, None)):
         asked = request("0-0", PROMPTS[0], 20, before)
-        asked = dataclasses.replace(asked, stop_repetition_tokens=16, text_start=text_start)
+        asked = dataclasses.replace(asked, stop_repetition_tokens=window, text_start=text_start)
         sequence = Sequence.start(asked, None)  # type: ignore[arg-type]
         sequence.append(7, -1.0)
-        assert sequence.stop_reason(None) is reason, text_start
+        assert sequence.stop_reason(None) is reason, (text_start, window)

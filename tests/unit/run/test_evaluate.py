@@ -119,3 +119,20 @@ def test_where_the_environment_fails_an_answer_has_no_score() -> None:
     found = answers(FakeEngine(lambda seed: 5), [], Broken())
     assert [a.score for a in found] == [2.0, 2.0, 2.0, None, 2.0, 2.0]
     assert found[3].error == "the environment failed at rollout eval-1-1 (KeyError: 'no such page')"
+
+
+class Hanging(Twice):
+    """At the second turn of one rollout, for ever."""
+
+    async def next(self, rollout: Rollout) -> Segment | None:
+        if (rollout.task.task_id, rollout.sibling) == ("t1", 1) and len(rollout.segments) > 1:
+            await asyncio.get_running_loop().create_future()
+        return await super().next(rollout)
+
+
+def test_where_the_environment_works_for_too_long_an_answer_has_no_score() -> None:
+    said: list[str] = []
+    found = answers(FakeEngine(lambda seed: 5), said, Hanging())
+    assert [a.score for a in found] == [2.0, 2.0, 2.0, None, 2.0, 2.0]
+    assert found[3].error == "the environment worked for longer than workflow.timeout_s = 300"
+    assert found[3].stop_reason == "timeout" and len(said) == 1 and "rollout eval-1-1 has worked for" in said[0]

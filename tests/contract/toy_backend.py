@@ -62,7 +62,7 @@ class Bigrams:
             streams = Streams(
                 packed.unpack(logprobs_M), packed.unpack(entropy_M.detach()), proximal_BT, packed.behavior_logprobs_BT,
                 None, packed.advantages_BT, packed.mask_BT, packed.versions_BT,
-                staleness(packed.versions_BT, self.policy_version), packed.group_B,
+                staleness(packed.versions_BT, self.policy_version), packed.group_B, packed.sequences,
             )  # fmt: skip
             loss, of_micro = self.objective(streams, counts)
             loss.backward()

@@ -67,7 +67,7 @@ def ours(data: Data, **algorithm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_BT=stream(current), entropy_BT=torch.zeros_like(mask).float(), proximal_BT=stream(data["proximal"]),
         behavior_BT=stream(data["behavior"]), reference_BT=None, advantages_BT=stream(data["advantages"]),
         mask_BT=mask, versions_BT=torch.zeros_like(mask).long(), staleness_BT=torch.zeros_like(mask).long(),
-        group_B=rows,
+        group_B=rows, sequences=[samples[i].sequence_id for i in rows.tolist()],
     )  # fmt: skip
     loss, _ = objective(given, Counts.of(samples))
     return loss.detach(), torch.autograd.grad(loss, current)[0]

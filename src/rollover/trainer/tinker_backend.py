@@ -251,6 +251,7 @@ def _streams(
         versions_BT=versions_BT,
         staleness_BT=staleness(versions_BT, trainer_version),
         group_B=torch.tensor([s.group_id for s in samples]),
+        sequences=[s.sequence_id for s in samples],
     )
 
 

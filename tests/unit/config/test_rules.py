@@ -100,6 +100,7 @@ VALUES = (
     "decoupled",
     "rloo",
     "gae",
+    "json",
     "x",
     "",
     2,

@@ -94,7 +94,7 @@ class Credit:
         stay: list[TrajectoryGroup] = []
         for compared in grouped.compared:
             valid = sum(t.valid for t in compared.trajectories)
-            several = self.needs_rewards and len(grouped.compared) > 1
+            several = self.needs_rewards and (len(grouped.compared) > 1 or bool(grouped.untrained))
             if several and valid < _MIN_COMPARED and self._traits_of(compared).compares_siblings:
                 why = f"{valid} of its TrajectoryGroup have a score"
                 credited.left_out += _left_out(compared.trajectories, ALONE, why)

@@ -14,6 +14,7 @@ import numpy as np
 
 from rollover.staleness import staleness
 from rollover.trainer.batch import Batch
+from rollover.trajectories import episodes_of
 from rollover.types import Group, Segment, StopReason
 
 
@@ -26,7 +27,8 @@ def reward_metrics(groups: list[Group]) -> dict[str, float]:
 
     A group with fewer than two valid rewards has no variance that could be zero: it is none of groups/zero_variance.
     """
-    rewards = [(r.task.source, r.reward) for g in groups for r in g.rollouts if r.reward is not None and not r.greedy]
+    trajectories = [t for g in groups for e in episodes_of(g) for t in e.trajectories if not t.greedy]
+    rewards = [(t.task.source, t.reward) for t in trajectories if t.reward is not None]
     scores: dict[str, list[float]] = defaultdict(list)
     extras: dict[str, list[float]] = defaultdict(list)
     for source, reward in rewards:
@@ -44,6 +46,28 @@ def reward_metrics(groups: list[Group]) -> dict[str, float]:
         **{f"reward/{source}/mean": _mean(values) for source, values in scores.items()},
         **{f"reward/extra/{name}": _mean(values) for name, values in extras.items()},
     }
+
+
+def role_metrics(batch: Batch) -> dict[str, float]:
+    """Scores of each role's trajectories, and advantages of its loss tokens; nothing where there is one role."""
+    trajectories = [t for several in batch.compared.values() for c in several for t in c.trajectories]
+    roles = sorted({t.role for t in trajectories})
+    if len(roles) < 2:
+        return {}
+    role_of = {rollout_id: t.role for t in trajectories for rollout_id in t.ids}
+    streams: dict[str, list[np.ndarray]] = defaultdict(list)
+    for s in batch.samples:
+        if s.mask.any():
+            streams[role_of[s.rollout_id]].append(s.advantages[s.mask])
+    metrics: dict[str, float] = {}
+    for role in roles:
+        scores = [t.reward.score for t in trajectories if t.role == role and t.reward and t.reward.score is not None]
+        values = np.concatenate(streams[role] or [np.zeros(0, dtype=np.float32)])
+        for name, of in ((f"reward/{role}", np.asarray(scores)), (f"advantage/{role}", values)):
+            metrics[f"{name}/mean"] = float(np.mean(of)) if len(of) else float("nan")
+            metrics[f"{name}/std"] = float(np.std(of)) if len(of) else float("nan")
+        metrics[f"advantage/{role}/zero_share"] = float(np.mean(values == 0)) if len(values) else float("nan")
+    return metrics
 
 
 def _valid_scores(group: Group) -> list[float]:

@@ -37,7 +37,13 @@ METRICS: list[Metric] = [
     # Reward
     Metric("reward/mean", "mean", "reward", "Mean score of the trained rollouts that have one."),
     Metric("reward/std", "mean", "reward", "Standard deviation of those scores."),
-    Metric("reward/{source}/mean", "mean", "reward", "Mean score of the trained rollouts of one task source."),
+    Metric("reward/{source}/mean", "mean", "reward", "Mean score of the trained rollouts of one task source, or role."),
+    Metric(
+        "reward/{role}/std", "mean", "reward", "Standard deviation of the scores of one role, where there are more."
+    ),
+    Metric("advantage/{role}/mean", "mean", "", "Mean advantage of the loss tokens of one role, where there are more."),
+    Metric("advantage/{role}/std", "mean", "", "Standard deviation of those."),
+    Metric("advantage/{role}/zero_share", "mean", "share", "Share of those that are 0."),
     Metric("reward/missing", "sum", "rollouts", "Trained groups' rollouts without a reward (masked, never scored 0)."),
     Metric("reward/extra/{name}", "mean", "", "Mean of one further entry of the dicts that the reward returned."),
     # Of the user's own
@@ -313,7 +319,7 @@ METRICS: list[Metric] = [
     Metric("loss", "mean", "", "Loss of the step, as algorithm.aggregation defines it."),
     Metric("train/zero_advantage_tokens", "sum", "tokens", "Tokens left out of passes and their metrics: advantage 0."),
     Metric("train/threads", "mean", "threads", "Mean CPU threads of this step's micro-batches, by time."),
-    Metric("train/masked_rollouts", "sum", "rollouts", "Rollouts that filters.mask_* took out of the loss."),
+    Metric("train/masked_rollouts", "sum", "rollouts", "Rollouts that filters.mask_* or roles took out of the loss."),
     Metric("train/masked_tokens", "sum", "tokens", "Their sampled tokens, which are in tokens/trained all the same."),
     Metric("train/skipped_steps", "sum", "updates", "Optimizer steps skipped because a gradient was not finite."),
     Metric("grad_norm", "mean", "", "Global gradient norm before clipping."),

@@ -12,12 +12,18 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
+from rollover.algorithms.credit import ALONE, UNTRAINED
 from rollover.algorithms.filters import rollout_filters
 from rollover.config import Config
 from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.replay_buffer import ReplayBuffer
 from rollover.trainer.teacher import TeacherPrompts
 from rollover.types import Group, Sample
+
+_MASKED = {
+    UNTRAINED: "are of a role that is not trained (set workflow.roles.NAME.trained = true)",
+    ALONE: "have no other of their role with a reward (raise rollout.group_size)",
+}
 
 
 class StepBatchBuilder:
@@ -38,6 +44,7 @@ class StepBatchBuilder:
         A group has no signal if all its advantages are 0. Advantages are then computed again over the groups that are
         trained. ValueError, which says why, if no token is in the loss.
         """
+        self._check_roles(groups, version)
         oldest = self.config.rollout.oldest_in_loss(version)
         batch = self.builder.build(groups, oldest)
         if len(self.buffer):
@@ -51,6 +58,15 @@ class StepBatchBuilder:
             why = _why_no_loss(groups, batch, oldest, needs_rewards=self.builder.needs_rewards)
             raise ValueError(f"step {version + 1} has no token in its loss: {why}")
         return replace(batch, samples=self._for_teacher(groups, batch.samples))
+
+    def _check_roles(self, groups: Iterable[Group], version: int) -> None:
+        """ValueError where a role of [workflow.roles] is that of no trajectory of the first step: it is misspelt."""
+        missing = set() if version else self.config.workflow.roles.keys() - {r.role for g in groups for r in g.rollouts}
+        if missing:
+            raise ValueError(
+                f"workflow.roles.{min(missing)}: no trajectory of the first step has this role. Give one"
+                f" trajectory the role, or remove [workflow.roles.{min(missing)}]"
+            )
 
     def with_signal(self, groups: list[Group], version: int) -> list[Sample]:
         """Those samples of some groups of the step at trainer `version` that `build` will not replace.
@@ -76,12 +92,13 @@ def _with_signal(batch: Batch) -> set[int]:
 
 def _why_no_loss(groups: list[Group], batch: Batch, oldest: int, *, needs_rewards: bool) -> str:
     """What keeps each rollout of a batch out of its loss, and what to change."""
-    masked, causes = batch.masked.out_of_loss, Counter[str]()
+    masked = {m.rollout.rollout_id: m.reason for m in batch.masked.rollouts}
+    causes = Counter[str]()
     for rollout in (r for g in groups for r in g.rollouts if not r.greedy):
         if needs_rewards and (rollout.reward is None or rollout.reward.missing):
             causes["have no reward (mend the reward function)"] += 1
-        elif rollout.rollout_id in masked:
-            causes["are masked by a filter (loosen [filters])"] += 1
+        elif reason := masked.get(rollout.rollout_id):
+            causes[_MASKED.get(reason, "are masked by a filter (loosen [filters])")] += 1
         elif max(rollout.versions, default=-1) < oldest:
             causes[f"have no token of policy version {oldest} or later (raise rollout.max_staleness)"] += 1
         else:

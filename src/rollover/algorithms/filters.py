@@ -17,6 +17,7 @@ from rollover.config import FiltersConfig
 from rollover.functions import OwnFunction, described, own_function
 from rollover.types import Group, Rollout, StopReason
 
+HasSignal = Callable[[Group], bool | None]
 _WHY = "a text that says why to drop the group, or None to keep it"
 
 
@@ -35,17 +36,19 @@ def first_match(group: Group, filters: Sequence[GroupFilter]) -> tuple[str, str]
 
 
 def build_group_filter(
-    config: FiltersConfig, *, needs_rewards: bool = True
+    config: FiltersConfig, *, needs_rewards: bool = True, has_signal: HasSignal | None = None
 ) -> Callable[[Group], tuple[str, str] | None] | None:
     """`first_match` of the filters that [filters] sets, for the lifecycle; None if it sets none. Arguments and
     ValueErrors as of `group_filters`."""
-    filters = group_filters(config, needs_rewards=needs_rewards)
+    filters = group_filters(config, needs_rewards=needs_rewards, has_signal=has_signal)
     return (lambda group: first_match(group, filters)) if filters else None
 
 
-def group_filters(config: FiltersConfig, *, needs_rewards: bool = True) -> list[GroupFilter]:
+def group_filters(
+    config: FiltersConfig, *, needs_rewards: bool = True, has_signal: HasSignal | None = None
+) -> list[GroupFilter]:
     """The filters of groups that [filters] sets, in the order in which they are asked. ValueError if `custom` names no
-    function. `needs_rewards`: as of `all_masked`."""
+    function. `needs_rewards`: as of `all_masked`. `has_signal`: as of `zero_variance`."""
     chosen: list[GroupFilter] = []
     if config.max_error_share < 1:
         chosen.append(error(config.max_error_share))
@@ -58,7 +61,7 @@ def group_filters(config: FiltersConfig, *, needs_rewards: bool = True) -> list[
         high = config.pass_rate_below if config.pass_rate_below <= 1 else None
         chosen.append(pass_rate(low, high, threshold=config.pass_threshold, metric=config.metric))
     if config.zero_variance:
-        chosen.append(zero_variance(config.metric))
+        chosen.append(zero_variance(config.metric, has_signal))
     if config.custom:
         chosen.append(custom(own_function("filters.custom", config.custom, _WHY), "custom"))
     if config.masks:
@@ -76,15 +79,19 @@ def rollout_filters(config: FiltersConfig) -> list[RolloutFilter]:
     return chosen
 
 
-def zero_variance(metric: str = "score") -> GroupFilter:
+def zero_variance(metric: str = "score", has_signal: HasSignal | None = None) -> GroupFilter:
     """Drop a group whose valid siblings all have the same reward, or that has fewer than two: nothing to learn from.
 
     Values are compared in float32, as advantages are computed, so that the groups dropped are those whose GRPO
     advantages are all 0. `metric`: "score", or a name in the rewards' extras (verl's filter_groups.metric), for scores
     with a part that always differs, such as a penalty on length.
+    `has_signal` answers for groups whose advantages do not follow from one comparison of scores: several roles, turns,
+    advantages that came with the trajectories; None: look at `metric`.
     """
 
     def why(group: Group) -> str | None:
+        if has_signal is not None and (found := has_signal(group)) is not None:
+            return None if found else "no trajectory has an advantage that is not 0"
         values = _values(group, metric)
         if len(values) < 2:
             return f"{len(values)} of {len(_siblings(group))} rollouts have a {metric}"

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from rollover.alike import did_you_mean
 from rollover.config import RoleConfig, WorkflowConfig
@@ -62,6 +65,16 @@ class Grouping:
         compared = self(group).compared
         return max((sum(t.valid for t in g.trajectories) + greedy[g.role] for g in compared), default=0)
 
+    def has_signal(self, group: Group, default: str) -> bool | None:
+        """Whether a Group that is scored can have an advantage other than 0, where `default` is algorithm.advantage.
+        None: one TrajectoryGroup is compared by its scores, and they tell."""
+        compared = self(group).compared
+        by_turns = self.workflow.credit == "turn_returns"
+        own = [self.workflow.advantage_of(c.trajectories[0].role, default) == "precomputed" for c in compared]
+        if len(compared) == 1 and not by_turns and not own[0]:
+            return None
+        return any(_brings_any(c) if o else _differs(c, by_turns=by_turns) for c, o in zip(compared, own, strict=True))
+
     # Private
 
     def _partition(self, function: OwnFunction, episodes: list[Episode]) -> list[TrajectoryGroup]:
@@ -88,6 +101,23 @@ def _miscounted(trajectory: Trajectory, rollout_id: str, found: int, expected: i
     if not expected:
         return f"{of}, whose role is not trained (workflow.roles.{trajectory.role}): leave it out"
     return f"groups without {of}" if not found else f"{of} {found} times"
+
+
+def _brings_any(compared: TrajectoryGroup) -> bool:
+    """Whether an advantage that came with its trajectories is not 0."""
+    return any(r.reward and _nonzero(r.reward.advantages) for t in compared.trajectories if t.valid for r in t.rollouts)
+
+
+def _nonzero(value: Any) -> bool:
+    return any(map(_nonzero, value)) if isinstance(value, tuple) else bool(value)
+
+
+def _differs(compared: TrajectoryGroup, *, by_turns: bool) -> bool:
+    """Whether scores differ, in float32 as advantages are computed; or, by turns, one has a reward of its own."""
+    valid = [t for t in compared.trajectories if t.valid and t.reward]
+    if by_turns and any(r.reward and any(r.reward.turns) for t in valid for r in t.rollouts):
+        return True
+    return len({float(np.float32(t.reward.score)) for t in valid if t.reward and t.reward.score is not None}) > 1
 
 
 _ANY_ROLE = RoleConfig()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from rollover.algorithms.filters import build_group_filter
+from rollover.algorithms.grouping import Grouping
 from rollover.config import Config
 from rollover.config.backend import is_tinker
 from rollover.engine.build import EngineSetup, build_engine
@@ -71,7 +72,12 @@ class Parts:
         for reason in {kernels.why_not(device.type) for device in devices} - {""}:
             say(reason)
         prompts_for = build_prompts(config)
-        group_filter = build_group_filter(config.filters, needs_rewards=not config.distill.replaces)
+        grouping, advantage = Grouping(config.workflow), config.algorithm.advantage
+        group_filter = build_group_filter(
+            config.filters,
+            needs_rewards=not config.distill.replaces,
+            has_signal=lambda group: grouping.has_signal(group, advantage),
+        )
         model = functools.cache(
             lambda: load_outline(config.model) if is_tinker(config) else load_model(config.model, device=devices[0])
         )

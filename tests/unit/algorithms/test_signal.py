@@ -1,0 +1,43 @@
+"""filters.zero_variance looks at advantages: several roles, turns, and what came with the trajectories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollover import Played, ready_episodes
+from rollover.algorithms.filters import zero_variance
+from rollover.algorithms.grouping import Grouping
+from rollover.config import WorkflowConfig
+from rollover.types import Reward, StopReason, Task
+from unit.rollout.world import make_segment
+
+
+def dropped(episodes: list[list[tuple[str, Reward]]], advantage: str, **workflow: Any) -> str | None:
+    segments = [make_segment(1, 0, StopReason.EOS), make_segment(2, 0, StopReason.EOS)]
+    played = [[Played([((5,), segments)], reward, role) for role, reward in of] for of in episodes]
+    group = ready_episodes(0, Task("t", "s", "r", prompt="x"), played)
+    grouping = Grouping(WorkflowConfig.model_validate(workflow))
+    return zero_variance(has_signal=lambda g: grouping.has_signal(g, advantage)).why(group)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "advantage", "credit", "kept"),
+    [
+        ([Reward(1.0), Reward(1.0)], "grpo", "broadcast", False),
+        ([Reward(1.0), Reward(0.0)], "grpo", "broadcast", True),
+        ([Reward(1.0, advantages=[0.0, [0.0, 1.0]]), Reward(1.0, advantages=0.0)], "precomputed", "broadcast", True),
+        ([Reward(1.0, advantages=0.0), Reward(0.0, advantages=[0.0, 0.0])], "precomputed", "broadcast", False),
+        ([Reward(1.0, turns=[0.0, 1.0]), Reward(1.0)], "grpo", "turn_returns", True),
+        ([Reward(1.0), Reward(1.0)], "grpo", "turn_returns", False),
+    ],
+)
+def test_one_role(rewards: list[Reward], advantage: str, credit: str, kept: bool) -> None:
+    assert (dropped([[("a", r)] for r in rewards], advantage, credit=credit) is None) == kept
+
+
+def test_one_role_with_a_signal_is_enough_and_scores_of_different_roles_are_none() -> None:
+    equal = [[("a", Reward(1.0)), ("b", Reward(0.0))]] * 2
+    assert dropped(equal, "grpo") == "no trajectory has an advantage that is not 0"
+    assert dropped([equal[0], [("a", Reward(1.0)), ("b", Reward(1.0))]], "grpo") is None

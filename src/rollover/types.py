@@ -56,6 +56,7 @@ class DropReason(enum.Enum):
     FILTERED = "filtered"  # by one of [filters]: it has its rewards, and would teach nothing
     STALLED = "stalled"  # by the watchdog: a rollout that got no token in time, though it was tried again
     FAILED = "failed"  # the engine failed at a rollout (watchdog.max_failures), or its environment did
+    RESTARTED = "restarted"  # rollouts of an Episode that failed, or was interrupted, and began again; no group
     ROLLED_BACK = "rolled_back"  # it cannot be trained in bound any more, since the steps after a checkpoint were lost
     BASELINE = "baseline"  # tokens of greedy rollouts of trained groups: compared with, never trained
     MASKED = "masked"  # tokens of trained groups that left the loss: rollout.on_stale = "mask"
@@ -378,7 +379,7 @@ class Sample:
         object.__setattr__(self, "sequence_id", self.sequence_id or self.rollout_id)
 
 
-def rollout_seed(run_seed: int, task_id: str, attempt: int, sibling: int) -> int:
+def rollout_seed(run_seed: int, task_id: str, attempt: int, sibling: int | str) -> int:
     """64-bit key of a rollout's randomness. With the absolute token index it determines every draw."""
     text = f"{run_seed}/{task_id}/{attempt}/{sibling}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -26,9 +26,29 @@ class WorkflowConfig(Table):
         " tools that the policy calls, or it has step(message), a game.",
         unless=("run.train_on_recorded",),
     )
+    function: str = option(
+        "",
+        "Your own async function (module:function or path.py:function), of which every rollout of a group is a run: it"
+        " asks the policy as often as it wants to and returns a reward. Its parameters are found by their names: task,"
+        " episode, client, base_url, api_key, model.",
+        unless=("run.train_on_recorded",),
+    )
+    retries: int = option(
+        1,
+        "So often a function that raised is run again for the same episode; then its reward is missing.",
+        ge=0,
+        only_if=("workflow.function",),
+    )
+    port: int = option(
+        0,
+        "Where this machine, and no other, can ask the policy over HTTP (parameters client, base_url and api_key of"
+        " the function); 0 = a free port.",
+        ge=0,
+        le=65535,
+        only_if=("workflow.function",),
+    )
     max_turns: int = option(
-        16, "Turns of the policy in an episode; after the last one nothing answers.", ge=1,
-        only_if=("workflow.environment",),
+        16, "Turns of the policy in an episode; after the last one nothing answers.", ge=1
     )  # fmt: skip
     tool_timeout_s: float = option(
         10.0,
@@ -88,7 +108,9 @@ class WorkflowConfig(Table):
 
 
 def _nothing_answers(config: Any) -> bool:
-    return not config.workflow.environment and config.rollout.environment == "single_turn"
+    """Whether no rollout has more than one turn."""
+    workflow = config.workflow
+    return config.rollout.environment == "single_turn" and not (workflow.environment or workflow.function)
 
 
 def _unknown(config: Any) -> dict[str, str]:
@@ -181,6 +203,40 @@ RULES: tuple[Rule, ...] = (
         _nothing_answers,
         "as nothing answers the policy",
         "Set workflow.environment",
+    ),
+    Inert(
+        ("workflow.max_turns",),
+        ("workflow.environment", "workflow.function"),
+        lambda c: not (c.workflow.environment or c.workflow.function),
+        "without workflow.environment and workflow.function",
+        "Set one of them",
+    ),
+    Inert(
+        ("workflow.function",),
+        ("tasks.producer",),
+        lambda c: bool(c.tasks.producer),
+        "with tasks.producer: the producer generates by itself",
+    ),
+    Refused(
+        ("workflow.function",),
+        lambda c: bool(c.workflow.function) and not is_own(c.workflow.function),
+        lambda c: (
+            f'workflow.function = "{c.workflow.function}" is no function: write module:function or path.py:function,'
+            ' as in "agent.py:solve"'
+        ),
+    ),
+    Refused(
+        ("workflow.function", "workflow.environment", "rollout.environment"),
+        lambda c: bool(c.workflow.function and (c.workflow.environment or c.rollout.environment != "single_turn")),
+        lambda c: (
+            f'workflow.function = "{c.workflow.function}" with'
+            f" {'workflow' if c.workflow.environment else 'rollout'}.environment: a run has one of them. Remove one"
+        ),
+    ),
+    Refused(
+        ("workflow.function", "eval.num_tasks"),
+        lambda c: bool(c.workflow.function) and c.eval.num_tasks > 0,
+        lambda c: "eval.num_tasks with workflow.function: evaluations play no workflows yet. Set eval.num_tasks = 0",
     ),
     Inert(
         ("workflow.environment",),

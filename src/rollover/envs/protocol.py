@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Protocol, runtime_checkable
 
@@ -45,6 +46,21 @@ class Environment(Protocol):
     def scores_singly(self, task: Task, /) -> bool:
         """Whether the rollouts of the task are scored one by one, each when it is done; else a group is at once."""
         ...
+
+
+@dataclass(frozen=True)
+class TurnOptions:
+    """What one turn of the policy asks for, where it is not as the configuration has it."""
+
+    most_tokens: int | None = None
+    """So many tokens at most in the whole rollout."""
+    stop: tuple[str, ...] = ()
+    """Strings that end it, besides rollout.stop."""
+    seed_key: int | None = None
+    """Of its draws; None: the sibling's own."""
+
+
+AS_CONFIGURED = TurnOptions()
 
 
 @runtime_checkable

@@ -8,31 +8,21 @@ Illegal calls are bugs of the caller and fail an assertion.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from rollover.rollout.group_state import groups_from_state, groups_to_state
+from rollover.rollout.members import Members, move
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 STATE_FORMAT = 2
 _READABLE = (1, STATE_FORMAT)
 
-_LEGAL = {
-    RolloutState.WAITING: {RolloutState.RUNNING, RolloutState.DROPPED},
-    RolloutState.RUNNING: {RolloutState.WAITING, RolloutState.PARKED, RolloutState.ACTING, RolloutState.SCORING},
-    RolloutState.ACTING: {RolloutState.PARKED, RolloutState.SCORING, RolloutState.DROPPED},
-    RolloutState.PARKED: {RolloutState.RUNNING, RolloutState.DROPPED},
-    RolloutState.SCORING: {RolloutState.READY, RolloutState.DROPPED},
-    RolloutState.READY: {RolloutState.CONSUMED, RolloutState.DROPPED},
-    RolloutState.CONSUMED: set(),
-    RolloutState.DROPPED: set(),
-}
 _RUNNING = RolloutState.RUNNING  # needed at every transition, and a member of an Enum class is slow to look up
 
 
-class RolloutCache:
+class RolloutCache(Members):
     """Held groups by id. `max_new_tokens` is the cumulative budget of a rollout over all its segments.
 
     `groups`: the held groups by id, in order of admission; read-only.
@@ -41,9 +31,7 @@ class RolloutCache:
     def __init__(self, max_new_tokens: int) -> None:
         assert max_new_tokens >= 1
         self.max_new_tokens = max_new_tokens
-        self._groups: dict[int, Group] = {}
-        self.groups: Mapping[int, Group] = MappingProxyType(self._groups)
-        self._rollouts: dict[str, Rollout] = {}
+        super().__init__()
         self._next_group_id = 0
 
     @property
@@ -82,7 +70,7 @@ class RolloutCache:
         """WAITING or PARKED -> RUNNING."""
         rollout = self._rollouts[rollout_id]
         assert rollout.num_tokens < self.max_new_tokens, f"rollout {rollout_id} has no budget left"
-        _move(rollout, _RUNNING)
+        move(rollout, _RUNNING)
 
     def append(self, rollout_id: str, segments: Sequence[Segment]) -> None:
         """Add what `extend` returned to a RUNNING rollout, or what the environment wrote to an ACTING one.
@@ -110,20 +98,20 @@ class RolloutCache:
         assert rollout.num_tokens < self.max_new_tokens, (
             f"rollout {rollout_id} is out of budget: it stopped, it is not parked"
         )
-        _move(rollout, RolloutState.PARKED if rollout.segments else RolloutState.WAITING)
+        move(rollout, RolloutState.PARKED if rollout.segments else RolloutState.WAITING)
         rollout.stop_reason = None
 
     def finish(self, rollout_id: str, stop_reason: StopReason, *, acts: bool = False) -> None:
         """RUNNING or ACTING -> SCORING: the generation stopped. RUNNING -> ACTING (`acts`): its turn did."""
         assert stop_reason is not StopReason.PAUSED, "PAUSED belongs to a segment, never to a stopped rollout"
         rollout = self._rollouts[rollout_id]
-        _move(rollout, RolloutState.ACTING if acts else RolloutState.SCORING)
+        move(rollout, RolloutState.ACTING if acts else RolloutState.SCORING)
         rollout.stop_reason = stop_reason
 
     def set_reward(self, rollout_id: str, reward: Reward) -> None:
         """SCORING -> READY. A missing reward is a result too: the rollout stays in its group and is masked later."""
         rollout = self._rollouts[rollout_id]
-        _move(rollout, RolloutState.READY)
+        move(rollout, RolloutState.READY)
         rollout.reward = reward
 
     def take_reward_back(self, rollout_id: str) -> None:
@@ -184,27 +172,16 @@ class RolloutCache:
                     )
             self._hold(group)
 
-    def _hold(self, group: Group) -> None:
-        self._groups[group.group_id] = group
-        self._rollouts.update((r.rollout_id, r) for r in group.rollouts)
-
     def _remove(self, group_id: int, state: RolloutState) -> Group:
         group = self._groups[group_id]
         for rollout in group.rollouts:
             if rollout.state is RolloutState.ACTING:
                 rollout.stop_reason = None  # that was of its turn
-            _move(rollout, state)
+            move(rollout, state)
         del self._groups[group_id]
         for rollout in group.rollouts:
             del self._rollouts[rollout.rollout_id]
         return group
-
-
-def _move(rollout: Rollout, state: RolloutState) -> None:
-    assert state in _LEGAL[rollout.state], (
-        f"rollout {rollout.rollout_id}: {rollout.state.value} -> {state.value} is not a legal transition"
-    )
-    rollout.state = state
 
 
 def why_no_continuation(

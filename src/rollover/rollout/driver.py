@@ -228,25 +228,27 @@ class Driver:
                     self.in_flight.start(rollout)
             with self.clock.waiting(generating=bool(self.in_flight.extends)):  # the engine may make a step
                 await asyncio.sleep(0)  # the extensions just made begin: an interruption reaches only what has begun
-            if not until_enough and not self.in_flight.anything and not self.in_flight.acting:
+            if not until_enough and not (self.in_flight.anything or self.in_flight.acting or self.in_flight.hosting):
                 self.clock.idle.set("trainer")
                 return
             await self._wait_for_some()
 
     def _admit(self, version: int) -> None:
         while not self.lifecycle.stream_ended and self.lifecycle.scheduler.num_to_admit() > 0:
-            item = self.next_task()
-            if item is None:
+            if (item := self.next_task()) is None:
                 self.lifecycle.stream_ended = True
                 return
-            self.lifecycle.admit(*item, version)
+            group = self.lifecycle.admit(*item, version)
+            if (hosting := self.in_flight.hosting) is not None:
+                hosting.on_admit(group)
 
     async def _wait_for_some(self) -> None:
         """Wait until an extension, an environment or a scoring is done, and handle all that are."""
         if self._interrupted_for_good:
             return
         flight = self.in_flight
-        pending = [*flight.extends, *flight.scorings.tasks, *flight.acting.waited_for]
+        agents = flight.hosting.waited_for if flight.hosting else ()
+        pending = [*flight.extends, *flight.scorings.tasks, *flight.acting.waited_for, *agents]
         generating, scoring = bool(flight.extends), bool(flight.scorings.tasks)
         self.clock.idle.set("rewards" if self._meanwhile is not None and scoring and not generating else None)
         with self.clock.waiting(generating=generating, acting=not (generating or scoring)):

@@ -69,6 +69,19 @@ class HeldGroups:
         self.num_scoring += not held.unfinished
         return not held.unfinished
 
+    def join(self, group_id: int) -> None:
+        """A rollout joined the group, which is not READY."""
+        held = self.groups[group_id]
+        self.num_scoring -= not held.unfinished
+        held.unfinished += 1
+
+    def leave(self, group_id: int, num: int, unfinished: int) -> None:
+        """So many rollouts left the group, so many of them unfinished. An unfinished one is left in it."""
+        held = self.groups[group_id]
+        held.unfinished -= unfinished
+        self._num_finished -= num - unfinished
+        assert held.unfinished > 0
+
     def set_deadline(self, held: Held, new: float) -> None:
         self._count_due(held, -1)
         held.deadline = new
@@ -85,10 +98,8 @@ class HeldGroups:
     def set_ready(self, held: Held) -> None:
         """All its rollouts have their rewards."""
         self.num_scoring -= 1
-        oldest = held.group.min_version
-        if self.config.overlap and oldest is not None:
-            # Perhaps later than its start had to suppose.
-            self.set_deadline(held, deadline(oldest, self.config.max_staleness))
+        # Perhaps later than its start had to suppose (overlap), or since its oldest tokens left with an Episode.
+        self.set_deadline(held, deadline(held.group.min_version, self.config.max_staleness))
         held.place = (self._expiry(held.group), held.group.group_id)
         insort(self.ready, held.place)
 

@@ -11,20 +11,23 @@ not depend on the order of arrival.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from rollover.config.workflow import WorkflowConfig
-from rollover.envs.protocol import Environment, HoldsObjects
+from rollover.envs.protocol import AS_CONFIGURED, Environment, HoldsObjects
 from rollover.rollout.acting import Acting, Answering, EnvironmentFailed
 from rollover.rollout.asker import Asker, ExtendFailed
 from rollover.rollout.failure_limit import FailureLimit
+from rollover.rollout.hosting import Hosting
 from rollover.rollout.lifecycle import Lifecycle, acting_in
 from rollover.rollout.requests import Requests
 from rollover.rollout.scorings import Scoring, Scorings
 from rollover.rollout.strays import Strays
 from rollover.rollout.turn import is_asked, to_append
 from rollover.rollout.watchdog import Watchdog, salvaged
-from rollover.types import DropReason, Group, Rollout, RolloutState, Segment
+from rollover.types import DropReason, Group, Rollout, RolloutState, Segment, StopReason
+from rollover.workflows.episodes import Episodes
 
 Extending = asyncio.Future[list[Segment]]
 
@@ -52,6 +55,11 @@ class InFlight:
         self.watchdog, self.failure_limit, self.say = watchdog, failure_limit, say
         self.extends: dict[Extending, Rollout] = {}
         self.strays = Strays()
+        self.hosting: Hosting | None = None
+        if isinstance(environment, Episodes):
+            # An agent has a clock of its own: while one of its Rollouts acts it may wait for another one's turn.
+            workflow = workflow.model_copy(update={"timeout_s": math.inf})
+            self.hosting = Hosting(lifecycle, environment, self._forget)
         self.acting = Acting(environment.next, workflow, say)
         self.scorings = Scorings(environment, workflow, watchdog, self.strays)
         self.arrival = asyncio.Event()
@@ -72,14 +80,18 @@ class InFlight:
 
     def start(self, rollout: Rollout) -> None:
         """Ask the engine to go on with a rollout that has just begun to run."""
-        request = self.requests.to_go_on(rollout)
+        turn = AS_CONFIGURED if self.hosting is None else self.hosting.episodes.options(rollout)
+        request = self.requests.to_go_on(rollout, turn)
         self.extends[asyncio.ensure_future(self.asker.extend(request))] = rollout
         self.watchdog.on_start(rollout.rollout_id, rollout.group_id, rollout.num_tokens, now())
 
     def go_on(self) -> None:
         """Ask for everything that nobody is asked for: what acts, and what is to be scored, after a restart, say."""
         cache = self.lifecycle.cache
-        self.acting.begin_again(r for r in acting_in(cache.groups.values()) if r.group_id not in self._dropping)
+        if self.hosting is not None:
+            self.hosting.go_on()
+        left = [r for r in acting_in(cache.groups.values()) if r.group_id not in self._dropping and r.num_tokens]
+        self.acting.begin_again(left)
         for group_id in dict.fromkeys(r.group_id for r in cache.unscored()):
             self.scorings.begin(cache.groups[group_id])
 
@@ -90,6 +102,8 @@ class InFlight:
             self._end_extend(task, self._answer(task, rollout))
         for rollout, answering in self.acting.done():
             self._end_acting(rollout, answering)
+        for rollout in [] if self.hosting is None else self.hosting.handle():
+            self._on_stop(rollout, self.lifecycle.append(rollout, [self.requests.no_turn(rollout)]))
         scorings = [(scored.rollouts[0], task) for task, scored in self.scorings.tasks.items() if task.done()]
         for _, task in sorted(scorings, key=lambda item: (item[0].group_id, item[0].sibling)):
             self._end_scoring(task)
@@ -99,10 +113,7 @@ class InFlight:
     def release(self, groups: Iterable[Group]) -> None:
         """They left the system."""
         for group in groups:
-            rollout_ids = [r.rollout_id for r in group.rollouts]
-            self.asker.release(rollout_ids)
-            self.acting.forget(rollout_ids)
-            self.watchdog.on_leave(rollout_ids)
+            self._forget([r.rollout_id for r in group.rollouts])
             if isinstance(self.environment, HoldsObjects):
                 self.environment.release(group.rollouts)
 
@@ -119,6 +130,8 @@ class InFlight:
         for task in tasks:
             self.strays.add(task)
         acting = self.acting.clear()
+        if self.hosting is not None:
+            self.hosting.clear()
         if tasks:
             await asyncio.wait(tasks, timeout=self.watchdog.config.grace_s if self.watchdog.is_on else None)
         if acting:
@@ -151,6 +164,11 @@ class InFlight:
 
     # Private
 
+    def _forget(self, rollout_ids: list[str]) -> None:
+        self.asker.release(rollout_ids)
+        self.acting.forget(rollout_ids)
+        self.watchdog.on_leave(rollout_ids)
+
     def _answer(self, task: Extending, rollout: Rollout) -> list[Segment]:
         """What its extension returned; nothing if that failed for good: then its group is dropped."""
         salvage = self._salvaged.pop(task, None)
@@ -170,6 +188,8 @@ class InFlight:
     def _end_extend(self, task: Extending, segments: list[Segment]) -> None:
         rollout = self.extends.pop(task)
         acts = self.requests.may_go_on and is_asked(rollout, segments, self.requests.config.max_new_tokens)
+        if self.hosting is not None:  # whoever called is told of every turn
+            acts = segments[-1].stop_reason is not StopReason.PAUSED
         complete = self.lifecycle.append(rollout, segments, acts=acts)
         self.watchdog.on_end(rollout.rollout_id, rollout.num_tokens, now())
         if rollout.state is RolloutState.ACTING:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rollover.rollout.cache import RolloutCache
 from rollover.staleness import EVERY_VERSION
-from rollover.types import DropReason, Group, RolloutState, Segment
+from rollover.types import DropReason, Group, Rollout, RolloutState, Segment
 
 
 @dataclass(slots=True)
@@ -87,6 +87,17 @@ class Ledger:
 
     def on_drop(self, group: Group, reason: DropReason) -> None:
         self.dropped[reason].add(group)
+
+    def on_open(self) -> None:
+        """A rollout joined a held group."""
+        self.admitted_rollouts += 1
+
+    def on_leave(self, rollouts: Iterable[Rollout], reason: DropReason) -> None:
+        """These rollouts left their group, which is held on."""
+        account = self.dropped[reason]
+        for rollout in rollouts:
+            account.rollouts += 1
+            account.tokens += rollout.num_sampled_tokens
 
     def on_filtered(self, name: str) -> None:
         """The filter `name` matched a group, which is dropped."""

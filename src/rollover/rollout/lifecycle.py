@@ -29,6 +29,9 @@ _PARKED, _ACTING, _PAUSED = RolloutState.PARKED, RolloutState.ACTING, StopReason
 
 class EventKind(enum.Enum):
     ADMIT = "admit"
+    BEGIN = "begin"
+    OPEN = "open"
+    RESTART = "restart"
     START = "start"
     RESUME = "resume"
     PARK = "park"
@@ -46,8 +49,9 @@ class EventKind(enum.Enum):
 class Event:
     """Something that just happened: `rollout` for START, RESUME, PARK, ACT, ANSWER, FINISH, SCORE; `reason` for DROP.
 
-    ACT: its turn ended, and its environment is at work. ANSWER: that has `written`, and the rollout may go on; with
-    FINISH it is the last that it wrote. `version`: the trainer's that ADMIT, START, RESUME, CONSUME and GIVE_BACK were
+    BEGIN, OPEN, RESTART: as episode_moves.py has them; `rollout` of RESTART is the new one. ACT: its turn ended, and
+    its environment is at work. ANSWER: that has `written`, and the rollout may go on; with FINISH it is the last that
+    it wrote. `version`: the trainer's that ADMIT, START, RESUME, CONSUME and GIVE_BACK were
     told; `filter`: the name of the one that matched, for DROP.
     """
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.protocol import ExtendRequest
+from rollover.envs.protocol import AS_CONFIGURED, TurnOptions
 from rollover.rollout.slots import token_budget
-from rollover.types import Rollout, SamplingParams, Segment, rollout_seed
+from rollover.types import Rollout, SamplingParams, Segment, StopReason, rollout_seed
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -28,17 +30,20 @@ class Requests:
     def sampling_of(self, rollout: Rollout) -> SamplingParams:
         return _GREEDY if rollout.greedy else self._sampling
 
-    def to_go_on(self, rollout: Rollout) -> ExtendRequest:
-        """First tokens or further ones. All text of its turn counts for stop strings, interrupted or not."""
+    def to_go_on(self, rollout: Rollout, turn: TurnOptions = AS_CONFIGURED) -> ExtendRequest:
+        """First tokens or further ones, as its present `turn` asks. All text of that turn counts for stop strings,
+        interrupted or not."""
+        most = self.config.max_new_tokens if turn.most_tokens is None else turn.most_tokens
+        episode = rollout.sibling if turn.seed_key is None else f"{rollout.sibling}/{turn.seed_key}"
         return ExtendRequest(
             rollout_id=rollout.rollout_id,
             prompt_ids=rollout.prompt_ids,
             generated_ids=tuple(rollout.token_ids()),
-            max_new_tokens=self.config.max_new_tokens - rollout.num_tokens,
-            seed=rollout_seed(self.run_seed, rollout.task.task_id, rollout.task.attempt, rollout.sibling),
+            max_new_tokens=most - rollout.num_tokens,
+            seed=rollout_seed(self.run_seed, rollout.task.task_id, rollout.task.attempt, episode),
             sampling=self.sampling_of(rollout),
             stop_token_ids=self._stop_token_ids,
-            stop_strings=tuple(self.config.stop),
+            stop_strings=(*self.config.stop, *turn.stop),
             pause_after=token_budget(rollout, self.config),
             stop_repetition_tokens=self.config.stop_repetition_tokens,
             text_start=_turn_start(rollout),
@@ -48,6 +53,11 @@ class Requests:
     def nothing_for(self, rollout: Rollout) -> list[Segment]:
         """An answer without a token, as of an interruption: the rollout goes on from what it has."""
         return [Segment.nothing(self.sampling_of(rollout), rollout.num_tokens)]
+
+    def no_turn(self, rollout: Rollout) -> Segment:
+        """What ends a rollout that its Episode never asked anything of."""
+        nothing = Segment.nothing(self.sampling_of(rollout), rollout.num_tokens)
+        return replace(nothing, stop_reason=StopReason.ENV_DONE, trainable=False)
 
 
 def _turn_start(rollout: Rollout) -> int:

@@ -12,7 +12,7 @@ than `max_staleness` (proof in docs/staleness.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rollover.config.rollout import RolloutConfig
@@ -208,3 +208,19 @@ class Scheduler:
         for group in groups:
             self.hold_again(group, state["admitted_at"][str(group.group_id)])
         self.lengths.load_state_dict(state.get("lengths", {}))
+
+
+def rollout_opened(scheduler: Scheduler, rollout: Rollout, *, joins: bool) -> None:
+    """A rollout of a held group that is not READY may start, and is WAITING. `joins`: the group had not had it."""
+    if joins:
+        scheduler._held.join(rollout.group_id)
+    scheduler._slots.enqueue(rollout)
+
+
+def rollouts_replaced(scheduler: Scheduler, leaving: Sequence[Rollout], unfinished: int, by: Rollout) -> None:
+    """These rollouts of a group left it, so many of them unfinished, for one that may start. None of them runs."""
+    scheduler._held.join(by.group_id)
+    scheduler._held.leave(by.group_id, len(leaving), unfinished)
+    for rollout in leaving:  # before the new one is queued: it has the id of the first of them
+        scheduler._slots.forget(rollout)
+    scheduler._slots.enqueue(by)

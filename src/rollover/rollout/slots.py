@@ -91,6 +91,7 @@ class Slots:
         longer act, and is parked."""
         self.on_finish(rollout)
         if rollout.state is _ACTING:
+            self._queue.discard(rollout.rollout_id)  # one that had not started, where an agent is at work first
             return
         self._parked_since[rollout.rollout_id] = self._next_parking
         self._next_parking += 1
@@ -102,6 +103,12 @@ class Slots:
     def on_finish(self, rollout: Rollout) -> None:
         self.running.discard(rollout)  # one that acts had left
         self.must_finish.discard(rollout.rollout_id)
+
+    def forget(self, rollout: Rollout) -> None:
+        """It starts no more, for now or for good. It does not run."""
+        self._queue.discard(rollout.rollout_id)
+        self._spent.pop(rollout.rollout_id, None)
+        self._parked_since.pop(rollout.rollout_id, None)
 
     def on_leave(self, held: Held) -> None:
         """The group left. None of its rollouts runs."""

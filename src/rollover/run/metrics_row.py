@@ -184,8 +184,8 @@ class Rows:
         counts = (
             self.parts.rewarder.stats(), self._engine_stats(), driver.asker.stats(), driver.watchdog.stats(),
             self.trackers.stats(), self.journaling.counters(),
-            self.parts.environment.stats() if isinstance(self.parts.environment, HoldsObjects) else {},
             driver.in_flight.acting.stats() if driver.has_turns else {},
+            self.parts.environment.stats() if isinstance(self.parts.environment, HoldsObjects) else {},
         )  # fmt: skip
         now = {key: value for of_owner in counts for key, value in of_owner.items()}
         return {key: value + self._carried.get(key, 0.0) for key, value in now.items()}

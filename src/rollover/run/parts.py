@@ -36,6 +36,7 @@ from rollover.trainer.reuse import Reuse
 from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.teacher import teacher_prompts
 from rollover.trainer.trainer import Trainer
+from rollover.workflows.build import EpisodeServer, build_episodes
 
 
 @dataclass
@@ -58,6 +59,8 @@ class Parts:
     """Of the groups of each step."""
     reuse: Reuse
     history: RunHistory
+    server: EpisodeServer | None = None
+    """For the agents of a workflow, where it has some."""
 
     @classmethod
     async def build(
@@ -92,9 +95,17 @@ class Parts:
             observed = build_rewarder(config, training=True)
             scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
             pool = observed.rewarder
-            environment = build_environment(
-                EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size)
-            )
+            environment: Environment
+            episodes = server = None
+            if config.workflow.function:
+                environment = episodes = build_episodes(config, loaded.tokenizer, engine.max_tokens)
+                server = EpisodeServer(episodes, config.workflow.port)
+                on_error.push_async_callback(server.close)
+                await server.start()
+            else:
+                environment = build_environment(
+                    EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size)
+                )
             if isinstance(environment, HoldsObjects) and environment.notice:
                 say(environment.notice)
             encode = encoder(loaded.tokenizer, environment)
@@ -105,6 +116,8 @@ class Parts:
             history = history or RunHistory()
             history.go_on()
             driver.say = observed.say = prompts.stream.say = say
+            if episodes is not None:
+                episodes.say = say
             parts = cls(
                 loaded=loaded,
                 trainer=trainer,
@@ -119,6 +132,7 @@ class Parts:
                 batches=StepBatchBuilder(config, reuse.buffer, teacher_prompts(config, loaded, environment)),
                 reuse=reuse,
                 history=history,
+                server=server,
             )
             on_error.pop_all()
         return parts
@@ -128,4 +142,6 @@ class Parts:
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self.rewarder.close)
             parts.push_async_callback(self.engine.close)
+            if self.server is not None:
+                parts.push_async_callback(self.server.close)
             await self.driver.abandon()

@@ -42,9 +42,15 @@ class _GroupLife:
 
     group: Group
     admitted_at: int
-    lives: list[_Life]
+    lives: dict[str, _Life]
+    """By rollout id."""
     ready_at: int | None = None
     consumed_at: int | None = None
+
+    @property
+    def in_order(self) -> list[_Life]:
+        """Those of its rollouts, in their order."""
+        return [self.lives[rollout.rollout_id] for rollout in self.group.rollouts]
 
     @property
     def waited(self) -> int:
@@ -98,8 +104,10 @@ class Lifetimes:
         if kind is EventKind.GIVE_BACK:
             self._give_back(group)
         held = self._held[group.group_id]
+        if kind in (EventKind.OPEN, EventKind.RESTART):
+            self._on_members(held, now)
         for rollout in group.rollouts if event.rollout is None else (event.rollout,):
-            held.lives[rollout.sibling].move(rollout.state, now)
+            held.lives[rollout.rollout_id].move(rollout.state, now)
         if kind is EventKind.FINISH and event.rollout is not None:
             self.bias.finished[event.rollout.num_tokens] += 1
         elif kind is EventKind.READY:
@@ -111,6 +119,11 @@ class Lifetimes:
         elif kind is EventKind.DROP:
             del self._held[group.group_id]
             self.bias.cut.update(r.num_tokens for r in group.rollouts if _is_unfinished(r) and r.num_tokens)
+
+    def _on_members(self, held: _GroupLife, now: float) -> None:
+        """Rollouts joined or left the group."""
+        members = {r.rollout_id: r for r in held.group.rollouts}
+        held.lives = {i: held.lives.get(i) or _Life(r.state, now, {}) for i, r in members.items()}
 
     def _give_back(self, group: Group) -> None:
         """It was not trained after all."""
@@ -129,7 +142,7 @@ class Lifetimes:
         consumed, self._consumed = self._consumed, []
         if not consumed:
             return {}
-        lives = [life for g in consumed for life in g.lives]
+        lives = [life for g in consumed for life in g.lives.values()]
         rollouts = [(r.num_tokens, g.waited) for g in consumed for r in g.group.rollouts]
         held = [r.num_tokens for g in self._held.values() for r in g.group.rollouts if _is_unfinished(r)]
         acted = any(_ACTING.value in life.seconds for life in lives)
@@ -149,7 +162,7 @@ class Lifetimes:
                 str(group_id): {
                     "admitted_at": held.admitted_at,
                     "ready_at": held.ready_at,
-                    "lives": [[life.state.value, life.since, life.seconds] for life in held.lives],
+                    "lives": [[life.state.value, life.since, life.seconds] for life in held.in_order],
                 }
                 for group_id, held in self._held.items()
             },
@@ -173,15 +186,16 @@ class Lifetimes:
                 continue
             held.admitted_at, held.ready_at = saved["admitted_at"], saved["ready_at"]
             for i, (state_then, since, seconds) in enumerate(saved["lives"]):
-                held.lives[i] = _Life(RolloutState(state_then), since, dict(seconds))
-                if held.lives[i].state is not group.rollouts[i].state:  # what ran then is parked now
-                    held.lives[i].move(group.rollouts[i].state, now)
+                rollout = group.rollouts[i]
+                life = held.lives[rollout.rollout_id] = _Life(RolloutState(state_then), since, dict(seconds))
+                if life.state is not rollout.state:  # what ran then is parked now
+                    life.move(rollout.state, now)
         self.bias.trained_rollouts, self.bias.trained_tokens = state.get("trained", (0, 0))
         self.bias.finished.update(dict(state.get("finished", ())))
         self.bias.cut.update(dict(state.get("cut", ())))
 
     def _hold(self, group: Group, version: int, now: float) -> _GroupLife:
-        held = _GroupLife(group, version, [_Life(r.state, now, {}) for r in group.rollouts])
+        held = _GroupLife(group, version, {r.rollout_id: _Life(r.state, now, {}) for r in group.rollouts})
         self._held[group.group_id] = held
         return held
 

@@ -61,6 +61,10 @@ METRICS: list[Metric] = [
         "Threads of tools, step, reset or get_reward that did not come back in time, and nobody waits for any more.",
     ),
     Metric("episodes/done", "counter", "rollouts", "Scored ones that ended by themselves: no call, or done."),
+    Metric("episodes/error", "counter", "episodes", "Runs of workflow.function that raised, and were not tried again."),
+    Metric("episodes/restarted", "counter", "episodes", "Runs of workflow.function that raised, and were tried again."),
+    Metric("turns/continued", "counter", "turns", "Model calls of workflow.function that continued a rollout."),
+    Metric("turns/breaks/{reason}", "counter", "turns", "Calls after a trajectory's first that opened a rollout."),
     Metric("episodes/max_turns", "counter", "rollouts", "Scored ones that ended at workflow.max_turns."),
     Metric("episodes/length", "counter", "rollouts", "Scored ones that ended at rollout.max_new_tokens."),
     # Rewards workers

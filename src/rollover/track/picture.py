@@ -85,7 +85,7 @@ class _Panel:
             if event.kind == PUBLISH:
                 x_publish = x(event.seconds)
                 out.append(_line("publish", x_publish, first - 8, x_publish, bottom + 4))
-        left_at: dict[tuple[int, int], tuple[float, float]] = {}  # rollout -> where its last bar ends
+        left_at: dict[tuple[int, int | str], tuple[float, float]] = {}  # rollout -> where its last bar ends
         for visit in self.visits:
             y = first + self.lane * self.lanes[visit.engine, visit.slot]
             rollout, middle = (visit.group, visit.sibling), y + self.lane * 0.43

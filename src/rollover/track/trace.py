@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from rollover.files import naming
 from rollover.rollout.lifecycle import Event, EventKind
+from rollover.types import Rollout
 
 TRACE = "trace.jsonl"  # in the run directory
 PUBLISH = "publish"
@@ -42,7 +43,7 @@ class TraceEvent(NamedTuple):
     seconds: float
     version: int
     group: int | None = None
-    sibling: int | None = None
+    sibling: int | str | None = None
     engine: int = 0
     tokens: int = 0
     segments: tuple[tuple[int, int], ...] = ()
@@ -100,7 +101,7 @@ class Trace:
             new = rollout.segments[self._segments_before.pop(rollout.rollout_id, len(rollout.segments)) :]
             segments = tuple((s.policy_version, len(s)) for s in new if s.trainable)
             tokens = sum(n for _, n in segments)
-        sibling = None if rollout is None else rollout.sibling
+        sibling = None if rollout is None else _sibling(rollout)
         reason = "" if event.reason is None else event.reason.value
         now = self.clock()
         self.events.append(TraceEvent(kind, now, self.version, group.group_id, sibling, 0, tokens, segments, reason))
@@ -123,6 +124,12 @@ class Trace:
         """The events since the last call."""
         events, self.events = self.events, []
         return events
+
+
+def _sibling(rollout: Rollout) -> int | str:
+    """The number of its Episode; of the further Rollouts of one, their places in it as well: "3.0.1"."""
+    place = rollout.rollout_id.partition("-")[2]
+    return rollout.sibling if place == str(rollout.sibling) else place
 
 
 class TraceFile:
@@ -184,7 +191,7 @@ class EngineVisit:
     """
 
     group: int
-    sibling: int
+    sibling: int | str
     engine: int
     slot: int
     start: float
@@ -221,7 +228,7 @@ class Span(NamedTuple):
 def engine_visits(events: Sequence[TraceEvent]) -> list[EngineVisit]:
     """In order of their ends. What ran when the trace began or broke off is left out."""
     dropped = {e.group for e in events if e.kind == EventKind.DROP.value}
-    running: dict[tuple[int | None, int | None], tuple[TraceEvent, int]] = {}
+    running: dict[tuple[int | None, int | str | None], tuple[TraceEvent, int]] = {}
     free: dict[int, list[int]] = {}
     num_slots: dict[int, int] = {}
     out = []
@@ -256,7 +263,7 @@ def engine_visits(events: Sequence[TraceEvent]) -> list[EngineVisit]:
 
 def acting_seconds(events: Sequence[TraceEvent]) -> list[float]:
     """For how long environments were at work, turn by turn, in order of their ends."""
-    begun: dict[tuple[int | None, int | None], float] = {}
+    begun: dict[tuple[int | None, int | str | None], float] = {}
     out = []
     for event in events:
         rollout = (event.group, event.sibling)

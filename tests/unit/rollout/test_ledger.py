@@ -64,6 +64,8 @@ def test_accounts_and_metrics() -> None:
         "dropped/filtered/tokens": 0,
         "dropped/masked/groups": 0,
         "dropped/masked/tokens": 0,
+        "dropped/restarted/groups": 0,
+        "dropped/restarted/tokens": 0,
         "dropped/rolled_back/groups": 0,
         "dropped/rolled_back/tokens": 0,
         "dropped/stale/groups": 1,

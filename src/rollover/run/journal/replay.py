@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from rollover.checkpoint.journal import Record
-from rollover.rollout.lifecycle import EventKind
+from rollover.rollout.episode_moves import begin_acting, open_rollout, restart_episode
+from rollover.rollout.lifecycle import EventKind, Lifecycle
 from rollover.run.journal.running_tokens import RunningTokens
 from rollover.run.journal.scribe import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of, pieces
 from rollover.run.parts import Parts
@@ -46,6 +49,9 @@ class Replay:
         self.tokens = RunningTokens()
         self._of_kind: dict[str, Callable[[dict[str, Any], bytes], None]] = {
             EventKind.ADMIT.value: self._admit,
+            EventKind.BEGIN.value: lambda meta, _: begin_acting(self.lifecycle, self._rollout(meta)),
+            EventKind.OPEN.value: lambda meta, data: _open(self.lifecycle, meta, data),
+            EventKind.RESTART.value: lambda meta, _: _restart(self.lifecycle, meta),
             EventKind.START.value: self._run,
             EventKind.RESUME.value: self._run,
             TOKENS: self._tokens,
@@ -178,3 +184,15 @@ class Replay:
         if trace_bytes is not None:
             self.trace_bytes = trace_bytes
             self.history.trace.drain()
+
+
+def _open(lifecycle: Lifecycle, meta: dict[str, Any], data: bytes) -> None:
+    """A call of an agent opened a rollout, whose prompt is in `data`."""
+    place = {name: meta[name] for name in ("role", "trajectory", "context")}
+    prompt_ids, task = tuple(np.frombuffer(data, "<i4").tolist()), lifecycle.cache.groups[meta["group"]].task
+    open_rollout(lifecycle, Rollout(meta["group"], meta["sibling"], task, prompt_ids=prompt_ids, **place))
+
+
+def _restart(lifecycle: Lifecycle, meta: dict[str, Any]) -> None:
+    """An Episode began again."""
+    restart_episode(lifecycle, lifecycle.cache.groups[meta["group"]], meta["sibling"])

@@ -91,7 +91,13 @@ class Scribe:
                     new = {"segments": segments, "anew": False}
                 fields |= new | {"num_tokens": rollout.num_tokens}
                 fields["stop_reason"] = rollout.stop_reason and rollout.stop_reason.value
-            elif rollout.reward is not None:
+            elif kind is EventKind.OPEN:
+                fields |= {"role": rollout.role, "trajectory": rollout.trajectory, "context": rollout.context}
+                fields |= {"group": rollout.group_id, "sibling": rollout.sibling}
+                data = np.asarray(rollout.prompt_ids, "<i4").tobytes()
+            elif kind is EventKind.RESTART:
+                fields |= {"group": rollout.group_id, "sibling": rollout.sibling}
+            elif rollout.reward is not None and kind is EventKind.SCORE:
                 fields["reward"] = rollout.reward.to_json()
         self._write(kind.value, fields, data)
         self.seconds += time.perf_counter() - started

@@ -1,0 +1,52 @@
+"""Transitions of the rollouts of an Episode, which come and go while their group is held: cache, scheduler and ledger
+told together, as lifecycle.py does for all others. Pure.
+
+    WAITING ── begin_acting ──▶ ACTING, its agent is at work ── open_rollout ──▶ WAITING, with a call's prompt
+    any but RUNNING ── restart_episode ──▶ DROPPED (restarted), and a WAITING one comes in their place
+"""
+
+from __future__ import annotations
+
+from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
+from rollover.rollout.scheduler import rollout_opened, rollouts_replaced
+from rollover.types import DropReason, Group, Rollout, RolloutState
+
+_FINISHED = (RolloutState.SCORING, RolloutState.READY)
+
+
+def begin_acting(lifecycle: Lifecycle, rollout: Rollout) -> None:
+    """The first rollout of an Episode, WAITING without a token: its agent is at work, and it takes no slot until a
+    call comes."""
+    lifecycle.cache.begin_acting(rollout.rollout_id)
+    lifecycle.scheduler.on_park(rollout)
+    _tell(lifecycle, Event(EventKind.BEGIN, lifecycle.cache.groups[rollout.group_id], rollout))
+
+
+def open_rollout(lifecycle: Lifecycle, rollout: Rollout) -> Rollout:
+    """A call opens `rollout` in its group, which is held. Where that has one of this id, without a token, that gets the
+    prompt and the role. Returns the one that is held, which may start."""
+    group = lifecycle.cache.groups[rollout.group_id]
+    held = lifecycle.cache.open(rollout)
+    if held is rollout:
+        lifecycle.ledger.on_open()
+    rollout_opened(lifecycle.scheduler, held, joins=held is rollout)
+    _tell(lifecycle, Event(EventKind.OPEN, group, held))
+    return held
+
+
+def restart_episode(lifecycle: Lifecycle, group: Group, sibling: int) -> Rollout:
+    """All rollouts of the Episode leave, and one without a token comes. None of them runs. Returns the new one."""
+    leaving = [r for r in group.rollouts if r.sibling == sibling]
+    first = Rollout(group.group_id, sibling, group.task, greedy=leaving[0].greedy, prompt_ids=group.prompt_ids)
+    unfinished = sum(r.state not in _FINISHED for r in leaving)
+    lifecycle.cache.replace(leaving, first)
+    lifecycle.ledger.on_open()
+    lifecycle.ledger.on_leave(leaving, DropReason.RESTARTED)
+    rollouts_replaced(lifecycle.scheduler, leaving, unfinished, first)
+    _tell(lifecycle, Event(EventKind.RESTART, group, first, reason=DropReason.RESTARTED))
+    return first
+
+
+def _tell(lifecycle: Lifecycle, event: Event) -> None:
+    if lifecycle.on_event is not None:
+        lifecycle.on_event(event)

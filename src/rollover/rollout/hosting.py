@@ -1,0 +1,131 @@
+"""Plays the episodes of a workflow on the one engine: what they ask for becomes transitions of the held rollouts.
+
+    a group is admitted ──▶ begin ──▶ its Rollouts act: the agent is at work, and has asked for nothing yet
+    open ──▶ handle ──▶ a Rollout WAITING with the prompt of a call ──▶ the scheduler, as any other
+    restart ──▶ handle ──▶ its Rollouts leave (restarted), and one without a token begins again
+
+Owns what episodes have asked for and is not carried out yet. What arrived together is handled in order of (group id,
+sibling). Never decides what starts: the scheduler does. Where an Episode's agent was lost, with the process or with its
+event loop, the Episode begins again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from rollover.rollout.episode_moves import begin_acting, open_rollout, restart_episode
+from rollover.rollout.lifecycle import Lifecycle
+from rollover.types import Group, Rollout, RolloutState
+from rollover.workflows.episodes import Episodes
+from rollover.workflows.player import MODEL
+
+Place = tuple[int, int]  # group id, sibling
+_UNOPENED = (RolloutState.WAITING, RolloutState.ACTING)
+
+
+class Hosting:
+    """Of one driver. `forget` is told the ids of rollouts that leave by themselves."""
+
+    def __init__(self, lifecycle: Lifecycle, episodes: Episodes, forget: Callable[[list[str]], None]) -> None:
+        self.lifecycle, self.episodes, self._forget = lifecycle, episodes, forget
+        episodes.host = self
+        self._asked: list[tuple[Place, Rollout | None]] = []  # Rollouts to open; None: the Episode is to begin again
+        self._ended: list[Place] = []
+        self._news: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        """Episodes whose agent is at work, or waits for the model, and what they have asked for."""
+        return self.episodes.num_at_work + len(self._asked) + len(self._ended)
+
+    @property
+    def waited_for(self) -> list[asyncio.Future]:
+        """What ends when there is something to carry out."""
+        if not len(self):
+            return []
+        if self._news is None or self._news.done():
+            self._news = asyncio.get_running_loop().create_future()
+            if self._asked or self._ended:
+                self._news.set_result(None)
+        return [self._news]
+
+    # What the driver does
+
+    def go_on(self) -> None:
+        """Every Episode that is not finished has an agent at work: a new group's, and those that lost theirs."""
+        for group in list(self.lifecycle.cache.groups.values()):
+            places = dict.fromkeys((r.group_id, r.sibling) for r in group.rollouts if r.state is not RolloutState.READY)
+            for place in places:
+                if not self.episodes.has(place):
+                    self._begin(group, place)
+
+    def on_admit(self, group: Group) -> None:
+        """A new group: all its episodes begin."""
+        for rollout in group.rollouts:
+            self._begin(group, (rollout.group_id, rollout.sibling))
+
+    def handle(self) -> list[Rollout]:
+        """Carry out what was asked for. Returns Rollouts that are finished without a call: their Episode made none."""
+        asked, self._asked = sorted(self._asked, key=lambda item: item[0]), []
+        ended, self._ended = sorted(self._ended), []
+        for place, rollout in asked:
+            group = self.lifecycle.cache.groups.get(place[0])
+            if group is None:
+                continue
+            if rollout is not None:
+                open_rollout(self.lifecycle, rollout)
+            else:
+                self._begin(group, place)
+        finished = []
+        for place in ended:
+            group = self.lifecycle.cache.groups.get(place[0])
+            finished += [] if group is None else [r for r in _of(group, place) if _is_unopened(r)]
+        return finished
+
+    def clear(self) -> None:
+        """End every Episode: nobody waits for any more."""
+        self._asked.clear()
+        self._ended.clear()
+        self.episodes.end_all()
+
+    # Host
+
+    def open(self, rollout: Rollout) -> None:
+        self._asked.append(((rollout.group_id, rollout.sibling), rollout))
+        self._wake()
+
+    def restart(self, group_id: int, sibling: int) -> None:
+        self._asked.append(((group_id, sibling), None))
+        self._wake()
+
+    def ended(self, group_id: int, sibling: int) -> None:
+        self._ended.append((group_id, sibling))
+        self._wake()
+
+    # Private
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    def _begin(self, group: Group, place: Place) -> None:
+        rollouts = _of(group, place)
+        first = rollouts[0]
+        if len(rollouts) > 1 or not _is_unopened(first) or not _is_as_admitted(first, group):
+            self._forget([r.rollout_id for r in rollouts])
+            first = restart_episode(self.lifecycle, group, place[1])
+        if first.state is RolloutState.WAITING:
+            begin_acting(self.lifecycle, first)
+        self.episodes.begin(first)
+
+
+def _of(group: Group, place: Place) -> list[Rollout]:
+    return [r for r in group.rollouts if r.sibling == place[1]]
+
+
+def _is_unopened(rollout: Rollout) -> bool:
+    return rollout.state in _UNOPENED and not rollout.num_tokens
+
+
+def _is_as_admitted(rollout: Rollout, group: Group) -> bool:
+    return rollout.prompt_ids == group.prompt_ids and rollout.role == MODEL

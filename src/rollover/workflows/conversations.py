@@ -1,0 +1,209 @@
+"""Messages and tokens of the open Rollouts of one trajectory: what a call continues, with which tokens. No asyncio.
+
+call ──▶ place_of ──▶ Continues(rollout, tokens of the new messages) ─┐
+               └────▶ Opens(prompt, why) ─────────────────────────────┴──▶ turn ──▶ reply
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollover.envs.chat import Chat, sampled_turns
+from rollover.envs.tools import Call as WrittenCall
+from rollover.envs.tools import read_calls
+from rollover.types import Rollout
+from rollover.workflows.calls import Call, CallRefused, Reply, ToolCall
+from rollover.workflows.matching import Break, Conversation, canonical_tools, match
+
+
+@dataclass(frozen=True)
+class Continues:
+    """The call goes on with a Rollout: these tokens are appended to it, as an environment's."""
+
+    rollout_id: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Opens:
+    """The call begins a Rollout with this prompt. `reason`: why it is no continuation; None for a first call."""
+
+    prompt_ids: tuple[int, ...]
+    reason: Break | None
+
+
+@dataclass(eq=False)
+class _Open:
+    """An open Rollout. `call`: the last one; `rollout`: a copy with the tokens of its last turn, None while that is
+    under way."""
+
+    call: Call
+    said: Conversation | None
+    rollout: Rollout | None = None
+    assistant: Mapping[str, Any] = field(default_factory=dict)
+    num_turns: int = 0
+
+
+class Chats:
+    """The chat template with each set of tools that calls offer. `tool_format`: how calls of tools are written."""
+
+    def __init__(self, tokenizer: Any, tool_format: str = "hermes") -> None:
+        self.tokenizer, self.tool_format = tokenizer, tool_format
+        self._of_tools: dict[str, Chat] = {}
+
+    def of(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
+        """ValueError where the model has no chat template, or it cannot tell of the tools."""
+        key = canonical_tools(tools)
+        if key not in self._of_tools:
+            self._of_tools[key] = Chat(self.tokenizer, tools, self.tool_format)
+        return self._of_tools[key]
+
+
+class Conversations:
+    """Of one trajectory."""
+
+    def __init__(self, chats: Chats) -> None:
+        self.chats = chats
+        self._open: dict[str, _Open] = {}
+
+    @property
+    def rollout_ids(self) -> list[str]:
+        """In the order in which they were opened."""
+        return list(self._open)
+
+    def place_of(self, call: Call) -> Continues | Opens:
+        """Where the call belongs. CallRefused where its messages cannot be made tokens."""
+        try:
+            return self._place_of_messages(call) if call.messages is not None else self._place_of_prompt(call)
+        except CallRefused:
+            raise
+        except ValueError as error:
+            raise CallRefused(str(error), "messages" if call.messages is not None else "prompt") from error
+
+    def on_open(self, rollout_id: str, call: Call) -> None:
+        """A Rollout was opened for this call."""
+        said = None
+        if call.messages is not None:
+            said = Conversation.opened(rollout_id, call.messages, call.tools)
+        self._open[rollout_id] = _Open(call, said)
+
+    def on_continue(self, rollout_id: str, call: Call) -> None:
+        """The Rollout goes on by this call."""
+        of = self._open[rollout_id]
+        of.call, of.rollout = call, None
+        of.said = None if of.said is None else of.said.asked(call.messages or ())
+
+    def on_turn(self, rollout: Rollout) -> Reply:
+        """Its turn has ended; `rollout` has the tokens of it. The answer to its call."""
+        of = self._open[rollout.rollout_id]
+        reply = self._reply(of, rollout)
+        of.rollout, of.assistant = rollout, reply.message
+        of.num_turns += 1
+        of.said = None if of.said is None else of.said.answered(reply.message)
+        return reply
+
+    # Private
+
+    def _place_of_messages(self, call: Call) -> Continues | Opens:
+        assert call.messages is not None
+        chat = self.chats.of(call.tools)
+        said = [of.said for of in self._open.values() if of.said is not None]
+        found = match(call.messages, call.tools, said, lambda role: role in _FOLLOWERS and chat.fit(role).exact)
+        if found.key is not None:
+            of = self._open[found.key]
+            assert of.rollout is not None
+            turn_ids = sampled_turns(of.rollout)[-1]
+            try:
+                return Continues(found.key, tuple(chat.continuation(turn_ids, _known(found.new), of.assistant)))
+            except ValueError:
+                return Opens(tuple(chat.prompt(_known(call.messages))), Break.TEMPLATE)
+        return Opens(tuple(chat.prompt(_known(call.messages))), found.reason)
+
+    def _place_of_prompt(self, call: Call) -> Continues | Opens:
+        """Token ids, or a text, that begin with all tokens of a Rollout and go on, continue it."""
+        prompt = call.prompt
+        ids = tuple(self.chats.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else tuple(prompt or ())
+        if not ids:
+            raise CallRefused("the prompt has no token", "prompt")
+        for rollout_id, of in self._open.items():
+            so_far = () if of.rollout is None else (*of.rollout.prompt_ids, *of.rollout.token_ids())
+            if so_far and len(ids) > len(so_far) and ids[: len(so_far)] == so_far:
+                return Continues(rollout_id, ids[len(so_far) :])
+        return Opens(ids, Break.HISTORY if self._open else None)
+
+    def _reply(self, of: _Open, rollout: Rollout) -> Reply:
+        assert rollout.stop_reason is not None
+        num = len(sampled_turns(rollout)[-1]) if rollout.segments and rollout.segments[-1].trainable else 0
+        ids, logprobs, versions = _last_tokens(rollout, num)
+        if of.call.messages is not None:
+            text = self.chats.of(of.call.tools).text(ids.tolist())
+        else:
+            text = self.chats.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        text = _before_stop(text, of.call.stop)
+        reply_id = f"{rollout.rollout_id}/{of.num_turns}"
+        calls: tuple[ToolCall, ...] = ()
+        if of.call.tools and of.call.reads_calls:
+            text, calls = _split_calls(text, self.chats.tool_format, reply_id)
+        before = (*rollout.prompt_ids, *rollout.token_ids()[: rollout.num_tokens - num])
+        return Reply(reply_id, text, calls, rollout.stop_reason, before, ids, logprobs, versions)
+
+
+# Private
+
+_FOLLOWERS = ("tool", "user", "system")
+
+
+def _known(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as chat templates know them: texts for contents, values for the arguments of calls."""
+    return [_known_message(message) for message in messages]
+
+
+def _known_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    out = {name: value for name, value in message.items() if value is not None}
+    content = out.get("content")
+    out["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+    if calls := out.get("tool_calls"):
+        out["tool_calls"] = [dict(call) | {"function": _known_function(call["function"])} for call in calls]
+    return out
+
+
+def _known_function(function: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return dict(function) | {"arguments": json.loads(function["arguments"])}
+    except (TypeError, ValueError, KeyError):
+        return dict(function)
+
+
+def _last_tokens(rollout: Rollout, num: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids, log-probs and versions of the last `num` tokens, which were sampled."""
+    ids, logprobs, versions = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)], [np.zeros(0, np.int32)]
+    for segment in rollout.segments:
+        ids.append(segment.token_ids)
+        logprobs.append(segment.logprobs)
+        versions.append(np.full(len(segment), segment.policy_version, np.int32))
+    first = rollout.num_tokens - num
+    return tuple(np.concatenate(parts)[first:] for parts in (ids, logprobs, versions))  # type: ignore[return-value]
+
+
+def _before_stop(text: str, stop: Sequence[str]) -> str:
+    ends = [end for end in (text.find(string) for string in stop) if end >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def _split_calls(text: str, tool_format: str, reply_id: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """The text without its calls, and these; all of the text where one of them cannot be read."""
+    found = read_calls(text, tool_format)
+    if not found or not all(isinstance(call, WrittenCall) for call in found):
+        return text, ()
+    calls = tuple(
+        ToolCall(f"call-{reply_id}-{i}", call.name, json.dumps(call.arguments, ensure_ascii=False))
+        for i, call in enumerate(found)
+        if isinstance(call, WrittenCall)
+    )
+    opening = text.find("<tool_call>") if tool_format == "hermes" else 0
+    return text[:opening].strip(), calls

@@ -1,0 +1,72 @@
+"""What a workflow's function gets in its hands: its Episode and the trajectories of it, with calls and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from rollover.functions import described
+from rollover.types import Reward, Task
+from rollover.workflows.calls import Call, Reply
+from rollover.workflows.conversations import Chats, Conversations
+from rollover.workflows.function import as_reward
+
+Ask = Callable[["EpisodeTrajectory", Call], Awaitable[Reply]]
+
+
+class EpisodeTrajectory:
+    """One role's part in an Episode: `await chat(messages)` asks the policy, `reward = 1.0` scores all that it said.
+
+    `api_key` names it where the policy is asked over HTTP. `index` is its place in the Episode, given at its first
+    call.
+    """
+
+    def __init__(self, role: str, api_key: str, ask: Ask, chats: Chats) -> None:
+        self.role, self.api_key, self.conversations = role, api_key, Conversations(chats)
+        self.index: int | None = None
+        self._ask, self._reward = ask, None
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """The policy's answer to these messages: `.text`, `.tool_calls`, and `.message` to go on with.
+
+        Messages that begin with those of an earlier call and its answer continue it, token by token. CallRefused where
+        the call cannot be answered: BudgetUsedUp of them where no token or turn is left.
+        """
+        call = Call(tuple(messages), tools=tuple(tools), max_tokens=max_tokens, stop=tuple(stop))
+        return await self._ask(self, call)
+
+    @property
+    def reward(self) -> Reward | None:
+        """What was set; None before that."""
+        return self._reward
+
+    @reward.setter
+    def reward(self, value: float | Reward) -> None:
+        reward = as_reward(value)
+        if reward is None:
+            raise ValueError(f"the reward of a trajectory is a finite number or a Reward, not {described(value)}")
+        self._reward = reward
+
+    def take_back(self) -> None:
+        """Its Episode failed: what was set is worth nothing."""
+        self._reward = None
+
+
+class Episode:
+    """One run of the workflow on `task`. `base_url` is the gateway's, "" where none is served."""
+
+    def __init__(self, episode_id: str, task: Task, base_url: str, new: Callable[[str], EpisodeTrajectory]) -> None:
+        self.episode_id, self.task, self.base_url, self._new = episode_id, task, base_url, new
+
+    def trajectory(self, role: str = "policy") -> EpisodeTrajectory:
+        """A new trajectory of the role: what it is compared with are those of the same role in the other episodes."""
+        if not isinstance(role, str) or not role or not role.isprintable() or "/" in role:
+            raise ValueError(f"{described(role)} is no role: a role is a name without a slash")
+        return self._new(role)

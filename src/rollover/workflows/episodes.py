@@ -1,0 +1,127 @@
+"""Episodes: every sibling of a group is a run of the user's function, and its model calls are turns of Rollouts.
+
+    begin ──▶ function ──call──▶ host.open(rollout)  or  the answer to `next`: tokens that continue a Rollout
+                  ▲                        │
+                  └──reply── next(rollout) ◀── the turn has ended, and the Rollout waits for the next call, or the end
+              returns ──▶ None for every `next` ──▶ score
+
+It is the Environment of a run with a workflow: what follows the policy's turn is the agent's next call. Owns the runs
+of the function and the keys of their calls. Never changes a rollout, and never decides who runs: the host does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rollover.envs.protocol import TurnOptions
+from rollover.types import Reward, Rollout, SamplingParams, Segment, Task
+from rollover.workflows.conversations import Chats
+from rollover.workflows.episode_calls import EpisodeCalls
+from rollover.workflows.function import WorkflowFunction
+from rollover.workflows.matching import Break
+from rollover.workflows.player import Host, Limits, Place, Player
+
+COUNTERS = (
+    *(f"episodes/{how}" for how in ("done", "length", "timeout", "error", "restarted")),
+    "turns/continued",
+    *(f"turns/breaks/{reason.value}" for reason in Break),
+)
+
+
+class Episodes:
+    """Of one run, in which tokens are sampled as `sampling` says.
+
+    `host` is set before the first Episode begins. Where a gateway is served, `base_url` and `make_client` (of an API
+    key) are its own. `calls` answers what agents ask.
+    """
+
+    def __init__(self, function: WorkflowFunction, chats: Chats, limits: Limits, sampling: SamplingParams) -> None:
+        self.function, self.chats, self.limits = function, chats, limits
+        self.host: Host | None = None
+        self.calls = EpisodeCalls(chats.tokenizer, sampling)
+        self.notice = "" if (fit := chats.of(()).fit("user")).exact else f"{fit.why}: every call opens a rollout"
+        self.base_url = ""
+        self.make_client: Callable[[str], Any] = lambda api_key: None
+        self.say: Callable[[str], None] = lambda line: None
+        self.counts: Counter[str] = Counter()
+        self._players: dict[Place, Player] = {}
+        self._failures: Counter[Place] = Counter()
+        self._said: set[str] = set()
+
+    # The host's side: it is the run's Environment
+
+    def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | None = None) -> tuple[int, ...]:
+        """The task's own, as `chat` makes it of the task's messages: which calls have it is the function's business.
+
+        `instead`: of what a teacher reads in the place of its messages.
+        """
+        messages = task.messages if instead is None else instead
+        if messages is None:
+            return tuple(self.chats.tokenizer(task.prompt)["input_ids"])
+        return tuple(self.chats.of(()).prompt(messages))
+
+    def release(self, rollouts: Iterable[Rollout]) -> None:
+        """Their groups have left: what still runs of their episodes is cancelled."""
+        self.end({rollout.group_id for rollout in rollouts})
+
+    def stats(self) -> dict[str, float]:
+        """Cumulative counters."""
+        return {name: float(self.counts[name]) for name in COUNTERS}
+
+    def begin(self, rollout: Rollout) -> None:
+        """The Episode of a sibling begins, or begins again. `rollout`: its only one, without a token."""
+        place = rollout.group_id, rollout.sibling
+        if place in self._players:
+            self._players.pop(place).cancel()
+        self._players[place] = Player(self, place, rollout.task, rollout.prompt_ids)
+
+    @property
+    def num_at_work(self) -> int:
+        """Episodes that have not ended."""
+        return sum(not player.over for player in self._players.values())
+
+    def has(self, place: Place) -> bool:
+        """Whether somebody plays the Episode, or has played it to its end."""
+        return place in self._players and not self._players[place].lost
+
+    def end_all(self) -> None:
+        """As `end`, of every group."""
+        self.end({place[0] for place in self._players})
+
+    def end(self, group_ids: Iterable[int]) -> None:
+        """These groups have left: what still runs of their episodes is cancelled."""
+        groups = set(group_ids)
+        for place in [place for place in self._players if place[0] in groups]:
+            self._players.pop(place).cancel()
+            del self._failures[place]
+
+    async def next(self, rollout: Rollout) -> Segment | None:
+        """The turn goes to the agent that asked for it; what comes back begins its next call. None: the end."""
+        return await self._players[rollout.group_id, rollout.sibling].next(rollout)
+
+    async def score(self, rollouts: list[Rollout], /) -> list[Reward]:
+        """Each gets the reward of its trajectory."""
+        return [self._players[rollout.group_id, rollout.sibling].reward_of(rollout) for rollout in rollouts]
+
+    def scores_singly(self, task: Task, /) -> bool:
+        return True
+
+    def options(self, rollout: Rollout) -> TurnOptions:
+        """Of the call that the Rollout's present turn answers."""
+        return self._players[rollout.group_id, rollout.sibling].options[rollout.rollout_id]
+
+    # The players' side
+
+    def arguments(self, api_key: str) -> Mapping[str, Any]:
+        return {"client": self.make_client(api_key)} if "client" in self.function.wanted else {}
+
+    def may_retry(self, place: Place, why: str) -> bool:
+        self._failures[place] += 1
+        again = self._failures[place] <= self.limits.retries
+        if why not in self._said:
+            self._said.add(why)
+            what = "it is run again" if again else "its rewards are missing"
+            self.say(f"{self.function.spec} failed at episode {place[0]}-{place[1]} ({why}): {what}")
+        return again

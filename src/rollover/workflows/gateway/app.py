@@ -1,0 +1,195 @@
+"""The gateway: an HTTP server of the OpenAI API for the agents of a run's workflows, on this machine alone.
+
+    GET  /v1/models
+    POST /v1/chat/completions     stream or not
+    POST /v1/completions          a text or token ids
+
+The API key names the trajectory. While a call waits for the policy, through new weights and other rollouts' turns, its
+connection is kept alive: by white space before the JSON, or by comments in a stream. The headers go out with the first
+such byte, so that what is refused at once has its own status.
+
+Owns the connections. What a call is worth, and which Rollout it belongs to, is the Caller's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from rollover.types import SamplingParams
+from rollover.workflows.calls import Caller, CallRefused, Reply, UnknownKey
+from rollover.workflows.gateway.questions import Question, Questions
+from rollover.workflows.gateway.wire import (
+    Asked,
+    Writer,
+    chat_request,
+    completion_request,
+    error_body,
+    error_event,
+    model_list,
+)
+
+KEEP_ALIVE_S = 2.0
+"""Between two signs of life: well below the read time-outs that people set."""
+
+
+class Failed(CallRefused):
+    """The call failed for a reason of ours. Asking again is of no use: the run has said why."""
+
+    status, code = 500, "internal_error"
+
+
+class Gateway:
+    """`app` is the ASGI application over `caller`."""
+
+    def __init__(self, caller: Caller, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        self.caller, self.keep_alive_s, self.questions = caller, keep_alive_s, Questions()
+        self.app = Starlette(
+            routes=[
+                Route("/v1/models", self._models, methods=["GET"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._completions, methods=["POST"]),
+            ]
+        )
+
+    def forget(self, key: str) -> list[Reply]:
+        """The trajectory `key` is closed: its calls are given up. Returns the answers that reached no client."""
+        return self.questions.forget(lambda identity: isinstance(identity, tuple) and identity[0] == key)
+
+    # Private
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse(model_list(self.caller.models()))
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._respond(request, chat_request)
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._respond(request, completion_request)
+
+    async def _respond(self, request: Request, read: Callable[[Any, SamplingParams], Asked]) -> Response:
+        try:
+            key = _key(request)
+            body = await request.body()
+            asked = read(_json(body), self.caller.sampling)
+            self.caller.find(key, asked.model)
+        except CallRefused as error:
+            return _refusal(error)
+        identity = (key, request.url.path, hashlib.blake2b(body).hexdigest())
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        question = await self.questions.ask(identity, is_retry, lambda: self._answer(key, asked))
+        return _Answer(self, question, asked)
+
+    async def _answer(self, key: str, asked: Asked) -> list[Reply]:
+        """All `n` of them are asked for at once."""
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(self._call(key, asked)) for _ in range(asked.num)]
+        if refused := next((r for r in (call.result() for call in calls) if isinstance(r, CallRefused)), None):
+            raise refused
+        return [reply for call in calls if isinstance(reply := call.result(), Reply)]
+
+    async def _call(self, key: str, asked: Asked) -> Reply | CallRefused:
+        try:
+            return await self.caller.call(key, asked.model, asked.call)
+        except CallRefused as error:
+            return error
+
+
+class _Answer(Response):
+    """The answer to a question, sent when it is there; signs of life until then."""
+
+    def __init__(self, gateway: Gateway, question: Question, asked: Asked) -> None:
+        self.gateway, self.question, self.asked = gateway, question, asked
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone, delivered = asyncio.ensure_future(_until_gone(receive)), False
+        try:
+            begun = await self._keep_alive(gone, send)
+            if not gone.done():
+                delivered = await self._deliver(scope, receive, send, begun)
+        finally:
+            gone.cancel()
+            questions = self.gateway.questions
+            (questions.on_delivered if delivered else questions.on_gone)(self.question)
+
+    async def _keep_alive(self, gone: asyncio.Future[None], send: Send) -> bool:
+        """Wait for the answer, or for the end of the connection. Whether the headers have gone out."""
+        begun, answering = False, self.question.answering
+        while True:
+            await asyncio.wait(
+                [answering, gone], timeout=self.gateway.keep_alive_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if answering.done() or gone.done():
+                return begun
+            if not begun:
+                await self._begin(send)
+            begun = True
+            sign = b": the call waits for the policy\n\n" if self.asked.stream else b" "
+            await send({"type": "http.response.body", "body": sign, "more_body": True})
+
+    async def _begin(self, send: Send) -> None:
+        kind = b"text/event-stream" if self.asked.stream else b"application/json"
+        headers = [(b"content-type", kind), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _deliver(self, scope: Scope, receive: Receive, send: Send, begun: bool) -> bool:
+        """Send the answer. Whether the client has it: an error after the headers breaks off an answer that is no
+        stream, and its client's retry gets the error with its status."""
+        error = self._error()
+        if error is not None and not begun:
+            await _refusal(error)(scope, receive, send)
+            return True
+        if error is not None and not self.asked.stream:
+            return False
+        if not begun:
+            await self._begin(send)
+        writer = Writer(self.asked, self.gateway.caller.token_texts)
+        if error is not None:
+            text = error_event(error)
+        elif self.asked.stream:
+            text = "".join(writer.events(self.question.answering.result()))
+        else:
+            text = json.dumps(writer.whole(self.question.answering.result()))
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": False})
+        return True
+
+    def _error(self) -> CallRefused | None:
+        answering = self.question.answering
+        if answering.cancelled():
+            return UnknownKey("the episode of this key has ended")
+        error = answering.exception()
+        return error if error is None or isinstance(error, CallRefused) else Failed(f"the call failed: {error}")
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refusal(error: CallRefused) -> Response:
+    headers = {"x-should-retry": "false"}  # the same request would be refused again
+    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+
+
+def _key(request: Request) -> str:
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not key:
+        raise UnknownKey("a request names its trajectory by its API key: Authorization: Bearer KEY")
+    return key
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise CallRefused(f"the body is no JSON: {error}") from error

@@ -1,0 +1,330 @@
+"""One run of a workflow's function: its calls become turns of Rollouts, its end becomes their rewards.
+
+    playing ──returned, timed out, no budget left, failed too often──▶ over: every Rollout ends, with a reward or none
+       └─────failed, and may try again──▶ over: its Rollouts leave once none of them plays, and another run begins
+
+Owns the run, its clock, and which of its Rollouts play a turn or wait for the next one. Never changes a Rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollover.envs.protocol import TurnOptions, written
+from rollover.functions import explained
+from rollover.types import Reward, Rollout, Segment, Task
+from rollover.workflows.agent_clock import AgentClock
+from rollover.workflows.calls import BudgetUsedUp, Call, Reply, UnknownKey
+from rollover.workflows.conversations import Chats, Continues, Opens
+from rollover.workflows.episode import Episode, EpisodeTrajectory
+from rollover.workflows.function import WorkflowFunction
+from rollover.workflows.matching import turn_key
+
+MODEL = "policy"
+Place = tuple[int, int]  # group id, sibling
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one Episode. `max_new_tokens`: of a Rollout, sampled and appended; `max_prompt_tokens`: before those."""
+
+    max_new_tokens: int
+    max_prompt_tokens: int
+    max_turns: int = 16
+    timeout_s: float = 300.0
+    on_timeout: str = "missing"
+    timeout_score: float = 0.0
+    retries: int = 1
+
+
+class Host(Protocol):
+    """Plays the Rollouts that episodes open. What it is told it carries out later, never within the call."""
+
+    def open(self, rollout: Rollout) -> None:
+        """A WAITING Rollout of a held group, with a prompt. Where the Episode has one with this id already, which the
+        group was admitted with, that gets the prompt and the role."""
+        ...
+
+    def restart(self, group_id: int, sibling: int) -> None:
+        """The Episode failed: its Rollouts leave, none of which plays, and it begins again."""
+        ...
+
+    def ended(self, group_id: int, sibling: int) -> None:
+        """The Episode has ended, and has its rewards."""
+        ...
+
+
+class Calls(Protocol):
+    """See EpisodeCalls."""
+
+    def add(self, player: Player, trajectory: EpisodeTrajectory, /) -> None: ...
+
+    def close(self, player: Player, /) -> set[str]: ...
+
+
+class Surroundings(Protocol):
+    """What a run is told of, and tells."""
+
+    function: WorkflowFunction
+    chats: Chats
+    limits: Limits
+    base_url: str
+    counts: Counter[str]
+
+    @property
+    def host(self) -> Host | None: ...
+
+    @property
+    def calls(self) -> Calls: ...
+
+    def arguments(self, api_key: str) -> Mapping[str, Any]:
+        """Those of the function that depend on nothing but the key."""
+        ...
+
+    def may_retry(self, place: Place, why: str) -> bool:
+        """The function failed. Whether it may be run again."""
+        ...
+
+
+@dataclass(eq=False)
+class _Playing:
+    """A turn under way."""
+
+    trajectory: EpisodeTrajectory
+    reply: asyncio.Future[Reply]
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A Rollout between two turns. `rollout`: a copy with all its tokens; `answer`: what follows them."""
+
+    rollout: Rollout
+    answer: asyncio.Future[Segment | None]
+
+
+class Player:
+    """`task_prompt`: the task's own prompt. `options`: of the present turn of each Rollout, by its id. `over`: the
+    function has ended, or nobody waits for it. `lost`: it was cancelled from outside, as when an event loop ends."""
+
+    def __init__(self, around: Surroundings, place: Place, task: Task, task_prompt: tuple[int, ...]) -> None:
+        assert around.host is not None
+        self.around, self.place, self.task, self.task_prompt = around, place, task, task_prompt
+        self._host = around.host
+        self.options: dict[str, TurnOptions] = {}
+        self.trajectories: list[EpisodeTrajectory] = []
+        self._playing: dict[str, _Playing] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._of_model: dict[tuple[str, str], EpisodeTrajectory] = {}
+        self._given_up: set[str] = set()  # ids of Rollouts with a turn that the agent did not wait for
+        self._asked: Counter[int] = Counter()  # how often each question was asked
+        self._num_turns = self._num_trajectories = 0
+        self._refused = False  # for want of tokens or turns: what the agent makes of that is the policy's doing
+        self.over = self.lost = self._restarts = False
+        self._otherwise = Reward(None, error="the workflow gave it no reward")  # where a trajectory has none of its own
+        self.episode = Episode(f"{place[0]}-{place[1]}", task, around.base_url, self._new_trajectory)
+        self._default = self._new_trajectory(MODEL)
+        self._clock = AgentClock(around.limits.timeout_s, self._on_timeout)
+        self._run = asyncio.ensure_future(self._play())
+
+    # The agent's side
+
+    async def ask(self, trajectory: EpisodeTrajectory, call: Call) -> Reply:
+        """One turn of the policy. CallRefused where there is none to be had."""
+        if self.over:
+            raise UnknownKey(f"episode {self.episode.episode_id} has ended: it can make no calls")
+        try:
+            rollout_id = self._take_place(trajectory, call)
+        except BudgetUsedUp:
+            self._refused = True
+            raise
+        self._num_turns += 1
+        playing = self._playing[rollout_id] = _Playing(trajectory, asyncio.get_running_loop().create_future())
+        self._clock.on_call()
+        try:
+            return await playing.reply
+        finally:
+            self._clock.on_answer()
+
+    def of_model(self, trajectory: EpisodeTrajectory, role: str) -> EpisodeTrajectory:
+        """The trajectory of another role, for an agent that can say the role by the model's name alone."""
+        if role == trajectory.role:
+            return trajectory
+        key = trajectory.api_key, role
+        if key not in self._of_model:
+            self._of_model[key] = self._new_trajectory(role)
+        return self._of_model[key]
+
+    # The host's side
+
+    async def next(self, rollout: Rollout) -> Segment | None:
+        """The turn of the Rollout has ended, and `rollout` has its tokens. What the agent's next call appends; None at
+        the end of the Episode."""
+        playing = self._playing.pop(rollout.rollout_id)
+        reply = playing.trajectory.conversations.on_turn(rollout)
+        if self.over or playing.reply.done():
+            self._given_up.add(rollout.rollout_id)
+        if not playing.reply.done():
+            playing.reply.set_result(reply)
+        if self.over and not self._restarts:
+            return None
+        waiting = _Waiting(rollout, asyncio.get_running_loop().create_future())
+        self._waiting[rollout.rollout_id] = waiting
+        self._restart_if_idle()
+        return await waiting.answer
+
+    def reward_of(self, rollout: Rollout) -> Reward:
+        """After the end."""
+        if rollout.rollout_id in self._given_up:
+            return Reward(None, error="the agent gave up a call of it")
+        if not self._num_trajectories:
+            return Reward(None, error="the workflow made no model call")
+        of = next((t for t in self.trajectories if t.index == rollout.trajectory), None)
+        return self._otherwise if of is None or of.reward is None else of.reward
+
+    def cancel(self) -> None:
+        """Nobody waits for its end."""
+        self.over = True
+        self._stop()
+        for playing in self._playing.values():
+            playing.reply.cancel()
+
+    # Private
+
+    def _new_trajectory(self, role: str) -> EpisodeTrajectory:
+        key = f"rollover-{self.episode_id}-{secrets.token_urlsafe(16)}"
+        trajectory = EpisodeTrajectory(role, key, self.ask, self.around.chats)
+        self.trajectories.append(trajectory)
+        self.around.calls.add(self, trajectory)
+        return trajectory
+
+    @property
+    def episode_id(self) -> str:
+        return f"{self.place[0]}-{self.place[1]}"
+
+    def _take_place(self, trajectory: EpisodeTrajectory, call: Call) -> str:
+        """Find the Rollout of a call, and tell the host. Returns its id."""
+        if self._num_turns >= (most := self.around.limits.max_turns):
+            raise BudgetUsedUp(f"the episode has had its {most} turns (workflow.max_turns)")
+        place = trajectory.conversations.place_of(call)
+        if isinstance(place, Continues):
+            return self._continue(trajectory, call, place)
+        return self._open(trajectory, call, place)
+
+    def _continue(self, trajectory: EpisodeTrajectory, call: Call, place: Continues) -> str:
+        waiting, before = self._waiting[place.rollout_id], self.options[place.rollout_id]
+        num_tokens = waiting.rollout.num_tokens + len(place.token_ids)
+        self.options[place.rollout_id] = self._options(call, num_tokens, before.seed_key)
+        del self._waiting[place.rollout_id]
+        trajectory.conversations.on_continue(place.rollout_id, call)
+        waiting.answer.set_result(written(waiting.rollout, place.token_ids))
+        self.around.counts["turns/continued"] += 1
+        return place.rollout_id
+
+    def _open(self, trajectory: EpisodeTrajectory, call: Call, place: Opens) -> str:
+        if len(place.prompt_ids) > (most := self.around.limits.max_prompt_tokens):
+            raise BudgetUsedUp(
+                f"the prompt has {len(place.prompt_ids)} tokens, and {most} are the most that leave room for an answer"
+                " of rollout.max_new_tokens"
+            )
+        question = turn_key(trajectory.role, place.prompt_ids, call.max_tokens, call.stop, 0)
+        key = turn_key(trajectory.role, place.prompt_ids, call.max_tokens, call.stop, self._asked[question])
+        is_the_tasks = trajectory.role == MODEL and place.prompt_ids == self.task_prompt and not self._asked[question]
+        options = self._options(call, 0, None if is_the_tasks else key)
+        self._asked[question] += 1
+        if trajectory.index is None:
+            trajectory.index = self._num_trajectories
+            self._num_trajectories += 1
+        rollout = Rollout(
+            *self.place,
+            self.task,
+            prompt_ids=place.prompt_ids,
+            role=trajectory.role,
+            trajectory=trajectory.index,
+            context=len(trajectory.conversations.rollout_ids),
+        )
+        self.options[rollout.rollout_id] = options
+        trajectory.conversations.on_open(rollout.rollout_id, call)
+        if place.reason is not None:
+            self.around.counts[f"turns/breaks/{place.reason.value}"] += 1
+        self._host.open(rollout)
+        return rollout.rollout_id
+
+    def _options(self, call: Call, num_tokens: int, seed_key: int | None) -> TurnOptions:
+        most = self.around.limits.max_new_tokens
+        if num_tokens >= most:
+            raise BudgetUsedUp(f"the rollout has had its {most} tokens (rollout.max_new_tokens): no answer fits")
+        if call.max_tokens is not None:
+            most = min(most, num_tokens + call.max_tokens)
+        return TurnOptions(most, call.stop, seed_key)
+
+    async def _play(self) -> None:
+        values: dict[str, Any] = {
+            "task": self.task,
+            "episode": self.episode,
+            "model": MODEL,
+            "base_url": self.around.base_url,
+        }
+        values |= {"api_key": self._default.api_key, **self.around.arguments(self._default.api_key)}
+        try:
+            reward = await self.around.function(values)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # boundary: the user's function
+            task = asyncio.current_task()
+            if self.over:
+                return
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                self.over = self.lost = True
+                self._stop()
+                raise
+            self._on_error(error)
+        else:
+            if not self.over:
+                self._end("done", reward)
+
+    def _on_error(self, error: BaseException) -> None:
+        why = explained(error)
+        if self._refused:
+            # Where there is no budget left the policy talked too long: that is no fault, and scores nothing.
+            self._end("length", Reward(0.0))
+        elif self.around.may_retry(self.place, why):
+            self.over = self._restarts = True
+            self._stop()
+            self._restart_if_idle()
+        else:
+            self._end("error", Reward(None, error=f"the workflow failed: {why}"))
+
+    def _on_timeout(self) -> None:
+        limits = self.around.limits
+        missing = Reward(None, error=f"timed out: its agent took more than {limits.timeout_s:g} s (workflow.timeout_s)")
+        self._end("timeout", Reward(limits.timeout_score) if limits.on_timeout == "score" else missing)
+
+    def _end(self, how: str, otherwise: Reward | None) -> None:
+        """For good. `otherwise`: the reward of every trajectory that has none of its own."""
+        self.over = True
+        self._otherwise = otherwise or self._otherwise
+        if otherwise is not None and otherwise.missing:
+            for trajectory in self.trajectories:
+                trajectory.take_back()
+        self.around.counts[f"episodes/{how}"] += 1
+        self._stop()
+        for waiting in self._waiting.values():
+            waiting.answer.set_result(None)
+        self._waiting.clear()
+        self._host.ended(*self.place)
+
+    def _stop(self) -> None:
+        self._clock.end()
+        self._given_up |= self.around.calls.close(self)
+        if self._run is not asyncio.current_task():
+            self._run.cancel()
+
+    def _restart_if_idle(self) -> None:
+        if self._restarts and not self._playing:
+            self.around.counts["episodes/restarted"] += 1
+            self._host.restart(*self.place)

@@ -1,0 +1,128 @@
+"""workflow.function in runs of the real program: by chat and over HTTP, killed in the middle of episodes, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import runs
+from test_workflow_run import recipe as of_environment
+
+from rollover.checkpoint.store import CheckpointStore
+from rollover.cli import main
+
+FUNCTIONS = """
+import asyncio, os, signal
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def user(text):
+    return {"role": "user", "content": text}
+
+async def talk(task, episode):
+    solver, judge = episode.trajectory("solver"), episode.trajectory("judge")
+    first = await solver.chat(task.messages)
+    second = await solver.chat([*task.messages, first.message, user("more")])
+    verdict = await judge.chat([user(first.text[:3])])
+    solver.reward = sum(c.isdigit() for c in first.text + second.text) / 20
+    judge.reward = sum(c.isdigit() for c in verdict.text) / 20
+
+async def killed(task, episode):
+    with (HERE / "asked").open("a") as file:
+        print(os.getpid(), episode.episode_id, file=file)
+    trajectory = episode.trajectory()
+    messages, digits = list(task.messages), 0
+    for turn in range(3):
+        reply = await trajectory.chat(messages)
+        messages += [reply.message, user("more")]
+        digits += sum(c.isdigit() for c in reply.text)
+        killed.turns = getattr(killed, "turns", 0) + 1
+        if killed.turns == 30 and (HERE / "kill").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+    return digits / 20
+
+async def over_http(task, client, model):
+    messages, digits = list(task.messages), 0
+    for turn in range(2):
+        done = await client.chat.completions.create(model=model, messages=messages)
+        message = done.choices[0].message
+        messages += [message.model_dump(exclude_none=True), user("more")]
+        digits += sum(c.isdigit() for c in message.content)
+    return digits / 20
+
+def plain(task):
+    return 1.0
+
+async def strange(task, data):
+    return 1.0
+"""
+
+
+def check_whole(run_dir: Path, steps: int) -> None:
+    """Every step once, the ledger balances in every row, the trace says the same, and nobody is trained twice."""
+    rows = runs.json_lines(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    for row in rows:
+        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
+    told, store = runs.trace(run_dir), CheckpointStore(str(run_dir / "checkpoints"), keep=2)
+    ledger = json.loads(Path(store.open(store.list()[-1])["state.json"]).read_text())["ledger"]
+    assert sum(e.tokens for e in told if e.kind in ("park", "act", "finish")) == ledger["generated_tokens"]
+    ids = [r["rollout_id"] for r in runs.records(run_dir)]
+    assert ids and len(ids) == len(set(ids)), "a rollout was trained twice"
+
+
+def recipe(folder: Path, name: str, *, steps: int = 2, **tables) -> Path:
+    workflow = {"environment": None, "function": f"{folder}/agents.py:{name}", **tables.pop("workflow", {})}
+    path = of_environment(folder, "Game", steps=steps, workflow=workflow, **tables)
+    (folder / "agents.py").write_text(FUNCTIONS)
+    return path
+
+
+def test_roles_and_turns_of_a_workflow_are_trained(tmp_path: Path) -> None:
+    assert main(["train", str(recipe(tmp_path, "talk"))]) == 0
+    check_whole(tmp_path / "run", 2)
+    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["episodes/done"] >= 18 and row["turns/continued"] >= 10, row
+    assert row["dropped/restarted/tokens"] == 0 and row["tokens/environment"] > 0
+
+
+def test_an_agent_of_an_openai_client_is_trained(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    assert main(["train", str(recipe(tmp_path, "over_http", steps=1))]) == 0
+    check_whole(tmp_path / "run", 1)
+    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["episodes/done"] >= 9 and row["episodes/error"] == 0 and row["turns/continued"] >= 9
+
+
+def test_episodes_that_were_killed_begin_again(tmp_path: Path) -> None:
+    file = recipe(tmp_path, "killed", checkpoint={"every_steps": 0, "journal_s": 0.05})
+    (tmp_path / "kill").touch()
+    assert runs.rollover("train", file).returncode == -9
+    (tmp_path / "kill").unlink()
+    assert main(["train", str(file), "--resume"]) == 0
+    check_whole(tmp_path / "run", 2)
+    asked = [line.split() for line in (tmp_path / "asked").read_text().splitlines()]
+    before = {episode for pid, episode in asked if pid == asked[0][0]}
+    again = [episode for pid, episode in asked if pid != asked[0][0]]
+    assert before & set(again) and len(again) == len(set(again))
+    assert runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]["dropped/restarted/tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "why"),
+    [
+        ("plain", [], "async def"),
+        ("strange", [], "'data'"),
+        ("nothing", [], "nothing"),
+        ("talk", ["--eval.num_tasks=4"], "eval.num_tasks"),
+        ("talk", ["--workflow.environment=a.py:B"], "Remove one"),
+    ],
+)
+def test_what_cannot_be_a_workflow_exits_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: list[str], why: str
+) -> None:
+    assert main(["train", str(recipe(tmp_path, name)), *words]) == 2
+    error = capsys.readouterr().err
+    assert why in error and "workflow.function" in error, error

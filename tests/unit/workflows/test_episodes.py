@@ -1,0 +1,244 @@
+"""Runs of a workflow's function: whose turn a call is, what the end of it is worth, and what fails how."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from rollover.functions import FunctionError
+from rollover.types import Reward
+from rollover.workflows.calls import BudgetUsedUp, CallRefused
+from rollover.workflows.function import WorkflowFunction, as_reward
+from unit.envs import templates
+from unit.workflows.scripted_host import ScriptedHost
+
+USER = {"role": "user", "content": "What is 2+2?"}
+MORE = {"role": "user", "content": "And 3+3?"}
+
+
+def says(text: str) -> Any:
+    return lambda before: text
+
+
+def test_the_return_value_is_the_reward_of_what_was_said():
+    async def solve(task: Any, episode: Any) -> float:
+        reply = await episode.trajectory().chat(task.messages)
+        return 1.0 if reply.text == "four" else 0.0
+
+    host = ScriptedHost(solve, says("four"))
+    assert host.run() == {"0-0": Reward(1.0)}
+    [rollout] = host.rollouts.values()
+    assert rollout.prompt_ids == host.task_prompt and rollout.role == "policy"
+    assert host.episodes.counts == {"episodes/done": 1}
+
+
+def test_a_call_that_goes_on_continues_its_rollout_and_is_rendered_like_the_whole_conversation():
+    async def talk(episode: Any) -> None:
+        trajectory = episode.trajectory()
+        first = await trajectory.chat([USER])
+        await trajectory.chat([USER, first.message, MORE])
+        trajectory.reward = 0.5
+
+    host = ScriptedHost(talk, says("four"))
+    assert host.run() == {"0-0": Reward(0.5)}
+    [rollout] = host.rollouts.values()
+    answer = {"role": "assistant", "content": "four"}
+    whole = host.tokenizer.apply_chat_template([USER, answer, MORE, answer], tokenize=False)
+    assert host.tokenizer.decode([*rollout.prompt_ids, *rollout.token_ids()]) == whole.removesuffix("\n")
+    assert [segment.trainable for segment in rollout.segments] == [True, False, True]
+    assert host.episodes.counts["turns/continued"] == 1
+
+
+def test_a_rewritten_history_opens_a_rollout_of_the_same_trajectory():
+    async def talk(episode: Any) -> float:
+        trajectory = episode.trajectory()
+        await trajectory.chat([USER])
+        await trajectory.chat([MORE])
+        return 1.0
+
+    host = ScriptedHost(talk, says("four"))
+    assert host.run() == {"0-0": Reward(1.0), "0-0.0.1": Reward(1.0)}
+    assert host.episodes.counts["turns/breaks/history"] == 1
+
+
+def test_a_template_that_drops_reasoning_falls_back_to_new_rollouts():
+    async def talk(episode: Any) -> float:
+        trajectory = episode.trajectory()
+        first = await trajectory.chat([USER])
+        await trajectory.chat([USER, first.message, MORE])
+        return 1.0
+
+    host = ScriptedHost(talk, says("four"), template=templates.QWEN3)
+    host.run()
+    assert list(host.rollouts) == ["0-0", "0-0.0.1"]
+    assert host.episodes.counts["turns/breaks/template"] == 1
+
+
+def test_parallel_roles_get_their_own_rewards_whoever_ends_first():
+    async def play(episode: Any) -> None:
+        async def solve(name: str, reward: float, wait_s: float) -> None:
+            trajectory = episode.trajectory("solver")
+            reply = await trajectory.chat([{"role": "user", "content": name}])
+            await asyncio.sleep(wait_s)
+            assert reply.text == f"to {name}"
+            trajectory.reward = reward
+
+        await asyncio.gather(solve("Ann", 1.0, 0.05), solve("Bob", 0.0, 0.0))
+        judge = episode.trajectory("judge")
+        await judge.chat([{"role": "user", "content": "Cid"}])
+        judge.reward = 0.25
+
+    host = ScriptedHost(play, lambda before: "to " + next(n for n in ("Ann", "Bob", "Cid") if n in before))
+    rewards = host.run()
+    heard = {name: r for r in host.rollouts.values() for name in ("Ann", "Bob", "Cid")
+             if name in host.tokenizer.decode(r.prompt_ids)}  # fmt: skip
+    assert [heard[n].role for n in ("Ann", "Bob", "Cid")] == ["solver", "solver", "judge"]
+    assert [rewards[heard[n].rollout_id].score for n in ("Ann", "Bob", "Cid")] == [1.0, 0.0, 0.25]
+    assert sorted(r.trajectory for r in heard.values()) == [0, 1, 2]
+
+
+def test_an_exception_is_tried_again_and_then_missing():
+    tries = []
+
+    async def fail(task: Any, episode: Any) -> float:
+        await episode.trajectory().chat(task.messages)
+        tries.append(1)
+        raise KeyError("no such thing")
+
+    host = ScriptedHost(fail, says("four"), retries=2)
+    [reward] = host.run().values()
+    assert len(tries) == 3 and host.restarts == 2
+    assert reward.missing and "KeyError" in str(reward.error)
+    assert host.episodes.counts == {"episodes/error": 1, "episodes/restarted": 2}
+    assert len(host.said) == 1
+
+
+def test_an_exit_ends_its_episode_alone():
+    async def leave(task: Any, episode: Any) -> None:
+        await episode.trajectory().chat(task.messages)
+        raise SystemExit(3)
+
+    [reward] = ScriptedHost(leave, says("four"), retries=0).run().values()
+    assert reward.missing and "SystemExit" in str(reward.error)
+
+
+@pytest.mark.parametrize(("on_timeout", "score"), [("missing", None), ("score", -0.5)])
+def test_an_agent_that_never_ends_is_cut_off(on_timeout: str, score: float | None):
+    async def hang(task: Any, episode: Any) -> float:
+        await episode.trajectory().chat(task.messages)
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+        return 1.0
+
+    host = ScriptedHost(hang, says("four"), timeout_s=0.1, on_timeout=on_timeout, timeout_score=-0.5)
+    [reward] = host.run().values()
+    assert reward.score == score and host.episodes.counts == {"episodes/timeout": 1}
+
+
+def test_waiting_for_the_model_is_not_the_agents_time():
+    async def talk(task: Any, episode: Any) -> float:
+        trajectory = episode.trajectory()
+        await asyncio.gather(trajectory.chat(task.messages), trajectory.chat([MORE]))
+        return 1.0
+
+    host = ScriptedHost(talk, says("four"), timeout_s=0.3)
+    host.delay_s = 0.8
+    assert {r.score for r in host.run().values()} == {1.0}
+
+
+def test_a_budget_used_up_is_the_policys_doing():
+    async def talk(task: Any, episode: Any) -> float:
+        trajectory, messages = episode.trajectory(), list(task.messages)
+        while True:
+            reply = await trajectory.chat(messages)
+            messages += [reply.message, MORE]
+
+    for limits in (dict[str, Any](max_turns=3), dict[str, Any](max_new_tokens=60)):
+        host = ScriptedHost(talk, says("four"), **limits)
+        assert host.run() == {"0-0": Reward(0.0)}
+        assert host.episodes.counts["episodes/length"] == 1 and not host.restarts
+
+
+def test_limits_of_a_call_are_kept():
+    async def talk(task: Any, episode: Any) -> float:
+        trajectory = episode.trajectory()
+        first = await trajectory.chat(task.messages, max_tokens=2)
+        assert len(first.token_ids) == 2 and first.stop_reason.value == "length"
+        second = await trajectory.chat([*task.messages, first.message, MORE], stop=["r!"])
+        assert second.text == "fou"
+        with pytest.raises(BudgetUsedUp):
+            await trajectory.chat([{"role": "user", "content": "long " * 500}])
+        with pytest.raises(CallRefused):
+            await trajectory.chat([{"role": "user", "content": [{"type": "image_url"}]}])
+        return 1.0
+
+    host = ScriptedHost(talk, says("four!"), max_prompt_tokens=200)
+    host.run()
+    assert list(host.rollouts) == ["0-0"]
+
+
+def test_a_call_given_up_has_no_reward_and_no_other_suffers():
+    async def talk(task: Any, episode: Any) -> float:
+        given_up, kept = episode.trajectory("a"), episode.trajectory("b")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(given_up.chat(task.messages), 0.05)
+        await kept.chat(task.messages)
+        return 1.0
+
+    host = ScriptedHost(talk, says("four"))
+    host.delay_s = 0.2
+    rewards = host.run()
+    assert rewards["0-0"].missing and "gave up" in str(rewards["0-0"].error)
+    assert rewards["0-0.1.0"] == Reward(1.0)
+
+
+def test_draws_do_not_depend_on_who_asks_first():
+    def keys(order: list[str]) -> dict[str, int | None]:
+        async def talk(episode: Any) -> float:
+            for role in order:
+                await episode.trajectory(role).chat([USER])
+            return 1.0
+
+        host = ScriptedHost(talk, says("four"))
+        seen: dict[str, int | None] = {}
+        options = host.episodes.options
+        host.episodes.options = lambda r: seen.setdefault(r.role, options(r).seed_key) and options(r) or options(r)  # type: ignore[method-assign]
+        host.run()
+        return seen
+
+    forth, back = keys(["policy", "a", "b"]), keys(["b", "a", "policy"])
+    assert forth == back and forth["policy"] is None and len(set(forth.values())) == 3
+
+
+def test_what_is_no_workflow_is_refused_with_the_fix():
+    def plain(task: Any) -> None: ...
+    async def strange(task: Any, dataset: Any) -> None: ...
+    async def fine(task: Any, more: int = 1, **others: Any) -> None: ...
+
+    with pytest.raises(ValueError, match="async def"):
+        WorkflowFunction(plain, "mine")
+    with pytest.raises(ValueError, match="'dataset'.*base_url"):
+        WorkflowFunction(strange, "mine")
+    assert WorkflowFunction(fine, "mine").wanted == ["task"]
+
+
+def test_what_is_no_reward_is_refused():
+    async def talk(task: Any) -> str:
+        return "good"
+
+    with pytest.raises(FunctionError, match="'good'"):
+        asyncio.run(WorkflowFunction(talk, "mine")({"task": None}))
+    assert as_reward(True) == Reward(1.0) and as_reward(2) == Reward(2.0)
+    assert as_reward(float("nan")) is None and as_reward("1") is None
+
+    async def set_it(task: Any, episode: Any) -> None:
+        trajectory = episode.trajectory()
+        await trajectory.chat(task.messages)
+        trajectory.reward = float("inf")
+
+    [reward] = ScriptedHost(set_it, says("four"), retries=0).run().values()
+    assert reward.missing and "finite" in str(reward.error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from samples import random_samples
 from unit.envs import played, templates
+from unit.workflows.scripted_host import ScriptedHost
 
 TASK = Task("t", "docs", "reward", prompt="1 + 1 =")
 
@@ -290,6 +292,21 @@ def check_tool_format(spec: str) -> None:
 
 
 PAGE = "own-functions.md"
+
+
+def check_workflow(spec: str) -> None:
+    """The solver is right after it was asked again, and the judge says so; then both are wrong."""
+    for second, score in (("it is 4", 1.0), ("it is 5", 0.0)):
+
+        def policy(before: str, second: str = second) -> str:
+            return "Yes" if "Is this right?" in before else second if "Are you sure?" in before else "it is 5"
+
+        host = ScriptedHost(load_function(spec, "."), policy)
+        host.task = replace(host.task, columns={"answer": "4"})
+        rewards = host.run()
+        assert {host.rollouts[i].role: r.score for i, r in rewards.items()} == {"solver": score, "judge": score}
+
+
 CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "over_mean"): check_advantage,
     (PAGE, "half_for_long"): check_after_scoring,
@@ -312,4 +329,6 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     ("agents.md", "GuessNumber"): check_game,
     ("agents.md", "Brackets"): check_tool_format,
     ("agents.md", "Shown"): check_examples,
+    ("agents.md", "solver_judge"): check_workflow,
+    ("agents.md", "user"): lambda spec: None,  # a part of it
 }

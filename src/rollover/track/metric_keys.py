@@ -54,12 +54,7 @@ METRICS: list[Metric] = [
     Metric("tools/errors", "counter", "calls", "Of them: no such tool, wrong arguments, or the tool raised."),
     Metric("tools/timeouts", "counter", "calls", "Of them, those without an answer within workflow.tool_timeout_s."),
     Metric("tools/time_s", "counter", "s", "Time in tools, of each call."),
-    Metric(
-        "tools/left_behind",
-        "counter",
-        "threads",
-        "Threads of tools, step, reset or get_reward that did not come back in time, and nobody waits for any more.",
-    ),
+    Metric("tools/left_behind", "counter", "threads", "Threads of the class that did not come back in time."),
     Metric("episodes/done", "counter", "rollouts", "Scored ones that ended by themselves: no call, or done."),
     Metric("episodes/error", "counter", "episodes", "Runs of workflow.function that raised, and were not tried again."),
     Metric("episodes/restarted", "counter", "episodes", "Runs of workflow.function that raised, and were tried again."),
@@ -356,11 +351,7 @@ METRICS: list[Metric] = [
     Metric("mismatch/log_ppl_difference_min", "last", "nats", "The smallest difference of a rollout."),
     Metric("kl/reference", "mean", "nats", "KL to the initial weights, as in the loss (algorithm.kl_coef)."),
     Metric(
-        "distill/kl",
-        "mean",
-        "nats",
-        "Mean of log policy/teacher over the loss tokens, at the start of the step and before distill.clip: an estimate"
-        " of KL(policy, teacher).",
+        "distill/kl", "mean", "nats", "Mean log policy/teacher of loss tokens, before distill.clip: estimates the KL."
     ),
     Metric("distill/clipped_share", "mean", "share", "Share of the loss tokens that distill.clip bounds."),
     Metric("off_policy/rejected_share", "mean", "share", "Share of the loss that algorithm.rejection leaves out."),

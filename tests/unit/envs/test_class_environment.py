@@ -502,7 +502,7 @@ def test_the_rewards_of_a_games_turns_are_added() -> None:
         ({"workflow": {"environment": "a:B", "tool_format": "xml"}}, "none of hermes, json"),
         (
             {"workflow": {"max_turns": 3}},
-            'workflow.max_turns has no effect with workflow.environment = "". Set workflow.environment',
+            "workflow.max_turns has no effect without workflow.environment and workflow.function. Set one of them",
         ),
     ],
 )

@@ -70,10 +70,11 @@ class Grouping:
         None: one TrajectoryGroup is compared by its scores, and they tell."""
         compared = self(group).compared
         by_turns = self.workflow.credit == "turn_returns"
+        gamma = self.workflow.turn_gamma if by_turns else None
         own = [self.workflow.advantage_of(c.trajectories[0].role, default) == "precomputed" for c in compared]
         if len(compared) == 1 and not by_turns and not own[0]:
             return None
-        return any(_brings_any(c) if o else _differs(c, by_turns=by_turns) for c, o in zip(compared, own, strict=True))
+        return any(_brings_any(c) if o else _differs(c, gamma) for c, o in zip(compared, own, strict=True))
 
     # Private
 
@@ -112,12 +113,15 @@ def _nonzero(value: Any) -> bool:
     return any(map(_nonzero, value)) if isinstance(value, tuple) else bool(value)
 
 
-def _differs(compared: TrajectoryGroup, *, by_turns: bool) -> bool:
-    """Whether scores differ, in float32 as advantages are computed; or, by turns, one has a reward of its own."""
+def _differs(compared: TrajectoryGroup, gamma: float | None) -> bool:
+    """Whether scores differ, in float32 as advantages are computed; or, by turns with the discount `gamma`, a turn has
+    a reward of its own, or an earlier one less of the score than the last."""
     valid = [t for t in compared.trajectories if t.valid and t.reward]
-    if by_turns and any(r.reward and any(r.reward.turns) for t in valid for r in t.rollouts):
+    if gamma is not None and any(r.reward and any(r.reward.turns) for t in valid for r in t.rollouts):
         return True
-    return len({float(np.float32(t.reward.score)) for t in valid if t.reward and t.reward.score is not None}) > 1
+    scores = {float(np.float32(t.reward.score)) for t in valid if t.reward and t.reward.score is not None}
+    discounted = gamma is not None and gamma < 1 and any(scores) and any(len(t.turns) > 1 for t in valid)
+    return discounted or len(scores) > 1
 
 
 _ANY_ROLE = RoleConfig()

@@ -41,3 +41,11 @@ def test_one_role_with_a_signal_is_enough_and_scores_of_different_roles_are_none
     equal = [[("a", Reward(1.0)), ("b", Reward(0.0))]] * 2
     assert dropped(equal, "grpo") == "no trajectory has an advantage that is not 0"
     assert dropped([equal[0], [("a", Reward(1.0)), ("b", Reward(1.0))]], "grpo") is None
+
+
+def test_equal_scores_of_several_turns_differ_where_turns_are_discounted() -> None:
+    """gamma 1/2: returns (1/2, 1) and (1/2, 1)."""
+    equal = [[("a", Reward(1.0))]] * 2
+    assert dropped(equal, "grpo", credit="turn_returns", turn_gamma=0.5) is None
+    assert dropped(equal, "grpo", credit="turn_returns", turn_gamma=1.0) is not None
+    assert dropped([[("a", Reward(0.0))]] * 2, "grpo", credit="turn_returns", turn_gamma=0.5) is not None

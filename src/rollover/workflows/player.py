@@ -233,7 +233,9 @@ class Player:
             )
         question = turn_key(trajectory.role, place.prompt_ids, call.max_tokens, call.stop, 0)
         key = turn_key(trajectory.role, place.prompt_ids, call.max_tokens, call.stop, self._asked[question])
-        is_the_tasks = trajectory.role == MODEL and place.prompt_ids == self.task_prompt and not self._asked[question]
+        # The sibling's own draws are those of one question: the task's, asked as a plain rollout asks it, once.
+        is_plain = trajectory.role == MODEL and call.max_tokens is None and not call.stop
+        is_the_tasks = is_plain and place.prompt_ids == self.task_prompt and not self._asked[question]
         options = self._options(call, 0, None if is_the_tasks else key)
         self._asked[question] += 1
         if trajectory.index is None:

@@ -242,3 +242,17 @@ def test_what_is_no_reward_is_refused():
 
     [reward] = ScriptedHost(set_it, says("four"), retries=0).run().values()
     assert reward.missing and "finite" in str(reward.error)
+
+
+def test_calls_with_one_prompt_and_other_limits_have_draws_of_their_own() -> None:
+    async def talk(task: Any, episode: Any) -> float:
+        trajectory = episode.trajectory()
+        limits: list[dict[str, Any]] = [{}, {"max_tokens": 50}, {"max_tokens": 60}, {"stop": ["x"]}]
+        await asyncio.gather(*(trajectory.chat(task.messages, **of) for of in limits))
+        return 1.0
+
+    host, seen = ScriptedHost(talk, says("four")), []
+    options = host.episodes.options
+    host.episodes.options = lambda r: seen.append(options(r).seed_key) or options(r)  # type: ignore[method-assign]
+    host.run()
+    assert len(seen) == len(set(seen)) == 4 and seen.count(None) == 1

@@ -124,7 +124,7 @@ def test_recorded_rollouts_without_log_probs_are_refused(tmp_path: Path) -> None
     lines[1]["logprobs"][0] = None
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(
-        ValueError, match=r"run.train_on_recorded = .*: group 0 cannot be trained: in rollout 1, its token 0"
+        ValueError, match=r"run.train_on_recorded = .*: group 0 cannot be trained: in rollout 0-1, its token 0"
     ):
         asyncio.run(RecordedRollouts(tmp_path).produce(1, 0))
 
@@ -218,11 +218,11 @@ def test_an_answer_that_was_cut_off_is_no_answer() -> None:
         (lambda: [without_reward()], "is not ready"),
         (lambda: [group(1, version=7)], "policy version above the trainer's, 5"),
         (lambda: [group(1, version=2)], "3 versions old, above rollout.max_staleness = 1"),
-        (lambda: [with_logprob(float("nan"))], "group 1 of step 6 cannot be trained: in rollout 1, its token 1 has"),
+        (lambda: [with_logprob(float("nan"))], "group 1 of step 6 cannot be trained: in rollout 1-1, its token 1 has"),
         (lambda: [with_logprob(0.7)], "has the log-prob 0.7, which is none"),
         (
             lambda: [with_id(100)],
-            "group 1 of step 6 cannot be trained: in rollout 1, its token 1 has the id 100, and",
+            "group 1 of step 6 cannot be trained: in rollout 1-1, its token 1 has the id 100, and",
         ),
         (lambda: [with_id(-1)], "its token 1 has the id -1, and those of the model are 0 to 99"),
         (

@@ -39,6 +39,7 @@ def test_contract(check, url: str) -> None:
     subject = engine_contract.Subject(
         lambda: engine(url), PROMPTS, lambda: [("tiny", torch.empty(0))], frozenset({1}), max_new_tokens=12,
         decode_text=lambda ids: tiny.tokenizer().decode(ids, skip_special_tokens=False), resumes_exactly=False,
+        under_way=4,
     )  # fmt: skip
     asyncio.run(check(subject))
 

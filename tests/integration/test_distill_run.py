@@ -103,7 +103,8 @@ def test_another_model_teaches_in_every_mode(mode: dict[str, dict[str, Any]], tm
     assert cli.main(["train", str(recipe), *words]) == 0
     for row in rows(tmp_path):
         validate(row)
-        assert row["grad_norm"] > 0 and row["distill/kl"] > 0
+        # An estimate over sampled tokens, some of them of older weights: it may be a little below 0.
+        assert row["grad_norm"] > 0 and row["distill/kl"] != 0
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,8 @@ class OwnProducer:
 
 def _why_not_sampled(group: Group, vocab_size: int) -> str | None:
     """What to say after "group 3 " where no policy of this model can have sampled it; None where one can have."""
+    if (why := why_not_in_vocabulary(np.asarray(group.prompt_ids), vocab_size)) is not None:
+        return f"cannot be trained: in its prompt, {why}"
     for rollout in group.rollouts:
         if (why := why_not_in_vocabulary(np.asarray(rollout.prompt_ids), vocab_size)) is not None:
             return f"cannot be trained: in the prompt of rollout {rollout.rollout_id}, {why}"

@@ -11,8 +11,8 @@ A plain task is an Episode of one Trajectory of one Rollout. Nothing here change
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
 
 from rollover.types import Group, Reward, Rollout, StopReason, Task
 
@@ -150,6 +150,24 @@ def by_role(episodes: Sequence[Episode]) -> list[TrajectoryGroup]:
     for trajectory in (t for episode in episodes for t in episode.trajectories if not t.greedy):
         of_role.setdefault(trajectory.role, []).append(trajectory)
     return [TrajectoryGroup(tuple(trajectories)) for trajectories in of_role.values()]
+
+
+def divided(reward: Reward, nums: Sequence[int], where: str) -> list[Reward]:
+    """The Reward of each Rollout of a trajectory, which have `nums` turns: with what is about its own turns.
+
+    ValueError, which names `where`, for entries of more or fewer turns than all of them have.
+    """
+    total = sum(nums)
+    given = reward.advantages
+    if reward.turns and len(reward.turns) != total:
+        raise ValueError(f"{where}: {len(reward.turns)} rewards for {total} turns. Give one for each turn, or none")
+    if isinstance(given, tuple) and len(given) != total:
+        raise ValueError(f"{where}: {len(given)} advantages for {total} turns. Give one for each, or a single number")
+    ends = [0, *accumulate(nums)]
+    return [
+        replace(reward, turns=reward.turns[a:b], advantages=given[a:b] if isinstance(given, tuple) else given)
+        for a, b in pairwise(ends)
+    ]
 
 
 # Private

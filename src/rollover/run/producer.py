@@ -10,8 +10,7 @@ All are behind the one loop, which trains what it is given. Owns what was produc
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +23,7 @@ from rollover.functions import OwnFunction, described, own_function
 from rollover.run.stop import Stop
 from rollover.staleness import group_staleness
 from rollover.track.recorder import read_rollouts
-from rollover.trajectories import turns_of
+from rollover.trajectories import divided, turns_of
 from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task, why_not_in_vocabulary
 
 if TYPE_CHECKING:
@@ -270,27 +269,12 @@ def ready_episodes(group_id: int, task: Task, episodes: Sequence[Sequence[Played
             if not of_trajectory:
                 raise ValueError(f"{where} has no context: leave it out")
             nums = [len(turns_of(rollout)) for rollout in of_trajectory]
-            for rollout, reward in zip(of_trajectory, _divided(played.reward, nums, where), strict=True):
+            for rollout, reward in zip(of_trajectory, divided(played.reward, nums, where), strict=True):
                 rollout.reward = reward
             rollouts += of_trajectory
     if not rollouts:
         raise ValueError(f"group {group_id} has no trajectory: a group has one episode or more")
     return Group(group_id, task, rollouts[0].prompt_ids, rollouts)
-
-
-def _divided(reward: Reward, nums: Sequence[int], where: str) -> list[Reward]:
-    """The Reward of each Rollout of a trajectory, which have `nums` turns: with what is about its own turns."""
-    total = sum(nums)
-    given = reward.advantages
-    if reward.turns and len(reward.turns) != total:
-        raise ValueError(f"{where}: {len(reward.turns)} rewards for {total} turns. Give one for each turn, or none")
-    if isinstance(given, tuple) and len(given) != total:
-        raise ValueError(f"{where}: {len(given)} advantages for {total} turns. Give one for each, or a single number")
-    ends = [0, *accumulate(nums)]
-    return [
-        replace(reward, turns=reward.turns[a:b], advantages=given[a:b] if isinstance(given, tuple) else given)
-        for a, b in pairwise(ends)
-    ]
 
 
 def _check_whole(segments: Sequence[Segment], what: str) -> None:

@@ -76,6 +76,11 @@ class Conversations:
         """In the order in which they were opened."""
         return list(self._open)
 
+    @property
+    def num_turns(self) -> dict[str, int]:
+        """How many turns of each have ended, by id and in that order."""
+        return {rollout_id: of.num_turns for rollout_id, of in self._open.items()}
+
     def place_of(self, call: Call) -> Continues | Opens:
         """Where the call belongs. CallRefused where its messages cannot be made tokens."""
         try:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from rollover.envs.protocol import TurnOptions, written
 from rollover.functions import explained
+from rollover.trajectories import divided
 from rollover.types import Reward, Rollout, Segment, Task
 from rollover.workflows.agent_clock import AgentClock
 from rollover.workflows.calls import BudgetUsedUp, Call, Reply, UnknownKey
@@ -184,7 +185,14 @@ class Player:
         if not self._num_trajectories:
             return Reward(None, error="the workflow made no model call")
         of = next((t for t in self.trajectories if t.index == rollout.trajectory), None)
-        return self._otherwise if of is None or of.reward is None else of.reward
+        if of is None:
+            return self._otherwise
+        nums, where = of.conversations.num_turns, f"trajectory {of.index} (role {of.role!r}) of {self.episode_id}"
+        try:
+            rewards = divided(self._otherwise if of.reward is None else of.reward, list(nums.values()), where)
+        except ValueError as error:
+            return Reward(None, error=str(error))
+        return rewards[list(nums).index(rollout.rollout_id)]
 
     def cancel(self) -> None:
         """Nobody waits for its end."""

@@ -256,3 +256,22 @@ def test_calls_with_one_prompt_and_other_limits_have_draws_of_their_own() -> Non
     host.episodes.options = lambda r: seen.append(options(r).seed_key) or options(r)  # type: ignore[method-assign]
     host.run()
     assert len(seen) == len(set(seen)) == 4 and seen.count(None) == 1
+
+
+def test_rewards_of_turns_go_to_the_contexts_that_have_the_turns() -> None:
+    def of(reward: Reward) -> dict[str, Reward]:
+        async def talk(episode: Any) -> None:
+            trajectory = episode.trajectory()
+            first = await trajectory.chat([USER])
+            await trajectory.chat([USER, first.message, MORE])
+            await trajectory.chat([MORE])
+            trajectory.reward = reward
+
+        return ScriptedHost(talk, says("four")).run()
+
+    assert of(Reward(1.0, turns=[0.1, 0.2, 0.3], advantages=[1.0, 2.0, [3.0]])) == {
+        "0-0": Reward(1.0, turns=[0.1, 0.2], advantages=[1.0, 2.0]),
+        "0-0.0.1": Reward(1.0, turns=[0.3], advantages=[[3.0]]),
+    }
+    wrong = of(Reward(1.0, turns=[0.1, 0.2]))
+    assert all(r.missing and "2 rewards for 3 turns" in str(r.error) for r in wrong.values())

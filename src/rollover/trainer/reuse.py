@@ -100,7 +100,10 @@ class Reuse:
         algorithm, workflow = self.config.algorithm, self.config.workflow
         left_out = batch.masked.out_of_baseline
         advantages = [largest[t.sequence_id] for t in compared.trajectories if t.sequence_id in largest]
-        if workflow.credit != "broadcast" or workflow.advantage_of(compared.role, algorithm.advantage) == "precomputed":
+        estimator = workflow.advantage_of(
+            compared.trajectories[0].role, algorithm.advantage
+        )  # all roles of it have one
+        if workflow.credit != "broadcast" or estimator == "precomputed":
             return sum(advantages)
         rewards = [None if t.ids & left_out else t.reward for t in compared.trajectories]
         return signal(advantages, rewards_of(rewards, [t.named for t in compared.trajectories], algorithm))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import tiny
+from rollover import Played, ready_episodes
 from rollover.config import AlgorithmConfig, Config, TrainConfig
 from rollover.run.batch_metrics import staleness_metrics
 from rollover.tasks.reroll import Reroll
@@ -18,7 +20,7 @@ from rollover.trainer.batch import Batch
 from rollover.trainer.build import local_trainer
 from rollover.trainer.reuse import Reuse
 from rollover.trainer.step_batch import StepBatchBuilder
-from rollover.types import Group, StopReason
+from rollover.types import Group, Reward, StopReason, Task
 from samples import group, rollout, segment
 
 CAP = 1.2
@@ -297,3 +299,21 @@ def test_a_step_without_a_token_in_its_loss_is_refused_and_says_why(
     rollout = PARTIAL | {"max_staleness": 0}
     with pytest.raises(ValueError, match=f"step {version + 1} has no token in its loss: {why}"):
         build(reuse(config(filters=filters, rollout=rollout)), groups, version)
+
+
+ONE_GROUP = """
+from rollover import TrajectoryGroup
+
+def one_group(episodes):
+    return [TrajectoryGroup(tuple(t for e in episodes for t in e.trajectories))]
+"""
+
+
+def test_a_grouping_of_several_roles_whose_advantages_came_with_them_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ONE_GROUP)
+    roles = {role: {"advantage": "precomputed"} for role in "ab"}
+    r = reuse(config(workflow={"roles": roles, "group_by": f"{tmp_path}/mine.py:one_group"}))
+    answer = dataclasses.replace(segment([20, 21], logprob=-4.0), stop_reason=StopReason.EOS)
+    of = [Played([((5,), [answer])], Reward(1.0, advantages=2.0), role) for role in "ab"]
+    step(r, [ready_episodes(0, Task("t", "s", "r", prompt="x"), [of, of])], version=0)
+    assert r.metrics()["replay/size"] == 1

@@ -42,20 +42,20 @@ class CannotGoOn(ValueError):
 
 @dataclass
 class _Told:
-    """What the environment says after a turn. `done`: nothing, as the episode has ended."""
+    """What the environment says after a turn. `done`: nothing, as the episode has ended. `reward`: a game's."""
 
     messages: list[dict[str, str]] = field(default_factory=list)
     done: bool = False
+    reward: float = 0.0
 
 
 @dataclass
 class _Episode:
-    """An object of the user's class, the turns that it has seen, and what it said to each. `returned`: a game's."""
+    """An object of the user's class, the turns that it has seen, and what it said to each."""
 
     made: Any
     turns: list[list[int]] = field(default_factory=list)
     told: list[_Told] = field(default_factory=list)
-    returned: float = 0.0
 
 
 class ClassEnvironment:
@@ -66,6 +66,7 @@ class ClassEnvironment:
         config = setup.config
         workflow, prompt_columns = config.workflow, {s.prompt_column for s in config.tasks.sources}
         self.user = UserClass(workflow.environment, {"question", "problem", *prompt_columns} - {""})
+        self._by_turns = workflow.credit == "turn_returns"
         self.max_turns, self.max_tokens = workflow.max_turns, config.rollout.max_new_tokens
         self.format = build_tool_format(workflow.tool_format)
         own_format = not self.user.is_game and ":" in workflow.tool_format
@@ -207,8 +208,7 @@ class ClassEnvironment:
                     f"returned {described(seen)} from step: it must be an Observation (rollover.Observation) with a"
                     " text and a finite reward"
                 )
-            episode.returned += float(seen.reward)
-            return _Told([{"role": "user", "content": self.calls.cut(seen.text)}], seen.done)
+            return _Told([{"role": "user", "content": self.calls.cut(seen.text)}], seen.done, float(seen.reward))
         if not (calls := self.format.read(text)):
             return _Told(done=True)
         answers = await self.calls.answers(calls, self.user.tools_of(episode.made), counts)
@@ -227,7 +227,7 @@ class ClassEnvironment:
         if self.user.has_reward:
             outcome, what = await self.code.call(episode.made.get_reward), "get_reward"
         elif self.user.is_game:
-            outcome, what = Outcome(episode.returned), "step"
+            outcome, what = Outcome(sum((told.reward for told in episode.told), 0.0)), "step"
         else:  # it may be a property
             outcome, what = await self.code.call(getattr, episode.made, "reward", None), "its attribute reward"
         if outcome.failed:
@@ -235,7 +235,12 @@ class ClassEnvironment:
         result = to_result(outcome.value)
         if "error" in result:
             return Reward(None, error=f"{KEY} = {self.user.spec!r}: its reward: {result['error']}")
-        return Reward(result["score"], result["extras"])
+        score = result["score"]
+        if not (self._by_turns and self.user.is_game) or self.user.has_reward:
+            return Reward(score, result["extras"])
+        # The score is added to the reward of the last turn, and is their sum already.
+        of_turns = [told.reward for told in episode.told] + [0.0] * (len(turns) - len(episode.told))
+        return Reward(score, turns=[*of_turns[:-1], *(last - score for last in of_turns[-1:])])
 
     def _end_of(self, rollout: Rollout, episode: _Episode | None) -> str:
         if rollout.stop_reason is StopReason.LENGTH:

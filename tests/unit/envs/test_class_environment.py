@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from rollover import Observation
+from rollover.algorithms.credit import turn_returns
 from rollover.config import Config
-from rollover.types import StopReason, Task
+from rollover.trajectories import episodes_of
+from rollover.types import Group, StopReason, Task
 from unit.envs import templates
 from unit.envs.played import TASK, TOKENIZER, add_turn, call, environment, new_rollout, play, reward_of, told, turn
 
@@ -491,6 +493,35 @@ def test_the_rewards_of_a_games_turns_are_added() -> None:
             assert text.endswith("[cut off here: 10,000 characters in all]") and len(text) < 100
         assert reward_of(env, rollout).score == 2.5
         assert env.stats()["episodes/done"] == 1 and env.stats()["tools/calls"] == 0
+
+
+@pytest.mark.parametrize(
+    ("texts", "returns"),
+    [
+        (("0.5", "-2", "4"), [0.5 - 2 / 2 + 4 / 4, -2 + 4 / 2, 4.0]),
+        (("3",), [3.0]),
+    ],
+)
+def test_the_rewards_of_a_games_turns_are_those_of_turn_returns(texts: tuple[str, ...], returns: list[float]) -> None:
+    class Game:
+        def reset(self, answer: str) -> None: ...
+
+        def step(self, message: str) -> Observation:
+            return Observation("more", reward=float(message), done=message == texts[-1])
+
+    with environment(Game, credit="turn_returns") as env:
+        rollout = new_rollout()
+
+        async def episode() -> None:
+            for text in texts[:-1]:
+                await told(env, rollout, text, role="user")
+            await turn(env, rollout, texts[-1])
+
+        asyncio.run(episode())
+        rollout.reward = reward_of(env, rollout)
+        assert rollout.reward.score == sum(map(float, texts))
+        [of] = episodes_of(Group(0, rollout.task, (5,), [rollout]))
+        assert turn_returns(of.trajectories[0], 0.5) == pytest.approx(returns)
 
 
 @pytest.mark.parametrize(

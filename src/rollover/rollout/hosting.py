@@ -79,7 +79,8 @@ class Hosting:
         finished = []
         for place in ended:
             group = self.lifecycle.cache.groups.get(place[0])
-            finished += [] if group is None else [r for r in _of(group, place) if _is_unopened(r)]
+            # One that waits to begin was opened by a call that nobody waits for: its turn is played, and ends it.
+            finished += [] if group is None else [r for r in _of(group, place) if _acts_unopened(r)]
         return finished
 
     def clear(self) -> None:
@@ -125,6 +126,10 @@ def _of(group: Group, place: Place) -> list[Rollout]:
 
 def _is_unopened(rollout: Rollout) -> bool:
     return rollout.state in _UNOPENED and not rollout.num_tokens
+
+
+def _acts_unopened(rollout: Rollout) -> bool:
+    return rollout.state is RolloutState.ACTING and _is_unopened(rollout)
 
 
 def _is_as_admitted(rollout: Rollout, group: Group) -> bool:

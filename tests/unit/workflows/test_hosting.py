@@ -197,3 +197,19 @@ def test_a_stop_ends_every_agent() -> None:
 
     asyncio.run(main())
     assert len(ended) == 4
+
+
+def test_a_call_that_nobody_waits_for_ends_its_rollout_without_a_reward():
+    class Hasty:
+        async def __call__(self, task: Any, episode: Any) -> float:
+            call = asyncio.ensure_future(episode.trajectory().chat([user("Begin")]))
+            if episode.episode_id.endswith("-0"):
+                await asyncio.sleep(0)  # the call has been made, and nothing has come of it yet
+            else:
+                await call
+            return 1.0
+
+    run = Hosted(Hasty(), group_size=3)
+    group = run.steps(1)[0][0]
+    assert [r.reward.score for r in group.rollouts if r.reward] == [None, 1.0, 1.0]
+    assert all(r.num_tokens for r in group.rollouts)

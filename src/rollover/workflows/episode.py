@@ -7,7 +7,7 @@ from typing import Any
 
 from rollover.functions import described
 from rollover.types import Reward, Task
-from rollover.workflows.calls import Call, Reply
+from rollover.workflows.calls import Call, CallRefused, Reply
 from rollover.workflows.conversations import Chats, Conversations
 from rollover.workflows.function import as_reward
 
@@ -39,8 +39,7 @@ class EpisodeTrajectory:
         Messages that begin with those of an earlier call and its answer continue it, token by token. CallRefused where
         the call cannot be answered: BudgetUsedUp of them where no token or turn is left.
         """
-        call = Call(tuple(messages), tools=tuple(tools), max_tokens=max_tokens, stop=tuple(stop))
-        return await self._ask(self, call)
+        return await self._ask(self, _checked(messages, tools, max_tokens, stop))
 
     @property
     def reward(self) -> Reward | None:
@@ -70,3 +69,24 @@ class Episode:
         if not isinstance(role, str) or not role or not role.isprintable() or "/" in role:
             raise ValueError(f"{described(role)} is no role: a role is a name without a slash")
         return self._new(role)
+
+
+# Private
+
+
+def _checked(messages: Any, tools: Any, max_tokens: Any, stop: Any) -> Call:
+    """The call. CallRefused where an argument is none that the policy can be asked with."""
+    if isinstance(messages, str | bytes | Mapping) or not _are_objects(messages):
+        raise CallRefused(f"messages must be a list of messages, not {described(messages)}", "messages")
+    if isinstance(tools, str | bytes | Mapping) or not _are_objects(tools):
+        raise CallRefused(f"tools must be a list of definitions, not {described(tools)}", "tools")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise CallRefused(f"max_tokens must be a whole number of at least 1, not {described(max_tokens)}", "max_tokens")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else (None,)
+    if not all(isinstance(text, str) and text for text in stops):
+        raise CallRefused(f"stop must be a list of texts that are not empty, not {described(stop)}", "stop")
+    return Call(tuple(messages), tools=tuple(tools), max_tokens=max_tokens, stop=stops)
+
+
+def _are_objects(values: Any) -> bool:
+    return isinstance(values, Sequence) and all(isinstance(value, Mapping) for value in values)

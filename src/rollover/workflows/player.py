@@ -138,6 +138,11 @@ class Player:
         """One turn of the policy. CallRefused where there is none to be had."""
         if self.over:
             raise UnknownKey(f"episode {self.episode.episode_id} has ended: it can make no calls")
+        if asyncio.get_running_loop() is not self._run.get_loop():
+            raise RuntimeError(
+                "chat is awaited on the event loop of the workflow, which runs in no other thread. What"
+                " runs in a thread asks over HTTP (parameters base_url and api_key)"
+            )
         try:
             rollout_id = self._take_place(trajectory, call)
         except BudgetUsedUp:
@@ -281,7 +286,10 @@ class Player:
         }
         values |= {"api_key": self._default.api_key, **self.around.arguments(self._default.api_key)}
         try:
-            reward = await self.around.function(values)
+            # In a task of its own: so a function that cancels itself is told from an event loop that ends.
+            reward, failure = await asyncio.ensure_future(_outcome(self.around.function, values))
+            if failure is not None:
+                raise failure
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # boundary: the user's function
@@ -338,3 +346,16 @@ class Player:
         if self._restarts and not self._playing:
             self.around.counts["episodes/restarted"] += 1
             self._host.restart(*self.place)
+
+
+# Private
+
+
+async def _outcome(function: WorkflowFunction, values: Mapping[str, Any]) -> tuple[Reward | None, BaseException | None]:
+    """What it returned, or raised: a task that SystemExit ends would end the event loop with it."""
+    try:
+        return await function(values), None
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # boundary: the user's function
+        return None, error

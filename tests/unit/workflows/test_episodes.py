@@ -275,3 +275,51 @@ def test_rewards_of_turns_go_to_the_contexts_that_have_the_turns() -> None:
     }
     wrong = of(Reward(1.0, turns=[0.1, 0.2]))
     assert all(r.missing and "2 rewards for 3 turns" in str(r.error) for r in wrong.values())
+
+
+def test_a_function_that_cancels_itself_failed():
+    async def quits(episode: Any) -> None:
+        await episode.trajectory().chat([USER])
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    host = ScriptedHost(quits, says("four"), retries=1)
+    assert [reward.score for reward in host.run().values()] == [None]
+    assert host.restarts == 1 and host.episodes.counts["episodes/error"] == 1
+
+
+def test_a_chat_in_another_thread_is_refused():
+    async def threaded(episode: Any) -> float:
+        trajectory = episode.trajectory()
+        with pytest.raises(RuntimeError, match="base_url"):
+            await asyncio.to_thread(lambda: asyncio.run(trajectory.chat([USER])))
+        return 1.0 + len((await trajectory.chat([USER])).text)
+
+    assert ScriptedHost(threaded, says("four")).run() == {"0-0": Reward(5.0)}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"messages": None},
+        {"messages": "hello"},
+        {"messages": [1]},
+        {"messages": USER},
+        {"max_tokens": 0},
+        {"max_tokens": "2"},
+        {"tools": "tool"},
+        {"stop": [""]},
+        {"stop": [1]},
+    ],
+)
+def test_a_call_with_arguments_that_are_none_is_refused(asked: dict[str, Any]):
+    async def strange(episode: Any) -> float:
+        trajectory, [name] = episode.trajectory(), asked
+        with pytest.raises(CallRefused, match=f"{name} must be"):
+            await trajectory.chat(**({"messages": [USER]} | asked))
+        await trajectory.chat([USER], stop="never")
+        return 1.0
+
+    assert ScriptedHost(strange, says("four")).run() == {"0-0": Reward(1.0)}

@@ -15,6 +15,7 @@ import numpy as np
 
 from rollover.config import FiltersConfig
 from rollover.functions import OwnFunction, described, own_function
+from rollover.trajectories import episodes_of
 from rollover.types import Group, Rollout, StopReason
 
 HasSignal = Callable[[Group], bool | None]
@@ -104,9 +105,9 @@ def zero_variance(metric: str = "score", has_signal: HasSignal | None = None) ->
 def pass_rate(
     low: float | None = 0.0, high: float | None = 1.0, *, threshold: float = 1.0, metric: str = "score"
 ) -> GroupFilter:
-    """Keep a group if low < pass rate < high; a rollout passes with `metric` >= threshold. None: no bound on that side.
+    """Keep a group if low < pass rate < high; a trajectory passes with `metric` >= threshold. None: no such bound.
 
-    The pass rate is over the valid siblings; a group without one is dropped. 0 and 1 are the dynamic sampling of DAPO
+    The pass rate is over the valid trajectories; a group without one is dropped. 0 and 1: dynamic sampling of DAPO
     (arXiv 2503.14476, section 3.2).
     """
     bounds = [b for b in (low, high) if b is not None]
@@ -250,10 +251,11 @@ def mask_overlong(max_tokens: int, *, in_baseline: bool = True) -> RolloutFilter
 
 
 def _values(group: Group, metric: str) -> list[float]:
-    """`metric` of the siblings whose reward is not missing; NaN is missing."""
+    """`metric` of the trajectories whose reward is not missing, each once however many rollouts it has; NaN is
+    missing."""
     values = []
-    for rollout in _siblings(group):
-        reward = rollout.reward
+    for trajectory in (t for episode in episodes_of(group) for t in episode.trajectories if not t.greedy):
+        reward = trajectory.reward
         if reward is None or reward.score is None:
             continue
         if metric != "score" and metric not in reward.extras:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollover import Played, ready_episodes
-from rollover.algorithms.filters import zero_variance
+from rollover.algorithms.filters import pass_rate, zero_variance
 from rollover.algorithms.grouping import Grouping
 from rollover.config import WorkflowConfig
 from rollover.types import Reward, StopReason, Task
@@ -49,3 +49,11 @@ def test_equal_scores_of_several_turns_differ_where_turns_are_discounted() -> No
     assert dropped(equal, "grpo", credit="turn_returns", turn_gamma=0.5) is None
     assert dropped(equal, "grpo", credit="turn_returns", turn_gamma=1.0) is not None
     assert dropped([[("a", Reward(0.0))]] * 2, "grpo", credit="turn_returns", turn_gamma=0.5) is not None
+
+
+def test_a_pass_rate_counts_a_trajectory_once_however_many_contexts_it_has() -> None:
+    context = ((5,), [make_segment(1, 0, StopReason.EOS)])
+    played = [[Played([context], Reward(1.0))], [Played([context] * 3, Reward(0.0))]]
+    group = ready_episodes(0, Task("t", "s", "r", prompt="x"), played)
+    assert pass_rate(0.4, 0.6).why(group) is None
+    assert pass_rate(0.5, None).why(group) == "pass rate 0.5 is not above 0.5"

@@ -101,6 +101,11 @@ class WorkflowConfig(Table):
         """The estimator of a role, where `default` is algorithm.advantage."""
         return (role in self.roles and self.roles[role].advantage) or default
 
+    @property
+    def untrained(self) -> frozenset[str]:
+        """The roles that leave the loss."""
+        return frozenset(name for name, role in self.roles.items() if not role.trained)
+
     def advantages(self, default: str) -> tuple[str, ...]:
         """The estimators that the roles have, where `default` is algorithm.advantage."""
         named = [role.advantage or default for role in self.roles.values() if role.trained]

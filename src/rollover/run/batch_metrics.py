@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -22,12 +22,13 @@ def _mean(values: list[float]) -> float:
     return float(np.mean(values)) if values else float("nan")
 
 
-def reward_metrics(groups: list[Group]) -> dict[str, float]:
-    """Means over valid rewards; missing ones are counted. Greedy baselines are left out.
+def reward_metrics(groups: list[Group], untrained: Collection[str] = ()) -> dict[str, float]:
+    """Means over valid rewards; missing ones are counted. Greedy baselines, and the roles `untrained`, are left out.
 
     A group with fewer than two valid rewards has no variance that could be zero: it is none of groups/zero_variance.
     """
-    trajectories = [t for g in groups for e in episodes_of(g) for t in e.trajectories if not t.greedy]
+    sampled = [t for g in groups for e in episodes_of(g) for t in e.trajectories if not t.greedy]
+    trajectories = [t for t in sampled if t.role not in untrained]
     rewards = [(t.task.source, t.reward) for t in trajectories if t.reward is not None]
     scores: dict[str, list[float]] = defaultdict(list)
     extras: dict[str, list[float]] = defaultdict(list)
@@ -37,7 +38,7 @@ def reward_metrics(groups: list[Group]) -> dict[str, float]:
             for name, value in reward.extras.items():
                 extras[name].append(value)
     everything = [s for values in scores.values() for s in values]
-    spreads = [np.ptp(valid) == 0 for g in groups if len(valid := _valid_scores(g)) > 1]
+    spreads = [np.ptp(valid) == 0 for g in groups if len(valid := _valid_scores(g, untrained)) > 1]
     return {
         "reward/mean": _mean(everything),
         "reward/std": float(np.std(everything)) if everything else float("nan"),
@@ -70,8 +71,9 @@ def role_metrics(batch: Batch) -> dict[str, float]:
     return metrics
 
 
-def _valid_scores(group: Group) -> list[float]:
-    rewards = [r.reward for r in group.rollouts if r.reward is not None and not r.greedy]
+def _valid_scores(group: Group, untrained: Collection[str]) -> list[float]:
+    sampled = [r for r in group.rollouts if not r.greedy and r.role not in untrained]
+    rewards = [r.reward for r in sampled if r.reward is not None]
     return [reward.score for reward in rewards if reward.score is not None]
 
 

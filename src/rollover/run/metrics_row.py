@@ -92,7 +92,7 @@ class Rows:
             "step": parts.trainer.policy_version,
             "policy_version": parts.trainer.policy_version,
             "time": time.time(),
-            **reward_metrics(groups),
+            **reward_metrics(groups, self.config.workflow.untrained),
             **rollout_metrics(groups),
             **self._turns(groups),
             **self.parts.history.lifetimes.step_metrics(),

@@ -66,3 +66,12 @@ def test_a_step_of_roles_that_are_not_trained_says_so() -> None:
         builder(solver={"trained": False}, judge={}, title={}).build([of], 1)
     batch = builder(solver={}, judge={"trained": False}).build([of], 0)
     assert mask_metrics(batch) == {"train/masked_rollouts": 2, "train/masked_tokens": 4}
+
+
+def test_rewards_of_a_role_that_is_not_trained_are_in_no_figure_of_trained_ones() -> None:
+    of = group({"solver": 1.0, "title": 9.0}, {"solver": 3.0, "title": None})
+    found = reward_metrics([of], {"title"})
+    assert found["reward/mean"] == found["reward/s/mean"] == 2.0 and found["reward/missing"] == 0
+    assert reward_metrics([group({"a": 1.0, "title": 0.0}, {"a": 1.0, "title": 2.0})], {"title"})[
+        "groups/zero_variance"
+    ]

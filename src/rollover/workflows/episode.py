@@ -82,7 +82,7 @@ def _checked(messages: Any, tools: Any, max_tokens: Any, stop: Any) -> Call:
         raise CallRefused(f"tools must be a list of definitions, not {described(tools)}", "tools")
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise CallRefused(f"max_tokens must be a whole number of at least 1, not {described(max_tokens)}", "max_tokens")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else (None,)
+    stops: Any = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else (None,)
     if not all(isinstance(text, str) and text for text in stops):
         raise CallRefused(f"stop must be a list of texts that are not empty, not {described(stop)}", "stop")
     return Call(tuple(messages), tools=tuple(tools), max_tokens=max_tokens, stop=stops)

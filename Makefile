@@ -3,6 +3,7 @@
 # package itself takes 3.11 to 3.14.
 
 PYTHON ?=
+WORKERS ?= 2
 TORCH := torch==2.13.0
 BIN := .venv/bin
 STAMP := .venv/.stamp
@@ -38,8 +39,9 @@ $(STAMP): pyproject.toml Makefile
 demo: venv
 	@$(BIN)/python -m rollover demo
 
+# Whole files at a time, as tests of one file share fixtures that take long to make.
 test: venv
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-slow: venv
 	@$(BIN)/python -m pytest -m slow

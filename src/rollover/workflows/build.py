@@ -12,12 +12,12 @@ from rollover.workflows.function import KEY, WorkflowFunction
 from rollover.workflows.player import Limits
 
 
-def build_episodes(config: Config, tokenizer: Any, max_tokens: int) -> Episodes:
+def build_episodes(config: Config, tokenizer: Any, vocab_size: int, max_tokens: int) -> Episodes:
     """`max_tokens`: the longest rollout, prompt included, that the engine takes. ValueError where workflow.function,
     the chat template or what it needs does not fit."""
     workflow, rollout = config.workflow, config.rollout
     function = WorkflowFunction.named(workflow.function)
-    chats = Chats(tokenizer)
+    chats = Chats(tokenizer, vocab_size=vocab_size)
     chats.of(()).require("user")
     limits = Limits(
         max_new_tokens=rollout.max_new_tokens,

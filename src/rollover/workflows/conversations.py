@@ -50,10 +50,11 @@ class _Open:
 
 
 class Chats:
-    """The chat template with each set of tools that calls offer. `tool_format`: how calls of tools are written."""
+    """The chat template with each set of tools that calls offer. `tool_format`: how calls of tools are written; every
+    token id of the model is below `vocab_size`."""
 
-    def __init__(self, tokenizer: Any, tool_format: str = "hermes") -> None:
-        self.tokenizer, self.tool_format = tokenizer, tool_format
+    def __init__(self, tokenizer: Any, tool_format: str = "hermes", vocab_size: int = 2**31 - 1) -> None:
+        self.tokenizer, self.tool_format, self.vocab_size = tokenizer, tool_format, vocab_size
         self._of_tools: dict[str, Chat] = {}
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
@@ -135,6 +136,10 @@ class Conversations:
         ids = tuple(self.chats.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else tuple(prompt or ())
         if not ids:
             raise CallRefused("the prompt has no token", "prompt")
+        if (wrong := next((i for i in ids if not 0 <= i < self.chats.vocab_size), None)) is not None:
+            raise CallRefused(
+                f"{wrong} is no token id: those of the model are 0 to {self.chats.vocab_size - 1}", "prompt"
+            )
         for rollout_id, of in self._open.items():
             so_far = () if of.rollout is None else (*of.rollout.prompt_ids, *of.rollout.token_ids())
             if so_far and len(ids) > len(so_far) and ids[: len(so_far)] == so_far:

@@ -10,7 +10,8 @@ import pytest
 
 from rollover.functions import FunctionError
 from rollover.types import Reward
-from rollover.workflows.calls import BudgetUsedUp, CallRefused
+from rollover.workflows.calls import BudgetUsedUp, Call, CallRefused
+from rollover.workflows.conversations import Chats, Conversations
 from rollover.workflows.function import WorkflowFunction, as_reward
 from unit.envs import templates
 from unit.workflows.scripted_host import ScriptedHost
@@ -323,3 +324,11 @@ def test_a_call_with_arguments_that_are_none_is_refused(asked: dict[str, Any]):
         return 1.0
 
     assert ScriptedHost(strange, says("four")).run() == {"0-0": Reward(1.0)}
+
+
+@pytest.mark.parametrize("wrong", [100, -1, 2**70])
+def test_a_token_id_that_the_model_does_not_have_is_refused(wrong: int):
+    chats = Chats(templates.tokenizer(templates.CHATML), vocab_size=100)
+    with pytest.raises(CallRefused, match=f"{wrong} is no token id: those of the model are 0 to 99"):
+        Conversations(chats).place_of(Call(prompt=(5, wrong)))
+    assert Conversations(chats).place_of(Call(prompt=(5, 99)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -304,5 +305,22 @@ def test_only_this_machine_is_served_and_a_taken_port_is_named():
         assert client.base_url.host == "127.0.0.1"
         with pytest.raises(openai.BadRequestError):
             await client.post("/chat/completions", body=json.loads("[1]"), cast_to=object)
+
+    served(body, FakeCaller())
+
+
+def test_json_that_is_nested_too_deeply_is_refused():
+    async def body(client: Any) -> None:
+        def post() -> tuple[int, bytes]:
+            connection = http.client.HTTPConnection(client.base_url.host, client.base_url.port, timeout=20)
+            headers = {"Authorization": "Bearer key-1"}
+            connection.request("POST", "/v1/chat/completions", body=b"[" * 200_000, headers=headers)
+            answer = connection.getresponse()
+            found = answer.status, answer.read()
+            connection.close()
+            return found
+
+        status, said = await asyncio.to_thread(post)
+        assert status == 400 and b"no JSON" in said
 
     served(body, FakeCaller())

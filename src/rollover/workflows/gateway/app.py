@@ -191,5 +191,5 @@ def _key(request: Request) -> str:
 def _json(body: bytes) -> Any:
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second where it is nested too deeply
         raise CallRefused(f"the body is no JSON: {error}") from error

@@ -62,7 +62,7 @@ def test_the_youngest_is_preempted_and_is_the_next_to_run() -> None:
     assert names(of.waiting) == names([first, second, third, fourth][len(decoding) :])
     assert of.num_preemptions == len(of.waiting)
     for seq in of.waiting:
-        assert seq.bucket is None and seq.kv_len == 0 and seq.recompute_until == len(seq.tokens)
+        assert seq.bucket is None and seq.kv_len == 0 and seq.computed == len(seq.tokens) - 1
     (late,) = arrive(of, 9)
     of.retire(first, keep_kv=False)
     of.admit()

@@ -339,6 +339,36 @@ def test_kv_policies_after_an_update(policy: str, kept: int, stale: int) -> None
     assert after["engine/reprefill_tokens"] == (cached if policy == "recompute" else 0)
 
 
+@pytest.mark.parametrize("how", ["new weights", "eviction"])
+def test_what_an_environment_wrote_is_prefilled_for_the_first_time_where_the_turn_before_lost_its_kv(how: str) -> None:
+    """The turn's tokens are computed again, and those that were appended to it are not."""
+    memory = engine().kv_bytes_per_token * 1000 / 1e9
+    target = engine(kv_memory_gb=memory)
+    first = dataclasses.replace(request("0-0", PROMPTS[1], 8), may_go_on=True)
+    appended = prompt_ids(PROMPTS[3])
+
+    async def go() -> tuple[int, dict[str, float]]:
+        turn = tuple(int(t) for s in await target.extend(first) for t in s.token_ids)
+        first_part = dataclasses.replace(first, stop_token_ids=frozenset({turn[4]}))
+        target.release(["0-0"])
+        turn = tuple(int(t) for s in await target.extend(first_part) for t in s.token_ids)
+        assert target.stats()["kv/bytes"] > 0, "it is kept"
+        if how == "new weights":
+            await target.load_weights(1, [])
+        else:
+            await asyncio.gather(*(target.extend(request(f"{i}-0", PROMPTS[3], 150)) for i in range(1, 9)))
+        before = target.stats()
+        so_far = (*turn, *appended)
+        again = dataclasses.replace(first, generated_ids=so_far, max_new_tokens=4, text_start=len(so_far))
+        await target.extend(again)
+        return len(turn), {key: value - before[key] for key, value in target.stats().items()}
+
+    num_turn, growth = asyncio.run(go())
+    # The last token of a turn is none that was computed: it would have been the next step's input.
+    assert growth["engine/reprefill_tokens"] == len(first.prompt_ids) + num_turn - 1
+    assert growth["engine/prefill_tokens"] == len(appended) and growth["kv/kept_tokens"] == 0
+
+
 def test_release_forgets_kept_kv() -> None:
     target = engine(kv_on_resume="keep")
 

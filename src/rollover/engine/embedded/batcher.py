@@ -21,6 +21,7 @@ class Batcher:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.kept: dict[str, Sequence] = {}
+        self._lost: dict[str, int] = {}  # id of a rollout that was kept and lost its KV -> how many tokens of it
         self.num_preemptions = 0
 
     @property
@@ -59,17 +60,17 @@ class Batcher:
         self.waiting.appendleft(seq)
 
     def drop_kv(self, seq: Sequence) -> None:
-        if seq.kv_len:
-            seq.recompute_until = len(seq.tokens)
+        seq.computed = max(seq.computed, seq.kv_len)
         self.cache.free(seq)
 
     def drop_all_kv(self) -> None:
         """Everyone loses their KV, and those that ran wait again, in their order: after a weight update."""
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
-        for seq in (*self.waiting, *self.kept.values()):
+        for seq in self.waiting:
             self.drop_kv(seq)
-        self.kept.clear()
+        while self.kept:
+            self._lose(self.kept.popitem()[1])
 
     def retire(self, seq: Sequence, *, keep_kv: bool) -> None:
         """`seq` no longer runs or waits. With keep_kv what it has cached stays until evicted or released."""
@@ -79,6 +80,8 @@ class Batcher:
             self.waiting.remove(seq)
         if keep_kv and seq.kv_len:
             self.kept[seq.request.rollout_id] = seq
+        elif keep_kv:
+            self._lose(seq)
         else:
             self.cache.free(seq)
 
@@ -86,8 +89,14 @@ class Batcher:
         """The kept sequence of this rollout, if there is one: it is kept no longer, though its KV still lies there."""
         return self.kept.pop(rollout_id, None)
 
+    def take_lost(self, rollout_id: str) -> int | None:
+        """How many tokens of this rollout had been computed before it lost its KV; None: it has not lost any. It is
+        forgotten then."""
+        return self._lost.pop(rollout_id, None)
+
     def release(self, rollout_id: str) -> None:
         """Forget what is kept of this rollout."""
+        self.take_lost(rollout_id)
         if (seq := self.take_kept(rollout_id)) is not None:
             self.cache.free(seq)
 
@@ -104,11 +113,17 @@ class Batcher:
                 return seq
         return None
 
+    def _lose(self, seq: Sequence) -> None:
+        """Its KV goes, and its rollout may go on: what is prefilled then is told apart from what was appended."""
+        self.drop_kv(seq)
+        if seq.computed:
+            self._lost[seq.request.rollout_id] = seq.computed
+
     def _reserve_or_evict_idle(self, seq: Sequence, num_tokens: int) -> bool:
         """Reserve; while memory is short, evict what does not run: kept ones first, then the last in the queue."""
         while not self.cache.reserve(seq, num_tokens):
             if self.kept:
-                self.cache.free(self.kept.pop(next(iter(self.kept))))
+                self._lose(self.kept.pop(next(iter(self.kept))))
                 continue
             idle = next((s for s in reversed(self.waiting) if s is not seq and s.bucket is not None), None)
             if idle is None:

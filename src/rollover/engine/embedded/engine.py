@@ -129,7 +129,7 @@ class EmbeddedEngine:
         else:
             if seq is not None:
                 self._batcher.cache.free(seq)
-            seq = Sequence.start(request, future)
+            seq = Sequence.start(request, future, self._batcher.take_lost(request.rollout_id))
         self._batcher.waiting.append(seq)
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._run())

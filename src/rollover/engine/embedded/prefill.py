@@ -48,7 +48,7 @@ class Prefill:
         if self._timed:
             self.seconds += time.perf_counter() - started
         for chunk in chunks:
-            recomputed = max(0, min(chunk.end, chunk.seq.recompute_until) - chunk.start)
+            recomputed = max(0, min(chunk.end, chunk.seq.computed) - chunk.start)
             self.num_recomputed += recomputed
             self.num_computed += chunk.end - chunk.start - recomputed
         for seq in self._batcher.running:

@@ -23,15 +23,21 @@ class Sequence(RowOwner):
     future: asyncio.Future[list[Segment]] | None
     tokens: list[int]
     prompt_kv_version: int = -1
-    recompute_until: int = 0
-    """What is prefilled of tokens[:recompute_until] had been computed before."""
+    computed: int = 0
+    """What is prefilled of tokens[:computed] had been computed before."""
     segments: list[Segment] = field(default_factory=list)
     open_logprobs: list[float] = field(default_factory=list)
 
     @classmethod
-    def start(cls, request: ExtendRequest, future: asyncio.Future[list[Segment]]) -> Sequence:
+    def start(
+        cls, request: ExtendRequest, future: asyncio.Future[list[Segment]], computed: int | None = None
+    ) -> Sequence:
+        """`computed`: how many of its tokens were computed here before; None: that is not known, and all of one that
+        goes on were, by whoever generated them."""
         tokens = [*request.prompt_ids, *request.generated_ids]
-        return cls(request, future, tokens, recompute_until=len(tokens) if request.generated_ids else 0)
+        if computed is None:
+            computed = len(tokens) if request.generated_ids else 0
+        return cls(request, future, tokens, computed=computed)
 
     @property
     def num_prompt(self) -> int:

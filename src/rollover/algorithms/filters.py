@@ -2,20 +2,21 @@
 
 A filter has a name, its `reason`, and a function that says why a group (or rollout) is left out, or None to keep it.
 Groups are looked at when their rewards are there (`first_match`, by the lifecycle), rollouts when the batch is built
-(`mask_rollouts`). Greedy baselines, which are never trained, are not looked at. Plain values, no torch.
+(`mask_rollouts`). A share of a group is one of its trajectories, however many rollouts (contexts) each of them has.
+Greedy baselines, and roles that are not trained, are not looked at. Plain values, no torch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from rollover.config import FiltersConfig
 from rollover.functions import OwnFunction, described, own_function
-from rollover.trajectories import episodes_of
+from rollover.trajectories import Trajectory, episodes_of
 from rollover.types import Group, Rollout, StopReason
 
 HasSignal = Callable[[Group], bool | None]
@@ -37,19 +38,28 @@ def first_match(group: Group, filters: Sequence[GroupFilter]) -> tuple[str, str]
 
 
 def build_group_filter(
-    config: FiltersConfig, *, needs_rewards: bool = True, has_signal: HasSignal | None = None
+    config: FiltersConfig,
+    *,
+    needs_rewards: bool = True,
+    has_signal: HasSignal | None = None,
+    untrained: Collection[str] = (),
 ) -> Callable[[Group], tuple[str, str] | None] | None:
     """`first_match` of the filters that [filters] sets, for the lifecycle; None if it sets none. Arguments and
     ValueErrors as of `group_filters`."""
-    filters = group_filters(config, needs_rewards=needs_rewards, has_signal=has_signal)
+    filters = group_filters(config, needs_rewards=needs_rewards, has_signal=has_signal, untrained=untrained)
     return (lambda group: first_match(group, filters)) if filters else None
 
 
 def group_filters(
-    config: FiltersConfig, *, needs_rewards: bool = True, has_signal: HasSignal | None = None
+    config: FiltersConfig,
+    *,
+    needs_rewards: bool = True,
+    has_signal: HasSignal | None = None,
+    untrained: Collection[str] = (),
 ) -> list[GroupFilter]:
     """The filters of groups that [filters] sets, in the order in which they are asked. ValueError if `custom` names no
-    function. `needs_rewards`: as of `all_masked`. `has_signal`: as of `zero_variance`."""
+    function, which alone looks at the roles `untrained`, too. `needs_rewards`: as of `all_masked`. `has_signal`: as of
+    `zero_variance`."""
     chosen: list[GroupFilter] = []
     if config.max_error_share < 1:
         chosen.append(error(config.max_error_share))
@@ -63,10 +73,11 @@ def group_filters(
         chosen.append(pass_rate(low, high, threshold=config.pass_threshold, metric=config.metric))
     if config.zero_variance:
         chosen.append(zero_variance(config.metric, has_signal))
+    chosen = [_of_trained(each, untrained) for each in chosen]
     if config.custom:
         chosen.append(custom(own_function("filters.custom", config.custom, _WHY), "custom"))
     if config.masks:
-        chosen.append(all_masked(rollout_filters(config), needs_rewards=needs_rewards))
+        chosen.append(_of_trained(all_masked(rollout_filters(config), needs_rewards=needs_rewards), untrained))
     return chosen
 
 
@@ -95,9 +106,9 @@ def zero_variance(metric: str = "score", has_signal: HasSignal | None = None) ->
             return None if found else "no trajectory has an advantage that is not 0"
         values = _values(group, metric)
         if len(values) < 2:
-            return f"{len(values)} of {len(_siblings(group))} rollouts have a {metric}"
+            return f"{len(values)} of {len(_sampled(group))} trajectories have a {metric}"
         low, high = np.float32(min(values)), np.float32(max(values))
-        return f"all {len(values)} rollouts have {metric} {low:g}" if low == high else None
+        return f"all {len(values)} trajectories have {metric} {low:g}" if low == high else None
 
     return GroupFilter("zero_variance", why)
 
@@ -117,7 +128,7 @@ def pass_rate(
     def why(group: Group) -> str | None:
         values = _values(group, metric)
         if not values:
-            return f"no rollout has a {metric}"
+            return f"no trajectory has a {metric}"
         rate = sum(v >= threshold for v in values) / len(values)
         if low is not None and rate <= low:
             return f"pass rate {rate:g} is not above {low:g}"
@@ -129,37 +140,38 @@ def pass_rate(
 
 
 def truncated(max_share: float) -> GroupFilter:
-    """Drop a group if more than `max_share` of its siblings ended at the length limit. 0: if any did."""
-    return _share("truncated", "ended at the length limit", _is_truncated, max_share)
+    """Drop a group if more than `max_share` of its trajectories ended a context at the length limit. 0: if any did."""
+    return _share("truncated", "ended at the length limit", lambda t: any(map(_is_truncated, t.rollouts)), max_share)
 
 
 def overlong(max_tokens: int, max_share: float = 0.0) -> GroupFilter:
-    """Drop a group if more than `max_share` of its siblings have more than `max_tokens` tokens after the prompt.
+    """Drop a group if more than `max_share` of its trajectories have a context of more than `max_tokens` tokens after
+    the prompt.
 
     The environment's tokens count. Unlike `truncated` it can be set below the limit of generation.
     """
     what = f"have more than {max_tokens} tokens"
-    return _share("overlong", what, lambda rollout: rollout.num_tokens > max_tokens, max_share)
+    return _share("overlong", what, lambda t: any(r.num_tokens > max_tokens for r in t.rollouts), max_share)
 
 
 def error(max_share: float) -> GroupFilter:
-    """Drop a group if more than `max_share` of its siblings ended with an error or have no reward. 0: if any."""
+    """Drop a group if more than `max_share` of its trajectories ended with an error or have no reward. 0: if any."""
     return _share("error", "ended with an error or have no reward", _is_failed, max_share)
 
 
 def all_masked(masks: Sequence[RolloutFilter], *, needs_rewards: bool = True) -> GroupFilter:
-    """Drop a group of which every sibling is masked or has no reward: it would take the place of a group with a loss.
+    """Drop a group of which every rollout is masked or has no reward: it would take the place of a group with a loss.
 
     A step of such groups alone would train nothing. `needs_rewards` False: one without a reward is in the loss.
     """
 
-    def has_loss(rollout: Rollout) -> bool:
-        missing = needs_rewards and (rollout.reward is None or rollout.reward.missing)
-        return not missing and all(mask.why(rollout) is None for mask in masks)
+    def has_loss(trajectory: Trajectory) -> bool:
+        missing = needs_rewards and not trajectory.valid
+        return not missing and any(all(mask.why(r) is None for mask in masks) for r in trajectory.rollouts)
 
     def why(group: Group) -> str | None:
-        siblings = _siblings(group)
-        return None if any(map(has_loss, siblings)) else f"all {len(siblings)} rollouts are masked or have no reward"
+        sampled = _sampled(group)
+        return None if any(map(has_loss, sampled)) else f"all {len(sampled)} trajectories are masked or have no reward"
 
     return GroupFilter("all_masked", why)
 
@@ -254,7 +266,7 @@ def _values(group: Group, metric: str) -> list[float]:
     """`metric` of the trajectories whose reward is not missing, each once however many rollouts it has; NaN is
     missing."""
     values = []
-    for trajectory in (t for episode in episodes_of(group) for t in episode.trajectories if not t.greedy):
+    for trajectory in _sampled(group):
         reward = trajectory.reward
         if reward is None or reward.score is None:
             continue
@@ -267,27 +279,37 @@ def _values(group: Group, metric: str) -> list[float]:
     return [v for v in values if not np.isnan(v)]
 
 
-def _siblings(group: Group) -> list[Rollout]:
-    """The rollouts that are trained."""
-    return [r for r in group.rollouts if not r.greedy]
+def _sampled(group: Group) -> list[Trajectory]:
+    """Its trajectories without the greedy ones."""
+    return [t for episode in episodes_of(group) for t in episode.trajectories if not t.greedy]
+
+
+def _of_trained(each: GroupFilter, untrained: Collection[str]) -> GroupFilter:
+    """The filter, of what is left of a group without the rollouts of roles that are `untrained`."""
+    if not untrained:
+        return each
+    return replace(
+        each,
+        why=lambda group: each.why(replace(group, rollouts=[r for r in group.rollouts if r.role not in untrained])),
+    )
 
 
 def _is_truncated(rollout: Rollout) -> bool:
     return rollout.stop_reason is StopReason.LENGTH
 
 
-def _is_failed(rollout: Rollout) -> bool:
-    return rollout.stop_reason is StopReason.ERROR or rollout.reward is None or rollout.reward.missing
+def _is_failed(trajectory: Trajectory) -> bool:
+    return not trajectory.valid or any(r.stop_reason is StopReason.ERROR for r in trajectory.rollouts)
 
 
-def _share(reason: str, what: str, matches: Callable[[Rollout], bool], max_share: float) -> GroupFilter:
+def _share(reason: str, what: str, matches: Callable[[Trajectory], bool], max_share: float) -> GroupFilter:
     if not 0 <= max_share < 1:
         raise ValueError(f"max_share = {max_share}: give a share from 0 to below 1; at 1 no group would be dropped")
 
     def why(group: Group) -> str | None:
-        siblings = _siblings(group)
-        count = sum(matches(r) for r in siblings)
-        above = count / max(1, len(siblings)) > max_share
-        return f"{count} of {len(siblings)} rollouts {what}" if above else None
+        sampled = _sampled(group)
+        count = sum(map(matches, sampled))
+        above = count / max(1, len(sampled)) > max_share
+        return f"{count} of {len(sampled)} trajectories {what}" if above else None
 
     return GroupFilter(reason, why)

@@ -80,6 +80,7 @@ class Parts:
             config.filters,
             needs_rewards=not config.distill.replaces,
             has_signal=lambda group: grouping.has_signal(group, advantage),
+            untrained=config.workflow.untrained,
         )
         model = functools.cache(
             lambda: load_outline(config.model) if is_tinker(config) else load_model(config.model, device=devices[0])

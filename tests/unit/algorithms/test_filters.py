@@ -42,12 +42,12 @@ def verdict(group_filter: filters.GroupFilter, of: Group) -> str | None:
     [
         ((1.0, 0.0), None),
         ((1.0, None, 0.5), None),
-        ((0.5, 0.5, 0.5), "all 3 rollouts have score 0.5"),
-        ((0.5, None, 0.5), "all 2 rollouts have score 0.5"),
-        ((0.5, None), "1 of 2 rollouts have a score"),
-        ((None, None), "0 of 2 rollouts have a score"),
-        ((), "0 of 0 rollouts have a score"),
-        ((1.0, 1.0 + 1e-12), "all 2 rollouts have score 1"),  # equal in float32
+        ((0.5, 0.5, 0.5), "all 3 trajectories have score 0.5"),
+        ((0.5, None, 0.5), "all 2 trajectories have score 0.5"),
+        ((0.5, None), "1 of 2 trajectories have a score"),
+        ((None, None), "0 of 2 trajectories have a score"),
+        ((), "0 of 0 trajectories have a score"),
+        ((1.0, 1.0 + 1e-12), "all 2 trajectories have score 1"),  # equal in float32
         ((1.0, 1.0 + 1e-6), None),
     ],
 )
@@ -66,7 +66,7 @@ def test_metrics_among_the_extras() -> None:
     """The score differs by a penalty on length; what is asked for is the accuracy."""
     of = group(rollout(0.9, acc=1.0), rollout(0.8, acc=1.0), rollout(None, acc=0.0), rollout(0.3, acc=NAN))
     assert verdict(filters.zero_variance(), of) is None
-    assert verdict(filters.zero_variance("acc"), of) == "all 2 rollouts have acc 1"
+    assert verdict(filters.zero_variance("acc"), of) == "all 2 trajectories have acc 1"
     assert verdict(filters.pass_rate(metric="acc"), of) == "pass rate 1 is not below 1"
     with pytest.raises(ValueError, match=r"filters.metric = 'accuracy': .* one of score, acc$"):
         verdict(filters.zero_variance("accuracy"), of)
@@ -80,7 +80,7 @@ def test_metrics_among_the_extras() -> None:
         ({}, (1.0, 1.5), "pass rate 1 is not below 1"),
         ({}, (1.0, 0.0, None), None),
         ({}, (1.0, None), "pass rate 1 is not below 1"),
-        ({}, (None,), "no rollout has a score"),
+        ({}, (None,), "no trajectory has a score"),
         ({"threshold": 0.5}, (0.5, 0.4), None),
         ({"threshold": 0.4}, (0.5, 0.4), "pass rate 1 is not below 1"),
         ({"low": 0.25, "high": 0.75}, (1.0, 1.0, 0.0, 0.0), None),
@@ -113,14 +113,14 @@ MIXED = group(
 @pytest.mark.parametrize(
     ("group_filter", "detail"),
     [
-        (filters.truncated(0.0), "2 of 5 rollouts ended at the length limit"),
-        (filters.truncated(0.39), "2 of 5 rollouts ended at the length limit"),
+        (filters.truncated(0.0), "2 of 5 trajectories ended at the length limit"),
+        (filters.truncated(0.39), "2 of 5 trajectories ended at the length limit"),
         (filters.truncated(0.4), None),
-        (filters.error(0.39), "2 of 5 rollouts ended with an error or have no reward"),
+        (filters.error(0.39), "2 of 5 trajectories ended with an error or have no reward"),
         (filters.error(0.4), None),
-        (filters.overlong(8), "1 of 5 rollouts have more than 8 tokens"),
+        (filters.overlong(8), "1 of 5 trajectories have more than 8 tokens"),
         (filters.overlong(9), None),
-        (filters.overlong(7, max_share=0.39), "2 of 5 rollouts have more than 7 tokens"),
+        (filters.overlong(7, max_share=0.39), "2 of 5 trajectories have more than 7 tokens"),
         (filters.overlong(7, max_share=0.4), None),
     ],
 )
@@ -196,7 +196,7 @@ def test_masked_rollouts_are_reported_and_their_groups_stay_as_they_are() -> Non
 def test_a_group_with_no_rollout_left_in_the_loss_is_dropped(stops, scores, dropped: bool) -> None:
     chosen = group_filters(FiltersConfig(mask_truncated=True))
     of = group(*(rollout(score, stop=stop) for score, stop in zip(scores, stops, strict=True)))
-    expected = ("all_masked", "all 2 rollouts are masked or have no reward")
+    expected = ("all_masked", "all 2 trajectories are masked or have no reward")
     assert first_match(of, chosen) == (expected if dropped else None)
     greedy = rollout(1.0)
     greedy.greedy = True  # trained by nobody, so that it keeps no group
@@ -224,12 +224,12 @@ def with_greedy(score: float, tokens: int = 4, stop: StopReason = StopReason.EOS
 def test_greedy_baselines_are_not_looked_at() -> None:
     cut = StopReason.LENGTH
     of = group(rollout(1.0), rollout(1.0), with_greedy(0.0, tokens=9, stop=cut))
-    assert verdict(filters.zero_variance(), of) == "all 2 rollouts have score 1"
+    assert verdict(filters.zero_variance(), of) == "all 2 trajectories have score 1"
     assert verdict(filters.pass_rate(), of) == "pass rate 1 is not below 1"
     assert [verdict(f, of) for f in (filters.truncated(0), filters.overlong(8))] == [None, None]
     assert not mask_rollouts([of], [filters.mask_truncated(), filters.mask_overlong(8)]).rollouts
     lost = group(rollout(None), rollout(1.0), rollout(0.0), with_greedy(1.0))
-    assert verdict(filters.error(0.3), lost) == "1 of 3 rollouts ended with an error or have no reward"
+    assert verdict(filters.error(0.3), lost) == "1 of 3 trajectories ended with an error or have no reward"
 
 
 def test_all_filters_are_off_by_default() -> None:

@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 
 from rollover import Played, ready_episodes
-from rollover.algorithms.filters import pass_rate, zero_variance
+from rollover.algorithms.filters import (
+    all_masked,
+    error,
+    first_match,
+    group_filters,
+    mask_overlong,
+    overlong,
+    pass_rate,
+    truncated,
+    zero_variance,
+)
 from rollover.algorithms.grouping import Grouping
-from rollover.config import WorkflowConfig
+from rollover.config import FiltersConfig, WorkflowConfig
 from rollover.types import Reward, StopReason, Task
 from unit.rollout.world import make_segment
 
@@ -49,6 +59,42 @@ def test_equal_scores_of_several_turns_differ_where_turns_are_discounted() -> No
     assert dropped(equal, "grpo", credit="turn_returns", turn_gamma=0.5) is None
     assert dropped(equal, "grpo", credit="turn_returns", turn_gamma=1.0) is not None
     assert dropped([[("a", Reward(0.0))]] * 2, "grpo", credit="turn_returns", turn_gamma=0.5) is not None
+
+
+def test_shares_count_a_trajectory_once_however_many_contexts_it_has() -> None:
+    """One of two trajectories was cut off and has no reward; of their contexts three of four."""
+    cut, whole = (((5,), [make_segment(9, 0, stop)]) for stop in (StopReason.LENGTH, StopReason.EOS))
+    played = [[Played([cut] * 3, Reward(None, error="e"))], [Played([whole], Reward(0.0))]]
+    group = ready_episodes(0, Task("t", "s", "r", prompt="x"), played)
+    for made, what in (
+        (truncated, "ended at the length limit"),
+        (error, "ended with an error or have no reward"),
+    ):
+        assert made(0.6).why(group) is None
+        assert made(0.4).why(group) == f"1 of 2 trajectories {what}"
+    assert overlong(8, 0.9).why(group) == "2 of 2 trajectories have more than 8 tokens"
+    masked = all_masked([mask_overlong(8)]).why(group)
+    assert masked == "all 2 trajectories are masked or have no reward"
+
+
+def test_roles_that_are_not_trained_keep_no_group_and_drop_none() -> None:
+    """The solvers agree, and titles differ or fail: nothing of which is trained."""
+    config = FiltersConfig(zero_variance=True, max_error_share=0.4, pass_rate_below=1.0)
+
+    def reason(titles: tuple[float | None, float | None], solved: tuple[float, float], untrained: set[str]) -> str:
+        context = ((5,), [make_segment(1, 0, StopReason.EOS)])
+        episodes = [
+            [Played([context], Reward(s), "solver"), Played([context], Reward(t, error=None if t else "e"), "title")]
+            for s, t in zip(solved, titles, strict=True)
+        ]
+        grouping = Grouping(WorkflowConfig.model_validate({"roles": {"solver": {}, "title": {"trained": False}}}))
+        chosen = group_filters(config, has_signal=lambda g: grouping.has_signal(g, "grpo"), untrained=untrained)
+        match = first_match(ready_episodes(0, Task("t", "s", "r", prompt="x"), episodes), chosen)
+        return "" if match is None else match[0]
+
+    assert reason((0.25, 0.5), (0.0, 0.0), {"title"}) == "zero_variance"
+    assert reason((None, None), (0.0, 1.0), {"title"}) == ""
+    assert reason((None, None), (0.0, 1.0), set()) == "error"
 
 
 def test_a_pass_rate_counts_a_trajectory_once_however_many_contexts_it_has() -> None:

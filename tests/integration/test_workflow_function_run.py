@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import runs
+from test_workflow_run import TEMPLATE
 from test_workflow_run import recipe as of_environment
 
 from rollover.checkpoint.store import CheckpointStore
@@ -52,6 +53,12 @@ async def over_http(task, client, model):
         digits += sum(c.isdigit() for c in message.content)
     return digits / 20
 
+async def late(task, episode):
+    reply = await episode.trajectory().chat(task.messages)
+    if episode.episode_id.endswith("-0"):
+        await asyncio.sleep(60)
+    return sum(c.isdigit() for c in reply.text) / 20
+
 def plain(task):
     return 1.0
 
@@ -86,6 +93,25 @@ def test_roles_and_turns_of_a_workflow_are_trained(tmp_path: Path) -> None:
     row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert row["episodes/done"] >= 18 and row["turns/continued"] >= 10, row
     assert row["dropped/restarted/tokens"] == 0 and row["tokens/environment"] > 0
+    assert row["turns/merged_share"] == 1.0 and row["turns/max"] == 2 and 1 < row["turns/mean"] < 2
+    assert row["episodes/timeout_share"] == 0.0 and {"roles/judge/reward_mean", "roles/solver/reward_std"} <= row.keys()
+
+
+def test_where_the_template_cannot_go_on_no_turn_is_merged(tmp_path: Path) -> None:
+    """It counts the messages, so that what was sampled after fewer of them is no beginning of what follows."""
+    counts = "{{ messages | length }}" + TEMPLATE
+    assert main(["train", str(recipe(tmp_path, "talk", steps=1, template=counts))]) == 0
+    check_whole(tmp_path / "run", 1)
+    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["turns/merged_share"] == 0.0 and row["turns/max"] == 2 and row["turns/breaks/template"] > 0
+
+
+def test_agents_that_are_cut_off_are_counted_as_a_share_of_those_that_ended(tmp_path: Path) -> None:
+    workflow = {"timeout_s": 0.5, "on_timeout": "score"}
+    assert main(["train", str(recipe(tmp_path, "late", steps=1, workflow=workflow))]) == 0
+    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["episodes/timeout"] >= 3 and 0.05 < row["episodes/timeout_share"] < 0.6
+    assert row["episodes/ended"] == row["episodes/timeout"] + row["episodes/done"]
 
 
 def test_an_agent_of_an_openai_client_is_trained(tmp_path: Path) -> None:

@@ -8,27 +8,32 @@ from __future__ import annotations
 import resource
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rollover.algorithms.grouping import Grouping
+from rollover.config import WorkflowConfig
 from rollover.staleness import staleness
 from rollover.trainer.batch import Batch
-from rollover.trajectories import episodes_of
-from rollover.types import Group, Segment, StopReason
+from rollover.trajectories import Trajectory, TrajectoryGroup, episodes_of, turns_of
+from rollover.types import Group, StopReason
 
 
 def _mean(values: list[float]) -> float:
     return float(np.mean(values)) if values else float("nan")
 
 
-def reward_metrics(groups: list[Group], untrained: Collection[str] = ()) -> dict[str, float]:
-    """Means over valid rewards; missing ones are counted. Greedy baselines, and the roles `untrained`, are left out.
+def reward_metrics(groups: list[Group], grouping: Grouping | None = None) -> dict[str, float]:
+    """Means over the valid rewards of trajectories; missing ones are counted. Greedy baselines, and roles that are not
+    trained, are left out. `grouping`: what is compared with what; None: trajectories of one role.
 
-    A group with fewer than two valid rewards has no variance that could be zero: it is none of groups/zero_variance.
+    A group none of whose TrajectoryGroups has two valid rewards has no variance that could be zero: it is none of
+    groups/zero_variance.
     """
-    sampled = [t for g in groups for e in episodes_of(g) for t in e.trajectories if not t.greedy]
-    trajectories = [t for t in sampled if t.role not in untrained]
+    grouping = grouping or Grouping(WorkflowConfig())
+    compared = [grouping(group).compared for group in groups]
+    trajectories = [t for several in compared for c in several for t in c.trajectories]
     rewards = [(t.task.source, t.reward) for t in trajectories if t.reward is not None]
     scores: dict[str, list[float]] = defaultdict(list)
     extras: dict[str, list[float]] = defaultdict(list)
@@ -38,12 +43,12 @@ def reward_metrics(groups: list[Group], untrained: Collection[str] = ()) -> dict
             for name, value in reward.extras.items():
                 extras[name].append(value)
     everything = [s for values in scores.values() for s in values]
-    spreads = [np.ptp(valid) == 0 for g in groups if len(valid := _valid_scores(g, untrained)) > 1]
+    agree = [found for several in compared if (found := _all_agree(several)) is not None]
     return {
         "reward/mean": _mean(everything),
         "reward/std": float(np.std(everything)) if everything else float("nan"),
         "reward/missing": float(sum(reward.missing for _, reward in rewards)),
-        "groups/zero_variance": _mean([float(s) for s in spreads]),
+        "groups/zero_variance": _mean([float(a) for a in agree]),
         **{f"reward/{source}/mean": _mean(values) for source, values in scores.items()},
         **{f"reward/extra/{name}": _mean(values) for name, values in extras.items()},
     }
@@ -64,17 +69,18 @@ def role_metrics(batch: Batch) -> dict[str, float]:
     for role in roles:
         scores = [t.reward.score for t in trajectories if t.role == role and t.reward and t.reward.score is not None]
         values = np.concatenate(streams[role] or [np.zeros(0, dtype=np.float32)])
-        for name, of in ((f"reward/{role}", np.asarray(scores)), (f"advantage/{role}", values)):
-            metrics[f"{name}/mean"] = float(np.mean(of)) if len(of) else float("nan")
-            metrics[f"{name}/std"] = float(np.std(of)) if len(of) else float("nan")
-        metrics[f"advantage/{role}/zero_share"] = float(np.mean(values == 0)) if len(values) else float("nan")
+        for name, of in (("reward", np.asarray(scores)), ("advantage", values)):
+            metrics[f"roles/{role}/{name}_mean"] = float(np.mean(of)) if len(of) else float("nan")
+            metrics[f"roles/{role}/{name}_std"] = float(np.std(of)) if len(of) else float("nan")
+        metrics[f"roles/{role}/advantage_zero_share"] = float(np.mean(values == 0)) if len(values) else float("nan")
     return metrics
 
 
-def _valid_scores(group: Group, untrained: Collection[str]) -> list[float]:
-    sampled = [r for r in group.rollouts if not r.greedy and r.role not in untrained]
-    rewards = [r.reward for r in sampled if r.reward is not None]
-    return [reward.score for reward in rewards if reward.score is not None]
+def _all_agree(several: Sequence[TrajectoryGroup]) -> bool | None:
+    """Whether in each of them all scores are equal; None where none has two."""
+    scores = [[t.reward.score for t in c.trajectories if t.reward and t.reward.score is not None] for c in several]
+    spreads = [np.ptp(of) for of in scores if len(of) > 1]
+    return all(spread == 0 for spread in spreads) if spreads else None
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
@@ -94,15 +100,20 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
 
 
 def turn_metrics(groups: list[Group]) -> dict[str, float]:
-    """How many turns the policy had in a rollout: what it sampled in a row, interrupted or not, is one."""
-    rollouts = [r for g in groups for r in g.rollouts if not r.greedy]
-    turns = [sum(s.trainable for s in _firsts(r.segments)) for r in rollouts]
-    return {"turns/mean": _mean([float(n) for n in turns]), "turns/max": float(max(turns))}
+    """How many turns (model calls) a trajectory had, and which share of those after its first continued a rollout; that
+    is left out where none had a second one."""
+    sampled = [t for g in groups for e in episodes_of(g) for t in e.trajectories if not t.greedy]
+    played = [rollouts for trajectory in sampled if (rollouts := _turns_of_rollouts(trajectory))]
+    turns = [sum(rollouts) for rollouts in played]
+    metrics = {"turns/mean": _mean([float(n) for n in turns]), "turns/max": float(max(turns, default=0))}
+    if further := sum(turns) - len(played):
+        metrics["turns/merged_share"] = (sum(turns) - sum(map(len, played))) / further
+    return metrics
 
 
-def _firsts(segments: list[Segment]) -> list[Segment]:
-    """The first segment of each that follow each other and have one origin."""
-    return [s for i, s in enumerate(segments) if not i or s.trainable != segments[i - 1].trainable]
+def _turns_of_rollouts(trajectory: Trajectory) -> list[int]:
+    """How many turns each of its rollouts has that has any."""
+    return [n for rollout in trajectory.rollouts if (n := len(turns_of(rollout)))]
 
 
 def staleness_metrics(

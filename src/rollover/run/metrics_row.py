@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from rollover.algorithms.grouping import Grouping
 from rollover.config import Config
 from rollover.envs.protocol import HoldsObjects
 from rollover.rollout.lifecycle import acting_in
@@ -41,6 +42,7 @@ class Rows:
     ) -> None:
         self.config, self.parts, self.journaling, self.overlaps = config, parts, journaling, overlaps
         self.trackers = trackers
+        self.grouping = Grouping(config.workflow)
         self.utilization = Utilization(config, overlaps)
         self._seconds: dict[str, float] = {}
         self._counted: dict[str, float] = {}
@@ -92,7 +94,7 @@ class Rows:
             "step": parts.trainer.policy_version,
             "policy_version": parts.trainer.policy_version,
             "time": time.time(),
-            **reward_metrics(groups, self.config.workflow.untrained),
+            **reward_metrics(groups, self.grouping),
             **rollout_metrics(groups),
             **self._turns(groups),
             **self.parts.history.lifetimes.step_metrics(),
@@ -160,8 +162,8 @@ class Rows:
         driver, lifecycle = self.parts.driver, self.parts.lifecycle
         if not driver.has_turns:
             return {}
-        grown = {key: self._since_last(key, total) for key, total in driver.in_flight.acting.stats().items()}
-        ended, late = grown["episodes/ended"], grown["episodes/timeout"]
+        totals = self._of_turns()
+        ended, late = (self._since_last(key, totals[key]) for key in ("episodes/ended", "episodes/timeout"))
         return {
             **turn_metrics(groups),
             "tokens/environment": lifecycle.ledger.environment_tokens,
@@ -183,12 +185,16 @@ class Rows:
         driver = self.parts.driver
         counts = (
             self.parts.rewarder.stats(), self._engine_stats(), driver.asker.stats(), driver.watchdog.stats(),
-            self.trackers.stats(), self.journaling.counters(),
-            driver.in_flight.acting.stats() if driver.has_turns else {},
-            self.parts.environment.stats() if isinstance(self.parts.environment, HoldsObjects) else {},
+            self.trackers.stats(), self.journaling.counters(), self._of_turns(),
         )  # fmt: skip
         now = {key: value for of_owner in counts for key, value in of_owner.items()}
         return {key: value + self._carried.get(key, 0.0) for key, value in now.items()}
+
+    def _of_turns(self) -> dict[str, float]:
+        """Counters of what answers the policy. Where it plays episodes itself it counts them, and not the driver."""
+        driver, environment = self.parts.driver, self.parts.environment
+        acting = driver.in_flight.acting.stats() if driver.has_turns else {}
+        return acting | (environment.stats() if isinstance(environment, HoldsObjects) else {})
 
     def _since_last(self, name: str, cumulative: float) -> float:
         """Growth of the cumulative number `name` since this was last asked."""

@@ -6,28 +6,7 @@ slash (`reward/openai/gsm8k/mean`). docs/metrics.md is made of this table (track
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-Kind = Literal["mean", "sum", "max", "last", "counter", "rate"]
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One key of `metrics.jsonl`.
-
-    `kind` says how the rows of several steps become one: mean, sum, max, the last one (gauges), the last one of a
-    counter that grows over the whole run, or, for a rate, sum of `numerator` / sum of `denominator` (both keys of
-    METRICS).
-    """
-
-    key: str
-    kind: Kind
-    unit: str
-    doc: str
-    numerator: str = ""
-    denominator: str = ""
-
+from rollover.track.metric import Metric
 
 METRICS: list[Metric] = [
     # Progress
@@ -35,16 +14,20 @@ METRICS: list[Metric] = [
     Metric("policy_version", "last", "version", "Policy version after the step: training steps completed."),
     Metric("time", "last", "unix s", "When the row was written."),
     # Reward
-    Metric("reward/mean", "mean", "reward", "Mean score of the trained rollouts that have one."),
+    Metric("reward/mean", "mean", "reward", "Mean score of the trained trajectories that have one."),
     Metric("reward/std", "mean", "reward", "Standard deviation of those scores."),
-    Metric("reward/{source}/mean", "mean", "reward", "Mean score of the trained rollouts of one task source, or role."),
+    Metric("reward/{source}/mean", "mean", "reward", "Mean score of the trained trajectories of one task source."),
+    Metric("reward/missing", "sum", "trajectories", "Trained groups' trajectories without a reward (masked, never 0)."),
     Metric(
-        "reward/{role}/std", "mean", "reward", "Standard deviation of the scores of one role, where there are more."
+        "roles/{role}/reward_mean",
+        "mean",
+        "reward",
+        "Mean score of the trajectories of one role, where there are several roles.",
     ),
-    Metric("advantage/{role}/mean", "mean", "", "Mean advantage of the loss tokens of one role, where there are more."),
-    Metric("advantage/{role}/std", "mean", "", "Standard deviation of those."),
-    Metric("advantage/{role}/zero_share", "mean", "share", "Share of those that are 0."),
-    Metric("reward/missing", "sum", "rollouts", "Trained groups' rollouts without a reward (masked, never scored 0)."),
+    Metric("roles/{role}/reward_std", "mean", "reward", "Standard deviation of those scores."),
+    Metric("roles/{role}/advantage_mean", "mean", "", "Mean advantage of the role's loss tokens."),
+    Metric("roles/{role}/advantage_std", "mean", "", "Standard deviation of those advantages."),
+    Metric("roles/{role}/advantage_zero_share", "mean", "share", "Share of those tokens whose advantage is 0."),
     Metric("reward/extra/{name}", "mean", "", "Mean of one further entry of the dicts that the reward returned."),
     # Of the user's own
     Metric("own/{name}", "mean", "", "What the function of track.metrics returned under this name."),
@@ -55,13 +38,18 @@ METRICS: list[Metric] = [
     Metric("tools/timeouts", "counter", "calls", "Of them, those without an answer within workflow.tool_timeout_s."),
     Metric("tools/time_s", "counter", "s", "Time in tools, of each call."),
     Metric("tools/left_behind", "counter", "threads", "Threads of the class that did not come back in time."),
-    Metric("episodes/done", "counter", "rollouts", "Scored ones that ended by themselves: no call, or done."),
+    Metric("episodes/done", "counter", "episodes", "Those that ended by themselves: no call, done, returned."),
     Metric("episodes/error", "counter", "episodes", "Runs of workflow.function that raised, and were not tried again."),
     Metric("episodes/restarted", "counter", "episodes", "Runs of workflow.function that raised, and were tried again."),
     Metric("turns/continued", "counter", "turns", "Model calls of workflow.function that continued a rollout."),
     Metric("turns/breaks/{reason}", "counter", "turns", "Calls after a trajectory's first that opened a rollout."),
-    Metric("episodes/max_turns", "counter", "rollouts", "Scored ones that ended at workflow.max_turns."),
-    Metric("episodes/length", "counter", "rollouts", "Scored ones that ended at rollout.max_new_tokens."),
+    Metric("episodes/max_turns", "counter", "episodes", "Those of environments that ended at workflow.max_turns."),
+    Metric(
+        "episodes/length",
+        "counter",
+        "episodes",
+        "Those that ended at rollout.max_new_tokens; runs of workflow.function for want of tokens or turns.",
+    ),
     # Rewards workers
     Metric("rewards/timeouts", "counter", "calls", "Reward calls past rewards.timeout_s; the worker was killed."),
     Metric("rewards/crashes", "counter", "calls", "Reward calls whose worker died, or gave no reply to them."),
@@ -126,8 +114,8 @@ METRICS: list[Metric] = [
         "groups/zero_variance",
         "mean",
         "share",
-        "Of the trained groups with two or more rewards, the share whose rewards are all equal: siblings compared teach"
-        " nothing.",
+        "Of the trained groups with two or more rewards of a role, the share in which those of each role are all equal:"
+        " compared, they teach nothing.",
     ),
     Metric("tasks/left_out", "counter", "tasks", "Tasks for which tasks.before_produce returned None."),
     Metric("tasks/failed", "counter", "tasks", "Problems left out because their generator failed, cumulative."),
@@ -148,11 +136,18 @@ METRICS: list[Metric] = [
     Metric("reroll/dropped", "counter", "tasks", "Failed tasks that found reroll.size of them waiting."),
     Metric("tasks/skipped_long_prompt", "counter", "tasks", "Tasks skipped by tasks.max_prompt_tokens, cumulative."),
     # Rollouts
-    Metric("turns/mean", "mean", "turns", "Mean number of the policy's turns in a trained rollout."),
-    Metric("turns/max", "max", "turns", "Most turns of the policy in one trained rollout."),
+    Metric("turns/mean", "mean", "turns", "Mean number of the policy's turns in a trained trajectory."),
+    Metric("turns/max", "max", "turns", "Most turns of the policy in one trained trajectory."),
+    Metric(
+        "turns/merged_share",
+        "mean",
+        "share",
+        "Of the turns of trained trajectories after the first, those that continued a rollout: 1 where each did, 0"
+        " where each opened one.",
+    ),
     Metric("rollouts/acting", "last", "rollouts", "Rollouts whose environment is at work at the end of the step."),
-    Metric("episodes/ended", "counter", "rollouts", "Rollouts that ended with what their environment did, cumulative."),
-    Metric("episodes/timeout", "counter", "rollouts", "Of them: given up at workflow.timeout_s, cumulative."),
+    Metric("episodes/ended", "counter", "episodes", "Those that ended with what their environment or function did."),
+    Metric("episodes/timeout", "counter", "episodes", "Of them: given up at workflow.timeout_s, cumulative."),
     Metric("episodes/timeout_share", "mean", "share", "Share of those that ended in this step that were given up so."),
     Metric("rollouts/resumed", "counter", "rollouts", "Times that an unfinished rollout was continued."),
     Metric(

@@ -68,7 +68,8 @@ class Episodes:
 
     def stats(self) -> dict[str, float]:
         """Cumulative counters."""
-        return {name: float(self.counts[name]) for name in COUNTERS}
+        ended = sum(self.counts[f"episodes/{how}"] for how in ("done", "length", "timeout", "error"))
+        return {name: float(self.counts[name]) for name in COUNTERS} | {"episodes/ended": float(ended)}
 
     def begin(self, rollout: Rollout) -> None:
         """The Episode of a sibling begins, or begins again. `rollout`: its only one, without a token."""

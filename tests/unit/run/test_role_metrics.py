@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rollover import Played, ready_episodes
-from rollover.config import AlgorithmConfig, Config, ReplayConfig
-from rollover.run.batch_metrics import mask_metrics, reward_metrics, role_metrics
+from rollover.algorithms.grouping import Grouping
+from rollover.config import AlgorithmConfig, Config, ReplayConfig, WorkflowConfig
+from rollover.run.batch_metrics import mask_metrics, reward_metrics, role_metrics, turn_metrics
+from rollover.track.metrics import validate
 from rollover.trainer.batch import build_batch
 from rollover.trainer.replay_buffer import ReplayBuffer
 from rollover.trainer.step_batch import StepBatchBuilder
@@ -34,14 +38,24 @@ def test_each_role_has_its_own_figures_and_a_trajectory_counts_once() -> None:
     metrics = role_metrics(batch)
     assert metrics == pytest.approx(
         {
-            "reward/solver/mean": 2.0, "reward/solver/std": (2 / 3) ** 0.5,
-            "advantage/solver/mean": 0.0, "advantage/solver/std": (2 / 3) ** 0.5, "advantage/solver/zero_share": 1 / 3,
-            "reward/judge/mean": 1.0, "reward/judge/std": 0.0,
-            "advantage/judge/mean": 0.0, "advantage/judge/std": 0.0, "advantage/judge/zero_share": 1.0,
+            "roles/solver/reward_mean": 2.0, "roles/solver/reward_std": (2 / 3) ** 0.5,
+            "roles/solver/advantage_mean": 0.0, "roles/solver/advantage_std": (2 / 3) ** 0.5,
+            "roles/solver/advantage_zero_share": 1 / 3,
+            "roles/judge/reward_mean": 1.0, "roles/judge/reward_std": 0.0,
+            "roles/judge/advantage_mean": 0.0, "roles/judge/advantage_std": 0.0,
+            "roles/judge/advantage_zero_share": 1.0,
         }
     )  # fmt: skip
+    validate(metrics)
     rewards = reward_metrics([of])
     assert rewards["reward/mean"] == pytest.approx(8 / 5) and rewards["reward/missing"] == 1
+
+
+def test_a_source_of_the_name_of_a_role_has_figures_of_its_own() -> None:
+    """The task's source is "s": its mean is over both roles."""
+    of = group({"s": 3.0, "judge": 1.0}, {"s": 1.0, "judge": 1.0})
+    row = reward_metrics([of]) | role_metrics(build_batch([of], AlgorithmConfig()))
+    assert row["reward/s/mean"] == 1.5 and row["roles/s/reward_mean"] == 2.0
 
 
 def test_one_role_has_none() -> None:
@@ -70,8 +84,42 @@ def test_a_step_of_roles_that_are_not_trained_says_so() -> None:
 
 def test_rewards_of_a_role_that_is_not_trained_are_in_no_figure_of_trained_ones() -> None:
     of = group({"solver": 1.0, "title": 9.0}, {"solver": 3.0, "title": None})
-    found = reward_metrics([of], {"title"})
+    grouping = Grouping(WorkflowConfig.model_validate({"roles": {"solver": {}, "title": {"trained": False}}}))
+    found = reward_metrics([of], grouping)
     assert found["reward/mean"] == found["reward/s/mean"] == 2.0 and found["reward/missing"] == 0
-    assert reward_metrics([group({"a": 1.0, "title": 0.0}, {"a": 1.0, "title": 2.0})], {"title"})[
-        "groups/zero_variance"
-    ]
+    differ = group({"solver": 1.0, "title": 0.0}, {"solver": 1.0, "title": 2.0})
+    assert reward_metrics([differ], grouping)["groups/zero_variance"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("episodes", "share"),
+    [
+        ([{"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}], 1.0),  # scores of different roles are not compared
+        ([{"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 1.0}], 0.0),
+        ([{"a": 1.0, "b": 0.0}, {"b": 0.0}], 1.0),  # a has nothing to be compared with
+        ([{"solver": 1.0}, {"a": 0.0}], None),  # nor has either, two contexts or not
+    ],
+)
+def test_a_group_has_no_variance_where_no_role_has_one(episodes: list[dict], share: float | None) -> None:
+    found = reward_metrics([group(*episodes)])["groups/zero_variance"]
+    assert found == share if share is not None else math.isnan(found)
+
+
+def test_the_share_of_turns_that_continued_a_rollout() -> None:
+    """Of three turns and of two, apart and merged; of those alone there are none to count."""
+    turn = make_segment(2, 0, StopReason.EOS)
+    written = replace(make_segment(1, 0, StopReason.PAUSED), trainable=False)
+
+    def played(*lengths: int) -> Played:
+        """A context of so many turns each."""
+        return Played([((5,), [turn, *[written, turn] * (n - 1)]) for n in lengths], Reward(1.0))
+
+    def figures(*episodes: Played) -> dict[str, float]:
+        found = turn_metrics([ready_episodes(0, TASK, [[one] for one in episodes])])
+        validate(found)
+        return found
+
+    assert figures(played(3), played(2)) == {"turns/mean": 2.5, "turns/max": 3, "turns/merged_share": 1.0}
+    assert figures(played(1, 1, 1), played(1, 1))["turns/merged_share"] == 0.0
+    assert figures(played(2, 1), played(1))["turns/merged_share"] == 0.5
+    assert figures(played(1), played(1)) == {"turns/mean": 1.0, "turns/max": 1}

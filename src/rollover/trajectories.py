@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 
 from rollover.types import Group, Reward, Rollout, StopReason, Task
 
@@ -99,9 +99,14 @@ class TrajectoryGroup:
     trajectories: tuple[Trajectory, ...]
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """Those of its trajectories, sorted."""
+        return tuple(sorted({trajectory.role for trajectory in self.trajectories}))
+
+    @property
     def role(self) -> str:
         """That of its trajectories; "a+b" where they have several."""
-        return "+".join(sorted({trajectory.role for trajectory in self.trajectories}))
+        return "+".join(self.roles)
 
 
 def place(rollout: Rollout) -> tuple[int, int, int]:
@@ -155,18 +160,17 @@ def by_role(episodes: Sequence[Episode]) -> list[TrajectoryGroup]:
 def divided(reward: Reward, nums: Sequence[int], where: str) -> list[Reward]:
     """The Reward of each Rollout of a trajectory, which have `nums` turns: with what is about its own turns.
 
-    ValueError, which names `where`, for entries of more or fewer turns than all of them have.
+    ValueError, which names `where`, for rewards of more or fewer turns than all of them have. Advantages are checked by
+    who trains with them (algorithms/precomputed.py): the last Rollout gets those that are too many.
     """
     total = sum(nums)
     given = reward.advantages
     if reward.turns and len(reward.turns) != total:
         raise ValueError(f"{where}: {len(reward.turns)} rewards for {total} turns. Give one for each turn, or none")
-    if isinstance(given, tuple) and len(given) != total:
-        raise ValueError(f"{where}: {len(given)} advantages for {total} turns. Give one for each, or a single number")
-    ends = [0, *accumulate(nums)]
+    ends = [*accumulate(nums)][:-1]
     return [
         replace(reward, turns=reward.turns[a:b], advantages=given[a:b] if isinstance(given, tuple) else given)
-        for a, b in pairwise(ends)
+        for a, b in zip([0, *ends], [*ends, None], strict=True)
     ]
 
 

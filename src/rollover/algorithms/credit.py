@@ -6,13 +6,14 @@
                    2507.11948). Turns are not compared by index: the lengths of trajectories differ.
     precomputed    what came with the trajectory (precomputed.py), times w
 
-w and the estimator are those of the role (workflow.roles). Statistics over a batch are over one role: scores of
-different roles have different scales. Knows no estimator by name (estimator.py does).
+w and the estimator are those of the role (workflow.roles). Statistics over a batch are over one role, as scores of
+different roles have different scales; or over those roles that some TrajectoryGroup of the batch compares with each
+other. Knows no estimator by name (estimator.py does).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -25,7 +26,7 @@ from rollover.algorithms.grouping import Grouped, Grouping
 from rollover.algorithms.precomputed import precomputed, undeclared
 from rollover.config import AlgorithmConfig, WorkflowConfig
 from rollover.config.losses import ADVANTAGES, OWN_ADVANTAGE, AdvantageTraits
-from rollover.trajectories import Trajectory, TrajectoryGroup, Turn
+from rollover.trajectories import Trajectory, TrajectoryGroup, Turn, episodes_of
 from rollover.types import Group, Reward, Rollout
 
 UNTRAINED, ALONE = "untrained_role", "alone_in_role"
@@ -120,12 +121,12 @@ class Credit:
                     raise ValueError(why)
                 missing = not trajectory.ids.isdisjoint(left_out)
                 baseline = greedy.get((group_id, trajectory.role), float("nan"))
-                parts.setdefault(compared.role, []).extend(
+                parts.setdefault(trajectory.role, []).extend(
                     _Part(trajectory, turn, Unit(reward, number, num, baseline, trajectory.named))
                     for turn, reward, num in self._units(trajectory, missing, oldest[group_id])
                 )
-        for of_role in parts.values():
-            self._estimate(of_role, credited)
+        for roles in _compared_roles(credited.compared.values(), parts):
+            self._estimate([part for role in roles for part in parts[role]], credited)
         self._change(groups, credited)
 
     def _units(
@@ -228,10 +229,24 @@ def _left_out(trajectories: Sequence[Trajectory], reason: str, why: str) -> list
     return [MaskedRollout(rollout, reason, why, True) for t in trajectories for rollout in t.rollouts]
 
 
+def _compared_roles(compared: Iterable[Sequence[TrajectoryGroup]], roles: Iterable[str]) -> list[list[str]]:
+    """The `roles`, those together that a TrajectoryGroup compares, in it or by way of others."""
+    found = [{role} for role in roles]
+    for together in ({t.role for t in group.trajectories} for several in compared for group in several):
+        touched = [one for one in found if one & together]
+        if len(touched) > 1:
+            found = [one for one in found if not one & together] + [set().union(*touched)]
+    return [sorted(one) for one in found]
+
+
 def _greedy_scores(groups: Sequence[Group]) -> dict[tuple[int, str], float]:
-    """(group id, role) -> the score of its greedy rollout."""
-    greedy = [r for g in groups for r in g.rollouts if r.greedy and r.reward is not None]
-    return {(r.group_id, r.role): r.reward.score for r in greedy if r.reward and r.reward.score is not None}
+    """(group id, role) -> the score of its greedy trajectory; of several the mean."""
+    scores: dict[tuple[int, str], list[float]] = {}
+    for group in (g for g in groups if any(r.greedy for r in g.rollouts)):
+        for trajectory in (t for episode in episodes_of(group) for t in episode.trajectories if t.greedy):
+            if trajectory.reward is not None and trajectory.reward.score is not None:
+                scores.setdefault((group.group_id, trajectory.role), []).append(trajectory.reward.score)
+    return {place: sum(of) / len(of) for place, of in scores.items()}
 
 
 def _num_since(rollout: Rollout, start: int, end: int, oldest_version: int) -> int:

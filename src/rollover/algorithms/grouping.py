@@ -63,7 +63,9 @@ class Grouping:
         """How many trajectories with a score there are to compare, a greedy one included, where there are the most."""
         greedy = Counter(t.role for e in episodes_of(group) for t in e.trajectories if t.greedy and t.valid)
         compared = self(group).compared
-        return max((sum(t.valid for t in g.trajectories) + greedy[g.role] for g in compared), default=0)
+        return max(
+            (sum(t.valid for t in c.trajectories) + sum(greedy[role] for role in c.roles) for c in compared), default=0
+        )
 
     def has_signal(self, group: Group, default: str) -> bool | None:
         """Whether a Group that is scored can have an advantage other than 0, where `default` is algorithm.advantage.

@@ -22,6 +22,12 @@ def precomputed(trajectory: Trajectory) -> list[np.ndarray]:
     ValueError, which names the role, the turn and what to change, where there are none, too few, too many, or one is
     no finite number.
     """
+    given = [None if r.reward is None else r.reward.advantages for r in trajectory.rollouts]
+    num, turns = sum(len(of) for of in given if isinstance(of, tuple)), len(trajectory.turns)
+    if all(isinstance(of, tuple) for of in given) and num != turns:
+        raise ValueError(
+            f"{trajectory}: {num} advantages for {turns} turns. Give one for each turn, or a single number for all"
+        )
     return [_of_rollout(rollout, str(trajectory)) for rollout in trajectory.rollouts]
 
 

@@ -242,7 +242,7 @@ def ready_episodes(group_id: int, task: Task, episodes: Sequence[Sequence[Played
 
     Like `ready_group`, for tasks that are solved by several roles, or in several contexts: each Rollout has a prompt of
     its own. What is compared with what, [workflow] says. ValueError where a context has no prompt or no tokens, or was
-    interrupted, or a reward has entries for more or fewer turns than there are.
+    interrupted, or there are rewards for more or fewer turns than it has.
     """
     rollouts: list[Rollout] = []
     for sibling, episode in enumerate(episodes):

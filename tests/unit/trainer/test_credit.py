@@ -308,11 +308,31 @@ def test_what_does_not_fit_is_refused_with_role_turn_and_fix(
 def test_what_a_rollout_brings_by_itself_is_checked_like_what_the_door_divides() -> None:
     group = of_solver(advantages=[1.0, 2.0])()
     group.rollouts[1].reward = Reward(1.0, advantages=[1.0])
-    with pytest.raises(ValueError, match=f"{WHERE}, rollout 3-1: 1 advantages for 2 turns"):
+    with pytest.raises(ValueError, match=f"{WHERE}: 1 advantages for 2 turns"):
         built(group, advantage="precomputed")
     group.rollouts[1].reward = Reward(1.0, turns=[1.0])
     with pytest.raises(ValueError, match="brings advantages|1 rewards for 2 turns"):
         built(group, {"credit": "turn_returns"})
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_a_wrong_number_of_advantages_over_several_contexts_is_told_as_a_whole(num: int) -> None:
+    contexts = Played([((5,), turns(1)), ((5, 6), turns(1))], Reward(0.0, advantages=[1.0] * num), "solver")
+    group = ready_episodes(3, TASK, [[contexts], [played("solver", 1.0, advantages=0.0)]])
+    with pytest.raises(ValueError, match=rf"role 'solver'\) of episode 3-0: {num} advantages for 2 turns. Give one"):
+        built(group, advantage="precomputed")
+    group.rollouts[0].reward = Reward(0.0, advantages=[1.0, 1.0])
+    group.rollouts[1].reward = Reward(0.0, advantages=[])
+    with pytest.raises(ValueError, match=r"rollout 3-0: 2 advantages for 1 turns"):
+        built(group, advantage="precomputed")
+
+
+def test_a_greedy_episode_of_two_trajectories_of_a_role_is_a_baseline_by_their_mean() -> None:
+    """Not that of the one that comes last."""
+    group = ready_episodes(0, TASK, [[played("a", 3.0), played("a", 1.0)], [played("a", 1.0), played("a", 0.0)]])
+    for rollout in group.rollouts[2:]:
+        rollout.greedy = True
+    assert advantages(built(group, advantage="remax")) == {"0-0": [2.5], "0-0.1.0": [0.5]}
 
 
 # Groupings of one's own
@@ -342,6 +362,9 @@ def together(episodes):
 
 def wrong(episodes):
     return "groups"
+
+def some_together(episodes):
+    return together(episodes) if episodes[0].group_id == 0 else within(episodes)
 
 def foreign(episodes):
     from rollover.types import Rollout
@@ -373,6 +396,22 @@ def test_a_grouping_of_ones_own() -> None:
     }  # fmt: skip
     # By role, which is the default, it is another one.
     assert advantages(built(group))["3-0"] == [-2.5]
+
+
+@pytest.mark.usefixtures("groupings")
+def test_roles_that_are_compared_in_some_groups_have_one_batch_in_all() -> None:
+    """Scores that a grouping compares have one scale: (r - mean) / std over the batch, whichever group they are in."""
+    scores = [(3.0, 1.0, 5.0), (9.0, 8.0, 7.0)]
+    roles = ("solver", "solver", "judge")
+    groups = [
+        ready_episodes(g, TASK, [[played(r, s) for r, s in zip(roles, of, strict=True)] for of in scores])
+        for g in (0, 1)
+    ]
+    found = advantages(built(groups, {"group_by": "mine.py:some_together"}, advantage="reinforce_plus_plus"))
+    assert [a for i, a in sorted(found.items()) if i.startswith("0-")] == [
+        a for i, a in sorted(found.items()) if i.startswith("1-")
+    ]
+    assert sum(a for (a,) in found.values()) == pytest.approx(0.0, abs=1e-5)
 
 
 @pytest.mark.usefixtures("groupings")

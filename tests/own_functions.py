@@ -35,6 +35,7 @@ from rollover.trainer.backend import TrainerBackend
 from rollover.trainer.batch import BatchBuilder, build_batch
 from rollover.trainer.build import build_trainer
 from rollover.trainer.objective import Counts, Objective, Streams
+from rollover.trajectories import turns_of
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from samples import random_samples
 from unit.envs import played, templates
@@ -307,6 +308,20 @@ def check_workflow(spec: str) -> None:
         assert {host.rollouts[i].role: r.score for i, r in rewards.items()} == {"solver": score, "judge": score}
 
 
+def check_graded(spec: str) -> None:
+    """The first turn's tokens have 0.5 each, and those of the second 1."""
+    host = ScriptedHost(load_function(spec, "."), lambda before: "it is 4")
+    host.task = replace(host.task, columns={"answer": "4"})
+    [(rollout_id, reward)] = host.run().items()
+    rollout = host.rollouts[rollout_id]
+    rollout.reward = reward
+    made = Group(0, host.task, rollout.prompt_ids, [rollout])
+    (sample,) = build_batch([made], AlgorithmConfig(advantage="precomputed")).samples
+    first, second = turns_of(rollout)
+    assert reward.score == 1.0 and sample.mask.sum() == len(first) + len(second)
+    assert sample.advantages[sample.mask].tolist() == [0.5] * len(first) + [1.0] * len(second)
+
+
 CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "over_mean"): check_advantage,
     (PAGE, "half_for_long"): check_after_scoring,
@@ -325,6 +340,7 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     ("backends.md", "Timed"): check_backend,
     ("credit.md", "by_step"): check_grouping,
     ("credit.md", "SolverJudge"): check_episodes,
+    ("credit.md", "graded"): check_graded,
     ("agents.md", "Counter"): check_counter,
     ("agents.md", "GuessNumber"): check_game,
     ("agents.md", "Brackets"): check_tool_format,

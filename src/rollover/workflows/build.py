@@ -27,6 +27,7 @@ def build_episodes(config: Config, tokenizer: Any, vocab_size: int, max_tokens: 
         on_timeout=workflow.on_timeout,
         timeout_score=workflow.timeout_score,
         retries=workflow.retries,
+        precomputed=lambda role: workflow.advantage_of(role, config.algorithm.advantage) == "precomputed",
     )
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
     episodes = Episodes(function, chats, limits, sampling)

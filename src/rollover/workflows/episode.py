@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rollover.functions import described
@@ -17,6 +18,9 @@ Ask = Callable[["EpisodeTrajectory", Call], Awaitable[Reply]]
 class EpisodeTrajectory:
     """One role's part in an Episode: `await chat(messages)` asks the policy, `reward = 1.0` scores all that it said.
 
+    `advantage`, for roles whose advantages come with them (algorithm.advantage = "precomputed"): a number, or a list
+    with one for each turn, which is a number or a list with one for each of `Reply.token_ids`. It is checked when the
+    step is built: what does not fit ends the run, which names role and turn.
     `api_key` names it where the policy is asked over HTTP. `index` is its place in the Episode, given at its first
     call.
     """
@@ -24,7 +28,7 @@ class EpisodeTrajectory:
     def __init__(self, role: str, api_key: str, ask: Ask, chats: Chats) -> None:
         self.role, self.api_key, self.conversations = role, api_key, Conversations(chats)
         self.index: int | None = None
-        self._ask, self._reward = ask, None
+        self._ask, self._reward, self._advantage = ask, None, None
 
     async def chat(
         self,
@@ -53,9 +57,32 @@ class EpisodeTrajectory:
             raise ValueError(f"the reward of a trajectory is a finite number or a Reward, not {described(value)}")
         self._reward = reward
 
+    @property
+    def advantage(self) -> Any:
+        """What was set, lists as tuples; None before that."""
+        return self._advantage
+
+    @advantage.setter
+    def advantage(self, value: Any) -> None:
+        plain = Reward(0.0, advantages=value).advantages
+        if not _are_numbers(plain):
+            raise ValueError(
+                "the advantage of a trajectory is a number, or a list with one for each turn (a number, or a list with"
+                f" one for each of its tokens), not {described(value)}"
+            )
+        self._advantage = plain
+
+    def brought(self, otherwise: Reward) -> Reward:
+        """Its reward, with its advantage. `otherwise`: the reward where it has none of its own."""
+        reward = otherwise if self._reward is None else self._reward
+        if self._advantage is None:
+            return reward
+        error = f"{reward.error} (only an advantage: set the reward, too)" if reward.missing else None
+        return replace(reward, error=error, advantages=self._advantage)
+
     def take_back(self) -> None:
         """Its Episode failed: what was set is worth nothing."""
-        self._reward = None
+        self._reward = self._advantage = None
 
 
 class Episode:
@@ -86,6 +113,11 @@ def _checked(messages: Any, tools: Any, max_tokens: Any, stop: Any) -> Call:
     if not all(isinstance(text, str) and text for text in stops):
         raise CallRefused(f"stop must be a list of texts that are not empty, not {described(stop)}", "stop")
     return Call(tuple(messages), tools=tuple(tools), max_tokens=max_tokens, stop=stops)
+
+
+def _are_numbers(plain: Any) -> bool:
+    """Whether it can stand where numbers do, in a checkpoint, too: which fit is told where they are used."""
+    return all(map(_are_numbers, plain)) if isinstance(plain, tuple) else isinstance(plain, int | float | None)
 
 
 def _are_objects(values: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,7 +32,8 @@ Place = tuple[int, int]  # group id, sibling
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one Episode. `max_new_tokens`: of a Rollout, sampled and appended; `max_prompt_tokens`: before those."""
+    """Of one Episode. `max_new_tokens`: of a Rollout, sampled and appended; `max_prompt_tokens`: before those;
+    `precomputed`: whether the advantages of a role come with its trajectories."""
 
     max_new_tokens: int
     max_prompt_tokens: int
@@ -41,6 +42,7 @@ class Limits:
     on_timeout: str = "missing"
     timeout_score: float = 0.0
     retries: int = 1
+    precomputed: Callable[[str], bool] = lambda role: False
 
 
 class Host(Protocol):
@@ -125,7 +127,7 @@ class Player:
         self._asked: Counter[int] = Counter()  # how often each question was asked
         self._num_turns = self._num_trajectories = 0
         self._refused = False  # for want of tokens or turns: what the agent makes of that is the policy's doing
-        self.over = self.lost = self._restarts = False
+        self.over = self.lost = self._restarts = self._cut_off = False
         self._otherwise = Reward(None, error="the workflow gave it no reward")  # where a trajectory has none of its own
         self.episode = Episode(f"{place[0]}-{place[1]}", task, around.base_url, self._new_trajectory)
         self._default = self._new_trajectory(MODEL)
@@ -193,8 +195,11 @@ class Player:
         if of is None:
             return self._otherwise
         nums, where = of.conversations.num_turns, f"trajectory {of.index} (role {of.role!r}) of {self.episode_id}"
+        given = of.brought(self._otherwise)
+        if self._cut_off and given.advantages is None and self.around.limits.precomputed(of.role):
+            return Reward(None, error="its episode was cut off before it had an advantage")
         try:
-            rewards = divided(self._otherwise if of.reward is None else of.reward, list(nums.values()), where)
+            rewards = divided(given, list(nums.values()), where)
         except ValueError as error:
             return Reward(None, error=str(error))
         return rewards[list(nums).index(rollout.rollout_id)]
@@ -324,7 +329,7 @@ class Player:
 
     def _end(self, how: str, otherwise: Reward | None) -> None:
         """For good. `otherwise`: the reward of every trajectory that has none of its own."""
-        self.over = True
+        self.over, self._cut_off = True, how != "done"
         self._otherwise = otherwise or self._otherwise
         if otherwise is not None and otherwise.missing:
             for trajectory in self.trajectories:

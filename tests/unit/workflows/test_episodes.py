@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollover.functions import FunctionError
@@ -51,6 +52,68 @@ def test_a_call_that_goes_on_continues_its_rollout_and_is_rendered_like_the_whol
     assert host.tokenizer.decode([*rollout.prompt_ids, *rollout.token_ids()]) == whole.removesuffix("\n")
     assert [segment.trainable for segment in rollout.segments] == [True, False, True]
     assert host.episodes.counts["turns/continued"] == 1
+
+
+def test_an_advantage_comes_with_the_reward_divided_among_the_contexts():
+    async def talk(episode: Any) -> float:
+        solver, judge = episode.trajectory("solver"), episode.trajectory("judge")
+        first = await solver.chat([USER])
+        await solver.chat([USER, first.message, MORE])
+        other = await solver.chat([MORE])
+        solver.advantage = [0.5, -1, [0.25] * len(other.token_ids)]
+        assert solver.advantage == (0.5, -1, (0.25,) * len(other.token_ids))
+        await judge.chat([MORE])
+        judge.advantage, judge.reward = np.float32(0.5), 2.0
+        return 1.0
+
+    host = ScriptedHost(talk, says("four"))
+    rewards = host.run()
+    assert rewards == {
+        "0-0": Reward(1.0, advantages=(0.5, -1)),
+        "0-0.0.1": Reward(1.0, advantages=((0.25,) * host.rollouts["0-0.0.1"].num_tokens,)),
+        "0-0.1.0": Reward(2.0, advantages=0.5),
+    }
+
+
+@pytest.mark.parametrize("value", [{"a": 1.0}, [object()], {1.0}])
+def test_what_is_no_advantage_is_refused_where_it_is_set(value: Any):
+    async def talk(task: Any, episode: Any) -> float:
+        trajectory = episode.trajectory()
+        await trajectory.chat(task.messages)
+        with pytest.raises(ValueError, match="is a number, or a list with one for each turn"):
+            trajectory.advantage = value
+        return 1.0
+
+    assert ScriptedHost(talk, says("four")).run() == {"0-0": Reward(1.0)}
+
+
+def test_an_advantage_without_a_reward_is_missing_and_says_so():
+    async def talk(task: Any, episode: Any) -> None:
+        trajectory = episode.trajectory()
+        await trajectory.chat(task.messages)
+        trajectory.advantage = 1.0
+
+    [reward] = ScriptedHost(talk, says("four")).run().values()
+    assert reward.missing and "only an advantage: set the reward, too" in str(reward.error)
+
+
+@pytest.mark.parametrize("how", ["timeout", "length"])
+def test_an_episode_that_was_cut_off_before_its_advantage_is_missing(how: str):
+    """Its score is the policy's doing, and yet there is nothing to train it with: that ends no run."""
+
+    async def talk(task: Any, episode: Any) -> float:
+        trajectory, messages = episode.trajectory(), list(task.messages)
+        while True:
+            reply = await trajectory.chat(messages)
+            messages += [reply.message, MORE]
+            if how == "timeout":
+                await asyncio.sleep(60)
+
+    limits: dict[str, Any] = {"max_turns": 3, "timeout_s": 0.1, "on_timeout": "score"}
+    [plain] = ScriptedHost(talk, says("four"), **limits).run().values()
+    assert plain.score == 0.0
+    [reward] = ScriptedHost(talk, says("four"), precomputed=lambda role: role == "policy", **limits).run().values()
+    assert reward.missing and "cut off before it had an advantage" in str(reward.error)
 
 
 def test_a_rewritten_history_opens_a_rollout_of_the_same_trajectory():

@@ -8,8 +8,9 @@ TORCH := torch==2.13.0
 BIN := .venv/bin
 STAMP := .venv/.stamp
 VLLM := .venv-vllm
+VERIFIERS := .venv-verifiers
 
-.PHONY: venv demo vllm test test-slow test-vllm test-gpu check format bench clean
+.PHONY: venv demo vllm verifiers test test-slow test-vllm test-verifiers test-gpu check format bench clean
 
 venv: $(STAMP)
 
@@ -49,6 +50,9 @@ test-slow: venv
 test-vllm: venv vllm
 	@$(BIN)/python -m pytest -m vllm
 
+test-verifiers: venv verifiers
+	@$(VERIFIERS)/bin/python -m pytest -m verifiers
+
 # On a machine with CUDA, torch and transformers: the interpreter's own packages, no venv.
 test-gpu:
 	@PYTHONPATH=src $(or $(PYTHON),python3) -m pytest -m gpu tests/gpu
@@ -76,6 +80,18 @@ $(VLLM)/.stamp: scripts/wheel_requirements.py | $(STAMP)
 	$(VLLM)/bin/python -m pip install -q --no-deps $(VLLM)/wheel/*.whl; \
 	touch $(VLLM)/.stamp
 
+# The extra verifiers in an environment of its own, which has all else of .venv: it wants an older openai than that has.
+verifiers: $(VERIFIERS)/.stamp
+
+$(VERIFIERS)/.stamp: pyproject.toml | $(STAMP)
+	@set -e; \
+	$(BIN)/python -m venv --clear $(VERIFIERS); \
+	sites='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$sites")')" \
+		> "$$($(VERIFIERS)/bin/python -c "$$sites")/rollover-venv.pth"; \
+	$(VERIFIERS)/bin/python -m pip install -q -c .venv/constraints.txt -e '.[verifiers]'; \
+	touch $(VERIFIERS)/.stamp
+
 bench: venv
 	@$(BIN)/python -m rollover bench engine --json
 	@$(BIN)/python -m rollover bench train --json
@@ -84,4 +100,4 @@ bench: venv
 	@$(BIN)/python -m rollover bench scale --json
 
 clean:
-	rm -rf .venv .venv-vllm build .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-vllm .venv-verifiers build .pytest_cache .ruff_cache .hypothesis src/*.egg-info

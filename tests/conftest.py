@@ -31,6 +31,6 @@ def _missing(marker: str) -> str | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker in ("gpu", "vllm", "ray"):
+    for marker in ("gpu", "vllm", "ray", "verifiers"):
         if item.get_closest_marker(marker) and (reason := _missing(marker)):
             pytest.skip(reason)

@@ -15,7 +15,15 @@ import torch
 import tiny
 from contract import trainer_contract
 from rollover.algorithms.filters import group_filters
-from rollover.config import AlgorithmConfig, Config, FiltersConfig, RewardsConfig, TasksConfig, WorkflowConfig
+from rollover.config import (
+    AlgorithmConfig,
+    Config,
+    FiltersConfig,
+    RewardsConfig,
+    TasksConfig,
+    TaskSourceConfig,
+    WorkflowConfig,
+)
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
@@ -27,8 +35,10 @@ from rollover.functions import load_function, own_function
 from rollover.rollout.order import RolloutView, load_order
 from rollover.run.own_metrics import own_metrics
 from rollover.run.producer import OwnProducer, Played, ready_episodes
+from rollover.tasks.build import build_source
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
 from rollover.tasks.same import same_by
+from rollover.tasks.source import SourceSetup
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.backend import TrainerBackend
@@ -322,6 +332,23 @@ def check_graded(spec: str) -> None:
     assert sample.advantages[sample.mask].tolist() == [0.5] * len(first) + [1.0] * len(second)
 
 
+def check_second_try(spec: str) -> None:
+    """The generator scores what it asked: right at the first try, at the second, and never."""
+    source = build_source(SourceSetup(TaskSourceConfig(kind="reasoning_gym", name="chain_sum"), "sums", "", 0))
+    task = replace(source.problem(3), messages=({"role": "user", "content": "Add."},), prompt=None)
+    answer, make = str(task.columns["answer"]), load_function(spec, ".")
+    for said, score in (((f"It is {answer}",), 1.0), (("0 or so", answer), 1.0), (("so", "so"), 0.0)):
+        if isinstance(make, type):
+            game: Any = make()
+            game.reset(question="Add.", **task.columns)
+            ends = [game.step(text) for text in said]
+            assert [end.done for end in ends] == [False] * (len(said) - 1) + [True] and ends[-1].reward == score
+        else:
+            host = ScriptedHost(make, lambda before, said=said: said["Try once more" in before])
+            host.task = task
+            assert {reward.score for reward in host.run().values()} == {score}
+
+
 CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "over_mean"): check_advantage,
     (PAGE, "half_for_long"): check_after_scoring,
@@ -346,5 +373,8 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     ("agents.md", "Brackets"): check_tool_format,
     ("agents.md", "Shown"): check_examples,
     ("agents.md", "solver_judge"): check_workflow,
+    ("agents.md", "right"): lambda spec: None,  # a part of the next two
+    ("agents.md", "SecondTry"): check_second_try,
+    ("agents.md", "second_try"): check_second_try,
     ("agents.md", "user"): lambda spec: None,  # a part of it
 }

@@ -50,6 +50,7 @@ MAY_ASYNCIO = (
     "workflows/episodes.py",
     "workflows/player.py",
     "workflows/gateway/",
+    "workflows/verifiers/",
     "api/",
     "bench/",
     "commands/",

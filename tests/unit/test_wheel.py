@@ -76,11 +76,12 @@ def test_it_works_without_a_checkout(installed: Path, tmp_path: Path) -> None:
 
 EVERY_MODULE = """
 import importlib, importlib.util, pkgutil, rollover
-for extra in ("datasets", "peft", "reasoning_gym", "gguf", "trl", "starlette", "openai", "tinker"):
+for extra in ("datasets", "peft", "reasoning_gym", "gguf", "trl", "starlette", "openai", "tinker", "verifiers"):
     assert importlib.util.find_spec(extra) is None, extra
 names = [m.name for m in pkgutil.walk_packages(rollover.__path__, "rollover.") if not m.name.endswith("__main__")]
 for name in names:
-    if not name.startswith("rollover.workflows.gateway."):  # a server, for which the extra `agents` is
+    # A server, for which the extra `agents` is, and a class of verifiers, for which that is.
+    if not name.startswith(("rollover.workflows.gateway.", "rollover.workflows.verifiers.harness")):
         importlib.import_module(name)
 print(rollover.__file__, len(names))
 """

@@ -59,7 +59,13 @@ FIXED = (
         while_held=True,
     ),
     Fixed(
-        ("rollout.environment", "workflow.environment", "workflow.tool_format", "workflow.max_tool_tokens"),
+        (
+            "rollout.environment",
+            "workflow.environment",
+            "workflow.tool_format",
+            "workflow.max_tool_tokens",
+            "workflow.verifiers",
+        ),  # fmt: skip
         "the checkpoint holds rollouts that were begun in it, and would go on in another",
         while_held=True,
     ),

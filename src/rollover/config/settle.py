@@ -111,6 +111,12 @@ def derive(config: Config, layers: Layers) -> tuple[Config, dict[str, str]]:
     if config.algorithm.advantage == "remax" and not config.rollout.greedy_baseline:
         config = _replace(config, "rollout.greedy_baseline", True)
         origin["rollout.greedy_baseline"] = "derived from algorithm.advantage"
+    if config.workflow.verifiers and not config.tasks.sources:
+        workflow = config.workflow
+        params = {"params": workflow.verifiers_args.get("taskset", {}), "eval_params": workflow.verifiers_eval}
+        source = {"kind": "verifiers", "name": workflow.verifiers, **params}
+        config = _replace(config, "tasks.sources", [source])
+        origin["tasks.sources"] = "derived from workflow.verifiers"
     return config, origin
 
 

@@ -39,6 +39,7 @@ SOURCES = {
             "answer_column",
         ),
     ),
+    "verifiers": SourceKind("rollover.workflows.verifiers.source:taskset_source", "name", ("params", "eval_params")),
 }
 _OWN = SourceKind("rollover.tasks.build:OwnSource", "", ("params",))
 
@@ -48,15 +49,17 @@ class TaskSourceConfig(Table):
 
     kind: str = option(
         "",
-        "reasoning_gym: a generator by name. dataset: a file, a folder or a data set of the hub. Or your"
-        " own function (module:function or path.py:function), which makes a source of tasks.",
+        "reasoning_gym: a generator by name. dataset: a file, a folder or a data set of the hub. verifiers: a taskset,"
+        " which workflow.verifiers adds by itself. Or your own function (module:function or path.py:function), which"
+        " makes a source of tasks.",
     )
     name: str = option(
         "",
         "Generator name (reasoning_gym), or the label of another source (default: the name of its file or function).",
     )
     weight: float = option(1.0, "Share of this source among all sources.", gt=0)
-    params: dict[str, Any] = option({}, "Parameters of the generator, or of a source of your own.")
+    params: dict[str, Any] = option({}, "Parameters of the generator, of the taskset, or of a source of your own.")
+    eval_params: dict[str, Any] = option({}, "verifiers: those that are otherwise for held-out tasks.")
     path: str = option(
         "",
         "dataset: JSONL, Parquet or CSV file (local path or fsspec URL), a folder of such files, or a data"
@@ -106,8 +109,8 @@ class TaskSourceConfig(Table):
 
     @property
     def names_held_out(self) -> bool:
-        """Whether the held-out rows are named (a file or a split of their own), and not chosen by a hash."""
-        return bool(self.eval_path or self.eval_split)
+        """Whether the held-out problems are named (a file or a split of their own), and not chosen by a hash."""
+        return bool(self.eval_path or self.eval_split or self.eval_params)
 
 
 class TasksConfig(Table):

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from rollover.alike import did_you_mean
 from rollover.config.losses import ADVANTAGES
-from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
+from rollover.config.table import Inert, Refused, Rule, Table, is_own, option, value_of
 
 TOOL_FORMATS = ("hermes", "json")
 
@@ -33,19 +33,33 @@ class WorkflowConfig(Table):
         " episode, client, base_url, api_key, model.",
         unless=("run.train_on_recorded",),
     )
+    verifiers: str = option(
+        "",
+        "Id of a taskset of the package verifiers (0.4), which is installed or can be imported: its tasks are those of"
+        " the run, its environment plays every rollout of a group, and its rewards score them.",
+        unless=("run.train_on_recorded",),
+    )
+    verifiers_args: dict[str, Any] = option(
+        {},
+        "What the configurations of verifiers have in their table [env]: id, taskset, seats such as agent.harness,"
+        " max_concurrent_agents.",
+        only_if=("workflow.verifiers",),
+    )
+    verifiers_eval: dict[str, Any] = option(
+        {},
+        "What the taskset has otherwise for held-out tasks, such as split, beside workflow.verifiers_args.taskset."
+        " Empty: a share of its tasks is held out (tasks.eval_fraction).",
+        only_if=("workflow.verifiers",),
+    )
     retries: int = option(
-        1,
-        "So often a function that raised is run again for the same episode; then its reward is missing.",
-        ge=0,
-        only_if=("workflow.function",),
+        1, "So often an agent that raised is run again for the same episode; then its reward is missing.", ge=0
     )
     port: int = option(
         0,
         "Where this machine, and no other, can ask the policy over HTTP (parameters client, base_url and api_key of"
-        " the function); 0 = a free port.",
+        " a function; verifiers); 0 = a free port.",
         ge=0,
         le=65535,
-        only_if=("workflow.function",),
     )
     max_turns: int = option(
         16, "Turns of the policy in an episode; after the last one nothing answers.", ge=1
@@ -97,6 +111,11 @@ class WorkflowConfig(Table):
         " trained; else all are named.",
     )
 
+    @property
+    def agent(self) -> str:
+        """The option that names who plays whole episodes; "" if nobody does."""
+        return next((f"workflow.{name}" for name in ("function", "verifiers") if getattr(self, name)), "")
+
     def advantage_of(self, role: str, default: str) -> str:
         """The estimator of a role, where `default` is algorithm.advantage."""
         return (role in self.roles and self.roles[role].advantage) or default
@@ -115,7 +134,7 @@ class WorkflowConfig(Table):
 def _nothing_answers(config: Any) -> bool:
     """Whether no rollout has more than one turn."""
     workflow = config.workflow
-    return config.rollout.environment == "single_turn" and not (workflow.environment or workflow.function)
+    return config.rollout.environment == "single_turn" and not (workflow.environment or workflow.agent)
 
 
 def _unknown(config: Any) -> dict[str, str]:
@@ -134,6 +153,19 @@ def _other(config: Any) -> set[str]:
     return {name for name, role in roles if role.advantage not in ("", config.algorithm.advantage)}
 
 
+def _players(config: Any) -> list[str]:
+    """What answers the policy, or asks it: "key = value" of each."""
+    named = {key: value_of(config, key) for key in (*_AGENTS, "workflow.environment", "rollout.environment")}
+    return [f'{key} = "{value}"' for key, value in named.items() if value not in ("", "single_turn")]
+
+
+def _other_sources(config: Any) -> bool:
+    """Whether tasks are wanted that are not those of the taskset of workflow.verifiers."""
+    return bool(config.workflow.verifiers) and any(s.kind != "verifiers" for s in config.tasks.sources)
+
+
+_AGENTS = ("workflow.function", "workflow.verifiers")
+_OR = " and ".join(_AGENTS)
 _TURNS = ("workflow.credit",)
 _BY_TURNS = 'workflow.credit = "turn_returns"'
 
@@ -211,13 +243,20 @@ RULES: tuple[Rule, ...] = (
     ),
     Inert(
         ("workflow.max_turns",),
-        ("workflow.environment", "workflow.function"),
-        lambda c: not (c.workflow.environment or c.workflow.function),
-        "without workflow.environment and workflow.function",
+        ("workflow.environment", *_AGENTS),
+        lambda c: not (c.workflow.environment or c.workflow.agent),
+        f"without workflow.environment, {_OR}",
         "Set one of them",
     ),
     Inert(
-        ("workflow.function",),
+        ("workflow.retries", "workflow.port"),
+        _AGENTS,
+        lambda c: not c.workflow.agent,
+        f"without {_OR}",
+        "Set one of them",
+    ),
+    Inert(
+        _AGENTS,
         ("tasks.producer",),
         lambda c: bool(c.tasks.producer),
         "with tasks.producer: the producer generates by itself",
@@ -231,17 +270,34 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Refused(
-        ("workflow.function", "workflow.environment", "rollout.environment"),
-        lambda c: bool(c.workflow.function and (c.workflow.environment or c.rollout.environment != "single_turn")),
-        lambda c: (
-            f'workflow.function = "{c.workflow.function}" with'
-            f" {'workflow' if c.workflow.environment else 'rollout'}.environment: a run has one of them. Remove one"
+        (*_AGENTS, "workflow.environment", "rollout.environment"),
+        lambda c: len(_players(c)) > 1 and bool(c.workflow.agent),
+        lambda c: f"{' with '.join(_players(c))}: a run has one of them. Remove one",
+    ),
+    Inert(
+        ("tasks.sources",),
+        ("workflow.verifiers",),
+        _other_sources,
+        "with workflow.verifiers: the tasks are those of its taskset",
+    ),
+    Inert(
+        ("tasks.system_prompt", "tasks.instruction", "tasks.chat", "rewards.function"),
+        ("workflow.verifiers",),
+        lambda c: bool(c.workflow.verifiers),
+        "with workflow.verifiers: its taskset has the messages and the rewards",
+    ),
+    Refused(
+        ("tasks.sources", "workflow.verifiers"),
+        lambda c: any(s.kind == "verifiers" and s.name != c.workflow.verifiers for s in c.tasks.sources),
+        lambda _: (
+            'tasks.sources.kind = "verifiers" is what workflow.verifiers makes by itself: set workflow.verifiers, and'
+            " remove the source"
         ),
     ),
     Refused(
-        ("workflow.function", "eval.num_tasks"),
-        lambda c: bool(c.workflow.function) and c.eval.num_tasks > 0,
-        lambda c: "eval.num_tasks with workflow.function: evaluations play no workflows yet. Set eval.num_tasks = 0",
+        (*_AGENTS, "eval.num_tasks"),
+        lambda c: bool(c.workflow.agent) and c.eval.num_tasks > 0,
+        lambda c: f"eval.num_tasks with {c.workflow.agent}: evaluations play no workflows yet. Set eval.num_tasks = 0",
     ),
     Inert(
         ("workflow.environment",),

@@ -35,11 +35,8 @@ class EvalParts:
     @classmethod
     async def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:
         """Load `model` (a folder or a name; None: model.path), and build what answers with it."""
-        if config.workflow.function and with_rewards:
-            raise ValueError(
-                f"workflow.function = {config.workflow.function!r}: evaluations play no workflows yet. Remove it to see"
-                " single turns"
-            )
+        if (agent := config.workflow.agent) and with_rewards:
+            raise ValueError(f"{agent}: evaluations play no workflows yet. Remove it to see single turns")
         prepare_process(config)
         model_config = config.model if model is None else config.model.model_copy(update={"path": model})
         if is_tinker(config):

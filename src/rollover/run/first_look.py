@@ -19,7 +19,7 @@ async def look_at_tasks(
     for source in config.tasks.sources:
         alone = config.tasks.model_copy(update={"sources": [source]})
         task = TaskStream(alone, seed=config.run.seed, split="train", rewards=config.rewards).next()
-        if task is not None and not config.workflow.function:  # which gives the rewards itself
+        if task is not None and not config.workflow.agent:  # which gives the rewards itself
             await rewarder.probe(task)
             if teacher_prompts is not None:
                 teacher_prompts.of_task(task)

@@ -98,7 +98,7 @@ class Parts:
             pool = observed.rewarder
             environment: Environment
             episodes = server = None
-            if config.workflow.function:
+            if config.workflow.agent:
                 environment = episodes = build_episodes(config, loaded.tokenizer, loaded.vocab_size, engine.max_tokens)
                 server = EpisodeServer(episodes, config.workflow.port)
                 on_error.push_async_callback(server.close)

@@ -10,13 +10,17 @@ from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.function import KEY, WorkflowFunction
 from rollover.workflows.player import Limits
+from rollover.workflows.verifiers.workflow import VerifiersWorkflow
 
 
 def build_episodes(config: Config, tokenizer: Any, vocab_size: int, max_tokens: int) -> Episodes:
     """`max_tokens`: the longest rollout, prompt included, that the engine takes. ValueError where workflow.function,
     the chat template or what it needs does not fit."""
     workflow, rollout = config.workflow, config.rollout
-    function = WorkflowFunction.named(workflow.function)
+    sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
+    function = (
+        VerifiersWorkflow(workflow, sampling) if workflow.verifiers else WorkflowFunction.named(workflow.function)
+    )
     chats = Chats(tokenizer, vocab_size=vocab_size)
     chats.of(()).require("user")
     limits = Limits(
@@ -29,7 +33,6 @@ def build_episodes(config: Config, tokenizer: Any, vocab_size: int, max_tokens: 
         retries=workflow.retries,
         precomputed=lambda role: workflow.advantage_of(role, config.algorithm.advantage) == "precomputed",
     )
-    sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
     episodes = Episodes(function, chats, limits, sampling)
     if function.over_http:
         _require_extra()
@@ -52,10 +55,13 @@ class EpisodeServer:
         from rollover.workflows.gateway.app import Gateway
         from rollover.workflows.gateway.server import GatewayServer
 
-        gateway = Gateway(episodes.calls)
-        self._server = GatewayServer(gateway.app, self._port)
+        gateway, function = Gateway(episodes.calls), episodes.function
+        played = function if isinstance(function, VerifiersWorkflow) else None
+        self._server = GatewayServer(gateway.app if played is None else played.over(gateway.app), self._port)
         await self._server.start()
         episodes.base_url, episodes.calls.undelivered = self._server.base_url, gateway.forget
+        if played is not None:
+            await played.start(self._server.base_url)
         if "client" in episodes.function.wanted:
             import openai
 
@@ -65,6 +71,8 @@ class EpisodeServer:
 
     async def close(self) -> None:
         """End every connection."""
+        if isinstance(self.episodes.function, VerifiersWorkflow):
+            await self.episodes.function.close()
         if self._client is not None:
             await self._client.close()
         if self._server is not None:

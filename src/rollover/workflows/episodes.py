@@ -19,9 +19,9 @@ from rollover.envs.protocol import TurnOptions
 from rollover.types import Reward, Rollout, SamplingParams, Segment, Task
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episode_calls import EpisodeCalls
-from rollover.workflows.function import WorkflowFunction
 from rollover.workflows.matching import Break
 from rollover.workflows.player import Host, Limits, Place, Player
+from rollover.workflows.protocol import Workflow
 
 COUNTERS = (
     *(f"episodes/{how}" for how in ("done", "length", "timeout", "error", "restarted")),
@@ -37,7 +37,7 @@ class Episodes:
     key) are its own. `calls` answers what agents ask.
     """
 
-    def __init__(self, function: WorkflowFunction, chats: Chats, limits: Limits, sampling: SamplingParams) -> None:
+    def __init__(self, function: Workflow, chats: Chats, limits: Limits, sampling: SamplingParams) -> None:
         self.function, self.chats, self.limits = function, chats, limits
         self.host: Host | None = None
         self.calls = EpisodeCalls(chats.tokenizer, sampling)

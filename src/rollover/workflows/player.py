@@ -23,8 +23,8 @@ from rollover.workflows.agent_clock import AgentClock
 from rollover.workflows.calls import BudgetUsedUp, Call, Reply, UnknownKey
 from rollover.workflows.conversations import Chats, Continues, Opens
 from rollover.workflows.episode import Episode, EpisodeTrajectory
-from rollover.workflows.function import WorkflowFunction
 from rollover.workflows.matching import turn_key
+from rollover.workflows.protocol import Workflow
 
 MODEL = "policy"
 Place = tuple[int, int]  # group id, sibling
@@ -73,7 +73,7 @@ class Calls(Protocol):
 class Surroundings(Protocol):
     """What a run is told of, and tells."""
 
-    function: WorkflowFunction
+    function: Workflow
     chats: Chats
     limits: Limits
     base_url: str
@@ -356,7 +356,7 @@ class Player:
 # Private
 
 
-async def _outcome(function: WorkflowFunction, values: Mapping[str, Any]) -> tuple[Reward | None, BaseException | None]:
+async def _outcome(function: Workflow, values: Mapping[str, Any]) -> tuple[Reward | None, BaseException | None]:
     """What it returned, or raised: a task that SystemExit ends would end the event loop with it."""
     try:
         return await function(values), None

@@ -275,7 +275,7 @@ class Rollout:
 
     def __post_init__(self) -> None:
         further = f".{self.trajectory}.{self.context}" if self.trajectory or self.context else ""
-        self.rollout_id = f"{self.group_id}-{self.sibling}{further}"
+        self.rollout_id = f"{episode_name(self.group_id, self.sibling)}{further}"
         segments, self.segments = self.segments, []
         for segment in segments:
             self.add(segment)
@@ -377,6 +377,12 @@ class Sample:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence_id", self.sequence_id or self.rollout_id)
+
+
+def episode_name(group_id: int, sibling: int) -> str:
+    """How an Episode is known, and its first Rollout. Groups below 0 are those of evaluations, never trained: -1 has
+    their task 0."""
+    return f"{group_id}-{sibling}" if group_id >= 0 else f"eval-{-1 - group_id}-{sibling}"
 
 
 def rollout_seed(run_seed: int, task_id: str, attempt: int, sibling: int | str) -> int:

@@ -95,14 +95,21 @@ def trace(run_dir: Path) -> list[TraceEvent]:
     """The run's trace, after a check that every event is there once, in order, and that none is told twice."""
     events = read_trace(run_dir / TRACE)
     assert [e.seconds for e in events] == sorted(e.seconds for e in events)
-    once = Counter((e.kind, e.group, e.sibling) for e in events if e.kind in ("admit", "ready", "finish", "consume"))
+    once = Counter((e.kind, e.group, e.sibling) for e in events if e.kind in ("admit", "ready", "consume"))
     once.update(("published", e.version, None) for e in events if e.kind == "publish")
     assert all(n == 1 for n in once.values()), [key for key, n in once.items() if n > 1]
     assert not set(once) & {("consume", e.group, None) for e in events if e.kind == "drop"}
-    running: set[tuple[int | None, int | None]] = set()
-    acting: set[tuple[int | None, int | None]] = set()
+    running: set[tuple[int | None, int | str | None]] = set()
+    acting: set[tuple[int | None, int | str | None]] = set()
+    finished: set[tuple[int | None, int | str | None]] = set()
     for e in events:
         rollout = (e.group, e.sibling)
+        if e.kind == "finish":
+            assert rollout not in finished, f"{rollout} is finished twice"
+            finished.add(rollout)
+        if e.kind == "restart":  # the rollouts of an Episode leave, finished or not, for a new one
+            left = {r for r in finished | acting if r[0] == e.group and str(r[1]).partition(".")[0] == str(e.sibling)}
+            finished, acting = finished - left, acting - left
         if e.kind in ("start", "resume"):
             assert rollout not in running
             running.add(rollout)
@@ -110,7 +117,9 @@ def trace(run_dir: Path) -> list[TraceEvent]:
             running.remove(rollout)
         elif e.kind in ("answer", "finish"):
             acting.remove(rollout)
-        if e.kind == "act":
+        elif e.kind == "open":  # a further rollout, or the first one, whose agent was at work before its first call
+            acting.discard(rollout)
+        if e.kind in ("act", "begin"):
             acting.add(rollout)
     assert not running, "nothing runs between two steps"
     return events

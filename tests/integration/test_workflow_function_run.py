@@ -142,7 +142,6 @@ def test_episodes_that_were_killed_begin_again(tmp_path: Path) -> None:
         ("plain", [], "async def"),
         ("strange", [], "'data'"),
         ("nothing", [], "nothing"),
-        ("talk", ["--eval.num_tasks=4"], "eval.num_tasks"),
         ("talk", ["--workflow.environment=a.py:B"], "Remove one"),
     ],
 )

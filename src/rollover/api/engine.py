@@ -1,7 +1,7 @@
 """Inference alone: the engine that training generates with, in a thread of its own.
 
 Owns that thread and its event loop, so that `generate` can be called from a script, a notebook's cell and another event
-loop alike. What is sampled is run/evaluate.py's business.
+loop alike. What is sampled is run/answer_prompt.py's business.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from rollover.api.settings import Arguments, Layer
 from rollover.config import Config
+from rollover.run.answer_prompt import Answered, answer_prompt
 from rollover.run.eval_parts import EvalParts
-from rollover.run.evaluate import Answered, answer_prompt
 from rollover.types import StopReason
 
 Result = TypeVar("Result")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from rollover.commands.verb import Overrides, Verb, load, positive, to_stderr
 
 if TYPE_CHECKING:
     from rollover.config import Config
-    from rollover.track.answers import Answer
+    from rollover.run.evaluate import Answers
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,19 +34,20 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     if args.answers is not None:
         check_output_file(args.answers, "--answers")
     to_stderr(tasks_line(config))
-    answers = asyncio.run(answers_to_all(config, args.model))
+    found = asyncio.run(answers_to_all(config, args.model))
+    answers = found.answers
     if args.answers is not None:  # first: where every reward failed it says why
         write_answers(args.answers, answers)
-    result, chosen = summarised(answers, config), worst(answers, args.worst)
+    result, chosen = summarised(found, config), worst(answers, args.worst)
     if args.json:
-        print(json.dumps({**result, "worst": [asdict(a) for a in chosen]} if args.worst else result))
+        print(json.dumps({**result, "worst": [a.as_json() for a in chosen]} if args.worst else result))
         return 0
     print_eval(result)
     print_worst(chosen)
     return 0
 
 
-async def answers_to_all(config: Config, model: str | None) -> list[Answer]:
+async def answers_to_all(config: Config, model: str | None) -> Answers:
     """Answers to the held-out tasks of `model` (None: model.path), scored."""
     from rollover.run.eval_parts import EvalParts
     from rollover.run.evaluate import answers_of, encode_tasks, held_out_tasks

@@ -10,7 +10,7 @@ from rollover.commands.verb import Overrides, Verb, load, positive
 
 if TYPE_CHECKING:
     from rollover.config import Config
-    from rollover.run.evaluate import Answered
+    from rollover.run.answer_prompt import Answered
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +32,8 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 
 async def answers(config: Config, prompt: str, num: int) -> list[Answered]:
     """`num` answers to the prompt, of an engine that is built for them alone."""
+    from rollover.run.answer_prompt import answer_prompt
     from rollover.run.eval_parts import EvalParts
-    from rollover.run.evaluate import answer_prompt
 
     parts = await EvalParts.build(config, None, with_rewards=False)
     try:

@@ -143,6 +143,12 @@ def _unknown(config: Any) -> dict[str, str]:
     return {name: of for name, of in named.items() if of and of not in ADVANTAGES and not is_own(of)}
 
 
+def _impossible(config: Any) -> list[str]:
+    """The roles that no trajectory can have: where nobody names roles all of them are those of the policy."""
+    named = config.workflow.agent or config.tasks.producer or config.run.train_on_recorded
+    return [] if named else sorted(config.workflow.roles.keys() - {"policy"})
+
+
 def _advantages(config: Any) -> tuple[str, ...]:
     return config.workflow.advantages(config.algorithm.advantage)
 
@@ -177,6 +183,15 @@ RULES: tuple[Rule, ...] = (
             f'workflow.roles.{role}.advantage = "{name}" is none of {", ".join(ADVANTAGES)}, and no function'
             f" (module:function or path.py:function){did_you_mean(name, ADVANTAGES)}"
             for role, name in _unknown(c).items()
+        ),
+    ),
+    Refused(
+        ("workflow.roles",),
+        lambda c: bool(_impossible(c)),
+        lambda c: (
+            f"workflow.roles.{_impossible(c)[0]}: no trajectory can have this role, as agents alone name roles: without"
+            " one all trajectories have the role policy. Set workflow.function, or remove"
+            f" [workflow.roles.{_impossible(c)[0]}]"
         ),
     ),
     Refused(
@@ -293,11 +308,6 @@ RULES: tuple[Rule, ...] = (
             'tasks.sources.kind = "verifiers" is what workflow.verifiers makes by itself: set workflow.verifiers, and'
             " remove the source"
         ),
-    ),
-    Refused(
-        (*_AGENTS, "eval.num_tasks"),
-        lambda c: bool(c.workflow.agent) and c.eval.num_tasks > 0,
-        lambda c: f"eval.num_tasks with {c.workflow.agent}: evaluations play no workflows yet. Set eval.num_tasks = 0",
     ),
     Inert(
         ("workflow.environment",),

@@ -10,7 +10,7 @@ from rollover.config import Config
 from rollover.config.backend import is_tinker
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
-from rollover.envs.build import EnvironmentSetup, build_environment
+from rollover.envs.build import EnvironmentSetup
 from rollover.envs.protocol import Environment
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_outline, stop_token_ids
@@ -18,7 +18,9 @@ from rollover.models.team import most_threads, prepare_process
 from rollover.rewards.build import build_rewarder
 from rollover.rewards.protocol import Rewarder
 from rollover.rewards.scorer import make_scorer
+from rollover.run.environment import start_environment
 from rollover.trainer.lora import load_with_adapter
+from rollover.workflows.build import EpisodeServer
 
 
 @dataclass
@@ -31,12 +33,12 @@ class EvalParts:
     environment: Environment | None
     rewarder: Rewarder | None
     stop_token_ids: frozenset[int]
+    server: EpisodeServer | None = None
+    """For the agents of a workflow, where it has some."""
 
     @classmethod
     async def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:
         """Load `model` (a folder or a name; None: model.path), and build what answers with it."""
-        if (agent := config.workflow.agent) and with_rewards:
-            raise ValueError(f"{agent}: evaluations play no workflows yet. Remove it to see single turns")
         prepare_process(config)
         model_config = config.model if model is None else config.model.model_copy(update={"path": model})
         if is_tinker(config):
@@ -49,15 +51,14 @@ class EvalParts:
             on_error.push_async_callback(engine.close)
             if adapter:
                 await engine.load_weights(0, adapter)
-            environment = rewarder = None
+            environment = rewarder = server = None
             if with_rewards:
                 rewarder = build_rewarder(config, training=False)
                 scorer = make_scorer(rewarder, loaded.tokenizer)
-                environment = build_environment(
-                    EnvironmentSetup(
-                        config, loaded.tokenizer, scorer, rewarder.rewarder.scores_singly, loaded.vocab_size
-                    )
+                setup = EnvironmentSetup(
+                    config, loaded.tokenizer, scorer, rewarder.rewarder.scores_singly, loaded.vocab_size
                 )
+                environment, server = await start_environment(setup, engine.max_tokens, on_error)
             parts = cls(
                 config=config,
                 tokenizer=loaded.tokenizer,
@@ -65,16 +66,18 @@ class EvalParts:
                 environment=environment,
                 rewarder=rewarder,
                 stop_token_ids=stop_token_ids(loaded, []),
+                server=server,
             )
             on_error.pop_all()
         return parts
 
     async def close(self) -> None:
-        try:
-            await self.engine.close()
-        finally:
+        async with AsyncExitStack() as parts:
             if self.rewarder is not None:
-                await self.rewarder.close()
+                parts.push_async_callback(self.rewarder.close)
+            parts.push_async_callback(self.engine.close)
+            if self.server is not None:
+                await self.server.close()
 
 
 def _at_service(config: Config, model: str | None) -> Config:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollover.config import Config
 from rollover.run.directory import RunDirectory
-from rollover.run.evaluate import EvalTasks, encode_tasks, evaluate, held_out_tasks
+from rollover.run.evaluate import EvalTasks, answers_of, check_roles, encode_tasks, held_out_tasks, summarised
 from rollover.run.hooks import Hooks
 from rollover.run.overlap import Overlap
 from rollover.run.parts import Parts
@@ -95,11 +95,14 @@ class HeldOut:
             self._tasks = encode_tasks(
                 held_out_tasks(config, say), parts.prompts.encode, parts.prompts.max_prompt_tokens
             )
-        result = await self.stop.unless_requested(
-            evaluate(self._tasks, parts.engine, parts.environment, tokenizer, config, parts.stop_token_ids, say)
+        found = await self.stop.unless_requested(
+            answers_of(self._tasks, parts.engine, parts.environment, tokenizer, config, parts.stop_token_ids, say)
         )
-        if result is None:
+        if found is None:
             return None
+        result = summarised(found, config)
+        if not version:
+            check_roles(found, config.workflow.roles)
         seconds = time.perf_counter() - started
         self.trackers.on_eval({"step": version, "policy_version": version, "seconds": seconds, **result})
         say(f"held-out mean reward after {version} steps: {result['mean']:.3f}")

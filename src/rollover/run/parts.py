@@ -15,7 +15,7 @@ from rollover.config import Config
 from rollover.config.backend import is_tinker
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
-from rollover.envs.build import EnvironmentSetup, build_environment
+from rollover.envs.build import EnvironmentSetup
 from rollover.envs.protocol import Environment, HoldsObjects
 from rollover.models import kernels
 from rollover.models.devices import engine_device, pick_device
@@ -28,6 +28,7 @@ from rollover.rewards.scorer import make_scorer
 from rollover.rollout.build import build_driver
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.run.environment import start_environment
 from rollover.tasks.prompts import PromptSource, build_prompts, encoder, prompt_limit
 from rollover.tasks.reroll import Reroll
 from rollover.track.history import RunHistory
@@ -36,7 +37,8 @@ from rollover.trainer.reuse import Reuse
 from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.teacher import teacher_prompts
 from rollover.trainer.trainer import Trainer
-from rollover.workflows.build import EpisodeServer, build_episodes
+from rollover.workflows.build import EpisodeServer
+from rollover.workflows.episodes import Episodes
 
 
 @dataclass
@@ -96,17 +98,8 @@ class Parts:
             observed = build_rewarder(config, training=True)
             scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
             pool = observed.rewarder
-            environment: Environment
-            episodes = server = None
-            if config.workflow.agent:
-                environment = episodes = build_episodes(config, loaded.tokenizer, loaded.vocab_size, engine.max_tokens)
-                server = EpisodeServer(episodes, config.workflow.port)
-                on_error.push_async_callback(server.close)
-                await server.start()
-            else:
-                environment = build_environment(
-                    EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size)
-                )
+            setup = EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size)
+            environment, server = await start_environment(setup, engine.max_tokens, on_error)
             if isinstance(environment, HoldsObjects) and environment.notice:
                 say(environment.notice)
             encode = encoder(loaded.tokenizer, environment)
@@ -117,8 +110,8 @@ class Parts:
             history = history or RunHistory()
             history.go_on()
             driver.say = observed.say = prompts.stream.say = say
-            if episodes is not None:
-                episodes.say = say
+            if isinstance(environment, Episodes):
+                environment.say = say
             parts = cls(
                 loaded=loaded,
                 trainer=trainer,

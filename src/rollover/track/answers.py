@@ -6,7 +6,7 @@ Owns the record (below) and what "worst" means. It scores nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,18 @@ from rollover.track.summary import excerpt
 
 
 @dataclass(frozen=True, slots=True)
+class RoleScore:
+    """Of a trajectory of this role. None: missing."""
+
+    role: str
+    score: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """One answer to one held-out task. `source`: the file (or generator) that the task is from; `data_source`: the
-    row's own, if it has one. `expected`: the reference answer, if there is one. `score` None: missing, for `error`."""
+    row's own, if it has one. `expected`: the reference answer, if there is one. `score` None: missing, for `error`.
+    `roles`: the scores of the trajectories that it is made of, where workflows name roles."""
 
     task_id: str
     sibling: int
@@ -37,11 +46,17 @@ class Answer:
     error: str | None
     prompt: str
     answer: str
+    roles: tuple[RoleScore, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-able; "roles" only where there are some."""
+        fields = {**asdict(self), "score": to_json(self.score)}
+        return fields if self.roles else {name: value for name, value in fields.items() if name != "roles"}
 
 
 def write_answers(path: Path, answers: Sequence[Answer]) -> None:
     """One JSON object a line, in the order of tasks; an existing file is replaced."""
-    lines = [json.dumps({**asdict(a), "score": to_json(a.score)}, ensure_ascii=False) + "\n" for a in answers]
+    lines = [json.dumps(a.as_json(), ensure_ascii=False) + "\n" for a in answers]
     # A lone surrogate in an answer is not UTF-8.
     atomic_write_text(path, "".join(lines).encode("utf-8", "replace").decode("utf-8"))
 
@@ -68,7 +83,8 @@ def print_worst(answers: Sequence[Answer], console: Console | None = None) -> No
 
 def summary_of(answers: Sequence[Answer], threshold: float, ks: Sequence[int]) -> dict[str, Any]:
     """`summarise_eval` of the answers, with the same under "data_sources" where rows name theirs and these are not the
-    sources. "missing" counts every missing reward; a task without any reward is in no other statistic."""
+    sources, and of the trajectories of each role under "roles" where there are several. "missing" counts every missing
+    reward; a task without any reward is in no other statistic."""
     tasks: dict[str, list[Answer]] = {}
     for answer in answers:
         tasks.setdefault(answer.task_id, []).append(answer)
@@ -77,4 +93,14 @@ def summary_of(answers: Sequence[Answer], threshold: float, ks: Sequence[int]) -
     named = [(tasks[of][0].data_source or tasks[of][0].source, of, scores[of]) for of in tasks]
     if len({name for name, *_ in named}) > 1 and any(name != tasks[of][0].source for name, of, _ in named):
         summary["data_sources"] = summarise_eval(named, threshold, ks)["sources"]
+    if len(roles := {of.role for a in answers for of in a.roles}) > 1:
+        summary["roles"] = {role: _of_role(role, tasks, threshold, ks) for role in sorted(roles)}
     return summary
+
+
+def _of_role(
+    role: str, tasks: Mapping[str, Sequence[Answer]], threshold: float, ks: Sequence[int]
+) -> Mapping[str, Any]:
+    """Of the trajectories of this role: all of a task are samples of it."""
+    scores = {task: [of.score for a in answers for of in a.roles if of.role == role] for task, answers in tasks.items()}
+    return summarise_eval([(role, task, of) for task, of in scores.items() if of], threshold, ks)["sources"][role]

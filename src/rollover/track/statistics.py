@@ -97,9 +97,10 @@ def summarise_eval(
 
 
 def parts_of(evaluation: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Label -> figures of the parts of an evaluation: by file (or generator), then by the rows' own data_source."""
+    """Label -> figures of the parts of an evaluation: by file (or generator), by the rows' own data_source, by role."""
     parts = dict(evaluation.get("sources", {}))
-    return parts | {f"data_source {name}": row for name, row in evaluation.get("data_sources", {}).items()}
+    parts |= {f"data_source {name}": row for name, row in evaluation.get("data_sources", {}).items()}
+    return parts | {f"role {name}": row for name, row in evaluation.get("roles", {}).items()}
 
 
 def _summarise(tasks: list[list[float | None]], threshold: float, ks: list[int]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rollover.envs.protocol import TurnOptions
-from rollover.types import Reward, Rollout, SamplingParams, Segment, Task
+from rollover.types import Reward, Rollout, SamplingParams, Segment, Task, episode_name
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episode_calls import EpisodeCalls
 from rollover.workflows.matching import Break
@@ -49,6 +49,13 @@ class Episodes:
         self._players: dict[Place, Player] = {}
         self._failures: Counter[Place] = Counter()
         self._said: set[str] = set()
+
+    def apart(self) -> Episodes:
+        """Others of the same function, with a host and counts of their own; their agents ask by the same server."""
+        others = Episodes(self.function, self.chats, self.limits, self.calls.sampling)
+        others.calls, others.base_url, others.make_client = self.calls, self.base_url, self.make_client
+        others.say = self.say
+        return others
 
     # The host's side: it is the run's Environment
 
@@ -124,5 +131,5 @@ class Episodes:
         if why not in self._said:
             self._said.add(why)
             what = "it is run again" if again else "its rewards are missing"
-            self.say(f"{self.function.spec} failed at episode {place[0]}-{place[1]} ({why}): {what}")
+            self.say(f"{self.function.spec} failed at episode {episode_name(*place)} ({why}): {what}")
         return again

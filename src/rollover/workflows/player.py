@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from rollover.envs.protocol import TurnOptions, written
 from rollover.functions import explained
 from rollover.trajectories import divided
-from rollover.types import Reward, Rollout, Segment, Task
+from rollover.types import Reward, Rollout, Segment, Task, episode_name
 from rollover.workflows.agent_clock import AgentClock
 from rollover.workflows.calls import BudgetUsedUp, Call, Reply, UnknownKey
 from rollover.workflows.conversations import Chats, Continues, Opens
@@ -129,7 +129,7 @@ class Player:
         self._refused = False  # for want of tokens or turns: what the agent makes of that is the policy's doing
         self.over = self.lost = self._restarts = self._cut_off = False
         self._otherwise = Reward(None, error="the workflow gave it no reward")  # where a trajectory has none of its own
-        self.episode = Episode(f"{place[0]}-{place[1]}", task, around.base_url, self._new_trajectory)
+        self.episode = Episode(episode_name(*place), task, around.base_url, self._new_trajectory)
         self._default = self._new_trajectory(MODEL)
         self._clock = AgentClock(around.limits.timeout_s, self._on_timeout)
         self._run = asyncio.ensure_future(self._play())
@@ -222,7 +222,7 @@ class Player:
 
     @property
     def episode_id(self) -> str:
-        return f"{self.place[0]}-{self.place[1]}"
+        return episode_name(*self.place)
 
     def _take_place(self, trajectory: EpisodeTrajectory, call: Call) -> str:
         """Find the Rollout of a call, and tell the host. Returns its id."""

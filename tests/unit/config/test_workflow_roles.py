@@ -12,6 +12,10 @@ from unit.config.written import load
     ("text", "said"),
     [
         ('[workflow.roles.solver]\nadvantage = "grop"', r'workflow.roles.solver.advantage = "grop" is none of .*grpo'),
+        (
+            "[workflow.roles.solver]",
+            r"roles.solver: no trajectory can have this role, .* Set workflow.function, or remove",
+        ),
         ("[workflow.roles.solver]\ntrained = false", "no role is trained. Set trained = true for one"),
         ("[workflow.roles.solver]\nweigth = 2.0", "a table for each name, with trained, advantage, weight"),
         ("[workflow.roles.solver]\nweight = 0.0", "a table for each name, with trained, advantage, weight"),
@@ -48,6 +52,7 @@ def test_refused(tmp_path: Path, text: str, said: str) -> None:
 
 
 def test_roles_are_read_and_shown(tmp_path: Path) -> None:
-    config = load(tmp_path, '[workflow.roles.solver]\n[workflow.roles.judge]\nweight = 0.5\nadvantage = "rloo"').config
+    roles = '[workflow]\nfunction = "a.py:f"\n[workflow.roles.solver]\n[workflow.roles.judge]\n'
+    config = load(tmp_path, roles + 'weight = 0.5\nadvantage = "rloo"').config
     assert config.workflow.roles["judge"].weight == 0.5 and config.workflow.roles["solver"].trained
     assert config.workflow.advantages("grpo") == ("grpo", "rloo")

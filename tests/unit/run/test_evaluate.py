@@ -54,7 +54,8 @@ def answers(engine: FakeEngine, said: list[str], environment: Environment = SING
 
     async def go() -> list[Answer]:
         try:
-            return await answers_of(TASKS, engine, environment, TOKENIZER, CONFIG, frozenset(), said.append)
+            found = await answers_of(TASKS, engine, environment, TOKENIZER, CONFIG, frozenset(), said.append)
+            return found.answers
         finally:
             for _ in range(5):
                 await asyncio.sleep(0)

@@ -63,7 +63,7 @@ def test_one_role_has_none() -> None:
 
 
 def builder(**roles: dict[str, Any]) -> StepBatchBuilder:
-    config = Config.model_validate({"workflow": {"roles": roles}})
+    config = Config.model_validate({"workflow": {"function": "a.py:b", "roles": roles}})
     return StepBatchBuilder(config, ReplayBuffer(ReplayConfig(), 0))
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rollover.commands.eval import print_eval
 from rollover.config import TaskSourceConfig
 from rollover.tasks.build import held_out_names
-from rollover.track.answers import Answer, print_worst, summary_of, worst, write_answers
+from rollover.track.answers import Answer, RoleScore, print_worst, summary_of, worst, write_answers
 from rollover.track.statistics import parts_of
 
 
@@ -33,8 +33,22 @@ def test_the_file_has_every_answer_on_a_line(tmp_path: Path) -> None:
     write_answers(file, [answer(9)])
     write_answers(file, answers)
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    assert rows[:2] == [dataclasses.asdict(a) for a in answers[:2]]
+    assert rows[:2] == [{k: v for k, v in dataclasses.asdict(a).items() if k != "roles"} for a in answers[:2]]
     assert rows[2]["score"] is None and rows[2]["answer"] == "lone ? and \u00fc\n"
+
+
+def test_roles_are_written_and_summarised_where_there_are_some(tmp_path: Path) -> None:
+    def of(task: int, solver: float | None, judge: float) -> Answer:
+        return answer(task, roles=(RoleScore("solver", solver), RoleScore("solver", 1.0), RoleScore("judge", judge)))
+
+    answers = [of(0, 0.0, 0.0), of(0, 1.0, 0.0), of(1, None, 1.0)]
+    write_answers(tmp_path / "out.jsonl", answers)
+    row = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[2])
+    assert row["roles"][:2] == [{"role": "solver", "score": None}, {"role": "solver", "score": 1.0}]
+    roles = summary_of(answers, 1.0, [1])["roles"]
+    assert roles["solver"]["mean"] == 0.875 and (roles["solver"]["samples"], roles["solver"]["missing"]) == (5, 1)
+    assert roles["judge"]["mean"] == 0.5 and list(roles) == ["judge", "solver"]
+    assert "roles" not in summary_of([answer(0, roles=(RoleScore("solver", 1.0),))], 1.0, [1])
 
 
 def test_the_worst_come_first_and_missing_scores_last() -> None:

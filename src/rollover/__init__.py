@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rollover.types import Rollout as Rollout
     from rollover.types import Segment as Segment
     from rollover.types import Task as Task
+    from rollover.workflows.distilled import distilled as distilled
 
 # Where each public name is.
 _PLACES = {
@@ -55,6 +56,7 @@ _PLACES = {
     "Tracker": "rollover.track.tracker",
     "Trajectory": "rollover.trajectories",
     "TrajectoryGroup": "rollover.trajectories",
+    "distilled": "rollover.workflows.distilled",
     "open": "rollover.api.run",
     "plan": "rollover.api.planning",
     "Played": "rollover.run.producer",

@@ -360,7 +360,7 @@ class Sample:
     token_ids int32; mask bool (True: in the loss); behavior_logprobs float32; versions int32;
     advantages float32. `temperature` is the one the tokens were sampled with. `teacher_prompt_ids`: what a teacher
     reads in the prompt's place ([distill]); None: the prompt itself. `sequence_id` is shared by the rows of a
-    trajectory, which an aggregation over sequences takes for one; "": the row's own.
+    trajectory, which an aggregation over sequences takes for one; "": the row's own. `role`: the Rollout's.
     """
 
     rollout_id: str
@@ -374,6 +374,7 @@ class Sample:
     temperature: float
     teacher_prompt_ids: np.ndarray | None = None
     sequence_id: str = ""
+    role: str = "policy"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence_id", self.sequence_id or self.rollout_id)

@@ -17,6 +17,8 @@ FUNCTIONS = """
 import asyncio, os, signal
 from pathlib import Path
 
+import rollover
+
 HERE = Path(__file__).parent
 
 def user(text):
@@ -29,6 +31,23 @@ async def talk(task, episode):
     verdict = await judge.chat([user(first.text[:3])])
     solver.reward = sum(c.isdigit() for c in first.text + second.text) / 20
     judge.reward = sum(c.isdigit() for c in verdict.text) / 20
+
+def told(task, messages):
+    return [{"role": "system", "content": "It is " + task.columns["answer"]}, *messages]
+
+@rollover.distilled(teacher="initial", roles="solver", privileged=told)
+async def taught(task, episode):
+    solver, judge = episode.trajectory("solver"), episode.trajectory("judge")
+    first = await solver.chat(task.messages)
+    judge.reward = sum(c.isdigit() for c in (await judge.chat([user(first.text[:3])])).text) / 20
+
+async def advantages(task, episode):
+    trajectory = episode.trajectory("solver")
+    reply = await trajectory.chat(task.messages)
+    trajectory.advantage = ADVANTAGES[0](len(reply.token_ids))
+    trajectory.reward = 1.0
+
+ADVANTAGES = [lambda num: float(num)]
 
 async def killed(task, episode):
     with (HERE / "asked").open("a") as file:
@@ -95,6 +114,48 @@ def test_roles_and_turns_of_a_workflow_are_trained(tmp_path: Path) -> None:
     assert row["dropped/restarted/tokens"] == 0 and row["tokens/environment"] > 0
     assert row["turns/merged_share"] == 1.0 and row["turns/max"] == 2 and 1 < row["turns/mean"] < 2
     assert row["episodes/timeout_share"] == 0.0 and {"roles/judge/reward_mean", "roles/solver/reward_std"} <= row.keys()
+
+
+def test_a_decorated_workflow_has_one_role_taught_and_the_other_rewarded(tmp_path: Path) -> None:
+    """The solver gets no reward at all, and yet each of its tokens has an advantage; the judge's are of its rewards."""
+    assert main(["train", str(recipe(tmp_path, "taught"))]) == 0
+    check_whole(tmp_path / "run", 2)
+    for row in runs.json_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert row["distill/kl"] != 0 and row["time/teacher_s"] > 0 and row["grad_norm"] > 0
+        assert row["roles/solver/reward_mean"] is None and row["roles/judge/reward_mean"] is not None
+        assert row["roles/solver/advantage_zero_share"] == 1.0, "before the teacher's came"
+        assert row["train/zero_advantage_tokens"] < row["tokens/step_trained"]
+
+
+@pytest.mark.parametrize(
+    ("given", "roles", "words", "why"),
+    [
+        ("lambda num: [1.0, 1.0]", {}, [], "(role 'solver') of episode {}: 2 advantages for 1 turns. Give one"),
+        ("lambda num: [[1.0] * (num + 1)]", {}, [], "turn 0 of trajectory 0 (role 'solver')"),
+        ("lambda num: [[1.0] * (num - 1) + [None]]", {}, [], "of turn 0 of trajectory 0 (role 'solver')"),
+        ("lambda num: float('nan')", {}, [], "has the advantage nan: it must be a finite number"),
+        ("lambda num: 1.0", {}, ["--algorithm.advantage=grpo"], "(role 'solver') of episode {} brings advantages"),
+        ("lambda num: 1.0", {"solver": {}, "judge": {}}, [], "workflow.roles.judge: no trajectory of the first step"),
+        ("lambda num: 1.0", {"solvr": {}}, [], "(role 'solver') of episode {}: workflow.roles has no 'solver'"),
+    ],
+)
+def test_advantages_and_roles_that_do_not_fit_exit_2_and_no_step_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, roles: dict, words: list[str], why: str
+) -> None:
+    file = recipe(tmp_path, "advantages", algorithm={"advantage": "precomputed"}, rollout={"max_new_tokens": 16})
+    agents = tmp_path / "agents.py"
+    agents.write_text(agents.read_text().replace("lambda num: float(num)", given))
+    file.write_text(file.read_text() + "".join(f"[workflow.roles.{name}]\n" for name in roles))
+    assert main(["train", str(file), *words]) == 2
+    said = capsys.readouterr().err
+    assert why.partition("{}")[0] in said and why.partition("{}")[2] in said and "Traceback" not in said, said[-1500:]
+    assert not runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+
+
+def test_an_advantage_of_ones_own_is_trained(tmp_path: Path) -> None:
+    assert main(["train", str(recipe(tmp_path, "advantages", steps=1, algorithm={"advantage": "precomputed"}))]) == 0
+    (row,) = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert row["grad_norm"] > 0 and row["groups/zero_variance"] == 1.0
 
 
 def test_where_the_template_cannot_go_on_no_turn_is_merged(tmp_path: Path) -> None:

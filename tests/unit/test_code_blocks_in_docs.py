@@ -24,6 +24,8 @@ from rollover.rollout.order import RolloutView
 from rollover.tasks.stream import TaskStream
 from rollover.trainer.teacher import TeacherPrompts, encoder
 from rollover.types import Task
+from rollover.workflows.distilled import distill_options
+from unit.workflows.scripted_host import ScriptedHost
 
 BLOCKS = blocks()
 
@@ -123,6 +125,22 @@ def check_privileged(spec: str) -> None:
     assert text == "s:Add.\nu:2+2?\nThe final answer is 4.\na:"
 
 
+def check_answer_told(spec: str) -> None:
+    task = Task("t", "docs", "reward", columns={"answer": "4"})
+    told = load_function(spec, ".")(task, [{"role": "user", "content": "2+2?"}])
+    assert told == [{"role": "user", "content": "2+2? (The answer is 4.)"}]
+
+
+def check_decorated(spec: str) -> None:
+    """It says of [distill] what its decorator does; and plays: one title is short."""
+    said = {"teacher": "initial", "roles": ["solver"], "privileged": "mine.py:answer_told", "coef": 0.5}
+    assert distill_options(spec) == {f"distill.{name}": value for name, value in said.items()}
+    for title, score in (("Sums", 1.0), ("A long title of a sum, and of its answer", 0.0)):
+        host = ScriptedHost(load_function(spec, "."), lambda before, title=title: title if "A title" in before else "4")
+        rewards = host.run()
+        assert [r.score for i, r in rewards.items() if host.rollouts[i].role == "titler"] == [score]
+
+
 CHECKS = {
     **own_functions.CHECKS,
     ("own-functions.md", "has_answer"): check_trl,
@@ -130,6 +148,8 @@ CHECKS = {
     ("README.md", "compute_score"): check_verl,
     ("modes.md", "fewest_tokens_first"): check_order,
     ("distillation.md", "told"): check_privileged,
+    ("distillation.md", "answer_told"): check_answer_told,
+    ("distillation.md", "solve_and_title"): check_decorated,
 }
 
 

@@ -5,6 +5,7 @@
                    estimator runs over all turns of the TrajectoryGroup as if each were a trajectory (Kevin, arXiv
                    2507.11948). Turns are not compared by index: the lengths of trajectories differ.
     precomputed    what came with the trajectory (precomputed.py), times w
+    distilled      0: a teacher gives them, in the step (trainer/distill.py)
 
 w and the estimator are those of the role (workflow.roles). Statistics over a batch are over one role, as scores of
 different roles have different scales; or over those roles that some TrajectoryGroup of the batch compares with each
@@ -24,12 +25,14 @@ from rollover.algorithms.estimator import AfterScoring, Estimator, Scored, Unit
 from rollover.algorithms.filters import MaskedRollout
 from rollover.algorithms.grouping import Grouped, Grouping
 from rollover.algorithms.precomputed import precomputed, undeclared
-from rollover.config import AlgorithmConfig, WorkflowConfig
+from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
 from rollover.config.losses import ADVANTAGES, OWN_ADVANTAGE, AdvantageTraits
 from rollover.trajectories import Trajectory, TrajectoryGroup, Turn, episodes_of
 from rollover.types import Group, Reward, Rollout
 
 UNTRAINED, ALONE = "untrained_role", "alone_in_role"
+_TEACHER = "distill.teacher"  # in the place of the name of an estimator, which compares nothing
+_TAUGHT = AdvantageTraits(())
 _MIN_COMPARED = 2
 
 
@@ -58,14 +61,16 @@ class _Part:
 
 
 class Credit:
-    """Assigns advantages as [algorithm] and [workflow] say. `needs_rewards` False: none, for a teacher gives them.
+    """Assigns advantages as [algorithm] and [workflow] say; none where [distill] has a teacher give them instead.
 
     ValueError where they name a function of the user's own that does not exist.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig, workflow: WorkflowConfig, *, needs_rewards: bool = True) -> None:
-        self.algorithm, self.workflow, self.needs_rewards = algorithm, workflow, needs_rewards
-        self.grouping = Grouping(workflow)
+    def __init__(
+        self, algorithm: AlgorithmConfig, workflow: WorkflowConfig, distill: DistillConfig | None = None
+    ) -> None:
+        self.algorithm, self.workflow, self.distill = algorithm, workflow, distill or DistillConfig()
+        self.grouping = Grouping(workflow, self.distill)
         names = {algorithm.advantage, *(r.advantage for r in workflow.roles.values() if r.advantage)}
         self._estimators = {name: Estimator(algorithm, name) for name in names if not _traits(name).precomputed}
         self._after_scoring = AfterScoring(algorithm.after_scoring) if algorithm.after_scoring else None
@@ -83,8 +88,7 @@ class Credit:
             credited.compared[group.group_id] = self._compared(self.grouping(group), credited)
         for trajectory in (t for of in credited.compared.values() for c in of for t in c.trajectories):
             credited.sequences |= dict.fromkeys(trajectory.ids, trajectory.sequence_id)
-        if self.needs_rewards:
-            self._assign(groups, credited, oldest, left_out)
+        self._assign(groups, credited, oldest, left_out)
         return credited
 
     # Private
@@ -95,8 +99,8 @@ class Credit:
         stay: list[TrajectoryGroup] = []
         for compared in grouped.compared:
             valid = sum(t.valid for t in compared.trajectories)
-            several = self.needs_rewards and (len(grouped.compared) > 1 or bool(grouped.untrained))
-            if several and valid < _MIN_COMPARED and self._traits_of(compared).compares_siblings:
+            several = len(grouped.compared) > 1 or bool(grouped.untrained)
+            if several and valid < _MIN_COMPARED and _traits(self._estimator_of(compared)).compares_siblings:
                 why = f"{valid} of its TrajectoryGroup have a score"
                 credited.left_out += _left_out(compared.trajectories, ALONE, why)
             else:
@@ -112,13 +116,16 @@ class Credit:
         parts: dict[str, list[_Part]] = {}
         numbered = ((g, g * stride + k, c) for g, several in credited.compared.items() for k, c in enumerate(several))
         for group_id, number, compared in numbered:
+            estimator = self._estimator_of(compared)
             for trajectory in compared.trajectories:
+                if estimator != "precomputed" and (why := undeclared(trajectory, taught=estimator == _TEACHER)):
+                    raise ValueError(why)
+                if estimator == _TEACHER:
+                    continue
                 credited.missing |= set() if trajectory.valid else trajectory.ids
-                if self._traits_of(compared).precomputed:
+                if estimator == "precomputed":
                     self._take(trajectory, credited)
                     continue
-                if (why := undeclared(trajectory)) is not None:
-                    raise ValueError(why)
                 missing = not trajectory.ids.isdisjoint(left_out)
                 baseline = greedy.get((group_id, trajectory.role), float("nan"))
                 parts.setdefault(trajectory.role, []).extend(
@@ -176,10 +183,12 @@ class Credit:
         credited.advantages = {r.rollout_id: a for r, a in zip(rollouts, changed.tolist(), strict=True)}
 
     def _advantage_of(self, trajectory: Trajectory) -> str:
+        if self.distill.replaces_for(trajectory.role):
+            return _TEACHER
         return self.workflow.advantage_of(trajectory.role, self.algorithm.advantage)
 
-    def _traits_of(self, compared: TrajectoryGroup) -> AdvantageTraits:
-        """Of the estimator of a TrajectoryGroup. ValueError where its trajectories have several."""
+    def _estimator_of(self, compared: TrajectoryGroup) -> str:
+        """The name of what gives a TrajectoryGroup its advantages. ValueError where its trajectories have several."""
         names = {self._advantage_of(trajectory): trajectory for trajectory in compared.trajectories}
         if len(names) > 1:
             (one, a), (other, b) = list(names.items())[:2]
@@ -187,7 +196,7 @@ class Credit:
                 f"workflow.group_by = {self.workflow.group_by!r} compares {a} with {b}, whose roles have the"
                 f" advantages {one!r} and {other!r}: put them into groups of their own, or give the roles one"
             )
-        return _traits(next(iter(names)))
+        return next(iter(names))
 
 
 def turn_returns(trajectory: Trajectory, gamma: float) -> list[float]:
@@ -222,7 +231,7 @@ def turn_returns(trajectory: Trajectory, gamma: float) -> list[float]:
 
 
 def _traits(name: str) -> AdvantageTraits:
-    return ADVANTAGES.get(name, OWN_ADVANTAGE)
+    return _TAUGHT if name == _TEACHER else ADVANTAGES.get(name, OWN_ADVANTAGE)
 
 
 def _left_out(trajectories: Sequence[Trajectory], reason: str, why: str) -> list[MaskedRollout]:

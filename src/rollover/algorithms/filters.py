@@ -20,6 +20,7 @@ from rollover.trajectories import Trajectory, episodes_of
 from rollover.types import Group, Rollout, StopReason
 
 HasSignal = Callable[[Group], bool | None]
+OfRole = Callable[[str], bool]
 _WHY = "a text that says why to drop the group, or None to keep it"
 
 
@@ -40,25 +41,25 @@ def first_match(group: Group, filters: Sequence[GroupFilter]) -> tuple[str, str]
 def build_group_filter(
     config: FiltersConfig,
     *,
-    needs_rewards: bool = True,
+    taught: OfRole = lambda role: False,
     has_signal: HasSignal | None = None,
     untrained: Collection[str] = (),
 ) -> Callable[[Group], tuple[str, str] | None] | None:
     """`first_match` of the filters that [filters] sets, for the lifecycle; None if it sets none. Arguments and
     ValueErrors as of `group_filters`."""
-    filters = group_filters(config, needs_rewards=needs_rewards, has_signal=has_signal, untrained=untrained)
+    filters = group_filters(config, taught=taught, has_signal=has_signal, untrained=untrained)
     return (lambda group: first_match(group, filters)) if filters else None
 
 
 def group_filters(
     config: FiltersConfig,
     *,
-    needs_rewards: bool = True,
+    taught: OfRole = lambda role: False,
     has_signal: HasSignal | None = None,
     untrained: Collection[str] = (),
 ) -> list[GroupFilter]:
     """The filters of groups that [filters] sets, in the order in which they are asked. ValueError if `custom` names no
-    function, which alone looks at the roles `untrained`, too. `needs_rewards`: as of `all_masked`. `has_signal`: as of
+    function, which alone looks at the roles `untrained`, too. `taught`: as of `all_masked`. `has_signal`: as of
     `zero_variance`."""
     chosen: list[GroupFilter] = []
     if config.max_error_share < 1:
@@ -77,7 +78,7 @@ def group_filters(
     if config.custom:
         chosen.append(custom(own_function("filters.custom", config.custom, _WHY), "custom"))
     if config.masks:
-        chosen.append(_of_trained(all_masked(rollout_filters(config), needs_rewards=needs_rewards), untrained))
+        chosen.append(_of_trained(all_masked(rollout_filters(config), taught=taught), untrained))
     return chosen
 
 
@@ -159,14 +160,14 @@ def error(max_share: float) -> GroupFilter:
     return _share("error", "ended with an error or have no reward", _is_failed, max_share)
 
 
-def all_masked(masks: Sequence[RolloutFilter], *, needs_rewards: bool = True) -> GroupFilter:
+def all_masked(masks: Sequence[RolloutFilter], *, taught: OfRole = lambda role: False) -> GroupFilter:
     """Drop a group of which every rollout is masked or has no reward: it would take the place of a group with a loss.
 
-    A step of such groups alone would train nothing. `needs_rewards` False: one without a reward is in the loss.
+    A step of such groups alone would train nothing. `taught`: whether a role is in the loss without a reward, too.
     """
 
     def has_loss(trajectory: Trajectory) -> bool:
-        missing = needs_rewards and not trajectory.valid
+        missing = not trajectory.valid and not taught(trajectory.role)
         return not missing and any(all(mask.why(r) is None for mask in masks) for r in trajectory.rollouts)
 
     def why(group: Group) -> str | None:

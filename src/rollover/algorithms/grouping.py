@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rollover.alike import did_you_mean
-from rollover.config import RoleConfig, WorkflowConfig
+from rollover.config import DistillConfig, RoleConfig, WorkflowConfig
 from rollover.functions import OwnFunction, described, own_function
 from rollover.trajectories import Episode, Trajectory, TrajectoryGroup, by_role, episodes_of
 from rollover.types import Group
@@ -28,10 +28,11 @@ class Grouped:
 
 
 class Grouping:
-    """Groups trajectories as [workflow] says. ValueError where workflow.group_by names no function."""
+    """Groups trajectories as [workflow] says. `distill`: which roles need no score, as a teacher trains them.
+    ValueError where workflow.group_by names no function."""
 
-    def __init__(self, workflow: WorkflowConfig) -> None:
-        self.workflow = workflow
+    def __init__(self, workflow: WorkflowConfig, distill: DistillConfig | None = None) -> None:
+        self.workflow, self.distill = workflow, distill or DistillConfig()
         self._own: OwnFunction | None = None
         if workflow.group_by:
             returns = "a list of TrajectoryGroups that have every trained trajectory exactly once"
@@ -60,12 +61,11 @@ class Grouping:
         return roles[trajectory.role]
 
     def most_valid(self, group: Group) -> int:
-        """How many trajectories with a score there are to compare, a greedy one included, where there are the most."""
+        """How many trajectories there are to train, where there are the most: with a score to compare, a greedy one
+        included, or with a teacher in its place."""
         greedy = Counter(t.role for e in episodes_of(group) for t in e.trajectories if t.greedy and t.valid)
         compared = self(group).compared
-        return max(
-            (sum(t.valid for t in c.trajectories) + sum(greedy[role] for role in c.roles) for c in compared), default=0
-        )
+        return max((self._num_valid(c) + sum(greedy[role] for role in c.roles) for c in compared), default=0)
 
     def has_signal(self, group: Group, default: str) -> bool | None:
         """Whether a Group that is scored can have an advantage other than 0, where `default` is algorithm.advantage.
@@ -79,6 +79,9 @@ class Grouping:
         return any(_brings_any(c) if o else _differs(c, gamma) for c, o in zip(compared, own, strict=True))
 
     # Private
+
+    def _num_valid(self, compared: TrajectoryGroup) -> int:
+        return sum(t.valid or self.distill.replaces_for(t.role) for t in compared.trajectories)
 
     def _partition(self, function: OwnFunction, episodes: list[Episode]) -> list[TrajectoryGroup]:
         groups = function(episodes)

@@ -31,14 +31,15 @@ def precomputed(trajectory: Trajectory) -> list[np.ndarray]:
     return [_of_rollout(rollout, str(trajectory)) for rollout in trajectory.rollouts]
 
 
-def undeclared(trajectory: Trajectory) -> str | None:
-    """What is wrong with a trajectory that brings advantages though its role does not say so; None: it brings none."""
+def undeclared(trajectory: Trajectory, *, taught: bool = False) -> str | None:
+    """What is wrong with a trajectory that brings advantages though its role does not say so; None: it brings none.
+    `taught`: a teacher replaces its advantages."""
     if all(r.reward is None or r.reward.advantages is None for r in trajectory.rollouts):
         return None
-    return (
-        f"{trajectory} brings advantages of its own, which nothing asks for. Set algorithm.advantage or"
-        f' workflow.roles.{trajectory.role}.advantage to "precomputed", or leave Reward.advantages out'
-    )
+    asked = f'Set algorithm.advantage or workflow.roles.{trajectory.role}.advantage to "precomputed"'
+    if taught:
+        asked += ' and distill.mix to "add"'
+    return f"{trajectory} brings advantages of its own, which nothing asks for. {asked}, or leave them out"
 
 
 # Private

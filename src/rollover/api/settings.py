@@ -30,6 +30,7 @@ from rollover.processes import prepare_libraries
 from rollover.rewards.several import SeveralRewards
 from rollover.rewards.travel import packed
 from rollover.tasks.live import LiveStream, live_rows
+from rollover.workflows.distilled import distill_options
 
 Layer = str | os.PathLike[str] | Mapping[str, Any]
 _FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
@@ -73,7 +74,9 @@ class Arguments:
             before = {} if self.resume is None else _of_run(Path(self.resume))
             given = [held.plain(x, "") if isinstance(x, Mapping) else os.fspath(x) for x in self._files()]
             layers: list[Any] = [before, *given, self._own(held, before.get("tasks.sources", []))]
-            resolved = load_config(layers, require_sources=require_sources)
+            resolved = load_config(
+                layers, require_sources=require_sources, under=lambda spec: held.plain(distill_options(spec), "")
+            )
             self._check(resolved.config, held)
             for notice in resolved.notices:
                 print(f"rollover: notice: {notice}", file=sys.stderr)

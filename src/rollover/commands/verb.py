@@ -45,8 +45,9 @@ def load(files: Sequence[Path], overrides: Overrides, *, require_sources: bool =
     """
     from rollover.config.load import load_config
     from rollover.processes import prepare_libraries
+    from rollover.workflows.distilled import distill_options
 
-    resolved = load_config(list(files), overrides, require_sources=require_sources)
+    resolved = load_config(list(files), overrides, require_sources=require_sources, under=distill_options)
     for notice in resolved.notices:
         to_stderr(f"rollover: notice: {notice}")
     prepare_libraries(resolved.config.run)

@@ -48,10 +48,24 @@ class DistillConfig(Table):
         only_if=("distill.teacher",),
     )
 
+    roles: list[str] = option(
+        [],
+        "The roles that are taught; the others are trained by their rewards alone. Empty: all.",
+        only_if=("distill.teacher",),
+    )
+
+    def teaches(self, role: str) -> bool:
+        """Whether the tokens of this role get advantages of a teacher."""
+        return bool(self.teacher) and (not self.roles or role in self.roles)
+
+    def replaces_for(self, role: str) -> bool:
+        """Whether rewards have no part in the training of this role."""
+        return self.mix == "replace" and self.teaches(role)
+
     @property
     def replaces(self) -> bool:
-        """Whether rewards have no part in the training."""
-        return bool(self.teacher) and self.mix == "replace"
+        """Whether rewards have no part in the training of any role."""
+        return bool(self.teacher) and self.mix == "replace" and not self.roles
 
     @property
     def is_current(self) -> bool:
@@ -83,7 +97,21 @@ def _teaches_nothing(config: Any) -> str:
     return ""
 
 
+def _unknown_roles(config: Any) -> list[str]:
+    """Those of distill.roles that [workflow.roles] does not train, where it names any."""
+    roles = config.workflow.roles
+    return [name for name in config.distill.roles if roles and not (name in roles and roles[name].trained)]
+
+
 RULES: tuple[Rule, ...] = (
+    Refused(
+        ("distill.roles", "workflow.roles"),
+        lambda c: bool(_unknown_roles(c)),
+        lambda c: (
+            f'distill.roles names "{_unknown_roles(c)[0]}", which [workflow.roles] does not train: it trains'
+            f" {', '.join(name for name, role in c.workflow.roles.items() if role.trained)}"
+        ),
+    ),
     Inert(
         (
             "algorithm.advantage",
@@ -95,7 +123,7 @@ RULES: tuple[Rule, ...] = (
             "rollout.greedy_baseline",
             "filters.mask_in_baseline",
         ),
-        ("distill.teacher", "distill.mix"),
+        ("distill.teacher", "distill.mix", "distill.roles"),
         lambda c: c.distill.replaces,
         'with distill.mix = "replace": the advantages are the teacher\'s, and rewards are only reported',
         'Set distill.mix = "add"',
@@ -107,7 +135,7 @@ RULES: tuple[Rule, ...] = (
         "with distill.teacher: a group of equal scores has the teacher's signal, and is not dropped for them",
     ),
     Refused(
-        ("distill.teacher", "distill.privileged", "distill.refresh_steps", "distill.mix"),
+        ("distill.teacher", "distill.privileged", "distill.refresh_steps", "distill.mix", "distill.roles"),
         lambda c: bool(c.distill.teacher) and bool(_teaches_nothing(c)),
         lambda c: (
             f'distill.teacher = "{c.distill.teacher}" teaches nothing: {_teaches_nothing(c)}. Set distill.privileged,'
@@ -116,7 +144,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("distill.teacher", "distill.mix", "algorithm.advantage"),
-        lambda c: c.distill.replaces and c.algorithm.needs_critic,
+        lambda c: bool(c.distill.teacher) and c.distill.mix == "replace" and c.algorithm.needs_critic,
         lambda _: (
             'algorithm.advantage = "gae" with distill.mix = "replace": a critic would learn from rewards that have no'
             ' part in the training. Set distill.mix = "add", or another algorithm.advantage'

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,13 @@ def load_config(
     overrides: Sequence[tuple[str, str]] = (),
     *,
     require_sources: bool = True,
+    under: Callable[[str], Mapping[str, Any]] | None = None,
 ) -> Resolved:
     """The configuration of `files`, changed by `overrides` (dotted key, text of a TOML value or a plain string).
 
     In place of a file there may be a mapping: tables as in a file, or values by dotted keys.
-    `require_sources = False` is for programs that need a model and no tasks.
+    `require_sources = False` is for programs that need a model and no tasks. `under`: what a workflow, by its name in
+    [workflow], says by itself, as dotted keys that lie below all files.
     Raises ConfigError for a missing or malformed file, an unknown key, a wrong type, a value out of range, an option
     without effect (see `settle`) and a refused combination.
     """
@@ -65,6 +67,9 @@ def load_config(
             stack.append((label, dict(_flatten(read_toml(path), Config, "", label))))
     for key, text in overrides:
         stack.append((COMMAND_LINE, _override(key, text)))
+    spec = _last(stack, "workflow.function") or _last(stack, "workflow.environment")
+    if under is not None and spec and (values := under(spec)):
+        stack.insert(0, (f"@distilled of {spec}", _dotted(values, f"@distilled of {spec}")))
     stack.insert(0, _preset(stack))
     layers = Layers()
     for label, values in stack:
@@ -83,6 +88,12 @@ def load_config(
 
 
 # Layers
+
+
+def _last(stack: Sequence[tuple[str, Values]], key: str) -> str:
+    """The text that the topmost layer has under `key`; "" if none has one."""
+    given = [values[key] for _, values in stack if key in values]
+    return given[-1] if given and isinstance(given[-1], str) else ""
 
 
 def _flatten(data: Values, table: type[Table], prefix: str, label: str) -> Iterator[tuple[str, Any]]:

@@ -29,7 +29,7 @@ def build_driver(
         config.min_valid_rewards,
         group_filter=group_filter,
         max_filtered_steps=config.filters.give_up_after_steps,
-        num_valid=Grouping(config.workflow).most_valid,
+        num_valid=Grouping(config.workflow, config.distill).most_valid,
     )
     watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
     return Driver(lifecycle, engine, next_task, environment, config.run.seed, stop_token_ids, watchdog, config.workflow)

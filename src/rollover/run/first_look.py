@@ -21,8 +21,8 @@ async def look_at_tasks(
         task = TaskStream(alone, seed=config.run.seed, split="train", rewards=config.rewards).next()
         if task is not None and not config.workflow.agent:  # which gives the rewards itself
             await rewarder.probe(task)
-            if teacher_prompts is not None:
-                teacher_prompts.of_task(task)
+        if task is not None and teacher_prompts is not None:
+            teacher_prompts.of_task(task)
     trackers.on_phase("looking at the tasks")
     if line := tasks_line(config):
         trackers.on_message(line)

@@ -80,7 +80,7 @@ class Parts:
         grouping, advantage = Grouping(config.workflow), config.algorithm.advantage
         group_filter = build_group_filter(
             config.filters,
-            needs_rewards=not config.distill.replaces,
+            taught=config.distill.replaces_for,
             has_signal=lambda group: grouping.has_signal(group, advantage),
             untrained=config.workflow.untrained,
         )

@@ -14,7 +14,7 @@ import numpy as np
 
 from rollover.algorithms.credit import Credit
 from rollover.algorithms.filters import Masked, RolloutFilter, mask_rollouts
-from rollover.config import AlgorithmConfig, WorkflowConfig
+from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
 from rollover.staleness import EVERY_VERSION
 from rollover.trajectories import TrajectoryGroup, place
 from rollover.types import Group, Rollout, Sample
@@ -41,8 +41,8 @@ class Batch:
 class BatchBuilder:
     """Makes batches as [algorithm] and [workflow] say; `masks` take single rollouts out of the loss.
 
-    `needs_rewards` False: all advantages are 0, to be replaced by a teacher's (distill.mix), and a rollout without a
-    reward is in the loss. ValueError where these name a function of the user's own that does not exist.
+    `distill`: which roles get their advantages of a teacher (distill.mix): until then they are 0, and a rollout without
+    a reward is in the loss. ValueError where these name a function of the user's own that does not exist.
     """
 
     def __init__(
@@ -50,11 +50,10 @@ class BatchBuilder:
         algorithm: AlgorithmConfig,
         masks: Sequence[RolloutFilter] = (),
         workflow: WorkflowConfig | None = None,
-        *,
-        needs_rewards: bool = True,
+        distill: DistillConfig | None = None,
     ) -> None:
-        self.algorithm, self.masks, self.needs_rewards = algorithm, masks, needs_rewards
-        self._credit = Credit(algorithm, workflow or WorkflowConfig(), needs_rewards=needs_rewards)
+        self.algorithm, self.masks = algorithm, masks
+        self._credit = Credit(algorithm, workflow or WorkflowConfig(), distill)
 
     def build(
         self,
@@ -136,6 +135,7 @@ def _sample(
         advantages=stream,
         temperature=temperature,
         sequence_id=sequence_id,
+        role=rollout.role,
     )
 
 

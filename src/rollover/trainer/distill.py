@@ -36,9 +36,11 @@ class Divergence:
         return {"distill/kl": self.kl / tokens, "distill/clipped_share": self.clipped / tokens}
 
 
-def teachers(samples: Collection[Sample]) -> list[Sample]:
-    """The same tokens as the teacher reads them: after its own prompt, where it has one."""
-    return [s if s.teacher_prompt_ids is None else replace(s, prompt_ids=s.teacher_prompt_ids) for s in samples]
+def teachers(config: DistillConfig, samples: Collection[Sample]) -> list[Sample]:
+    """The same tokens, of the roles that are taught, as the teacher reads them: after its own prompt, where it has
+    one."""
+    taught = [s for s in samples if config.teaches(s.role)]
+    return [s if s.teacher_prompt_ids is None else replace(s, prompt_ids=s.teacher_prompt_ids) for s in taught]
 
 
 def later_sums(values_M: np.ndarray, discount: float) -> np.ndarray:
@@ -62,13 +64,14 @@ def distilled(
     policy: Stream,
     sums: Divergence,
 ) -> list[Sample]:
-    """The samples with the advantages above at their loss tokens. `teacher`, `policy`: log-probs of the loss tokens.
+    """The samples with the advantages above at their loss tokens. `teacher`, `policy`: log-probs of the loss tokens;
+    those of roles that are not taught stay as they are.
 
     `sums` is added to. ValueError where a log-prob is none: it would be in every weight afterwards.
     """
     out = []
     for s in samples:
-        if not s.mask.any():
+        if not s.mask.any() or not config.teaches(s.role):
             out.append(s)
             continue
         ratio_M = teacher[s.rollout_id].astype(np.float64) - policy[s.rollout_id]

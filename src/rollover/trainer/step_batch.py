@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from rollover.algorithms.credit import ALONE, UNTRAINED
 from rollover.algorithms.filters import rollout_filters
-from rollover.config import Config
+from rollover.config import Config, DistillConfig
 from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.replay_buffer import ReplayBuffer
 from rollover.trainer.teacher import TeacherPrompts
@@ -35,8 +35,7 @@ class StepBatchBuilder:
 
     def __init__(self, config: Config, buffer: ReplayBuffer, teacher_prompts: TeacherPrompts | None = None) -> None:
         self.config, self.buffer, self.teacher_prompts = config, buffer, teacher_prompts
-        masks, needs_rewards = rollout_filters(config.filters), not config.distill.replaces
-        self.builder = BatchBuilder(config.algorithm, masks, config.workflow, needs_rewards=needs_rewards)
+        self.builder = BatchBuilder(config.algorithm, rollout_filters(config.filters), config.workflow, config.distill)
 
     def build(self, groups: list[Group], version: int) -> Batch:
         """The batch of the step at trainer `version`: groups without signal are replaced, as far as others are kept.
@@ -55,17 +54,24 @@ class StepBatchBuilder:
                 trained = [g for g in groups if g.group_id not in replaced] + [kept.group for kept in drawn]
                 batch = self.builder.build(trained, oldest, {k.group.group_id: k.oldest_in_loss for k in drawn})
         if not batch.num_loss_tokens:
-            why = _why_no_loss(groups, batch, oldest, needs_rewards=self.builder.needs_rewards)
+            why = _why_no_loss(groups, batch, oldest, self.config.distill)
             raise ValueError(f"step {version + 1} has no token in its loss: {why}")
         return replace(batch, samples=self._for_teacher(groups, batch.samples))
 
     def _check_roles(self, groups: Iterable[Group], version: int) -> None:
-        """ValueError where a role of [workflow.roles] is that of no trajectory of the first step: it is misspelt."""
-        missing = set() if version else self.config.workflow.roles.keys() - {r.role for g in groups for r in g.rollouts}
-        if missing:
+        """ValueError where a role that is configured is that of no trajectory of the first step: it is misspelt."""
+        if version:
+            return
+        found = {r.role for g in groups for r in g.rollouts}
+        if missing := self.config.workflow.roles.keys() - found:
             raise ValueError(
-                f"workflow.roles.{min(missing)}: no trajectory of the first step has this role. Give one"
-                f" trajectory the role, or remove [workflow.roles.{min(missing)}]"
+                f"workflow.roles.{min(missing)}: no trajectory of the first step has this role, they have"
+                f" {', '.join(sorted(found))}. Give one trajectory the role, or remove [workflow.roles.{min(missing)}]"
+            )
+        if missing := set(self.config.distill.roles) - found:
+            raise ValueError(
+                f'distill.roles: no trajectory of the first step has the role "{min(missing)}", they have'
+                f" {', '.join(sorted(found))}. Name one of these"
             )
 
     def with_signal(self, groups: list[Group], version: int) -> list[Sample]:
@@ -81,8 +87,12 @@ class StepBatchBuilder:
         return [s for s in batch.samples if s.group_id in with_signal]
 
     def _for_teacher(self, groups: Iterable[Group], samples: list[Sample]) -> list[Sample]:
-        """The samples with the prompts that a teacher reads."""
-        return samples if self.teacher_prompts is None else self.teacher_prompts.for_samples(groups, samples)
+        """The samples, those that a teacher scores with the prompts that it reads."""
+        if self.teacher_prompts is None:
+            return samples
+        taught = [s for s in samples if self.config.distill.teaches(s.role)]
+        told = {s.rollout_id: s for s in self.teacher_prompts.for_samples(groups, taught)}
+        return [told.get(s.rollout_id, s) for s in samples]
 
 
 def _with_signal(batch: Batch) -> set[int]:
@@ -90,12 +100,12 @@ def _with_signal(batch: Batch) -> set[int]:
     return {s.group_id for s in batch.samples if s.advantages[s.mask].any()}
 
 
-def _why_no_loss(groups: list[Group], batch: Batch, oldest: int, *, needs_rewards: bool) -> str:
+def _why_no_loss(groups: list[Group], batch: Batch, oldest: int, distill: DistillConfig) -> str:
     """What keeps each rollout of a batch out of its loss, and what to change."""
     masked = {m.rollout.rollout_id: m.reason for m in batch.masked.rollouts}
     causes = Counter[str]()
     for rollout in (r for g in groups for r in g.rollouts if not r.greedy):
-        if needs_rewards and (rollout.reward is None or rollout.reward.missing):
+        if not distill.replaces_for(rollout.role) and (rollout.reward is None or rollout.reward.missing):
             causes["have no reward (mend the reward function)"] += 1
         elif reason := masked.get(rollout.rollout_id):
             causes[_MASKED.get(reason, "are masked by a filter (loosen [filters])")] += 1

@@ -93,7 +93,8 @@ class TeacherPrompts:
             if own[: len(of_task)] != of_task:
                 raise ValueError(
                     f"distill.privileged: the prompt of rollout {s.rollout_id} does not begin with that of its task"
-                    f" {group.task.task_id!r}, so that nothing can be put in its place. Remove distill.privileged"
+                    f" {group.task.task_id!r}, so that nothing can be put in its place. Name the roles whose prompts"
+                    " do (distill.roles), or remove distill.privileged"
                 )
             prompt_ids = np.array([*told[s.group_id], *own[len(of_task) :]], dtype=np.int32)
             if self.positions is not None and len(prompt_ids) + len(s.token_ids) > self.positions:

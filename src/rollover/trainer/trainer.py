@@ -181,7 +181,7 @@ class Trainer:
         proximal_is_start = self.algorithm.proximal_policy == "step_start"
         policy = known["proximal"] if proximal_is_start and "proximal" in known else self._logprobs(fresh)
         started = time.perf_counter()
-        teacher = self._logprobs([teachers(part) for part in fresh], TEACHER)
+        teacher = self._logprobs([teachers(self.distill, part) for part in fresh], TEACHER)
         self._teacher_s += time.perf_counter() - started
         made = distilled(self.distill, [s for part in fresh for s in part], teacher, policy, self._divergence)
         now = {s.rollout_id: s for s in made} | self._accumulated

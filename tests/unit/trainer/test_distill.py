@@ -68,7 +68,10 @@ def advantages(sample: Sample) -> np.ndarray:
 
 def log_ratios(made: Trainer, samples: list[Sample] = SAMPLES) -> Stream:
     """log teacher/policy of the loss tokens, under the weights as they are."""
-    teacher, policy = made.backend.compute_logprobs(teachers(samples), TEACHER), made.backend.compute_logprobs(samples)
+    teacher, policy = (
+        made.backend.compute_logprobs(teachers(made.distill, samples), TEACHER),
+        made.backend.compute_logprobs(samples),
+    )
     return {rollout_id: teacher[rollout_id] - policy[rollout_id] for rollout_id in policy}
 
 

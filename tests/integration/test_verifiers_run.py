@@ -44,6 +44,22 @@ def test_a_taskset_is_trained(tmp_path: Path) -> None:
 
 
 @needs_verifiers
+def test_held_out_tasks_are_played_by_the_same_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recipe(tmp_path, "digits-taskset", steps=1, eval={"num_tasks": 4})
+    other = "[workflow.verifiers_eval]\nopening = 'start at'\n"
+    file.write_text(file.read_text() + other)
+    assert main(["train", str(file)]) == 0
+    check_whole(tmp_path / "run", 1)
+    rows = runs.json_lines(tmp_path / "run" / "eval.jsonl")
+    assert [row["episodes"]["done"] for row in rows] == [4, 4]
+    capsys.readouterr()
+    out = tmp_path / "out.jsonl"
+    assert main(["eval", str(file), "--json", "--answers", str(out)]) == 0
+    assert json.loads(capsys.readouterr().out)["mean"] == pytest.approx(rows[0]["mean"])
+    assert len(answers := runs.json_lines(out)) == 4 and all("start at" in json.dumps(a) for a in answers)
+
+
+@needs_verifiers
 def test_the_roles_of_an_environment_are_trained(tmp_path: Path) -> None:
     roles = "[workflow.roles.solver]\n[workflow.roles.judge]\nweight = 0.5\n"
     path = recipe(tmp_path, "debate-taskset")
@@ -56,11 +72,11 @@ def test_the_roles_of_an_environment_are_trained(tmp_path: Path) -> None:
 
 
 @needs_verifiers
-def test_rewards_that_raise_are_missing_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_run_goes_on_and_ends_beside_rewards_that_raise_or_hang(tmp_path: Path) -> None:
     file = recipe(tmp_path, "broken-taskset", workflow={"retries": 0})
     assert main(["train", str(file)]) == 0
     row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert row["episodes/error"] > 0 and row["episodes/done"] >= 18
+    assert row["episodes/error"] > 0 and row["episodes/done"] >= 12, row
 
 
 @needs_verifiers
@@ -124,8 +140,7 @@ def test_the_taskset_is_the_source_of_tasks_in_place_of_a_recipe_s(tmp_path: Pat
     from rollover.config.load import load_config
 
     args = {"taskset": {"num_tasks": 8}}
-    ours = {"workflow": {"verifiers": "digits", "verifiers_args": args}, "eval": {"num_tasks": 0}}
-    resolved = load_config(["quickstart", ours])
+    resolved = load_config(["quickstart", {"workflow": {"verifiers": "digits", "verifiers_args": args}}])
     [source] = resolved.config.tasks.sources
     assert (source.kind, source.name, source.params) == ("verifiers", "digits", {"num_tasks": 8})
     assert any("tasks.sources" in notice for notice in resolved.notices)

@@ -1,4 +1,6 @@
-"""Tasksets that fail: at a reward, at `load`, or as they have no task."""
+"""Tasksets that fail: at a reward, which raises or never ends, at `load`, or as they have no task."""
+
+import asyncio
 
 import verifiers.v1 as vf
 
@@ -10,7 +12,10 @@ class BrokenConfig(vf.TasksetConfig):
 class BrokenTask(vf.Task[vf.TaskData]):
     @vf.reward
     async def judged(self, trace: vf.Trace) -> float:
-        if self.data.idx is not None and self.data.idx % 2:
+        assert self.data.idx is not None
+        if self.data.idx % 5 == 3:
+            await asyncio.sleep(60)
+        if self.data.idx % 5 == 1:
             raise KeyError("no judge")
         return float(len(trace.last_reply) % 3)
 

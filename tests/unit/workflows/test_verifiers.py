@@ -135,6 +135,14 @@ def test_a_reward_that_raises_is_missing_and_named(num_tries: int) -> None:
 
 
 @needs_verifiers
+def test_a_reward_that_never_ends_is_cut_off() -> None:
+    host = Host("broken-taskset", lambda before: "four", task=3, limits={"timeout_s": 0.5})
+    [reward] = host.run().values()
+    assert reward.missing and "workflow.timeout_s" in str(reward.error) and host.seconds < 30
+    assert host.episodes.counts == {"episodes/timeout": 1}
+
+
+@needs_verifiers
 def test_what_there_is_no_room_for_ends_the_episode_which_is_scored() -> None:
     host = Host("adder-taskset", lambda before: CALL, limits={"max_turns": 2})
     # The trace has what was asked with: the answer to the second call is in no request.

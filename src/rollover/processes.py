@@ -70,6 +70,16 @@ def brief_waiting(run: RunConfig) -> dict[str, str]:
     return {"GOMP_SPINCOUNT": _SPINS}
 
 
+def limit_memory(num_bytes: int) -> None:
+    """Limit private memory of this process that can be written, not addresses: what a library only reserves costs
+    nothing. 0: no limit. What it starts inherits the limit."""
+    if not num_bytes:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
 def prepare_libraries(run: RunConfig) -> None:
     """Set what libraries read when they are loaded, and what the user has not set: before the first of them is."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the reward worker forks after tokenizers were used

@@ -1,4 +1,4 @@
-"""A reward function that a program handed over, on its way to a reward worker.
+"""A function that a program handed over (a reward, a workflow that blocks), on its way to a worker process.
 
 Owns the one place where anything is pickled (cloudpickle: lambdas, closures, functions of a notebook's cell) and
 unpickled. It is unpickled in a child of the process that pickled it, which gets it through the pipe that only the
@@ -18,10 +18,10 @@ from rollover.functions import printable
 from rollover.live_objects import is_live, live_object
 
 
-def packed(spec: str) -> dict[str, Any]:
+def packed(spec: str, what: str = "reward") -> dict[str, Any]:
     """What the message that loads `spec` needs beside its name: nothing, unless it is an object of this process.
 
-    ValueError, with the cure, where that cannot travel.
+    ValueError, with the cure, where that cannot travel. `what`: it is a function of, as users say.
     """
     if not is_live(spec):
         return {}
@@ -31,7 +31,7 @@ def packed(spec: str) -> dict[str, Any]:
     try:
         content = cloudpickle.dumps(function)
     except Exception as error:  # boundary: any class of the user's may refuse in its own way
-        raise ValueError(_why_not(function, error)) from error
+        raise ValueError(_why_not(function, error, what)) from error
     # Modules that this process can import are imported there by their names.
     return {"function": base64.b64encode(content).decode("ascii"), "path": [p for p in sys.path if p]}
 
@@ -45,11 +45,11 @@ def unpacked(message: dict[str, Any]) -> Callable[..., Any]:
         return cloudpickle.loads(base64.b64decode(message["function"]))
     except Exception as error:  # boundary: unpickling imports the user's modules
         raise ValueError(
-            f"the function cannot be rebuilt in the reward worker: {type(error).__name__}: {printable(str(error))}"
+            f"the function cannot be rebuilt in the worker process: {type(error).__name__}: {printable(str(error))}"
         ) from error
 
 
-def _why_not(function: Any, error: Exception) -> str:
+def _why_not(function: Any, error: Exception, what: str) -> str:
     import cloudpickle
 
     names = []
@@ -60,9 +60,9 @@ def _why_not(function: Any, error: Exception) -> str:
             names.append(f"{name} ({type(value).__name__})")
     holds = f" It uses {', '.join(names)}, which cannot be copied." if names else ""
     return (
-        f"the reward function cannot travel to its worker process: {type(error).__name__}: {printable(str(error))}."
+        f"the {what} function cannot travel to its worker process: {type(error).__name__}: {printable(str(error))}."
         f"{holds} Make such a thing inside the function, when it is first called; or put the function into a file and"
-        " name it (reward='path.py:function')"
+        " name it (path.py:function)"
     )
 
 

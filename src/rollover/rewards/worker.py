@@ -19,7 +19,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from rollover.config import RewardsConfig
-from rollover.rewards.client import RewardClient, WorkerDied
+from rollover.rewards.client import RewardClient
+from rollover.rewards.process import WorkerDied
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import RETURNED_NONE, Item, Mode, Result

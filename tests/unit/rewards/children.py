@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 import virtual_time
-from rollover.rewards import client, worker
+from rollover.rewards import process, worker
 
 _T = TypeVar("_T")
 LIMIT = {"timeout_s": 100.0}  # that nothing comes near but what hangs: its time is skipped
@@ -41,7 +41,7 @@ def skipping(work: Coroutine[Any, Any, _T], sign: str = "hangs") -> _T:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, virtual_time.SkippingLoop)
         with pytest.MonkeyPatch.context() as patch:
-            for module in (client, worker):
+            for module in (process, worker):
                 patch.setattr(module, "time", loop)
             skips = asyncio.create_task(loop.skip_where_it_hangs(Path(sign), 150))
             try:

@@ -32,6 +32,7 @@ from rollover.envs.class_environment import ClassEnvironment
 from rollover.envs.tool_format import build_tool_format
 from rollover.envs.tools import Call
 from rollover.functions import load_function, own_function
+from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView, load_order
 from rollover.run.own_metrics import own_metrics
 from rollover.run.producer import OwnProducer, Played, ready_episodes
@@ -47,6 +48,7 @@ from rollover.trainer.build import build_trainer
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.trajectories import turns_of
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.workflows.build import build_workflow
 from samples import random_samples
 from unit.envs import played, templates
 from unit.workflows.scripted_host import ScriptedHost
@@ -349,6 +351,31 @@ def check_second_try(spec: str) -> None:
             assert {reward.score for reward in host.run().values()} == {score}
 
 
+class LengthOf:
+    """The reward is how long an answer is."""
+
+    async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
+        return [Reward(float(len(request.completion))) for request in requests]
+
+    async def close(self) -> None: ...
+
+
+def check_plain_workflow(spec: str) -> None:
+    for said, score in (("it is 4", 1.0), ("it is 5", 0.0)):
+        workflow = build_workflow(WorkflowConfig(function=spec, num_processes=1), SamplingParams(), LengthOf())
+        host = ScriptedHost(workflow, lambda before, said=said: said)
+        host.task = replace(host.task, columns={"answer": "4"})
+        assert host.run() == {"0-0": Reward(score)}
+
+
+def check_program(spec: str) -> None:
+    command = ["python", spec.rpartition(":")[0]]
+    host = ScriptedHost(
+        build_workflow(WorkflowConfig(command=command), SamplingParams(), LengthOf()), lambda before: "it is 4"
+    )
+    assert host.run() == {"0-0": Reward(7.0)}
+
+
 CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "over_mean"): check_advantage,
     (PAGE, "half_for_long"): check_after_scoring,
@@ -376,5 +403,7 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     ("agents.md", "right"): lambda spec: None,  # a part of the next two
     ("agents.md", "SecondTry"): check_second_try,
     ("agents.md", "second_try"): check_second_try,
+    ("agents.md", "ask"): check_plain_workflow,
+    ("agents.md", "main"): check_program,
     ("agents.md", "user"): lambda spec: None,  # a part of it
 }

@@ -136,6 +136,8 @@ class Arguments:
                     live_object(value)
                     if value in rewards:
                         packed(value)
+                    elif value == config.workflow.function and config.workflow.num_processes:
+                        packed(value, "workflow")
                 except ValueError as error:
                     raise ConfigError(f"{key}: {error}") from error
 

@@ -7,6 +7,7 @@ together. Rules are functions of the whole configuration, which is above this fi
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
@@ -200,6 +201,25 @@ def refuse(config: Any, rules: Iterable[Rule], keys: Collection[str]) -> None:
             refused.append(rule.message(config))
     if problems := [*inert.values(), *refused]:
         raise ValueError("\n".join(problems))
+
+
+def memory_rules(key: str) -> tuple[Refused, Refused]:
+    """Those about a limit of memory of a worker process, in GB."""
+    return (
+        Refused(
+            (key,),
+            lambda c: value_of(c, key) > 0 and sys.platform != "linux",
+            lambda c: f"{key} = {value_of(c, key):g}: only Linux limits the memory of a process so. Set it to 0",
+        ),
+        Refused(
+            (key,),
+            lambda c: 0 < value_of(c, key) < 0.1,
+            lambda c: (
+                f"{key} = {value_of(c, key):g}: a worker needs some 0.03 of it for itself. Set it to 0.1 or more, or to"
+                " 0 (no limit)"
+            ),
+        ),
+    )
 
 
 def alone(table: str, rules: Iterable[Rule]) -> list[Rule]:

@@ -1,13 +1,12 @@
 """[tasks] and [rewards], and the rules about them."""
 
 import json
-import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from rollover.alike import did_you_mean
 from rollover.config.rollout import GENERATION
-from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
+from rollover.config.table import Inert, Refused, Rule, Table, is_own, memory_rules, option
 from rollover.system import cores
 
 AnswerRule = Literal["last_number", "last_line", "answer_tag", "boxed", "full_text"]
@@ -310,21 +309,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: _all_sources_set(c, "reward"),
         "as every source sets its own reward",
     ),
-    Refused(
-        ("rewards.memory_gb",),
-        lambda c: c.rewards.memory_gb > 0 and sys.platform != "linux",
-        lambda c: (
-            f"rewards.memory_gb = {c.rewards.memory_gb:g}: only Linux limits the memory of a process so. Set it to 0"
-        ),
-    ),
-    Refused(
-        ("rewards.memory_gb",),
-        lambda c: 0 < c.rewards.memory_gb < 0.1,
-        lambda c: (
-            f"rewards.memory_gb = {c.rewards.memory_gb:g}: a worker needs some 0.03 of it for itself. Set it to 0.1 or"
-            " more, or to 0 (no limit)"
-        ),
-    ),
+    *memory_rules("rewards.memory_gb"),
     Refused(
         ("tasks.sources",),
         lambda c: bool(_streamed(c) and _with_keys(c)),

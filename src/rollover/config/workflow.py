@@ -1,12 +1,21 @@
 """[workflow]: episodes of several turns, with tools or in a game, and the rules about it."""
 
-from typing import Any, Literal
+import json
+import shlex
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from rollover.alike import did_you_mean
 from rollover.config.losses import ADVANTAGES
-from rollover.config.table import Inert, Refused, Rule, Table, is_own, option, value_of
+from rollover.config.table import Inert, Refused, Rule, Table, is_own, memory_rules, option, value_of
 
 TOOL_FORMATS = ("hermes", "json")
+
+
+def _words(value: Any) -> Any:
+    """A text as the words of a shell; no shell ever sees it."""
+    return shlex.split(value) if isinstance(value, str) else value
 
 
 class RoleConfig(Table):
@@ -30,8 +39,24 @@ class WorkflowConfig(Table):
         "",
         "Your own async function (module:function or path.py:function), of which every rollout of a group is a run: it"
         " asks the policy as often as it wants to and returns a reward. Its parameters are found by their names: task,"
-        " episode, client, base_url, api_key, model.",
+        " episode, client, base_url, api_key, model. A plain def needs workflow.num_processes.",
         unless=("run.train_on_recorded",),
+    )
+    command: Annotated[list[str], BeforeValidator(_words)] = option(
+        [],
+        "A program and its arguments, of which every rollout of a group is a run: it finds the policy by"
+        " OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, reads its task as JSON from its input, and its last line is"
+        ' \'{"reward": 1.0}\' or \'{"answer": "42"}\'. A single text is split into words; no shell reads it.',
+        unless=("run.train_on_recorded",),
+    )
+    num_processes: int = option(
+        0,
+        "Worker processes for a workflow.function that is a plain def; or how many programs of workflow.command run at"
+        " a time (0 = 64).",
+        ge=0,
+    )
+    memory_gb: float = option(
+        0.0, "Memory of such a worker, or of each process of such a program (Linux). 0 = no limit.", ge=0
     )
     verifiers: str = option(
         "",
@@ -52,18 +77,21 @@ class WorkflowConfig(Table):
         only_if=("workflow.verifiers",),
     )
     retries: int = option(
-        1, "So often an agent that raised is run again for the same episode; then its reward is missing.", ge=0
+        1, "So often an agent that failed is run again for the same episode; then its reward is missing.", ge=0
     )
     port: int = option(
         0,
         "Where this machine, and no other, can ask the policy over HTTP (parameters client, base_url and api_key of"
-        " a function; verifiers); 0 = a free port.",
+        " a function; programs; verifiers); 0 = a free port.",
         ge=0,
         le=65535,
     )
     max_turns: int = option(
         16, "Turns of the policy in an episode; after the last one nothing answers.", ge=1
     )  # fmt: skip
+    max_tokens: int = option(
+        0, "Tokens that the policy may sample in an episode, over all its rollouts; 0 = no limit but theirs.", ge=0
+    )
     tool_timeout_s: float = option(
         10.0,
         "Seconds that one call of the environment may take: a tool, step, reset or get_reward.",
@@ -114,7 +142,7 @@ class WorkflowConfig(Table):
     @property
     def agent(self) -> str:
         """The option that names who plays whole episodes; "" if nobody does."""
-        return next((f"workflow.{name}" for name in ("function", "verifiers") if getattr(self, name)), "")
+        return next((f"workflow.{name}" for name in ("function", "command", "verifiers") if getattr(self, name)), "")
 
     def advantage_of(self, role: str, default: str) -> str:
         """The estimator of a role, where `default` is algorithm.advantage."""
@@ -162,7 +190,7 @@ def _other(config: Any) -> set[str]:
 def _players(config: Any) -> list[str]:
     """What answers the policy, or asks it: "key = value" of each."""
     named = {key: value_of(config, key) for key in (*_AGENTS, "workflow.environment", "rollout.environment")}
-    return [f'{key} = "{value}"' for key, value in named.items() if value not in ("", "single_turn")]
+    return [f"{key} = {json.dumps(value)}" for key, value in named.items() if value and value != "single_turn"]
 
 
 def _other_sources(config: Any) -> bool:
@@ -170,7 +198,7 @@ def _other_sources(config: Any) -> bool:
     return bool(config.workflow.verifiers) and any(s.kind != "verifiers" for s in config.tasks.sources)
 
 
-_AGENTS = ("workflow.function", "workflow.verifiers")
+_AGENTS = ("workflow.function", "workflow.command", "workflow.verifiers")
 _OR = " and ".join(_AGENTS)
 _TURNS = ("workflow.credit",)
 _BY_TURNS = 'workflow.credit = "turn_returns"'
@@ -264,12 +292,27 @@ RULES: tuple[Rule, ...] = (
         "Set one of them",
     ),
     Inert(
-        ("workflow.retries", "workflow.port"),
+        ("workflow.retries", "workflow.port", "workflow.max_tokens"),
         _AGENTS,
         lambda c: not c.workflow.agent,
         f"without {_OR}",
         "Set one of them",
     ),
+    Inert(
+        ("workflow.num_processes",),
+        ("workflow.function", "workflow.command"),
+        lambda c: not (c.workflow.function or c.workflow.command),
+        "without workflow.function and workflow.command",
+        "Set one of them",
+    ),
+    Inert(
+        ("workflow.memory_gb",),
+        ("workflow.command", "workflow.num_processes"),
+        lambda c: not (c.workflow.command or c.workflow.num_processes),
+        "without workflow.num_processes and workflow.command",
+        "Set one of them",
+    ),
+    *memory_rules("workflow.memory_gb"),
     Inert(
         _AGENTS,
         ("tasks.producer",),
@@ -286,7 +329,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         (*_AGENTS, "workflow.environment", "rollout.environment"),
-        lambda c: len(_players(c)) > 1 and bool(c.workflow.agent),
+        lambda c: len(_players(c)) > 1,
         lambda c: f"{' with '.join(_players(c))}: a run has one of them. Remove one",
     ),
     Inert(
@@ -321,14 +364,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             f'workflow.environment = "{c.workflow.environment}" is no class: write module:Class or path.py:Class, as'
             ' in "calculator.py:Calculator"'
-        ),
-    ),
-    Refused(
-        ("workflow.environment", "rollout.environment"),
-        lambda c: bool(c.workflow.environment) and c.rollout.environment != "single_turn",
-        lambda c: (
-            f'workflow.environment = "{c.workflow.environment}" and rollout.environment ='
-            f' "{c.rollout.environment}": a run has one environment. Remove one of them'
         ),
     ),
     Refused(

@@ -6,21 +6,23 @@ from contextlib import AsyncExitStack
 
 from rollover.envs.build import EnvironmentSetup, build_environment
 from rollover.envs.protocol import Environment
+from rollover.rewards.protocol import Rewarder
 from rollover.workflows.build import EpisodeServer, build_episodes
 
 
 async def start_environment(
-    setup: EnvironmentSetup, max_tokens: int, on_error: AsyncExitStack
+    setup: EnvironmentSetup, rewarder: Rewarder, max_tokens: int, on_error: AsyncExitStack
 ) -> tuple[Environment, EpisodeServer | None]:
     """The one that the configuration names, and the server for its agents, which is up, where a workflow has some.
 
-    `max_tokens`: the longest rollout, prompt included, that the engine takes. `on_error` is told how to close it.
+    `rewarder` scores what a program answers without a reward. `max_tokens`: the longest rollout, prompt included, that
+    the engine takes. `on_error` is told how to close it.
     ValueError where it cannot be used.
     """
     config = setup.config
     if not config.workflow.agent:
         return build_environment(setup), None
-    episodes = build_episodes(config, setup.tokenizer, setup.vocab_size, max_tokens)
+    episodes = build_episodes(config, setup.tokenizer, setup.vocab_size, max_tokens, rewarder)
     server = EpisodeServer(episodes, config.workflow.port)
     on_error.push_async_callback(server.close)
     await server.start()

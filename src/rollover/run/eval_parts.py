@@ -58,7 +58,7 @@ class EvalParts:
                 setup = EnvironmentSetup(
                     config, loaded.tokenizer, scorer, rewarder.rewarder.scores_singly, loaded.vocab_size
                 )
-                environment, server = await start_environment(setup, engine.max_tokens, on_error)
+                environment, server = await start_environment(setup, rewarder, engine.max_tokens, on_error)
             parts = cls(
                 config=config,
                 tokenizer=loaded.tokenizer,

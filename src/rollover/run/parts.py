@@ -99,7 +99,7 @@ class Parts:
             scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
             pool = observed.rewarder
             setup = EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size)
-            environment, server = await start_environment(setup, engine.max_tokens, on_error)
+            environment, server = await start_environment(setup, observed, engine.max_tokens, on_error)
             if isinstance(environment, HoldsObjects) and environment.notice:
                 say(environment.notice)
             encode = encoder(loaded.tokenizer, environment)

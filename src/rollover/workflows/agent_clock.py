@@ -6,7 +6,8 @@ So a pause, new weights and other rollouts' turns never time an agent out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class AgentClock:
@@ -14,23 +15,24 @@ class AgentClock:
 
     def __init__(self, limit_s: float, on_timeout: Callable[[], None]) -> None:
         self._left_s, self._limited, self._on_timeout = limit_s, limit_s > 0, on_timeout
-        self._num_calls = 0
+        self._num_waits = 0
         self._loop = asyncio.get_running_loop()
         self._began_s = 0.0
         self._alarm: asyncio.TimerHandle | None = None
         self._go_on()
 
-    def on_call(self) -> None:
-        """A model call begins."""
-        self._num_calls += 1
-        if self._num_calls == 1:
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, the agent waits for a model call, or for a place to run in: that is not its time."""
+        self._num_waits += 1
+        if self._num_waits == 1:
             self._stop()
-
-    def on_answer(self) -> None:
-        """A model call has ended."""
-        self._num_calls -= 1
-        if not self._num_calls:
-            self._go_on()
+        try:
+            yield
+        finally:
+            self._num_waits -= 1
+            if not self._num_waits:
+                self._go_on()
 
     def end(self) -> None:
         """The agent has ended."""

@@ -1,26 +1,30 @@
-"""The episodes of a run, and the server for those of its agents that ask over HTTP."""
+"""The episodes of a run, what plays them, and the server for those agents that ask over HTTP."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from rollover.config import Config
-from rollover.types import SamplingParams
+from rollover.config import Config, WorkflowConfig
+from rollover.functions import own_function
+from rollover.rewards.protocol import Rewarder, ScoreRequest
+from rollover.types import Reward, SamplingParams, Task
+from rollover.workflows.command import WorkflowCommand
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
-from rollover.workflows.function import KEY, WorkflowFunction
+from rollover.workflows.function import KEY, RETURNS, WorkflowFunction, is_async
 from rollover.workflows.player import Limits
+from rollover.workflows.pool import WorkflowPool
+from rollover.workflows.protocol import Workflow
 from rollover.workflows.verifiers.workflow import VerifiersWorkflow
 
 
-def build_episodes(config: Config, tokenizer: Any, vocab_size: int, max_tokens: int) -> Episodes:
-    """`max_tokens`: the longest rollout, prompt included, that the engine takes. ValueError where workflow.function,
-    the chat template or what it needs does not fit."""
+def build_episodes(config: Config, tokenizer: Any, vocab_size: int, max_tokens: int, rewarder: Rewarder) -> Episodes:
+    """`max_tokens`: the longest rollout, prompt included, that the engine takes. `rewarder` scores what a program
+    answers without a reward. ValueError where the workflow, the chat template or what it needs does not fit."""
     workflow, rollout = config.workflow, config.rollout
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
-    function = (
-        VerifiersWorkflow(workflow, sampling) if workflow.verifiers else WorkflowFunction.named(workflow.function)
-    )
+    plays = build_workflow(workflow, sampling, rewarder)
     chats = Chats(tokenizer, vocab_size=vocab_size)
     chats.of(()).require("user")
     limits = Limits(
@@ -32,15 +36,39 @@ def build_episodes(config: Config, tokenizer: Any, vocab_size: int, max_tokens: 
         timeout_score=workflow.timeout_score,
         retries=workflow.retries,
         precomputed=lambda role: workflow.advantage_of(role, config.algorithm.advantage) == "precomputed",
+        max_tokens=workflow.max_tokens,
     )
-    episodes = Episodes(function, chats, limits, sampling)
-    if function.over_http:
-        _require_extra()
+    episodes = Episodes(plays, chats, limits, sampling)
+    if plays.over_http:
+        _require_extra(plays)
     return episodes
 
 
+def build_workflow(workflow: WorkflowConfig, sampling: SamplingParams, rewarder: Rewarder) -> Workflow:
+    """What plays the episodes. ValueError, with the fix, where it cannot."""
+    if workflow.verifiers:
+        return VerifiersWorkflow(workflow, sampling)
+    if workflow.command:
+
+        async def score(task: Task, answer: str) -> Reward:
+            [reward] = await rewarder.score([ScoreRequest(task, answer)])
+            return reward
+
+        memory_bytes = int(workflow.memory_gb * 1e9)
+        return WorkflowCommand(workflow.command, score, workflow.num_processes, memory_bytes)
+    spec, function = workflow.function, own_function(KEY, workflow.function, RETURNS).function
+    if not workflow.num_processes:
+        return WorkflowFunction(function, spec)
+    if is_async(function):
+        raise ValueError(
+            f"workflow.num_processes = {workflow.num_processes} with {KEY} = {spec!r}, an async def: it runs on the"
+            " run's own event loop. Remove workflow.num_processes, or write a plain def"
+        )
+    return WorkflowPool(function, spec, workflow.num_processes, workflow.memory_gb)
+
+
 class EpisodeServer:
-    """Serves the calls of `episodes` on workflow.port, where their function asks over HTTP; else it does nothing."""
+    """Serves the calls of `episodes` on workflow.port, where their agents ask over HTTP, and ends what runs of them."""
 
     def __init__(self, episodes: Episodes, port: int) -> None:
         self.episodes, self._port = episodes, port
@@ -53,13 +81,14 @@ class EpisodeServer:
         if not episodes.function.over_http:
             return
         from rollover.workflows.gateway.app import Gateway
-        from rollover.workflows.gateway.server import GatewayServer
+        from rollover.workflows.gateway.server import HOST, GatewayServer
 
         gateway, function = Gateway(episodes.calls), episodes.function
         played = function if isinstance(function, VerifiersWorkflow) else None
         self._server = GatewayServer(gateway.app if played is None else played.over(gateway.app), self._port)
         await self._server.start()
         episodes.base_url, episodes.calls.undelivered = self._server.base_url, gateway.forget
+        _ask_without_proxy(HOST)
         if played is not None:
             await played.start(self._server.base_url)
         if "client" in episodes.function.wanted:
@@ -70,22 +99,30 @@ class EpisodeServer:
             episodes.make_client = lambda api_key: self._client.with_options(api_key=api_key)
 
     async def close(self) -> None:
-        """End every connection."""
-        if isinstance(self.episodes.function, VerifiersWorkflow):
-            await self.episodes.function.close()
+        """End every agent and every connection."""
+        await self.episodes.function.close()
         if self._client is not None:
             await self._client.close()
         if self._server is not None:
             await self._server.close()
 
 
-def _require_extra() -> None:
+def _ask_without_proxy(host: str) -> None:
+    """Clients here and in child processes, which have HTTP_PROXY from the user's shell, reach `host` without it."""
+    for name in ("NO_PROXY", "no_proxy"):
+        known = os.environ.get(name, "").split(",")
+        if host not in known:
+            os.environ[name] = ",".join(filter(None, (*known, host)))
+
+
+def _require_extra(workflow: Workflow) -> None:
     try:
         import openai  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"{KEY} has a parameter of {', '.join(('client', 'base_url', 'api_key'))}, for which {error.name} is"
-            " missing: pip install 'rollover[agents]', or ask by episode.trajectory().chat(messages)"
+            f"{workflow.spec} asks the policy over HTTP, for which {error.name} is missing: pip install"
+            " 'rollover[agents]'. An async def with the parameter episode does without:"
+            " episode.trajectory().chat(messages)"
         ) from error

@@ -11,6 +11,7 @@ from rollover.types import Reward, Task
 from rollover.workflows.calls import Call, CallRefused, Reply
 from rollover.workflows.conversations import Chats, Conversations
 from rollover.workflows.function import as_reward
+from rollover.workflows.protocol import Answer
 
 Ask = Callable[["EpisodeTrajectory", Call], Awaitable[Reply]]
 
@@ -96,6 +97,21 @@ class Episode:
         if not isinstance(role, str) or not role or not role.isprintable() or "/" in role:
             raise ValueError(f"{described(role)} is no role: a role is a name without a slash")
         return self._new(role)
+
+
+def give(answer: Answer, trajectories: Sequence[EpisodeTrajectory]) -> Reward | None:
+    """What a workflow answered goes to the trajectories of the roles that it names, but for those with their own
+    reward. Returns the reward of all others. ValueError for a role that made no call."""
+    if not isinstance(answer, Mapping):
+        return answer
+    roles = dict.fromkeys(trajectory.role for trajectory in trajectories if trajectory.index is not None)
+    for role, reward in answer.items():
+        if role not in roles:
+            raise ValueError(f"a reward for the role {role!r}, which made no call: {', '.join(roles) or 'none'} did")
+        for trajectory in trajectories:
+            if trajectory.role == role and trajectory.reward is None:
+                trajectory.reward = reward
+    return None
 
 
 # Private

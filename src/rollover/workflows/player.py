@@ -22,9 +22,10 @@ from rollover.types import Reward, Rollout, Segment, Task, episode_name
 from rollover.workflows.agent_clock import AgentClock
 from rollover.workflows.calls import BudgetUsedUp, Call, Reply, UnknownKey
 from rollover.workflows.conversations import Chats, Continues, Opens
-from rollover.workflows.episode import Episode, EpisodeTrajectory
+from rollover.workflows.episode import Episode, EpisodeTrajectory, give
 from rollover.workflows.matching import turn_key
-from rollover.workflows.protocol import Workflow
+from rollover.workflows.protocol import Answer, Workflow
+from rollover.workflows.token_budget import TokenBudget
 
 MODEL = "policy"
 Place = tuple[int, int]  # group id, sibling
@@ -33,7 +34,8 @@ Place = tuple[int, int]  # group id, sibling
 @dataclass(frozen=True)
 class Limits:
     """Of one Episode. `max_new_tokens`: of a Rollout, sampled and appended; `max_prompt_tokens`: before those;
-    `precomputed`: whether the advantages of a role come with its trajectories."""
+    `max_tokens`: sampled, over all Rollouts, 0: no limit; `precomputed`: whether the advantages of a role come with its
+    trajectories."""
 
     max_new_tokens: int
     max_prompt_tokens: int
@@ -43,6 +45,7 @@ class Limits:
     timeout_score: float = 0.0
     retries: int = 1
     precomputed: Callable[[str], bool] = lambda role: False
+    max_tokens: int = 0
 
 
 class Host(Protocol):
@@ -124,6 +127,7 @@ class Player:
         self._waiting: dict[str, _Waiting] = {}
         self._of_model: dict[tuple[str, str], EpisodeTrajectory] = {}
         self._given_up: set[str] = set()  # ids of Rollouts with a turn that the agent did not wait for
+        self._tokens = TokenBudget(around.limits.max_tokens)
         self._asked: Counter[int] = Counter()  # how often each question was asked
         self._num_turns = self._num_trajectories = 0
         self._refused = False  # for want of tokens or turns: what the agent makes of that is the policy's doing
@@ -138,25 +142,25 @@ class Player:
 
     async def ask(self, trajectory: EpisodeTrajectory, call: Call) -> Reply:
         """One turn of the policy. CallRefused where there is none to be had."""
-        if self.over:
-            raise UnknownKey(f"episode {self.episode.episode_id} has ended: it can make no calls")
         if asyncio.get_running_loop() is not self._run.get_loop():
             raise RuntimeError(
                 "chat is awaited on the event loop of the workflow, which runs in no other thread. What"
                 " runs in a thread asks over HTTP (parameters base_url and api_key)"
             )
-        try:
-            rollout_id = self._take_place(trajectory, call)
-        except BudgetUsedUp:
-            self._refused = True
-            raise
-        self._num_turns += 1
-        playing = self._playing[rollout_id] = _Playing(trajectory, asyncio.get_running_loop().create_future())
-        self._clock.on_call()
-        try:
+        with self._clock.waiting():
+            most = self.around.limits.max_new_tokens
+            room = await self._tokens.room(most if call.max_tokens is None else min(most, call.max_tokens))
+            if self.over:
+                raise UnknownKey(f"episode {self.episode.episode_id} has ended: it can make no calls")
+            try:
+                rollout_id = self._take_place(trajectory, call, room)
+            except BudgetUsedUp:
+                self._refused = True
+                raise
+            self._num_turns += 1
+            self._tokens.begin(rollout_id, room)
+            playing = self._playing[rollout_id] = _Playing(trajectory, asyncio.get_running_loop().create_future())
             return await playing.reply
-        finally:
-            self._clock.on_answer()
 
     def of_model(self, trajectory: EpisodeTrajectory, role: str) -> EpisodeTrajectory:
         """The trajectory of another role, for an agent that can say the role by the model's name alone."""
@@ -174,6 +178,7 @@ class Player:
         the end of the Episode."""
         playing = self._playing.pop(rollout.rollout_id)
         reply = playing.trajectory.conversations.on_turn(rollout)
+        self._tokens.end(rollout.rollout_id, len(reply.token_ids))
         if self.over or playing.reply.done():
             self._given_up.add(rollout.rollout_id)
         if not playing.reply.done():
@@ -224,26 +229,28 @@ class Player:
     def episode_id(self) -> str:
         return episode_name(*self.place)
 
-    def _take_place(self, trajectory: EpisodeTrajectory, call: Call) -> str:
-        """Find the Rollout of a call, and tell the host. Returns its id."""
+    def _take_place(self, trajectory: EpisodeTrajectory, call: Call, room: int) -> str:
+        """Find the Rollout of a call whose turn may sample `room` tokens, and tell the host. Returns its id."""
         if self._num_turns >= (most := self.around.limits.max_turns):
             raise BudgetUsedUp(f"the episode has had its {most} turns (workflow.max_turns)")
+        if room < 1:
+            raise BudgetUsedUp(f"the episode has sampled its {self._tokens.most} tokens (workflow.max_tokens)")
         place = trajectory.conversations.place_of(call)
         if isinstance(place, Continues):
-            return self._continue(trajectory, call, place)
-        return self._open(trajectory, call, place)
+            return self._continue(trajectory, call, place, room)
+        return self._open(trajectory, call, place, room)
 
-    def _continue(self, trajectory: EpisodeTrajectory, call: Call, place: Continues) -> str:
+    def _continue(self, trajectory: EpisodeTrajectory, call: Call, place: Continues, room: int) -> str:
         waiting, before = self._waiting[place.rollout_id], self.options[place.rollout_id]
         num_tokens = waiting.rollout.num_tokens + len(place.token_ids)
-        self.options[place.rollout_id] = self._options(call, num_tokens, before.seed_key)
+        self.options[place.rollout_id] = self._options(call, room, num_tokens, before.seed_key)
         del self._waiting[place.rollout_id]
         trajectory.conversations.on_continue(place.rollout_id, call)
         waiting.answer.set_result(written(waiting.rollout, place.token_ids))
         self.around.counts["turns/continued"] += 1
         return place.rollout_id
 
-    def _open(self, trajectory: EpisodeTrajectory, call: Call, place: Opens) -> str:
+    def _open(self, trajectory: EpisodeTrajectory, call: Call, place: Opens, room: int) -> str:
         if len(place.prompt_ids) > (most := self.around.limits.max_prompt_tokens):
             raise BudgetUsedUp(
                 f"the prompt has {len(place.prompt_ids)} tokens, and {most} are the most that leave room for an answer"
@@ -254,7 +261,7 @@ class Player:
         # The sibling's own draws are those of one question: the task's, asked as a plain rollout asks it, once.
         is_plain = trajectory.role == MODEL and call.max_tokens is None and not call.stop
         is_the_tasks = is_plain and place.prompt_ids == self.task_prompt and not self._asked[question]
-        options = self._options(call, 0, None if is_the_tasks else key)
+        options = self._options(call, room, 0, None if is_the_tasks else key)
         self._asked[question] += 1
         if trajectory.index is None:
             trajectory.index = self._num_trajectories
@@ -274,13 +281,11 @@ class Player:
         self._host.open(rollout)
         return rollout.rollout_id
 
-    def _options(self, call: Call, num_tokens: int, seed_key: int | None) -> TurnOptions:
+    def _options(self, call: Call, room: int, num_tokens: int, seed_key: int | None) -> TurnOptions:
         most = self.around.limits.max_new_tokens
         if num_tokens >= most:
             raise BudgetUsedUp(f"the rollout has had its {most} tokens (rollout.max_new_tokens): no answer fits")
-        if call.max_tokens is not None:
-            most = min(most, num_tokens + call.max_tokens)
-        return TurnOptions(most, call.stop, seed_key)
+        return TurnOptions(min(most, num_tokens + room), call.stop, seed_key)
 
     async def _play(self) -> None:
         values: dict[str, Any] = {
@@ -292,9 +297,10 @@ class Player:
         values |= {"api_key": self._default.api_key, **self.around.arguments(self._default.api_key)}
         try:
             # In a task of its own: so a function that cancels itself is told from an event loop that ends.
-            reward, failure = await asyncio.ensure_future(_outcome(self.around.function, values))
+            answer, failure = await asyncio.ensure_future(_outcome(self.around.function, values, self._clock.waiting))
             if failure is not None:
                 raise failure
+            reward = give(answer, self.trajectories)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # boundary: the user's function
@@ -356,10 +362,10 @@ class Player:
 # Private
 
 
-async def _outcome(function: Workflow, values: Mapping[str, Any]) -> tuple[Reward | None, BaseException | None]:
+async def _outcome(function: Workflow, *arguments: Any) -> tuple[Answer, BaseException | None]:
     """What it returned, or raised: a task that SystemExit ends would end the event loop with it."""
     try:
-        return await function(values), None
+        return await function(*arguments), None
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise
     except BaseException as error:  # boundary: the user's function

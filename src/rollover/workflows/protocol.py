@@ -1,11 +1,17 @@
-"""What plays an Episode: a function of the user's own, or an environment of verifiers."""
+"""What plays an Episode: a function of the user's own, a program, or an environment of verifiers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from rollover.types import Reward
+
+Answer = Reward | dict[str, Reward] | None
+"""The reward of every trajectory that has none of its own, or that of each role."""
+Waiting = Callable[[], AbstractContextManager[None]]
+"""Inside it the time that passes is not the agent's."""
 
 
 class Workflow(Protocol):
@@ -21,7 +27,10 @@ class Workflow(Protocol):
     @property
     def over_http(self) -> bool: ...
 
-    async def __call__(self, values: Mapping[str, Any], /) -> Reward | None:
-        """Play one. Returns the reward of every trajectory that has none of its own; what it raises fails the
-        Episode."""
+    async def __call__(self, values: Mapping[str, Any], waiting: Waiting = ..., /) -> Answer:
+        """Play one. What it raises fails the Episode; cancelled, it leaves nothing behind that runs."""
+        ...
+
+    async def close(self) -> None:
+        """End what still runs of it."""
         ...

@@ -88,7 +88,8 @@ OPTIONS = {
 }
 
 
-WITH_TASKS = {"quickstart", "calculator", "guess_number"}  # those that train something; the others are overlays
+# Those that train something; the others are overlays.
+WITH_TASKS = {"quickstart", "calculator", "calculator_agent", "guess_number"}
 
 
 def recipes(*, overlays: bool = False):

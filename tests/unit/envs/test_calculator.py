@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,8 +17,10 @@ from rollover.config.recipes import recipe
 from rollover.envs.class_environment import ClassEnvironment
 from rollover.envs.tools import Call
 from rollover.recipes.calculator import Calculator
-from rollover.types import Rollout, Task
+from rollover.types import Reward, Rollout, SamplingParams, Task
+from rollover.workflows.build import build_workflow
 from unit.envs.played import TOKENIZER, add_turn, build, new_rollout, reward_of, told, turn
+from unit.workflows.scripted_host import ScriptedHost
 
 TASK = Task("t", "test", "reward", messages=({"role": "user", "content": "12*34?"},), columns={"answer": "408"})
 CONFIG: Config = load_config([recipe("calculator"), {"rollout.max_new_tokens": 1000}]).config
@@ -110,3 +114,30 @@ def test_no_expression_ends_otherwise(expression: str) -> None:
         assert len(calculate(expression)) < 300
     except (ValueError, ArithmeticError):
         pass
+
+
+def test_the_agent_has_the_same_prompt_and_calculator() -> None:
+    """Of the recipe calculator_agent, which asks over HTTP."""
+    pytest.importorskip("uvicorn")
+    scored: list[str] = []
+
+    class Rewarder:
+        async def score(self, requests: list[Any]) -> list[Reward]:
+            scored.extend(request.completion for request in requests)
+            return [Reward(1.0)]
+
+        async def close(self) -> None: ...
+
+    config = load_config([recipe("calculator_agent")]).config
+    host = ScriptedHost(
+        build_workflow(config.workflow, SamplingParams(), Rewarder()),
+        lambda before: "It is 408." if before.endswith("408<|im_end|>\n<|im_start|>assistant\n") else "[[12*34]]",
+        max_turns=config.workflow.max_turns,
+    )
+    host.task = replace(TASK, prompt="12*34?", messages=None)
+    host.run()
+    [rollout] = host.rollouts.values()
+    assert TOKENIZER.decode(rollout.prompt_ids) == TOKENIZER.decode(environment().prompt(TASK))
+    assert scored == ["It is 408."] and host.episodes.counts["turns/continued"] == 1
+    assert {config.model.path, config.train.learning_rate} == {CONFIG.model.path, CONFIG.train.learning_rate}
+    assert config.tasks == CONFIG.tasks

@@ -527,13 +527,29 @@ def test_the_rewards_of_a_games_turns_are_those_of_turn_returns(texts: tuple[str
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"workflow": {"environment": "a:B"}, "rollout": {"environment": "c:d"}}, "a run has one environment. Remove"),
+        ({"workflow": {"environment": "a:B"}, "rollout": {"environment": "c:d"}}, "a run has one of them. Remove"),
         ({"workflow": {"environment": "a:B"}, "tasks": {"chat": False}}, "Set tasks.chat = true"),
         ({"workflow": {"environment": "calculator.py"}}, "write module:Class or path.py:Class"),
         ({"workflow": {"environment": "a:B", "tool_format": "xml"}}, "none of hermes, json"),
+        ({"workflow": {"function": "a:b", "command": ["c"]}}, 'workflow.function = "a:b" with workflow.command = '),
+        (
+            {"workflow": {"environment": "a:B", "command": ["c"]}},
+            'with workflow.environment = "a:B": a run has one of them',
+        ),
+        (
+            {"workflow": {"retries": 2}},
+            "no effect without workflow.function and workflow.command and workflow.verifiers. Set",
+        ),
+        ({"workflow": {"environment": "a:B", "max_tokens": 9}}, "workflow.max_tokens has no effect without"),
+        ({"workflow": {"num_processes": 2}}, "workflow.num_processes has no effect without"),
+        (
+            {"workflow": {"function": "a:b", "memory_gb": 1}},
+            "no effect without workflow.num_processes and workflow.command",
+        ),
+        ({"workflow": {"command": ["c"], "memory_gb": 0.01}}, "workflow.memory_gb = 0.01: a worker needs"),
         (
             {"workflow": {"max_turns": 3}},
-            "workflow.max_turns has no effect without workflow.environment and workflow.function. Set one of them",
+            "without workflow.environment, workflow.function and workflow.command and workflow.verifiers. Set one",
         ),
     ],
 )

@@ -10,25 +10,29 @@ from typing import Any
 import numpy as np
 
 from rollover.types import Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.workflows.build import EpisodeServer
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.function import WorkflowFunction
 from rollover.workflows.player import Limits
+from rollover.workflows.protocol import Workflow
 from unit.envs import templates
 
 Policy = Callable[[str], str]
 
 
 class ScriptedHost:
-    """Runs one Episode of `function` on a task. `policy`: the text before a turn -> what it says."""
+    """Runs one Episode of `workflow` on a task: a function, or one of another kind, for which the gateway is served.
+    `policy`: the text before a turn -> what it says."""
 
     def __init__(
-        self, function: Callable[..., Any], policy: Policy, template: str = templates.CHATML, **limits: Any
+        self, workflow: Callable[..., Any] | Workflow, policy: Policy, template: str = templates.CHATML, **limits: Any
     ) -> None:
         self.tokenizer, self.policy = templates.tokenizer(template), policy
         settings: dict[str, Any] = {"max_new_tokens": 400, "max_prompt_tokens": 2000} | limits
         self.chats = Chats(self.tokenizer)
-        self.episodes = Episodes(WorkflowFunction(function, "mine"), self.chats, Limits(**settings), SamplingParams())
+        plays: Workflow = workflow if hasattr(workflow, "spec") else WorkflowFunction(workflow, "mine")  # type: ignore
+        self.episodes = Episodes(plays, self.chats, Limits(**settings), SamplingParams())
         self.episodes.host = self
         self.task = Task("t", "test", "", messages=({"role": "user", "content": "What is 2+2?"},))
         self.task_prompt = tuple(self.chats.of(()).prompt(self.task.messages or ()))
@@ -42,17 +46,22 @@ class ScriptedHost:
 
     def run(self) -> dict[str, Reward]:
         """The rewards, by id of the rollout."""
-        asyncio.run(asyncio.wait_for(self.play(), 5))
+        asyncio.run(asyncio.wait_for(self.play(), 120 if self.episodes.function.over_http else 5))
         return self.rewards
 
     async def play(self) -> None:
         self.over = asyncio.Event()
         self.playing: set[asyncio.Task[None]] = set()
-        self._begin()
-        await self.over.wait()
-        if self.playing:
-            await asyncio.wait(self.playing)
-        self.episodes.end([0])
+        server = EpisodeServer(self.episodes, 0)
+        await server.start()
+        try:
+            self._begin()
+            await self.over.wait()
+            if self.playing:
+                await asyncio.wait(self.playing)
+            self.episodes.end([0])
+        finally:
+            await server.close()
 
     def _begin(self) -> None:
         self.rollouts.clear()

@@ -13,7 +13,7 @@ from rollover.functions import FunctionError
 from rollover.types import Reward
 from rollover.workflows.calls import BudgetUsedUp, Call, CallRefused
 from rollover.workflows.conversations import Chats, Conversations
-from rollover.workflows.function import WorkflowFunction, as_reward
+from rollover.workflows.function import WorkflowFunction, as_answer, as_reward
 from unit.envs import templates
 from unit.workflows.scripted_host import ScriptedHost
 
@@ -227,6 +227,75 @@ def test_a_budget_used_up_is_the_policys_doing():
         assert host.episodes.counts["episodes/length"] == 1 and not host.restarts
 
 
+def test_the_tokens_of_an_episode_are_bounded_over_its_rollouts_and_parallel_calls():
+    """Each of three answers has four tokens, the end of its turn among them."""
+
+    def tokens(most: int, at_once: bool) -> tuple[list[int], dict[str, int]]:
+        async def talk(episode: Any) -> float:
+            trajectories = [episode.trajectory(role) for role in ("a", "b", "c")]
+            if at_once:
+                await asyncio.gather(*(trajectory.chat([USER]) for trajectory in trajectories))
+            for trajectory in () if at_once else trajectories:
+                await trajectory.chat([USER])
+            return 1.0
+
+        host = ScriptedHost(talk, says("four!"), max_tokens=most)
+        host.run()
+        return sorted(r.num_sampled_tokens for r in host.rollouts.values()), dict(host.episodes.counts)
+
+    for at_once in (False, True):
+        assert tokens(12, at_once) == ([4, 4, 4], {"episodes/done": 1})
+        assert tokens(10, at_once) == ([2, 4, 4], {"episodes/done": 1})
+        assert tokens(8, at_once) == ([4, 4], {"episodes/length": 1})
+
+
+def test_calls_with_limits_share_the_tokens_of_an_episode_without_waiting_for_each_other():
+    async def talk(episode: Any) -> float:
+        calls = [episode.trajectory(role).chat([USER], max_tokens=2) for role in ("a", "b")]
+        assert [len(reply.token_ids) for reply in await asyncio.gather(*calls)] == [2, 2]
+        return 1.0
+
+    host = ScriptedHost(talk, says("four!"), max_tokens=4)
+    host.hold = asyncio.Event()
+    begun: list[str] = []
+    host.open, opened = (lambda rollout: (begun.append(rollout.role), opened(rollout))), host.open  # type: ignore[method-assign]
+
+    async def main() -> None:
+        playing = asyncio.ensure_future(host.play())
+        while len(begun) < 2:
+            await asyncio.sleep(0)
+        assert host.hold is not None
+        host.hold.set()
+        await playing
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+    assert host.episodes.counts == {"episodes/done": 1}
+
+
+def test_an_answer_by_roles_rewards_each_but_what_has_its_own():
+    async def talk(episode: Any) -> Any:
+        for role in ("solver", "solver", "judge", "other"):
+            trajectory = episode.trajectory(role)
+            await trajectory.chat([USER])
+        trajectory.reward = 0.75
+        return {"solver": 1, "judge": Reward(0.5), "other": 0.0}
+
+    rewards = ScriptedHost(talk, says("four")).run()
+    assert [rewards[i] for i in ("0-0", "0-0.1.0", "0-0.2.0", "0-0.3.0")] == [
+        Reward(1.0), Reward(1.0), Reward(0.5), Reward(0.75)
+    ]  # fmt: skip
+
+
+def test_a_reward_for_a_role_without_a_call_is_a_failure():
+    async def talk(episode: Any) -> Any:
+        episode.trajectory("judge")
+        await episode.trajectory("solver").chat([USER])
+        return {"judge": 1.0}
+
+    [reward] = ScriptedHost(talk, says("four"), retries=0).run().values()
+    assert reward.missing and "'judge', which made no call: solver did" in str(reward.error)
+
+
 def test_limits_of_a_call_are_kept():
     async def talk(task: Any, episode: Any) -> float:
         trajectory = episode.trajectory()
@@ -283,7 +352,7 @@ def test_what_is_no_workflow_is_refused_with_the_fix():
     async def strange(task: Any, dataset: Any) -> None: ...
     async def fine(task: Any, more: int = 1, **others: Any) -> None: ...
 
-    with pytest.raises(ValueError, match="async def"):
+    with pytest.raises(ValueError, match="Set workflow.num_processes.*async def"):
         WorkflowFunction(plain, "mine")
     with pytest.raises(ValueError, match="'dataset'.*base_url"):
         WorkflowFunction(strange, "mine")
@@ -298,6 +367,9 @@ def test_what_is_no_reward_is_refused():
         asyncio.run(WorkflowFunction(talk, "mine")({"task": None}))
     assert as_reward(True) == Reward(1.0) and as_reward(2) == Reward(2.0)
     assert as_reward(float("nan")) is None and as_reward("1") is None
+    for wrong in ("1", {"a": "1"}, {"": None}, {1: 1.0}, [1.0]):
+        with pytest.raises(ValueError):
+            as_answer(wrong)
 
     async def set_it(task: Any, episode: Any) -> None:
         trajectory = episode.trajectory()

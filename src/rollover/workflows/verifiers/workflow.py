@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from rollover.config.workflow import WorkflowConfig
 from rollover.functions import explained
 from rollover.types import Reward, SamplingParams
 from rollover.workflows.episode import Episode, EpisodeTrajectory
+from rollover.workflows.protocol import Answer, Waiting
 from rollover.workflows.verifiers.package import ARGS, KEY, load_environment, package, seats
 from rollover.workflows.verifiers.sessions import Sessions
 from rollover.workflows.verifiers.source import task_again
@@ -110,7 +112,7 @@ class VerifiersWorkflow:
         if self._serving is not None:
             await asyncio.wait([self._serving])
 
-    async def __call__(self, values: Mapping[str, Any]) -> Reward | None:
+    async def __call__(self, values: Mapping[str, Any], waiting: Waiting = nullcontext, /) -> Answer:
         """Play one Episode: every trajectory gets the reward of its trace. EpisodeFailed where it is no valid one."""
         task = asyncio.current_task()
         assert task is not None

@@ -1,0 +1,144 @@
+"""workflow.num_processes: a plain `def` that blocks plays episodes in worker processes, each of which may be killed.
+
+    an Episode ──▶ waits for a worker, in order of arrival ──▶ the function, and its calls over HTTP ──▶ its answer
+                       death, MemoryError, an end from outside (time-out, stop) ──▶ killed; a fresh process next time
+
+A worker plays one Episode at a time, and many one after the other: what the function keeps in its module stays there.
+Owns the workers. What a failure costs, the Player knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from rollover.functions import OwnFunction
+from rollover.rewards.process import WorkerDied, WorkerProcess
+from rollover.rewards.travel import packed
+from rollover.rewards.wire import BadReply
+from rollover.workflows.function import IN_WORKER, KEY, OVER_HTTP, RETURNS, wanted_by
+from rollover.workflows.protocol import Answer, Waiting
+from rollover.workflows.worker import answer_from_json
+
+LOAD_LIMIT_S = 120.0
+"""Of importing the function's module in a worker."""
+_NAME = "its worker process"
+
+
+class WorkerFailed(Exception):
+    """The function raised, or its process died."""
+
+
+class WorkflowPool:
+    """`function`, a plain `def` that is found as `spec`, in `num_processes` workers of `memory_gb` each (0: no limit).
+    ValueError, with the fix, where it has another parameter, or cannot travel."""
+
+    def __init__(self, function: Callable[..., Any], spec: str, num_processes: int, memory_gb: float = 0.0) -> None:
+        self.spec, self._num, self._memory_gb = spec, num_processes, memory_gb
+        own = OwnFunction.over(function, KEY, RETURNS)
+        self._wanted = wanted_by(own.function, spec, IN_WORKER, "it lives in the run's own process. Ask by client")
+        self._load = {"op": "load", "spec": spec, **packed(spec, "workflow")}
+        self._workers: _Workers | None = None
+
+    @property
+    def wanted(self) -> list[str]:
+        """The client is made in the worker."""
+        return [name for name in self._wanted if name != "client"]
+
+    @property
+    def over_http(self) -> bool:
+        return any(name in OVER_HTTP for name in self._wanted)
+
+    async def __call__(self, values: Mapping[str, Any], waiting: Waiting = nullcontext, /) -> Answer:
+        """WorkerFailed where it fails."""
+        workers = self._here()
+        with waiting():
+            await workers.places.acquire()
+        worker = workers.free.pop()
+        try:
+            with waiting():
+                await worker.load(self._load)
+            told = {name: values[name] for name in ("base_url", "api_key", "model")}
+            return await worker.play(told | {"task": values["task"].to_json()})
+        finally:
+            workers.free.append(worker)
+            workers.places.release()
+
+    async def close(self) -> None:
+        """Kill all workers and reap them."""
+        if self._workers is not None:
+            await asyncio.gather(*(worker.kill() for worker in self._workers.all))
+
+    def _here(self) -> _Workers:
+        """Those of the running event loop: a program may step a run by several, one after the other."""
+        if self._workers is None or self._workers.loop is not asyncio.get_running_loop():
+            self._workers = _Workers(self._num, self._memory_gb)
+        return self._workers
+
+
+class _Workers:
+    """`free`: those without an Episode; as many as there are `places`."""
+
+    def __init__(self, num: int, memory_gb: float) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.places = asyncio.Semaphore(num)
+        self.all = [_Worker(memory_gb) for _ in range(num)]
+        self.free = self.all[::-1]
+
+
+class _Worker:
+    """A process is started when there is something for it to do."""
+
+    def __init__(self, memory_gb: float) -> None:
+        self._memory_gb = memory_gb
+        self._process = WorkerProcess(_NAME, "rollover.workflows.worker", int(memory_gb * 1e9))
+        self._is_loaded = False
+
+    async def load(self, message: dict[str, Any]) -> None:
+        """Start the process, and have it load the function, each if need be."""
+        if not self._process.alive:
+            self._is_loaded = False
+            await self._process.start()
+        if not self._is_loaded:
+            await self._ask(message, LOAD_LIMIT_S)
+            self._is_loaded = True
+
+    async def play(self, values: dict[str, Any]) -> Answer:
+        found = await self._ask({"op": "play", "values": values})
+        try:
+            return answer_from_json(found["answer"])
+        except (LookupError, TypeError):
+            await self.kill()
+            raise WorkerFailed(f"{_NAME} said something that is no reply") from None
+
+    async def kill(self) -> None:
+        """End the process, and wait until it is gone."""
+        await self._process.kill()
+
+    async def _ask(self, message: dict[str, Any], limit_s: float | None = None) -> dict[str, Any]:
+        """The reply. After WorkerFailed, or a cancellation, there is no process that may still be at it."""
+        found: dict[str, Any] = {}
+
+        def take(reply: dict[str, Any]) -> bool:
+            found.update(reply)
+            return True
+
+        try:
+            await self._process.ask(message, take, limit_s)
+        except BaseException as error:
+            await self.kill()
+            if isinstance(error, TimeoutError):
+                raise WorkerFailed(f"{_NAME} did not load it within {limit_s:g} s") from error
+            if isinstance(error, WorkerDied):
+                raise WorkerFailed(str(error)) from error
+            if isinstance(error, BadReply):
+                raise WorkerFailed(f"{_NAME} {error}") from error
+            raise
+        if found.get("out_of_memory"):  # what filled its memory may fill it still
+            await self.kill()
+            raise WorkerFailed(f"out of memory (workflow.memory_gb = {self._memory_gb:g}): {found['error']}")
+        if "error" in found:
+            raise WorkerFailed(found["error"])
+        return found

@@ -1,0 +1,91 @@
+"""What runs in a worker process of workflow.num_processes: the user's plain function (workflows/pool.py is our end).
+
+    in   {"op": "load", "spec"}                                out  {"pid"}, or a failure
+    in   {"op": "play", "values": {"task", "base_url", ..}}    out  {"answer": null, {"reward"} or {"rewards"}}, or one
+
+In the lines and failures of rewards/child.py; a function that the parent's program handed over comes inside the message
+that loads it (rewards/travel.py). It runs in the main thread. It never limits time: the parent kills the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+from rollover.functions import OwnFunction, own_function
+from rollover.processes import limit_memory
+from rollover.rewards.inside import Replies, clear_alarm, failure_of, private_pipes
+from rollover.rewards.travel import unpacked
+from rollover.types import Reward, Task
+from rollover.workflows.function import IN_WORKER, KEY, RETURNS, checked_answer, wanted_by
+from rollover.workflows.protocol import Answer
+
+
+def main(memory_bytes: str) -> None:
+    """Serve on the standard input and output. `memory_bytes`: 0 is no limit."""
+    limit_memory(int(memory_bytes))
+    requests, replies = private_pipes()
+    sys.path[:0] = [os.getcwd()]
+    serve(requests, replies)
+
+
+def serve(requests: TextIO, replies: Replies) -> None:
+    """Answer requests until the input ends."""
+    loaded: _Loaded | None = None
+    for line in requests:
+        request = json.loads(line)
+        replies.call = request["call"]
+        try:
+            if request["op"] == "load":
+                loaded = _Loaded(request)
+                reply = {"pid": os.getpid()}
+            else:
+                assert loaded is not None
+                reply = {"answer": answer_to_json(loaded.play(request["values"]))}
+        except BaseException as error:  # boundary: the user's function, SystemExit and KeyboardInterrupt included
+            reply = failure_of(error)
+        clear_alarm()
+        replies.send(reply)
+
+
+class _Loaded:
+    """The function, and the client that its runs share."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        spec = request["spec"]
+        if "function" in request:
+            self._own = OwnFunction(unpacked(request), KEY, spec, RETURNS)
+        else:
+            self._own = own_function(KEY, spec, RETURNS)
+        self._wanted = wanted_by(self._own.function, spec, IN_WORKER)
+        self._client: Any = None
+
+    def play(self, values: dict[str, Any]) -> Answer:
+        values["task"] = Task.from_json(values["task"])
+        if "client" in self._wanted:
+            values["client"] = self._client_of(values["base_url"], values["api_key"])
+        return checked_answer(self._own.function(**{name: values[name] for name in self._wanted}), self._own)
+
+    def _client_of(self, base_url: str, api_key: str) -> Any:
+        if self._client is None:
+            import openai
+
+            self._client = openai.OpenAI(base_url=base_url, api_key="none", timeout=None)
+        return self._client.with_options(api_key=api_key)
+
+
+def answer_to_json(answer: Answer) -> dict[str, Any] | None:
+    if isinstance(answer, dict):
+        return {"rewards": {role: reward.to_json() for role, reward in answer.items()}}
+    return None if answer is None else {"reward": answer.to_json()}
+
+
+def answer_from_json(said: Any) -> Answer:
+    """The answer that `answer_to_json` was asked of. ValueError, TypeError or LookupError where there is none."""
+    if said is None:
+        return None
+    if "rewards" in said:
+        return {role: Reward(**reward) for role, reward in said["rewards"].items()}
+    return Reward(**said["reward"])

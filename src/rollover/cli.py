@@ -17,6 +17,7 @@ import itertools
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,11 +33,29 @@ _OVERRIDES = "Any key of the configuration can be set as --table.key VALUE, for 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit code. argparse itself exits (0 for --help, 2 for wrong arguments)."""
+    """Runs one verb; returns the exit code. argparse itself exits (0 for --help, 2 for wrong arguments).
+
+    None: the words of this process's command line. The process, too, then ends in bounded time.
+    """
+    if argv is not None:
+        return run_verb(argv)
+    try:
+        code = run_verb(sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if threading.active_count() > 1:
+        from rollover.ending import bound_end
+
+        bound_end(code)
+    return code
+
+
+def run_verb(argv: Sequence[str]) -> int:
+    """As `main`, of these words; an error that is none of the user's, or the machine's, is raised."""
     if reason := system.refusal():
         _complain(reason)
         return 2
-    argv = sys.argv[1:] if argv is None else argv
     try:
         parser = build_parser(argv)
         rest, overrides = split_overrides(argv, parser)

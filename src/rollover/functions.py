@@ -16,7 +16,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,16 +58,11 @@ class OwnFunction:
             raise self.failed(error) from error
 
     async def awaited(self, *args: Any) -> Any:
-        """What it returns, awaited if it is an `async def`."""
-        value = self(*args)
-        if not inspect.isawaitable(value):
-            return value
-        try:
-            return await value
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: the user's function
-            if was_cancelled(error):
-                raise
-            raise self.failed(error) from error
+        """What it returns, awaited if it is an `async def`. One that cancels itself failed, as one that raises."""
+        value, failure = await outcome_of(self.function, *args)
+        if failure is not None:
+            raise self.failed(failure) from failure
+        return value
 
     def failed(self, error: BaseException) -> FunctionError:
         """The error to raise where it raised `error`."""
@@ -126,6 +121,31 @@ def _has(made: object, member: str) -> bool:
         return True
 
 
+async def outcome_of(function: Callable[..., Any], /, *args: Any, name: str = "") -> tuple[Any, BaseException | None]:
+    """(what it returned, awaited if that is to be done; None), or (None; what it raised). `name`: of its task.
+
+    It runs in a task of its own, the only one that it can cancel: so that is told from a cancellation of who waits,
+    which is raised, as KeyboardInterrupt is.
+    """
+    try:
+        return await asyncio.create_task(_caught(function, args), name=name or None)
+    except asyncio.CancelledError as error:
+        if was_cancelled(error):
+            raise
+        return None, error
+
+
+async def _caught(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
+    """A task that SystemExit ends would end the event loop with it."""
+    try:
+        value = function(*args)
+        return (await value if inspect.isawaitable(value) else value), None
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # boundary: the user's function
+        return None, error
+
+
 def was_cancelled(error: BaseException) -> bool:
     """Whether `error` says that the present task is being cancelled: not so where the user's code raises CancelledError
     by itself."""
@@ -145,10 +165,16 @@ def explained(error: BaseException) -> str:
     except Exception:  # boundary: the user's class
         said = ""
     text = printable(" ".join(f"{type(error).__name__}: {said}".removesuffix(": ").split()))
-    frames = {_owner(frame.filename): frame for frame in traceback.extract_tb(error.__traceback__)}  # the last of each
-    frame = frames.get("user") or frames.get("installed")  # the function may be one of an installed package
-    where = f" ({_shown(frame.filename)}:{frame.lineno})" if frame is not None else ""
-    return text[:_MAX_ERROR_CHARS] + where
+    where = place_of_user((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
+    return text[:_MAX_ERROR_CHARS] + (f" ({where})" if where else "")
+
+
+def place_of_user(frames: Iterable[tuple[str, int]]) -> str:
+    """`mine.py:7`: the last of these (file name, line) that is the user's, or an installed package's, as a function may
+    be one of such; "" if none is."""
+    last = {_owner(filename): (filename, line) for filename, line in frames}
+    found = last.get("user") or last.get("installed")
+    return f"{_shown(found[0])}:{found[1]}" if found else ""
 
 
 def described(value: Any) -> str:

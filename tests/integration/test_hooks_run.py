@@ -55,6 +55,11 @@ class Cancels(Told):
     async def on_publish(self, version):
         raise asyncio.CancelledError
 
+class CancelsItself(Told):
+    async def on_publish(self, version):
+        asyncio.current_task().cancel()
+        await asyncio.sleep(60)
+
 class Evaluates(Told):
     def on_evaluate(self, row):
         if row["step"] == 2:
@@ -122,6 +127,7 @@ def test_every_hook_is_called_in_order_once(tmp_path: Path) -> None:
         ("Raises", "on_step_end", "KeyError: 'no service'", 2),
         ("Exits", "on_step_end", "SystemExit: None", 1),
         ("Cancels", "on_publish", "CancelledError", 1),
+        ("CancelsItself", "on_publish", "CancelledError", 1),
         ("Evaluates", "on_evaluate", "ValueError: worse", 2),
         ("Ends", "on_train_end", "OSError: gone", 3),
     ],

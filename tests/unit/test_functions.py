@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from rollover.config.rollout import ENVIRONMENTS
 from rollover.config.tasks import SOURCES
 from rollover.config.train import ENGINES
-from rollover.functions import load_function
+from rollover.functions import FunctionError, OwnFunction, load_function
 from rollover.trainer.build import BACKENDS
 
 COUNTS = "calls = []\ndef add(x):\n    calls.append(x)\n    return list(calls)\ndef seen():\n    return list(calls)\n"
@@ -62,3 +63,44 @@ BUILT_IN = {**ENGINES, **ENVIRONMENTS, **BACKENDS, **{kind: about.make for kind,
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_what_a_built_in_name_stands_for_is_there(name: str) -> None:
     assert callable(load_function(BUILT_IN[name], "."))
+
+
+def cancels_at_once() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+async def cancels_itself() -> None:
+    cancels_at_once()
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("function", [cancels_at_once, cancels_itself])
+def test_a_function_that_cancels_itself_failed_and_who_awaits_it_goes_on(function) -> None:
+    async def run() -> str:
+        with pytest.raises(FunctionError, match="run.hooks = 'mine' failed: CancelledError"):
+            await OwnFunction(function, "run.hooks", "mine", "nothing").awaited()
+        await asyncio.sleep(0)
+        return "goes on"
+
+    assert asyncio.run(run()) == "goes on"
+
+
+def test_who_awaits_a_function_can_be_cancelled_with_it() -> None:
+    ended: list[str] = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("waits")
+
+    async def run() -> None:
+        task = asyncio.ensure_future(OwnFunction(waits, "run.hooks", "mine", "nothing").awaited())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() and ended == ["waits"]
+
+    asyncio.run(run())

@@ -22,6 +22,7 @@ from typing import Any
 from rollover.api.settings import Arguments, Layer, Settings
 from rollover.config import Config
 from rollover.config.load import Resolved
+from rollover.ending import run_bounded
 from rollover.run.directory import RunDirectory
 from rollover.run.loop import Run, Step, running
 from rollover.run.stop import Stop, signals_to, take_signals
@@ -195,4 +196,5 @@ async def finish(session: Session) -> bool:
 def run_training(resolved: Resolved, resume: bool, command: list[str] | None = None) -> int:
     """`rollover train`: exit code. `command` is what the user typed after `train`, for the command that resumes."""
     session = Session.of(Settings(resolved), resume, command or [])
-    return 0 if asyncio.run(finish(session)) else INTERRUPTED
+    ended = run_bounded(finish(session), session.config.watchdog.grace_s)
+    return 0 if ended else INTERRUPTED

@@ -14,6 +14,7 @@ from typing import Any
 
 from rollover.api.session import Session, finish
 from rollover.api.settings import Arguments
+from rollover.ending import run_bounded
 from rollover.run.stop import signals_to
 
 _SIGNAL_S = 0.5
@@ -27,9 +28,11 @@ def train_and_wait(arguments: Arguments) -> Trained:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(train_here(arguments))
+        finish_here = _finish_on_a_loop
+    else:
+        finish_here = _finish_in_thread
     session, live = _session(arguments)
-    _finish_in_thread(session)
+    finish_here(session)
     return session.directory, live
 
 
@@ -46,6 +49,10 @@ def _session(arguments: Arguments) -> tuple[Session, dict[str, Any]]:
     return Session.of(settings, arguments.resume is not None), live
 
 
+def _finish_on_a_loop(session: Session) -> None:
+    run_bounded(finish(session), session.config.watchdog.grace_s)
+
+
 def _finish_in_thread(session: Session) -> None:
     """Wait for it. The signals go to the session; a second Ctrl-C cancels it, and raises KeyboardInterrupt here."""
     outcome: Future[None] = Future()
@@ -59,7 +66,7 @@ def _finish_in_thread(session: Session) -> None:
 
     def thread() -> None:
         try:
-            asyncio.run(body())
+            run_bounded(body(), session.config.watchdog.grace_s)
         except BaseException as error:
             outcome.set_exception(error)
         else:

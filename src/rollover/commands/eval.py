@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     config = load(args.files, overrides).config
+    from rollover.ending import run_bounded
     from rollover.files import check_output_file
     from rollover.run.evaluate import summarised
     from rollover.track.answers import print_worst, worst, write_answers
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     if args.answers is not None:
         check_output_file(args.answers, "--answers")
     to_stderr(tasks_line(config))
-    found = asyncio.run(answers_to_all(config, args.model))
+    found = run_bounded(answers_to_all(config, args.model), config.watchdog.grace_s)
     answers = found.answers
     if args.answers is not None:  # first: where every reward failed it says why
         write_answers(args.answers, answers)

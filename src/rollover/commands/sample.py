@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from typing import TYPE_CHECKING
 
 from rollover.commands.verb import Overrides, Verb, load, positive
@@ -25,7 +24,10 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
             f"workflow.environment = {config.workflow.environment!r} is reset with the columns of a task, and a prompt"
             " has none: see whole episodes with rollover eval FILE --worst 3, or remove it to see a first turn"
         )
-    for i, answer in enumerate(asyncio.run(answers(config, args.prompt, args.num))):
+    from rollover.ending import run_bounded
+
+    found = run_bounded(answers(config, args.prompt, args.num), config.watchdog.grace_s)
+    for i, answer in enumerate(found):
         print(f"--- {i + 1} of {args.num}" if args.num > 1 else "", answer.text, sep="\n" if args.num > 1 else "")
     return 0
 

@@ -3,14 +3,12 @@ built-in one or a function of the user's own that makes one."""
 
 from __future__ import annotations
 
-import asyncio
-
 from rollover.config.rollout import ENVIRONMENTS
 from rollover.envs.class_environment import ClassEnvironment
 from rollover.envs.protocol import Environment, WrongTurn, why_no_rewards, why_not_written
 from rollover.envs.setup import EnvironmentSetup as EnvironmentSetup
 from rollover.envs.single_turn import SingleTurn
-from rollover.functions import explained, make_named
+from rollover.functions import explained, make_named, outcome_of
 from rollover.types import Reward, Rollout, Segment, Task
 
 
@@ -38,13 +36,9 @@ class OwnEnvironment:
     async def next(self, rollout: Rollout) -> Segment | None:
         """WrongTurn where it answers with what cannot come next."""
         num_tokens = rollout.num_tokens
-        try:
-            answer = await self.environment.next(rollout)
-        except (SystemExit, asyncio.CancelledError) as error:  # boundary: it is an error like any other
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # by the driver, not in the environment
-            raise RuntimeError(explained(error)) from error
+        answer, failure = await outcome_of(self.environment.next, rollout)
+        if failure is not None:
+            raise failure if isinstance(failure, Exception) else RuntimeError(explained(failure)) from failure
         if answer is not None and (why := why_not_written(answer, num_tokens, self.vocab_size)) is not None:
             raise WrongTurn(
                 f"rollout.environment gave a wrong answer at rollout {rollout.rollout_id}: {why}. Mend it, and go on"
@@ -53,10 +47,9 @@ class OwnEnvironment:
         return answer
 
     async def score(self, rollouts: list[Rollout], /) -> list[Reward]:
-        try:
-            rewards = await self.environment.score(list(rollouts))
-        except (Exception, SystemExit) as error:  # boundary: the user's environment
-            return [Reward(None, error=f"rollout.environment failed: {explained(error)}")] * len(rollouts)
+        rewards, failure = await outcome_of(self.environment.score, list(rollouts))
+        if failure is not None:
+            return [Reward(None, error=f"rollout.environment failed: {explained(failure)}")] * len(rollouts)
         if (why := why_no_rewards(rewards, len(rollouts))) is not None:
             raise ValueError(
                 f"rollout.environment gave wrong rewards for group {rollouts[0].group_id}: {why}. Mend it, and go on"

@@ -96,7 +96,8 @@ class HeldOut:
                 held_out_tasks(config, say), parts.prompts.encode, parts.prompts.max_prompt_tokens
             )
         found = await self.stop.unless_requested(
-            answers_of(self._tasks, parts.engine, parts.environment, tokenizer, config, parts.stop_token_ids, say)
+            answers_of(self._tasks, parts.engine, parts.environment, tokenizer, config, parts.stop_token_ids, say),
+            config.watchdog.grace_s,
         )
         if found is None:
             return None

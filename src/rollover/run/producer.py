@@ -143,6 +143,7 @@ class OwnProducer:
     ) -> None:
         self.name, self.engine, self.stop = config.tasks.producer, engine, stop or Stop()
         self.max_staleness, self.vocab_size = config.rollout.max_staleness, vocab_size
+        self.grace_s = config.watchdog.grace_s
         self._last_group_id = -1
         make = own_function("tasks.producer", self.name, "an object with a method produce(step, version)")
         own = make(config, tokenizer, engine)
@@ -151,7 +152,7 @@ class OwnProducer:
         self._produce = OwnFunction(own.produce, "tasks.producer", self.name, "a list of Groups (of ready_group)")
 
     async def produce(self, step: int, version: int) -> list[Group] | None:
-        groups = await self.stop.unless_requested(self._produce.awaited(step, version))
+        groups = await self.stop.unless_requested(self._produce.awaited(step, version), self.grace_s)
         if self.stop.requested:
             return None
         if groups is None:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
+from rollover.rollout.strays import Strays
+
 Result = TypeVar("Result")
 Handler = Callable[[int, FrameType | None], Any]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -28,6 +30,7 @@ class Stop:
         self.requested = False
         self.on_stop: Callable[[], None] = lambda: None
         self._event = asyncio.Event()
+        self._strays = Strays()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._say: Callable[[str], None] = print
 
@@ -66,23 +69,24 @@ class Stop:
         self._event.set()
         self.on_stop()
 
-    async def unless_requested(self, work: Coroutine[Any, Any, Result]) -> Result | None:
-        """What `work` returns. A stop cancels it: then None, and neither what it has by then nor its error is used."""
+    async def unless_requested(self, work: Coroutine[Any, Any, Result], grace_s: float) -> Result | None:
+        """What `work` returns. A stop cancels it: then None, and neither what it has by then nor its error is used. One
+        that does not end within `grace_s` then is left alone."""
         task, signalled = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
         try:
             await asyncio.wait([task, signalled], return_when=asyncio.FIRST_COMPLETED)
             if not self.requested:
                 return task.result()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            self._strays.add(task)
+            await asyncio.wait([task], timeout=grace_s)
             return None
         finally:
             task.cancel()
             signalled.cancel()
 
     async def within(self, work: Coroutine[Any, Any, object], grace_s: float) -> bool:
-        """Wait for `work`, and raise its error. Once a stop is requested it has `grace_s` more; then it is cancelled.
-        Returns whether it came to its end."""
+        """Wait for `work`, and raise its error. Once a stop is requested it has `grace_s` more; then it is cancelled,
+        and left alone where it goes on for as long again. Returns whether it came to its end."""
         task, signalled = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
         try:
             await asyncio.wait([task, signalled], return_when=asyncio.FIRST_COMPLETED)
@@ -90,8 +94,8 @@ class Stop:
             if task.done():
                 task.result()
                 return True
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            self._strays.add(task)
+            await asyncio.wait([task], timeout=grace_s)
             return False
         finally:
             task.cancel()

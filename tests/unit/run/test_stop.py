@@ -91,3 +91,25 @@ def test_blocks_that_take_the_signals_may_end_in_any_order(order: tuple[int, ...
         assert got.pop() == max(still_open) and not got
         blocks[i].close()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("how", ["within", "unless_requested"])
+def test_work_that_swallows_its_cancellation_is_left_alone_after_its_grace(how: str) -> None:
+    free = asyncio.Event()
+
+    async def never_ends() -> None:
+        while not free.is_set():
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                pass
+
+    async def run() -> object:
+        stop = Stop()
+        stop.listen(lambda line: None)
+        asyncio.get_running_loop().call_later(0.01, stop.request)
+        ended = await asyncio.wait_for(getattr(stop, how)(never_ends(), 0.05), 30)
+        free.set()
+        return ended
+
+    assert not asyncio.run(run())

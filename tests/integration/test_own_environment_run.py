@@ -36,13 +36,25 @@ def scoring(score):
 
 class Exits(Quiet):
     async def next(self, rollout):
-        if rollout.group_id < 3:
+        if rollout.group_id < 2:
             sys.exit(7)
 
 class Cancelled(Quiet):
     async def next(self, rollout):
-        if rollout.group_id < 3:
+        if rollout.group_id < 2:
             raise asyncio.CancelledError
+
+class CancelsItself(Quiet):
+    async def next(self, rollout):
+        if rollout.group_id < 2:
+            asyncio.current_task().cancel()
+            await asyncio.sleep(60)
+
+    async def score(self, rollouts):
+        if rollouts[0].group_id == 2:
+            asyncio.current_task().cancel()
+            await asyncio.sleep(60)
+        return await super().score(rollouts)
 
 class Hangs(Quiet):  # at one rollout of three in the first groups; the others are told something
     async def next(self, rollout):
@@ -124,13 +136,16 @@ def test_a_wrong_answer_is_the_users_error_and_the_run_goes_on_once_it_is_mended
     check_whole(tmp_path / "run", 2)
 
 
-@pytest.mark.parametrize("name", ["Exits", "Cancelled"])
-def test_one_that_fails_at_a_turn_costs_its_group(
+@pytest.mark.parametrize("name", ["Exits", "Cancelled", "CancelsItself"])
+def test_one_that_fails_at_a_turn_each_time_costs_the_reward(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert main(["train", str(recipe(tmp_path, name))]) == 0
     assert "the environment failed at rollout" in capsys.readouterr().out
-    assert runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]["dropped/failed/groups"] >= 1
+    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["episodes/failed"] == row["episodes/retried"] >= 1 and row["dropped/failed/groups"] == 0
+    failed = [r for r in runs.records(tmp_path / "run") if r["stop_reason"] == "error"]
+    assert failed and all("the environment failed at rollout" in r["error"] for r in failed)
     check_whole(tmp_path / "run", 2)
 
 

@@ -126,11 +126,12 @@ def test_episodes_that_were_killed_go_on_as_if_nothing_had_been(tmp_path: Path) 
     assert any(r["stop_reason"] == "env_done" for r in ours.values())
 
 
-def test_a_step_that_exits_or_hangs_costs_its_group(tmp_path: Path) -> None:
+def test_a_step_that_exits_or_hangs_each_time_costs_the_reward(tmp_path: Path) -> None:
     file = recipe(tmp_path, "Hostile", workflow={"tool_timeout_s": 1.0})
     assert main(["train", str(file)]) == 0
     (*_, row) = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
-    assert row["dropped/failed/groups"] >= 1 and row["episodes/done"] > 0
+    assert row["dropped/too_few_rewards/groups"] >= 1 and row["dropped/failed/groups"] == 0 and row["episodes/done"] > 0
+    assert row["episodes/failed"] >= 3 and row["episodes/retried"] >= 3
     check_whole(tmp_path / "run", 2)
 
 

@@ -77,7 +77,10 @@ class WorkflowConfig(Table):
         only_if=("workflow.verifiers",),
     )
     retries: int = option(
-        1, "So often an agent that failed is run again for the same episode; then its reward is missing.", ge=0
+        1,
+        "So often an agent that failed is run again for the same episode, or an environment that raised is asked again"
+        " for the same rollout; then the reward is missing.",
+        ge=0,
     )
     port: int = option(
         0,
@@ -278,11 +281,11 @@ RULES: tuple[Rule, ...] = (
         )
     ),
     Inert(
-        ("workflow.timeout_s", "workflow.on_timeout"),
+        ("workflow.timeout_s", "workflow.on_timeout", "workflow.retries"),
         ("workflow.environment", "rollout.environment"),
         _nothing_answers,
         "as nothing answers the policy",
-        "Set workflow.environment",
+        f"Set workflow.environment, {_OR}",
     ),
     Inert(
         ("workflow.max_turns",),
@@ -292,7 +295,7 @@ RULES: tuple[Rule, ...] = (
         "Set one of them",
     ),
     Inert(
-        ("workflow.retries", "workflow.port", "workflow.max_tokens"),
+        ("workflow.port", "workflow.max_tokens"),
         _AGENTS,
         lambda c: not c.workflow.agent,
         f"without {_OR}",

@@ -68,6 +68,7 @@ class ClassEnvironment:
         self.user = UserClass(workflow.environment, {"question", "problem", *prompt_columns} - {""})
         self._by_turns = workflow.credit == "turn_returns"
         self.max_turns, self.max_tokens = workflow.max_turns, config.rollout.max_new_tokens
+        self.retries = workflow.retries
         self.format = build_tool_format(workflow.tool_format)
         own_format = not self.user.is_game and ":" in workflow.tool_format
         self._system_text = self.format.definitions(self.user.schemas) if own_format else ""
@@ -217,6 +218,16 @@ class ClassEnvironment:
     # Rewards
 
     async def _reward(self, rollout: Rollout) -> Reward:
+        """Where it is missing another object plays the turns, and is asked: workflow.retries times."""
+        reward = await self._reward_of_one(rollout)
+        for _ in range(self.retries):
+            if not reward.missing:
+                break
+            self._episodes.pop(_key(rollout), None)
+            reward = await self._reward_of_one(rollout)
+        return reward
+
+    async def _reward_of_one(self, rollout: Rollout) -> Reward:
         turns = sampled_turns(rollout)
         # The budget was used up in its last turn: nothing answered that.
         seen = turns[:-1] if rollout.num_tokens >= self.max_tokens else turns

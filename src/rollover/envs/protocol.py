@@ -26,8 +26,8 @@ class WrongTurn(ValueError):
 class Environment(Protocol):
     """The task's side of a rollout. Many rollouts are asked for at once, on one event loop.
 
-    Where `next` raises the rollout's group is dropped (failed); where `score` does its rewards are missing. What may
-    fail, like a tool, is better answered with tokens that say so.
+    Where `next` raises it is asked again, workflow.retries times, then the rollout's reward is missing; where `score`
+    does the rewards are. What may fail, like a tool, is better answered with tokens that say so.
     """
 
     async def next(self, rollout: Rollout) -> Segment | None:

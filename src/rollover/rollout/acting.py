@@ -1,6 +1,7 @@
 """The rollouts whose turn has ended and whose environment is at work, each a future of what it writes.
 
     turn ended ──▶ begin ──▶ the environment's answer ──▶ end ──▶ appended
+                     ├── it raises ──▶ asked again, workflow.retries times ──▶ end raises EnvironmentFailed
                      └── longer than the limit, over all turns ──▶ it ends with StopReason.TIMEOUT
 
 Owns those futures, and how long each rollout's environment has worked. That is its own time: what the rollout waits for
@@ -12,11 +13,13 @@ that writes the next tokens.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from rollover.config.workflow import WorkflowConfig
 from rollover.envs.protocol import WrongTurn
+from rollover.functions import explained, was_cancelled
 from rollover.rollout.strays import Strays
 from rollover.rollout.turn import as_shown, ending
 from rollover.types import Rollout, Segment, StopReason
@@ -26,10 +29,11 @@ Actor = Callable[[Rollout], Awaitable[Segment | None]]
 Answering = asyncio.Future[Segment | None]
 
 _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 8, 1.0
+_MOST_SAID = 20  # causes of failures; errors may have random texts
 
 
 class EnvironmentFailed(ValueError):
-    """The environment raised at a rollout."""
+    """The environment raised at a rollout, as often as it was asked."""
 
 
 @dataclass(slots=True)
@@ -40,16 +44,18 @@ class _Act:
 
 
 class Acting:
-    """Of one driver, or of one evaluation. `say` prints a line when the first one takes too long.
+    """Of one driver, or of one evaluation. `say` prints a line when the first one takes too long, or fails.
 
-    `num_ended`: rollouts that ended with an answer; `num_timed_out`: those among them that were given up.
+    `num_ended`: rollouts that ended with an answer; `num_timed_out`: those among them that were given up; `num_failed`:
+    those whose environment failed for good; `num_retried`: how often it was asked again.
     """
 
     def __init__(self, actor: Actor, workflow: WorkflowConfig, say: Callable[[str], None]) -> None:
         self.actor, self.workflow, self.say = actor, workflow, say
-        self.num_ended = self.num_timed_out = 0
+        self.num_ended = self.num_timed_out = self.num_failed = self.num_retried = 0
         self._acts: dict[Answering, _Act] = {}
         self._used: dict[str, float] = {}  # seconds, by rollout id
+        self._said: set[str] = set()  # causes of failures, without their numbers
         self._strays = Strays()
         self._pause_s = min(workflow.timeout_s / _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S)
         self._looking: asyncio.Task[None] | None = None
@@ -64,7 +70,7 @@ class Acting:
 
     def begin(self, rollout: Rollout) -> Answering:
         """Ask for what comes next."""
-        task = asyncio.ensure_future(self.actor(as_shown(rollout)))
+        task = asyncio.ensure_future(self._answer(rollout))
         self._acts[task] = _Act(rollout, asyncio.get_running_loop().time())
         self._look_on()
         return task
@@ -84,7 +90,7 @@ class Acting:
         return sorted(done, key=lambda item: (item[0].group_id, item[0].sibling))
 
     def end(self, task: Answering) -> Segment | None:
-        """Take the answer, which is there. EnvironmentFailed where it raised; WrongTurn, which ends the run."""
+        """Take the answer, which is there. EnvironmentFailed where it raised every time; WrongTurn ends the run."""
         self._count(task, asyncio.get_running_loop().time())
         rollout = self._acts.pop(task).rollout
         self._look_on()
@@ -93,14 +99,19 @@ class Acting:
         except WrongTurn:
             raise
         except (Exception, asyncio.CancelledError) as error:  # boundary: it fails its rollout, not the run
-            why = f"the environment failed at rollout {rollout.rollout_id} ({type(error).__name__}: {error})"
-            raise EnvironmentFailed(why) from error
+            self.num_failed += 1
+            raise EnvironmentFailed(self._told_of(rollout, error, "its reward is missing")) from error
         self.num_ended += answer is None or answer.stop_reason is not StopReason.PAUSED
         return answer
 
     def stats(self) -> dict[str, float]:
         """Cumulative counters."""
-        return {"episodes/ended": float(self.num_ended), "episodes/timeout": float(self.num_timed_out)}
+        return {
+            "episodes/ended": float(self.num_ended),
+            "episodes/timeout": float(self.num_timed_out),
+            "episodes/failed": float(self.num_failed),
+            "episodes/retried": float(self.num_retried),
+        }
 
     def forget(self, rollout_ids: Iterable[str]) -> None:
         """They left the system: nobody waits for their answers."""
@@ -122,6 +133,29 @@ class Acting:
         return tasks
 
     # Private
+
+    async def _answer(self, rollout: Rollout) -> Segment | None:
+        """What the environment writes, which is asked again where it raises: its answers depend on the tokens alone."""
+        for left in reversed(range(self.workflow.retries + 1)):
+            try:
+                return await self.actor(as_shown(rollout))
+            except WrongTurn:
+                raise
+            except (Exception, asyncio.CancelledError) as error:  # boundary: the user's environment
+                if not left or was_cancelled(error):
+                    raise
+                self.num_retried += 1
+                self._told_of(rollout, error, "it is asked again")
+        raise AssertionError("it is asked once at least")
+
+    def _told_of(self, rollout: Rollout, error: BaseException, then: str) -> str:
+        """Why it failed; said where nothing alike was said before."""
+        why = f"the environment failed at rollout {rollout.rollout_id} ({explained(error)})"
+        kind = re.sub(r"\d+", "0", f"{explained(error)}: {then}")
+        if kind not in self._said and len(self._said) < _MOST_SAID:
+            self._said.add(kind)
+            self.say(f"{why}: {then}; later ones are counted (episodes/failed, episodes/retried)")
+        return why
 
     def _look_on(self) -> None:
         """Somebody looks at the time while, and only while, anything is under way."""

@@ -5,6 +5,8 @@ Owns how many in a row are too many, and what the user is told. Failures are dat
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 
 from rollover.rollout.lifecycle import Lifecycle
@@ -12,6 +14,7 @@ from rollover.types import DropReason, Reward
 
 # So many steps' worth of groups in a row that a reward service, or the engine, must be down.
 _MAX_FAILED_STEPS = 4
+_MOST_CAUSES = 3  # of missing rewards, told
 
 
 class FailureLimit:
@@ -23,6 +26,8 @@ class FailureLimit:
     def __init__(self, lifecycle: Lifecycle, max_failures: int = 1) -> None:
         self._lifecycle, self._max_failures = lifecycle, max_failures
         self._num_failed = self._num_given_up = self._num_filtered = self._num_engine_failures = 0
+        self._causes: Counter[str] = Counter()  # of missing rewards of groups in a row, without numbers
+        self._texts: dict[str, str] = {}
 
     def on_answer(self) -> None:
         """The engine answered an extension."""
@@ -50,7 +55,8 @@ class FailureLimit:
         self._num_given_up = 0
 
     def on_ready(self) -> None:
-        self._num_failed = self._num_filtered = 0
+        self._num_filtered = 0
+        self._forget_failed()
 
     def on_dropped(self, reason: DropReason, rewards: Sequence[Reward]) -> None:
         """A group was dropped with these rewards.
@@ -60,24 +66,39 @@ class FailureLimit:
         if reason is DropReason.TOO_FEW_REWARDS:
             self._on_failed(rewards)
             return
-        self._num_failed = 0
+        self._forget_failed()
         if reason is DropReason.FILTERED:
             self._on_filtered(rewards)
 
     def _on_failed(self, rewards: Sequence[Reward]) -> None:
         lifecycle = self._lifecycle
         self._num_failed += 1
+        for error in (reward.error or "no reason given" for reward in rewards if reward.missing):
+            cause = re.sub(r"\d+", "0", error)
+            self._causes[cause] += 1
+            self._texts[cause] = error
         config, num_failed = lifecycle.config, self._num_failed
         ledger, held = lifecycle.ledger, lifecycle.cache.groups.values()
         started = ledger.trained.groups > 0 or ledger.filtered.total() > 0 or any(g.ready for g in held)
         if num_failed < config.groups_per_step * (_MAX_FAILED_STEPS if started else 1):
             return
-        error = next((r.error for r in rewards if r.missing), None)
         raise ValueError(
             f"rewards: none of {'the last' if started else 'the first'} {num_failed} groups got rewards.min_valid ="
-            f" {lifecycle.min_valid_rewards} valid rewards of {config.rollouts_per_group}; the last error is: {error}."
-            " Fix the reward function, and go on with --resume"
+            f" {lifecycle.min_valid_rewards} valid rewards of {config.rollouts_per_group}; {self._told_causes()}. Mend"
+            " that, and go on with --resume"
         )
+
+    def _told_causes(self) -> str:
+        """Why rewards are missing, the commonest reasons first."""
+        if not self._causes:
+            return "no reward is missing, so no role has so many trajectories in a group"
+        told = [f"{self._texts[cause]} ({num} times)" for cause, num in self._causes.most_common(_MOST_CAUSES)]
+        return f"{self._causes.total()} are missing: {'; '.join(told)}"
+
+    def _forget_failed(self) -> None:
+        self._num_failed = 0
+        self._causes.clear()
+        self._texts.clear()
 
     def _on_filtered(self, rewards: Sequence[Reward]) -> None:
         """Every group of many steps in a row was dropped by a filter: nothing says that another one will be kept."""

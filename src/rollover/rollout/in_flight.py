@@ -24,7 +24,7 @@ from rollover.rollout.lifecycle import Lifecycle, acting_in
 from rollover.rollout.requests import Requests
 from rollover.rollout.scorings import Scoring, Scorings
 from rollover.rollout.strays import Strays
-from rollover.rollout.turn import is_asked, to_append
+from rollover.rollout.turn import ending, is_asked, to_append
 from rollover.rollout.watchdog import Watchdog, salvaged
 from rollover.types import DropReason, Group, Rollout, RolloutState, Segment, StopReason
 from rollover.workflows.episodes import Episodes
@@ -57,8 +57,8 @@ class InFlight:
         self.strays = Strays()
         self.hosting: Hosting | None = None
         if isinstance(environment, Episodes):
-            # An agent has a clock of its own: while one of its Rollouts acts it may wait for another one's turn.
-            workflow = workflow.model_copy(update={"timeout_s": math.inf})
+            # An agent has retries and a clock of its own: one of its Rollouts may act while another one has a turn.
+            workflow = workflow.model_copy(update={"timeout_s": math.inf, "retries": 0})
             self.hosting = Hosting(lifecycle, environment, self._forget)
         self.acting = Acting(environment.next, workflow, say)
         self.scorings = Scorings(environment, workflow, watchdog, self.strays)
@@ -180,7 +180,7 @@ class InFlight:
             self._on_failure(rollout, failure)
             return self.requests.nothing_for(rollout)
 
-    def _on_failure(self, rollout: Rollout, failure: ValueError) -> None:
+    def _on_failure(self, rollout: Rollout, failure: ExtendFailed) -> None:
         if rollout.group_id not in self._dropping:
             self.say(f"{failure}: its group is dropped (failed)")
         self.drop_soon(rollout.group_id, DropReason.FAILED)
@@ -200,8 +200,8 @@ class InFlight:
         try:
             answer = self.acting.end(task)
         except EnvironmentFailed as failure:
-            self._on_failure(rollout, failure)
-            return
+            self.scorings.failures[rollout.rollout_id] = str(failure)
+            answer = ending(rollout, StopReason.ERROR)
         self._on_stop(
             rollout, self.lifecycle.append(rollout, to_append(rollout, answer, self.requests.config.max_new_tokens))
         )

@@ -29,22 +29,25 @@ class ToScore(NamedTuple):
 class Scorings:
     """Of one driver. `tasks`: what is under way, in the order in which it began.
 
-    What `environment` took too long over is not scored by it, but as `workflow` says.
+    What `environment` took too long over, or failed at, is not scored by it: the first gets what `workflow` says, the
+    second no reward. `failures`: why it failed, by the id of a rollout that is to be scored next.
     """
 
     def __init__(self, environment: Environment, workflow: WorkflowConfig, watchdog: Watchdog, strays: Strays) -> None:
         self.environment, self.workflow = environment, workflow
         self.watchdog, self.strays = watchdog, strays
         self.tasks: dict[Scoring, ToScore] = {}
+        self.failures: dict[str, str] = {}
 
     def begin(self, group: Group) -> None:
         """Score what has stopped of a group: one by one if that may be, else together once the group is complete."""
         under_way = {r.rollout_id for scored in self.tasks.values() for r in scored.rollouts}
         left = [r for r in group.rollouts if r.state is RolloutState.SCORING and r.rollout_id not in under_way]
-        late = [r for r in left if r.stop_reason is StopReason.TIMEOUT]
-        for rollout in late:
-            self.give(ToScore([rollout], rollout.rollout_id), reward_of_time_out(self.workflow))
-        left = [r for r in left if r not in late]
+        for rollout in left:
+            if (reward := self._reward_unasked(rollout)) is not None:
+                self.give(ToScore([rollout], rollout.rollout_id), reward)
+                under_way.add(rollout.rollout_id)
+        left = [r for r in left if r.rollout_id not in under_way]
         if self.environment.scores_singly(group.task):
             for rollout in left:
                 self._begin(ToScore([rollout], rollout.rollout_id))
@@ -78,6 +81,14 @@ class Scorings:
         self.strays.add(task)
 
     # Private
+
+    def _reward_unasked(self, rollout: Rollout) -> Reward | None:
+        """Of a rollout that its environment did not end; None: it is asked for the reward."""
+        if rollout.stop_reason is StopReason.TIMEOUT:
+            return reward_of_time_out(self.workflow)
+        if rollout.stop_reason is StopReason.ERROR:
+            return Reward(None, error=self.failures.pop(rollout.rollout_id, "the environment failed at it"))
+        return None
 
     def _begin(self, scored: ToScore) -> None:
         self.tasks[asyncio.ensure_future(self.environment.score(list(scored.rollouts)))] = scored

@@ -83,7 +83,7 @@ METRICS: list[Metric] = [
         "dropped/{reason}/groups",
         "counter",
         "groups",
-        "Groups dropped for this reason (masked: 0, its tokens are of trained groups), cumulative.",
+        "Groups dropped for this reason (masked, abandoned: 0, their tokens are of trained groups), cumulative.",
     ),
     Metric("dropped/{reason}/tokens", "counter", "tokens", "Sampled tokens dropped for this reason, cumulative."),
     Metric(
@@ -148,6 +148,8 @@ METRICS: list[Metric] = [
     Metric("rollouts/acting", "last", "rollouts", "Rollouts whose environment is at work at the end of the step."),
     Metric("episodes/ended", "counter", "episodes", "Those that ended with what their environment or function did."),
     Metric("episodes/timeout", "counter", "episodes", "Of them: given up at workflow.timeout_s, cumulative."),
+    Metric("episodes/failed", "counter", "rollouts", "Rollouts at which the environment failed each time, cumulative."),
+    Metric("episodes/retried", "counter", "turns", "Turns that an environment failed at, and was asked again."),
     Metric("episodes/timeout_share", "mean", "share", "Share of those that ended in this step that were given up so."),
     Metric("rollouts/resumed", "counter", "rollouts", "Times that an unfinished rollout was continued."),
     Metric(

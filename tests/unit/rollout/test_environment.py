@@ -141,18 +141,27 @@ class Broken(Dialogue):
         return self.answer(rollout)
 
 
-def test_an_environment_that_fails_at_a_rollout_costs_its_group_and_no_token_is_lost() -> None:
+def test_one_that_fails_is_asked_again_and_costs_the_reward_of_its_rollout_alone() -> None:
+    asked: Counter[str] = Counter()
+
     def fail(rollout: Rollout) -> Segment | None:
-        if rollout.rollout_id == "0-1":
+        asked[rollout.rollout_id] += 1
+        if rollout.rollout_id == "0-1" or (rollout.rollout_id == "1-1" and asked["1-1"] == 1):
             raise OSError("no such tool")
         return None
 
-    run = dialogue(Broken(fail), **PARTIAL)
+    run = dialogue(Broken(fail), workflow=WorkflowConfig(retries=2), group_size=3)
     (groups,) = run.steps(1)
-    assert 0 not in {g.group_id for g in groups} and groups
-    assert run.said == ["the environment failed at rollout 0-1 (OSError: no such tool): its group is dropped (failed)"]
-    dropped = run.ledger.dropped[DropReason.FAILED]
-    assert dropped.groups == 1 and dropped.tokens >= 3, "the turn that it failed at counts"
+    assert asked["0-1"] == 3 and asked["1-1"] == 2 and [g.group_id for g in groups] == [0, 1]
+    rollouts = {r.rollout_id: r for g in groups for r in g.rollouts}
+    failed = rollouts.pop("0-1")
+    assert failed.reward is not None and failed.reward.missing and failed.stop_reason is StopReason.ERROR
+    assert str(failed.reward.error).startswith("the environment failed at rollout 0-1 (OSError: no such tool (")
+    assert all(r.reward == Reward(float(sum(r.token_ids()))) for r in rollouts.values())
+    stats = run.driver.in_flight.acting.stats()
+    assert stats["episodes/failed"] == 1 and stats["episodes/retried"] == 3
+    again, missing = run.said
+    assert "): it is asked again; later ones are counted" in again and "): its reward is missing; later" in missing
 
 
 def test_an_environment_that_always_fails_ends_the_run() -> None:
@@ -160,7 +169,9 @@ def test_an_environment_that_always_fails_ends_the_run() -> None:
         raise OSError("no such tool")
 
     run = dialogue(Broken(fail))
-    with pytest.raises(ValueError, match="groups were dropped because"):
+    with pytest.raises(
+        ValueError, match="none of the first 2 groups .* 4 are missing: the environment failed .* such tool"
+    ):
         run.steps(1)
     run.check()
 

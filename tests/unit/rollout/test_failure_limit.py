@@ -42,3 +42,25 @@ def test_a_group_with_rewards_begins_the_count_of_failed_ones_anew() -> None:
     told.on_dropped(DropReason.TOO_FEW_REWARDS, failed)
     with pytest.raises(ValueError, match="none of the first 3 groups"):
         told.on_dropped(DropReason.TOO_FEW_REWARDS, failed)
+
+
+def test_the_causes_of_missing_rewards_are_told_the_commonest_first() -> None:
+    told = failure_limit()
+    of = [
+        [Reward(None, error=f"no page {i}"), Reward(None, error=f"timed out after {i} s"), Reward(1.0)]
+        for i in range(3)
+    ]
+    for rewards in (of[0], [*of[1], *of[1][1:]]):
+        told.on_dropped(DropReason.TOO_FEW_REWARDS, rewards)
+    with pytest.raises(ValueError) as raised:
+        told.on_dropped(DropReason.TOO_FEW_REWARDS, of[2])
+    assert "; 7 are missing: timed out after 2 s (4 times); no page 2 (3 times). Mend that, and go on" in str(
+        raised.value
+    )
+
+
+def test_roles_that_are_too_rare_are_told_where_no_reward_is_missing() -> None:
+    told = failure_limit()
+    with pytest.raises(ValueError, match="no reward is missing, so no role has so many trajectories in a group"):
+        for _ in range(3):
+            told.on_dropped(DropReason.TOO_FEW_REWARDS, [Reward(1.0), Reward(0.0)])

@@ -43,7 +43,8 @@ class StopReason(enum.Enum):
     REPETITION = "repetition"
     ENV_DONE = "env_done"
     TIMEOUT = "timeout"  # the environment worked for longer than workflow.timeout_s
-    ERROR = "error"
+    ABANDONED = "abandoned"  # the agent of a workflow gave up a call of it
+    ERROR = "error"  # the environment failed at it, workflow.retries times and once
 
     __hash__ = object.__hash__  # as above
 
@@ -55,11 +56,12 @@ class DropReason(enum.Enum):
     TOO_FEW_REWARDS = "too_few_rewards"
     FILTERED = "filtered"  # by one of [filters]: it has its rewards, and would teach nothing
     STALLED = "stalled"  # by the watchdog: a rollout that got no token in time, though it was tried again
-    FAILED = "failed"  # the engine failed at a rollout (watchdog.max_failures), or its environment did
+    FAILED = "failed"  # the engine failed at a rollout (watchdog.max_failures)
     RESTARTED = "restarted"  # rollouts of an Episode that failed, or was interrupted, and began again; no group
     ROLLED_BACK = "rolled_back"  # it cannot be trained in bound any more, since the steps after a checkpoint were lost
     BASELINE = "baseline"  # tokens of greedy rollouts of trained groups: compared with, never trained
     MASKED = "masked"  # tokens of trained groups that left the loss: rollout.on_stale = "mask"
+    ABANDONED = "abandoned"  # tokens of rollouts of trained groups with a call that their agent gave up
 
 
 @dataclass(frozen=True, slots=True)

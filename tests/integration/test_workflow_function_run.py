@@ -14,7 +14,7 @@ from rollover.checkpoint.store import CheckpointStore
 from rollover.cli import main
 
 FUNCTIONS = """
-import asyncio, os, signal
+import asyncio, json, os, signal, threading
 from pathlib import Path
 
 import rollover
@@ -76,6 +76,53 @@ async def late(task, episode):
     reply = await episode.trajectory().chat(task.messages)
     if episode.episode_id.endswith("-0"):
         await asyncio.sleep(60)
+    return sum(c.isdigit() for c in reply.text) / 20
+
+async def never_ends(task, episode):
+    await episode.trajectory().chat(task.messages)
+    threading.Thread(target=threading.Event().wait, name="left").start()
+    swallowing.append(asyncio.ensure_future(swallows()))
+    return 1.0 if int(task.columns["answer"]) % 2 else 0.0
+
+swallowing = []
+
+async def swallows():
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except BaseException:
+            pass
+
+async def asks_on(task, episode):
+    trajectory = episode.trajectory()
+    if episode.episode_id.endswith("-0"):
+        while True:  # without an await of its own
+            try:
+                await trajectory.chat("no messages")
+            except BaseException:
+                pass
+    reply = await trajectory.chat(task.messages)
+    return sum(c.isdigit() for c in reply.text) / 20
+
+async def gives_up(task, episode):
+    try:
+        await asyncio.wait_for(episode.trajectory().chat(task.messages), 0.001)
+    except TimeoutError:
+        pass
+    reply = await episode.trajectory().chat([*task.messages, user("again")])
+    return sum(c.isdigit() for c in reply.text) / 20
+
+async def hangs_up(task, base_url, api_key, episode):
+    host, port = base_url.removeprefix("http://").removesuffix("/v1").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"model": "policy", "messages": list(task.messages)})
+    writer.write(
+        f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: a\\r\\nAuthorization: Bearer {api_key}\\r\\n"
+        f"Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode()
+    )
+    await writer.drain()
+    writer.close()
+    reply = await episode.trajectory().chat([*task.messages, user("again")])
     return sum(c.isdigit() for c in reply.text) / 20
 
 def plain(task):
@@ -195,6 +242,40 @@ def test_episodes_that_were_killed_begin_again(tmp_path: Path) -> None:
     again = [episode for pid, episode in asked if pid != asked[0][0]]
     assert before & set(again) and len(again) == len(set(again))
     assert runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]["dropped/restarted/tokens"] > 0
+
+
+def test_agents_that_never_end_are_named_and_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    file = recipe(tmp_path, "never_ends", steps=1, watchdog={"grace_s": 1.5})
+    done = runs.rollover("train", file, timeout=120)
+    assert done.returncode == 0, done.stderr
+    check_whole(tmp_path / "run", 1)
+    waits = done.stderr.index("the run is over. It waits for what was cancelled, 1.5 s at most: ")
+    assert "agents.py:" in done.stderr[waits:].splitlines()[0]
+    assert "s (watchdog.grace_s): left behind" in done.stderr and "the thread left" in done.stderr
+    assert done.stderr.rstrip().endswith("did not end within 1.5 s (watchdog.grace_s): the process ends all the same")
+
+
+@pytest.mark.parametrize("name", ["gives_up", "hangs_up"])
+def test_tokens_of_calls_that_were_given_up_are_abandoned(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("openai")
+    file = recipe(tmp_path, name, steps=2)
+    assert main(["train", str(file)]) == 0
+    check_whole(tmp_path / "run", 2)
+    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    given_up = [r for r in runs.records(tmp_path / "run") if r["stop_reason"] == "abandoned"]
+    assert given_up and all(r["score"] is None for r in given_up)
+    tokens = sum(len(r["token_ids"]) for r in given_up if r["outcome"] == "trained")
+    assert row["dropped/abandoned/tokens"] == tokens > 0 and row["dropped/abandoned/groups"] == 0
+
+
+def test_an_agent_that_asks_on_after_every_refusal_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:
+    file = recipe(
+        tmp_path, "asks_on", steps=1, workflow={"timeout_s": 0.5}, rewards={"min_valid": 2}, watchdog={"grace_s": 0.5}
+    )
+    done = runs.rollover("train", file, timeout=120)
+    assert done.returncode == 0, done.stderr
+    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["episodes/timeout"] >= 3 and row["episodes/done"] >= 6
 
 
 @pytest.mark.parametrize(

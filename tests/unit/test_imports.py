@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A part may import parts of its own level and below.
 LEVELS = [
     {"types", "staleness", "trajectories"},
-    {"alike", "config", "files", "functions", "live_objects", "processes", "system"},
+    {"alike", "config", "ending", "files", "functions", "live_objects", "processes", "system"},
     {"models"},
     {"algorithms", "engine", "envs", "rewards", "tasks", "weights", "workflows"},
     {"rollout", "recipes"},
@@ -31,6 +31,7 @@ LEVELS = [
 LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 
 MAY_ASYNCIO = (
+    "ending.py",
     "functions.py",
     "trainer/local_backend.py",
     "trainer/tinker_backend.py",
@@ -47,7 +48,9 @@ MAY_ASYNCIO = (
     "rollout/strays.py",
     "rollout/hosting.py",
     "workflows/agent_clock.py",
+    "workflows/episode.py",
     "workflows/episodes.py",
+    "workflows/large_calls.py",
     "workflows/player.py",
     "workflows/pool.py",
     "workflows/command.py",

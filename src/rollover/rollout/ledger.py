@@ -15,7 +15,7 @@ from typing import Any
 
 from rollover.rollout.cache import RolloutCache
 from rollover.staleness import EVERY_VERSION
-from rollover.types import DropReason, Group, Rollout, RolloutState, Segment
+from rollover.types import DropReason, Group, Rollout, RolloutState, Segment, StopReason
 
 
 @dataclass(slots=True)
@@ -63,8 +63,8 @@ class Ledger:
     def on_consume(self, group: Group, oldest_in_loss: int = EVERY_VERSION) -> None:
         """The group leaves for training.
 
-        Its tokens count as trained, but for those of a greedy baseline, dropped(baseline), and those of policy versions
-        below `oldest_in_loss`, dropped(masked).
+        Its tokens count as trained, but for those of a greedy baseline, dropped(baseline), those of a rollout with a
+        call that was given up, dropped(abandoned), and those of versions below `oldest_in_loss`, dropped(masked).
         """
         self._add_trained(group, oldest_in_loss, 1)
 
@@ -74,10 +74,13 @@ class Ledger:
 
     def _add_trained(self, group: Group, oldest_in_loss: int, times: int) -> None:
         self.trained.add(group, times)
+        sampled = [r for r in group.rollouts if not r.greedy]
         baseline = sum(r.num_sampled_tokens for r in group.rollouts if r.greedy)
         self._not_trained(DropReason.BASELINE, times * baseline)
+        abandoned = [r for r in sampled if r.stop_reason is StopReason.ABANDONED]
+        self._not_trained(DropReason.ABANDONED, times * sum(r.num_sampled_tokens for r in abandoned))
         if oldest_in_loss > EVERY_VERSION:
-            segments = [s for r in group.rollouts if not r.greedy for s in r.segments if s.trainable]
+            segments = [s for r in sampled if r not in abandoned for s in r.segments if s.trainable]
             masked = sum(len(s) for s in segments if s.policy_version < oldest_in_loss)
             self._not_trained(DropReason.MASKED, times * masked)
 

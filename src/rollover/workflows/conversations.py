@@ -82,10 +82,13 @@ class Conversations:
         """How many turns of each have ended, by id and in that order."""
         return {rollout_id: of.num_turns for rollout_id, of in self._open.items()}
 
-    def place_of(self, call: Call) -> Continues | Opens:
-        """Where the call belongs. CallRefused where its messages cannot be made tokens."""
+    def place_of(self, call: Call, chats: Chats | None = None) -> Continues | Opens:
+        """Where the call belongs. CallRefused where its messages cannot be made tokens. `chats`: for another thread."""
+        chats = chats or self.chats
         try:
-            return self._place_of_messages(call) if call.messages is not None else self._place_of_prompt(call)
+            if call.messages is not None:
+                return self._place_of_messages(call, chats)
+            return self._place_of_prompt(call, chats)
         except CallRefused:
             raise
         except ValueError as error:
@@ -115,9 +118,9 @@ class Conversations:
 
     # Private
 
-    def _place_of_messages(self, call: Call) -> Continues | Opens:
+    def _place_of_messages(self, call: Call, chats: Chats) -> Continues | Opens:
         assert call.messages is not None
-        chat = self.chats.of(call.tools)
+        chat = chats.of(call.tools)
         said = [of.said for of in self._open.values() if of.said is not None]
         found = match(call.messages, call.tools, said, lambda role: role in _FOLLOWERS and chat.fit(role).exact)
         if found.key is not None:
@@ -130,16 +133,14 @@ class Conversations:
                 return Opens(tuple(chat.prompt(_known(call.messages))), Break.TEMPLATE)
         return Opens(tuple(chat.prompt(_known(call.messages))), found.reason)
 
-    def _place_of_prompt(self, call: Call) -> Continues | Opens:
+    def _place_of_prompt(self, call: Call, chats: Chats) -> Continues | Opens:
         """Token ids, or a text, that begin with all tokens of a Rollout and go on, continue it."""
         prompt = call.prompt
-        ids = tuple(self.chats.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else tuple(prompt or ())
+        ids = tuple(chats.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else tuple(prompt or ())
         if not ids:
             raise CallRefused("the prompt has no token", "prompt")
-        if (wrong := next((i for i in ids if not 0 <= i < self.chats.vocab_size), None)) is not None:
-            raise CallRefused(
-                f"{wrong} is no token id: those of the model are 0 to {self.chats.vocab_size - 1}", "prompt"
-            )
+        if (wrong := next((i for i in ids if not 0 <= i < chats.vocab_size), None)) is not None:
+            raise CallRefused(f"{wrong} is no token id: those of the model are 0 to {chats.vocab_size - 1}", "prompt")
         for rollout_id, of in self._open.items():
             so_far = () if of.rollout is None else (*of.rollout.prompt_ids, *of.rollout.token_ids())
             if so_far and len(ids) > len(so_far) and ids[: len(so_far)] == so_far:

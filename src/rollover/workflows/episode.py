@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from rollover.workflows.function import as_reward
 from rollover.workflows.protocol import Answer
 
 Ask = Callable[["EpisodeTrajectory", Call], Awaitable[Reply]]
+_PAUSE_S = 0.02  # before a call is refused
 
 
 class EpisodeTrajectory:
@@ -30,6 +32,7 @@ class EpisodeTrajectory:
         self.role, self.api_key, self.conversations = role, api_key, Conversations(chats)
         self.index: int | None = None
         self._ask, self._reward, self._advantage = ask, None, None
+        self.placing = asyncio.Lock()  # one call after the other finds its Rollout
 
     async def chat(
         self,
@@ -44,7 +47,11 @@ class EpisodeTrajectory:
         Messages that begin with those of an earlier call and its answer continue it, token by token. CallRefused where
         the call cannot be answered: BudgetUsedUp of them where no token or turn is left.
         """
-        return await self._ask(self, _checked(messages, tools, max_tokens, stop))
+        try:
+            return await self._ask(self, _checked(messages, tools, max_tokens, stop))
+        except CallRefused:
+            await asyncio.sleep(_PAUSE_S)  # who asks on and on leaves the event loop to the others
+            raise
 
     @property
     def reward(self) -> Reward | None:

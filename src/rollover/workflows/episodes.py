@@ -19,6 +19,7 @@ from rollover.envs.protocol import TurnOptions
 from rollover.types import Reward, Rollout, SamplingParams, Segment, Task, episode_name
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episode_calls import EpisodeCalls
+from rollover.workflows.large_calls import LargeCalls
 from rollover.workflows.matching import Break
 from rollover.workflows.player import Host, Limits, Place, Player
 from rollover.workflows.protocol import Workflow
@@ -39,6 +40,7 @@ class Episodes:
 
     def __init__(self, function: Workflow, chats: Chats, limits: Limits, sampling: SamplingParams) -> None:
         self.function, self.chats, self.limits = function, chats, limits
+        self.large_calls = LargeCalls(chats, limits.max_prompt_tokens + limits.max_new_tokens)
         self.host: Host | None = None
         self.calls = EpisodeCalls(chats.tokenizer, sampling)
         self.notice = "" if (fit := chats.of(()).fit("user")).exact else f"{fit.why}: every call opens a rollout"

@@ -12,19 +12,20 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rollover.envs.protocol import TurnOptions, written
-from rollover.functions import explained
+from rollover.functions import explained, outcome_of
 from rollover.trajectories import divided
-from rollover.types import Reward, Rollout, Segment, Task, episode_name
+from rollover.types import Reward, Rollout, Segment, StopReason, Task, episode_name
 from rollover.workflows.agent_clock import AgentClock
 from rollover.workflows.calls import BudgetUsedUp, Call, Reply, UnknownKey
 from rollover.workflows.conversations import Chats, Continues, Opens
 from rollover.workflows.episode import Episode, EpisodeTrajectory, give
+from rollover.workflows.large_calls import LargeCalls
 from rollover.workflows.matching import turn_key
-from rollover.workflows.protocol import Answer, Workflow
+from rollover.workflows.protocol import Workflow
 from rollover.workflows.token_budget import TokenBudget
 
 MODEL = "policy"
@@ -78,6 +79,7 @@ class Surroundings(Protocol):
 
     function: Workflow
     chats: Chats
+    large_calls: LargeCalls
     limits: Limits
     base_url: str
     counts: Counter[str]
@@ -147,20 +149,20 @@ class Player:
                 "chat is awaited on the event loop of the workflow, which runs in no other thread. What"
                 " runs in a thread asks over HTTP (parameters base_url and api_key)"
             )
-        with self._clock.waiting():
-            most = self.around.limits.max_new_tokens
-            room = await self._tokens.room(most if call.max_tokens is None else min(most, call.max_tokens))
-            if self.over:
-                raise UnknownKey(f"episode {self.episode.episode_id} has ended: it can make no calls")
-            try:
-                rollout_id = self._take_place(trajectory, call, room)
-            except BudgetUsedUp:
-                self._refused = True
-                raise
-            self._num_turns += 1
-            self._tokens.begin(rollout_id, room)
-            playing = self._playing[rollout_id] = _Playing(trajectory, asyncio.get_running_loop().create_future())
-            return await playing.reply
+        try:
+            with self._clock.waiting():
+                async with trajectory.placing:
+                    place = await self.around.large_calls.place_of(call, trajectory.conversations)
+                    most = self.around.limits.max_new_tokens
+                    room = await self._tokens.room(most if call.max_tokens is None else min(most, call.max_tokens))
+                    rollout_id = self._take_place(trajectory, call, place, room)
+                self._num_turns += 1
+                self._tokens.begin(rollout_id, room)
+                playing = self._playing[rollout_id] = _Playing(trajectory, asyncio.get_running_loop().create_future())
+                return await playing.reply
+        except BudgetUsedUp:
+            self._refused = True
+            raise
 
     def of_model(self, trajectory: EpisodeTrajectory, role: str) -> EpisodeTrajectory:
         """The trajectory of another role, for an agent that can say the role by the model's name alone."""
@@ -184,7 +186,7 @@ class Player:
         if not playing.reply.done():
             playing.reply.set_result(reply)
         if self.over and not self._restarts:
-            return None
+            return self._abandoned(rollout)
         waiting = _Waiting(rollout, asyncio.get_running_loop().create_future())
         self._waiting[rollout.rollout_id] = waiting
         self._restart_if_idle()
@@ -229,13 +231,14 @@ class Player:
     def episode_id(self) -> str:
         return episode_name(*self.place)
 
-    def _take_place(self, trajectory: EpisodeTrajectory, call: Call, room: int) -> str:
-        """Find the Rollout of a call whose turn may sample `room` tokens, and tell the host. Returns its id."""
+    def _take_place(self, trajectory: EpisodeTrajectory, call: Call, place: Continues | Opens, room: int) -> str:
+        """Tell the host of a call that belongs there, whose turn may sample `room` tokens. Returns its Rollout's id."""
+        if self.over:
+            raise UnknownKey(f"episode {self.episode.episode_id} has ended: it can make no calls")
         if self._num_turns >= (most := self.around.limits.max_turns):
             raise BudgetUsedUp(f"the episode has had its {most} turns (workflow.max_turns)")
         if room < 1:
             raise BudgetUsedUp(f"the episode has sampled its {self._tokens.most} tokens (workflow.max_tokens)")
-        place = trajectory.conversations.place_of(call)
         if isinstance(place, Continues):
             return self._continue(trajectory, call, place, room)
         return self._open(trajectory, call, place, room)
@@ -296,8 +299,8 @@ class Player:
         }
         values |= {"api_key": self._default.api_key, **self.around.arguments(self._default.api_key)}
         try:
-            # In a task of its own: so a function that cancels itself is told from an event loop that ends.
-            answer, failure = await asyncio.ensure_future(_outcome(self.around.function, values, self._clock.waiting))
+            name = f"episode {self.episode_id}"
+            answer, failure = await outcome_of(self.around.function, values, self._clock.waiting, name=name)
             if failure is not None:
                 raise failure
             reward = give(answer, self.trajectories)
@@ -343,9 +346,14 @@ class Player:
         self.around.counts[f"episodes/{how}"] += 1
         self._stop()
         for waiting in self._waiting.values():
-            waiting.answer.set_result(None)
+            waiting.answer.set_result(self._abandoned(waiting.rollout))
         self._waiting.clear()
         self._host.ended(*self.place)
+
+    def _abandoned(self, rollout: Rollout) -> Segment | None:
+        """What ends a Rollout with a call that was given up; None for others, which end as their last turn did."""
+        given_up = rollout.rollout_id in self._given_up
+        return replace(written(rollout, ()), stop_reason=StopReason.ABANDONED) if given_up else None
 
     def _stop(self) -> None:
         self._clock.end()
@@ -357,16 +365,3 @@ class Player:
         if self._restarts and not self._playing:
             self.around.counts["episodes/restarted"] += 1
             self._host.restart(*self.place)
-
-
-# Private
-
-
-async def _outcome(function: Workflow, *arguments: Any) -> tuple[Answer, BaseException | None]:
-    """What it returned, or raised: a task that SystemExit ends would end the event loop with it."""
-    try:
-        return await function(*arguments), None
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        raise
-    except BaseException as error:  # boundary: the user's function
-        return None, error

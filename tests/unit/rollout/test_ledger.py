@@ -56,6 +56,8 @@ def test_accounts_and_metrics() -> None:
         "groups/dropped": 1,
         "groups/held": 1,
         "rollouts/resumed": 1,
+        "dropped/abandoned/groups": 0,
+        "dropped/abandoned/tokens": 0,
         "dropped/baseline/groups": 0,
         "dropped/baseline/tokens": 0,
         "dropped/failed/groups": 0,

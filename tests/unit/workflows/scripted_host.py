@@ -105,8 +105,8 @@ class ScriptedHost:
             )
             copy = replace(rollout, state=RolloutState.RUNNING, stop_reason=reason)
             written = await self.episodes.next(copy)
-            if written is None:
-                rollout.stop_reason = reason
+            if written is None or written.stop_reason is not StopReason.PAUSED:
+                rollout.stop_reason = reason if written is None else written.stop_reason
                 [self.rewards[rollout.rollout_id]] = await self.episodes.score([rollout])
                 return
             assert not written.trainable and written.start == rollout.num_tokens

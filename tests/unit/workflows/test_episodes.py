@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollover.functions import FunctionError
-from rollover.types import Reward
+from rollover.types import Reward, StopReason
 from rollover.workflows.calls import BudgetUsedUp, Call, CallRefused
 from rollover.workflows.conversations import Chats, Conversations
 from rollover.workflows.function import WorkflowFunction, as_answer, as_reward
@@ -326,7 +326,32 @@ def test_a_call_given_up_has_no_reward_and_no_other_suffers():
     host.delay_s = 0.2
     rewards = host.run()
     assert rewards["0-0"].missing and "gave up" in str(rewards["0-0"].error)
-    assert rewards["0-0.1.0"] == Reward(1.0)
+    assert host.rollouts["0-0"].stop_reason is StopReason.ABANDONED
+    assert rewards["0-0.1.0"] == Reward(1.0) and host.rollouts["0-0.1.0"].stop_reason is StopReason.EOS
+
+
+def test_an_agent_that_swallows_everything_leaves_the_event_loop_to_the_others():
+    async def asks_on(task: Any, episode: Any) -> float:
+        trajectory = episode.trajectory()
+        await trajectory.chat(task.messages)
+        while not ended.is_set():
+            try:
+                await trajectory.chat("no messages")
+            except BaseException:
+                refused.append(1)
+        return 1.0
+
+    ended, refused = asyncio.Event(), list[int]()
+    host = ScriptedHost(asks_on, says("four"), timeout_s=0.2)
+    play = host.play
+
+    async def play_and_free() -> None:
+        await play()
+        ended.set()
+
+    host.play = play_and_free  # type: ignore[method-assign]
+    [reward] = host.run().values()
+    assert reward.missing and host.episodes.counts == {"episodes/timeout": 1} and len(refused) > 1
 
 
 def test_draws_do_not_depend_on_who_asks_first():

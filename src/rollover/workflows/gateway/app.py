@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from rollover.types import SamplingParams
-from rollover.workflows.calls import Caller, CallRefused, Reply, UnknownKey
+from rollover.workflows.calls import BudgetUsedUp, Caller, CallRefused, Reply, UnknownKey
 from rollover.workflows.gateway.questions import Question, Questions
 from rollover.workflows.gateway.wire import (
     Asked,
@@ -40,6 +40,8 @@ from rollover.workflows.gateway.wire import (
 
 KEEP_ALIVE_S = 2.0
 """Between two signs of life: well below the read time-outs that people set."""
+MOST_BODY_BYTES = 2**24
+"""Of a request: what is longer is no text that a model reads, and to read it would hold every other call up."""
 
 
 class Failed(CallRefused):
@@ -79,7 +81,7 @@ class Gateway:
     async def _respond(self, request: Request, read: Callable[[Any, SamplingParams], Asked]) -> Response:
         try:
             key = _key(request)
-            body = await request.body()
+            body = await _body(request)
             asked = read(_json(body), self.caller.sampling)
             self.caller.find(key, asked.model)
         except CallRefused as error:
@@ -186,6 +188,21 @@ def _key(request: Request) -> str:
     if kind.lower() != "bearer" or not key:
         raise UnknownKey("a request names its trajectory by its API key: Authorization: Bearer KEY")
     return key
+
+
+async def _body(request: Request) -> bytes:
+    """The whole of it. One that is too long is read to its end, so that its client reads why it is refused."""
+    chunks: list[bytes] = []
+    num = 0
+    async for chunk in request.stream():
+        num += len(chunk)
+        if num > MOST_BODY_BYTES:
+            chunks.clear()
+        else:
+            chunks.append(chunk)
+    if num > MOST_BODY_BYTES:
+        raise BudgetUsedUp(f"the request has {num:,} bytes, and {MOST_BODY_BYTES:,} are the most that are read")
+    return b"".join(chunks)
 
 
 def _json(body: bytes) -> Any:

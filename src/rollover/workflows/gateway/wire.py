@@ -6,6 +6,7 @@ than those it is used at would be a silent fault.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -160,7 +161,7 @@ class Writer:
                 for text, value in zip(texts, values, strict=True)
             ]
             return {"content": tokens, "refusal": None}
-        offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
+        offsets = list(itertools.accumulate(map(len, texts), initial=0))[:-1]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
     def _usage(self, replies: Sequence[Reply]) -> Json:

@@ -134,7 +134,8 @@ def check_answer_told(spec: str) -> None:
 def check_decorated(spec: str) -> None:
     """It says of [distill] what its decorator does; and plays: one title is short."""
     said = {"teacher": "initial", "roles": ["solver"], "privileged": "mine.py:answer_told", "coef": 0.5}
-    assert distill_options(spec) == {f"distill.{name}": value for name, value in said.items()}
+    of = Config.model_validate({"workflow": {"function": spec}})
+    assert distill_options(of) == {f"distill.{name}": value for name, value in said.items()}
     for title, score in (("Sums", 1.0), ("A long title of a sum, and of its answer", 0.0)):
         host = ScriptedHost(load_function(spec, "."), lambda before, title=title: title if "A title" in before else "4")
         rewards = host.run()

@@ -75,7 +75,7 @@ class Arguments:
             given = [held.plain(x, "") if isinstance(x, Mapping) else os.fspath(x) for x in self._files()]
             layers: list[Any] = [before, *given, self._own(held, before.get("tasks.sources", []))]
             resolved = load_config(
-                layers, require_sources=require_sources, under=lambda spec: held.plain(distill_options(spec), "")
+                layers, require_sources=require_sources, under=lambda config: held.plain(distill_options(config), "")
             )
             self._check(resolved.config, held)
             for notice in resolved.notices:

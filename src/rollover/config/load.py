@@ -26,6 +26,7 @@ from rollover.config.toml_file import read_toml
 
 COMMAND_LINE = "command line"
 PYTHON = "Python"  # what a program gives in place of a file
+DECORATED = "@distilled"  # what a workflow says by itself
 _ARRAYS = tuple(name for name, info in leaves() if row_of(info.annotation))  # of tables
 
 
@@ -48,13 +49,13 @@ def load_config(
     overrides: Sequence[tuple[str, str]] = (),
     *,
     require_sources: bool = True,
-    under: Callable[[str], Mapping[str, Any]] | None = None,
+    under: Callable[[Config], Mapping[str, Any]] | None = None,
 ) -> Resolved:
     """The configuration of `files`, changed by `overrides` (dotted key, text of a TOML value or a plain string).
 
     In place of a file there may be a mapping: tables as in a file, or values by dotted keys.
-    `require_sources = False` is for programs that need a model and no tasks. `under`: what a workflow, by its name in
-    [workflow], says by itself, as dotted keys that lie below all files.
+    `require_sources = False` is for programs that need a model and no tasks. `under`: what the workflow of a
+    configuration, which is not settled yet, says by itself, as dotted keys that lie below all files.
     Raises ConfigError for a missing or malformed file, an unknown key, a wrong type, a value out of range, an option
     without effect (see `settle`) and a refused combination.
     """
@@ -67,20 +68,13 @@ def load_config(
             stack.append((label, dict(_flatten(read_toml(path), Config, "", label))))
     for key, text in overrides:
         stack.append((COMMAND_LINE, _override(key, text)))
-    spec = _last(stack, "workflow.function") or _last(stack, "workflow.environment")
-    if under is not None and spec and (values := under(spec)):
-        stack.insert(0, (f"@distilled of {spec}", _dotted(values, f"@distilled of {spec}")))
     stack.insert(0, _preset(stack))
-    layers = Layers()
-    for label, values in stack:
-        if label != COMMAND_LINE or COMMAND_LINE not in layers.labels:
-            layers.labels.append(label)  # all overrides are one layer
-        for key, value in values.items():
-            if _is_element(key):
-                _put_element(layers, key, value)
-            else:
-                layers.put(key, value, len(layers.labels) - 1)
+    layers = _layers(stack)
     config = _validate(layers)
+    if under is not None and (values := under(config)):
+        stack.insert(1, (DECORATED, _dotted(values, DECORATED)))
+        layers = _layers(stack)
+        config = _validate(layers)
     config, notices, problems = settle(config, layers)
     config, origin = derive(config, layers)
     refuse(config, layers, problems, require_sources)
@@ -90,10 +84,18 @@ def load_config(
 # Layers
 
 
-def _last(stack: Sequence[tuple[str, Values]], key: str) -> str:
-    """The text that the topmost layer has under `key`; "" if none has one."""
-    given = [values[key] for _, values in stack if key in values]
-    return given[-1] if given and isinstance(given[-1], str) else ""
+def _layers(stack: Sequence[tuple[str, Values]]) -> Layers:
+    """The labelled values, each above those before it."""
+    layers = Layers()
+    for label, values in stack:
+        if label != COMMAND_LINE or COMMAND_LINE not in layers.labels:
+            layers.labels.append(label)  # all overrides are one layer
+        for key, value in values.items():
+            if _is_element(key):
+                _put_element(layers, key, value)
+            else:
+                layers.put(key, value, len(layers.labels) - 1)
+    return layers
 
 
 def _flatten(data: Values, table: type[Table], prefix: str, label: str) -> Iterator[tuple[str, Any]]:

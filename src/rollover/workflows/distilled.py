@@ -6,10 +6,15 @@ Its arguments are options of the configuration, below every file and flag that s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rollover.functions import described, load_function
 from rollover.live_objects import LIVE
+from rollover.processes import prepare_libraries
+
+if TYPE_CHECKING:
+    from rollover.config import Config
 
 _ATTRIBUTE = "rollover_distill"
 _Workflow = TypeVar("_Workflow", bound=Callable[..., Any])
@@ -47,12 +52,17 @@ def distilled(
     return decorate
 
 
-def distill_options(spec: str) -> dict[str, Any]:
-    """What the workflow that `spec` names says of [distill], by dotted keys; {} where it says nothing, or is not found.
+def distill_options(config: Config) -> dict[str, Any]:
+    """What the workflow of a configuration says of [distill], by dotted keys; {} where it says nothing, or is not
+    found. A file that does not name `distilled` is not imported.
 
     ValueError where its `privileged` has no name that a configuration can hold. Of an object that a program handed over
     (live_objects.py) it is the function itself.
     """
+    spec = config.workflow.function or config.workflow.environment
+    if not spec or not _may_be_decorated(spec.rpartition(":")[0]):
+        return {}
+    prepare_libraries(config.run)  # the user's module may import torch
     try:
         workflow = load_function(spec, ".")
     except ValueError:
@@ -62,6 +72,14 @@ def distill_options(spec: str) -> dict[str, Any]:
     if callable(privileged) and place != LIVE:
         options["distill.privileged"] = _name_in(place, privileged, spec)
     return options
+
+
+def _may_be_decorated(place: str) -> bool:
+    """Whether the word stands in the file; of a module it is not known."""
+    try:
+        return not place.endswith(".py") or "distilled" in Path(place).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _name_in(place: str, function: Callable[..., Any], spec: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rollover import Played, distilled, ready_episodes
 from rollover.api.settings import Arguments
 from rollover.config import Config, ReplayConfig
 from rollover.config.load import ConfigError, load_config
+from rollover.functions import load_function
 from rollover.rollout.build import Grouping
 from rollover.tasks.prompts import encode_prompt
 from rollover.trainer.backend import TEACHER
@@ -215,7 +217,7 @@ def test_a_decorated_workflow_is_as_if_its_file_had_said_so() -> None:
         "mix": "add",
     }  # fmt: skip
     assert found.config == load_config([values | {"distill": said}]).config
-    assert found.origin["distill.coef"] == "@distilled of agents.py:solve"
+    assert found.origin["distill.coef"] == "@distilled"
     above = load_config([values, {"distill.coef": 2.0}], [("distill.roles", "[]")], under=distill_options).config
     assert above.distill.coef == 2.0 and above.distill.roles == [] and above.distill.mix == "add"
     game = load_config([values | {"workflow.function": "", "workflow.environment": "agents.py:Game"}],
@@ -223,6 +225,20 @@ def test_a_decorated_workflow_is_as_if_its_file_had_said_so() -> None:
     assert (game.teacher, game.refresh_steps, game.clip, game.privileged) == ("policy", 4, 2.0, "agents.py:told")
     for spec in ("agents.py:plain", "agents.py:nothing", "nowhere.py:solve"):
         assert not load_config([values | {"workflow.function": spec}], under=distill_options).config.distill.teacher
+
+
+@pytest.mark.usefixtures("agents")
+def test_a_file_is_imported_for_its_decorator_alone_and_after_libraries_are_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What libraries such as torch read when they are loaded is set by then."""
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    Path("plain.py").write_text("raise SystemExit(3)\n")
+    assert distill_options(Config.model_validate({"workflow": {"function": "plain.py:solve"}})) == {}
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    Path("looks.py").write_text(f"import os\nSEEN = os.environ.get('TOKENIZERS_PARALLELISM')\n{AGENTS}")
+    said = distill_options(Config.model_validate({"workflow": {"function": "looks.py:Game"}}))
+    assert said["distill.teacher"] == "policy" and load_function("looks.py:solve", ".").__globals__["SEEN"] == "false"
 
 
 @pytest.mark.usefixtures("agents")
@@ -248,8 +264,9 @@ def test_a_decorated_function_that_a_program_hands_over() -> None:
 
 @pytest.mark.usefixtures("agents")
 def test_a_decoration_that_cannot_be_is_refused() -> None:
+    of = Config.model_validate({"workflow": {"function": "agents.py:hidden"}})
     with pytest.raises(ValueError, match="@distilled of 'agents.py:hidden': privileged is .*Define it there, outside"):
-        distill_options("agents.py:hidden")
+        distill_options(of)
     with pytest.raises(ValueError, match="@distilled twice: a run has one teacher"):
         distilled(teacher="initial")(distilled(teacher="policy")(lambda task: None))
     values = {"model.path": "m", "workflow.function": "agents.py:solve", **TASKS}

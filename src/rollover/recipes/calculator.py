@@ -50,15 +50,19 @@ class Brackets:
         return [Call("calculate", {"expression": found}) for found in re.findall(r"\[\[(.*?)\]\]", text, re.DOTALL)]
 
 
-class Products:
-    """Products of two numbers of two digits, without an end. `setup`: see tasks/source.py."""
+class Problems:
+    """Such as 604*234-378*85, without an end. `setup`: see tasks/source.py."""
 
     def __init__(self, setup: SourceSetup) -> None:
         self.setup = setup
 
     def problem(self, index: int) -> Task:
         draw = random.Random(f"{self.setup.seed}/{index}")
-        one, other = sorted((draw.randint(10, 99), draw.randint(10, 99)))  # 34*12 is no other problem than 12*34
-        text, columns = f"What is {one}*{other}?", {"answer": str(one * other)}
+        expression = f"{_number(draw, 3)}*{_number(draw, 3)}{draw.choice('+-')}{_number(draw, 3)}*{_number(draw, 2)}"
+        text, columns = f"What is {expression}?", {"answer": value_of(expression)}
         label = self.setup.label
         return Task(f"{label}/{self.setup.seed}/{index}", label, self.setup.reward, prompt=text, columns=columns)
+
+
+def _number(draw: random.Random, digits: int) -> int:
+    return draw.randint(10 ** (digits - 1), 10**digits - 1)

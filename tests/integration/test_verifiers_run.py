@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -89,6 +90,17 @@ def test_a_run_goes_on_where_it_was_and_not_with_another_taskset(
     check_whole(tmp_path / "run", 2)
     assert main(["train", str(recipe(tmp_path, "debate-taskset", steps=3)), "--resume"]) == 2
     assert "tasks.sources.0.name" in capsys.readouterr().err
+
+
+@needs_verifiers
+def test_a_run_that_was_killed_plays_what_was_unfinished_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = recipe(tmp_path, "digits-taskset", checkpoint={"every_steps": 0, "journal_s": 0.05})
+    (tmp_path / "kill").touch()
+    assert subprocess.run(runs.command("train", file), timeout=300).returncode == -9
+    (tmp_path / "kill").unlink()
+    assert main(["train", str(file), "--resume"]) == 0
+    check_whole(tmp_path / "run", 2)
 
 
 @needs_verifiers

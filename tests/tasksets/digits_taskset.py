@@ -1,4 +1,8 @@
-"""One turn: an answer is worth its digits. As a user of verifiers writes it; nothing of it is Rollover's."""
+"""One turn: an answer is worth its digits; the process is killed in the middle, where a file says so. As a user of
+verifiers writes it; nothing of it is Rollover's."""
+
+import os
+import signal
 
 import verifiers.v1 as vf
 
@@ -8,6 +12,8 @@ class DigitsData(vf.TaskData):
 
 
 class DigitsTask(vf.Task[DigitsData]):
+    num_scored = 0
+
     @vf.reward(weight=0.5)
     async def digits(self, trace: vf.Trace) -> float:
         return sum(c.isdigit() for c in trace.last_reply) / 10
@@ -18,6 +24,9 @@ class DigitsTask(vf.Task[DigitsData]):
 
     @vf.metric
     async def length(self, trace: vf.Trace) -> float:
+        DigitsTask.num_scored += 1
+        if DigitsTask.num_scored == 20 and os.path.exists("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
         return float(len(trace.last_reply))
 
 

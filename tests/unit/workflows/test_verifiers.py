@@ -125,6 +125,21 @@ def test_two_roles_get_their_own_rewards() -> None:
 
 
 @needs_verifiers
+def test_seats_that_play_at_once_get_the_rewards_of_what_they_said() -> None:
+    """verifiers' own environment of several attempts, over a taskset that knows nothing of it."""
+    said = iter(["4", "44", "a"])
+    args = {"id": "best-of-n", "n": 3, "max_concurrent_agents": 3}
+    host = Host("digits-taskset", lambda before: next(said), verifiers_args=args)
+    rewards = host.run()
+    texts = {i: host.text(rollout).partition("assistant\n")[2] for i, rollout in host.rollouts.items()}
+    assert sorted(r.trajectory for r in host.rollouts.values()) == [0, 1, 2]
+    assert {r.role for r in host.rollouts.values()} == {"policy"}
+    for rollout_id, reward in rewards.items():
+        assert reward.extras["digits"] == sum(c.isdigit() for c in texts[rollout_id]) / 10
+        assert reward.extras["best"] == float("44" in texts[rollout_id])
+
+
+@needs_verifiers
 @pytest.mark.parametrize("num_tries", [1, 3])
 def test_a_reward_that_raises_is_missing_and_named(num_tries: int) -> None:
     host = Host("broken-taskset", lambda before: "four", limits={"retries": num_tries - 1})

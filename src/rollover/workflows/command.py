@@ -68,6 +68,8 @@ class WorkflowCommand:
         self._score_answer, self._memory_bytes = score_answer, memory_bytes
         self._at_once = at_once or MOST_AT_ONCE
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._apart: WorkflowCommand | None = None
+        self._of = words, score_answer, at_once, memory_bytes
         self._running: set[asyncio.subprocess.Process] = set()
         self._endings: set[asyncio.Future[None]] = set()
 
@@ -83,8 +85,16 @@ class WorkflowCommand:
         with waiting():
             return await self._answer(values["task"], last)
 
+    def apart(self) -> WorkflowCommand:
+        """With a bound of its own."""
+        if self._apart is None:
+            self._apart = WorkflowCommand(*self._of)
+        return self._apart
+
     async def close(self) -> None:
         """End every program, and wait until all of them are gone."""
+        if self._apart is not None:
+            await self._apart.close()
         for process in list(self._running):
             self._end(process)
         if self._endings:

@@ -54,7 +54,7 @@ class Episodes:
 
     def apart(self) -> Episodes:
         """Others of the same function, with a host and counts of their own; their agents ask by the same server."""
-        others = Episodes(self.function, self.chats, self.limits, self.calls.sampling)
+        others = Episodes(self.function.apart(), self.chats, self.limits, self.calls.sampling)
         others.calls, others.base_url, others.make_client = self.calls, self.base_url, self.make_client
         others.say = self.say
         return others

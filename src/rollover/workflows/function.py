@@ -49,6 +49,10 @@ class WorkflowFunction:
         """Run it. FunctionError for an answer that is none; what it raises is raised as it is."""
         return checked_answer(await self._own.function(**{name: values[name] for name in self.wanted}), self._own)
 
+    def apart(self) -> WorkflowFunction:
+        """Itself: it bounds nothing."""
+        return self
+
     async def close(self) -> None:
         """Nothing: it is a task of the event loop."""
 

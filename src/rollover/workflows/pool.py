@@ -41,6 +41,8 @@ class WorkflowPool:
         self._wanted = wanted_by(own.function, spec, IN_WORKER, "it lives in the run's own process. Ask by client")
         self._load = {"op": "load", "spec": spec, **packed(spec, "workflow")}
         self._workers: _Workers | None = None
+        self._apart: WorkflowPool | None = None
+        self._of = function, spec, num_processes, memory_gb
 
     @property
     def wanted(self) -> list[str]:
@@ -66,8 +68,16 @@ class WorkflowPool:
             workers.free.append(worker)
             workers.places.release()
 
+    def apart(self) -> WorkflowPool:
+        """With as many workers of its own."""
+        if self._apart is None:
+            self._apart = WorkflowPool(*self._of)
+        return self._apart
+
     async def close(self) -> None:
         """Kill all workers and reap them."""
+        if self._apart is not None:
+            await self._apart.close()
         if self._workers is not None:
             await asyncio.gather(*(worker.kill() for worker in self._workers.all))
 

@@ -31,6 +31,11 @@ class Workflow(Protocol):
         """Play one. What it raises fails the Episode; cancelled, it leaves nothing behind that runs."""
         ...
 
+    def apart(self) -> Workflow:
+        """For an evaluation, during which training's episodes wait for the model: what bounds how many run at once
+        must not have those of the evaluation wait for them. `close` of this one closes it, too."""
+        ...
+
     async def close(self) -> None:
         """End what still runs of it."""
         ...

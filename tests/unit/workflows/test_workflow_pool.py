@@ -206,3 +206,25 @@ def test_what_cannot_be_played_is_refused_with_the_fix(name: str, num: int, why:
     with pytest.raises(ValueError, match=why):
         build(name, num_processes=num)
     assert isinstance(build("asynchronous", num_processes=0), WorkflowFunction)
+
+
+def test_an_evaluation_does_not_wait_for_the_workers_of_training() -> None:
+    """Training's episodes wait for the model meanwhile, with their workers: that would be for ever."""
+
+    async def run() -> tuple[Any, bool]:
+        pool = build("hangs")
+        waits = asyncio.ensure_future(pool(VALUES))
+        while not os.path.exists("pids"):
+            await asyncio.sleep(0.02)
+        apart = pool.apart()
+        os.rename("agents.py", "hanging.py")
+        Path("agents.py").write_text("def hangs():\n    return 0.5\n")
+        answer = await asyncio.wait_for(apart(VALUES), 60)
+        assert pool.apart() is apart and not waits.done()
+        waits.cancel()
+        await asyncio.wait([waits])
+        await pool.close()
+        return answer, wait_until_dead([int(pid) for pid in Path("pids").read_text().split()], 20)
+
+    answer, gone = asyncio.run(run())
+    assert answer == Reward(0.5) and gone

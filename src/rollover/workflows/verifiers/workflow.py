@@ -104,6 +104,10 @@ class VerifiersWorkflow:
         except Exception as error:  # boundary: the user's environment
             raise ValueError(f"{self.spec} cannot be served: {explained(error)}") from error
 
+    def apart(self) -> VerifiersWorkflow:
+        """Itself: it bounds nothing."""
+        return self
+
     async def close(self) -> None:
         """End its servers, after the episodes that were cancelled have ended theirs."""
         if self._playing:

@@ -320,6 +320,15 @@ def check_workflow(spec: str) -> None:
         assert {host.rollouts[i].role: r.score for i, r in rewards.items()} == {"solver": score, "judge": score}
 
 
+def check_once(spec: str) -> None:
+    """The hint stands in the prompt, and is one of two."""
+    host = ScriptedHost(
+        load_function(spec, "."), lambda before: "4" if "Think." in before or "Be brief." in before else ""
+    )
+    host.task = replace(host.task, columns={"answer": "4"})
+    assert [reward.score for reward in host.run().values()] == [1.0]
+
+
 def check_graded(spec: str) -> None:
     """The first turn's tokens have 0.5 each, and those of the second 1."""
     host = ScriptedHost(load_function(spec, "."), lambda before: "it is 4")
@@ -400,6 +409,7 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     ("agents.md", "Brackets"): check_tool_format,
     ("agents.md", "Shown"): check_examples,
     ("agents.md", "solver_judge"): check_workflow,
+    ("agents.md", "careful"): check_once,
     ("agents.md", "right"): lambda spec: None,  # a part of the next two
     ("agents.md", "SecondTry"): check_second_try,
     ("agents.md", "second_try"): check_second_try,

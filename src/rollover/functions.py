@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 import sysconfig
@@ -25,6 +26,7 @@ from rollover.alike import alike
 from rollover.live_objects import LIVE, live_object
 
 _MAX_ERROR_CHARS = 500
+MOST_KEPT_BYTES = 1 << 16  # of one value that is kept over a kill
 # Who wrote a file, by the first of these folders that it lies in; it is the user's if it lies in none.
 _FOLDERS = (
     (str(Path(__file__).parent) + os.sep, "rollover"),
@@ -292,3 +294,18 @@ def _import_module(name: str) -> ModuleType:
 def _near(name: str, candidates: list[str]) -> str:
     near = alike(name, candidates, 3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def as_json(value: Any, what: str) -> Any:
+    """A copy of a value that is kept over a kill, as JSON gives it back. ValueError, which names `what`, where it is
+    none or has more than MOST_KEPT_BYTES."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{what} must be a JSON value, and {described(value)} is none ({error})") from error
+    if (num := len(text.encode())) > MOST_KEPT_BYTES:
+        raise ValueError(
+            f"{what} has {num:,} bytes as JSON, and at most {MOST_KEPT_BYTES:,} are kept, as they are in every"
+            " checkpoint. Keep what is large in a file of its own, and its name here"
+        )
+    return json.loads(text)

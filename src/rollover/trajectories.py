@@ -134,6 +134,19 @@ def turns_of(rollout: Rollout) -> list[Turn]:
     return turns
 
 
+def up_to(rollout: Rollout, num_tokens: int) -> Rollout:
+    """A copy with its first tokens alone, which end a turn, or are none: it has stopped as that did."""
+    kept = [
+        s for s, end in zip(rollout.segments, accumulate(map(len, rollout.segments)), strict=True) if end <= num_tokens
+    ]
+    reason = kept[-1].stop_reason if kept else None
+    if reason is StopReason.PAUSED:  # why it stopped came with a segment without tokens: those are not kept
+        reason = StopReason.EOS
+    copy = replace(rollout, segments=kept, stop_reason=reason)
+    assert copy.num_tokens == num_tokens, f"rollout {rollout.rollout_id}: no turn ends after {num_tokens} tokens"
+    return copy
+
+
 def episodes_of(group: Group) -> list[Episode]:
     """The episodes of a Group, and their trajectories, in order.
 

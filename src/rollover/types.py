@@ -254,7 +254,8 @@ class Rollout:
 
     `prompt_ids`: token ids of its prompt; those of siblings with equal prompts are one tuple. `sibling` is its Episode
     within the group, `trajectory` the index of its Trajectory within that, `context` its place in it, and `role` whose
-    part it plays (trajectories.py has the views). A plain task has one of each.
+    part it plays (trajectories.py has the views). A plain task has one of each. `turn_key`: of the call that opened it
+    (workflows/matching.py), by which its draws are found; None: they are the sibling's own.
     """
 
     group_id: int
@@ -269,6 +270,7 @@ class Rollout:
     role: str = "policy"
     trajectory: int = 0
     context: int = 0
+    turn_key: int | None = None
     rollout_id: str = field(init=False)
     num_tokens: int = field(init=False, default=0)
     num_sampled_tokens: int = field(init=False, default=0)
@@ -312,13 +314,15 @@ class Rollout:
 class Group:
     """The sibling rollouts of one Task. `group_id` is the index of its admission: 0, 1, 2, ...
 
-    `prompt_ids`: token ids of the task's prompt, which is that of every rollout that comes without one.
+    `prompt_ids`: token ids of the task's prompt, which is that of every rollout that comes without one. `kept`: what
+    its episodes keep over a kill, JSON by sibling and name.
     """
 
     group_id: int
     task: Task
     prompt_ids: tuple[int, ...]
     rollouts: list[Rollout]
+    kept: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for rollout in self.rollouts:

@@ -119,7 +119,9 @@ def trace(run_dir: Path) -> list[TraceEvent]:
             acting.remove(rollout)
         elif e.kind == "open":  # a further rollout, or the first one, whose agent was at work before its first call
             acting.discard(rollout)
-        if e.kind in ("act", "begin"):
+        if e.kind == "again":  # its agent was lost before all of its Episode was scored
+            finished.discard(rollout)
+        if e.kind in ("act", "begin", "again"):
             acting.add(rollout)
     assert not running, "nothing runs between two steps"
     return events

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rollover.checkpoint.store import CheckpointStore
 from rollover.cli import main
 
 FUNCTIONS = """
-import asyncio, json, os, signal, threading
+import asyncio, json, os, random, signal, threading
 from pathlib import Path
 
 import rollover
@@ -62,6 +63,48 @@ async def killed(task, episode):
         if killed.turns == 30 and (HERE / "kill").exists():
             os.kill(os.getpid(), signal.SIGKILL)
     return digits / 20
+
+def on_turn():
+    # SIGKILL after so many turns as the file says, once.
+    on_turn.num = getattr(on_turn, "num", 0) + 1
+    file = HERE / "kill"
+    if file.exists() and on_turn.num == int(file.read_text()):
+        file.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def branches(ask, task):
+    # Two branches, in another order in every run; each of three turns.
+    async def solve(name):
+        await asyncio.sleep(random.random() / 50)
+        messages, digits = [*task.messages, user(name)], 0
+        for turn in range(3):
+            text, message = await ask(messages)
+            on_turn()
+            messages += [message, user("more")]
+            digits += sum(c.isdigit() for c in text)
+        return digits
+    return sum(await asyncio.gather(solve("a"), solve("b"))) / 40
+
+async def by_chat(task, episode):
+    def effect():
+        with (HERE / "effects").open("a") as file:
+            print(episode.episode_id, file=file)
+        return random.random()
+    number = await episode.once("effect", effect)
+    trajectory = episode.trajectory()
+    async def ask(messages):
+        reply = await trajectory.chat(messages)
+        return reply.text, reply.message
+    score = await branches(ask, task)
+    assert number == await episode.once("effect", effect)
+    return score
+
+async def by_http(task, client, model):
+    async def ask(messages):
+        done = await client.chat.completions.create(model=model, messages=messages)
+        message = done.choices[0].message
+        return message.content, message.model_dump(exclude_none=True)
+    return await branches(ask, task)
 
 async def over_http(task, client, model):
     messages, digits = list(task.messages), 0
@@ -230,8 +273,9 @@ def test_an_agent_of_an_openai_client_is_trained(tmp_path: Path) -> None:
     assert row["episodes/done"] >= 9 and row["episodes/error"] == 0 and row["turns/continued"] >= 9
 
 
-def test_episodes_that_were_killed_begin_again(tmp_path: Path) -> None:
-    file = recipe(tmp_path, "killed", checkpoint={"every_steps": 0, "journal_s": 0.05})
+def test_episodes_that_were_killed_begin_again_where_that_is_wanted(tmp_path: Path) -> None:
+    again: dict = {"checkpoint": {"every_steps": 0, "journal_s": 0.05}, "workflow": {"resume": "restart"}}
+    file = recipe(tmp_path, "killed", **again)
     (tmp_path / "kill").touch()
     assert runs.rollover("train", file).returncode == -9
     (tmp_path / "kill").unlink()
@@ -276,6 +320,45 @@ def test_an_agent_that_asks_on_after_every_refusal_is_given_up_and_the_others_go
     assert done.returncode == 0, done.stderr
     row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert row["episodes/timeout"] >= 3 and row["episodes/done"] >= 6
+
+
+def episodes_of(run_dir: Path) -> dict[str, list[tuple[list[int], float]]]:
+    """What each trained episode has: parallel branches come in any order."""
+    found: dict[str, list[tuple[list[int], float]]] = {}
+    for record in runs.records(run_dir):
+        found.setdefault(record["rollout_id"].partition(".")[0], []).append((record["token_ids"], record["score"]))
+    return {name: sorted(rollouts) for name, rollouts in found.items()}
+
+
+@pytest.mark.parametrize("num_kills", [1, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["by_chat", "by_http"])
+def test_episodes_that_were_killed_go_on_as_if_nothing_had_been(tmp_path: Path, name: str, num_kills: int) -> None:
+    if name == "by_http":
+        pytest.importorskip("openai")
+    # Weights that do not change, so that tokens do not depend on the step in which they are sampled.
+    tables: dict = {
+        "train": {"learning_rate": 0.0},
+        "checkpoint": {"every_steps": 0, "journal_s": 0.02},
+        "rollout": {"max_new_tokens": 160},
+    }
+    steps, rng = 1 + num_kills, random.Random(num_kills)
+    killed, whole = (recipe(tmp_path / folder, name, steps=steps, **tables) for folder in ("killed", "whole"))
+    resume: list[str] = []
+    for _ in range(num_kills):
+        (killed.parent / "kill").write_text(str(rng.randint(5, 60)))
+        assert runs.rollover("train", killed, *resume).returncode == -9
+        resume = ["--resume"]
+    assert main(["train", str(killed), "--resume"]) == 0
+    assert main(["train", str(whole)]) == 0
+    check_whole(killed.parent / "run", steps)
+    row = runs.json_lines(killed.parent / "run" / "metrics.jsonl")[-1]
+    assert row["dropped/restarted/tokens"] == row["episodes/diverged"] == 0
+    ours, theirs = episodes_of(killed.parent / "run"), episodes_of(whole.parent / "run")
+    assert len(ours.keys() & theirs.keys()) >= 9
+    assert {i: of for i, of in ours.items() if i in theirs} == {i: of for i, of in theirs.items() if i in ours}
+    if name == "by_chat":
+        effects = (killed.parent / "effects").read_text().split()
+        assert len(effects) == len(set(effects)) >= 9
 
 
 @pytest.mark.parametrize(

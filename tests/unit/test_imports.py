@@ -51,6 +51,7 @@ MAY_ASYNCIO = (
     "workflows/episode.py",
     "workflows/episodes.py",
     "workflows/large_calls.py",
+    "workflows/once.py",
     "workflows/player.py",
     "workflows/pool.py",
     "workflows/command.py",

@@ -82,6 +82,12 @@ class WorkflowConfig(Table):
         " for the same rollout; then the reward is missing.",
         ge=0,
     )
+    resume: Literal["stateless", "restart"] = option(
+        "stateless",
+        "What becomes of an episode whose agent ended with the process. stateless: the agent is run again, and what it"
+        " asks again is answered from what was sampled; its last turn goes on where it was. restart: it begins again,"
+        " and what was sampled is dropped (restarted).",
+    )
     port: int = option(
         0,
         "Where this machine, and no other, can ask the policy over HTTP (parameters client, base_url and api_key of"
@@ -295,7 +301,7 @@ RULES: tuple[Rule, ...] = (
         "Set one of them",
     ),
     Inert(
-        ("workflow.port", "workflow.max_tokens"),
+        ("workflow.resume", "workflow.port", "workflow.max_tokens"),
         _AGENTS,
         lambda c: not c.workflow.agent,
         f"without {_OR}",

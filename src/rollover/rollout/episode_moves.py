@@ -3,12 +3,16 @@ told together, as lifecycle.py does for all others. Pure.
 
     WAITING ── begin_acting ──▶ ACTING, its agent is at work ── open_rollout ──▶ WAITING, with a call's prompt
     any but RUNNING ── restart_episode ──▶ DROPPED (restarted), and a WAITING one comes in their place
+    any but RUNNING ── act_again ──▶ ACTING: its agent was lost, and is at work again ── cut_rollout ──▶ what the agent
+    did not ask for again leaves (restarted)
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
-from rollover.rollout.scheduler import rollout_opened, rollouts_replaced
+from rollover.rollout.scheduler import rollout_acts_again, rollout_left, rollout_opened, rollouts_replaced
 from rollover.types import DropReason, Group, Rollout, RolloutState
 
 _FINISHED = (RolloutState.SCORING, RolloutState.READY)
@@ -45,6 +49,37 @@ def restart_episode(lifecycle: Lifecycle, group: Group, sibling: int) -> Rollout
     rollouts_replaced(lifecycle.scheduler, leaving, unfinished, first)
     _tell(lifecycle, Event(EventKind.RESTART, group, first, reason=DropReason.RESTARTED))
     return first
+
+
+def act_again(lifecycle: Lifecycle, rollout: Rollout) -> None:
+    """A rollout, which does not run, of an Episode whose agent was lost: another one is at work, and goes on with it
+    when it asks for that turn again."""
+    if rollout.state is RolloutState.ACTING:
+        return
+    finished = rollout.state in _FINISHED
+    lifecycle.cache.act_again(rollout.rollout_id)
+    rollout_acts_again(lifecycle.scheduler, rollout, finished=finished)
+    _tell(lifecycle, Event(EventKind.AGAIN, lifecycle.cache.groups[rollout.group_id], rollout))
+
+
+def cut_rollout(lifecycle: Lifecycle, rollout: Rollout, num_tokens: int) -> Rollout:
+    """What comes after so many tokens of an ACTING rollout leaves (restarted), as its agent, at work again, did not ask
+    for it. So does the rollout, where those are none and its Episode has others. Returns what is held in its place, or
+    the one that left."""
+    left = lifecycle.cache.cut(rollout.rollout_id, num_tokens)
+    if left.state is RolloutState.DROPPED:
+        lifecycle.ledger.on_leave([left], DropReason.RESTARTED)
+        rollout_left(lifecycle.scheduler, left)
+    else:
+        lifecycle.ledger.on_cut(rollout.num_sampled_tokens - left.num_sampled_tokens, DropReason.RESTARTED)
+    _tell(lifecycle, Event(EventKind.CUT, lifecycle.cache.groups[rollout.group_id], left, reason=DropReason.RESTARTED))
+    return left
+
+
+def keep(lifecycle: Lifecycle, group_id: int, sibling: int, name: str, value: Any) -> None:
+    """An Episode of a held group keeps this JSON value over a kill, in the place of what it had under the name."""
+    lifecycle.cache.keep(group_id, sibling, name, value)
+    _tell(lifecycle, Event(EventKind.KEEP, lifecycle.cache.groups[group_id], kept=(sibling, name, value)))
 
 
 def _tell(lifecycle: Lifecycle, event: Event) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 Arrays = dict[str, np.ndarray]
-_PLACE = ("role", "trajectory", "context")
+_PLACE = ("role", "trajectory", "context", "turn_key")
 
 
 def groups_to_state(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arrays]:
@@ -36,6 +36,7 @@ def groups_to_state(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arra
             "task": g.task.to_json(),
             "prompt": index_of(g.prompt_ids),
             "rollouts": [of_rollout(r, g) for r in g.rollouts],
+            **({"kept": {str(sibling): kept for sibling, kept in g.kept.items()}} if g.kept else {}),
         }
         for g in groups
     ]
@@ -61,7 +62,8 @@ def groups_from_state(meta: Sequence[Mapping[str, Any]], arrays: Mapping[str, np
     for i, saved in enumerate(meta):
         task = Task.from_json(saved["task"])
         of_group = saved.get("prompt", i)
-        group = Group(saved["group_id"], task, prompts[of_group], [])
+        kept = {int(sibling): dict(of) for sibling, of in saved.get("kept", {}).items()}
+        group = Group(saved["group_id"], task, prompts[of_group], [], kept)
         for sibling, entry in enumerate(saved["rollouts"]):
             rollout = Rollout(
                 group.group_id,
@@ -107,6 +109,6 @@ def _rollout_to_json(rollout: Rollout) -> dict[str, Any]:
         "reward": None if rollout.reward is None else rollout.reward.to_json(),
         "greedy": rollout.greedy,
         "sibling": rollout.sibling,
-        **{name: getattr(rollout, name) for name in _PLACE},
+        **{name: value for name in _PLACE if (value := getattr(rollout, name)) is not None},
         "segments": [s.to_json() for s in rollout.segments],
     }

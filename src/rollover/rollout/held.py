@@ -75,6 +75,11 @@ class HeldGroups:
         self.num_scoring -= not held.unfinished
         held.unfinished += 1
 
+    def unfinish(self, group_id: int) -> None:
+        """A rollout of the group, which is not READY, goes on after all."""
+        self.join(group_id)
+        self._num_finished -= 1
+
     def leave(self, group_id: int, num: int, unfinished: int) -> None:
         """So many rollouts left the group, so many of them unfinished. An unfinished one is left in it."""
         held = self.groups[group_id]

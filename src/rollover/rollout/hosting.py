@@ -6,19 +6,29 @@
 
 Owns what episodes have asked for and is not carried out yet. What arrived together is handled in order of (group id,
 sibling). Never decides what starts: the scheduler does. Where an Episode's agent was lost, with the process or with its
-event loop, the Episode begins again.
+event loop, its function is run again: all its Rollouts act, each until its turns are asked for again, and what is not
+asked for by the end leaves. Or the Episode begins again (`Episodes.resumes`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
-from rollover.rollout.episode_moves import begin_acting, open_rollout, restart_episode
+from rollover.rollout.episode_moves import (
+    act_again,
+    begin_acting,
+    cut_rollout,
+    keep,
+    open_rollout,
+    restart_episode,
+)
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.turn import as_shown
 from rollover.types import Group, Rollout, RolloutState
+from rollover.workflows.calls import MODEL
 from rollover.workflows.episodes import Episodes
-from rollover.workflows.player import MODEL
 
 Place = tuple[int, int]  # group id, sibling
 _UNOPENED = (RolloutState.WAITING, RolloutState.ACTING)
@@ -29,7 +39,7 @@ class Hosting:
 
     def __init__(self, lifecycle: Lifecycle, episodes: Episodes, forget: Callable[[list[str]], None]) -> None:
         self.lifecycle, self.episodes, self._forget = lifecycle, episodes, forget
-        episodes.host = self
+        episodes.host, episodes.on_kept = self, self._keep
         self._asked: list[tuple[Place, Rollout | None]] = []  # Rollouts to open; None: the Episode is to begin again
         self._ended: list[Place] = []
         self._news: asyncio.Future[None] | None = None
@@ -57,7 +67,7 @@ class Hosting:
             places = dict.fromkeys((r.group_id, r.sibling) for r in group.rollouts if r.state is not RolloutState.READY)
             for place in places:
                 if not self.episodes.has(place):
-                    self._begin(group, place)
+                    self._go_on_with(group, place)
 
     def on_admit(self, group: Group) -> None:
         """A new group: all its episodes begin."""
@@ -65,7 +75,8 @@ class Hosting:
             self._begin(group, (rollout.group_id, rollout.sibling))
 
     def handle(self) -> list[Rollout]:
-        """Carry out what was asked for. Returns Rollouts that are finished without a call: their Episode made none."""
+        """Carry out what was asked for. Returns Rollouts that are finished now: what their Episode did not ask for
+        again has left them, or it made no call."""
         asked, self._asked = sorted(self._asked, key=lambda item: item[0]), []
         ended, self._ended = sorted(self._ended), []
         for place, rollout in asked:
@@ -79,8 +90,11 @@ class Hosting:
         finished = []
         for place in ended:
             group = self.lifecycle.cache.groups.get(place[0])
+            if group is None:
+                continue
+            finished += self._cut(place)
             # One that waits to begin was opened by a call that nobody waits for: its turn is played, and ends it.
-            finished += [] if group is None else [r for r in _of(group, place) if _acts_unopened(r)]
+            finished += [r for r in _of(group, place) if _acts_unopened(r)]
         return finished
 
     def clear(self) -> None:
@@ -109,15 +123,42 @@ class Hosting:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
+    def _go_on_with(self, group: Group, place: Place) -> None:
+        """An Episode whose agent was lost."""
+        rollouts = _of(group, place)
+        if not self.episodes.resumes or _has_just_begun(rollouts, group):
+            self._begin(group, place)
+            return
+        for rollout in rollouts:
+            act_again(self.lifecycle, rollout)
+        first = Rollout(*place, group.task, prompt_ids=group.prompt_ids)
+        self.episodes.begin(first, group.kept.get(place[1]), [as_shown(rollout) for rollout in rollouts])
+
     def _begin(self, group: Group, place: Place) -> None:
         rollouts = _of(group, place)
         first = rollouts[0]
-        if len(rollouts) > 1 or not _is_unopened(first) or not _is_as_admitted(first, group):
+        if not _has_just_begun(rollouts, group):
             self._forget([r.rollout_id for r in rollouts])
             first = restart_episode(self.lifecycle, group, place[1])
         if first.state is RolloutState.WAITING:
             begin_acting(self.lifecycle, first)
-        self.episodes.begin(first)
+        self.episodes.begin(first, group.kept.get(place[1]))
+
+    def _cut(self, place: Place) -> list[Rollout]:
+        """What was on record of an Episode that has ended, and was not asked for again, leaves. Returns Rollouts that
+        have others of their turns."""
+        left = []
+        unasked = list(self.episodes.unasked(place).items())
+        for rollout_id, num_tokens in reversed(unasked):  # the first one stays where nothing else does
+            self._forget([rollout_id])
+            shorter = cut_rollout(self.lifecycle, self.lifecycle.cache.rollout(rollout_id), num_tokens)
+            left += [shorter] if num_tokens else []
+        self.episodes.close(place)
+        return left
+
+    def _keep(self, place: Place, name: str, value: Any) -> None:
+        if place[0] in self.lifecycle.cache.groups:
+            keep(self.lifecycle, *place, name, value)
 
 
 def _of(group: Group, place: Place) -> list[Rollout]:
@@ -132,5 +173,8 @@ def _acts_unopened(rollout: Rollout) -> bool:
     return rollout.state is RolloutState.ACTING and _is_unopened(rollout)
 
 
-def _is_as_admitted(rollout: Rollout, group: Group) -> bool:
-    return rollout.prompt_ids == group.prompt_ids and rollout.role == MODEL
+def _has_just_begun(rollouts: list[Rollout], group: Group) -> bool:
+    """Whether an Episode has one Rollout, as its group was admitted with it."""
+    first = rollouts[0]
+    as_admitted = first.prompt_ids == group.prompt_ids and first.role == MODEL
+    return len(rollouts) == 1 and _is_unopened(first) and as_admitted

@@ -103,7 +103,8 @@ class InFlight:
         for rollout, answering in self.acting.done():
             self._end_acting(rollout, answering)
         for rollout in [] if self.hosting is None else self.hosting.handle():
-            self._on_stop(rollout, self.lifecycle.append(rollout, [self.requests.no_turn(rollout)]))
+            ending = [] if rollout.num_tokens else [self.requests.no_turn(rollout)]
+            self._on_stop(rollout, self.lifecycle.append(rollout, ending))
         scorings = [(scored.rollouts[0], task) for task, scored in self.scorings.tasks.items() if task.done()]
         for _, task in sorted(scorings, key=lambda item: (item[0].group_id, item[0].sibling)):
             self._end_scoring(task)

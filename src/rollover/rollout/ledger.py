@@ -102,6 +102,10 @@ class Ledger:
             account.rollouts += 1
             account.tokens += rollout.num_sampled_tokens
 
+    def on_cut(self, num_tokens: int, reason: DropReason) -> None:
+        """So many sampled tokens left a rollout that is held on."""
+        self.dropped[reason].tokens += num_tokens
+
     def on_filtered(self, name: str) -> None:
         """The filter `name` matched a group, which is dropped."""
         self.filtered[name] += 1

@@ -32,6 +32,9 @@ class EventKind(enum.Enum):
     BEGIN = "begin"
     OPEN = "open"
     RESTART = "restart"
+    AGAIN = "again"
+    CUT = "cut"
+    KEEP = "keep"
     START = "start"
     RESUME = "resume"
     PARK = "park"
@@ -49,7 +52,8 @@ class EventKind(enum.Enum):
 class Event:
     """Something that just happened: `rollout` for START, RESUME, PARK, ACT, ANSWER, FINISH, SCORE; `reason` for DROP.
 
-    BEGIN, OPEN, RESTART: as episode_moves.py has them; `rollout` of RESTART is the new one. ACT: its turn ended, and
+    BEGIN, OPEN, RESTART, AGAIN, CUT, KEEP: as episode_moves.py has them; `rollout` of RESTART is the new one, that of
+    CUT is DROPPED where it left; `kept`: (sibling, name, value) of KEEP. ACT: its turn ended, and
     its environment is at work. ANSWER: that has `written`, and the rollout may go on; with FINISH it is the last that
     it wrote. `version`: the trainer's that ADMIT, START, RESUME, CONSUME and GIVE_BACK were
     told; `filter`: the name of the one that matched, for DROP.
@@ -62,6 +66,7 @@ class Event:
     version: int = 0
     filter: str = ""
     written: tuple[Segment, ...] = ()
+    kept: tuple[int, str, Any] | None = None
 
 
 class Lifecycle:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
+from rollover.trajectories import up_to
 from rollover.types import Group, Rollout, RolloutState
 
 _LEGAL = {
@@ -21,6 +23,7 @@ _LEGAL = {
     RolloutState.CONSUMED: set(),
     RolloutState.DROPPED: set(),
 }
+_HELD = {state for state, after in _LEGAL.items() if after}
 
 
 class Members:
@@ -46,20 +49,48 @@ class Members:
             self._join(rollout)
             return rollout
         assert not held.segments, f"rollout {rollout.rollout_id} is open already"
-        held.prompt_ids, held.role = rollout.prompt_ids, rollout.role
+        held.prompt_ids, held.role, held.turn_key = rollout.prompt_ids, rollout.role, rollout.turn_key
         if held.state is not RolloutState.WAITING:
             move(held, RolloutState.WAITING)
         return held
 
+    def act_again(self, rollout_id: str) -> None:
+        """The agent of its Episode was lost, and another one is at work: ACTING, whatever it did. Without a stop reason
+        its turn has not ended. It does not run. (Not in `_LEGAL`: nothing else may do this.)"""
+        rollout = self._rollouts[rollout_id]
+        assert rollout.state in _HELD and rollout.state is not RolloutState.RUNNING, f"{rollout_id} runs, or is gone"
+        if rollout.stop_reason is not None:  # that of its turn: the agent may have given it up
+            rollout.stop_reason = up_to(rollout, rollout.num_tokens).stop_reason
+        rollout.state, rollout.reward = RolloutState.ACTING, None
+
+    def cut(self, rollout_id: str, num_tokens: int) -> Rollout:
+        """What comes after so many tokens of an ACTING rollout leaves, and the rollout with it where those are none and
+        its Episode has others. Returns the rollout that left, or the shorter one that is held in its place."""
+        rollout = self._rollouts[rollout_id]
+        group = self._groups[rollout.group_id]
+        assert rollout.state is RolloutState.ACTING, f"rollout {rollout_id} is {rollout.state.value}"
+        if not num_tokens and sum(r.sibling == rollout.sibling for r in group.rollouts) > 1:
+            self._leave(rollout)
+            return rollout
+        shorter = up_to(rollout, num_tokens)
+        group.rollouts[group.rollouts.index(rollout)] = self._rollouts[rollout_id] = shorter
+        return shorter
+
+    def keep(self, group_id: int, sibling: int, name: str, value: Any) -> None:
+        """An Episode of the group keeps this over a kill."""
+        self._groups[group_id].kept.setdefault(sibling, {})[name] = value
+
     def replace(self, leaving: Sequence[Rollout], by: Rollout) -> None:
         """These rollouts of one group leave, DROPPED; `by` takes their place."""
-        group = self._groups[by.group_id]
         for rollout in leaving:
-            move(rollout, RolloutState.DROPPED)
-            rollout.stop_reason = rollout.stop_reason if rollout.reward is not None else None
-            group.rollouts.remove(rollout)
-            del self._rollouts[rollout.rollout_id]
+            self._leave(rollout)
         self._join(by)
+
+    def _leave(self, rollout: Rollout) -> None:
+        move(rollout, RolloutState.DROPPED)
+        rollout.stop_reason = rollout.stop_reason if rollout.reward is not None else None
+        self._groups[rollout.group_id].rollouts.remove(rollout)
+        del self._rollouts[rollout.rollout_id]
 
     def _join(self, rollout: Rollout) -> None:
         group = self._groups[rollout.group_id]

@@ -224,3 +224,16 @@ def rollouts_replaced(scheduler: Scheduler, leaving: Sequence[Rollout], unfinish
     for rollout in leaving:  # before the new one is queued: it has the id of the first of them
         scheduler._slots.forget(rollout)
     scheduler._slots.enqueue(by)
+
+
+def rollout_acts_again(scheduler: Scheduler, rollout: Rollout, *, finished: bool) -> None:
+    """A rollout of a group that is not READY does not start, as its agent is at work. `finished`: it was."""
+    if finished:
+        scheduler._held.unfinish(rollout.group_id)
+    scheduler._slots.forget(rollout)
+
+
+def rollout_left(scheduler: Scheduler, rollout: Rollout) -> None:
+    """An unfinished rollout left its group, which has others. It does not run."""
+    scheduler._held.leave(rollout.group_id, 1, 1)
+    scheduler._slots.forget(rollout)

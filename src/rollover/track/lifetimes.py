@@ -96,7 +96,7 @@ class Lifetimes:
     def on_event(self, event: Event, version: int, now: float) -> None:
         """For Lifecycle.on_event. `version`: the trainer's; `now`: seconds, on a clock that goes on after a restart."""
         group, kind = event.group, event.kind
-        if kind is EventKind.SCORE:
+        if kind in (EventKind.SCORE, EventKind.KEEP):
             return  # it is scoring until its group is
         if kind is EventKind.ADMIT:
             self._hold(group, version, now)
@@ -104,10 +104,14 @@ class Lifetimes:
         if kind is EventKind.GIVE_BACK:
             self._give_back(group)
         held = self._held[group.group_id]
-        if kind in (EventKind.OPEN, EventKind.RESTART):
+        if kind in (EventKind.OPEN, EventKind.RESTART, EventKind.CUT):
             self._on_members(held, now)
         for rollout in group.rollouts if event.rollout is None else (event.rollout,):
-            held.lives[rollout.rollout_id].move(rollout.state, now)
+            if (life := held.lives.get(rollout.rollout_id)) is None:
+                continue  # it left its group
+            if kind is EventKind.AGAIN and life.state in (RolloutState.SCORING, RolloutState.READY):
+                self.bias.finished[rollout.num_tokens] -= 1  # it goes on after all
+            life.move(rollout.state, now)
         if kind is EventKind.FINISH and event.rollout is not None:
             self.bias.finished[event.rollout.num_tokens] += 1
         elif kind is EventKind.READY:

@@ -41,6 +41,10 @@ METRICS: list[Metric] = [
     Metric("episodes/done", "counter", "episodes", "Those that ended by themselves: no call, done, returned."),
     Metric("episodes/error", "counter", "episodes", "Runs of an agent that failed, and were not tried again."),
     Metric("episodes/restarted", "counter", "episodes", "Runs of an agent that failed, and were tried again."),
+    Metric("episodes/replayed", "counter", "episodes", "Those whose agent ended with the process, and was run again."),
+    Metric(
+        "episodes/diverged", "counter", "episodes", "Of them, those that did not ask again for all that they had asked."
+    ),
     Metric("turns/continued", "counter", "turns", "Model calls of agents that continued a rollout."),
     Metric("turns/breaks/{reason}", "counter", "turns", "Calls after a trajectory's first that opened a rollout."),
     Metric("episodes/max_turns", "counter", "episodes", "Those of environments that ended at workflow.max_turns."),

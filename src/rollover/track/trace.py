@@ -84,8 +84,8 @@ class Trace:
     def on_event(self, event: Event) -> None:
         """For Lifecycle.on_event."""
         kind, group, rollout = event.kind.value, event.group, event.rollout
-        if event.kind is EventKind.SCORE:
-            return  # told with the group: ready, or drop
+        if event.kind in (EventKind.SCORE, EventKind.KEEP):
+            return  # scores are told with the group: ready, or drop
         if event.kind is EventKind.GIVE_BACK:  # it was not consumed after all: no line of the file says so yet
             untold = (EventKind.CONSUME.value, group.group_id)
             self.events = [e for e in self.events if (e.kind, e.group) != untold]

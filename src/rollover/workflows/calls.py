@@ -13,6 +13,9 @@ import numpy as np
 
 from rollover.types import SamplingParams, StopReason
 
+MODEL = "policy"
+"""The name by which the run's model is asked for, and the role of whoever names none."""
+
 
 @dataclass(frozen=True)
 class Call:

@@ -7,7 +7,8 @@ call ──▶ place_of ──▶ Continues(rollout, tokens of the new messages)
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +24,12 @@ from rollover.workflows.matching import Break, Conversation, canonical_tools, ma
 
 @dataclass(frozen=True)
 class Continues:
-    """The call goes on with a Rollout: these tokens are appended to it, as an environment's."""
+    """The call goes on with a Rollout: these tokens are appended to it, as an environment's. `num_tokens`: that it has
+    before them."""
 
     rollout_id: str
     token_ids: tuple[int, ...]
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -85,14 +88,15 @@ class Conversations:
     def place_of(self, call: Call, chats: Chats | None = None) -> Continues | Opens:
         """Where the call belongs. CallRefused where its messages cannot be made tokens. `chats`: for another thread."""
         chats = chats or self.chats
-        try:
+        with _refusing(call):
             if call.messages is not None:
                 return self._place_of_messages(call, chats)
             return self._place_of_prompt(call, chats)
-        except CallRefused:
-            raise
-        except ValueError as error:
-            raise CallRefused(str(error), "messages" if call.messages is not None else "prompt") from error
+
+    def branch(self, call: Call) -> Opens:
+        """The call begins a Rollout, as what it could continue has grown beyond it."""
+        with _refusing(call):
+            return Opens(_prompt(call, self.chats), Break.BRANCH)
 
     def on_open(self, rollout_id: str, call: Call) -> None:
         """A Rollout was opened for this call."""
@@ -128,23 +132,25 @@ class Conversations:
             assert of.rollout is not None
             turn_ids = sampled_turns(of.rollout)[-1]
             try:
-                return Continues(found.key, tuple(chat.continuation(turn_ids, _known(found.new), of.assistant)))
+                new = tuple(chat.continuation(turn_ids, _known(found.new), of.assistant))
+                return Continues(found.key, new, of.rollout.num_tokens)
             except ValueError:
-                return Opens(tuple(chat.prompt(_known(call.messages))), Break.TEMPLATE)
-        return Opens(tuple(chat.prompt(_known(call.messages))), found.reason)
+                return Opens(_prompt(call, chats), Break.TEMPLATE)
+        return Opens(_prompt(call, chats), found.reason)
 
     def _place_of_prompt(self, call: Call, chats: Chats) -> Continues | Opens:
         """Token ids, or a text, that begin with all tokens of a Rollout and go on, continue it."""
-        prompt = call.prompt
-        ids = tuple(chats.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else tuple(prompt or ())
+        ids = _prompt(call, chats)
         if not ids:
             raise CallRefused("the prompt has no token", "prompt")
         if (wrong := next((i for i in ids if not 0 <= i < chats.vocab_size), None)) is not None:
             raise CallRefused(f"{wrong} is no token id: those of the model are 0 to {chats.vocab_size - 1}", "prompt")
         for rollout_id, of in self._open.items():
-            so_far = () if of.rollout is None else (*of.rollout.prompt_ids, *of.rollout.token_ids())
-            if so_far and len(ids) > len(so_far) and ids[: len(so_far)] == so_far:
-                return Continues(rollout_id, ids[len(so_far) :])
+            if of.rollout is None:
+                continue
+            so_far = (*of.rollout.prompt_ids, *of.rollout.token_ids())
+            if len(ids) > len(so_far) and ids[: len(so_far)] == so_far:
+                return Continues(rollout_id, ids[len(so_far) :], of.rollout.num_tokens)
         return Opens(ids, Break.HISTORY if self._open else None)
 
     def _reply(self, of: _Open, rollout: Rollout) -> Reply:
@@ -167,6 +173,25 @@ class Conversations:
 # Private
 
 _FOLLOWERS = ("tool", "user", "system")
+
+
+def _prompt(call: Call, chats: Chats) -> tuple[int, ...]:
+    """All that the call says, as tokens."""
+    if call.messages is not None:
+        return tuple(chats.of(call.tools).prompt(_known(call.messages)))
+    prompt = call.prompt
+    return tuple(chats.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else tuple(prompt or ())
+
+
+@contextmanager
+def _refusing(call: Call) -> Iterator[None]:
+    """What cannot be made tokens is refused."""
+    try:
+        yield
+    except CallRefused:
+        raise
+    except ValueError as error:
+        raise CallRefused(str(error), "messages" if call.messages is not None else "prompt") from error
 
 
 def _known(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

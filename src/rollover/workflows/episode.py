@@ -12,6 +12,7 @@ from rollover.types import Reward, Task
 from rollover.workflows.calls import Call, CallRefused, Reply
 from rollover.workflows.conversations import Chats, Conversations
 from rollover.workflows.function import as_reward
+from rollover.workflows.once import Once
 from rollover.workflows.protocol import Answer
 
 Ask = Callable[["EpisodeTrajectory", Call], Awaitable[Reply]]
@@ -96,8 +97,19 @@ class EpisodeTrajectory:
 class Episode:
     """One run of the workflow on `task`. `base_url` is the gateway's, "" where none is served."""
 
-    def __init__(self, episode_id: str, task: Task, base_url: str, new: Callable[[str], EpisodeTrajectory]) -> None:
-        self.episode_id, self.task, self.base_url, self._new = episode_id, task, base_url, new
+    def __init__(
+        self, episode_id: str, task: Task, base_url: str, new: Callable[[str], EpisodeTrajectory], once: Once
+    ) -> None:
+        self.episode_id, self.task, self.base_url, self._new, self._once = episode_id, task, base_url, new, once
+
+    async def once(self, name: str, function: Callable[[], Awaitable[Any] | Any]) -> Any:
+        """What `function()` returned, which is called once in the Episode, though that may be run again after a kill or
+        an error: for side effects, and for choices at random. Awaited if it is an `async def`.
+
+        What it returns is kept under `name`, a JSON value of at most 64 KiB (ValueError); what it raises is not.
+        A kill while it is under way has it called again.
+        """
+        return await self._once(name, function)
 
     def trajectory(self, role: str = "policy") -> EpisodeTrajectory:
         """A new trajectory of the role: what it is compared with are those of the same role in the other episodes."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollover.types import SamplingParams
-from rollover.workflows.calls import Call, Reply, UnknownKey, UnknownModel
+from rollover.workflows.calls import MODEL, Call, Reply, UnknownKey, UnknownModel
 from rollover.workflows.episode import EpisodeTrajectory
-from rollover.workflows.player import MODEL, Player
+from rollover.workflows.player import Player
 
 
 class EpisodeCalls:

@@ -11,7 +11,7 @@ of the function and the keys of their calls. Never changes a rollout, and never 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +25,7 @@ from rollover.workflows.player import Host, Limits, Place, Player
 from rollover.workflows.protocol import Workflow
 
 COUNTERS = (
-    *(f"episodes/{how}" for how in ("done", "length", "timeout", "error", "restarted")),
+    *(f"episodes/{how}" for how in ("done", "length", "timeout", "error", "restarted", "replayed", "diverged")),
     "turns/continued",
     *(f"turns/breaks/{reason.value}" for reason in Break),
 )
@@ -35,11 +35,21 @@ class Episodes:
     """Of one run, in which tokens are sampled as `sampling` says.
 
     `host` is set before the first Episode begins. Where a gateway is served, `base_url` and `make_client` (of an API
-    key) are its own. `calls` answers what agents ask.
+    key) are its own. `calls` answers what agents ask. `on_kept` is told of what an Episode keeps over a kill: its
+    group id and sibling, the name and the value. `resumes`: whether an Episode whose agent was lost goes on from what
+    is on record of it; else it begins again.
     """
 
-    def __init__(self, function: Workflow, chats: Chats, limits: Limits, sampling: SamplingParams) -> None:
-        self.function, self.chats, self.limits = function, chats, limits
+    def __init__(
+        self,
+        function: Workflow,
+        chats: Chats,
+        limits: Limits,
+        sampling: SamplingParams,
+        *,
+        resumes: bool = True,
+    ) -> None:
+        self.function, self.chats, self.limits, self.resumes = function, chats, limits, resumes
         self.large_calls = LargeCalls(chats, limits.max_prompt_tokens + limits.max_new_tokens)
         self.host: Host | None = None
         self.calls = EpisodeCalls(chats.tokenizer, sampling)
@@ -47,9 +57,11 @@ class Episodes:
         self.base_url = ""
         self.make_client: Callable[[str], Any] = lambda api_key: None
         self.say: Callable[[str], None] = lambda line: None
+        self.on_kept: Callable[[Place, str, Any], None] = lambda place, name, value: None
         self.counts: Counter[str] = Counter()
         self._players: dict[Place, Player] = {}
         self._failures: Counter[Place] = Counter()
+        self._kept: defaultdict[Place, dict[str, Any]] = defaultdict(dict)
         self._said: set[str] = set()
 
     def apart(self) -> Episodes:
@@ -80,12 +92,29 @@ class Episodes:
         ended = sum(self.counts[f"episodes/{how}"] for how in ("done", "length", "timeout", "error"))
         return {name: float(self.counts[name]) for name in COUNTERS} | {"episodes/ended": float(ended)}
 
-    def begin(self, rollout: Rollout) -> None:
-        """The Episode of a sibling begins, or begins again. `rollout`: its only one, without a token."""
+    def begin(self, rollout: Rollout, kept: Mapping[str, Any] | None = None, recorded: Sequence[Rollout] = ()) -> None:
+        """The Episode of a sibling begins, or begins again. `rollout`: its only one, as its group was admitted with it.
+        `kept`: what an earlier process kept of it.
+
+        `recorded`: copies of all Rollouts that it has, where its agent was lost. None of them runs. What the agent asks
+        again is answered from these.
+        """
         place = rollout.group_id, rollout.sibling
         if place in self._players:
             self._players.pop(place).cancel()
-        self._players[place] = Player(self, place, rollout.task, rollout.prompt_ids)
+        self._kept[place].update(kept or {})
+        if recorded:
+            self.counts["episodes/replayed"] += 1
+        self._players[place] = Player(self, place, rollout.task, rollout.prompt_ids, recorded, self._kept[place])
+
+    def unasked(self, place: Place) -> Mapping[str, int]:
+        """Of an Episode that has ended: what was on record and was not asked for again, see Player."""
+        return self._players[place].unasked if place in self._players else {}
+
+    def close(self, place: Place) -> None:
+        """What was not asked for again has gone."""
+        if place in self._players:
+            self._players[place].close()
 
     @property
     def num_at_work(self) -> int:
@@ -106,6 +135,7 @@ class Episodes:
         for place in [place for place in self._players if place[0] in groups]:
             self._players.pop(place).cancel()
             del self._failures[place]
+            self._kept.pop(place, None)
 
     async def next(self, rollout: Rollout) -> Segment | None:
         """The turn goes to the agent that asked for it; what comes back begins its next call. None: the end."""
@@ -120,12 +150,17 @@ class Episodes:
 
     def options(self, rollout: Rollout) -> TurnOptions:
         """Of the call that the Rollout's present turn answers."""
-        return self._players[rollout.group_id, rollout.sibling].options[rollout.rollout_id]
+        return self._players[rollout.group_id, rollout.sibling].turns.options[rollout.rollout_id]
 
     # The players' side
 
     def arguments(self, api_key: str) -> Mapping[str, Any]:
         return {"client": self.make_client(api_key)} if "client" in self.function.wanted else {}
+
+    def keep(self, place: Place, name: str, value: Any) -> None:
+        if place in self._players:
+            self._kept[place][name] = value
+            self.on_kept(place, name, value)
 
     def may_retry(self, place: Place, why: str) -> bool:
         self._failures[place] += 1

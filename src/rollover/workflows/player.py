@@ -3,7 +3,9 @@
     playing ──returned, timed out, no budget left, failed too often──▶ over: every Rollout ends, with a reward or none
        └─────failed, and may try again──▶ over: its Rollouts leave once none of them plays, and another run begins
 
-Owns the run, its clock, and which of its Rollouts play a turn or wait for the next one. Never changes a Rollout.
+A run may begin with what an earlier one left, as a kill ended it: calls that it makes again are answered from that
+record (turns.py). Owns the run, its clock, and which of its Rollouts play a turn or wait for the next one. Never
+changes a Rollout.
 """
 
 from __future__ import annotations
@@ -11,42 +13,24 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
-from rollover.envs.protocol import TurnOptions, written
+from rollover.envs.protocol import written
 from rollover.functions import explained, outcome_of
 from rollover.trajectories import divided
 from rollover.types import Reward, Rollout, Segment, StopReason, Task, episode_name
 from rollover.workflows.agent_clock import AgentClock
-from rollover.workflows.calls import BudgetUsedUp, Call, Reply, UnknownKey
-from rollover.workflows.conversations import Chats, Continues, Opens
+from rollover.workflows.calls import MODEL, BudgetUsedUp, Call, Reply, UnknownKey
+from rollover.workflows.conversations import Chats
 from rollover.workflows.episode import Episode, EpisodeTrajectory, give
 from rollover.workflows.large_calls import LargeCalls
-from rollover.workflows.matching import turn_key
+from rollover.workflows.once import Once
 from rollover.workflows.protocol import Workflow
 from rollover.workflows.token_budget import TokenBudget
-
-MODEL = "policy"
-Place = tuple[int, int]  # group id, sibling
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Of one Episode. `max_new_tokens`: of a Rollout, sampled and appended; `max_prompt_tokens`: before those;
-    `max_tokens`: sampled, over all Rollouts, 0: no limit; `precomputed`: whether the advantages of a role come with its
-    trajectories."""
-
-    max_new_tokens: int
-    max_prompt_tokens: int
-    max_turns: int = 16
-    timeout_s: float = 300.0
-    on_timeout: str = "missing"
-    timeout_score: float = 0.0
-    retries: int = 1
-    precomputed: Callable[[str], bool] = lambda role: False
-    max_tokens: int = 0
+from rollover.workflows.turns import Continued, Limits, Opened, Place, Played, Turns
 
 
 class Host(Protocol):
@@ -94,6 +78,10 @@ class Surroundings(Protocol):
         """Those of the function that depend on nothing but the key."""
         ...
 
+    def keep(self, place: Place, name: str, value: Any) -> None:
+        """The Episode keeps this over a kill."""
+        ...
+
     def may_retry(self, place: Place, why: str) -> bool:
         """The function failed. Whether it may be run again."""
         ...
@@ -101,41 +89,59 @@ class Surroundings(Protocol):
 
 @dataclass(eq=False)
 class _Playing:
-    """A turn under way."""
+    """A turn under way. `begun`: its tokens that are on record."""
 
     trajectory: EpisodeTrajectory
+    begun: int
     reply: asyncio.Future[Reply]
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """A Rollout between two turns. `rollout`: a copy with all its tokens; `answer`: what follows them."""
+    """A Rollout between two turns, or one that is on record. `rollout`: a copy with all its tokens; `answer`: what
+    follows them."""
 
     rollout: Rollout
     answer: asyncio.Future[Segment | None]
 
 
 class Player:
-    """`task_prompt`: the task's own prompt. `options`: of the present turn of each Rollout, by its id. `over`: the
-    function has ended, or nobody waits for it. `lost`: it was cancelled from outside, as when an event loop ends."""
+    """`task_prompt`: the task's own prompt. `recorded`: copies of the Rollouts of an earlier run; `kept`: what that
+    did once, by name. `over`: the function has ended, or nobody waits for it. `lost`: it was cancelled from outside, as
+    when an event loop ends. `unasked`: after the end, the Rollouts on record with turns that were not asked for again,
+    and how many of their tokens were; while there are any, the others wait for `close`."""
 
-    def __init__(self, around: Surroundings, place: Place, task: Task, task_prompt: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        around: Surroundings,
+        place: Place,
+        task: Task,
+        task_prompt: tuple[int, ...],
+        recorded: Sequence[Rollout] = (),
+        kept: Mapping[str, Any] | None = None,
+    ) -> None:
         assert around.host is not None
-        self.around, self.place, self.task, self.task_prompt = around, place, task, task_prompt
+        self.around, self.place, self.task = around, place, task
         self._host = around.host
-        self.options: dict[str, TurnOptions] = {}
+        self.turns = Turns(place, task, task_prompt, around.limits, around.counts, recorded)
         self.trajectories: list[EpisodeTrajectory] = []
+        self.unasked: dict[str, int] = {}
         self._playing: dict[str, _Playing] = {}
         self._waiting: dict[str, _Waiting] = {}
+        self._on_record: dict[str, asyncio.Future[Segment | None]] = {}  # nobody waits for these answers yet
+        for rollout in recorded:
+            if rollout.num_tokens:
+                waiting = _Waiting(rollout, asyncio.get_running_loop().create_future())
+                self._waiting[rollout.rollout_id], self._on_record[rollout.rollout_id] = waiting, waiting.answer
         self._of_model: dict[tuple[str, str], EpisodeTrajectory] = {}
         self._given_up: set[str] = set()  # ids of Rollouts with a turn that the agent did not wait for
-        self._tokens = TokenBudget(around.limits.max_tokens)
-        self._asked: Counter[int] = Counter()  # how often each question was asked
-        self._num_turns = self._num_trajectories = 0
+        sampled = sum(rollout.num_sampled_tokens for rollout in recorded)
+        self._tokens = TokenBudget(around.limits.max_tokens, sampled)
         self._refused = False  # for want of tokens or turns: what the agent makes of that is the policy's doing
         self.over = self.lost = self._restarts = self._cut_off = False
         self._otherwise = Reward(None, error="the workflow gave it no reward")  # where a trajectory has none of its own
-        self.episode = Episode(episode_name(*place), task, around.base_url, self._new_trajectory)
+        once = Once(kept or {}, partial(around.keep, place))
+        self.episode = Episode(episode_name(*place), task, around.base_url, self._new_trajectory, once)
         self._default = self._new_trajectory(MODEL)
         self._clock = AgentClock(around.limits.timeout_s, self._on_timeout)
         self._run = asyncio.ensure_future(self._play())
@@ -152,13 +158,17 @@ class Player:
         try:
             with self._clock.waiting():
                 async with trajectory.placing:
-                    place = await self.around.large_calls.place_of(call, trajectory.conversations)
-                    most = self.around.limits.max_new_tokens
-                    room = await self._tokens.room(most if call.max_tokens is None else min(most, call.max_tokens))
-                    rollout_id = self._take_place(trajectory, call, place, room)
-                self._num_turns += 1
-                self._tokens.begin(rollout_id, room)
-                playing = self._playing[rollout_id] = _Playing(trajectory, asyncio.get_running_loop().create_future())
+                    turn, begun = await self._turn(trajectory, call)
+                if isinstance(turn, Played):
+                    await asyncio.sleep(0)  # others are answered, too
+                    return turn.reply
+                playing = _Playing(trajectory, begun, asyncio.get_running_loop().create_future())
+                self._playing[turn.rollout_id] = playing
+                if isinstance(turn, Opened):
+                    self._host.open(turn.rollout)
+                else:
+                    waiting = self._waiting.pop(turn.rollout_id)
+                    waiting.answer.set_result(written(waiting.rollout, turn.token_ids))
                 return await playing.reply
         except BudgetUsedUp:
             self._refused = True
@@ -176,11 +186,13 @@ class Player:
     # The host's side
 
     async def next(self, rollout: Rollout) -> Segment | None:
-        """The turn of the Rollout has ended, and `rollout` has its tokens. What the agent's next call appends; None at
-        the end of the Episode."""
+        """The turn of the Rollout has ended, and `rollout` has its tokens; or it is on record, and waits for its agent.
+        What the agent's next call appends; None at the end of the Episode."""
+        if (answer := self._on_record.pop(rollout.rollout_id, None)) is not None:
+            return await answer
         playing = self._playing.pop(rollout.rollout_id)
         reply = playing.trajectory.conversations.on_turn(rollout)
-        self._tokens.end(rollout.rollout_id, len(reply.token_ids))
+        self._tokens.end(rollout.rollout_id, len(reply.token_ids) - playing.begun)
         if self.over or playing.reply.done():
             self._given_up.add(rollout.rollout_id)
         if not playing.reply.done():
@@ -196,7 +208,7 @@ class Player:
         """After the end."""
         if rollout.rollout_id in self._given_up:
             return Reward(None, error="the agent gave up a call of it")
-        if not self._num_trajectories:
+        if all(trajectory.index is None for trajectory in self.trajectories):
             return Reward(None, error="the workflow made no model call")
         of = next((t for t in self.trajectories if t.index == rollout.trajectory), None)
         if of is None:
@@ -210,6 +222,14 @@ class Player:
         except ValueError as error:
             return Reward(None, error=str(error))
         return rewards[list(nums).index(rollout.rollout_id)]
+
+    def close(self) -> None:
+        """After the end: no Rollout waits any more, and those that are left in `unasked` have gone."""
+        for rollout_id, waiting in self._waiting.items():
+            if rollout_id not in self.unasked:
+                waiting.answer.set_result(self._abandoned(waiting.rollout))
+        self._waiting.clear()
+        self.unasked = {}
 
     def cancel(self) -> None:
         """Nobody waits for its end."""
@@ -231,64 +251,30 @@ class Player:
     def episode_id(self) -> str:
         return episode_name(*self.place)
 
-    def _take_place(self, trajectory: EpisodeTrajectory, call: Call, place: Continues | Opens, room: int) -> str:
-        """Tell the host of a call that belongs there, whose turn may sample `room` tokens. Returns its Rollout's id."""
+    async def _turn(self, trajectory: EpisodeTrajectory, call: Call) -> tuple[Opened | Continued | Played, int]:
+        """The turn that answers the call, which begins now, and how many of its tokens are sampled already."""
+        place = await self.around.large_calls.place_of(call, trajectory.conversations)
+        most = self.around.limits.max_new_tokens
+        wanted = most if call.max_tokens is None else min(most, call.max_tokens)
+        self._refuse_after_the_end()
+        found = self.turns.find(trajectory, call, place)
+        if found.has_ended:
+            return self.turns.begin(trajectory, call, found, wanted), 0
+        if found.begun is not None:
+            room = min(wanted, found.begun + self._tokens.free) if self._tokens.most else wanted
+        else:
+            room = await self._tokens.room(wanted)
+            self._refuse_after_the_end()
+            if self._tokens.most:  # others have gone on meanwhile
+                found = self.turns.find(trajectory, call, place)
+        turn, begun = self.turns.begin(trajectory, call, found, room), found.begun or 0
+        if not isinstance(turn, Played):
+            self._tokens.begin(turn.rollout_id, room - begun)
+        return turn, begun
+
+    def _refuse_after_the_end(self) -> None:
         if self.over:
             raise UnknownKey(f"episode {self.episode.episode_id} has ended: it can make no calls")
-        if self._num_turns >= (most := self.around.limits.max_turns):
-            raise BudgetUsedUp(f"the episode has had its {most} turns (workflow.max_turns)")
-        if room < 1:
-            raise BudgetUsedUp(f"the episode has sampled its {self._tokens.most} tokens (workflow.max_tokens)")
-        if isinstance(place, Continues):
-            return self._continue(trajectory, call, place, room)
-        return self._open(trajectory, call, place, room)
-
-    def _continue(self, trajectory: EpisodeTrajectory, call: Call, place: Continues, room: int) -> str:
-        waiting, before = self._waiting[place.rollout_id], self.options[place.rollout_id]
-        num_tokens = waiting.rollout.num_tokens + len(place.token_ids)
-        self.options[place.rollout_id] = self._options(call, room, num_tokens, before.seed_key)
-        del self._waiting[place.rollout_id]
-        trajectory.conversations.on_continue(place.rollout_id, call)
-        waiting.answer.set_result(written(waiting.rollout, place.token_ids))
-        self.around.counts["turns/continued"] += 1
-        return place.rollout_id
-
-    def _open(self, trajectory: EpisodeTrajectory, call: Call, place: Opens, room: int) -> str:
-        if len(place.prompt_ids) > (most := self.around.limits.max_prompt_tokens):
-            raise BudgetUsedUp(
-                f"the prompt has {len(place.prompt_ids)} tokens, and {most} are the most that leave room for an answer"
-                " of rollout.max_new_tokens"
-            )
-        question = turn_key(trajectory.role, place.prompt_ids, call.max_tokens, call.stop, 0)
-        key = turn_key(trajectory.role, place.prompt_ids, call.max_tokens, call.stop, self._asked[question])
-        # The sibling's own draws are those of one question: the task's, asked as a plain rollout asks it, once.
-        is_plain = trajectory.role == MODEL and call.max_tokens is None and not call.stop
-        is_the_tasks = is_plain and place.prompt_ids == self.task_prompt and not self._asked[question]
-        options = self._options(call, room, 0, None if is_the_tasks else key)
-        self._asked[question] += 1
-        if trajectory.index is None:
-            trajectory.index = self._num_trajectories
-            self._num_trajectories += 1
-        rollout = Rollout(
-            *self.place,
-            self.task,
-            prompt_ids=place.prompt_ids,
-            role=trajectory.role,
-            trajectory=trajectory.index,
-            context=len(trajectory.conversations.rollout_ids),
-        )
-        self.options[rollout.rollout_id] = options
-        trajectory.conversations.on_open(rollout.rollout_id, call)
-        if place.reason is not None:
-            self.around.counts[f"turns/breaks/{place.reason.value}"] += 1
-        self._host.open(rollout)
-        return rollout.rollout_id
-
-    def _options(self, call: Call, room: int, num_tokens: int, seed_key: int | None) -> TurnOptions:
-        most = self.around.limits.max_new_tokens
-        if num_tokens >= most:
-            raise BudgetUsedUp(f"the rollout has had its {most} tokens (rollout.max_new_tokens): no answer fits")
-        return TurnOptions(min(most, num_tokens + room), call.stop, seed_key)
 
     async def _play(self) -> None:
         values: dict[str, Any] = {
@@ -345,9 +331,12 @@ class Player:
                 trajectory.take_back()
         self.around.counts[f"episodes/{how}"] += 1
         self._stop()
-        for waiting in self._waiting.values():
-            waiting.answer.set_result(self._abandoned(waiting.rollout))
-        self._waiting.clear()
+        self.unasked = self.turns.record.unasked()
+        if self.unasked:
+            asked = ((of.rollout, self.unasked.get(of_id)) for of_id, of in self._waiting.items())
+            self.around.counts["episodes/diverged"] += any(n is not None and r.num_tokens > n for r, n in asked)
+        else:
+            self.close()
         self._host.ended(*self.place)
 
     def _abandoned(self, rollout: Rollout) -> Segment | None:

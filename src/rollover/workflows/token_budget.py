@@ -10,11 +10,11 @@ import asyncio
 
 
 class TokenBudget:
-    """Of `most` tokens; 0: as many as the Rollouts may have."""
+    """Of `most` tokens; 0: as many as the Rollouts may have. `sampled`: those that are on record of an earlier run."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, sampled: int = 0) -> None:
         self.most = most
-        self._left = most
+        self._left = most - sampled
         self._reserved: dict[str, int] = {}  # by the id of the Rollout whose turn is under way
         self._ended = asyncio.Event()  # the next turn has
 
@@ -23,9 +23,9 @@ class TokenBudget:
         after the end of a turn that is under way. `begin` follows without a pause."""
         if not self.most:
             return wanted
-        while self._reserved and self._free < wanted:
+        while self._reserved and self.free < wanted:
             await self._ended.wait()
-        return min(wanted, self._free)
+        return min(wanted, self.free)
 
     def begin(self, rollout_id: str, num: int) -> None:
         """A turn of the Rollout is under way, which may sample `num` tokens."""
@@ -41,5 +41,6 @@ class TokenBudget:
             self._ended = asyncio.Event()
 
     @property
-    def _free(self) -> int:
+    def free(self) -> int:
+        """Neither sampled nor reserved."""
         return self._left - sum(self._reserved.values())

@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 
 from rollover.checkpoint.journal import Record
-from rollover.rollout.episode_moves import begin_acting, open_rollout, restart_episode
+from rollover.rollout.episode_moves import (
+    act_again,
+    begin_acting,
+    cut_rollout,
+    keep,
+    open_rollout,
+    restart_episode,
+)
 from rollover.rollout.lifecycle import EventKind, Lifecycle
 from rollover.run.journal.running_tokens import RunningTokens
 from rollover.run.journal.scribe import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of, pieces
@@ -52,6 +59,9 @@ class Replay:
             EventKind.BEGIN.value: lambda meta, _: begin_acting(self.lifecycle, self._rollout(meta)),
             EventKind.OPEN.value: lambda meta, data: _open(self.lifecycle, meta, data),
             EventKind.RESTART.value: lambda meta, _: _restart(self.lifecycle, meta),
+            EventKind.AGAIN.value: lambda meta, _: act_again(self.lifecycle, self._rollout(meta)),
+            EventKind.CUT.value: lambda meta, _: _cut(self.lifecycle, meta),
+            EventKind.KEEP.value: lambda meta, _: _keep(self.lifecycle, meta),
             EventKind.START.value: self._run,
             EventKind.RESUME.value: self._run,
             TOKENS: self._tokens,
@@ -188,11 +198,29 @@ class Replay:
 
 def _open(lifecycle: Lifecycle, meta: dict[str, Any], data: bytes) -> None:
     """A call of an agent opened a rollout, whose prompt is in `data`."""
-    place = {name: meta[name] for name in ("role", "trajectory", "context")}
-    prompt_ids, task = tuple(np.frombuffer(data, "<i4").tolist()), lifecycle.cache.groups[meta["group"]].task
-    open_rollout(lifecycle, Rollout(meta["group"], meta["sibling"], task, prompt_ids=prompt_ids, **place))
+    rollout = Rollout(
+        meta["group"],
+        meta["sibling"],
+        lifecycle.cache.groups[meta["group"]].task,
+        prompt_ids=tuple(np.frombuffer(data, "<i4").tolist()),
+        role=meta["role"],
+        trajectory=meta["trajectory"],
+        context=meta["context"],
+        turn_key=meta.get("key"),  # absent in journals of before
+    )
+    open_rollout(lifecycle, rollout)
 
 
 def _restart(lifecycle: Lifecycle, meta: dict[str, Any]) -> None:
     """An Episode began again."""
     restart_episode(lifecycle, lifecycle.cache.groups[meta["group"]], meta["sibling"])
+
+
+def _cut(lifecycle: Lifecycle, meta: dict[str, Any]) -> None:
+    """What an agent did not ask for again left."""
+    cut_rollout(lifecycle, lifecycle.cache.rollout(meta["rollout"]), meta["num_tokens"])
+
+
+def _keep(lifecycle: Lifecycle, meta: dict[str, Any]) -> None:
+    """An Episode keeps something over a kill."""
+    keep(lifecycle, meta["group"], meta["sibling"], meta["name"], meta["value"])

@@ -19,7 +19,7 @@ import numpy as np
 
 from rollover.checkpoint.journal import Journal, Mark
 from rollover.rollout.lifecycle import Event, EventKind
-from rollover.types import Rollout, Segment
+from rollover.types import Rollout, RolloutState, Segment
 
 TOKENS, STEP, ROW, PUBLISH, ROLL_BACK = "tokens", "step", "row", "publish", "roll_back"
 _BEGINS = (EventKind.START, EventKind.RESUME)
@@ -74,6 +74,8 @@ class Scribe:
                 task = group.task
                 fields |= {"task": task.task_id, "attempt": task.attempt, "task_version": self.task_version()}
                 fields["prompt"] = digest_of(group.prompt_ids)
+            elif event.kept is not None:
+                fields |= dict(zip(("sibling", "name", "value"), event.kept, strict=True))
             elif event.reason is not None:
                 fields |= {"reason": event.reason.value, "filter": event.filter}
         else:
@@ -93,10 +95,12 @@ class Scribe:
                 fields["stop_reason"] = rollout.stop_reason and rollout.stop_reason.value
             elif kind is EventKind.OPEN:
                 fields |= {"role": rollout.role, "trajectory": rollout.trajectory, "context": rollout.context}
-                fields |= {"group": rollout.group_id, "sibling": rollout.sibling}
+                fields |= {"group": rollout.group_id, "sibling": rollout.sibling, "key": rollout.turn_key}
                 data = np.asarray(rollout.prompt_ids, "<i4").tobytes()
             elif kind is EventKind.RESTART:
                 fields |= {"group": rollout.group_id, "sibling": rollout.sibling}
+            elif kind is EventKind.CUT:
+                fields["num_tokens"] = rollout.num_tokens if rollout.state is RolloutState.ACTING else 0
             elif rollout.reward is not None and kind is EventKind.SCORE:
                 fields["reward"] = rollout.reward.to_json()
         self._write(kind.value, fields, data)

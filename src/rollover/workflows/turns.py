@@ -1,0 +1,224 @@
+"""Which turn a call of an Episode is: one of a Rollout that it continues or opens, or one that is on record. Pure.
+
+    call ──▶ Opened(rollout) | Continued(rollout id, tokens) ──▶ the policy is asked ──▶ reply
+       └──▶ Played(reply): the turn is on record
+
+Owns what each present turn asks for, how many the Episode has had, and the names of its Rollouts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from rollover.envs.protocol import TurnOptions
+from rollover.types import Rollout, Task
+from rollover.workflows.calls import MODEL, BudgetUsedUp, Call, Reply
+from rollover.workflows.conversations import Continues, Opens
+from rollover.workflows.episode import EpisodeTrajectory
+from rollover.workflows.matching import turn_key
+from rollover.workflows.record import Record
+
+Place = tuple[int, int]  # group id, sibling
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one Episode. `max_new_tokens`: of a Rollout, sampled and appended; `max_prompt_tokens`: before those;
+    `max_tokens`: sampled, over all Rollouts, 0: no limit; `precomputed`: whether the advantages of a role come with its
+    trajectories."""
+
+    max_new_tokens: int
+    max_prompt_tokens: int
+    max_turns: int = 16
+    timeout_s: float = 300.0
+    on_timeout: str = "missing"
+    timeout_score: float = 0.0
+    retries: int = 1
+    precomputed: Callable[[str], bool] = lambda role: False
+    max_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The call opens this Rollout."""
+
+    rollout: Rollout
+
+    @property
+    def rollout_id(self) -> str:
+        return self.rollout.rollout_id
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The Rollout goes on after these tokens; after none where its turn is on record, and has not ended."""
+
+    rollout_id: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Played:
+    """The turn is on record: nothing is sampled."""
+
+    reply: Reply
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a call belongs. `key`: of one that opens a Rollout. `begun`: tokens of its turn on record; None: that is
+    not there. `has_ended`: that turn."""
+
+    place: Continues | Opens
+    key: int
+    begun: int | None = None
+    has_ended: bool = False
+
+
+class Turns:
+    """Of one run of the function. `task_prompt`: the task's own prompt. `recorded`: copies of the Rollouts that an
+    earlier run left. `options`: of the present turn of each Rollout, by its id."""
+
+    def __init__(
+        self,
+        place: Place,
+        task: Task,
+        task_prompt: tuple[int, ...],
+        limits: Limits,
+        counts: Counter[str],
+        recorded: Sequence[Rollout] = (),
+    ) -> None:
+        self._place, self._task, self._task_prompt = place, task, task_prompt
+        self._limits, self._counts = limits, counts
+        self.options: dict[str, TurnOptions] = {}
+        self._plain_key = turn_key(MODEL, task_prompt, None, (), 0)
+        self.record = Record(recorded, self._key_of)
+        self._num = 0
+        self._asked: set[int] = set()  # keys of the calls that opened a Rollout
+        self._taken: set[int] = set()  # trajectories of the record that were asked for again
+        self._next_trajectory = 1 + max((r.trajectory for r in recorded), default=-1)
+        self._next_context: dict[int, int] = {}
+
+    def find(self, trajectory: EpisodeTrajectory, call: Call, place: Continues | Opens) -> Found:
+        """The turn of a call that belongs there, as its conversation tells. CallRefused where it can have none."""
+        if self._num >= (most := self._limits.max_turns):
+            raise BudgetUsedUp(f"the episode has had its {most} turns (workflow.max_turns)")
+        if isinstance(place, Continues) and self.record.goes_on_otherwise(place, call, self._limits.max_new_tokens):
+            # As where another call had gone on from there first: so it did, and may do so again.
+            place = trajectory.conversations.branch(call)
+        if isinstance(place, Continues):
+            return Found(place, 0, *self.record.progress(place.rollout_id))
+        if len(place.prompt_ids) > (most := self._limits.max_prompt_tokens):
+            raise BudgetUsedUp(
+                f"the prompt has {len(place.prompt_ids)} tokens, and {most} are the most that leave room for an answer"
+                " of rollout.max_new_tokens"
+            )
+        key, recorded = self._opened_by(trajectory, call, place.prompt_ids)
+        return Found(place, key, *self.record.progress(recorded.rollout_id if recorded is not None else ""))
+
+    def begin(self, trajectory: EpisodeTrajectory, call: Call, found: Found, room: int) -> Opened | Continued | Played:
+        """The turn begins, which may have `room` tokens in all. CallRefused where those are too few."""
+        if room <= (found.begun or 0) and not found.has_ended:
+            raise BudgetUsedUp(f"the episode has sampled its {self._limits.max_tokens} tokens (workflow.max_tokens)")
+        if isinstance(found.place, Continues):
+            turn = self._continue(trajectory, call, found.place, room)
+        else:
+            turn = self._open(trajectory, call, found.place, found.key, room)
+        self._num += 1
+        return turn
+
+    # Private
+
+    def _continue(
+        self, trajectory: EpisodeTrajectory, call: Call, place: Continues, room: int
+    ) -> Continued | Opened | Played:
+        rollout_id, before = place.rollout_id, self.options[place.rollout_id]
+        num_tokens = place.num_tokens + len(place.token_ids)
+        self.options[rollout_id] = self._options(call, room, num_tokens, before.seed_key)
+        trajectory.conversations.on_continue(rollout_id, call)
+        if self.record.has_next(rollout_id):
+            return self._on_record(trajectory, rollout_id)
+        self._counts["turns/continued"] += 1
+        return Continued(rollout_id, place.token_ids)
+
+    def _open(
+        self, trajectory: EpisodeTrajectory, call: Call, place: Opens, key: int, room: int
+    ) -> Continued | Opened | Played:
+        # The sibling's own draws are those of one question: the task's, asked as a plain rollout asks it, once.
+        options = self._options(call, room, 0, None if key == self._plain_key else key)
+        recorded = self.record.opened_by(key)
+        self._asked.add(key)
+        if trajectory.index is None:
+            trajectory.index = self._index_of(recorded)
+        rollout = recorded or self._new(trajectory, place.prompt_ids, options)
+        self.options[rollout.rollout_id] = options
+        trajectory.conversations.on_open(rollout.rollout_id, call)
+        if recorded is not None:
+            return self._on_record(trajectory, rollout.rollout_id)
+        if place.reason is not None:
+            self._counts[f"turns/breaks/{place.reason.value}"] += 1
+        return Opened(rollout)
+
+    def _on_record(self, trajectory: EpisodeTrajectory, rollout_id: str) -> Continued | Opened | Played:
+        rollout = self.record.ask(rollout_id)
+        if rollout.stop_reason is not None:
+            return Played(trajectory.conversations.on_turn(rollout))
+        return Continued(rollout_id, ()) if rollout.num_tokens else Opened(rollout)
+
+    def _opened_by(
+        self, trajectory: EpisodeTrajectory, call: Call, prompt_ids: tuple[int, ...]
+    ) -> tuple[int, Rollout | None]:
+        """The key of a call that opens a Rollout, and that Rollout where it is on record."""
+        for occurrence in count():
+            key = turn_key(trajectory.role, prompt_ids, call.max_tokens, call.stop, occurrence)
+            if key in self._asked:
+                continue
+            recorded = self.record.opened_by(key)
+            if recorded is None or self._may_be(trajectory, recorded):
+                return key, recorded
+        raise AssertionError
+
+    def _may_be(self, trajectory: EpisodeTrajectory, recorded: Rollout) -> bool:
+        """Whether the Rollout is one of this trajectory."""
+        if trajectory.index is None:
+            return recorded.trajectory not in self._taken
+        return recorded.trajectory == trajectory.index
+
+    def _index_of(self, recorded: Rollout | None) -> int:
+        """Of a trajectory at its first call."""
+        if recorded is not None:
+            self._taken.add(recorded.trajectory)
+            return recorded.trajectory
+        self._next_trajectory += 1
+        return self._next_trajectory - 1
+
+    def _new(self, trajectory: EpisodeTrajectory, prompt_ids: tuple[int, ...], options: TurnOptions) -> Rollout:
+        index = trajectory.index
+        assert index is not None
+        context = self._next_context.get(index, self.record.next_place(index))
+        self._next_context[index] = context + 1
+        return Rollout(
+            *self._place,
+            self._task,
+            prompt_ids=prompt_ids,
+            role=trajectory.role,
+            trajectory=index,
+            context=context,
+            turn_key=options.seed_key,
+        )
+
+    def _options(self, call: Call, room: int, num_tokens: int, seed_key: int | None) -> TurnOptions:
+        most = self._limits.max_new_tokens
+        if num_tokens >= most:
+            raise BudgetUsedUp(f"the rollout has had its {most} tokens (rollout.max_new_tokens): no answer fits")
+        return TurnOptions(min(most, num_tokens + room), call.stop, seed_key)
+
+    def _key_of(self, rollout: Rollout) -> int | None:
+        """Of the call that opened a Rollout of the record."""
+        if rollout.turn_key is not None:
+            return rollout.turn_key
+        is_plain = rollout.role == MODEL and rollout.prompt_ids == self._task_prompt
+        return self._plain_key if is_plain else None  # unknown in checkpoints of before

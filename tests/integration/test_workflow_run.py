@@ -155,8 +155,6 @@ def test_evaluations_have_the_same_prompts_and_scores(tmp_path: Path, capsys: py
     capsys.readouterr()
     assert main(["eval", *words, "--model", str(tmp_path / "run" / "model"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mean"] == pytest.approx(after["mean"])
-    assert main(["sample", str(tmp_path / "recipe.toml"), "--prompt", "1"]) == 2
-    assert "is reset with the columns of a task" in capsys.readouterr().err
 
 
 def test_a_class_of_a_program(tmp_path: Path) -> None:

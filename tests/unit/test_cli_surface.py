@@ -191,7 +191,7 @@ def test_traceback_of_an_input_error_on_demand(monkeypatch, capsys, recipe):
         (["train", "x.toml", "--resum"], "--resum"),
         (["train", "x.toml", "--train.num_steps"], "--train.num_steps needs a value"),
         (["train", "x.toml", "--train.num_steps", "--resume"], "--train.num_steps needs a value"),
-        (["sample", "x.toml"], "--prompt"),
+        (["sample", "x.toml", "--columns", "[1]"], "no JSON object of columns"),
         (["sample", "x.toml", "--prompt", "a", "--num", "0"], "above 0"),
         (["bench", "everything"], "everything"),
         (["config", "--json", "--schema"], "--schema"),

@@ -166,7 +166,7 @@ def test_one_that_hangs_costs_its_rollouts_and_the_run_goes_on(
     late = [r for r in runs.records(tmp_path / "run") if r["stop_reason"] == "timeout"]
     assert late and {r["score"] for r in late} == {None if on_timeout == "missing" else 0.0}
     assert main(["trace", str(tmp_path / "run")]) == 0
-    assert "turns: environments worked" in capsys.readouterr().out
+    assert "environments and agents worked" in capsys.readouterr().out
 
 
 def test_where_it_fails_at_scoring_rewards_are_missing(tmp_path: Path) -> None:

@@ -52,16 +52,18 @@ def summary(title: str, events: Sequence[TraceEvent]) -> str:
     """A few lines of text: what happened, and where the time went."""
     from rollover.rollout.lifecycle import EventKind
     from rollover.track.live import count, percent
-    from rollover.track.trace import acting_seconds, busy_share, engine_visits, spans
+    from rollover.track.trace import acts, busy_share, engine_visits, spans
 
     visits, of_spans = engine_visits(events), spans(events)
     seconds = events[-1].seconds if events else 0.0
     kinds = [e.kind for e in events]
     num_slots = len({(v.engine, v.slot) for v in visits})
     num_parked = sum(v.parked for v in visits)
-    acting = acting_seconds(events)
-    longest = max(acting, default=0.0)
-    worked = f"  acting  {len(acting)} turns: environments worked {sum(acting):.1f} s, {longest:.1f} at most"
+    acting = [act.seconds for act in acts(events)]
+    worked = (
+        f"  acting  {len(acting)} times: environments and agents worked {sum(acting):.1f} s,"
+        f" {max(acting, default=0.0):.1f} at most"
+    )
     counts = ", ".join(f"{kind.value} {kinds.count(kind.value)}" for kind in EventKind)
     by_name = {name: sum(s.end - s.start for s in of_spans if s.name == name) for name, *_ in of_spans}
     times = ", ".join(f"{name} {time:.1f} s ({percent(time / seconds)})" for name, time in by_name.items() if seconds)

@@ -1,6 +1,7 @@
 """A trace as Chrome trace events: the JSON that ui.perfetto.dev and chrome://tracing open.
 
 One process per engine with one track per slot: a slice per segment, named by rollout and policy version. One process
+for environments and agents at work, which have tracks enough for all that are at once. One
 for the loop with a track per kind of span, and publications as instants. Format: "Trace Event Format" (Google, 2016).
 """
 
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollover.track.trace import PUBLISH, TraceEvent, engine_visits, spans
+from rollover.track.trace import PUBLISH, TraceEvent, acts, engine_visits, spans
 
-_LOOP = 1  # process ids; engine i has _LOOP + 1 + i
+_ACTING, _LOOP = 0, 1  # process ids; engine i has _LOOP + 1 + i
 
 
 def perfetto(events: Sequence[TraceEvent]) -> dict[str, Any]:
@@ -34,6 +35,9 @@ def perfetto(events: Sequence[TraceEvent]) -> dict[str, Any]:
             name = f"{visit.group}-{visit.sibling} v{version}"
             args = {"tokens": tokens, "resumed": visit.resumed, "parked": visit.parked, "dropped": visit.dropped}
             slices.append(_slice(name, process, visit.slot, start, end, args))
+    for act in acts(events):
+        tracks[_ACTING, act.lane] = "environments", f"at work {act.lane}"
+        slices.append(_slice(f"{act.group}-{act.sibling}", _ACTING, act.lane, act.start, act.end, {}))
     named = []
     for (pid, tid), (process, track) in sorted(tracks.items()):
         named += [_name("process_name", pid, tid, process), _name("thread_name", pid, tid, track)]
@@ -42,7 +46,7 @@ def perfetto(events: Sequence[TraceEvent]) -> dict[str, Any]:
 
 def _slice(name: str, pid: int, tid: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
     begin = _micros(start)
-    category = "loop" if pid == _LOOP else "segment"
+    category = {_LOOP: "loop", _ACTING: "acting"}.get(pid, "segment")
     times = {"ts": begin, "dur": _micros(end) - begin}
     return {"name": name, "cat": category, "ph": "X", **times, "pid": pid, "tid": tid, "args": args}
 

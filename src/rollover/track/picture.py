@@ -22,10 +22,11 @@ text{{font:13px system-ui,sans-serif;fill:#1f2328}} .small{{font-size:11px;fill:
 .paper{{fill:#fff}} .idle{{fill:#eef1f4}} .train{{fill:#1f2328;opacity:.16}} .grid{{stroke:#d1d9e0}}
 .publish{{stroke:#1f2328;stroke-dasharray:2 3;opacity:.55}} .dropped{{opacity:.4}}
 .cut{{stroke:#1f2328;stroke-width:1.5}} .over{{stroke:#1f2328;stroke-width:.7;opacity:.6}}
+.acts{{stroke:#1f2328;stroke-width:.9;stroke-dasharray:3 2;opacity:.6}}
 {" ".join(f".v{i}{{fill:{colour}}}" for i, colour in enumerate(COLOURS))}
 @media (prefers-color-scheme:dark){{
 text{{fill:#e6edf3}} .small{{fill:#9198a1}} .paper{{fill:#0d1117}} .idle{{fill:#1b2129}} .train{{fill:#e6edf3}}
-.grid{{stroke:#3d444d}} .publish,.cut,.over{{stroke:#e6edf3}}}}
+.grid{{stroke:#3d444d}} .publish,.cut,.over,.acts{{stroke:#e6edf3}}}}
 """
 
 
@@ -85,13 +86,15 @@ class _Panel:
             if event.kind == PUBLISH:
                 x_publish = x(event.seconds)
                 out.append(_line("publish", x_publish, first - 8, x_publish, bottom + 4))
-        left_at: dict[tuple[int, int | str], tuple[float, float]] = {}  # rollout -> where its last bar ends
+        left_at: dict[
+            tuple[int, int | str], tuple[str, float, float]
+        ] = {}  # rollout -> how and where its last bar ends
         for visit in self.visits:
             y = first + self.lane * self.lanes[visit.engine, visit.slot]
             rollout, middle = (visit.group, visit.sibling), y + self.lane * 0.43
             if rollout in left_at:
-                out.append(_line("over", *left_at[rollout], x(visit.start), middle))
-            left_at[rollout] = x(visit.end), middle
+                out.append(_line(*left_at[rollout], x(visit.start), middle))
+            left_at[rollout] = "over" if visit.parked else "acts", x(visit.end), middle
             out += _bars(visit, x, y, y + self.lane * 0.86)
         return out + _axis(bottom, seconds, scale)
 
@@ -137,6 +140,7 @@ def _legend(top: float, versions: list[int]) -> list[str]:
         (_rect("train", x + 130, y, x + 144, y + 12), x + 130, "training"),
         (_line("publish", x + 227, y, x + 227, y + 12), x + 220, "new weights"),
         (_rect("v0 dropped", x + 330, y, x + 344, y + 12), x + 330, "dropped later"),
+        (_line("acts", x + 440, y + 6, x + 458, y + 6), x + 444, "environment at work"),
     )
     for mark, left, label in marks:
         out += [mark, f'<text class="small" x="{left + 18:.1f}" y="{y + 10:.1f}">{label}</text>']

@@ -27,6 +27,8 @@ PUBLISH = "publish"
 SPAN_START, SPAN_END = "_start", "_end"
 _BEGINS_VISIT = (EventKind.START.value, EventKind.RESUME.value)
 _ENDS_VISIT = (EventKind.PARK.value, EventKind.ACT.value, EventKind.FINISH.value)
+_BEGINS_ACT = (EventKind.ACT.value, EventKind.BEGIN.value)
+_ENDS_ACT = (EventKind.ANSWER.value, EventKind.OPEN.value, EventKind.FINISH.value)
 
 
 class TraceEvent(NamedTuple):
@@ -261,17 +263,46 @@ def engine_visits(events: Sequence[TraceEvent]) -> list[EngineVisit]:
     return out
 
 
-def acting_seconds(events: Sequence[TraceEvent]) -> list[float]:
-    """For how long environments were at work, turn by turn, in order of their ends."""
-    begun: dict[tuple[int | None, int | str | None], float] = {}
+class Act(NamedTuple):
+    """A turn of a rollout had ended, and its environment, or its agent, was at work; an agent is before its first call,
+    too. `lane`: the smallest one that was free then. `goes_on`: the policy had another turn. Times in seconds."""
+
+    group: int | None
+    sibling: int | str | None
+    lane: int
+    start: float
+    end: float
+    goes_on: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def acts(events: Sequence[TraceEvent]) -> list[Act]:
+    """In order of their ends. What was at work when the trace ended, or was given up, is left out."""
+    begun: dict[tuple[int | None, int | str | None], tuple[float, int]] = {}
+    free: list[int] = []
     out = []
     for event in events:
         rollout = (event.group, event.sibling)
-        if event.kind == EventKind.ACT.value:
-            begun[rollout] = event.seconds
-        elif event.kind in (EventKind.ANSWER.value, EventKind.FINISH.value) and rollout in begun:
-            out.append(event.seconds - begun.pop(rollout))
+        if event.kind in (EventKind.RESTART.value, EventKind.DROP.value):
+            for given_up in [key for key in begun if _is_of(key, event)]:
+                heapq.heappush(free, begun.pop(given_up)[1])
+        elif event.kind in _BEGINS_ACT and rollout not in begun:
+            begun[rollout] = event.seconds, heapq.heappop(free) if free else len(begun)
+        elif event.kind in _ENDS_ACT and rollout in begun:
+            start, lane = begun.pop(rollout)
+            heapq.heappush(free, lane)
+            goes_on = event.kind != EventKind.FINISH.value
+            out.append(Act(*rollout, lane, start, event.seconds, goes_on))
     return out
+
+
+def _is_of(rollout: tuple[int | None, int | str | None], event: TraceEvent) -> bool:
+    """Whether the event is about the rollout's Episode, or its whole group."""
+    group, sibling = rollout
+    return group == event.group and event.sibling in (None, sibling, int(str(sibling).partition(".")[0]))
 
 
 def spans(events: Sequence[TraceEvent]) -> list[Span]:

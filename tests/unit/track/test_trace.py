@@ -7,8 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from rollover.commands.trace import summary
 from rollover.rollout.lifecycle import EventKind
-from rollover.track.trace import EngineVisit, Trace, TraceEvent, TraceFile, busy_share, engine_visits, read_trace, spans
+from rollover.track.perfetto import perfetto
+from rollover.track.picture import draw
+from rollover.track.trace import (
+    EngineVisit,
+    Trace,
+    TraceEvent,
+    TraceFile,
+    acts,
+    busy_share,
+    engine_visits,
+    read_trace,
+    spans,
+)
 from rollover.types import DropReason
 from unit.track.traced import MODES, TracedRun, stopped_in_the_middle, traced
 
@@ -183,3 +196,38 @@ def test_busy_share() -> None:
     trace.events.append(TraceEvent("finish", 24.0, 0, 1, 0, tokens=4, segments=((1, 4),)))
     assert busy_share(trace.events) == pytest.approx(19 / 28)
     assert busy_share([]) != busy_share([])
+
+
+def test_who_is_at_work_and_for_how_long() -> None:
+    """An agent before its first call, tools between turns, one that is done, and those that are given up."""
+    lines = [
+        ("begin", 0.0, 0, 0), ("begin", 0.5, 0, 1), ("open", 2.0, 0, 0), ("open", 2.0, 0, "0.1.0"),
+        ("act", 3.0, 0, 0), ("act", 3.5, 0, "0.1.0"), ("answer", 4.0, 0, 0), ("restart", 5.0, 0, 0),
+        ("begin", 5.0, 0, 0), ("finish", 6.0, 0, 0), ("begin", 6.0, 1, 0), ("drop", 7.0, 1, None),
+        ("open", 8.0, 0, 1), ("act", 9.0, 2, 0),
+    ]  # fmt: skip
+    events = [TraceEvent(kind, at, 0, group, sibling) for kind, at, group, sibling in lines]
+    found = [(a.group, a.sibling, a.lane, a.start, a.end, a.goes_on) for a in acts(events)]
+    assert found == [
+        (0, 0, 0, 0.0, 2.0, True), (0, 0, 0, 3.0, 4.0, True), (0, 0, 0, 5.0, 6.0, False), (0, 1, 1, 0.5, 8.0, True)
+    ]  # fmt: skip
+    slices = [e for e in perfetto(events)["traceEvents"] if e.get("cat") == "acting"]
+    assert [(e["name"], e["tid"], e["dur"]) for e in slices] == [
+        ("0-0", 0, 2e6), ("0-0", 0, 1e6), ("0-0", 0, 1e6), ("0-1", 1, 7.5e6)
+    ]  # fmt: skip
+    assert "4 times: environments and agents worked 11.5 s, 7.5 at most" in summary("run", events)
+
+
+def test_the_picture_tells_an_interruption_from_an_environment_at_work() -> None:
+    lines = [
+        ("start", 0.0),
+        ("act", 1.0),
+        ("answer", 2.0),
+        ("resume", 3.0),
+        ("park", 4.0),
+        ("resume", 5.0),
+        ("finish", 6.0),
+    ]
+    svg = draw([("run", [TraceEvent(kind, at, 0, 0, 0, 0, 1, ((0, 1),)) for kind, at in lines])])
+    drawn = svg.partition("policy version")[0]  # the legend has one of each
+    assert drawn.count('<line class="acts"') == drawn.count('<line class="over"') == 1

@@ -192,9 +192,21 @@ class PlanConfig(Table):
     )
     weight_sync_s: float = option(0.2, "Seconds from the end of a step to live weights.", ge=0)
     reward_s: float = option(0.0, "Seconds to score a group.", ge=0)
+    turns: int = option(
+        1, "Turns of the policy in an episode, which its sampled tokens are divided among; 1: nothing answers.", ge=1
+    )
+    tool_s: float = option(1.0, "Seconds that its environment, or its agent, works after each turn but the last.", ge=0)
+    tool_tokens: int = option(16, "Tokens that the policy is told then.", ge=1)
 
 
 RULES: tuple[Rule, ...] = (
+    Inert(
+        ("plan.tool_s", "plan.tool_tokens"),
+        ("plan.turns",),
+        lambda c: c.plan.turns == 1,
+        "as an episode has one turn",
+        "Set plan.turns",
+    ),
     Inert(
         (
             *(f"rollout.{name}" for name in GENERATION + SAMPLING),

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollover.config import Config
 from rollover.config.load import Resolved
 from rollover.files import did_you_mean_path
 from rollover.sim.plan import Plan, make_plan, speeds_of_run
+from rollover.sim.played import Played
 from rollover.sim.timeline import timeline
 from rollover.track.recorder import read_rollouts
+from rollover.track.trace import TRACE
 
 _OBSERVED_GROUPS = 20_000
 
@@ -30,6 +33,8 @@ def planned(
         observed, measured = _read_run(from_run, say)
         config = config.model_copy(update={"plan": config.plan.model_copy(update=measured)})
         sources |= {key: "run" for key in (*measured, "lengths")}
+    elif config.plan.turns == 1 and (named := _names_turns(config)):
+        say(f"{named} makes episodes of several turns, which are planned as one turn each: set plan.turns")
     return make_plan(config, observed, progress=say), sources, lambda: timeline(config, observed)
 
 
@@ -42,20 +47,27 @@ def _read_run(directory: Path, say: Callable[[str], None]) -> tuple[list[list[in
         raise ValueError(f"--from-run {directory}: there is no metrics.jsonl. Give the directory of a run")
     observed: list[list[int]] = []
     prompts: list[int] = []
+    played = Played()
     for groups in read_rollouts(directory / "rollouts", include_dropped=True):
-        observed += [[max(1, r.num_tokens) for r in g.rollouts] for g in groups]
+        observed += [played.lengths(group) for group in groups]
         prompts += [len(g.prompt_ids) for g in groups]
         if len(observed) >= _OBSERVED_GROUPS:
             break
     if not observed:
         raise ValueError(f"--from-run {directory}: no group was recorded (track.rollouts was off, or no step was made)")
     prompt_tokens = sum(prompts) / len(prompts)
-    values: dict[str, Any] = {"prompt_tokens": max(1, round(prompt_tokens))}
+    values: dict[str, Any] = {"prompt_tokens": max(1, round(prompt_tokens)), **played.turns(directory / TRACE)}
     if _overlapped(directory):
         say(f"{directory} generated while it trained: its metrics tell no speeds, only its lengths are taken")
         return observed, values
     rows = [json.loads(line) for line in metrics.read_bytes().splitlines()]
     return observed, values | speeds_of_run(rows, prompt_tokens)
+
+
+def _names_turns(config: Config) -> str:
+    """What may have episodes of several turns; "": nothing."""
+    workflow = config.workflow
+    return workflow.agent or ("workflow.environment" if workflow.environment else "")
 
 
 def _overlapped(directory: Path) -> bool:

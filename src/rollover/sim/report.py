@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rollover.sim.plan import Figures, Plan, Variant
 
 _BAR = 30
@@ -27,11 +29,23 @@ def _assumptions(plan: Plan, sources: dict[str, str]) -> list[str]:
     return [
         f"Step         {r.groups_per_step:,} groups x {r.group_size}, at most {r.max_new_tokens:,} tokens; {lengths}"
         f" ({where['lengths']})",
+        *_turns(plan, where),
         f"Devices      {a.engines:,} engines x {plan.slots_per_engine} slots, {trainers}",
         f"Decode step  {speeds} by batch size ({where['decode_step_s']})",
         f"Training     {a.train_tokens_per_s:,.0f} tokens/s a device ({where['train_tokens_per_s']}); weights live"
         f" after {a.weight_sync_s:g} s ({where['weight_sync_s']}); prefill {a.prefill_tokens_per_s:,.0f} tokens/s"
         f" ({where['prefill_tokens_per_s']})",
+    ]
+
+
+def _turns(plan: Plan, where: Mapping[str, str]) -> list[str]:
+    """The line about episodes, where they have turns."""
+    a = plan.assumed
+    if a.turns == 1:
+        return []
+    return [
+        f"Episodes     {a.turns} turns ({where['turns']}); {a.tool_tokens} tokens are appended after {a.tool_s:g} s"
+        f" ({where['tool_s']}) between two of them"
     ]
 
 

@@ -12,32 +12,36 @@ but no ids.
 from __future__ import annotations
 
 import gc
-import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rollover.config import PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, Lifecycle
 from rollover.rollout.slots import token_budget
+from rollover.rollout.turn import is_asked, to_append
 from rollover.sim.fleet import Fleet
 from rollover.sim.segments import Segments
+from rollover.sim.turns import Later, Turns, is_partial
 from rollover.sim.workload import Workload
 from rollover.staleness import staleness
-from rollover.types import Group, Reward, Rollout, StopReason, Task
+from rollover.types import Group, Reward, Rollout, RolloutState, StopReason, Task
 
 _TASK = Task(task_id="", source="plan", reward="", prompt="")
 _REWARD = Reward(1.0)
 # A member of an Enum class is slow to look up.
 _PAUSED, _EOS, _LENGTH = StopReason.PAUSED, StopReason.EOS, StopReason.LENGTH
+_ACTING, _PARKED = RolloutState.ACTING, RolloutState.PARKED
 _NEVER = float("inf")
 _SHARED = 0.5  # speed of engines and trainer where both work on the same devices: engine.threads' default, too
 
 
 @dataclass(slots=True)
 class _Simulated:
-    """What the planner knows of a held group. `lengths` by sibling, if nothing stops them.
+    """What the planner knows of a held group. `lengths` by sibling, after which its present turn ends if nothing stops
+    it before; `later`, where the turns after that end.
 
     `kv_on`, `kv_version` by sibling: engine and version of its keys and values. `prompt_on`: engines that have those of
     the prompt.
@@ -47,6 +51,9 @@ class _Simulated:
     kv_on: list[int | None]
     kv_version: list[int]
     prompt_on: set[int] = field(default_factory=set)
+    later: list[list[int]] = field(default_factory=list)
+    appended: dict[int, int] = field(default_factory=dict)
+    """By sibling: tokens that its environment wrote, and that no engine has seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +127,20 @@ class Simulation:
         self._resolution_s = self.fleet.step_s[1] / 4 if plan.engines > 1 else 0.0
         self._recompute = config.kv_on_resume == "recompute"
         self._prompt = (0,) * plan.prompt_tokens
-        self._segments = Segments()
+        self._segments, self._turns = Segments(), Turns(plan)
         self._generating_s = 0.0
         self._groups: dict[int, _Simulated] = {}
-        self._scoring: list[tuple[float, int]] = []
+        self._scoring: Later[int] = Later()  # group ids
+        self._acting: Later[Rollout] = Later()
 
     def run(self) -> Outcome:
         """Simulate plan.steps steps, fewer if the tasks end before."""
-        collecting = gc.isenabled()
-        gc.disable()  # nothing here is cyclic, and looking for cycles among so many rollouts takes a third of the time
-        try:
+        with _nothing_collected():
             for version in range(self.plan.steps):
                 if not self._train_step(version):
                     break
-        finally:
-            if collecting:
-                gc.enable()
         self.lifecycle.check()
-        self.outcome.slot_s = self.fleet.slot_s
-        self.outcome.prefill_tokens = self.fleet.prefill_tokens
+        self.outcome.slot_s, self.outcome.prefill_tokens = self.fleet.slot_s, self.fleet.prefill_tokens
         self.outcome.ledger = self.lifecycle.metrics()
         return self.outcome
 
@@ -156,7 +158,10 @@ class Simulation:
         groups = self.lifecycle.consume(version, self._stream_ended)
         if not groups:
             return False
-        ages, tokens = self._trained(groups, version)
+        ages, tokens = _trained(groups, self.config.oldest_in_loss(version), version)
+        tokens += len(groups) * len(self._prompt)
+        self.outcome.trained_rollouts += sum(len(group.rollouts) for group in groups)
+        self.outcome.partial_rollouts += sum(is_partial(rollout) for group in groups for rollout in group.rollouts)
         train_s = self.train_seconds(tokens)
         if self.config.overlap:
             train_s, overlapped_s, sync_s = self._train_meanwhile(version, train_s)
@@ -170,17 +175,11 @@ class Simulation:
         for group in [*groups, *self.lifecycle.on_new_version(version + 1)]:
             del self._groups[group.group_id]
         step = Step(
-            version=version,
-            generate_s=generate_s,
-            score_s=score_s,
-            train_s=train_s,
-            sync_s=sync_s,
-            generating_s=generating_s,
-            overlapped_s=overlapped_s,
+            version, generate_s, score_s, train_s, sync_s, generating_s, overlapped_s,
             generated_tokens=self.lifecycle.ledger.generated_tokens - before,
             trained_tokens=sum(ages.values()),
             staleness=ages,
-        )
+        )  # fmt: skip
         self.outcome.steps.append(step)
         return True
 
@@ -202,10 +201,12 @@ class Simulation:
             generate_s = self._generating_s - generating
             return generate_s, max(0.0, self.now - started - generate_s)
         interrupted = scheduler.to_interrupt(version, self._stream_ended)
-        self._append(self.fleet.interrupt(interrupted, self.now))  # some end with their last step
+        if stopped := self.fleet.interrupt(interrupted, self.now):  # some end with their last step
+            self._handle(stopped)
         generated = self.now
         while self._scoring:
-            self._handle_scores()
+            self.now = max(self.now, self._scoring.first)
+            self._handle([])
         return generated - started, self.now - generated
 
     # Generation while the trainer trains
@@ -224,7 +225,7 @@ class Simulation:
             self._dispatch(self.lifecycle.start(version + 1))
             if not self.plan.trainers and not alone and self.fleet.next_time() == _NEVER:
                 alone, ends = True, self.now + (ends - self.now) * _SHARED
-            if self.now >= ends and not (self._scoring and self._scoring[0][0] <= self.now):
+            if self.now >= ends and self.now < min(self._scoring.first, self._acting.first):
                 break
             self._wait(ends)
         if not self.plan.trainers:
@@ -266,8 +267,9 @@ class Simulation:
                 self._stream_ended = True
                 return
             group = self.lifecycle.admit(_TASK, self._prompt, version)
-            lengths = self.workload.lengths(task)
-            self._groups[group.group_id] = _Simulated(lengths, [None] * len(lengths), [version] * len(lengths))
+            lengths, later = self._turns.divided(self.workload.lengths(task))
+            num = len(lengths)
+            self._groups[group.group_id] = _Simulated(lengths, [None] * num, [version] * num, later=later)
 
     def _dispatch(self, started: list[Rollout]) -> None:
         version = self.engine_version
@@ -280,61 +282,92 @@ class Simulation:
             if budget := token_budget(rollout, self.config):
                 left = min(left, budget)
             fresh = engine == kv_on and (group.kv_version[sibling] == version or not self._recompute)
-            prefill = 0 if fresh else so_far
+            appended = group.appended.pop(sibling, 0)
+            prefill = appended if fresh else so_far
             if not fresh and engine not in group.prompt_on:
                 prefill += len(self._prompt)
                 group.prompt_on.add(engine)
             if so_far:
-                self.outcome.reprefilled_tokens += prefill
+                self.outcome.reprefilled_tokens += prefill - appended
             fleet.start(rollout, engine, left, prefill, self.now)
             group.kv_on[sibling], group.kv_version[sibling] = engine, version
 
     def _wait(self, until: float = _NEVER) -> None:
-        """To the next moment at which something stops or is scored, and handle all that does; `until` at the latest."""
+        """To the next moment at which something stops, is answered or scored, and handle all that does; to `until` at
+        the latest."""
         begun, next_stop = self.now, self.fleet.next_time()
-        score_at = self._scoring[0][0] if self._scoring else _NEVER
-        self.now = max(self.now, min(next_stop + self._resolution_s, score_at, until))
+        other_at = min(self._scoring.first, self._acting.first)
+        self.now = max(self.now, min(next_stop + self._resolution_s, other_at, until))
         assert self.now < _NEVER, "nothing runs and there is not enough for a step"
         if next_stop < _NEVER:
             self._generating_s += self.now - begun
-        self._append(self.fleet.stopped(self.now))
-        if score_at <= self.now:
-            self._handle_scores()
+        self._handle(self.fleet.stopped(self.now))
 
-    def _append(self, stopped: list[tuple[Rollout, int]]) -> None:
-        lifecycle, longest = self.lifecycle, self.config.max_new_tokens
-        for rollout, num_tokens in stopped:
-            so_far = rollout.num_tokens + num_tokens
-            reason = _PAUSED
-            if so_far == self._groups[rollout.group_id].lengths[rollout.sibling]:
-                reason = _EOS
-            elif so_far == longest:
-                reason = _LENGTH
-            segments = self._segments.of(rollout, num_tokens, self.engine_version, reason)
-            complete = lifecycle.append(rollout, segments)
-            if complete is not None:
-                heapq.heappush(self._scoring, (self.now + self.plan.reward_s, complete.group_id))
-
-    def _handle_scores(self) -> None:
-        """The next scores arrive, and all that arrive with them."""
-        self.now = max(self.now, self._scoring[0][0])
-        arrived = []
-        while self._scoring and self._scoring[0][0] <= self.now:
-            arrived.append(heapq.heappop(self._scoring)[1])
-        for group_id in sorted(arrived):
+    def _handle(self, stopped: list[tuple[Rollout, int]]) -> None:
+        """As InFlight.handle_done: what stopped, then what environments and scorings that were begun have given."""
+        answered, scored = self._acting.due(self.now), self._scoring.due(self.now)
+        self._append(stopped)
+        for rollout in sorted(answered, key=lambda rollout: (rollout.group_id, rollout.sibling)):
+            if rollout.group_id in self._groups:  # else it was dropped meanwhile
+                self._answer(rollout)
+        for group_id in sorted(scored):
             group = self.lifecycle.cache.groups[group_id]
             if self.lifecycle.set_rewards(group, [_REWARD] * len(group.rollouts)) is not True:
                 del self._groups[group_id]
 
-    def _trained(self, groups: list[Group], version: int) -> tuple[Counter[int], int]:
-        """Tokens in the loss by staleness, and tokens that pass through the trainer, prompts (one a group) included."""
-        tokens: defaultdict[int, int] = defaultdict(int)  # by policy version
-        for group in groups:
-            for rollout in group.rollouts:
-                self.outcome.trained_rollouts += 1
-                self.outcome.partial_rollouts += len(rollout.segments) > 1
-                for segment in rollout.segments:
+    def _append(self, stopped: list[tuple[Rollout, int]]) -> None:
+        longest = self.config.max_new_tokens
+        for rollout, num_tokens in stopped:
+            group, sibling = self._groups[rollout.group_id], rollout.sibling
+            so_far = rollout.num_tokens + num_tokens
+            reason = _PAUSED
+            if so_far == group.lengths[sibling]:
+                reason = _EOS
+            elif so_far == longest:
+                reason = _LENGTH
+            segments = self._segments.of(rollout, num_tokens, self.engine_version, reason)
+            acts = self._turns.num > 1 and is_asked(rollout, segments, longest)
+            self._on_stop(self.lifecycle.append(rollout, segments, acts=acts))
+            if rollout.state is _ACTING:
+                self._acting.add(self.now + self._turns.seconds(group.later[sibling]), rollout)
+
+    def _answer(self, rollout: Rollout) -> None:
+        """Its environment has answered: the next turn may begin, or it is done."""
+        group, sibling = self._groups[rollout.group_id], rollout.sibling
+        later = group.later[sibling]
+        answer = self._turns.answer(rollout, later)
+        self._on_stop(self.lifecycle.append(rollout, to_append(rollout, answer, self.config.max_new_tokens)))
+        if rollout.state is _PARKED:
+            group.lengths[sibling], group.appended[sibling] = later.pop(0), self._turns.num_written
+
+    def _on_stop(self, complete: Group | None) -> None:
+        if complete is not None:
+            self._scoring.add(self.now + self.plan.reward_s, complete.group_id)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Nothing here is cyclic, and looking for cycles among so many rollouts takes a third of the time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _trained(groups: list[Group], oldest: int, version: int) -> tuple[Counter[int], int]:
+    """Tokens in the loss by staleness, those of policy versions from `oldest` on; and how many tokens pass through the
+    trainer after the prompts, what environments wrote included."""
+    tokens: defaultdict[int, int] = defaultdict(int)  # by policy version
+    context = 0
+    for group in groups:
+        for rollout in group.rollouts:
+            for segment in rollout.segments:
+                if segment.trainable:
                     tokens[segment.policy_version] += segment.num_tokens
-        oldest = self.config.oldest_in_loss(version)
-        ages = Counter({staleness(v, version): num for v, num in tokens.items() if v >= oldest})
-        return ages, len(groups) * len(self._prompt) + sum(tokens.values())
+                else:
+                    context += segment.num_tokens
+    ages = Counter({staleness(v, version): num for v, num in tokens.items() if v >= oldest})
+    return ages, context + sum(tokens.values())

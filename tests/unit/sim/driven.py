@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from rollover.config.rollout import RolloutConfig
@@ -9,8 +10,9 @@ from rollover.engine.fake import FakeEngine
 from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, Lifecycle
+from rollover.sim.turns import Turns
 from rollover.sim.workload import Workload
-from rollover.types import Reward, Rollout
+from rollover.types import Reward, Rollout, Segment, Task
 from unit.rollout.world import make_task
 
 
@@ -26,6 +28,32 @@ class Lengths(dict):
         return self.workload.lengths(group_id)[sibling]
 
 
+class Tools(Lengths):
+    """The environment of a planned workload of several turns, and where the present turn of each rollout ends."""
+
+    def __init__(self, workload: Workload, turns: Turns) -> None:
+        super().__init__(workload)
+        self.turns, self.taken = turns, Counter[str]()
+
+    def __missing__(self, rollout_id: str) -> int:
+        return self.ends(rollout_id)[self.taken[rollout_id]]
+
+    def ends(self, rollout_id: str) -> list[int]:
+        first, later = self.turns.divided([super().__missing__(rollout_id)])
+        return [first[0], *later[0]]
+
+    async def next(self, rollout: Rollout) -> Segment | None:
+        answer = self.turns.answer(rollout, self.ends(rollout.rollout_id)[self.taken[rollout.rollout_id] + 1 :])
+        self.taken[rollout.rollout_id] += answer is not None
+        return answer
+
+    async def score(self, rollouts: list[Rollout], /) -> list[Reward]:
+        return [Reward(1.0) for _ in rollouts]
+
+    def scores_singly(self, task: Task, /) -> bool:
+        return False
+
+
 def driver_over(
     config: RolloutConfig,
     max_running: int,
@@ -33,8 +61,9 @@ def driver_over(
     num_tasks: int | None,
     on_event: Callable[[Event], None],
     make_engine: Callable[[Mapping[str, int]], FakeEngine],
+    turns: Turns | None = None,
 ) -> Driver:
-    """Prompts of three tokens, a reward of 1 for everything."""
+    """Prompts of three tokens, a reward of 1 for everything. `turns`: those of an environment that answers at once."""
 
     async def score(rollouts: list[Rollout]) -> list[Reward]:
         return [Reward(1.0) for _ in rollouts]
@@ -46,4 +75,7 @@ def driver_over(
         return None if i is None else (make_task(i), [1, 2, 3])
 
     lifecycle = Lifecycle(config, max_running, 1, on_event)
+    if turns is not None:
+        tools = Tools(workload, turns)
+        return Driver(lifecycle, make_engine(tools), next_task, tools, run_seed=0)
     return Driver(lifecycle, make_engine(Lengths(workload)), next_task, SingleTurn(score), run_seed=0)

@@ -14,13 +14,19 @@ from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams,
 
 
 def write_run(
-    directory: Path, lengths: list[list[int]], step_s: Callable[[float], float], train_rate: float, steps: int = 4
+    directory: Path,
+    lengths: list[list[int]],
+    step_s: Callable[[float], float],
+    train_rate: float,
+    steps: int = 4,
+    turns: int = 1,
 ) -> None:
-    """`lengths`: of the siblings of each group, the same in every step."""
+    """`lengths`: of the siblings of each group, the same in every step, sampled in so many `turns`, with five tokens of
+    an environment between two of these."""
     recorder = RolloutRecorder(directory / "rollouts")
     rows, decode_steps, consumed = [], 0, 0
     for step in range(1, steps + 1):
-        groups = [_group(consumed + i, of) for i, of in enumerate(lengths)]
+        groups = [_group(consumed + i, of, turns) for i, of in enumerate(lengths)]
         consumed += len(groups)
         recorder.write(step, [RecordedGroup(g, [""] * len(g.rollouts), [0.0] * len(g.rollouts)) for g in groups])
         tokens = sum(map(sum, lengths))
@@ -40,11 +46,18 @@ def write_run(
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _group(group_id: int, lengths: list[int]) -> Group:
+def _group(group_id: int, lengths: list[int], turns: int) -> Group:
     task = Task(task_id=str(group_id), source="s", reward="r", prompt="p")
     rollouts = []
     for i, n in enumerate(lengths):
-        ids, logprobs = np.zeros(n, dtype=np.int32), np.zeros(n, dtype=np.float32)
-        segment = Segment(ids, logprobs, 0, SamplingParams(), StopReason.EOS)
-        rollouts.append(Rollout(group_id, i, task, [segment], RolloutState.READY, StopReason.EOS, Reward(1.0)))
+        segments = [_segment(n // turns)]
+        for _ in range(turns - 1):
+            segments += [_segment(5, trainable=False), _segment(n // turns)]
+        rollouts.append(Rollout(group_id, i, task, segments, RolloutState.READY, StopReason.EOS, Reward(1.0)))
     return Group(group_id, task, (1, 2, 3), rollouts)
+
+
+def _segment(num: int, *, trainable: bool = True) -> Segment:
+    ids, logprobs = np.zeros(num, dtype=np.int32), np.zeros(num, dtype=np.float32)
+    reason = StopReason.EOS if trainable else StopReason.PAUSED
+    return Segment(ids, logprobs, 0, SamplingParams(), reason, trainable=trainable)

@@ -14,10 +14,12 @@ import pytest
 from rollover import cli
 from rollover.config.load import load_config
 from rollover.sim.plan import make_plan, speeds_of_run
+from rollover.sim.planned import planned
 from rollover.sim.simulate import Simulation
 from rollover.sim.timeline import planned_trace
 from rollover.sim.workload import Workload
-from rollover.track.trace import engine_visits, spans
+from rollover.track.trace import TRACE, TraceEvent, TraceFile, engine_visits, spans
+from unit.sim.earlier_run import write_run
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -96,8 +98,6 @@ def test_the_json_is_what_the_document_says(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_lengths_and_speeds_of_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from unit.sim.earlier_run import write_run
-
     write_run(tmp_path, lengths=[[10, 20], [30, 40]], step_s=lambda batch: 0.02 + 0.001 * batch, train_rate=123.0)
     out = json.loads(run(capsys, "--json", "--steps", "5", "--from-run", str(tmp_path)))
     assumed = out["assumed"]
@@ -110,8 +110,6 @@ def test_lengths_and_speeds_of_an_earlier_run(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_an_earlier_run_that_overlapped_tells_lengths_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from unit.sim.earlier_run import write_run
-
     write_run(tmp_path, lengths=[[10, 20], [30, 40]], step_s=lambda batch: 0.02, train_rate=123.0)
     config = load_config([Path(QUICKSTART)]).config
     (tmp_path / "config.resolved.json").write_text(config.model_dump_json())
@@ -178,3 +176,35 @@ def test_a_planned_trace_has_the_tokens_of_the_plan() -> None:
     trained = [s for s in spans(events) if s.name == "train"]
     assert sum(s.end - s.start for s in trained) == pytest.approx(sum(s.train_s for s in outcome.steps))
     assert {v for s in engine_visits(events) for v, _ in s.segments} == {0, 1, 2, 3}
+
+
+def test_turns_are_planned_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", QUICKSTART, "--plan.steps", "5", "--plan.turns", "3", "--plan.tool_s", "2", "--json"]
+    assert cli.main(words) == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert slow["assumed"]["turns"] == 3 and slow["sources"]["tool_s"] == "command line"
+    assert cli.main([*words[:-3], "--plan.tool_s", "0.01", "--plan.tool_tokens", "9"]) == 0
+    said = capsys.readouterr().out
+    assert "Episodes     3 turns (command line); 9 tokens are appended after 0.01 s (command line)" in said
+    quick = plan_of(("plan.turns", "3"), ("plan.tool_s", "0.01")).synchronous
+    assert plan_of(("plan.turns", "3"), ("plan.tool_s", "20")).synchronous.step_s > quick.step_s + 25
+    assert cli.main(["plan", QUICKSTART, "--plan.tool_s", "2"]) == 2
+    assert "plan.tool_s has no effect as an episode has one turn" in capsys.readouterr().err
+    assert cli.main(["plan", "calculator", "--plan.steps", "2"]) == 0
+    assert "workflow.environment makes episodes of several turns" in capsys.readouterr().err
+
+
+def test_turns_of_an_earlier_run(tmp_path: Path) -> None:
+    write_run(tmp_path, [[4, 6], [2, 8]], lambda batch: 0.1, 100.0, turns=2)
+    told = [
+        ("act", 1.0, 0),
+        ("act", 1.5, 1),
+        ("answer", 3.0, 1),
+        ("answer", 4.0, 0),
+        ("act", 5.0, 0),
+        ("finish", 5.0, 0),
+    ]
+    TraceFile(tmp_path / TRACE).write([TraceEvent(kind, at, 0, 0, sibling) for kind, at, sibling in told])
+    plan, sources, _ = planned(load_config([Path(QUICKSTART)], [("plan.steps", "2")]), tmp_path)
+    assert (plan.assumed.turns, plan.assumed.tool_tokens, plan.assumed.tool_s) == (2, 5, 2.25)
+    assert sources["turns"] == sources["tool_s"] == sources["lengths"] == "run"

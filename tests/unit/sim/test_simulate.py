@@ -16,6 +16,7 @@ from rollover.engine.fake import FakeEngine
 from rollover.rollout.lifecycle import Event
 from rollover.sim.fleet import step_seconds
 from rollover.sim.simulate import Outcome, Simulation
+from rollover.sim.turns import Turns
 from rollover.sim.workload import Workload
 from unit.rollout.test_properties import configs
 from unit.sim.driven import driver_over
@@ -40,20 +41,26 @@ class Fixed(Workload):
         return [rng.randint(1, self.longest) for _ in range(self.group_size)]
 
 
-def simulated(config: RolloutConfig, max_running: int, seed: int, num_tasks: int | None) -> list[tuple]:
+PLAN = PlanConfig(steps=STEPS, decode_batches=[1], decode_step_s=[1.0], prefill_tokens_per_s=1e12, prefill_min_s=0)
+
+
+def simulated(
+    config: RolloutConfig, max_running: int, seed: int, num_tasks: int | None, plan: PlanConfig = PLAN
+) -> list[tuple]:
     events: list[tuple] = []
-    plan = PlanConfig(steps=STEPS, decode_batches=[1], decode_step_s=[1.0], prefill_tokens_per_s=1e12, prefill_min_s=0)
     workload = Fixed(seed, config.group_size, config.max_new_tokens + 2)
     Simulation(config, plan, max_running, workload, lambda e, _: events.append(described(e)), num_tasks).run()
     return events
 
 
-def driven(config: RolloutConfig, max_running: int, seed: int, num_tasks: int | None) -> list[tuple]:
+def driven(
+    config: RolloutConfig, max_running: int, seed: int, num_tasks: int | None, turns: Turns | None = None
+) -> list[tuple]:
     events: list[tuple] = []
     workload = Fixed(seed, config.group_size, config.max_new_tokens + 2)
 
     engine = partial(FakeEngine, turns_between_steps=16)
-    driver = driver_over(config, max_running, workload, num_tasks, lambda e: events.append(described(e)), engine)
+    driver = driver_over(config, max_running, workload, num_tasks, lambda e: events.append(described(e)), engine, turns)
 
     async def run() -> None:
         for version in range(STEPS):
@@ -71,6 +78,14 @@ def driven(config: RolloutConfig, max_running: int, seed: int, num_tasks: int | 
 def test_the_same_trace_as_the_real_driver_on_the_fake_engine(config, max_running, seed, num_tasks) -> None:
     """DESIGN.md, test 8: every event, in the same order, with the same tokens and versions."""
     assert simulated(config, max_running, seed, num_tasks) == driven(config, max_running, seed, num_tasks)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(configs(), st.integers(1, 8), st.integers(0, 1000), st.none() | st.integers(0, 20), st.integers(2, 4))
+def test_the_same_trace_with_turns_and_an_environment_that_answers_at_once(config, max_running, seed, num_tasks, num):
+    plan = PLAN.model_copy(update={"turns": num, "tool_s": 0.0, "tool_tokens": 2})
+    ours = simulated(config, max_running, seed, num_tasks, plan)
+    assert ours == driven(config, max_running, seed, num_tasks, Turns(plan))
 
 
 # Closed forms
@@ -130,6 +145,36 @@ def test_what_joins_together_is_prefilled_together() -> None:
         out, workload = outcome({"groups_per_step": groups}, plan)
         longest = max(max(workload.lengths(task)) for task in range(groups))
         assert out.steps[0].generate_s == pytest.approx(0.1 * longest + prefill_s)
+
+
+def test_tools_hold_up_a_synchronous_phase_and_cost_their_prefill() -> None:
+    """Two turns each, no tool works while its rollout decodes, and the longest episode ends last."""
+    constant = {"decode_batches": [1], "decode_step_s": [0.5], "turns": 2, "tool_s": 10.0, "tool_tokens": 7}
+    plain, _ = outcome({}, constant | {"turns": 1, "tool_s": 0})
+    out, workload = outcome({}, constant)
+    for i, step in enumerate(out.steps):
+        tasks = [n for task in range(16 * i, 16 * (i + 1)) for n in workload.lengths(task)]
+        assert step.generate_s == pytest.approx(max(0.5 * n + 10.0 * (n > 1) for n in tasks))
+        assert step.trained_tokens == plain.steps[i].trained_tokens == sum(tasks)
+    assert out.reprefilled_tokens == 0 and out.partial_rollouts == 0
+    answers = 7 * sum(n > 1 for i in range(20 * 16) for n in workload.lengths(i))
+    assert out.prefill_tokens == plain.prefill_tokens + answers
+
+
+def test_while_tools_work_other_rollouts_have_the_slots() -> None:
+    """One slot an engine, tools that take as long as a turn: with more in flight the engine hardly waits."""
+    plan = {"decode_batches": [1], "decode_step_s": [0.1], "turns": 4, "tool_s": 2.0, "tool_tokens": 1, "steps": 30}
+    busy = {"interrupt": "when_enough", "in_flight_groups": 36, "max_staleness": 8, "kv_on_resume": "keep"}
+    alone, _ = outcome({"groups_per_step": 1, "group_size": 2}, plan, slots=2)
+    many, _ = outcome({"groups_per_step": 4, "group_size": 2, **busy}, plan, slots=2)
+    idle = [1 - o.slot_s / (o.slots * sum(s.generate_s for s in o.steps)) for o in (alone, many)]
+    assert idle[0] > 0.4 and idle[1] < 0.1
+
+
+def test_an_episode_ends_at_the_longest_rollout() -> None:
+    out, workload = outcome({"max_new_tokens": 30}, {"turns": 3, "tool_s": 0.0, "tool_tokens": 12, "steps": 2})
+    assert all(step.trained_tokens <= 64 * 30 for step in out.steps) and out.ledger["tokens/trained"] > 0
+    assert max(workload.lengths(0)) <= 30
 
 
 def test_more_engines_share_the_work() -> None:

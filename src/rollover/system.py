@@ -46,7 +46,7 @@ def hub_is_away() -> str:
         return "HF_HUB_OFFLINE is set"
     host = urlsplit(constants.ENDPOINT).hostname or ""
     try:
-        if not getproxies():
+        if not getproxies().keys() - {"no"}:  # "no": the hosts that are reached without one
             socket.getaddrinfo(host, None)
     except OSError:
         return f"{host} cannot be reached"

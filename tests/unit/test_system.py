@@ -98,6 +98,7 @@ def test_when_the_hub_is_away(
 ) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     if proxy:
         monkeypatch.setenv("https_proxy", proxy)
 

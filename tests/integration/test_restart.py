@@ -165,7 +165,7 @@ def test_an_evaluation_that_fails_after_training_does_not_lose_the_run(
     from rollover.run import held_out
 
     recipe = runs.write(tmp_path, steps=2, eval=EVAL)
-    plain, calls = held_out.evaluate, 0
+    plain, calls = held_out.answers_of, 0
 
     async def second_fails(*args: object) -> object:
         nonlocal calls
@@ -174,7 +174,7 @@ def test_an_evaluation_that_fails_after_training_does_not_lose_the_run(
             raise ValueError("every reward of the evaluation failed")
         return await plain(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(held_out, "evaluate", second_fails)
+    monkeypatch.setattr(held_out, "answers_of", second_fails)
     code, text = run(capsys, "train", recipe)
     assert code == 0 and "the evaluation after 2 steps failed" in text
     assert (tmp_path / "run" / "model" / "config.json").exists()

@@ -538,7 +538,7 @@ def test_the_rewards_of_a_games_turns_are_those_of_turn_returns(texts: tuple[str
         ),
         (
             {"workflow": {"retries": 2}},
-            "no effect without workflow.function and workflow.command and workflow.verifiers. Set",
+            "workflow.retries has no effect as nothing answers the policy. Set workflow.environment",
         ),
         ({"workflow": {"environment": "a:B", "max_tokens": 9}}, "workflow.max_tokens has no effect without"),
         ({"workflow": {"num_processes": 2}}, "workflow.num_processes has no effect without"),

@@ -312,7 +312,9 @@ def one_group(episodes):
 def test_a_grouping_of_several_roles_whose_advantages_came_with_them_is_kept(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ONE_GROUP)
     roles = {role: {"advantage": "precomputed"} for role in "ab"}
-    r = reuse(config(workflow={"roles": roles, "group_by": f"{tmp_path}/mine.py:one_group"}))
+    r = reuse(
+        config(workflow={"function": "mine.py:agents", "roles": roles, "group_by": f"{tmp_path}/mine.py:one_group"})
+    )
     answer = dataclasses.replace(segment([20, 21], logprob=-4.0), stop_reason=StopReason.EOS)
     of = [Played([((5,), [answer])], Reward(1.0, advantages=2.0), role) for role in "ab"]
     step(r, [ready_episodes(0, Task("t", "s", "r", prompt="x"), [of, of])], version=0)

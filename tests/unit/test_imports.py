@@ -42,6 +42,7 @@ MAY_ASYNCIO = (
     "envs/",
     "rewards/",
     "run/",
+    "recipes/solver_judge.py",
     "rollout/asker.py",
     "rollout/acting.py",
     "rollout/scorings.py",

@@ -42,7 +42,13 @@ def section(mode: Mode) -> str:
 def test_the_table_has_every_mode_once_in_order() -> None:
     assert list(ROWS) == [f"[{mode.name}](#{mode.name})" for mode in MODES]
     assert all(tuple(row) == HEADER for row in ROWS.values())
-    of_no_mode = {"quickstart.toml", "calculator.toml", "calculator_agent.toml", "guess_number.toml"}
+    of_no_mode = {
+        "quickstart.toml",
+        "calculator.toml",
+        "calculator_agent.toml",
+        "guess_number.toml",
+        "solver_judge.toml",
+    }
     assert sorted({mode.recipe for mode in MODES} - {""} | of_no_mode) == sorted(
         path.name for path in (modes_table.ROOT / "configs").glob("*.toml")
     )

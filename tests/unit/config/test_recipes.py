@@ -89,7 +89,7 @@ OPTIONS = {
 
 
 # Those that train something; the others are overlays.
-WITH_TASKS = {"quickstart", "calculator", "calculator_agent", "guess_number"}
+WITH_TASKS = {"quickstart", "calculator", "calculator_agent", "guess_number", "solver_judge"}
 
 
 def recipes(*, overlays: bool = False):

@@ -209,7 +209,8 @@ class Player:
         if rollout.rollout_id in self._given_up:
             return Reward(None, error="the agent gave up a call of it")
         if all(trajectory.index is None for trajectory in self.trajectories):
-            return Reward(None, error="the workflow made no model call")
+            none = Reward(None, error="the workflow made no model call")
+            return self._otherwise if self._cut_off and self._otherwise.missing else none
         of = next((t for t in self.trajectories if t.index == rollout.trajectory), None)
         if of is None:
             return self._otherwise

@@ -159,6 +159,19 @@ def test_an_agent_that_makes_no_call_or_has_no_budget_is_named() -> None:
     assert found.answers[0].num_tokens == 0
 
 
+def test_one_that_asked_for_nothing_has_the_cause_of_its_end() -> None:
+    async def silent(task: Any) -> float:
+        if task.columns["i"] == 0:
+            raise KeyError("planned")
+        if task.columns["i"] == 1:
+            await asyncio.get_running_loop().create_future()
+        return 1.0
+
+    errors = [a.error or "" for a in Evaluation(silent, timeout_s=5.0).run().answers]
+    assert all("planned" in error for error in errors[:2]) and all("timed out" in error for error in errors[2:4])
+    assert errors[4:] == ["the workflow made no model call"] * 2
+
+
 def test_a_call_that_is_given_up_has_no_reward_and_holds_nothing_up() -> None:
     async def hasty(task: Any, episode: Any) -> float:
         lost = asyncio.ensure_future(episode.trajectory("lost").chat([user("Begin")]))

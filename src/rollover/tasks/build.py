@@ -14,13 +14,11 @@ from typing import Any
 from rollover.config import TaskSourceConfig
 from rollover.functions import FunctionError, OwnFunction, described, load_function, own_function
 from rollover.tasks.same import problem_text
-from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, problems_of
-from rollover.tasks.split import key_of
+from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, all_together, fingerprint_of
 from rollover.types import Task
 
 _KEY = "tasks.sources.kind"
 _MAX_LENGTH = 100_000_000  # their numbers are shuffled in memory
-_FIRST_PROBLEMS = 10  # by which it is told whether a source of the user's own is the one of before
 
 
 def build_source(setup: SourceSetup) -> TaskSource:
@@ -61,12 +59,10 @@ class OwnSource:
         return problem
 
     def together(self, index: int) -> range:
-        return range(index, index + 1) if self.num_problems is None else range(self.num_problems)
+        return all_together(index, self.num_problems)
 
     def fingerprint(self) -> str:
-        texts = [problem.content for problem in problems_of(self, _FIRST_PROBLEMS)]
-        number = "endless" if self.endless else f"{self.num_problems} problems"
-        return f"{number}, {key_of(json.dumps(texts)):016x}"
+        return fingerprint_of(self)
 
 
 def _length(made: Any, make: OwnFunction) -> int:

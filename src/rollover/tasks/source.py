@@ -7,6 +7,7 @@ does, for every kind alike.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ from typing import Protocol
 
 from rollover.config import TaskSourceConfig
 from rollover.tasks.same import Same
+from rollover.tasks.split import key_of
 from rollover.types import Task
+
+_FIRST_PROBLEMS = 10  # by which it is told whether a source is the one of before
 
 
 class FailedProblem(Exception):
@@ -82,3 +86,15 @@ def problems_of(source: TaskSource, at_most: int | None = None) -> Iterator[Task
             yield source.problem(index)
         except FailedProblem:
             continue
+
+
+def all_together(index: int, num_problems: int | None) -> range:
+    """As TaskSource.together, where all of so many problems are shuffled; None: each of endless ones for itself."""
+    return range(index, index + 1) if num_problems is None else range(num_problems)
+
+
+def fingerprint_of(source: TaskSource) -> str:
+    """As TaskSource.fingerprint: of how many problems there are, and of the texts of the first ones."""
+    texts = [problem.content for problem in problems_of(source, _FIRST_PROBLEMS)]
+    number = "endless" if source.endless else f"{source.num_problems} problems"
+    return f"{number}, {key_of(json.dumps(texts)):016x}"

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollover.tasks.same import problem_text
-from rollover.tasks.source import SourceSetup, problems_of
-from rollover.tasks.split import key_of
+from rollover.tasks.source import SourceSetup, all_together, fingerprint_of
 from rollover.types import Task
 from rollover.workflows.verifiers.package import KEY, Tasks, load_tasks
 
-_FIRST_PROBLEMS = 10  # by which it is told whether a taskset is the one of before
 _ELSEWHERE = {"idx", "prompt", "system_prompt"}  # of a task's data: in its number, and in its messages
 _COLUMN = "verifiers"  # which task of which taskset it is
 
@@ -60,12 +58,10 @@ class TasksetSource:
         return Task(f"{self.label}/{index}", self.label, self.reward, messages=messages, columns=columns)
 
     def together(self, index: int) -> range:
-        return range(index, index + 1) if self.num_problems is None else range(self.num_problems)
+        return all_together(index, self.num_problems)
 
     def fingerprint(self) -> str:
-        texts = [problem.content for problem in problems_of(self, _FIRST_PROBLEMS)]
-        number = "endless" if self.endless else f"{self.num_problems} problems"
-        return f"{number}, {key_of(json.dumps(texts)):016x}"
+        return fingerprint_of(self)
 
 
 def _messages(data: Any) -> tuple[dict[str, str], ...]:

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A part may import parts of its own level and below.
 LEVELS = [
     {"types", "staleness", "trajectories"},
-    {"alike", "config", "ending", "files", "functions", "live_objects", "processes", "system"},
+    {"alike", "config", "ending", "files", "functions", "http_server", "live_objects", "processes", "system"},
     {"models"},
     {"algorithms", "engine", "envs", "rewards", "tasks", "weights", "workflows"},
     {"rollout", "recipes"},
@@ -33,6 +33,7 @@ LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 MAY_ASYNCIO = (
     "ending.py",
     "functions.py",
+    "http_server.py",
     "trainer/local_backend.py",
     "trainer/tinker_backend.py",
     "rollout/driver.py",

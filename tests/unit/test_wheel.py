@@ -80,8 +80,9 @@ for extra in ("datasets", "peft", "reasoning_gym", "gguf", "trl", "starlette", "
     assert importlib.util.find_spec(extra) is None, extra
 names = [m.name for m in pkgutil.walk_packages(rollover.__path__, "rollover.") if not m.name.endswith("__main__")]
 for name in names:
-    # A server, for which the extra `agents` is, and a class of verifiers, for which that is.
-    if not name.startswith(("rollover.workflows.gateway.", "rollover.workflows.verifiers.harness")):
+    # Servers, for which the extras `agents` and `remote` are, and a class of verifiers, for which that is.
+    server = "rollover.engine.server.app", "rollover.engine.server.embedded", "rollover.http_server"
+    if not name.startswith(("rollover.workflows.gateway.", "rollover.workflows.verifiers.harness", *server)):
         importlib.import_module(name)
 print(rollover.__file__, len(names))
 """

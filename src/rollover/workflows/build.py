@@ -80,17 +80,18 @@ class EpisodeServer:
         episodes = self.episodes
         if not episodes.function.over_http:
             return
+        from rollover.http_server import LOOPBACK, HttpServer
         from rollover.workflows.gateway.app import Gateway
-        from rollover.workflows.gateway.server import HOST, GatewayServer
 
         gateway, function = Gateway(episodes.calls), episodes.function
         played = function if isinstance(function, VerifiersWorkflow) else None
-        self._server = GatewayServer(gateway.app if played is None else played.over(gateway.app), self._port)
+        app = gateway.app if played is None else played.over(gateway.app)
+        self._server = HttpServer(app, self._port, name="workflow.port")
         await self._server.start()
-        episodes.base_url, episodes.calls.undelivered = self._server.base_url, gateway.forget
-        _ask_without_proxy(HOST)
+        episodes.base_url, episodes.calls.undelivered = f"{self._server.url}/v1", gateway.forget
+        _ask_without_proxy(LOOPBACK)
         if played is not None:
-            await played.start(self._server.base_url)
+            await played.start(episodes.base_url)
         if "client" in episodes.function.wanted:
             import openai
 

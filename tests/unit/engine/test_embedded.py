@@ -433,3 +433,64 @@ def test_repetition_is_looked_for_in_the_present_turn_alone() -> None:
         sequence = Sequence.start(asked, None)  # type: ignore[arg-type]
         sequence.append(7, -1.0)
         assert sequence.stop_reason(None) is reason, (text_start, window)
+
+
+def test_who_listens_hears_each_token_when_it_is_sampled_and_why_it_is_the_last() -> None:
+    target, heard = engine(), []
+    asked = request("0-0", PROMPTS[0], 6)
+
+    async def go() -> list[Segment]:
+        extend = asyncio.ensure_future(target.extend(asked, lambda *told: heard.append(told)))
+        while len(heard) < 3:
+            assert not extend.done()
+            await asyncio.sleep(0)
+        return await extend
+
+    (segment,) = asyncio.run(go())
+    assert [token for token, _, _ in heard] == segment.token_ids.tolist()
+    np.testing.assert_array_equal(np.float32([logprob for _, logprob, _ in heard]), segment.logprobs)
+    assert [reason for _, _, reason in heard] == [None] * 5 + [StopReason.LENGTH]
+
+
+@pytest.mark.parametrize(("salts", "shared"), [(("a", "a"), 1), (("a", "b"), 0), (("", ""), 1)])
+def test_prompts_are_shared_within_a_salt_alone(salts: tuple[str, str], shared: int) -> None:
+    target = engine()
+
+    async def go() -> list[list[Segment]]:
+        asked = [request(f"0-{i}", PROMPTS[1], 4) for i in range(2)]
+        return await asyncio.gather(*(target.extend(r, None, salt) for r, salt in zip(asked, salts, strict=True)))
+
+    answers = asyncio.run(go())
+    assert all(len(segments[0]) == 4 for segments in answers)
+    assert target.stats()["kv/shared_prompt_tokens"] == shared * (len(prompt_ids(PROMPTS[1])) - 1)
+
+
+def test_while_it_may_make_no_step_what_is_asked_waits_and_what_is_interrupted_returns() -> None:
+    target = engine()
+
+    async def go() -> None:
+        target.may_step.clear()
+        extends = [asyncio.ensure_future(target.extend(request(f"0-{i}", PROMPTS[0], 4))) for i in range(2)]
+        await asyncio.sleep(0.05)
+        assert target.stats()["engine/decode_steps"] == 0
+        target.interrupt(["0-0"])
+        assert len((await extends[0])[0]) == 0 and not extends[1].done()
+        target.may_step.set()
+        assert len((await extends[1])[0]) == 4
+        target.may_step.clear()
+        last = asyncio.ensure_future(target.extend(request("0-2", PROMPTS[0], 4)))
+        await asyncio.sleep(0)
+        await target.close()
+        assert (await last)[0].stop_reason is StopReason.PAUSED
+
+    asyncio.run(go())
+
+
+def test_only_the_whole_model_s_weights_are_loadable() -> None:
+    target, shapes = engine(), {name: tuple(p.shape) for name, p in tiny.model().named_parameters()}
+    name = "model.embed_tokens.weight"
+    assert target.why_not_loadable(shapes) == ""
+    assert target.why_not_loadable(shapes | {"lm_head.weight": shapes[name]}) == "", "the tied head under its own name"
+    assert "lacks 1 weights" in target.why_not_loadable({n: s for n, s in shapes.items() if n != name})
+    assert "that the model has not, the first is other" in target.why_not_loadable(shapes | {"other": (1,)})
+    assert f"has {name} in the shape [3, 2]" in target.why_not_loadable(shapes | {name: (3, 2)})

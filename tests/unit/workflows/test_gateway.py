@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollover.http_server import HttpServer
 from rollover.types import SamplingParams, StopReason
 from rollover.workflows.calls import BudgetUsedUp, Call, Reply, ToolCall, UnknownKey, UnknownModel
 from rollover.workflows.gateway.app import Gateway
-from rollover.workflows.gateway.server import GatewayServer
 
 openai = pytest.importorskip("openai")
 
@@ -68,11 +68,11 @@ def served(
     gateway = Gateway(caller, keep_alive_s)
 
     async def main() -> None:
-        server = GatewayServer(gateway.app)
+        server = HttpServer(gateway.app)
         await server.start()
         settings = {"api_key": "key-1", "timeout": 20.0, "max_retries": 0} | options
         try:
-            async with openai.AsyncOpenAI(base_url=server.base_url, **settings) as client:
+            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", **settings) as client:
                 await body(client)
         finally:
             await server.close()
@@ -274,9 +274,10 @@ def test_a_call_given_up_is_forgotten_with_its_key():
     gateway = Gateway(caller, 60)
 
     async def main() -> None:
-        server = GatewayServer(gateway.app)
+        server = HttpServer(gateway.app)
         await server.start()
-        async with openai.AsyncOpenAI(base_url=server.base_url, api_key="key-1", timeout=30, max_retries=0) as client:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="key-1", timeout=30, max_retries=0) as client:
             asked = asyncio.ensure_future(body(client))
             while not len(gateway.questions):
                 await asyncio.sleep(0.02)
@@ -297,7 +298,7 @@ def test_only_this_machine_is_served_and_a_taken_port_is_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ValueError, match=r"workflow\.port"):
-            GatewayServer(None, taken.getsockname()[1])
+            HttpServer(None, taken.getsockname()[1], name="workflow.port")
 
     async def body(client: Any) -> None:
         assert client.base_url.host == "127.0.0.1"

@@ -101,13 +101,13 @@ class Batcher:
             self.cache.free(seq)
 
     def donor(self, target: Sequence, version: int | None) -> Sequence | None:
-        """A sequence with the same prompt whose cached KV covers it (computed under `version`, if given)."""
+        """A sequence with the same prompt and salt whose cached KV covers it (computed under `version`, if given)."""
         need = target.num_prompt - 1
         for seq in (*self.running, *self.kept.values(), *self.waiting):
             if (
                 seq is not target
                 and seq.kv_len >= need
-                and seq.request.prompt_ids == target.request.prompt_ids
+                and seq.prompt_key == target.prompt_key
                 and version in (None, seq.prompt_kv_version)
             ):
                 return seq

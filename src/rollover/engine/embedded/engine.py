@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.prefill import Prefill
 from rollover.engine.embedded.runner import Runner
 from rollover.engine.embedded.sampler import sample, uniforms
-from rollover.engine.embedded.sequence import Sequence
+from rollover.engine.embedded.sequence import OnToken, Sequence
 from rollover.engine.protocol import ExtendRequest, WeightLoad
 from rollover.models.attention import cache_shape
 from rollover.models.limits import Limits
@@ -68,6 +69,8 @@ class EmbeddedEngine:
         self._version = policy_version
         self._team = team or Team()
         self._loop: asyncio.Task[None] | None = None
+        self.may_step = asyncio.Event()  # while it is cleared, what is asked waits; what is interrupted returns at once
+        self.may_step.set()
         # Only where a forward pass returns when it is done: elsewhere its time is not known without waiting for it.
         self._timed = first.device.type == "cpu"
         self._prefill = Prefill(
@@ -105,8 +108,18 @@ class EmbeddedEngine:
     def oldest_version(self) -> int:
         return self._version
 
-    async def extend(self, request: ExtendRequest) -> list[Segment]:
-        """See Engine. ValueError for what the model cannot be given, or what does not fit into the KV memory."""
+    def why_not_loadable(self, shapes: Mapping[str, Seq[int]]) -> str:
+        """Why weights of these names and shapes are not those of the whole model; "" if they are."""
+        return self._runner.why_not_loadable(shapes)
+
+    async def extend(
+        self, request: ExtendRequest, on_token: OnToken | None = None, cache_salt: str = ""
+    ) -> list[Segment]:
+        """See Engine. ValueError for what the model cannot be given, or what does not fit into the KV memory.
+
+        `on_token` is called within the decode step that samples the token. `cache_salt`: it shares the KV of its prompt
+        with those of the same salt alone.
+        """
         self._limits.check(request.rollout_id, request.prompt_ids, request.generated_ids)
         if request.max_new_tokens < 1:
             raise ValueError(
@@ -130,6 +143,7 @@ class EmbeddedEngine:
             if seq is not None:
                 self._batcher.cache.free(seq)
             seq = Sequence.start(request, future, self._batcher.take_lost(request.rollout_id))
+        seq.on_token, seq.cache_salt = on_token, cache_salt
         self._batcher.waiting.append(seq)
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._run())
@@ -142,6 +156,7 @@ class EmbeddedEngine:
                 # and locks takes many turns of the event loop, which must not cost a decode step each.
                 for _ in range(_TURNS_BETWEEN_STEPS):
                     await asyncio.sleep(0)
+                await self.may_step.wait()
                 self.step()
         except Exception as error:
             for seq in list(self._batcher.active()):
@@ -168,6 +183,8 @@ class EmbeddedEngine:
         for seq, token, logprob in zip(order, tokens, logprobs, strict=True):
             seq.append(token, logprob)
             reason = seq.stop_reason(self._decode_text)
+            if seq.on_token is not None:
+                seq.on_token(token, logprob, reason)
             if reason is not None:
                 self._batcher.retire(seq, keep_kv=seq.keeps_kv(reason))
                 seq.resolve(self._version, reason)
@@ -175,6 +192,10 @@ class EmbeddedEngine:
     def _discard_cancelled(self) -> None:
         for seq in [s for s in self._batcher.active() if s.future is not None and s.future.cancelled()]:
             self._batcher.retire(seq, keep_kv=False)
+
+    def drop_kv(self) -> None:
+        """Everyone's KV is computed again before its next token."""
+        self._batcher.drop_all_kv()
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
         wanted = None if rollout_ids is None else set(rollout_ids)
@@ -242,6 +263,7 @@ class EmbeddedEngine:
     async def close(self) -> None:
         """Interrupt what runs and wait for the step loop to end."""
         self.interrupt()
+        self.may_step.set()
         if self._loop is not None:
             await asyncio.wait([self._loop])
             if not self._loop.cancelled():

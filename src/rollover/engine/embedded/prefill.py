@@ -39,7 +39,7 @@ class Prefill:
 
         `version`: of the weights."""
         # Prompts that a sequence is computing, now or since an earlier step: its siblings wait for the copy.
-        planned = {s.request.prompt_ids for s in self._batcher.running if 0 < s.kv_len < s.num_prompt - 1}
+        planned = {s.prompt_key for s in self._batcher.running if 0 < s.kv_len < s.num_prompt - 1}
         chunks = self._plan(planned, version)
         if not chunks:
             return
@@ -52,10 +52,10 @@ class Prefill:
             self.num_recomputed += recomputed
             self.num_computed += chunk.end - chunk.start - recomputed
         for seq in self._batcher.running:
-            if seq.kv_len == 0 and seq.request.prompt_ids in planned:
+            if seq.kv_len == 0 and seq.prompt_key in planned:
                 self._share(seq, version)
 
-    def _plan(self, planned: set[tuple[int, ...]], version: int) -> list[Chunk]:
+    def _plan(self, planned: set[tuple[str, tuple[int, ...]]], version: int) -> list[Chunk]:
         """The next chunks. Adds to `planned` the prompts that they begin with."""
         budget = self._chunk_tokens
         chunks: list[Chunk] = []
@@ -63,10 +63,10 @@ class Prefill:
             if seq.prefilled or budget == 0:
                 continue
             if seq.kv_len == 0 and seq.num_prompt > 1:
-                if seq.request.prompt_ids in planned:
+                if seq.prompt_key in planned:
                     continue
                 if not self._share(seq, version):
-                    planned.add(seq.request.prompt_ids)
+                    planned.add(seq.prompt_key)
                     seq.prompt_kv_version = version
                 elif seq.prefilled:
                     continue

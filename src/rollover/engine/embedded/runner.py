@@ -6,7 +6,8 @@ n rows of a bucket, T its row length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -286,7 +287,10 @@ class Runner:
         self.model = model
         self.device = next(model.parameters()).device
         self.rows = rows
-        self._flops = ModelFlops.of(model)  # of the weights as they are: packing frees them
+        # Of the weights as they are: packing frees them. A tied one has several names.
+        self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+        self._names = {name for name, _ in model.named_parameters()}
+        self._flops = ModelFlops.of(model)
         self.flops = 0.0  # model FLOPs of all that was computed
         self.kernels = kernels.on(self.device.type)
         self.compiled = self.kernels is not None
@@ -312,6 +316,17 @@ class Runner:
         num_bytes = self.weights.send(version, tensors).num_bytes
         self.head = Head.of(self.model).precise(self.rows)
         return num_bytes
+
+    def why_not_loadable(self, shapes: Mapping[str, Seq[int]]) -> str:
+        """Why weights of these names and shapes are not those of the whole model, each once; "" if they are."""
+        if lacking := sorted(self._names - shapes.keys()):
+            return f"lacks {len(lacking)} weights of the model, the first is {lacking[0]}"
+        if unknown := sorted(shapes.keys() - self._shapes.keys()):
+            return f"has {len(unknown)} weights that the model has not, the first is {unknown[0]}"
+        for name, shape in shapes.items():
+            if tuple(shape) != self._shapes[name]:
+                return f"has {name} in the shape {list(shape)}, and the model's is {list(self._shapes[name])}"
+        return ""
 
     def prefill(self, chunks: list[Chunk]) -> None:
         """Compute and cache keys and values of the chunks. No logits: the last known token is decoded."""

@@ -13,6 +13,9 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.engine.repetition import CHECK_EVERY, repeats_itself
 from rollover.types import Segment, StopReason
 
+# Told of each token as it is sampled: the token, its log-prob, and why the sequence stops with it (None: it goes on).
+OnToken = Callable[[int, float, StopReason | None], None]
+
 
 @dataclass(eq=False, slots=True)
 class Sequence(RowOwner):
@@ -27,6 +30,9 @@ class Sequence(RowOwner):
     """What is prefilled of tokens[:computed] had been computed before."""
     segments: list[Segment] = field(default_factory=list)
     open_logprobs: list[float] = field(default_factory=list)
+    on_token: OnToken | None = None
+    cache_salt: str = ""
+    """It shares the KV of its prompt with those of the same salt alone."""
 
     @classmethod
     def start(
@@ -42,6 +48,11 @@ class Sequence(RowOwner):
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def prompt_key(self) -> tuple[str, tuple[int, ...]]:
+        """Equal for those that may share the KV of their prompts."""
+        return self.cache_salt, self.request.prompt_ids
 
     @property
     def num_new(self) -> int:

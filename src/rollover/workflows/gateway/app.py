@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from rollover.http_server import until_gone
 from rollover.types import SamplingParams
 from rollover.workflows.calls import BudgetUsedUp, Caller, CallRefused, Reply, UnknownKey
 from rollover.workflows.gateway.questions import Question, Questions
@@ -114,7 +115,7 @@ class _Answer(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone, delivered = asyncio.ensure_future(_until_gone(receive)), False
+        gone, delivered = asyncio.ensure_future(until_gone(receive)), False
         try:
             begun = await self._keep_alive(gone, send)
             if not gone.done():
@@ -171,11 +172,6 @@ class _Answer(Response):
             return UnknownKey("the episode of this key has ended")
         error = answering.exception()
         return error if error is None or isinstance(error, CallRefused) else Failed(f"the call failed: {error}")
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _refusal(error: CallRefused) -> Response:

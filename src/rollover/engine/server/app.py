@@ -1,0 +1,280 @@
+"""The endpoints of vLLM's server, over a `Service`.
+
+    POST /inference/v1/generate            token ids in and out, streamed or not
+    POST /abort_requests                   also /inference/v1/abort_requests
+    POST /pause  /resume                   GET /is_paused
+    POST /start_weight_update  /update_weights  /finish_weight_update  /update_weight_version
+    POST /collective_rpc                   rollover_verify alone: a weights file is read ahead
+    POST /reset_prefix_cache
+    GET  /weight_info  /health  /load  /metrics  /version  /v1/models  /get_world_size
+
+Owns the connections and the forms of the answers: what is refused has vLLM's {"error": {"message", "code", "param"}}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+import rollover
+from rollover.engine.server import metrics
+from rollover.engine.server.requests import Refusal, choice, flag, generate_body, text_field
+from rollover.engine.server.service import Service
+from rollover.engine.server.stream import Chunk, Stream
+from rollover.http_server import until_gone
+
+MOST_BODY_BYTES = 2**26
+_NO_LOGPROB = -9999.0
+_DONE = b"data: [DONE]\n\n"
+_Answer = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(service: Service) -> Starlette:
+    """The ASGI application; a guard of tokens stands before it."""
+    endpoints = _Endpoints(service)
+    posts, gets = endpoints.posts(), endpoints.gets()
+    return Starlette(
+        routes=[
+            *(Route(path, _refusing(answer), methods=["POST"]) for path, answer in posts.items()),
+            *(Route(path, _refusing(answer), methods=["GET"]) for path, answer in gets.items()),
+        ]
+    )
+
+
+class _Endpoints:
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def posts(self) -> dict[str, _Answer]:
+        return {
+            "/inference/v1/generate": self._generate,
+            "/abort_requests": self._abort,
+            "/inference/v1/abort_requests": self._abort,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/start_weight_update": self._start_update,
+            "/update_weights": self._update,
+            "/finish_weight_update": self._finish_update,
+            "/update_weight_version": self._update_version,
+            "/collective_rpc": self._collective_rpc,
+            "/reset_prefix_cache": self._reset_prefix_cache,
+        }
+
+    def gets(self) -> dict[str, _Answer]:
+        return {
+            "/is_paused": _always(lambda: {"is_paused": self.service.is_paused}),
+            "/weight_info": _always(lambda: {"weight_version": self.service.label}),
+            "/health": _always(dict),
+            "/load": _always(lambda: {"server_load": len(self.service.streams)}),
+            "/version": _always(lambda: {"version": rollover.__version__, "engine": "rollover"}),
+            "/get_world_size": _always(lambda: {"world_size": 1}),
+            "/v1/models": _always(self._model_list),
+            "/metrics": self._metrics,
+        }
+
+    async def _generate(self, request: Request) -> Response:
+        body = generate_body(await _json(request))
+        stream = await self.service.generate(body)
+        return _StreamedAnswer(self.service, stream) if body.stream else _WholeAnswer(self.service, stream)
+
+    async def _abort(self, request: Request) -> Response:
+        body = await _object(request)
+        ids = body.get("request_ids") or []
+        if not isinstance(ids, list) or not all(isinstance(full_id, str) for full_id in ids):
+            raise Refusal("request_ids: a list of texts is wanted", "request_ids")
+        if ids:
+            self.service.abort_ids(ids)
+        num = len(ids) or self.service.abort_all()  # as vLLM counts: also those that it does not know
+        return JSONResponse({"status": "aborted", "aborted": num})
+
+    async def _pause(self, request: Request) -> Response:
+        query = request.query_params
+        mode = choice(query.get("mode"), "mode", "abort", ("abort", "wait", "keep"))
+        await self.service.pause(mode, clear_cache=flag(query.get("clear_cache"), "clear_cache", default=True))
+        return JSONResponse({"status": "paused"})
+
+    async def _resume(self, request: Request) -> Response:
+        self.service.resume()
+        return JSONResponse({"status": "resumed"})
+
+    async def _start_update(self, request: Request) -> Response:
+        self.service.start_update()
+        return JSONResponse({"message": "Weight update started"})
+
+    async def _update(self, request: Request) -> Response:
+        info = (await _object(request)).get("update_info")
+        if not isinstance(info, dict):
+            raise Refusal("update_info: an object with path and sha256 is wanted", "update_info")
+        await self.service.update(text_field(info, "path"), text_field(info, "sha256"))
+        return JSONResponse({"message": "Weights updated"})
+
+    async def _finish_update(self, request: Request) -> Response:
+        body = await _object(request, may_be_empty=True)
+        label = None if body.get("weight_version") is None else text_field(body, "weight_version")
+        self.service.finish_update(label)
+        return JSONResponse({"message": "Weight update finished"})
+
+    async def _update_version(self, request: Request) -> Response:
+        self.service.label = text_field(await _object(request), "new_version")
+        return JSONResponse({"success": True, "new_version": self.service.label})
+
+    async def _collective_rpc(self, request: Request) -> Response:
+        body = await _object(request)
+        method, args = body.get("method"), body.get("args")
+        if method != "rollover_verify":
+            raise Refusal(f"method: there is none called {method!r}, but rollover_verify", "method")
+        if not isinstance(args, list) or len(args) != 2 or not all(isinstance(arg, str) for arg in args):
+            raise Refusal("args: the file's path and its SHA-256 are wanted", "args")
+        return JSONResponse({"results": [self.service.verifier.status(*args)]})
+
+    async def _reset_prefix_cache(self, request: Request) -> Response:
+        name = "reset_running_requests"
+        of_running = flag(request.query_params.get(name), name, default=False)
+        return JSONResponse({"success": self.service.drop_kv(of_running=of_running)})
+
+    async def _metrics(self, request: Request) -> Response:
+        return PlainTextResponse(await metrics.text(self.service), media_type="text/plain; version=0.0.4")
+
+    def _model_list(self) -> dict[str, Any]:
+        model = {"id": self.service.model_name, "object": "model", "owned_by": "rollover"}
+        return {"object": "list", "data": [model | {"max_model_len": self.service.engine.max_tokens}]}
+
+
+class _WholeAnswer(Response):
+    """One JSON object, when the last token is there. A client that goes away before aborts its request."""
+
+    def __init__(self, service: Service, stream: Stream) -> None:
+        self.service, self.stream, self.background = service, stream, None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(until_gone(receive))
+        gone.add_done_callback(lambda _: self.service.abort(self.stream))
+        try:
+            await self.answer(scope, receive, send)
+        finally:
+            gone.cancel()
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            chunks = [chunk async for some in self.stream.chunks() for chunk in some]
+        except Refusal as error:
+            await _refused(error)(scope, receive, send)
+            return
+        whole = {
+            "request_id": self.stream.full_id,
+            "model": self.service.model_name,
+            "choices": [_choice(Chunk.joined(chunks), self.stream)],
+            "usage": _usage(self.stream),
+        }
+        await JSONResponse(whole)(scope, receive, send)
+
+
+class _StreamedAnswer(_WholeAnswer):
+    """Server-sent events: a chunk for each token, then [DONE]."""
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, as it comes."""
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            async for chunks in self.stream.chunks():
+                body = b"".join(self._event([_choice(chunk, self.stream)]) for chunk in chunks)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            options, last = self.stream.body.stream_options, b""
+            if options is not None and options.include_usage:
+                last = self._event([], usage=_usage(self.stream))
+        except Refusal as error:
+            last = _event(_error(error))
+        await send({"type": "http.response.body", "body": last + _DONE, "more_body": False})
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return _event({"request_id": self.stream.full_id, "choices": choices, **more})
+
+
+def _choice(chunk: Chunk, stream: Stream) -> dict[str, Any]:
+    logprobs = None
+    if stream.body.sampling_params.logprobs is not None:
+        pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
+        logprobs = {"content": [{"token_id": token, "logprob": _finite(logprob)} for token, logprob in pairs]}
+    return {
+        "index": 0,
+        "token_ids": chunk.token_ids,
+        "logprobs": logprobs,
+        "finish_reason": chunk.finish_reason,
+        "stop_reason": chunk.stop_reason,
+        "weight_versions": chunk.weight_versions,
+    }
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no NaN: vLLM's number stands for it."""
+    return logprob if math.isfinite(logprob) else _NO_LOGPROB
+
+
+def _usage(stream: Stream) -> dict[str, int]:
+    num_prompt = len(stream.body.token_ids)
+    total = num_prompt + stream.num_tokens
+    return {"prompt_tokens": num_prompt, "completion_tokens": stream.num_tokens, "total_tokens": total}
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _error(error: Refusal) -> dict[str, Any]:
+    kind = {400: "BadRequestError", 404: "NotFoundError"}.get(error.status, "InternalServerError")
+    return {"error": {"message": str(error), "type": kind, "code": error.status, "param": error.param}}
+
+
+def _refused(error: Refusal) -> Response:
+    return JSONResponse(_error(error), status_code=error.status)
+
+
+def _refusing(answer: _Answer) -> _Answer:
+    async def answer_or_refuse(request: Request) -> Response:
+        try:
+            return await answer(request)
+        except Refusal as error:
+            return _refused(error)
+
+    return answer_or_refuse
+
+
+def _always(value: Callable[[], dict[str, Any]]) -> _Answer:
+    async def answer(request: Request) -> Response:
+        return JSONResponse(value())
+
+    return answer
+
+
+async def _json(request: Request) -> Any:
+    chunks, num = [], 0
+    async for chunk in request.stream():
+        num += len(chunk)
+        if num <= MOST_BODY_BYTES:  # what is longer is read to its end: its client reads why it is refused
+            chunks.append(chunk)
+    if num > MOST_BODY_BYTES:
+        raise Refusal(f"body: {num:,} bytes, and {MOST_BODY_BYTES:,} are the most that are read", "body")
+    try:
+        return json.loads(b"".join(chunks))
+    except (ValueError, RecursionError) as error:  # the second where it is nested too deeply
+        raise Refusal(f"body: no JSON ({error})", "body") from error
+
+
+async def _object(request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:
+    if may_be_empty and not await request.body():
+        return {}
+    value = await _json(request)
+    if not isinstance(value, dict):
+        raise Refusal("body: a JSON object is wanted", "body")
+    return value

@@ -1,0 +1,88 @@
+"""`rollover serve --engine embedded`: the embedded engine behind the endpoints, in this process alone.
+
+Owns the process's way from the port to its end: SIGTERM and Ctrl-C end it in order; clients get what there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+
+import torch
+from safetensors.torch import load_file
+
+from rollover.config import Config
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.server.app import make_app
+from rollover.engine.server.guard import TokenGuard
+from rollover.engine.server.service import Service
+from rollover.http_server import HttpServer
+from rollover.models.devices import dtype_of, engine_device
+from rollover.models.load import load_model, stop_token_ids
+from rollover.models.team import prepare_process
+
+_LAST_CHUNKS_S = 1.0
+_BROKEN = 1  # the exit code
+
+
+async def serve(config: Config, host: str, port: int, ready: Callable[[str], None]) -> int:
+    """Serve until the process is told to end: 0 by SIGTERM, 130 by Ctrl-C. `ready` gets the URL when it answers.
+
+    ValueError where the port cannot be had, or the model cannot be loaded.
+    """
+    parts: list[TokenGuard] = []  # when the model is loaded
+
+    async def app(scope, receive, send) -> None:
+        await parts[0](scope, receive, send)
+
+    server = HttpServer(app, port, host, "--port")  # first: a port that is taken is told at once
+    service = make_service(config)
+    parts.append(TokenGuard(make_app(service)))
+    told = _told_to_end()
+    await server.start()
+    ready(server.url)
+    code = await told
+    service.abort_all()
+    await server.close(_LAST_CHUNKS_S)
+    await service.engine.close()
+    return code
+
+
+def make_service(config: Config) -> Service:
+    """The model of this configuration, on its engine's device. Its KV is dropped as clients ask, not as [rollout] says:
+    they share or renew it by cache_salt and clear_cache."""
+    prepare_process(config)
+    loaded = load_model(config.model, dtype=dtype_of(config), device=engine_device(config))
+    rollout = config.rollout.model_copy(update={"kv_on_resume": "keep"})
+    tokenizer = loaded.tokenizer
+    engine = EmbeddedEngine.over(loaded.model, tokenizer, config.model_copy(update={"rollout": rollout}))
+    return Service(
+        engine,
+        model_name=config.model.path,
+        eos=stop_token_ids(loaded, []),
+        decode_text=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        load=_load,
+        fail=_end_process,
+    )
+
+
+def _load(path: str) -> Mapping[str, torch.Tensor]:
+    return load_file(path)
+
+
+def _end_process(reason: str) -> None:
+    """At once, whatever goes on: nothing may be sampled with half a model."""
+    print(f"rollover: error: {reason}: the server ends", file=sys.stderr, flush=True)
+    os._exit(_BROKEN)
+
+
+def _told_to_end() -> asyncio.Future[int]:
+    """Done with the exit code when SIGTERM or Ctrl-C comes."""
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[int] = loop.create_future()
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
+        loop.add_signal_handler(number, lambda code=code: told.done() or told.set_result(code))
+    return told

@@ -1,0 +1,146 @@
+"""What a client asks, checked: the fields of vLLM's /inference/v1/generate. What is not honoured is refused by name."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollover.engine.protocol import ExtendRequest
+from rollover.types import SamplingParams
+
+_SEED_BITS = 2**64 - 1
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Refusal(Exception):
+    """A request that is answered with `status` and the reason. `param`: the field that is wrong."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.status = param, status
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class SamplingFields(_Fields):
+    """`sampling_params`. Those with one legal value are vLLM's, and not honoured here."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: _Number = Field(1.0, ge=0)
+    top_p: _Number = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: _Number = Field(0.0, ge=0, le=1)
+    seed: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=1)
+    ignore_eos: bool = False
+    stop_token_ids: list[int] | None = None
+    stop: str | list[str] | None = None
+    # Of no effect on tokens:
+    stream_interval: int | None = None
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    # Not honoured:
+    n: Literal[1] = 1
+    min_tokens: Literal[0] = 0
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    repetition_penalty: Literal[1] | None = None
+    prompt_logprobs: None = None
+    logit_bias: None = None
+    allowed_token_ids: None = None
+    bad_words: None = None
+    structured_outputs: None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self) -> SamplingParams:
+        """The distribution; top_k -1 and 0 are off."""
+        return SamplingParams(self.temperature, self.top_p, max(self.top_k, 0), self.min_p)
+
+
+class StreamOptions(_Fields):
+    """`stream_options`."""
+
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class GenerateBody(_Fields):
+    """The body of POST /inference/v1/generate."""
+
+    token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    sampling_params: SamplingFields
+    request_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    priority: Literal[0] = 0
+    return_token_ids: Literal[False] | None = None
+    output_mode: Literal["tokens"] = "tokens"
+
+    def request(self, rollout_id: str, most_tokens: int, eos: Collection[int], random_seed: int) -> ExtendRequest:
+        """What the engine is asked. `most_tokens`: that fit into it, prompt included. Refusal where not one more does.
+
+        A max_tokens that does not fit is cut; without one there are as many as fit. `eos` end it but for ignore_eos.
+        """
+        asked, left = self.sampling_params, most_tokens - len(self.token_ids)
+        if left < 1:
+            raise Refusal(
+                f"token_ids: {len(self.token_ids)} tokens, and {most_tokens} fit, with at least one that is generated",
+                "token_ids",
+            )
+        if "" in asked.stop_strings:
+            raise Refusal("sampling_params.stop: an empty string stops everything", "sampling_params.stop")
+        return ExtendRequest(
+            rollout_id=rollout_id,
+            prompt_ids=tuple(self.token_ids),
+            generated_ids=(),
+            max_new_tokens=min(left, asked.max_tokens or left),
+            seed=(random_seed if asked.seed is None else asked.seed) & _SEED_BITS,
+            sampling=asked.sampling(),
+            stop_token_ids=frozenset(asked.stop_token_ids or ()) | frozenset(() if asked.ignore_eos else eos),
+            stop_strings=asked.stop_strings,
+        )
+
+
+def generate_body(value: Any) -> GenerateBody:
+    """The body that this JSON value is. Refusal that names the first wrong field."""
+    try:
+        return GenerateBody.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = ".".join(map(str, first["loc"])) or "body"
+        raise Refusal(f"{param}: {first['msg']}", param) from None
+
+
+def text_field(body: Any, name: str) -> str:
+    """A text that a body must have. Refusal where it has none."""
+    value = body.get(name) if isinstance(body, dict) else None
+    if not isinstance(value, str) or not value:
+        raise Refusal(f"{name}: a text is wanted", name)
+    return value
+
+
+def choice(value: str | None, name: str, default: str, choices: Collection[str]) -> str:
+    """One of the choices that a query's parameter has. Refusal of any other value."""
+    if value is None:
+        return default
+    if value not in choices:
+        raise Refusal(f"{name}: {value!r} is none of {', '.join(choices)}", name)
+    return value
+
+
+def flag(value: str | None, name: str, *, default: bool) -> bool:
+    """A query's parameter: true or false."""
+    return choice(value, name, str(default).lower(), ("true", "false", "1", "0")) in ("true", "1")

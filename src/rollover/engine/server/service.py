@@ -1,0 +1,213 @@
+"""The verbs of the server, over one engine. No HTTP: app.py is.
+
+    generate ──▶ Stream under way ──sampled──▶ chunks ──▶ its client
+                    └── aborted, or its client has gone: it ends with what it has, and its place is free
+    start ─▶ update ─▶ finish        pause ─▶ resume
+
+Owns which requests are under way, the label of the weights and whether it is paused. Tokens carry the label that there
+was when they were sampled. Weights that are refused change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rollover.engine.protocol import Engine, ExtendRequest
+from rollover.engine.server.requests import GenerateBody, Refusal
+from rollover.engine.server.stream import Stream
+from rollover.types import Segment, StopReason
+from rollover.weights.verified import Verifier, shapes_of
+
+if TYPE_CHECKING:
+    import torch
+
+NO_UPDATE_YET = "default"
+_DRAIN_S = 1.0  # a client that does not read must not hold up the others' weights
+
+
+class ServedEngine(Engine, Protocol):
+    """An engine that can be served. `may_step`: while it is cleared no token is sampled, and what is asked waits."""
+
+    may_step: asyncio.Event
+
+    async def extend(
+        self,
+        request: ExtendRequest,
+        on_token: Callable[[int, float, StopReason | None], None] | None = None,
+        cache_salt: str = "",
+    ) -> list[Segment]:
+        """See Engine. `on_token` hears of each token, its log-prob and, with the last one, why it is the last.
+        Rollouts of another `cache_salt` share no KV with it. What cannot be begun raises ValueError before it waits."""
+        ...
+
+    def drop_kv(self) -> None:
+        """Compute everyone's KV again before their next token."""
+        ...
+
+    def why_not_loadable(self, shapes: Mapping[str, Sequence[int]]) -> str:
+        """Why weights of these names and shapes are not those of the whole model; "" if they are."""
+        ...
+
+
+class Service:
+    """`engine` as `model_name`. `eos`: token ids that end an answer. `load`: reads the tensors of a verified file.
+
+    `fail` is told why the engine is of no more use: its weights may be half of one version, half of another.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        model_name: str,
+        eos: Collection[int],
+        decode_text: Callable[[list[int]], str],
+        load: Callable[[str], Mapping[str, torch.Tensor]],
+        fail: Callable[[str], None],
+    ) -> None:
+        self.engine, self.model_name = engine, model_name
+        self._eos, self._decode_text, self._load, self._fail = eos, decode_text, load, fail
+        self.label = NO_UPDATE_YET
+        self.verifier = Verifier()
+        self.streams: dict[str, Stream] = {}
+        """Under way, by the engine's rollout id."""
+        self.num_prompt_tokens = self.num_ended_tokens = self.num_updates = 0
+        self._ids = map(str, itertools.count())
+        self._updating = asyncio.Lock()
+        self._update_begun = False
+        self._may_begin = asyncio.Event()  # cleared by pause?mode=wait: what comes new waits, what runs goes on
+        self._may_begin.set()
+
+    # Requests
+
+    async def generate(self, body: GenerateBody) -> Stream:
+        """Begin this request. Refusal of what can never work."""
+        if body.model not in (None, self.model_name):
+            raise Refusal(f"model: there is no {body.model!r} here, but {self.model_name!r}", "model", 404)
+        rollout_id = next(self._ids)
+        request = body.request(rollout_id, self.engine.max_tokens, self._eos, secrets.randbits(63))
+        stream = self.streams[rollout_id] = Stream(body, lambda: self.label, self._decode_text)
+        stream.working = asyncio.ensure_future(self._work(stream, request))
+        stream.working.add_done_callback(lambda _: self._forget(rollout_id, request))
+        await asyncio.sleep(0)  # what the engine refuses it refuses now
+        if stream.error is not None:
+            raise stream.error
+        return stream
+
+    async def _work(self, stream: Stream, request: ExtendRequest) -> None:
+        try:
+            await self._may_begin.wait()
+            await self.engine.extend(request, stream.on_token, stream.body.cache_salt or "")
+            stream.abort()  # if no token was its last one, it was interrupted
+        except ValueError as error:
+            stream.fail(Refusal(str(error), "token_ids"))
+        except Exception as error:  # boundary: its client is told
+            stream.fail(Refusal(f"{type(error).__name__}: {error}", status=500))
+
+    def _forget(self, rollout_id: str, request: ExtendRequest) -> None:
+        """It is under way no longer: it was answered, or cancelled."""
+        self.num_ended_tokens += self.streams.pop(rollout_id).num_tokens
+        self.num_prompt_tokens += len(request.prompt_ids)
+
+    def abort(self, stream: Stream) -> None:
+        """It ends with what it has; nothing where it has ended already."""
+        stream.abort()
+        if stream.working is not None:
+            stream.working.cancel()
+
+    def abort_ids(self, full_ids: Iterable[str]) -> None:
+        """Abort those of these ids, as `Stream.full_id` has them: all requests of an id that was used twice."""
+        wanted = set(full_ids)
+        for stream in list(self.streams.values()):
+            if stream.full_id in wanted:
+                self.abort(stream)
+
+    def abort_all(self) -> int:
+        """Abort everything; returns how many requests."""
+        streams = list(self.streams.values())
+        for stream in streams:
+            self.abort(stream)
+        return len(streams)
+
+    # Pausing
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether what comes new waits for `resume`."""
+        return not (self.engine.may_step.is_set() and self._may_begin.is_set())
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        """Sample nothing until `resume`. Returns when every client's connection has what was sampled before.
+
+        mode keep: what runs goes on after it. abort: it ends with what it has. wait: it runs to its end first.
+        """
+        if mode == "wait":
+            self._may_begin.clear()
+            running = [stream.working for stream in self.streams.values() if stream.working is not None]
+            while running and not self._may_begin.is_set():
+                _, pending = await asyncio.wait(running, timeout=0.05)
+                running = list(pending)
+        else:
+            self.engine.may_step.clear()
+        if mode == "abort":
+            self.abort_all()
+        if clear_cache:
+            self.engine.drop_kv()
+        await self._drain()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._may_begin.set()
+        self.engine.may_step.set()
+
+    async def _drain(self) -> None:
+        deadline = time.monotonic() + _DRAIN_S
+        while time.monotonic() < deadline and not all(s.delivered for s in self.streams.values()):
+            await asyncio.sleep(0.001)
+
+    def drop_kv(self, *, of_running: bool) -> bool:
+        """Forget cached KV. False, and nothing is done, while requests are under way whose KV is to stay."""
+        if self.streams and not of_running:
+            return False
+        self.engine.drop_kv()
+        return True
+
+    # Weights
+
+    def start_update(self) -> None:
+        """An update begins; one that was not finished is forgotten: it has been refused."""
+        self._update_begun = True
+
+    async def update(self, path: str, sha256: str) -> None:
+        """Load this file's weights. Refusal, and nothing is changed, where it is not the file that was meant, or not
+        the whole model's weights. It is read while requests go on; swapped between two steps."""
+        if not self._update_begun:
+            raise Refusal("an update begins with /start_weight_update", status=500)
+        async with self._updating:
+            try:
+                tensors = await asyncio.to_thread(self._read, path, sha256)
+            except (ValueError, OSError) as error:
+                raise Refusal(f"refused: {error}", status=500) from error
+            try:
+                await self.engine.load_weights(self.num_updates + 1, tensors.items())
+            except Exception as error:
+                self._fail(f"the weights of {path} were loaded in part only ({type(error).__name__}: {error})")
+                raise
+            self.num_updates += 1
+
+    def _read(self, path: str, sha256: str) -> Mapping[str, torch.Tensor]:
+        self.verifier.verify(path, sha256)
+        shapes = {name: shape for name, (_, shape) in shapes_of(path).items()}
+        if reason := self.engine.why_not_loadable(shapes):
+            raise ValueError(f"{path} {reason}")
+        return self._load(path)
+
+    def finish_update(self, label: str | None) -> None:
+        """From now on tokens carry this label; None: the one that they had."""
+        self._update_begun = False
+        self.label = self.label if label is None else label

@@ -101,10 +101,11 @@ def _engine_that_ends_at(lengths: Sequence[Sequence[int]]) -> Iterator[None]:
     """Within the block every rollout of an embedded engine ends at its length, and at nothing else."""
     plain = EmbeddedEngine.extend
 
-    async def extend(self: EmbeddedEngine, request: ExtendRequest) -> list[Segment]:
+    async def extend(self: EmbeddedEngine, request: ExtendRequest, on_token=None, cache_salt="") -> list[Segment]:
         group, sibling = map(int, request.rollout_id.split("-"))
         left = lengths[group % len(lengths)][sibling] - len(request.generated_ids)
-        return await plain(self, replace(request, max_new_tokens=left, stop_token_ids=frozenset()))
+        request = replace(request, max_new_tokens=left, stop_token_ids=frozenset())
+        return await plain(self, request, on_token, cache_salt)
 
     EmbeddedEngine.extend = extend
     try:

@@ -1,6 +1,7 @@
 """The end of a run, and of its process, in bounded time, whatever code of the user's own goes on.
 
-    run_bounded   as asyncio.run: a task that does not end when it is cancelled is named, and left behind
+    run_bounded   as asyncio.run: a task that does not end when it is cancelled is named, and left behind; a task of the
+                  user's own that exits has failed, and the run goes on
     bound_end     of the command line's process: a thread that does not end is named, and left behind with it
 
 Owns what is said of who hangs. What a run does at its end is none of its business.
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -37,14 +38,19 @@ _left_behind: set[threading.Thread] = set()  # they had their time
 def run_bounded(work: Coroutine[Any, Any, Result], grace_s: float) -> Result:
     """What `work` returns, on an event loop of its own, as by asyncio.run. At its end every task that is left is
     cancelled; those that go on, and threads of asyncio.to_thread, have `grace_s` seconds. Who still hangs then is named
-    and left behind: a task never gets on again, a thread holds up the end of the process."""
+    and left behind: a task never gets on again, a thread holds up the end of the process.
+
+    SystemExit in another task than that of `work`, as where code of the user's own starts one, is raised where that
+    task is awaited, and ends no more than that."""
     global _grace_s
     _grace_s = grace_s
     runner, threads = asyncio.Runner(), f"to_thread-{next(_numbers)}"
     loop, executor, error = runner.get_loop(), ThreadPoolExecutor(thread_name_prefix=threads), None
     loop.set_default_executor(executor)
+    task = loop.create_task(work)
     try:
-        return runner.run(work)
+        _run(runner.run, lambda: _until_done(task), [task])
+        return task.result()
     except asyncio.CancelledError as cancelled:
         error = ValueError(
             "the run was cancelled from within: a function of your own cancels tasks that are not its own, as by"
@@ -58,7 +64,8 @@ def run_bounded(work: Coroutine[Any, Any, Result], grace_s: float) -> Result:
         try:
             executor.shutdown(wait=False, cancel_futures=True)
             _cancel_all(loop)
-            loop.run_until_complete(_wait_for_all(work, threads, grace_s, error))
+            waiting = loop.create_task(_wait_for_all(work, threads, grace_s, error))
+            _run(loop.run_until_complete, lambda: waiting, [waiting])
         finally:
             _leave_behind(loop)
             asyncio.set_event_loop(None)
@@ -72,6 +79,32 @@ def bound_end(code: int) -> None:
 
 
 # Private
+
+
+def _run(run: Callable[[Any], object], make: Callable[[], Any], tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """`run` what `make` makes, until these tasks have ended. A task that exits stops its event loop at once, wherever
+    it was started; it has ended then, and the loop goes on where it was."""
+    told: set[str] = set()
+    while True:
+        try:
+            run(make())
+            return
+        except SystemExit as error:
+            if any(task.done() for task in tasks):
+                raise
+            if (why := explained(error)) not in told and len(told) < _MOST_NAMED:
+                told.add(why)
+                _say(f"a task of your own has ended by {why}: it has failed, and nothing else ends by that")
+
+
+async def _until_done(task: asyncio.Task[Any]) -> None:
+    """Cancelled, as a Ctrl-C does before the run listens to signals, it cancels the task and waits for it."""
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait([task])
+        raise
 
 
 async def _wait_for_all(

@@ -147,6 +147,14 @@ async def asks_on(task, episode):
     reply = await trajectory.chat(task.messages)
     return sum(c.isdigit() for c in reply.text) / 20
 
+async def exits(task, episode):
+    async def ask(number):
+        reply = await episode.trajectory().chat([*task.messages, user(str(number))])
+        if number and episode.episode_id.endswith("-0"):
+            raise SystemExit(0)
+        return sum(c.isdigit() for c in reply.text) / 20
+    return sum(await asyncio.gather(ask(0), ask(1)))
+
 async def gives_up(task, episode):
     try:
         await asyncio.wait_for(episode.trajectory().chat(task.messages), 0.001)
@@ -320,6 +328,13 @@ def test_an_agent_that_asks_on_after_every_refusal_is_given_up_and_the_others_go
     assert done.returncode == 0, done.stderr
     row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert row["episodes/timeout"] >= 3 and row["episodes/done"] >= 6
+
+
+def test_a_branch_that_exits_costs_its_episode_alone(tmp_path: Path) -> None:
+    assert main(["train", str(recipe(tmp_path, "exits", steps=1, rewards={"min_valid": 2}))]) == 0
+    check_whole(tmp_path / "run", 1)
+    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["episodes/error"] >= 3 and row["episodes/done"] >= 6
 
 
 def episodes_of(run_dir: Path) -> dict[str, list[tuple[list[int], float]]]:

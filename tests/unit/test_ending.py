@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import textwrap
@@ -136,3 +137,78 @@ def test_a_thread_that_hangs_does_not_hold_up_the_process(end: str, code: int, t
     assert ("KeyError: 'x'" in error[-1]) if code == 1 else not error
     assert waits == "rollover: the process waits for what goes on, 1.2 s at most: the thread mine"
     assert ends.endswith("the thread mine did not end within 1.2 s (watchdog.grace_s): the process ends all the same")
+
+
+def test_a_task_that_exits_ends_itself_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    async def exits(code: int) -> None:
+        await asyncio.sleep(0)
+        sys.exit(code)
+
+    async def work() -> list[str]:
+        seen: list[str] = []
+        for start in (asyncio.gather, asyncio.wait):
+            tasks = [asyncio.ensure_future(exits(0)), asyncio.ensure_future(asyncio.sleep(0.01))]
+            try:
+                await (asyncio.gather(*tasks) if start is asyncio.gather else asyncio.wait(tasks))
+            except SystemExit as error:
+                seen.append(f"exit {error.code}")
+            seen.append(f"{tasks[0].exception()!r}")
+        asyncio.get_running_loop().call_soon(sys.exit, 4)
+        await asyncio.sleep(0.01)
+        return seen
+
+    assert run_bounded(work(), 30) == ["exit 0", "SystemExit(0)", "SystemExit(0)"]
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 2 and err[0].startswith("rollover: a task of your own has ended by SystemExit: 0 (")
+    assert "test_ending.py:" in err[0] and err[1].startswith("rollover: a task of your own has ended by SystemExit: 4")
+
+
+def test_an_exit_while_the_run_ends_holds_nothing_up() -> None:
+    async def exits() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            sys.exit(3)
+
+    ended: list[int] = []
+
+    async def ends() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            ended.append(1)
+
+    async def work() -> int:
+        for task in (exits(), ends()):
+            asyncio.ensure_future(task)
+        await asyncio.sleep(0.01)
+        return 7
+
+    assert run_bounded(work(), 30) == 7 and ended
+
+
+def test_an_exit_of_the_work_itself_is_raised() -> None:
+    async def work() -> None:
+        await asyncio.sleep(0)
+        sys.exit(3)
+
+    with pytest.raises(SystemExit) as exit:
+        run_bounded(work(), 1)
+    assert exit.value.code == 3
+
+
+def test_a_ctrl_c_before_anybody_listens_cancels_the_work() -> None:
+    cancelled: list[int] = []
+
+    async def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(1)
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        run_bounded(work(), 30)
+    assert cancelled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ pytest.importorskip("uvicorn")
 
 import tiny
 from contract import server_contract
+from contract.server_client import Client, ErrorEvent
+from contract.server_contract import asked
 from rollover.config import Config
 from rollover.engine.server.app import make_app
 from rollover.engine.server.embedded import make_service
@@ -63,5 +66,106 @@ def subject(folder: Path, url: str, files: Path) -> server_contract.Subject:
 def test_contract(check, folder: Path, tmp_path: Path) -> None:
     async def body(url: str, service: Service) -> None:
         await server_contract.run(check, subject(folder, url, tmp_path))
+
+    served(folder, body)
+
+
+def test_every_path_wants_the_token_where_there_is_one(folder: Path) -> None:
+    async def body(url: str, service: Service) -> None:
+        for token in ("", "wrong", "secre", "secrets"):
+            async with Client(url, token) as client:
+                for path in ("/health", "/v1/models", "/weight_info", "/no_such_path"):
+                    status, answer = await client.get(path)
+                    assert status == 401 and "ROLLOVER_SERVER_TOKEN" in answer["error"]["message"]
+                for path in ("/inference/v1/generate", "/pause", "/update_weights", "/abort_requests"):
+                    assert (await client.post(path, asked([5])))[0] == 401
+        assert not service.is_paused and not service.streams
+        async with Client(url, "secret") as client:
+            assert len((await client.generate(asked([5, 6]))).tokens) == 12
+
+    served(folder, body, token="secret")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"n": 2}, {"presence_penalty": 0.5}, {"logit_bias": {"5": 1}}, {"logprobs": 5}, {"temprature": 1.0}]
+)
+def test_what_is_not_honoured_is_refused_by_name(folder: Path, changes: dict[str, object]) -> None:
+    async def body(url: str, service: Service) -> None:
+        async with Client(url) as client:
+            status, answer = await client.post("/inference/v1/generate", asked([5], **changes))
+            assert status == 400 and answer["error"]["param"] == f"sampling_params.{next(iter(changes))}"
+
+    served(folder, body)
+
+
+def test_a_stop_string_ends_it_and_is_named(folder: Path) -> None:
+    async def body(url: str, service: Service) -> None:
+        async with Client(url) as client:
+            whole = await client.generate(asked([5, 6, 7]))
+            decode = tiny.tokenizer().decode
+            stop = decode(whole.tokens[3:5])
+            answer = await client.generate(asked([5, 6, 7], stop=["no such text", stop]))
+            assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+            num = next(num for num in range(13) if stop in decode(whole.tokens[:num]))
+            assert answer.tokens == whole.tokens[:num]
+
+    served(folder, body)
+
+
+def test_an_engine_that_fails_ends_the_stream_with_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(url: str, service: Service) -> None:
+        async with Client(url) as client:
+            async with server_contract.running(client, asked([5], max_tokens=500)) as events:
+                monkeypatch.setattr(service.engine, "step", lambda: 1 / 0)
+                with pytest.raises(ErrorEvent, match="ZeroDivisionError") as failed:
+                    await server_contract.rest(events)
+            assert failed.value.code == 500 and not service.streams
+            monkeypatch.undo()
+            assert len((await client.generate(asked([5]))).tokens) == 12, "it goes on for others"
+
+    served(folder, body)
+
+
+def test_a_log_prob_that_is_none_is_vllm_s_number_for_it(folder: Path) -> None:
+    async def body(url: str, service: Service) -> None:
+        async with Client(url) as client:
+            async with server_contract.running(client, asked([5], max_tokens=5)) as events:
+                (stream,) = service.streams.values()
+                stream.on_token(5, float("nan"), None)
+                assert -9999.0 in (await server_contract.rest(events)).logprobs
+
+    served(folder, body)
+
+
+def test_weights_that_are_loaded_in_part_end_the_server(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing may be sampled with half a model: it does not go on as if the update had been refused."""
+    ended: list[str] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    async def body(url: str, service: Service) -> None:
+        async def breaks_off(*args: object) -> None:
+            raise RuntimeError("no memory")
+
+        monkeypatch.setattr(service.engine, "load_weights", breaks_off)
+        here = subject(folder, url, tmp_path)
+        async with Client(url) as client:
+            await client.ok("/start_weight_update")
+            info = here.write("new", here.weights(1.1))
+            assert (await client.post("/update_weights", {"update_info": info}))[0] == 500
+
+    served(folder, body)
+    assert ended == [1]
+
+
+def test_an_update_begins_with_its_start(folder: Path, tmp_path: Path) -> None:
+    async def body(url: str, service: Service) -> None:
+        here = subject(folder, url, tmp_path)
+        async with Client(url) as client:
+            info = {"update_info": here.write("new", here.weights(1.1))}
+            assert (await client.post("/update_weights", info))[0] == 500
+            await client.ok("/start_weight_update")
+            await client.ok("/update_weights", info)
 
     served(folder, body)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollover.alike import did_you_mean
@@ -104,7 +104,7 @@ async def answers_of(
         tasks = await together([one_task(i) for i in range(len(held_out.tasks))])
         return [answer for of_task in tasks for answer in of_task]
 
-    answers = await playing.unless_it_stalls(all_tasks())
+    answers = _named(await playing.unless_it_stalls(all_tasks()))
     if playing.episodes is None:
         return Answers(answers)
     ends = {how: playing.episodes.counts[f"episodes/{how}"] for how in _ENDS}
@@ -174,6 +174,13 @@ def _answer(episode: Episode, tokenizer: Any, names: Mapping[str, str], untraine
 
 
 def _roles(episode: Episode) -> tuple[RoleScore, ...]:
-    """Of each of its trajectories; none where the role is that of a run without roles."""
-    scores = [RoleScore(t.role, None if t.reward is None else t.reward.score) for t in episode.trajectories]
-    return tuple(scores) if any(of.role != MODEL for of in scores) else ()
+    """Of each of its trajectories that asked for something."""
+    asked = [t for t in episode.trajectories if any(rollout.num_tokens for rollout in t.rollouts)]
+    return tuple(RoleScore(t.role, None if t.reward is None else t.reward.score) for t in asked)
+
+
+def _named(answers: list[Answer]) -> list[Answer]:
+    """The answers, without roles where nobody names one: an episode that has the usual one alone may have siblings with
+    others."""
+    named = any(of.role != MODEL for answer in answers for of in answer.roles)
+    return answers if named else [replace(answer, roles=()) for answer in answers]

@@ -111,6 +111,28 @@ def test_a_role_that_is_not_trained_is_no_part_of_the_whole() -> None:
     assert summarised(found, evaluation.config)["roles"]["judge"]["mean"] == pytest.approx(1 / 3)
 
 
+def test_a_role_that_some_episodes_lack_is_one_of_all_others() -> None:
+    """An agent that asks a judge of some answers: its own scores are those of all episodes, and not of those alone."""
+
+    async def judged_at_times(task: Any, episode: Any) -> None:
+        own = episode.trajectory()
+        await own.chat([user("Begin")])
+        own.reward = float(task.columns["i"])
+        if task.columns["i"] == 2:
+            judge = episode.trajectory("judge")
+            await judge.chat([user("right?")])
+            judge.reward = 0.5
+
+    evaluation = Evaluation(judged_at_times)
+    found = evaluation.run()
+    row = summarised(found, evaluation.config)
+    assert row["roles"]["policy"]["mean"] == 1.0 and row["roles"]["policy"]["samples"] == 6
+    assert row["roles"]["judge"]["mean"] == 0.5 and row["roles"]["judge"]["samples"] == 2
+    assert [[of.role for of in a.roles] for a in found.answers[::2]] == [["policy"], ["policy"], ["policy", "judge"]]
+    with pytest.raises(ValueError, match=r"workflow.roles has no 'policy'"):
+        check_roles(found, ["judge"])
+
+
 def test_what_fails_is_run_again_and_then_has_no_score() -> None:
     tries: list[str] = []
 

@@ -103,7 +103,24 @@ def _unknown_roles(config: Any) -> list[str]:
     return [name for name in config.distill.roles if roles and not (name in roles and roles[name].trained)]
 
 
+def _without_effect(config: Any) -> list[tuple[str, str]]:
+    """(option of a role that has no effect, why)."""
+    found: list[tuple[str, str]] = []
+    for name, role in config.workflow.roles.items():
+        why = "" if role.trained else "as the role is not trained"
+        if config.distill.replaces_for(name):
+            why = 'with distill.mix = "replace": its advantages are the teacher\'s, whose weight is distill.coef'
+        set_to = {"advantage": role.advantage != "", "weight": role.weight != 1}
+        found += [(f"workflow.roles.{name}.{key}", why) for key, is_set in set_to.items() if is_set and why]
+    return found
+
+
 RULES: tuple[Rule, ...] = (
+    Refused(
+        ("workflow.roles", "distill.mix", "distill.roles"),
+        lambda c: bool(_without_effect(c)),
+        lambda c: "\n".join(f"{key} has no effect {why}. Remove {key}" for key, why in _without_effect(c)),
+    ),
     Refused(
         ("distill.roles", "workflow.roles"),
         lambda c: bool(_unknown_roles(c)),
@@ -122,6 +139,7 @@ RULES: tuple[Rule, ...] = (
             "rewards.min_valid",
             "rollout.greedy_baseline",
             "filters.mask_in_baseline",
+            "workflow.credit",
         ),
         ("distill.teacher", "distill.mix", "distill.roles"),
         lambda c: c.distill.replaces,

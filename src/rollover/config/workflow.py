@@ -239,7 +239,10 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("workflow.roles", "algorithm.advantage"),
         lambda c: (
-            bool(_other(c)) and any(name in ADVANTAGES and ADVANTAGES[name].critic for name in _advantages(c))
+            bool(_other(c))
+            and any(
+                name in ADVANTAGES and ADVANTAGES[name].critic for name in (*_advantages(c), c.algorithm.advantage)
+            )
         ),
         lambda c: (
             f'workflow.roles.{min(_other(c))}.advantage beside algorithm.advantage = "{c.algorithm.advantage}": a'

@@ -35,6 +35,14 @@ from unit.config.written import load
             '[workflow.roles.a]\nadvantage = "grpo"\n[workflow.roles.b]\n[algorithm]\npreset = "ppo"',
             "a critic's advantages cannot be mixed",
         ),
+        (  # though no role has the critic's: the trainer has one
+            '[workflow]\nfunction = "a.py:f"\n[workflow.roles.a]\nadvantage = "grpo"\n[algorithm]\npreset = "ppo"',
+            "a critic's advantages cannot be mixed",
+        ),
+        (
+            '[workflow]\nfunction = "a.py:f"\n[workflow.roles.a]\n[workflow.roles.b]\ntrained = false\nweight = 2.0',
+            "workflow.roles.b.weight has no effect as the role is not trained. Remove",
+        ),
         (
             '[workflow.roles.a]\nadvantage = "precomputed"\n[algorithm]\nafter_scoring = "a.py:f"',
             "precomputed ones may be one a token. Remove it",

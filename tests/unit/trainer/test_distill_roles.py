@@ -157,6 +157,15 @@ def test_a_grouping_that_compares_a_taught_role_with_another_is_refused(
             "a critic would learn from rewards",
         ),
         ('[distill]\nteacher = "x"\nroles = ["a"]\n[filters]\nzero_variance = true', "filters.zero_variance has no ef"),
+        (
+            '[distill]\nteacher = "x"\nroles = ["judge"]\n[workflow.roles.judge]\nweight = 0.5\n[workflow.roles.a]',
+            'workflow.roles.judge.weight has no effect with distill.mix = "replace": its advantages are the teacher',
+        ),
+        (
+            '[distill]\nteacher = "x"\n[workflow.roles.judge]\nadvantage = "rloo"\n[workflow.roles.a]',
+            "workflow.roles.judge.advantage has no effect",
+        ),
+        ('[distill]\nteacher = "x"\n[workflow]\ncredit = "turn_returns"', "workflow.credit has no effect"),
     ],
 )
 def test_rules(tmp_path: Path, text: str, part: str) -> None:

@@ -54,8 +54,11 @@ def reward_metrics(groups: list[Group], grouping: Grouping | None = None) -> dic
     }
 
 
-def role_metrics(batch: Batch) -> dict[str, float]:
-    """Scores of each role's trajectories, and advantages of its loss tokens; nothing where there is one role."""
+def role_metrics(batch: Batch, *, by_critic: bool = False) -> dict[str, float]:
+    """Scores of each role's trajectories, and advantages of its loss tokens; nothing where there is one role.
+
+    `by_critic`: the trainer makes the advantages of the rewards that a batch has in their place, so none are told.
+    """
     trajectories = [t for several in batch.compared.values() for c in several for t in c.trajectories]
     roles = sorted({t.role for t in trajectories})
     if len(roles) < 2:
@@ -69,10 +72,12 @@ def role_metrics(batch: Batch) -> dict[str, float]:
     for role in roles:
         scores = [t.reward.score for t in trajectories if t.role == role and t.reward and t.reward.score is not None]
         values = np.concatenate(streams[role] or [np.zeros(0, dtype=np.float32)])
-        for name, of in (("reward", np.asarray(scores)), ("advantage", values)):
+        told = {"reward": np.asarray(scores)} | ({} if by_critic else {"advantage": values})
+        for name, of in told.items():
             metrics[f"roles/{role}/{name}_mean"] = float(np.mean(of)) if len(of) else float("nan")
             metrics[f"roles/{role}/{name}_std"] = float(np.std(of)) if len(of) else float("nan")
-        metrics[f"roles/{role}/advantage_zero_share"] = float(np.mean(values == 0)) if len(values) else float("nan")
+        if not by_critic:
+            metrics[f"roles/{role}/advantage_zero_share"] = float(np.mean(values == 0)) if len(values) else float("nan")
     return metrics
 
 

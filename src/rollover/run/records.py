@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.track.tracker import RecordedGroup, Tracker
 from rollover.trainer.batch import Batch
-from rollover.types import DropReason, Group
+from rollover.types import DropReason, Group, Sample
 
 
 class Records:
-    """Tells `tracker`, if that wants groups. `decode(token ids)` gives an answer's text."""
+    """Tells `tracker`, if that wants groups. `decode(token ids)` gives an answer's text. `by_rewards`: whether a sample
+    is trained with the advantages that its batch has, and not with those of a critic or a teacher alone."""
 
-    def __init__(self, tracker: Tracker, decode: Callable[..., Any]) -> None:
+    def __init__(
+        self, tracker: Tracker, decode: Callable[..., Any], by_rewards: Callable[[Sample], bool] = lambda sample: True
+    ) -> None:
         self.tracker, self.decode, self.wanted = tracker, decode, tracker.wants_groups
+        self.by_rewards = by_rewards
         self.dropped: list[tuple[Group, DropReason]] = []
 
     def on_event(self, event: Event) -> None:
@@ -30,7 +36,8 @@ class Records:
         """After the step that led to trainer `version`: its groups, if any, and all that was dropped until now."""
         if not self.wanted:
             return
-        advantages = {s.rollout_id: float(s.advantages[0]) for s in batch.samples} if batch is not None else {}
+        samples = () if batch is None else [s for s in batch.samples if s.mask.any() and self.by_rewards(s)]
+        advantages = {s.rollout_id: float(s.advantages[s.mask].mean(dtype=np.float64)) for s in samples}
         records = [self._recorded(g, advantages, None) for g in groups]
         records += [self._recorded(group, {}, reason) for group, reason in self.dropped]
         if records:

@@ -19,7 +19,11 @@ class Tracking:
 
     def __init__(self, config: Config, parts: Parts, trackers: Trackers, *, recorded: bool) -> None:
         self.config, self.parts, self.trackers, self.recorded = config, parts, trackers, recorded
-        self.records = Records(trackers, parts.loaded.tokenizer.decode)
+        self.records = Records(
+            trackers,
+            parts.loaded.tokenizer.decode,
+            lambda sample: not (config.algorithm.needs_critic or config.distill.replaces_for(sample.role)),
+        )
 
     def on_event(self, event: Event) -> None:
         """Something happened to a group or a rollout: see Lifecycle.on_event."""

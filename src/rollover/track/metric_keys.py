@@ -25,7 +25,9 @@ METRICS: list[Metric] = [
         "Mean score of the trajectories of one role, where there are several roles.",
     ),
     Metric("roles/{role}/reward_std", "mean", "reward", "Standard deviation of those scores."),
-    Metric("roles/{role}/advantage_mean", "mean", "", "Mean advantage of the role's loss tokens, before a teacher's."),
+    Metric(
+        "roles/{role}/advantage_mean", "mean", "", "Mean advantage of its loss tokens, less a teacher's; not of gae."
+    ),
     Metric("roles/{role}/advantage_std", "mean", "", "Standard deviation of those advantages."),
     Metric("roles/{role}/advantage_zero_share", "mean", "share", "Share of those tokens whose advantage is 0."),
     Metric("reward/extra/{name}", "mean", "", "Mean of one further entry of the dicts that the reward returned."),

@@ -38,7 +38,8 @@ class RunInfo:
 class RecordedGroup:
     """A group that left the run: trained (`dropped` is None), or dropped for a reason. To be read, not changed.
 
-    `completions` has the text of each rollout, in order; `advantages` one number a rollout, None where it had none.
+    `completions` has the text of each rollout, in order; `advantages` one number a rollout, the mean of its
+    loss tokens; None where it has none of its rewards.
     """
 
     group: Group

@@ -58,6 +58,14 @@ def test_a_source_of_the_name_of_a_role_has_figures_of_its_own() -> None:
     assert row["reward/s/mean"] == 1.5 and row["roles/s/reward_mean"] == 2.0
 
 
+def test_what_a_critic_makes_advantages_of_is_none_yet() -> None:
+    batch = build_batch(
+        [group({"solver": 3.0, "judge": 1.0}, {"solver": 1.0, "judge": 0.0})], AlgorithmConfig(preset="ppo")
+    )
+    keys = {f"roles/{role}/reward_{of}" for role in ("solver", "judge") for of in ("mean", "std")}
+    assert role_metrics(batch, by_critic=True).keys() == keys
+
+
 def test_one_role_has_none() -> None:
     assert role_metrics(build_batch([group({"solver": 1.0}, {"solver": 0.0})], AlgorithmConfig())) == {}
 

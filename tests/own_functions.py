@@ -281,6 +281,19 @@ def check_counter(spec: str) -> None:
     assert played.reward_of(environment, rollout) == Reward(1.0)
 
 
+def check_counted(spec: str) -> None:
+    """As Counter, and another object goes on from its state: what it said before is not asked of it again."""
+    check_counter(spec)
+    environment, rollout = _class_environment(spec), played.new_rollout()
+    kept: list[Any] = []
+    environment.states.on_kept = lambda place, saved: kept.append((place, saved))
+    assert asyncio.run(played.told(environment, rollout, played.call("increment", step=400))) == ["400"]
+    another = _class_environment(spec)
+    another.states.recall(*kept[-1])
+    assert asyncio.run(played.told(another, rollout, played.call("increment", step=8))) == ["408"]
+    assert another.stats()["tools/calls"] == another.stats()["episodes/restored"] == 1
+
+
 def check_game(spec: str) -> None:
     environment, rollout = _class_environment(spec), played.new_rollout()
     assert asyncio.run(played.told(environment, rollout, "400", role="user")) == ["higher"]
@@ -405,6 +418,7 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     ("credit.md", "SolverJudge"): check_episodes,
     ("credit.md", "graded"): check_graded,
     ("agents.md", "Counter"): check_counter,
+    ("agents.md", "Counted"): check_counted,
     ("agents.md", "GuessNumber"): check_game,
     ("agents.md", "Brackets"): check_tool_format,
     ("agents.md", "Shown"): check_examples,

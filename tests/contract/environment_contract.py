@@ -7,15 +7,22 @@ SUBJECT = environment_contract.Subject(make_environment=MyEnvironment, rollouts=
 @pytest.mark.parametrize("check", environment_contract.CHECKS, ids=lambda check: check.__name__)
 def test_my_environment(check):
     asyncio.run(check(SUBJECT))
+
+A class of workflow.environment with snapshot() and restore(state) has checks of its own, CLASS_CHECKS, which take a
+ClassSubject in the place of Subject.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollover.envs.protocol import Environment, why_not_written
+from rollover.functions import as_json
 from rollover.types import Reward, Rollout, Segment
 
 
@@ -74,4 +81,65 @@ CHECKS = [
     check_it_depends_on_the_tokens_alone,
     check_rollouts_are_left_as_they_are,
     check_scores_are_one_reward_each_in_order,
+]
+
+
+# A class that says what it knows
+
+
+@dataclass(frozen=True)
+class ClassSubject:
+    """The class under test, what its `reset` gets, and what is done with an object of it in each turn, in order:
+    `lambda game: game.step("5")`, say. What that returns is what the policy would be told."""
+
+    make: Callable[[], Any]
+    columns: Mapping[str, Any]
+    turns: Sequence[Callable[[Any], Any]]
+
+    async def begun(self) -> Any:
+        made = self.make()
+        await done(made.reset(**self.columns))
+        return made
+
+    async def restored(self, state: Any) -> Any:
+        """Another object, which gets the state as a restarted process reads it."""
+        made = await self.begun()
+        await done(made.restore(json.loads(json.dumps(state))))
+        return made
+
+    async def goes_on(self, made: Any, num_played: int) -> list[Any]:
+        """What the turns that are left make of the object: what is told, and the reward."""
+        told = [await done(turn(made)) for turn in self.turns[num_played:]]
+        reward = getattr(made, "get_reward", None)
+        return [*told, None if reward is None else await done(reward())]
+
+
+async def done(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+async def check_a_state_is_json_and_small_and_stays_as_it_is(subject: ClassSubject) -> None:
+    made = await subject.begun()
+    for turn in subject.turns:
+        await done(turn(made))
+        state = as_json(await done(made.snapshot()), "the state")
+        assert as_json(await done(made.snapshot()), "the state") == state, "asking for it changes it"
+        again = await subject.restored(state)
+        assert as_json(await done(again.snapshot()), "the state") == state, "what is restored has another state"
+
+
+async def check_another_object_goes_on_as_the_first_would_have(subject: ClassSubject) -> None:
+    for num_played in range(1, len(subject.turns) + 1):
+        made = await subject.begun()
+        for turn in subject.turns[:num_played]:
+            await done(turn(made))
+        state = as_json(await done(made.snapshot()), "the state")
+        expected = await subject.goes_on(made, num_played)
+        again = await subject.restored(state)
+        assert await subject.goes_on(again, num_played) == expected, f"after turn {num_played}"
+
+
+CLASS_CHECKS = [
+    check_a_state_is_json_and_small_and_stays_as_it_is,
+    check_another_object_goes_on_as_the_first_would_have,
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from typing import Any
 
 import pytest
 
@@ -72,3 +74,70 @@ def test_the_checks_find_what_breaks_a_rule(make) -> None:
         return False
 
     assert any(map(fails, environment_contract.CHECKS))
+
+
+class Dealer:
+    """Its cards are drawn at random."""
+
+    def reset(self, num: int) -> None:
+        self.num, self.random, self.cards = num, random.Random(), []
+
+    def draw(self) -> int:
+        self.cards.append(self.random.randrange(10**9))
+        return self.cards[-1]
+
+    def get_reward(self) -> float:
+        return float(sum(self.cards))
+
+    async def snapshot(self) -> list[Any]:
+        version, words, gauss = self.random.getstate()
+        return [version, list(words), gauss, list(self.cards)]
+
+    def restore(self, state: list[Any]) -> None:
+        version, words, gauss, self.cards = state
+        self.random.setstate((version, tuple(words), gauss))
+
+
+class ForgetsItsCards(Dealer):
+    def restore(self, state: list[Any]) -> None:
+        super().restore(state)
+        self.cards = []
+
+
+class ForgetsItsRandomness(Dealer):
+    def restore(self, state: list[Any]) -> None:
+        *_, self.cards = state
+
+
+class Shows(Dealer):
+    """Draws a card to say what it has."""
+
+    async def snapshot(self) -> list[Any]:
+        self.draw()
+        return await super().snapshot()
+
+
+class NoJson(Dealer):
+    async def snapshot(self) -> Any:
+        return self.random.getstate()[1], {1}
+
+
+def dealt(make: type) -> environment_contract.ClassSubject:
+    return environment_contract.ClassSubject(make, {"num": 3}, [lambda dealer: dealer.draw()] * 3)
+
+
+@pytest.mark.parametrize("check", environment_contract.CLASS_CHECKS, ids=lambda check: check.__name__)
+def test_a_class_that_says_what_it_knows(check) -> None:
+    asyncio.run(check(dealt(Dealer)))
+
+
+@pytest.mark.parametrize("make", [ForgetsItsCards, ForgetsItsRandomness, Shows, NoJson])
+def test_the_checks_find_a_class_that_does_not_say_it(make) -> None:
+    def fails(check) -> bool:
+        try:
+            asyncio.run(check(dealt(make)))
+        except (AssertionError, ValueError):
+            return True
+        return False
+
+    assert any(map(fails, environment_contract.CLASS_CHECKS))

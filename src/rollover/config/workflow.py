@@ -82,11 +82,12 @@ class WorkflowConfig(Table):
         " for the same rollout; then the reward is missing.",
         ge=0,
     )
-    resume: Literal["stateless", "restart"] = option(
-        "stateless",
-        "What becomes of an episode whose agent ended with the process. stateless: the agent is run again, and what it"
-        " asks again is answered from what was sampled; its last turn goes on where it was. restart: it begins again,"
-        " and what was sampled is dropped (restarted).",
+    resume: Literal["auto", "stateless", "snapshot", "restart"] = option(
+        "auto",
+        "What becomes of an unfinished episode whose agent, or object of workflow.environment, ended with the process."
+        " stateless: the agent is run again, and what it asks again is answered from what was sampled; another object"
+        " plays the turns again. snapshot: another object gets what snapshot() of the class returned. restart: it"
+        " begins again, and what was sampled is dropped (restarted). auto: what the class says or has, else stateless.",
     )
     port: int = option(
         0,
@@ -95,15 +96,13 @@ class WorkflowConfig(Table):
         ge=0,
         le=65535,
     )
-    max_turns: int = option(
-        16, "Turns of the policy in an episode; after the last one nothing answers.", ge=1
-    )  # fmt: skip
+    max_turns: int = option(16, "Turns of the policy in an episode; after the last one nothing answers.", ge=1)
     max_tokens: int = option(
         0, "Tokens that the policy may sample in an episode, over all its rollouts; 0 = no limit but theirs.", ge=0
     )
     tool_timeout_s: float = option(
         10.0,
-        "Seconds that one call of the environment may take: a tool, step, reset or get_reward.",
+        "Seconds that one call of the environment may take: a tool, step, reset, get_reward, snapshot or restore.",
         gt=0,
         only_if=("workflow.environment",),
     )
@@ -209,6 +208,7 @@ def _other_sources(config: Any) -> bool:
 
 _AGENTS = ("workflow.function", "workflow.command", "workflow.verifiers")
 _OR = " and ".join(_AGENTS)
+_OF_AGENTS = 'Set it to "stateless" (episode.once keeps what is decided or done once) or "restart"'
 _TURNS = ("workflow.credit",)
 _BY_TURNS = 'workflow.credit = "turn_returns"'
 
@@ -297,14 +297,19 @@ RULES: tuple[Rule, ...] = (
         f"Set workflow.environment, {_OR}",
     ),
     Inert(
-        ("workflow.max_turns",),
+        ("workflow.max_turns", "workflow.resume"),
         ("workflow.environment", *_AGENTS),
         lambda c: not (c.workflow.environment or c.workflow.agent),
         f"without workflow.environment, {_OR}",
         "Set one of them",
     ),
+    Refused(
+        ("workflow.resume", *_AGENTS),
+        lambda c: bool(c.workflow.agent) and c.workflow.resume == "snapshot",
+        lambda c: f'workflow.resume = "snapshot" with {c.workflow.agent}: an agent has no state to keep. {_OF_AGENTS}',
+    ),
     Inert(
-        ("workflow.resume", "workflow.port", "workflow.max_tokens"),
+        ("workflow.port", "workflow.max_tokens"),
         _AGENTS,
         lambda c: not c.workflow.agent,
         f"without {_OR}",

@@ -4,9 +4,9 @@
     next(rollout)     the turn is read: calls are answered by tools, or a game makes its step
     score(rollouts)   get_reward(), the attribute `reward`, what a game gave, else the task's reward function
 
-An object is a cache, as KV is: its state is what `reset` made of the task and what the turns since did. Where there is
-none (after a restart, or as a turn was sampled again) another one plays the same turns. What it says to them must be
-what stands in the rollout, token by token; else the rollout cannot go on.
+Where an object is lost (after a restart, or as it failed) workflow.resume says what becomes of its rollout: another one
+plays the same turns, and what it says to them must be what stands in the rollout, token by token; or it gets the state
+that the lost one had (saved_states.py); or the rollout begins again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rollover.envs.chat import Chat, sampled_turns
 from rollover.envs.game import Observation
-from rollover.envs.protocol import written
+from rollover.envs.protocol import BeginAgain, written
+from rollover.envs.saved_states import CannotRestore, Played, SavedStates, Told
 from rollover.envs.setup import EnvironmentSetup
 from rollover.envs.tool_calls import CallCounts, ToolCalls
 from rollover.envs.tool_format import build_tool_format
@@ -28,7 +28,7 @@ from rollover.envs.user_class import KEY, UserClass
 from rollover.envs.user_code import Outcome, UserCode
 from rollover.functions import described
 from rollover.rewards.registry import to_result
-from rollover.types import Reward, Rollout, Segment, StopReason, Task
+from rollover.types import Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 _MOST_TEXTS = 100_000  # of `reset` that are remembered, as hashes, to see that it says the same to every rollout
 
@@ -40,32 +40,14 @@ class CannotGoOn(ValueError):
     """The user's class failed, or says something else than it did."""
 
 
-@dataclass
-class _Told:
-    """What the environment says after a turn. `done`: nothing, as the episode has ended. `reward`: a game's."""
-
-    messages: list[dict[str, str]] = field(default_factory=list)
-    done: bool = False
-    reward: float = 0.0
-
-
-@dataclass
-class _Episode:
-    """An object of the user's class, the turns that it has seen, and what it said to each."""
-
-    made: Any
-    turns: list[list[int]] = field(default_factory=list)
-    told: list[_Told] = field(default_factory=list)
-
-
 class ClassEnvironment:
     """Of one run. ValueError where the class, the format of calls or the chat template does not fit. `notice`: what a
-    user should know of the template; "": nothing."""
+    user should know of the template; "": nothing. `states`: those of its objects that are kept over a kill."""
 
     def __init__(self, setup: EnvironmentSetup) -> None:
         config = setup.config
         workflow, prompt_columns = config.workflow, {s.prompt_column for s in config.tasks.sources}
-        self.user = UserClass(workflow.environment, {"question", "problem", *prompt_columns} - {""})
+        self.user = UserClass(workflow.environment, {"question", "problem", *prompt_columns} - {""}, workflow.resume)
         self._by_turns = workflow.credit == "turn_returns"
         self.max_turns, self.max_tokens = workflow.max_turns, config.rollout.max_new_tokens
         self.retries = workflow.retries
@@ -80,9 +62,10 @@ class ClassEnvironment:
         fit = self.chat.fit(role)
         self.notice = "" if fit.exact else f"{fit.why}: episodes keep what was sampled, as it was sampled"
         self.code = UserCode(workflow.tool_timeout_s)
+        self.states = SavedStates(self.user.kind, self.code, f"{KEY} = {self.user.spec!r}")
         self.calls = ToolCalls(self.code, self.user.schemas, setup.tokenizer, workflow.max_tool_tokens)
         self._score, self._scores_singly = setup.score, setup.scores_singly
-        self._episodes: dict[tuple[int, int], _Episode] = {}
+        self._episodes: dict[tuple[int, int], Played] = {}
         self._texts: dict[tuple[str, int], int] = {}  # hashes of what `reset` said, by task
         self._owns_reward: bool | None = True if self.user.has_reward or self.user.is_game else None  # not known yet
         self._counts = CallCounts()
@@ -112,18 +95,39 @@ class ClassEnvironment:
         """They left the system: their objects are dropped."""
         for rollout in rollouts:
             self._episodes.pop(_key(rollout), None)
+            self.states.forget(rollout)
+
+    def has_lost(self, rollout: Rollout) -> bool:
+        """Whether a held rollout at which nobody is at work can neither go on nor be scored, as its object is lost and
+        no other one can stand in its place. May wait for `reset`."""
+        if _key(rollout) in self._episodes or self.states.kind == "stateless":
+            return False
+        if rollout.state is not RolloutState.SCORING:
+            num_answered = len(_said(rollout))
+            return not self.states.can_be_had(rollout, num_answered, num_answered + 1)
+        if rollout.stop_reason in (StopReason.TIMEOUT, StopReason.ERROR):  # its reward is known
+            return False
+        return not self.states.can_be_had(rollout, len(_seen(rollout, self.max_tokens))) and self._rewards_itself(
+            rollout.task
+        )
 
     def stats(self) -> dict[str, float]:
         """Cumulative counters, evaluations left out."""
         ends = {f"episodes/{name}": float(num) for name, num in self._ends.items()}
-        return {**self._counts.stats(), "tools/left_behind": float(self.code.num_left_behind), **ends}
+        behind = {"tools/left_behind": float(self.code.num_left_behind)}
+        return self._counts.stats() | behind | ends | self.states.stats()
 
     # Environment
 
     async def next(self, rollout: Rollout) -> Segment | None:
-        """See Environment. CannotGoOn where the class fails."""
+        """See Environment. CannotGoOn where the class fails; BeginAgain where no object can be asked any more."""
         turns = sampled_turns(rollout)
-        told = (await self._caught_up(rollout, turns)).told[-1]
+        try:
+            told = (await self._caught_up(rollout, turns, len(turns) - 1)).told[-1]
+        except CannotGoOn as error:
+            if self.states.can_be_had(rollout, len(turns) - 1, len(turns)):
+                raise
+            raise BeginAgain(str(error)) from error
         if told.done:
             return written(rollout, (), done=True) if self.user.is_game else None
         if len(turns) >= self.max_turns:
@@ -156,7 +160,7 @@ class ClassEnvironment:
         made = outcome.value
         return self._after_reset(made, self.code.call_now(made.reset, **self.user.columns_for_reset(task)))
 
-    async def _begun(self, task: Task) -> _Episode:
+    async def _begun(self, task: Task) -> Played:
         """A new object, after its `reset`."""
         outcome = await self.code.call(self.user.make.function)
         self._check(outcome, "its construction")
@@ -167,7 +171,7 @@ class ClassEnvironment:
             raise self._failed(
                 f"says something else in reset than for the prompt of task {task.task_id}: make it of the columns alone"
             )
-        return _Episode(made)
+        return Played(made)
 
     def _after_reset(self, made: Any, outcome: Outcome) -> str | None:
         self._check(outcome, "reset")
@@ -177,12 +181,13 @@ class ClassEnvironment:
             self._owns_reward = inspect.getattr_static(made, "reward", _NOTHING) is not _NOTHING  # runs no property
         return outcome.value
 
-    async def _caught_up(self, rollout: Rollout, turns: list[list[int]]) -> _Episode:
-        """The object of the rollout, after these turns of it."""
+    async def _caught_up(self, rollout: Rollout, turns: list[list[int]], least: int) -> Played:
+        """The object of the rollout, after these turns of it. Where that is lost another one, which has seen so many
+        of them at `least`; BeginAgain where there is none."""
         # One that is cut off in the middle of a turn is never used again.
         episode = self._episodes.pop(_key(rollout), None)
         if episode is None or episode.turns != turns[: len(episode.turns)]:
-            episode = await self._begun(rollout.task)
+            episode = await self._another(rollout, turns, least)
         said = _said(rollout)
         for number in range(len(episode.turns), len(turns)):
             is_new = number == len(turns) - 1
@@ -195,10 +200,23 @@ class ClassEnvironment:
                 )
             episode.turns.append(turns[number])
             episode.told.append(told)
+            await self.states.save(rollout, episode)
         self._episodes[_key(rollout)] = episode
         return episode
 
-    async def _play(self, episode: _Episode, text: str, counts: CallCounts) -> _Told:
+    async def _another(self, rollout: Rollout, turns: list[list[int]], least: int) -> Played:
+        """An object in the place of one that is lost, or was never made."""
+        if not self.states.can_be_had(rollout, least, len(turns)):
+            raise BeginAgain(f"{KEY} = {self.user.spec!r} has lost the object of rollout {rollout.rollout_id}")
+        episode, saved = await self._begun(rollout.task), self.states.find(rollout, least, len(turns))
+        if saved is None:
+            return episode
+        try:
+            return await self.states.restore(rollout, episode, saved)
+        except CannotRestore as error:
+            raise self._failed(str(error)) from error
+
+    async def _play(self, episode: Played, text: str, counts: CallCounts) -> Told:
         if self.user.is_game:
             outcome = await self.code.call(episode.made.step, text)
             self._check(outcome, "step")
@@ -209,30 +227,29 @@ class ClassEnvironment:
                     f"returned {described(seen)} from step: it must be an Observation (rollover.Observation) with a"
                     " text and a finite reward"
                 )
-            return _Told([{"role": "user", "content": self.calls.cut(seen.text)}], seen.done, float(seen.reward))
+            return Told([{"role": "user", "content": self.calls.cut(seen.text)}], seen.done, float(seen.reward))
         if not (calls := self.format.read(text)):
-            return _Told(done=True)
+            return Told(done=True)
         answers = await self.calls.answers(calls, self.user.tools_of(episode.made), counts)
-        return _Told([{"role": "tool", "content": answer} for answer in answers])
+        return Told([{"role": "tool", "content": answer} for answer in answers])
 
     # Rewards
 
     async def _reward(self, rollout: Rollout) -> Reward:
-        """Where it is missing another object plays the turns, and is asked: workflow.retries times."""
+        """Where it is missing another object is asked, if one can be had, else the same: workflow.retries times."""
         reward = await self._reward_of_one(rollout)
         for _ in range(self.retries):
             if not reward.missing:
                 break
-            self._episodes.pop(_key(rollout), None)
+            if self.states.can_be_had(rollout, len(_seen(rollout, self.max_tokens))):
+                self._episodes.pop(_key(rollout), None)
             reward = await self._reward_of_one(rollout)
         return reward
 
     async def _reward_of_one(self, rollout: Rollout) -> Reward:
-        turns = sampled_turns(rollout)
-        # The budget was used up in its last turn: nothing answered that.
-        seen = turns[:-1] if rollout.num_tokens >= self.max_tokens else turns
+        turns, seen = sampled_turns(rollout), _seen(rollout, self.max_tokens)
         try:
-            episode = await self._caught_up(rollout, seen)
+            episode = await self._caught_up(rollout, seen, len(seen))
         except ValueError as error:
             return Reward(None, error=str(error))
         if self.user.has_reward:
@@ -253,7 +270,13 @@ class ClassEnvironment:
         of_turns = [told.reward for told in episode.told] + [0.0] * (len(turns) - len(episode.told))
         return Reward(score, turns=[*of_turns[:-1], *(last - score for last in of_turns[-1:])])
 
-    def _end_of(self, rollout: Rollout, episode: _Episode | None) -> str:
+    def _rewards_itself(self, task: Task) -> bool:
+        """Whether its objects are asked for the reward."""
+        if self._owns_reward is None:  # nothing was begun since a restart
+            self._opened_now(task)
+        return bool(self._owns_reward)
+
+    def _end_of(self, rollout: Rollout, episode: Played | None) -> str:
         if rollout.stop_reason is StopReason.LENGTH:
             return "length"
         ended = episode is not None and bool(episode.told) and episode.told[-1].done
@@ -269,6 +292,13 @@ class ClassEnvironment:
 
 def _key(rollout: Rollout) -> tuple[int, int]:
     return rollout.group_id, rollout.sibling
+
+
+def _seen(rollout: Rollout, max_tokens: int) -> list[list[int]]:
+    """The turns that the object of one that is finished has seen."""
+    turns = sampled_turns(rollout)
+    # The budget was used up in its last turn: nothing answered that.
+    return turns[:-1] if rollout.num_tokens >= max_tokens else turns
 
 
 def _said(rollout: Rollout) -> list[list[int]]:

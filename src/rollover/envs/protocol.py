@@ -23,6 +23,10 @@ class WrongTurn(ValueError):
     """What an environment gave after a turn is nothing that it can write there: the run ends with it."""
 
 
+class BeginAgain(ValueError):
+    """What an environment knew of a rollout is lost: it cannot go on, and begins again from its prompt."""
+
+
 class Environment(Protocol):
     """The task's side of a rollout. Many rollouts are asked for at once, on one event loop.
 

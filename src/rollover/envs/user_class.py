@@ -5,7 +5,8 @@
     step(message) -> Observation           a game, in place of tools
     get_reward() -> number                 or an attribute `reward`; without either the task's reward function scores
     examples = [...]                       messages of a worked example, before the last message of the prompt
-    resume = "stateless"                   after a restart another object plays the turns again: there is no other way
+    snapshot() -> JSON, restore(state)     the state after a turn, and how another object gets it after a kill
+    resume = "restart"                     what becomes of its episodes after a kill, where workflow.resume is "auto"
 
 Owns what such a class must have, and which columns `reset` is given. Calls nothing but the class itself.
 """
@@ -17,29 +18,34 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rollover.alike import did_you_mean
+from rollover.envs.saved_states import KINDS
 from rollover.envs.tools import tool_schemas
 from rollover.functions import OwnFunction, described, own_function
 from rollover.types import Task
 
 KEY = "workflow.environment"
 _RESERVED = ("reset", "get_reward", "step")
+_DURABLE = ("snapshot", "restore")
 _RETURNS = "an environment: an object with reset(**columns), and with methods that are tools, or step(message)"
 
 
 class UserClass:
     """What `spec` names. ValueError where it can be no environment, with the fix.
 
-    `prompt_columns`: names under which `reset` may ask for the prompt.
+    `prompt_columns`: names under which `reset` may ask for the prompt. `resume`: workflow.resume; what becomes of its
+    episodes after a kill is `kind`.
     """
 
-    def __init__(self, spec: str, prompt_columns: Iterable[str] = ()) -> None:
+    def __init__(self, spec: str, prompt_columns: Iterable[str] = (), resume: str = "auto") -> None:
         self.make: OwnFunction = own_function(KEY, spec, _RETURNS)
         self.spec, self._prompt_columns = spec, ("prompt", *prompt_columns)
         probe = self.make()
         methods = _public_methods(probe)
         if "reset" not in methods:
             raise self._refused("has no method reset: write def reset(self, **columns)")
-        self.tool_names = [name for name in methods if name not in _RESERVED]
+        self.kind = self._kind(resume, probe, methods)
+        no_tools = _RESERVED + (_DURABLE if methods.keys() >= set(_DURABLE) else ())
+        self.tool_names = [name for name in methods if name not in no_tools]
         self.is_game = "step" in methods
         if self.is_game and self.tool_names:
             raise self._refused(
@@ -52,11 +58,6 @@ class UserClass:
                 " Observation"
             )
         self.has_reward = "get_reward" in methods
-        if isinstance(resume := getattr(probe, "resume", "stateless"), str) and resume != "stateless":
-            raise self._refused(
-                f'has resume = "{resume}": after a restart another object plays the turns again, so that its state must'
-                ' follow from the columns and the turns. Write resume = "stateless", or leave it out'
-            )
         self.examples = self._examples(getattr(probe, "examples", ()))
         try:
             self.schemas = tool_schemas([methods[name] for name in self.tool_names])
@@ -84,6 +85,36 @@ class UserClass:
     def tools_of(self, made: object) -> Mapping[str, Callable[..., Any]]:
         """The tools of an object of the class, by their names."""
         return {name: getattr(made, name) for name in self.tool_names}
+
+    def _kind(self, configured: str, probe: object, methods: Mapping[str, Callable[..., Any]]) -> str:
+        """What becomes of its episodes after a kill. The configuration says so, else the class, else what it has."""
+        said = getattr(probe, "resume", "auto")
+        own = said if isinstance(said, str) else "auto"  # a tool may have that name
+        if own not in ("auto", *KINDS):
+            raise self._refused(f'has resume = "{own}": write one of {", ".join(KINDS)}, or leave it out')
+        wanted = own if configured == "auto" else configured
+        missing = [name for name in _DURABLE if name not in methods]
+        if wanted == "auto" and len(missing) == len(_DURABLE):
+            return "stateless"
+        if wanted in ("stateless", "restart"):
+            return wanted
+        if missing:
+            tool = (
+                f" where {'restore' if missing == ['snapshot'] else 'snapshot'} is a tool" if len(missing) == 1 else ""
+            )
+            raise self._refused(
+                f"has no {' and no '.join(missing)}: after a kill an episode goes on from what snapshot() returned,"
+                f' which restore(state) gets. Write both, or set workflow.resume = "stateless" or "restart"{tool}'
+            )
+        for name, arguments in (("snapshot", ()), ("restore", ({},))):
+            try:
+                inspect.signature(methods[name]).bind(*arguments)
+            except TypeError as error:
+                raise self._refused(
+                    f"has {name} with other parameters ({error}): write def snapshot(self), which returns JSON, and def"
+                    " restore(self, state). Where they are tools give them other names"
+                ) from error
+        return "snapshot"
 
     def _examples(self, found: object) -> list[dict[str, str]]:
         """The messages of a worked example. ValueError where it is none."""

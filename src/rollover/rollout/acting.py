@@ -2,6 +2,7 @@
 
     turn ended ──▶ begin ──▶ the environment's answer ──▶ end ──▶ appended
                      ├── it raises ──▶ asked again, workflow.retries times ──▶ end raises EnvironmentFailed
+                     ├── what it knew is lost ──▶ end raises BeginAgain, workflow.retries times
                      └── longer than the limit, over all turns ──▶ it ends with StopReason.TIMEOUT
 
 Owns those futures, and how long each rollout's environment has worked. That is its own time: what the rollout waits for
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from rollover.config.workflow import WorkflowConfig
-from rollover.envs.protocol import WrongTurn
+from rollover.envs.protocol import BeginAgain, WrongTurn
 from rollover.functions import explained, was_cancelled
 from rollover.rollout.strays import Strays
 from rollover.rollout.turn import as_shown, ending
@@ -55,6 +57,7 @@ class Acting:
         self.num_ended = self.num_timed_out = self.num_failed = self.num_retried = 0
         self._acts: dict[Answering, _Act] = {}
         self._used: dict[str, float] = {}  # seconds, by rollout id
+        self._lost: Counter[str] = Counter()  # how often a rollout began again, by its id
         self._said: set[str] = set()  # causes of failures, without their numbers
         self._strays = Strays()
         self._pause_s = min(workflow.timeout_s / _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S)
@@ -75,11 +78,15 @@ class Acting:
         self._look_on()
         return task
 
-    def begin_again(self, rollouts: Iterable[Rollout]) -> None:
-        """Ask for those of these rollouts for which nobody is asked: after a restart, or the end of an event loop."""
+    def asked(self) -> set[str]:
+        """The ids of rollouts for which somebody is asked. Those cut off by the end of an event loop are not."""
         for task in [task for task in self._acts if task.cancelled()]:
             del self._acts[task]
-        asked = {act.rollout.rollout_id for act in self._acts.values()}
+        return {act.rollout.rollout_id for act in self._acts.values()}
+
+    def begin_again(self, rollouts: Iterable[Rollout]) -> None:
+        """Ask for those of these rollouts for which nobody is asked: after a restart, or the end of an event loop."""
+        asked = self.asked()
         for rollout in rollouts:
             if rollout.rollout_id not in asked:
                 self.begin(rollout)
@@ -90,7 +97,8 @@ class Acting:
         return sorted(done, key=lambda item: (item[0].group_id, item[0].sibling))
 
     def end(self, task: Answering) -> Segment | None:
-        """Take the answer, which is there. EnvironmentFailed where it raised every time; WrongTurn ends the run."""
+        """Take the answer, which is there. EnvironmentFailed where it raised every time; BeginAgain where the rollout
+        has to; WrongTurn ends the run."""
         self._count(task, asyncio.get_running_loop().time())
         rollout = self._acts.pop(task).rollout
         self._look_on()
@@ -99,6 +107,11 @@ class Acting:
         except WrongTurn:
             raise
         except (Exception, asyncio.CancelledError) as error:  # boundary: it fails its rollout, not the run
+            if isinstance(error, BeginAgain) and self._lost[rollout.rollout_id] < self.workflow.retries:
+                self._lost[rollout.rollout_id] += 1
+                self.num_retried += 1
+                self._told_of(rollout, error, "it begins again")
+                raise
             self.num_failed += 1
             raise EnvironmentFailed(self._told_of(rollout, error, "its reward is missing")) from error
         self.num_ended += answer is None or answer.stop_reason is not StopReason.PAUSED
@@ -113,9 +126,11 @@ class Acting:
             "episodes/retried": float(self.num_retried),
         }
 
-    def forget(self, rollout_ids: Iterable[str]) -> None:
-        """They left the system: nobody waits for their answers."""
+    def forget(self, rollout_ids: Iterable[str], *, left: bool = False) -> None:
+        """Nobody waits for their answers any more: they begin again, or have `left` the system."""
         gone = set(rollout_ids)
+        for rollout_id in gone if left else ():
+            self._lost.pop(rollout_id, None)
         for rollout_id in gone:
             self._used.pop(rollout_id, None)
         for task in [task for task, act in self._acts.items() if act.rollout.rollout_id in gone]:
@@ -139,7 +154,7 @@ class Acting:
         for left in reversed(range(self.workflow.retries + 1)):
             try:
                 return await self.actor(as_shown(rollout))
-            except WrongTurn:
+            except (WrongTurn, BeginAgain):
                 raise
             except (Exception, asyncio.CancelledError) as error:  # boundary: the user's environment
                 if not left or was_cancelled(error):

@@ -15,12 +15,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from rollover.config.workflow import WorkflowConfig
-from rollover.envs.protocol import AS_CONFIGURED, Environment, HoldsObjects
+from rollover.envs.class_environment import ClassEnvironment
+from rollover.envs.protocol import AS_CONFIGURED, BeginAgain, Environment, HoldsObjects
 from rollover.rollout.acting import Acting, Answering, EnvironmentFailed
 from rollover.rollout.asker import Asker, ExtendFailed
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.hosting import Hosting
 from rollover.rollout.lifecycle import Lifecycle, acting_in
+from rollover.rollout.lost_objects import LostObjects
 from rollover.rollout.requests import Requests
 from rollover.rollout.scorings import Scoring, Scorings
 from rollover.rollout.strays import Strays
@@ -60,6 +62,8 @@ class InFlight:
             # An agent has retries and a clock of its own: one of its Rollouts may act while another one has a turn.
             workflow = workflow.model_copy(update={"timeout_s": math.inf, "retries": 0})
             self.hosting = Hosting(lifecycle, environment, self._forget)
+        objects = environment if isinstance(environment, ClassEnvironment) else None
+        self.lost_objects = LostObjects(lifecycle, objects, self._forget)
         self.acting = Acting(environment.next, workflow, say)
         self.scorings = Scorings(environment, workflow, watchdog, self.strays)
         self.arrival = asyncio.Event()
@@ -90,6 +94,8 @@ class InFlight:
         cache = self.lifecycle.cache
         if self.hosting is not None:
             self.hosting.go_on()
+        scored = {r.rollout_id for scoring in self.scorings.tasks.values() for r in scoring.rollouts}
+        self.lost_objects.go_on(self.acting.asked() | scored, self._dropping.keys())
         left = [r for r in acting_in(cache.groups.values()) if r.group_id not in self._dropping and r.num_tokens]
         self.acting.begin_again(left)
         for group_id in dict.fromkeys(r.group_id for r in cache.unscored()):
@@ -114,7 +120,7 @@ class InFlight:
     def release(self, groups: Iterable[Group]) -> None:
         """They left the system."""
         for group in groups:
-            self._forget([r.rollout_id for r in group.rollouts])
+            self._forget([r.rollout_id for r in group.rollouts], left=True)
             if isinstance(self.environment, HoldsObjects):
                 self.environment.release(group.rollouts)
 
@@ -165,9 +171,9 @@ class InFlight:
 
     # Private
 
-    def _forget(self, rollout_ids: list[str]) -> None:
+    def _forget(self, rollout_ids: list[str], *, left: bool = False) -> None:
         self.asker.release(rollout_ids)
-        self.acting.forget(rollout_ids)
+        self.acting.forget(rollout_ids, left=left)
         self.watchdog.on_leave(rollout_ids)
 
     def _answer(self, task: Extending, rollout: Rollout) -> list[Segment]:
@@ -200,6 +206,9 @@ class InFlight:
     def _end_acting(self, rollout: Rollout, task: Answering) -> None:
         try:
             answer = self.acting.end(task)
+        except BeginAgain:
+            self.lost_objects.begin_again(rollout)
+            return
         except EnvironmentFailed as failure:
             self.scorings.failures[rollout.rollout_id] = str(failure)
             answer = ending(rollout, StopReason.ERROR)

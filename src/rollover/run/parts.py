@@ -16,6 +16,7 @@ from rollover.config.backend import is_tinker
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
 from rollover.envs.build import EnvironmentSetup
+from rollover.envs.class_environment import ClassEnvironment
 from rollover.envs.protocol import Environment, HoldsObjects
 from rollover.models import kernels
 from rollover.models.devices import engine_device, pick_device
@@ -112,6 +113,8 @@ class Parts:
             driver.say = observed.say = prompts.stream.say = say
             if isinstance(environment, Episodes):
                 environment.say = say
+            elif isinstance(environment, ClassEnvironment):
+                environment.states.say = say
             parts = cls(
                 loaded=loaded,
                 trainer=trainer,

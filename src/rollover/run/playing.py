@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from rollover.config import Config
 from rollover.engine.protocol import Engine
-from rollover.envs.protocol import AS_CONFIGURED, Environment, HoldsObjects
+from rollover.envs.protocol import AS_CONFIGURED, BeginAgain, Environment, HoldsObjects
 from rollover.envs.single_turn import has_turns
 from rollover.rollout.acting import Acting, EnvironmentFailed
 from rollover.rollout.asker import Asker
@@ -106,8 +106,16 @@ class Playing:
     async def _episode(self, first: Rollout) -> list[Rollout]:
         if self._host is not None:
             return await self._host.play(first)
-        await self._rollout(first)
-        return [first]
+        acting = Acting(self.environment.next, self._limits, self._say)
+        while True:
+            try:
+                await self._rollout(first, acting)
+                return [first]
+            except BeginAgain:
+                self._asker.release([first.rollout_id])
+                if isinstance(self.environment, HoldsObjects):
+                    self.environment.release([first])
+                first = Rollout(first.group_id, first.sibling, first.task, prompt_ids=first.prompt_ids)
 
     async def _score(self, rollouts: list[Rollout]) -> None:
         if not rollouts:
@@ -119,10 +127,10 @@ class Playing:
         for rollout, reward in zip(rollouts, rewards, strict=True):
             rollout.reward = reward
 
-    async def _rollout(self, rollout: Rollout) -> None:
+    async def _rollout(self, rollout: Rollout, acting: Acting | None = None) -> None:
         """To its end: then it is SCORING. It has a reward by then where the environment is not to be asked for that, as
-        it failed, or took too long."""
-        acting = Acting(self.environment.next, self._limits, self._say)
+        it failed, or took too long. BeginAgain where it has to."""
+        acting = acting or Acting(self.environment.next, self._limits, self._say)
         while rollout.reward is None and rollout.stop_reason in (None, StopReason.PAUSED):
             if await self._turn(rollout):
                 try:

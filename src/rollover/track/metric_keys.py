@@ -42,7 +42,9 @@ METRICS: list[Metric] = [
     Metric("tools/left_behind", "counter", "threads", "Threads of the class that did not come back in time."),
     Metric("episodes/done", "counter", "episodes", "Those that ended by themselves: no call, done, returned."),
     Metric("episodes/error", "counter", "episodes", "Runs of an agent that failed, and were not tried again."),
-    Metric("episodes/restarted", "counter", "episodes", "Runs of an agent that failed, and were tried again."),
+    Metric("episodes/restarted", "counter", "episodes", "Failed runs of agents, and lost environments, begun again."),
+    Metric("episodes/restored", "counter", "episodes", "Objects of an environment that went on from a snapshot."),
+    Metric("episodes/unsaved", "counter", "episodes", "Those of environments whose snapshot failed."),
     Metric("episodes/replayed", "counter", "episodes", "Those whose agent ended with the process, and was run again."),
     Metric(
         "episodes/diverged", "counter", "episodes", "Of them, those that did not ask again for all that they had asked."

@@ -38,7 +38,7 @@ def build_episodes(config: Config, tokenizer: Any, vocab_size: int, max_tokens: 
         precomputed=lambda role: workflow.advantage_of(role, config.algorithm.advantage) == "precomputed",
         max_tokens=workflow.max_tokens,
     )
-    episodes = Episodes(plays, chats, limits, sampling, resumes=workflow.resume == "stateless")
+    episodes = Episodes(plays, chats, limits, sampling, resumes=workflow.resume != "restart")
     if plays.over_http:
         _require_extra(plays)
     return episodes

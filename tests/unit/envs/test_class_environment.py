@@ -354,7 +354,7 @@ class Resetless:
         (Undescribed, "the tool tool is not described.*Give it a docstring"),
         (Unborn, "missing 1 required positional argument: 'name'"),
         (Resetless, "has no method reset: write def reset"),
-        (Saved, 'has resume = "snapshot".*Write resume = "stateless"'),
+        (Saved, "has no snapshot and no restore: .*Write both, or set workflow.resume"),
         (BadExample, "in examples: write messages with role and content"),
     ],
 )

@@ -208,6 +208,7 @@ def _other_sources(config: Any) -> bool:
 
 _AGENTS = ("workflow.function", "workflow.command", "workflow.verifiers")
 _OR = " and ".join(_AGENTS)
+_ONE = "Set one of them"
 _OF_AGENTS = 'Set it to "stateless" (episode.once keeps what is decided or done once) or "restart"'
 _TURNS = ("workflow.credit",)
 _BY_TURNS = 'workflow.credit = "turn_returns"'
@@ -301,7 +302,7 @@ RULES: tuple[Rule, ...] = (
         ("workflow.environment", *_AGENTS),
         lambda c: not (c.workflow.environment or c.workflow.agent),
         f"without workflow.environment, {_OR}",
-        "Set one of them",
+        _ONE,
     ),
     Refused(
         ("workflow.resume", *_AGENTS),
@@ -309,25 +310,21 @@ RULES: tuple[Rule, ...] = (
         lambda c: f'workflow.resume = "snapshot" with {c.workflow.agent}: an agent has no state to keep. {_OF_AGENTS}',
     ),
     Inert(
-        ("workflow.port", "workflow.max_tokens"),
-        _AGENTS,
-        lambda c: not c.workflow.agent,
-        f"without {_OR}",
-        "Set one of them",
+        ("workflow.port", "workflow.max_tokens"), _AGENTS, lambda c: not c.workflow.agent, f"without {_OR}", _ONE
     ),
     Inert(
         ("workflow.num_processes",),
         ("workflow.function", "workflow.command"),
         lambda c: not (c.workflow.function or c.workflow.command),
         "without workflow.function and workflow.command",
-        "Set one of them",
+        _ONE,
     ),
     Inert(
         ("workflow.memory_gb",),
         ("workflow.command", "workflow.num_processes"),
         lambda c: not (c.workflow.command or c.workflow.num_processes),
         "without workflow.num_processes and workflow.command",
-        "Set one of them",
+        _ONE,
     ),
     *memory_rules("workflow.memory_gb"),
     Inert(

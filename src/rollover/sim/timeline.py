@@ -36,13 +36,11 @@ def planned_trace(
     rollout: RolloutConfig, plan: PlanConfig, slots: int, workload: Workload, publish_every: int = 1
 ) -> list[TraceEvent]:
     """The trace that such a run would leave, in virtual seconds."""
-    now = 0.0
-    trace = Trace(lambda: now)
+    trace = Trace(lambda: 0.0)  # whose clock nobody asks: every event comes with its time
 
     def on_event(event: Event, seconds: float) -> None:
-        nonlocal now
-        now, trace.version = seconds, simulation.version
-        trace.on_event(event)
+        trace.version = simulation.version
+        trace.on_event(event, seconds)
 
     simulation = Simulation(rollout, plan, slots, workload, on_event, publish_every=publish_every)
     outcome = simulation.run()

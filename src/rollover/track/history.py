@@ -41,9 +41,10 @@ class RunHistory(Tracker):
         self._origin, self._stands_at = self._clock() - self.seconds(), None
 
     def on_event(self, event: Event) -> None:
-        """Record what happened to a group or a rollout (for Lifecycle.on_event)."""
-        self.lifetimes.on_event(event, self.trace.version, self.seconds())
-        self.trace.on_event(event)
+        """Record what happened to a group or a rollout (for Lifecycle.on_event), at one moment for all records."""
+        now = self.seconds()
+        self.lifetimes.on_event(event, self.trace.version, now)
+        self.trace.on_event(event, now)
 
     def trained(self, version: int) -> None:
         """The trainer is at `version`, whether its weights go to the engine or not."""

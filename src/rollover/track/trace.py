@@ -83,8 +83,8 @@ class Trace:
         self.events: list[TraceEvent] = []
         self._segments_before: dict[str, int] = {}  # of what runs
 
-    def on_event(self, event: Event) -> None:
-        """For Lifecycle.on_event."""
+    def on_event(self, event: Event, now: float) -> None:
+        """For Lifecycle.on_event. `now`: seconds, as of `clock`."""
         kind, group, rollout = event.kind.value, event.group, event.rollout
         if event.kind in (EventKind.SCORE, EventKind.KEEP):
             return  # scores are told with the group: ready, or drop
@@ -105,7 +105,6 @@ class Trace:
             tokens = sum(n for _, n in segments)
         sibling = None if rollout is None else _sibling(rollout)
         reason = "" if event.reason is None else event.reason.value
-        now = self.clock()
         self.events.append(TraceEvent(kind, now, self.version, group.group_id, sibling, 0, tokens, segments, reason))
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter, defaultdict
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from rollover.staleness import staleness
+from rollover.track.history import RunHistory
 from rollover.track.lifetimes import STATES, LengthBias, wait_by_quarter
 from rollover.track.statistics import censored_mean
 from rollover.types import Group, RolloutState
@@ -56,6 +58,16 @@ def test_times_in_states_add_up_to_a_rollouts_life(mode: str) -> None:
         assert all(t >= 0 for t in times.values())
     parked = sum(row["state/parked_s"] for row in run.rows)
     assert (parked > 0) == (MODES[mode].get("interrupt", "never") != "never")
+
+
+def test_a_transition_has_one_time_in_the_trace_and_in_the_metrics() -> None:
+    run, readings = TracedRun(**MODES["partial"]), itertools.accumulate(itertools.cycle([1, 10, 100]))
+    run.history = RunHistory(clock=lambda: float(next(readings)))  # no two readings are the same
+    run.steps(5)
+    for row, life in zip(run.rows, lives_from_the_trace(run), strict=True):
+        assert sum(row.get(f"state/{s.value}_s", 0.0) for s in STATES) == pytest.approx(life["whole"], abs=1e-9)
+        assert row["state/running_s"] == pytest.approx(life["running"], abs=1e-9)
+        assert row["state/ready_s"] == pytest.approx(life["ready"], abs=1e-9)
 
 
 @pytest.mark.parametrize("mode", ["partial", "slots", "drop", "budget"])

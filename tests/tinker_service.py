@@ -107,6 +107,8 @@ class FakeTinker:
         self._states: dict[str, Any] = {}
         self._samplers: dict[str, Any] = {}  # path, or name of a base model -> plain module
         self._sessions: dict[str, str] = {}  # sampling session -> path or name
+        self.open_sessions: set[str] = set()
+        self.num_ended = 0  # sessions
         self._count = 0
 
     def number(self) -> int:
@@ -127,6 +129,11 @@ class FakeTinker:
         if name.startswith("samplers/"):
             session = name.partition("/")[2]
             return {"sampler_id": session, "base_model": "tiny"}, None
+        if name.startswith("sessions/"):
+            with self._lock:
+                self.open_sessions.discard(name.split("/")[1])  # sessions/ID/finish
+                self.num_ended += 1
+            return {}, None
         with self._lock:
             return getattr(self, name.partition("/")[0].replace("client/", ""))(asked), None
 
@@ -139,13 +146,12 @@ class FakeTinker:
         return {"use_pyqwest_transport": False}
 
     def create_session(self, asked: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "create_session", "session_id": f"session-{self.number()}"}
+        session = f"session-{self.number()}"
+        self.open_sessions.add(session)
+        return {"type": "create_session", "session_id": session}
 
     def session_heartbeat(self, asked: dict[str, Any]) -> dict[str, Any]:
         return {"type": "session_heartbeat"}
-
-    def sessions(self, asked: dict[str, Any]) -> dict[str, Any]:
-        return {}
 
     def cancel_future(self, asked: dict[str, Any]) -> dict[str, Any]:
         return {}
@@ -240,7 +246,7 @@ class FakeTinker:
 
 @contextmanager
 def serving() -> Iterator[tuple[FakeTinker, str]]:
-    """The service, and its address."""
+    """The service, and its address. Whoever uses it ends the sessions that were opened."""
     fake = FakeTinker()
 
     class Handler(BaseHTTPRequestHandler):
@@ -287,6 +293,7 @@ def serving() -> Iterator[tuple[FakeTinker, str]]:
     thread.start()
     try:
         yield fake, f"http://127.0.0.1:{server.server_port}"
+        assert not fake.open_sessions, "sessions that nobody has ended"
     finally:
         server.shutdown()
         server.server_close()

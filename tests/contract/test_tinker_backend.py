@@ -4,7 +4,7 @@ beside it."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -54,16 +54,28 @@ def outline() -> LoadedModel:
         return LoadedModel(tiny.model(), tiny.tokenizer(), "tiny")
 
 
-def built(of: Config) -> tuple[Trainer, Engine]:
-    loaded = outline()
-    engine = build_engine(EngineSetup(of, lambda: loaded, 1))
-    return build_trainer(of, loaded, engine), engine
+Built = Callable[[Config], Trainer]
+
+
+@pytest.fixture
+def built() -> Iterator[Built]:
+    """Makes trainers, whose sessions end with the test."""
+    engines: list[Engine] = []
+
+    def build(of: Config) -> Trainer:
+        loaded = outline()
+        engines.append(build_engine(EngineSetup(of, lambda: loaded, 1)))
+        return build_trainer(of, loaded, engines[-1])
+
+    yield build
+    for engine in engines:
+        asyncio.run(engine.close())
 
 
 @pytest.mark.parametrize("check", trainer_contract.CHECKS, ids=lambda check: check.__name__)
-def test_contract(check, service: tuple[FakeTinker, str]) -> None:
+def test_contract(check, service: tuple[FakeTinker, str], built: Built) -> None:
     def make() -> TrainerBackend:
-        return built(config(service[1]))[0].backend
+        return built(config(service[1])).backend
 
     asyncio.run(check(trainer_contract.Subject(make, SAMPLES, weights_stay=True)))
 
@@ -79,10 +91,10 @@ def test_contract(check, service: tuple[FakeTinker, str]) -> None:
     ],
 )
 def test_losses_and_weights_are_those_of_the_local_backend(
-    algorithm: dict[str, Any], service: tuple[FakeTinker, str]
+    algorithm: dict[str, Any], service: tuple[FakeTinker, str], built: Built
 ) -> None:
     train = {"minibatches_per_step": 3, "schedule": "linear", "weight_decay": 0.1, "max_grad_norm": 0.05}
-    theirs, _ = built(config(service[1], algorithm=algorithm, train=train))
+    theirs = built(config(service[1], algorithm=algorithm, train=train))
     local = config(
         algorithm=algorithm,
         train={**train, "micro_batch_tokens": 60},
@@ -102,17 +114,17 @@ def test_losses_and_weights_are_those_of_the_local_backend(
         np.testing.assert_allclose(after[rollout_id], values, atol=1e-3)  # after 12 updates of Adam
 
 
-def test_a_gradient_that_is_accumulated_is_that_of_one_step(service: tuple[FakeTinker, str]) -> None:
-    plain, streamed = (built(config(service[1]))[0] for _ in range(2))
+def test_a_gradient_that_is_accumulated_is_that_of_one_step(service: tuple[FakeTinker, str], built: Built) -> None:
+    plain, streamed = (built(config(service[1])) for _ in range(2))
     streamed.accumulate([s for s in SAMPLES if s.group_id == 1])
     expected, found = plain.train_step(Batch(SAMPLES)), streamed.train_step(Batch(SAMPLES))
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
 
 
-def test_what_fails_by_the_services_fault_is_asked_again(service: tuple[FakeTinker, str]) -> None:
+def test_what_fails_by_the_services_fault_is_asked_again(service: tuple[FakeTinker, str], built: Built) -> None:
     fake, url = service
-    plain, troubled = (built(config(url))[0] for _ in range(2))
+    plain, troubled = (built(config(url)) for _ in range(2))
     expected = plain.train_step(Batch(SAMPLES))
     fake.faults = {"forward_backward": [503, DROP], "optim_step": [429], "retrieve_future": [500, DROP]}
     fake.failing = ["out of memory"]  # the result of the first forward pass
@@ -121,7 +133,7 @@ def test_what_fails_by_the_services_fault_is_asked_again(service: tuple[FakeTink
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), "nothing was done twice"
 
 
-def test_what_was_sampled_at_another_temperature_is_refused(service: tuple[FakeTinker, str]) -> None:
-    backend = built(config(service[1]))[0].backend
+def test_what_was_sampled_at_another_temperature_is_refused(service: tuple[FakeTinker, str], built: Built) -> None:
+    backend = built(config(service[1])).backend
     with pytest.raises(ValueError, match=r"rollout 0-0 was sampled at temperature 0.7, and the service's log-probs"):
         backend.compute_logprobs([replace(SAMPLES[0], temperature=0.7)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -79,6 +80,7 @@ def test_tokens_after_a_stop_string_are_thrown_away(service: tuple[FakeTinker, s
         text = tiny.tokenizer().decode(whole[4:6])
         segments = await of.extend(request(stop_strings=(text,)))
         assert len(logprobs_of(segments)) == len(tokens_of(segments))
+        await of.close()
         return whole, tokens_of(segments), segments[-1].stop_reason
 
     whole, found, reason = asyncio.run(stopped())
@@ -89,7 +91,33 @@ def test_a_call_that_is_not_answered_fails_with_a_sentence(service: tuple[FakeTi
     async def failing() -> None:
         of = engine(url, timeout_s=0.4)
         service[0].faults = {"asample": [3.0]}
-        await of.extend(request())
+        try:
+            await of.extend(request())
+        finally:
+            await of.close()
 
     with pytest.raises(RuntimeError, match=r"failed at sampling: there was no answer within backend.timeout_s = 0.4 s"):
         asyncio.run(failing())
+
+
+def test_a_session_that_opens_when_nobody_waits_for_it_any_more_is_ended(
+    service: tuple[FakeTinker, str], url: str
+) -> None:
+    fake = service[0]
+    ended = fake.num_ended
+    fake.faults = {"create_session": [1.0]}
+    with pytest.raises(RuntimeError, match=r"failed at opening a session: there was no answer within"):
+        engine(url, timeout_s=0.3)
+    until = time.monotonic() + 60
+    while fake.num_ended == ended:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_session_without_an_engine_is_ended(service: tuple[FakeTinker, str], url: str) -> None:
+    fake = service[0]
+    ended = fake.num_ended
+    fake.faults = {"create_sampling_session": [400]}
+    with pytest.raises(RuntimeError, match=r"failed at opening tiny"):
+        engine(url)
+    assert fake.num_ended == ended + 1

@@ -82,4 +82,9 @@ def make_tinker(setup: EngineSetup) -> TinkerEngine:
         return loaded.tokenizer.decode(ids, skip_special_tokens=False)
 
     longest = Limits.of(loaded.model).positions or 2**31
-    return TinkerEngine(Service(setup.config), longest, decode_text)
+    service = Service(setup.config)
+    try:
+        return TinkerEngine(service, longest, decode_text)
+    except BaseException:
+        service.close()  # nobody else could end its session
+        raise

@@ -46,8 +46,13 @@ class Service:
         self.sdk: Any = tinker
         self.base_model = self.config.base_model or config.model.path
         self._client: tinker.ServiceClient = tinker.ServiceClient(base_url=self.config.url or None, api_key=self._key)
-        # The first request makes the session.
-        self._bounded("opening a session", lambda: self._client.holder)
+        opening = _begun(lambda: self._client.holder)  # the first request makes the session
+        try:
+            self._outcome("opening a session", opening)
+        except BaseException:  # Ctrl-C, too
+            # It may still open, when nobody waits for it any more, and would last as long as this process does.
+            opening.add_done_callback(lambda _: self._client.close("errored"))
+            raise
 
     def new_training(self, rank: int, seed: int) -> tinker.TrainingClient:
         """Adapters of this rank over the base model, on attention and MLP: as those of model.lora."""
@@ -109,15 +114,9 @@ class Service:
 
     def _bounded(self, what: str, work: Callable[[], Result], at_most_s: float | None = None) -> Result:
         """What `work` returns. A thread that takes longer than timeout_s is left alone: the SDK has no bound of it."""
-        outcome: Future[Result] = Future()
+        return self._outcome(what, _begun(work), at_most_s)
 
-        def run() -> None:
-            try:
-                outcome.set_result(work())
-            except BaseException as error:
-                outcome.set_exception(error)
-
-        threading.Thread(target=run, daemon=True, name="tinker").start()
+    def _outcome(self, what: str, outcome: Future[Result], at_most_s: float | None = None) -> Result:
         try:
             return outcome.result(at_most_s or self.config.timeout_s)
         except Exception as error:  # boundary: the SDK, and what the service answers
@@ -140,6 +139,20 @@ class Service:
         if isinstance(error, sdk.APIStatusError):
             return error.status_code in (408, 409, 410, 429) or error.status_code >= 500
         return isinstance(error, sdk.APIConnectionError) or type(error).__name__ == "RetryableException"
+
+
+def _begun(work: Callable[[], Result]) -> Future[Result]:
+    """The result of `work`, which runs in a thread."""
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="tinker").start()
+    return outcome
 
 
 async def _awaited(future: Any) -> Any:

@@ -52,6 +52,7 @@ MAY_ASYNCIO = (
     "workflows/agent_clock.py",
     "workflows/episode.py",
     "workflows/episodes.py",
+    "workflows/lanes.py",
     "workflows/large_calls.py",
     "workflows/once.py",
     "workflows/player.py",

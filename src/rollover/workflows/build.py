@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import ExitStack
 from typing import Any
 
 from rollover.config import Config, WorkflowConfig
@@ -72,6 +72,7 @@ class EpisodeServer:
 
     def __init__(self, episodes: Episodes, port: int) -> None:
         self.episodes, self._port = episodes, port
+        self._unproxied = ExitStack()
         self._server: Any = None
         self._client: Any = None
 
@@ -82,16 +83,14 @@ class EpisodeServer:
             return
         from rollover.http_server import LOOPBACK, HttpServer
         from rollover.workflows.gateway.app import Gateway
+        from rollover.workflows.gateway.proxies import without_proxy
 
-        gateway, function = Gateway(episodes.calls), episodes.function
-        played = function if isinstance(function, VerifiersWorkflow) else None
-        app = gateway.app if played is None else played.over(gateway.app)
-        self._server = HttpServer(app, self._port, name="workflow.port")
+        gateway = Gateway(episodes.calls)
+        self._server = HttpServer(episodes.function.over(gateway.app), self._port, name="workflow.port")
         await self._server.start()
         episodes.base_url, episodes.calls.undelivered = f"{self._server.url}/v1", gateway.forget
-        _ask_without_proxy(LOOPBACK)
-        if played is not None:
-            await played.start(episodes.base_url)
+        self._unproxied.enter_context(without_proxy(LOOPBACK))
+        await episodes.function.start(episodes.base_url)
         if "client" in episodes.function.wanted:
             import openai
 
@@ -101,19 +100,12 @@ class EpisodeServer:
 
     async def close(self) -> None:
         """End every agent and every connection."""
-        await self.episodes.function.close()
-        if self._client is not None:
-            await self._client.close()
-        if self._server is not None:
-            await self._server.close()
-
-
-def _ask_without_proxy(host: str) -> None:
-    """Clients here and in child processes, which have HTTP_PROXY from the user's shell, reach `host` without it."""
-    for name in ("NO_PROXY", "no_proxy"):
-        known = os.environ.get(name, "").split(",")
-        if host not in known:
-            os.environ[name] = ",".join(filter(None, (*known, host)))
+        with self._unproxied:
+            await self.episodes.function.close()
+            if self._client is not None:
+                await self._client.close()
+            if self._server is not None:
+                await self._server.close()
 
 
 def _require_extra(workflow: Workflow) -> None:

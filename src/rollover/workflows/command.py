@@ -30,7 +30,8 @@ from rollover.processes import child_command, child_environment
 from rollover.rewards.process import end_kept, how_it_ended
 from rollover.types import Reward, Task
 from rollover.workflows.function import as_answer
-from rollover.workflows.protocol import Answer, Waiting
+from rollover.workflows.lanes import Lane, PerLane
+from rollover.workflows.protocol import Answer, AsksByKey, Waiting
 
 KEY = "workflow.command"
 MOST_AT_ONCE = 64
@@ -44,11 +45,11 @@ class ProgramFailed(Exception):
     """It did not end well, or its last line is no answer."""
 
 
-class WorkflowCommand:
+class WorkflowCommand(AsksByKey):
     """`words`: the program and its arguments. ValueError where there is no such program.
 
-    `score_answer` scores what a program answers without a reward. At most `at_once` of them run at a time (0:
-    MOST_AT_ONCE), and each of their processes has `memory_bytes` (0: no limit).
+    `score_answer` scores what a program answers without a reward. At most `at_once` of them run at a time in each
+    lane (0: MOST_AT_ONCE), and each of their processes has `memory_bytes` (0: no limit).
     """
 
     wanted = ("task", "episode", "base_url", "api_key", "model")
@@ -66,16 +67,15 @@ class WorkflowCommand:
                 " and its arguments behind it; a script needs its interpreter before it, as in python agent.py"
             )
         self._score_answer, self._memory_bytes = score_answer, memory_bytes
-        self._at_once = at_once or MOST_AT_ONCE
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._apart: WorkflowCommand | None = None
-        self._of = words, score_answer, at_once, memory_bytes
+        self._places = PerLane(lambda: asyncio.Semaphore(at_once or MOST_AT_ONCE))
         self._running: set[asyncio.subprocess.Process] = set()
         self._endings: set[asyncio.Future[None]] = set()
 
-    async def __call__(self, values: Mapping[str, Any], waiting: Waiting = nullcontext, /) -> Answer:
+    async def __call__(
+        self, values: Mapping[str, Any], waiting: Waiting = nullcontext, lane: Lane = Lane.TRAINING, /
+    ) -> Answer:
         """ProgramFailed where it fails."""
-        places = self._places_here()
+        places = self._places.here(lane)
         with waiting():
             await places.acquire()
         try:
@@ -85,28 +85,14 @@ class WorkflowCommand:
         with waiting():
             return await self._answer(values["task"], last)
 
-    def apart(self) -> WorkflowCommand:
-        """With a bound of its own."""
-        if self._apart is None:
-            self._apart = WorkflowCommand(*self._of)
-        return self._apart
-
     async def close(self) -> None:
         """End every program, and wait until all of them are gone."""
-        if self._apart is not None:
-            await self._apart.close()
         for process in list(self._running):
             self._end(process)
         if self._endings:
             await asyncio.wait(self._endings)
 
     # Private
-
-    def _places_here(self) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:  # a program may step a run by several event loops
-            self._places = loop, asyncio.Semaphore(self._at_once)
-        return self._places[1]
 
     async def _last_line(self, values: Mapping[str, Any]) -> str:
         command = child_command(

@@ -19,6 +19,7 @@ from rollover.envs.protocol import TurnOptions
 from rollover.types import Reward, Rollout, SamplingParams, Segment, Task, episode_name
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episode_calls import EpisodeCalls
+from rollover.workflows.lanes import Lane
 from rollover.workflows.large_calls import LargeCalls
 from rollover.workflows.matching import Break
 from rollover.workflows.player import Host, Limits, Place, Player
@@ -48,7 +49,9 @@ class Episodes:
         sampling: SamplingParams,
         *,
         resumes: bool = True,
+        lane: Lane = Lane.TRAINING,
     ) -> None:
+        self.lane = lane
         self.function, self.chats, self.limits, self.resumes = function, chats, limits, resumes
         self.large_calls = LargeCalls(chats, limits.max_prompt_tokens + limits.max_new_tokens)
         self.host: Host | None = None
@@ -65,8 +68,9 @@ class Episodes:
         self._said: set[str] = set()
 
     def apart(self) -> Episodes:
-        """Others of the same function, with a host and counts of their own; their agents ask by the same server."""
-        others = Episodes(self.function.apart(), self.chats, self.limits, self.calls.sampling)
+        """Those of an evaluation, by the same function, with a host and counts of their own; their agents ask by the
+        same server."""
+        others = Episodes(self.function, self.chats, self.limits, self.calls.sampling, lane=Lane.EVALUATION)
         others.calls, others.base_url, others.make_client = self.calls, self.base_url, self.make_client
         others.say = self.say
         return others

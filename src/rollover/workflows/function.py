@@ -10,7 +10,8 @@ from typing import Any
 
 from rollover.functions import OwnFunction, described, own_function
 from rollover.types import Reward
-from rollover.workflows.protocol import Answer, Waiting
+from rollover.workflows.lanes import Lane
+from rollover.workflows.protocol import Answer, AsksByKey, Waiting
 
 KEY = "workflow.function"
 OVER_HTTP = ("client", "base_url", "api_key")
@@ -21,7 +22,7 @@ IN_WORKER = tuple(name for name in PARAMETERS if name != "episode")
 RETURNS = "a reward (a number, or a Reward), rewards by roles, or None"
 
 
-class WorkflowFunction:
+class WorkflowFunction(AsksByKey):
     """`function`, an `async def` whose parameters are named as in PARAMETERS. ValueError, which names the fix, for
     another one."""
 
@@ -45,13 +46,11 @@ class WorkflowFunction:
     def over_http(self) -> bool:
         return any(name in OVER_HTTP for name in self.wanted)
 
-    async def __call__(self, values: Mapping[str, Any], waiting: Waiting = nullcontext, /) -> Answer:
+    async def __call__(
+        self, values: Mapping[str, Any], waiting: Waiting = nullcontext, lane: Lane = Lane.TRAINING, /
+    ) -> Answer:
         """Run it. FunctionError for an answer that is none; what it raises is raised as it is."""
         return checked_answer(await self._own.function(**{name: values[name] for name in self.wanted}), self._own)
-
-    def apart(self) -> WorkflowFunction:
-        """Itself: it bounds nothing."""
-        return self
 
     async def close(self) -> None:
         """Nothing: it is a task of the event loop."""

@@ -26,6 +26,7 @@ from rollover.workflows.agent_clock import AgentClock
 from rollover.workflows.calls import MODEL, BudgetUsedUp, Call, Reply, UnknownKey
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episode import Episode, EpisodeTrajectory, give
+from rollover.workflows.lanes import Lane
 from rollover.workflows.large_calls import LargeCalls
 from rollover.workflows.once import Once
 from rollover.workflows.protocol import Workflow
@@ -65,6 +66,7 @@ class Surroundings(Protocol):
     chats: Chats
     large_calls: LargeCalls
     limits: Limits
+    lane: Lane
     base_url: str
     counts: Counter[str]
 
@@ -278,16 +280,12 @@ class Player:
             raise UnknownKey(f"episode {self.episode.episode_id} has ended: it can make no calls")
 
     async def _play(self) -> None:
-        values: dict[str, Any] = {
-            "task": self.task,
-            "episode": self.episode,
-            "model": MODEL,
-            "base_url": self.around.base_url,
-        }
-        values |= {"api_key": self._default.api_key, **self.around.arguments(self._default.api_key)}
+        around, key = self.around, self._default.api_key
+        values: dict[str, Any] = {"task": self.task, "episode": self.episode, "model": MODEL}
+        values |= {"base_url": around.base_url, "api_key": key, **around.arguments(key)}
         try:
             name = f"episode {self.episode_id}"
-            answer, failure = await outcome_of(self.around.function, values, self._clock.waiting, name=name)
+            answer, failure = await outcome_of(around.function, values, self._clock.waiting, around.lane, name=name)
             if failure is not None:
                 raise failure
             reward = give(answer, self.trajectories)

@@ -19,7 +19,8 @@ from rollover.rewards.process import WorkerDied, WorkerProcess
 from rollover.rewards.travel import packed
 from rollover.rewards.wire import BadReply
 from rollover.workflows.function import IN_WORKER, KEY, OVER_HTTP, RETURNS, wanted_by
-from rollover.workflows.protocol import Answer, Waiting
+from rollover.workflows.lanes import Lane, PerLane
+from rollover.workflows.protocol import Answer, AsksByKey, Waiting
 from rollover.workflows.worker import answer_from_json
 
 LOAD_LIMIT_S = 120.0
@@ -31,18 +32,16 @@ class WorkerFailed(Exception):
     """The function raised, or its process died."""
 
 
-class WorkflowPool:
-    """`function`, a plain `def` that is found as `spec`, in `num_processes` workers of `memory_gb` each (0: no limit).
-    ValueError, with the fix, where it has another parameter, or cannot travel."""
+class WorkflowPool(AsksByKey):
+    """`function`, a plain `def` that is found as `spec`, in `num_processes` workers of `memory_gb` each (0: no limit),
+    for each lane. ValueError, with the fix, where it has another parameter, or cannot travel."""
 
     def __init__(self, function: Callable[..., Any], spec: str, num_processes: int, memory_gb: float = 0.0) -> None:
-        self.spec, self._num, self._memory_gb = spec, num_processes, memory_gb
+        self.spec = spec
         own = OwnFunction.over(function, KEY, RETURNS)
         self._wanted = wanted_by(own.function, spec, IN_WORKER, "it lives in the run's own process. Ask by client")
         self._load = {"op": "load", "spec": spec, **packed(spec, "workflow")}
-        self._workers: _Workers | None = None
-        self._apart: WorkflowPool | None = None
-        self._of = function, spec, num_processes, memory_gb
+        self._workers = PerLane(lambda: _Workers(num_processes, memory_gb))
 
     @property
     def wanted(self) -> list[str]:
@@ -53,9 +52,11 @@ class WorkflowPool:
     def over_http(self) -> bool:
         return any(name in OVER_HTTP for name in self._wanted)
 
-    async def __call__(self, values: Mapping[str, Any], waiting: Waiting = nullcontext, /) -> Answer:
+    async def __call__(
+        self, values: Mapping[str, Any], waiting: Waiting = nullcontext, lane: Lane = Lane.TRAINING, /
+    ) -> Answer:
         """WorkerFailed where it fails."""
-        workers = self._here()
+        workers = self._workers.here(lane)
         with waiting():
             await workers.places.acquire()
         worker = workers.free.pop()
@@ -68,31 +69,15 @@ class WorkflowPool:
             workers.free.append(worker)
             workers.places.release()
 
-    def apart(self) -> WorkflowPool:
-        """With as many workers of its own."""
-        if self._apart is None:
-            self._apart = WorkflowPool(*self._of)
-        return self._apart
-
     async def close(self) -> None:
         """Kill all workers and reap them."""
-        if self._apart is not None:
-            await self._apart.close()
-        if self._workers is not None:
-            await asyncio.gather(*(worker.kill() for worker in self._workers.all))
-
-    def _here(self) -> _Workers:
-        """Those of the running event loop: a program may step a run by several, one after the other."""
-        if self._workers is None or self._workers.loop is not asyncio.get_running_loop():
-            self._workers = _Workers(self._num, self._memory_gb)
-        return self._workers
+        await asyncio.gather(*(worker.kill() for workers in self._workers for worker in workers.all))
 
 
 class _Workers:
     """`free`: those without an Episode; as many as there are `places`."""
 
     def __init__(self, num: int, memory_gb: float) -> None:
-        self.loop = asyncio.get_running_loop()
         self.places = asyncio.Semaphore(num)
         self.all = [_Worker(memory_gb) for _ in range(num)]
         self.free = self.all[::-1]

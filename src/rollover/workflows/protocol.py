@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from rollover.types import Reward
+from rollover.workflows.lanes import Lane
 
 Answer = Reward | dict[str, Reward] | None
 """The reward of every trajectory that has none of its own, or that of each role."""
@@ -27,15 +28,30 @@ class Workflow(Protocol):
     @property
     def over_http(self) -> bool: ...
 
-    async def __call__(self, values: Mapping[str, Any], waiting: Waiting = ..., /) -> Answer:
-        """Play one. What it raises fails the Episode; cancelled, it leaves nothing behind that runs."""
+    async def __call__(self, values: Mapping[str, Any], waiting: Waiting = ..., lane: Lane = ..., /) -> Answer:
+        """Play one. What it raises fails the Episode; cancelled, it leaves nothing behind that runs. What bounds how
+        many run at once bounds each lane by itself."""
         ...
 
-    def apart(self) -> Workflow:
-        """For an evaluation, during which training's episodes wait for the model: what bounds how many run at once
-        must not have those of the evaluation wait for them. `close` of this one closes it, too."""
+    def over(self, app: Any) -> Any:
+        """The gateway's ASGI application `app`, as the agents of this workflow ask it."""
+        ...
+
+    async def start(self, base_url: str) -> None:
+        """Begin to serve what it needs while it is played. `base_url`: the gateway's, which is up. ValueError where
+        that cannot be."""
         ...
 
     async def close(self) -> None:
         """End what still runs of it."""
         ...
+
+
+class AsksByKey:
+    """A workflow whose agents name their trajectory by its key, and need nothing that is served besides."""
+
+    def over(self, app: Any) -> Any:
+        return app
+
+    async def start(self, base_url: str) -> None:
+        """Nothing."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from rollover.config.load import load_config
 from rollover.processes import child_environment
 from rollover.types import Reward, Task
 from rollover.workflows.command import ProgramFailed, WorkflowCommand
+from rollover.workflows.lanes import Lane
 from unit.rewards.children import alive, wait_until_dead
 
 MESSAGES = ({"role": "user", "content": "What is 2+2?"},)
@@ -287,8 +289,8 @@ print('{"reward": 0.5}')
         waits = asyncio.ensure_future(command(VALUES | {"task": replace(TASK, columns={"answer": "waits"})}))
         await asyncio.sleep(0)
         try:
-            answer = await asyncio.wait_for(command.apart()(VALUES), 60)
-            assert command.apart() is command.apart() and not waits.done()
+            answer = await asyncio.wait_for(command(VALUES, nullcontext, Lane.EVALUATION), 60)
+            assert not waits.done()
         finally:
             waits.cancel()
             await asyncio.wait([waits])

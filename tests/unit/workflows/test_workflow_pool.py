@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rollover.live_objects import hold, release
 from rollover.types import Reward, SamplingParams, Task
 from rollover.workflows.build import build_workflow
 from rollover.workflows.function import WorkflowFunction
+from rollover.workflows.lanes import Lane
 from rollover.workflows.pool import WorkerFailed, WorkflowPool
 from unit.rewards.children import alive, wait_until_dead
 
@@ -216,11 +218,12 @@ def test_an_evaluation_does_not_wait_for_the_workers_of_training() -> None:
         waits = asyncio.ensure_future(pool(VALUES))
         while not os.path.exists("pids"):
             await asyncio.sleep(0.02)
-        apart = pool.apart()
         os.rename("agents.py", "hanging.py")
-        Path("agents.py").write_text("def hangs():\n    return 0.5\n")
-        answer = await asyncio.wait_for(apart(VALUES), 60)
-        assert pool.apart() is apart and not waits.done()
+        Path("agents.py").write_text(
+            'import os\ndef hangs():\n    print(os.getpid(), file=open("pids", "a"))\n    return 0.5\n'
+        )
+        answer = await asyncio.wait_for(pool(VALUES, nullcontext, Lane.EVALUATION), 60)
+        assert not waits.done()
         waits.cancel()
         await asyncio.wait([waits])
         await pool.close()

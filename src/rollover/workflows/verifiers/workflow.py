@@ -19,6 +19,7 @@ from rollover.config.workflow import WorkflowConfig
 from rollover.functions import explained
 from rollover.types import Reward, SamplingParams
 from rollover.workflows.episode import Episode, EpisodeTrajectory
+from rollover.workflows.lanes import Lane
 from rollover.workflows.protocol import Answer, Waiting
 from rollover.workflows.verifiers.package import ARGS, KEY, load_environment, package, seats
 from rollover.workflows.verifiers.sessions import Sessions
@@ -104,10 +105,6 @@ class VerifiersWorkflow:
         except Exception as error:  # boundary: the user's environment
             raise ValueError(f"{self.spec} cannot be served: {explained(error)}") from error
 
-    def apart(self) -> VerifiersWorkflow:
-        """Itself: it bounds nothing."""
-        return self
-
     async def close(self) -> None:
         """End its servers, after the episodes that were cancelled have ended theirs."""
         if self._playing:
@@ -116,7 +113,9 @@ class VerifiersWorkflow:
         if self._serving is not None:
             await asyncio.wait([self._serving])
 
-    async def __call__(self, values: Mapping[str, Any], waiting: Waiting = nullcontext, /) -> Answer:
+    async def __call__(
+        self, values: Mapping[str, Any], waiting: Waiting = nullcontext, lane: Lane = Lane.TRAINING, /
+    ) -> Answer:
         """Play one Episode: every trajectory gets the reward of its trace. EpisodeFailed where it is no valid one."""
         task = asyncio.current_task()
         assert task is not None

@@ -37,6 +37,7 @@ def build_episodes(config: Config, tokenizer: Any, vocab_size: int, max_tokens: 
         retries=workflow.retries,
         precomputed=lambda role: workflow.advantage_of(role, config.algorithm.advantage) == "precomputed",
         max_tokens=workflow.max_tokens,
+        stop=tuple(rollout.stop),
     )
     episodes = Episodes(plays, chats, limits, sampling, resumes=workflow.resume != "restart")
     if plays.over_http:

@@ -11,8 +11,9 @@ of the function and the keys of their calls. Never changes a rollout, and never 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rollover.envs.protocol import TurnOptions
@@ -22,6 +23,7 @@ from rollover.workflows.episode_calls import EpisodeCalls
 from rollover.workflows.lanes import Lane
 from rollover.workflows.large_calls import LargeCalls
 from rollover.workflows.matching import Break
+from rollover.workflows.once import Once
 from rollover.workflows.player import Host, Limits, Place, Player
 from rollover.workflows.protocol import Workflow
 
@@ -64,7 +66,7 @@ class Episodes:
         self.counts: Counter[str] = Counter()
         self._players: dict[Place, Player] = {}
         self._failures: Counter[Place] = Counter()
-        self._kept: defaultdict[Place, dict[str, Any]] = defaultdict(dict)
+        self._once: dict[Place, Once] = {}
         self._said: set[str] = set()
 
     def apart(self) -> Episodes:
@@ -106,10 +108,11 @@ class Episodes:
         place = rollout.group_id, rollout.sibling
         if place in self._players:
             self._players.pop(place).cancel()
-        self._kept[place].update(kept or {})
+        once = self._once.setdefault(place, Once(partial(self._keep, place)))
+        once.know(kept or {})
         if recorded:
             self.counts["episodes/replayed"] += 1
-        self._players[place] = Player(self, place, rollout.task, rollout.prompt_ids, recorded, self._kept[place])
+        self._players[place] = Player(self, place, rollout.task, rollout.prompt_ids, once, recorded)
 
     def unasked(self, place: Place) -> Mapping[str, int]:
         """Of an Episode that has ended: what was on record and was not asked for again, see Player."""
@@ -139,7 +142,7 @@ class Episodes:
         for place in [place for place in self._players if place[0] in groups]:
             self._players.pop(place).cancel()
             del self._failures[place]
-            self._kept.pop(place, None)
+            self._once.pop(place, None)
 
     async def next(self, rollout: Rollout) -> Segment | None:
         """The turn goes to the agent that asked for it; what comes back begins its next call. None: the end."""
@@ -161,11 +164,6 @@ class Episodes:
     def arguments(self, api_key: str) -> Mapping[str, Any]:
         return {"client": self.make_client(api_key)} if "client" in self.function.wanted else {}
 
-    def keep(self, place: Place, name: str, value: Any) -> None:
-        if place in self._players:
-            self._kept[place][name] = value
-            self.on_kept(place, name, value)
-
     def may_retry(self, place: Place, why: str) -> bool:
         self._failures[place] += 1
         again = self._failures[place] <= self.limits.retries
@@ -174,3 +172,9 @@ class Episodes:
             what = "it is run again" if again else "its rewards are missing"
             self.say(f"{self.function.spec} failed at episode {episode_name(*place)} ({why}): {what}")
         return again
+
+    # Private
+
+    def _keep(self, place: Place, name: str, value: Any) -> None:
+        if place in self._players:
+            self.on_kept(place, name, value)

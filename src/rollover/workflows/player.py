@@ -15,7 +15,6 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 from rollover.envs.protocol import written
@@ -80,10 +79,6 @@ class Surroundings(Protocol):
         """Those of the function that depend on nothing but the key."""
         ...
 
-    def keep(self, place: Place, name: str, value: Any) -> None:
-        """The Episode keeps this over a kill."""
-        ...
-
     def may_retry(self, place: Place, why: str) -> bool:
         """The function failed. Whether it may be run again."""
         ...
@@ -108,10 +103,10 @@ class _Waiting:
 
 
 class Player:
-    """`task_prompt`: the task's own prompt. `recorded`: copies of the Rollouts of an earlier run; `kept`: what that
-    did once, by name. `over`: the function has ended, or nobody waits for it. `lost`: it was cancelled from outside, as
-    when an event loop ends. `unasked`: after the end, the Rollouts on record with turns that were not asked for again,
-    and how many of their tokens were; while there are any, the others wait for `close`."""
+    """`task_prompt`: the task's own prompt. `once`: the Episode's, over all its runs; `recorded`: copies of the
+    Rollouts of an earlier one. `over`: the function has ended, or nobody waits for it. `lost`: it was cancelled from
+    outside, as when an event loop ends. `unasked`: after the end, the Rollouts on record with turns that were not asked
+    for again, and how many of their tokens were; while there are any, the others wait for `close`."""
 
     def __init__(
         self,
@@ -119,8 +114,8 @@ class Player:
         place: Place,
         task: Task,
         task_prompt: tuple[int, ...],
+        once: Once,
         recorded: Sequence[Rollout] = (),
-        kept: Mapping[str, Any] | None = None,
     ) -> None:
         assert around.host is not None
         self.around, self.place, self.task = around, place, task
@@ -142,7 +137,6 @@ class Player:
         self._refused = False  # for want of tokens or turns: what the agent makes of that is the policy's doing
         self.over = self.lost = self._restarts = self._cut_off = False
         self._otherwise = Reward(None, error="the workflow gave it no reward")  # where a trajectory has none of its own
-        once = Once(kept or {}, partial(around.keep, place))
         self.episode = Episode(episode_name(*place), task, around.base_url, self._new_trajectory, once)
         self._default = self._new_trajectory(MODEL)
         self._clock = AgentClock(around.limits.timeout_s, self._on_timeout)

@@ -10,13 +10,15 @@ Owns how many turns of each Rollout were asked for again. A Rollout is found by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rollover.trajectories import up_to
-from rollover.types import Rollout, RolloutState
-from rollover.workflows.calls import Call
+from rollover.types import Rollout, RolloutState, StopReason
 from rollover.workflows.conversations import Continues
+
+Answers = Callable[[int, Sequence[int], StopReason | None], bool]
+"""Whether a turn may be the answer to a call: tokens before it, its own ones, and why it ended (None: not yet)."""
 
 
 @dataclass(eq=False)
@@ -71,20 +73,15 @@ class Record:
         start, end = found.next_turn
         return (found.rollout.num_tokens if end is None else end) - start, end is not None
 
-    def goes_on_otherwise(self, place: Continues, call: Call, max_new_tokens: int) -> bool:
-        """Whether the Rollout has a next turn, and that is none of this call."""
+    def goes_on_otherwise(self, place: Continues, answers: Answers) -> bool:
+        """Whether the Rollout has a next turn, and that is none of a call which belongs there: other tokens are before
+        it, or it is no answer to the call."""
         found = self._of_id.get(place.rollout_id)
         if found is None or (turn := found.next_turn) is None:
             return False
-        start, end = turn
-        tokens, limit = found.rollout.token_ids(), max_new_tokens
-        if tuple(tokens[found.end : start]) != place.token_ids:
-            return True
-        if call.max_tokens is not None:
-            limit = min(limit, start + call.max_tokens)
-        if end is None:
-            return len(tokens) >= limit
-        return end > limit
+        (start, end), tokens = turn, found.rollout.token_ids()
+        reason = None if end is None else up_to(found.rollout, end).stop_reason
+        return tuple(tokens[found.end : start]) != place.token_ids or not answers(start, tokens[start:end], reason)
 
     def ask(self, rollout_id: str) -> Rollout:
         """A copy of the Rollout up to the end of its next turn, which is asked for now. Its stop reason is that of the

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from typing import Any
 
 from rollover.envs.protocol import TurnOptions
-from rollover.types import Rollout, Task
+from rollover.types import Rollout, StopReason, Task
 from rollover.workflows.calls import MODEL, BudgetUsedUp, Call, Reply
 from rollover.workflows.conversations import Continues, Opens
 from rollover.workflows.episode import EpisodeTrajectory
@@ -28,7 +30,7 @@ Place = tuple[int, int]  # group id, sibling
 class Limits:
     """Of one Episode. `max_new_tokens`: of a Rollout, sampled and appended; `max_prompt_tokens`: before those;
     `max_tokens`: sampled, over all Rollouts, 0: no limit; `precomputed`: whether the advantages of a role come with its
-    trajectories."""
+    trajectories; `stop`: what ends every turn, besides the stop strings of its call."""
 
     max_new_tokens: int
     max_prompt_tokens: int
@@ -39,6 +41,7 @@ class Limits:
     retries: int = 1
     precomputed: Callable[[str], bool] = lambda role: False
     max_tokens: int = 0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class Turns:
         """The turn of a call that belongs there, as its conversation tells. CallRefused where it can have none."""
         if self._num >= (most := self._limits.max_turns):
             raise BudgetUsedUp(f"the episode has had its {most} turns (workflow.max_turns)")
-        if isinstance(place, Continues) and self.record.goes_on_otherwise(place, call, self._limits.max_new_tokens):
+        answers = partial(self._answers, call, trajectory.conversations.chats.tokenizer)
+        if isinstance(place, Continues) and self.record.goes_on_otherwise(place, answers):
             # As where another call had gone on from there first: so it did, and may do so again.
             place = trajectory.conversations.branch(call)
         if isinstance(place, Continues):
@@ -131,6 +135,29 @@ class Turns:
         return turn
 
     # Private
+
+    def _answers(
+        self, call: Call, tokenizer: Any, start: int, token_ids: Sequence[int], reason: StopReason | None
+    ) -> bool:
+        """Whether a turn of these tokens, which ended for `reason` (None: not yet), is what the call's limits leave of
+        what the policy says. Stop strings are looked for after each token, in the text of the turn."""
+        limits, num = self._limits, len(token_ids)
+        room = limits.max_new_tokens - start
+        room = room if call.max_tokens is None else min(room, call.max_tokens)
+
+        def has(ids: Sequence[int], stop: tuple[str, ...]) -> bool:
+            text = tokenizer.decode(list(ids), skip_special_tokens=False) if stop else ""
+            return any(string in text for string in stop)
+
+        if reason is None:
+            return num < room and not has(token_ids, call.stop)
+        if num > room or has(token_ids[:-1], call.stop):
+            return False
+        if reason is StopReason.STOP_STRING:
+            return has(token_ids, (*limits.stop, *call.stop))
+        if reason is StopReason.LENGTH and num < room and not limits.max_tokens:
+            return False  # with those it may have ended for want of tokens of the Episode
+        return reason is StopReason.EOS or not has(token_ids, call.stop)
 
     def _continue(
         self, trajectory: EpisodeTrajectory, call: Call, place: Continues, room: int

@@ -492,3 +492,28 @@ def test_a_token_id_that_the_model_does_not_have_is_refused(wrong: int):
     with pytest.raises(CallRefused, match=f"{wrong} is no token id: those of the model are 0 to 99"):
         Conversations(chats).place_of(Call(prompt=(5, wrong)))
     assert Conversations(chats).place_of(Call(prompt=(5, 99)))
+
+
+def test_what_a_failed_run_leaves_under_way_is_waited_for_and_not_done_again():
+    done, may_end, runs = list[int](), asyncio.Event(), list[int]()
+
+    async def effect() -> int:
+        done.append(1)
+        await may_end.wait()
+        return len(done)
+
+    async def fails() -> None:
+        raise ValueError("as planned")
+
+    async def talk(episode: Any) -> float:
+        runs.append(1)
+        if len(runs) == 1:
+            await asyncio.gather(episode.once("effect", effect), fails())  # it cancels nothing
+        may_end.set()
+        found = await episode.once("effect", effect)
+        await episode.trajectory().chat([USER])
+        return float(found)
+
+    host = ScriptedHost(talk, says("four"))
+    assert host.run() == {"0-0": Reward(1.0)} and host.restarts == 1
+    assert len(done) == 1

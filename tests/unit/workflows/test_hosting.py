@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.rollout.lifecycle import EventKind
 from rollover.types import DropReason, Group, Rollout, RolloutState, SamplingParams, Segment, StopReason
+from rollover.workflows.calls import BudgetUsedUp
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.function import WorkflowFunction
@@ -99,19 +103,28 @@ class Hosted(Run):
     """A driver whose rollouts are played by `agents`."""
 
     def __init__(
-        self, agents: Any, *, retries: int = 1, timeout_s: float = 60.0, resumes: bool = True, **config: Any
+        self,
+        agents: Any,
+        *,
+        retries: int = 1,
+        timeout_s: float = 60.0,
+        max_tokens: int = 0,
+        resumes: bool = True,
+        engine: Turns | None = None,
+        **config: Any,
     ) -> None:
         async def workflow(task: Any, episode: Any) -> Any:
             return await agents(task, episode)
 
-        limits = Limits(MAX_NEW_TOKENS, 2000, timeout_s=timeout_s, on_timeout="score", retries=retries)
-        chats = Chats(TOKENIZER)
-        function = WorkflowFunction(workflow, "mine")
+        limits = Limits(
+            MAX_NEW_TOKENS, 2000, timeout_s=timeout_s, on_timeout="score", retries=retries, max_tokens=max_tokens,
+            max_turns=200 if max_tokens else 16,
+        )  # fmt: skip
+        chats, function = Chats(TOKENIZER), WorkflowFunction(workflow, "mine")
         self.episodes = Episodes(function, chats, limits, SamplingParams(), resumes=resumes)
         self.groups: list[Group] = []
-        engine = Turns()
         super().__init__(
-            engine=engine,
+            engine=engine or Turns(),
             environment=self.episodes,
             **{"max_new_tokens": MAX_NEW_TOKENS, "stop_token_ids": [chats.of(()).end_of_turn]} | config,
         )
@@ -297,9 +310,93 @@ def test_an_episode_that_asks_for_nothing_again_keeps_a_rollout_without_a_turn()
         return 1.0
 
     runs = killed_at_random([("interrupt", 100)], lambda: Hosted(once_only, group_size=3, **PARTIAL), 2)
-    empty = [r for run in runs for g in run.groups for r in g.rollouts if not r.num_tokens]
-    assert empty and all(r.reward is not None and r.reward.missing for r in empty)
-    assert runs[-1].ledger.dropped[DropReason.RESTARTED].tokens > 0
+    episodes: dict[tuple[int, int], list[Rollout]] = {}
+    for rollout in (r for run in runs for group in run.groups for r in group.rollouts):
+        episodes.setdefault((rollout.group_id, rollout.sibling), []).append(rollout)
+    empty = [of for of in episodes.values() if not all(r.num_tokens for r in of)]
+    assert empty and all(len(of) == 1 and of[0].sibling == 0 for of in empty)
+    assert {of[0].reward and of[0].reward.error for of in empty} == {"the workflow made no model call"}
+    for of in episodes.values():
+        if of not in empty:
+            assert len(of) == 3 and {r.reward and r.reward.score for r in of} == {1.0}
+    held = [r for group in runs[0].cache.groups.values() for r in group.rollouts]
+    unasked = sum(r.num_sampled_tokens for r in held if not r.sibling and r.state is not RolloutState.READY)
+    assert runs[-1].ledger.dropped[DropReason.RESTARTED].tokens == unasked > 0
+
+
+class Counted(Turns):
+    """Counts the tokens of every Episode, whatever becomes of them."""
+
+    def __init__(self, sampled: Counter[str]) -> None:
+        super().__init__()
+        self.sampled = sampled
+
+    async def extend(self, request: ExtendRequest) -> list[Segment]:
+        segments = await super().extend(request)
+        self.sampled[request.rollout_id.partition(".")[0]] += sum(map(len, segments))
+        return segments
+
+
+@pytest.mark.parametrize("fickle", [False, True])
+@pytest.mark.parametrize("turns", [40, 90, 150])
+def test_the_tokens_of_an_episode_are_bounded_over_a_kill_whatever_is_asked_again(turns: int, fickle: bool) -> None:
+    """It asks two equal questions at a time until there are no tokens left."""
+    asked, sampled = 0, Counter[str]()
+
+    async def talkative(task: Any, episode: Any) -> float:
+        nonlocal asked
+        asked += 1
+        with suppress(BudgetUsedUp):
+            for number in itertools.count():
+                question = [user(f"Question {number} {asked if fickle else ''}")]
+                calls = [episode.trajectory().chat(question) for _ in range(2)]
+                for outcome in await asyncio.gather(*calls, return_exceptions=True):
+                    if isinstance(outcome, BaseException):
+                        raise outcome
+        return 1.0
+
+    def make() -> Hosted:
+        return Hosted(talkative, max_tokens=120, engine=Counted(sampled), **PARTIAL)
+
+    runs = killed_at_random([("interrupt", turns)], make, 2)
+    trained = {f"{r.group_id}-{r.sibling}" for run in runs for g in run.groups for r in g.rollouts}
+    assert runs[-1].episodes.counts["episodes/replayed"] > 0
+    assert {sampled[episode] for episode in trained} == {120} and max(sampled.values()) == 120
+
+
+def test_an_agents_time_and_tries_begin_anew_after_a_kill() -> None:
+    """As its work does: what it did before is done again."""
+    failed: set[tuple[int, str]] = set()
+
+    async def slow(task: Any, episode: Any) -> float:
+        if (len(runs), episode.episode_id) not in failed:
+            failed.add((len(runs), episode.episode_id))
+            raise ValueError("once in every process")
+        trajectory = episode.trajectory()
+        first = await trajectory.chat([user("Hello")])
+        await asyncio.sleep(4)
+        await trajectory.chat([user("Hello"), first.message, user("More")])
+        return 1.0
+
+    def make() -> Hosted:
+        return Hosted(slow, timeout_s=5.0, retries=1)
+
+    runs = [make()]
+
+    async def cut_off() -> None:
+        training = asyncio.ensure_future(runs[0].step())
+        await asyncio.sleep(3)
+        runs[0].driver.interrupt_for_good()
+        await training
+
+    virtual_time.run(cut_off())
+    saved = runs[0].save()
+    runs.append(make())
+    runs[1].load(saved)
+    groups = virtual_time.run(runs[1].step())
+    assert groups and {r.reward and r.reward.score for g in groups for r in g.rollouts} == {1.0}
+    counts = runs[1].episodes.counts
+    assert counts["episodes/replayed"] and not counts["episodes/timeout"] and not counts["episodes/error"]
 
 
 def test_what_is_done_once_is_not_done_again() -> None:

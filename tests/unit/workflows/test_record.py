@@ -181,7 +181,9 @@ def test_what_is_not_asked_for_again_is_named_to_the_turn() -> None:
         (StopReason.PAUSED, 3, False),
         (StopReason.LENGTH, 3, True),
         (StopReason.LENGTH, 2, False),
-        (StopReason.STOP_STRING, 9, True),
+        (StopReason.LENGTH, 4, False),
+        (StopReason.LENGTH, None, False),
+        (StopReason.REPETITION, 9, True),
     ],
 )
 def test_a_turn_on_record_must_fit_the_limit_of_the_call(
@@ -204,6 +206,39 @@ def test_a_turn_on_record_must_fit_the_limit_of_the_call(
     assert isinstance(turn, Continued | Played) is fits
 
 
+@pytest.mark.parametrize(
+    ("text", "reason", "stop", "fits"),
+    [
+        ("one two", StopReason.EOS, ["three"], True),
+        ("one two", StopReason.EOS, ["one"], False),
+        ("one two", StopReason.EOS, ["two"], False),
+        ("one two", StopReason.STOP_STRING, ["two"], True),
+        ("one two", StopReason.STOP_STRING, ["three"], False),
+        ("one two", StopReason.STOP_STRING, [], False),
+        ("one two", StopReason.STOP_STRING, ["one", "two"], False),
+        ("one two;", StopReason.STOP_STRING, [], True),  # it ended as every turn of the run does
+        ("one two", StopReason.REPETITION, ["two"], False),
+        ("one two", StopReason.PAUSED, ["one"], False),
+        ("one two", StopReason.PAUSED, ["three"], True),
+    ],
+)
+def test_a_turn_on_record_must_fit_the_stop_strings_of_the_call(
+    text: str, reason: StopReason, stop: list[str], fits: bool
+) -> None:
+    before = Run(stop=(";",))
+    trajectory = before.trajectory()
+    asked = [user("Hi"), before.say(trajectory, [user("Hi")], "four"), user("more")]
+    before.begin(trajectory, asked)
+    before.sample(before.rollouts["0-0"], text, reason)
+
+    again = Run(list(before.rollouts.values()), stop=(";",))
+    trajectory = again.trajectory()
+    again.begin(trajectory, [user("Hi")])
+    turn = again.begin(trajectory, asked, stop=tuple(stop))
+    assert isinstance(turn, Continued | Played) is fits
+    assert not isinstance(turn, Opened) or turn.rollout_id == "0-0.0.1"
+
+
 def test_a_rollout_without_a_key_of_a_checkpoint_of_before_is_not_found() -> None:
     before = Run()
     before.say(before.trajectory("a"), [user("Hi")], "four")
@@ -212,3 +247,15 @@ def test_a_rollout_without_a_key_of_a_checkpoint_of_before_is_not_found() -> Non
     again = Run([old])
     assert isinstance(again.begin(again.trajectory("a"), [user("Hi")]), Opened)
     assert again.turns.record.unasked() == {"0-0": 0}
+
+
+def test_a_turn_that_the_tokens_of_the_episode_ended_is_served() -> None:
+    before = Run(max_tokens=6)
+    trajectory = before.trajectory()
+    asked = [user("Hi"), before.say(trajectory, [user("Hi")], "four"), user("more")]
+    before.begin(trajectory, asked)
+    before.sample(before.rollouts["0-0"], "fi", StopReason.LENGTH)
+    again = Run(list(before.rollouts.values()), max_tokens=6)
+    trajectory = again.trajectory()
+    again.begin(trajectory, [user("Hi")])
+    assert served(again.begin(trajectory, asked)) == "fi"

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from rollover.trajectories import place
-from rollover.types import Rollout, RolloutState, StopReason
+from rollover.types import Reward, Rollout, RolloutState, StopReason
 from rollover.workflows.episodes import Episodes
 
 PlayRollout = Callable[[Rollout], Awaitable[None]]
@@ -39,6 +39,8 @@ class EpisodeHost:
             try:
                 restarts = await run.over
                 if not restarts:
+                    if run.failed is not None:
+                        self.episodes.give_up(key)
                     return await run.at_end(first)
             finally:
                 del self._runs[key]
@@ -82,14 +84,19 @@ class _Run:
         if not self.over.done():
             self.over.set_result(restarts)
 
+    @property
+    def failed(self) -> Reward | None:
+        """The reward of a rollout at which the environment failed: nobody tells the agent any more."""
+        return next((rollout.reward for rollout in self.rollouts if rollout.reward is not None), None)
+
     async def at_end(self, first: Rollout) -> list[Rollout]:
         """Its rollouts, when the turns under way have ended; `first` alone where it made no call."""
-        failed = next((r.reward for r in self.rollouts if r.reward is not None), None)
+        failed = self.failed
         if failed is None and self._error is None and self._playing:
             await asyncio.wait(self._playing)
         if self._error is not None:
             raise self._error
-        if failed is not None:  # nobody tells the agent any more: all that it did is worth nothing
+        if failed is not None:  # all that it did is worth nothing
             for rollout in self.rollouts:
                 rollout.reward, rollout.stop_reason = failed, StopReason.ERROR
         if not self.rollouts:

@@ -262,9 +262,12 @@ def test_where_the_agents_side_fails_the_episode_has_no_score(monkeypatch: pytes
         return 1.0
 
     monkeypatch.setattr(Episodes, "next", broken)
-    found = Evaluation(asking).run()
+    evaluation = Evaluation(asking)
+    found = evaluation.run()
     assert [a.score for a in found.answers] == [1.0] * 5 + [None]
     assert "no such page" in (found.answers[5].error or "")
+    assert found.ends == {"done": 5, "length": 0, "timeout": 0, "error": 1, "restarted": 0}
+    assert "1 ended with error" in evaluation.said[-1]
 
 
 @pytest.mark.parametrize(

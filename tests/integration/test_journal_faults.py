@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import uuid
 from collections.abc import Iterable
@@ -237,3 +238,30 @@ def test_what_a_checkpoint_has_made_needless_is_deleted_by_the_next_start(
     assert train(capsys, recipe, "--resume")[0] == 0
     assert len(list((tmp_path / "run" / "journal").iterdir())) == 1
     check_whole(tmp_path / "run", 1)
+
+
+def test_where_the_journal_cannot_be_ended_the_rest_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    close_journal, close_engine, close_mirror = Journal.close, EmbeddedEngine.close, Mirror.close
+
+    def fails(self: Journal) -> None:
+        close_journal(self)
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def ends(self: EmbeddedEngine) -> None:
+        await close_engine(self)
+        ended.append("engine")
+
+    def ends_mirror(self: Mirror) -> None:
+        close_mirror(self)
+        ended.append("mirror")
+
+    monkeypatch.setattr(Journal, "close", fails)
+    monkeypatch.setattr(EmbeddedEngine, "close", ends)
+    monkeypatch.setattr(Mirror, "close", ends_mirror)
+    elsewhere = CHECKPOINT | {"dir": f"memory://{uuid.uuid4().hex}"}
+    code, text = train(capsys, runs.write(tmp_path, steps=1, checkpoint=elsewhere))
+    assert code != 0 and "Input/output error" in text, text
+    assert sorted(ended) == ["engine", "mirror"]

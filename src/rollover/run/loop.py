@@ -15,7 +15,7 @@ through `Run.steps` inside `running`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from rollover.config import Config
@@ -212,11 +212,10 @@ class Run:
 
     async def close(self) -> None:
         """End the journal, the engine, the reward workers and the trainer's thread."""
-        self.journaling.close()
-        try:
-            await self.parts.close()
-        finally:
-            self.overlap.close()
+        async with AsyncExitStack() as rest:  # each of them, even if another fails
+            rest.callback(self.overlap.close)
+            rest.push_async_callback(self.parts.close)
+            self.journaling.close()
 
     # Private
 

@@ -9,6 +9,8 @@ is checkpointing.py's, and what the records of an earlier process mean is replay
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from rollover.checkpoint.journal import Journal, Mark, Part
 from rollover.config import Config
 from rollover.rollout.lifecycle import Event
@@ -129,10 +131,11 @@ class Journaling:
 
     def close(self) -> None:
         """End the timer, the journal and the mirror."""
-        self._timer.close()
-        self._journal.close()
-        if self._mirror is not None:
-            self._mirror.close()
+        with ExitStack() as rest:  # each of them, even if another fails
+            if self._mirror is not None:
+                rest.callback(self._mirror.close)
+            rest.callback(self._journal.close)
+            self._timer.close()
 
     # Private
 

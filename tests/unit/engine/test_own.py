@@ -300,5 +300,17 @@ def test_what_fails_at_the_close_hides_no_error(capsys: pytest.CaptureFixture[st
     assert said in capsys.readouterr().err
 
 
+def test_what_fails_at_the_close_is_raised_within_an_except_of_the_program() -> None:
+    async def run() -> None:
+        engine = own(close=raising(KeyError("gpu")))
+        await engine.close()
+
+    try:
+        raise ValueError("something earlier")
+    except ValueError:
+        with pytest.raises(FunctionError, match="its close failed: KeyError: 'gpu'"):
+            asyncio.run(run())
+
+
 def test_what_it_has_beside_the_contract_can_be_read() -> None:
     assert own(queue_length=3).queue_length == 3

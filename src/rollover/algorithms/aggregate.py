@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from rollover.algorithms.elementwise import masked
-from rollover.config.losses import Aggregation
+from rollover.config.traits import Aggregation
 
 # What each mode divides the sum over rows by: how many of these have a loss token. None: by nothing.
 COUNTED: dict[Aggregation, Literal["tokens", "sequences", "groups"] | None] = {

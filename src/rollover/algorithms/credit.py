@@ -26,7 +26,7 @@ from rollover.algorithms.filters import MaskedRollout
 from rollover.algorithms.grouping import Grouped, Grouping
 from rollover.algorithms.precomputed import precomputed, undeclared
 from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
-from rollover.config.losses import ADVANTAGES, OWN_ADVANTAGE, AdvantageTraits
+from rollover.config.traits import ADVANTAGES, OWN_ADVANTAGE, AdvantageTraits
 from rollover.trajectories import Trajectory, TrajectoryGroup, Turn, episodes_of
 from rollover.types import Group, Reward, Rollout
 

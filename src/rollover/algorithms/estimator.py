@@ -1,7 +1,7 @@
 """From the rewards of a batch to one advantage each: by an estimator of advantage.py, or one of the user's own.
 
 Owns what an estimator is given (`Scored`), which function a name stands for, and the check of what a function of the
-user's own returned. The formulas are in advantage.py, and what each of them reads is declared in config/losses.py.
+user's own returned. The formulas are in advantage.py, and what each of them reads is declared in config/traits.py.
 
 Shapes: N trajectories (or turns of them: `Unit`), R rewards of each. NaN: a missing reward.
 """
@@ -16,7 +16,7 @@ import torch
 
 from rollover.algorithms import advantage
 from rollover.config import AlgorithmConfig
-from rollover.config.losses import ADVANTAGES
+from rollover.config.traits import ADVANTAGES
 from rollover.functions import OwnFunction, described, own_function
 from rollover.types import Reward, Rollout
 

@@ -2,7 +2,7 @@
 
 Shapes: B rows, T tokens. Differentiable in the current policy's values alone; float32; pure functions. Masked positions
 are 0, whatever the inputs hold there. A new policy loss is one function over `Tokens`, and one entry of `LOSSES` in
-config/losses.py.
+config/traits.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rollover.algorithms.elementwise import bounded_exp, masked
-from rollover.config.losses import LOSSES as TRAITS
+from rollover.config.traits import LOSSES as TRAITS
 
 
 @dataclass(frozen=True)

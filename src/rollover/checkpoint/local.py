@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from rollover.checkpoint.content import FileWriter, commit_text, fingerprint, manifest_text, produce
 from rollover.checkpoint.entries import LEFTOVER, leftover
 from rollover.checkpoint.storage import Storage
-from rollover.checkpoint.writing import COMMITTED, MANIFEST, Place
+from rollover.checkpoint.writing import COMMITTED, MANIFEST, CheckpointWriter
 from rollover.files import fsync_dir
 
 
@@ -60,10 +60,10 @@ class LocalStorage(Storage):
     def fetch(self, source: str, file: str, path: str) -> None:
         """Nothing is brought: the file is in its place."""
 
-    def begin(self, name: str) -> Place:
+    def begin(self, name: str) -> CheckpointWriter:
         os.makedirs(self.root, exist_ok=True)
         self.clean()
-        return LocalPlace(self.root, name)
+        return LocalWriter(self.root, name)
 
     def delete(self, name: str) -> None:
         # Renamed first: a kill in the middle of the deletion must not leave a committed but incomplete checkpoint.
@@ -85,7 +85,7 @@ class LocalStorage(Storage):
                 shutil.rmtree(self.at(entry), ignore_errors=True)
 
 
-class LocalPlace(Place):
+class LocalWriter(CheckpointWriter):
     """A folder beside the final one, which is renamed when it is complete."""
 
     def __init__(self, root: str, name: str) -> None:

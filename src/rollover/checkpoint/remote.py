@@ -15,7 +15,7 @@ from typing import Any
 from rollover.checkpoint.content import FileWriter, commit_text, fingerprint, manifest_text, produce
 from rollover.checkpoint.entries import UPLOAD, upload_number
 from rollover.checkpoint.storage import Storage
-from rollover.checkpoint.writing import COMMITTED, MANIFEST, Place
+from rollover.checkpoint.writing import COMMITTED, MANIFEST, CheckpointWriter
 
 
 class RemoteStorage(Storage):
@@ -72,11 +72,11 @@ class RemoteStorage(Storage):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         self.fs.get_file(f"{source}/{file}", path)
 
-    def begin(self, name: str) -> Place:
+    def begin(self, name: str) -> CheckpointWriter:
         # One that is replaced is deleted after the commit of its replacement.
         replaced = self._uploads(name)
         target = self.at(f"{name}.{upload_number(replaced[-1]) + 1}" if replaced else name)
-        return RemotePlace(self.fs, target, [self.at(e) for e in replaced], self._delete_upload, self.write_errors)
+        return RemoteWriter(self.fs, target, [self.at(e) for e in replaced], self._delete_upload, self.write_errors)
 
     def delete(self, name: str) -> None:
         for entry in self._uploads(name):
@@ -98,7 +98,7 @@ class RemoteStorage(Storage):
             self.fs.rm(path, recursive=True)
 
 
-class RemotePlace(Place):
+class RemoteWriter(CheckpointWriter):
     """A folder `target` of an object store, which has no rename: the marker comes last, and readers go by it alone.
 
     `replaced`: earlier uploads of this checkpoint; `delete` removes one of them, or what was uploaded of this.

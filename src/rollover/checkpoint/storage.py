@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.checkpoint.entries import name_of
-from rollover.checkpoint.writing import Place
+from rollover.checkpoint.writing import CheckpointWriter
 
 
 class Storage(ABC):
@@ -75,7 +75,7 @@ class Storage(ABC):
         """Bring one file of a checkpoint to its local path. FileNotFoundError where it is found to be missing."""
 
     @abstractmethod
-    def begin(self, name: str) -> Place:
+    def begin(self, name: str) -> CheckpointWriter:
         """A place for the files of a new checkpoint."""
 
     @abstractmethod

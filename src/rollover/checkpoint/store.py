@@ -117,8 +117,8 @@ class CheckpointStore:
         """
         checkpoint_step(name)
         with self._write_errors(name, lambda: None):
-            place = self._storage.begin(name)
-        return PendingCheckpoint(place, lambda undo: self._write_errors(name, undo), lambda: self._prune(name))
+            writer = self._storage.begin(name)
+        return PendingCheckpoint(writer, lambda undo: self._write_errors(name, undo), lambda: self._prune(name))
 
     def write(self, name: str, files: Mapping[str, FileWriter]) -> None:
         """Begin a checkpoint, add these files and commit it."""

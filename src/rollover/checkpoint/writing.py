@@ -1,7 +1,7 @@
 """A checkpoint between begin and commit: its files come one by one.
 
-Never decides what is in a file, nor where it lies: a Place does (local.py, remote.py), in an order that holds whatever
-moment the process dies at (docs/checkpoint-format.md).
+Never decides what is in a file, nor where it lies: a CheckpointWriter does (local.py, remote.py), in an order that
+holds whatever moment the process dies at (docs/checkpoint-format.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
 
 
-class Place(ABC):
+class CheckpointWriter(ABC):
     """Where the files of one checkpoint go. What is committed is complete, and what is not is invisible."""
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class PendingCheckpoint:
 
     def __init__(
         self,
-        place: Place,
+        writer: CheckpointWriter,
         guard: Callable[[Callable[[], None]], AbstractContextManager[None]],
         on_commit: Callable[[], None],
     ) -> None:
-        self._place, self._guard, self._on_commit = place, guard, on_commit
+        self._writer, self._guard, self._on_commit = writer, guard, on_commit
 
     def add(self, file: str, content: FileWriter) -> None:
         """Write one file durably: its bytes, or a function that writes it at the local path it is given.
@@ -57,11 +57,11 @@ class PendingCheckpoint:
         `file`: its name, relative; `/` separates folders.
         """
         assert is_plain_name(file) and file not in (MANIFEST, COMMITTED), f"bad file name: {file!r}"
-        with self._guard(self._place.abort):
-            self._place.add(file, content)
+        with self._guard(self._writer.abort):
+            self._writer.add(file, content)
 
     def commit(self) -> None:
         """From now on readers see it."""
-        with self._guard(self._place.abort):
-            self._place.commit()
+        with self._guard(self._writer.abort):
+            self._writer.commit()
         self._on_commit()

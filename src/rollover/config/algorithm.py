@@ -9,7 +9,6 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationInfo, model_val
 from rollover.alike import did_you_mean
 from rollover.config import correction
 from rollover.config.correction import Correction, Rejection
-from rollover.config.losses import ADVANTAGES, LOSSES, OWN_ADVANTAGE, OWN_LOSS, AdvantageTraits, Aggregation, LossTraits
 from rollover.config.presets import PRESETS
 from rollover.config.table import (
     OWN,
@@ -25,6 +24,7 @@ from rollover.config.table import (
     option,
     refuse,
 )
+from rollover.config.traits import ADVANTAGES, LOSSES, OWN_ADVANTAGE, OWN_LOSS, AdvantageTraits, Aggregation, LossTraits
 from rollover.functions import is_number
 
 Presets = Literal[

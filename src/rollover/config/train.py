@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import Field
 
 from rollover.alike import did_you_mean
-from rollover.config.losses import ADVANTAGES
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
+from rollover.config.traits import ADVANTAGES
 
 # The function of an `EngineSetup` that makes each, loaded when it is called: the names alone load nothing heavy.
 ENGINES = {

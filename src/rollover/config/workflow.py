@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from rollover.alike import did_you_mean
-from rollover.config.losses import ADVANTAGES
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, memory_rules, option, value_of
+from rollover.config.traits import ADVANTAGES
 
 TOOL_FORMATS = ("hermes", "json")
 

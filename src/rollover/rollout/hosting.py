@@ -29,8 +29,8 @@ from rollover.rollout.turn import as_shown
 from rollover.types import Group, Rollout, RolloutState
 from rollover.workflows.calls import MODEL
 from rollover.workflows.episodes import Episodes
+from rollover.workflows.turns import EpisodePlace
 
-Place = tuple[int, int]  # group id, sibling
 _UNOPENED = (RolloutState.WAITING, RolloutState.ACTING)
 
 
@@ -40,8 +40,9 @@ class Hosting:
     def __init__(self, lifecycle: Lifecycle, episodes: Episodes, forget: Callable[[list[str]], None]) -> None:
         self.lifecycle, self.episodes, self._forget = lifecycle, episodes, forget
         episodes.host, episodes.on_kept = self, self._keep
-        self._asked: list[tuple[Place, Rollout | None]] = []  # Rollouts to open; None: the Episode is to begin again
-        self._ended: list[Place] = []
+        # Rollouts to open; None: the Episode is to begin again
+        self._asked: list[tuple[EpisodePlace, Rollout | None]] = []
+        self._ended: list[EpisodePlace] = []
         self._news: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
@@ -123,7 +124,7 @@ class Hosting:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    def _go_on_with(self, group: Group, place: Place) -> None:
+    def _go_on_with(self, group: Group, place: EpisodePlace) -> None:
         """An Episode whose agent was lost."""
         rollouts = _of(group, place)
         if not self.episodes.resumes or _has_just_begun(rollouts, group):
@@ -134,7 +135,7 @@ class Hosting:
         first = Rollout(*place, group.task, prompt_ids=group.prompt_ids)
         self.episodes.begin(first, group.kept.get(place[1]), [as_shown(rollout) for rollout in rollouts])
 
-    def _begin(self, group: Group, place: Place) -> None:
+    def _begin(self, group: Group, place: EpisodePlace) -> None:
         rollouts = _of(group, place)
         first = rollouts[0]
         if not _has_just_begun(rollouts, group):
@@ -144,7 +145,7 @@ class Hosting:
             begin_acting(self.lifecycle, first)
         self.episodes.begin(first, group.kept.get(place[1]))
 
-    def _cut(self, place: Place) -> list[Rollout]:
+    def _cut(self, place: EpisodePlace) -> list[Rollout]:
         """What was on record of an Episode that has ended, and was not asked for again, leaves. Returns Rollouts that
         have others of their turns."""
         left = []
@@ -156,12 +157,12 @@ class Hosting:
         self.episodes.close(place)
         return left
 
-    def _keep(self, place: Place, name: str, value: Any) -> None:
+    def _keep(self, place: EpisodePlace, name: str, value: Any) -> None:
         if place[0] in self.lifecycle.cache.groups:
             keep(self.lifecycle, *place, name, value)
 
 
-def _of(group: Group, place: Place) -> list[Rollout]:
+def _of(group: Group, place: EpisodePlace) -> list[Rollout]:
     return [r for r in group.rollouts if r.sibling == place[1]]
 
 

@@ -1,9 +1,9 @@
 """The scheduler: what is admitted, started, interrupted, consumed and dropped. A pure state machine.
 
-Owns the decisions; what they rest on is kept by held.py (groups, deadlines, the order of consumption) and slots.py (who
-runs, and the order of resumption). It is told of every transition (`on_*`, by Lifecycle) and answers questions. Never
-changes a rollout (RolloutCache does), never waits, never reads a clock. What it keeps grows with the groups held; the
-cost of an answer does not.
+Owns the decisions; what they rest on is kept by held_groups.py (groups, deadlines, the order of consumption) and
+slots.py (who runs, and the order of resumption). It is told of every transition (`on_*`, by Lifecycle) and answers
+questions. Never changes a rollout (RolloutCache does), never waits, never reads a clock. What it keeps grows with the
+groups held; the cost of an answer does not.
 
 Invariants: at most `config.most_held` groups are held; a step takes at most `groups_per_step` groups, and exactly so
 many unless complete_fraction, complete_by or the end of the task stream allow fewer; no token in the loss is staler
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.held import HeldGroups
+from rollover.rollout.held_groups import HeldGroups
 from rollover.rollout.length_estimate import LengthEstimate
 from rollover.rollout.slots import Slots
 from rollover.types import Group, Rollout, RolloutState

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.held import Held
+from rollover.rollout.held_groups import Held
 from rollover.rollout.order import RolloutView, load_order
 from rollover.rollout.start_queue import StartQueue
 from rollover.staleness import NO_DEADLINE

@@ -10,7 +10,7 @@ import datetime
 import decimal
 from typing import Any
 
-from rollover.tasks.rows import Place, open_rows, place_of_row
+from rollover.tasks.rows import Table, open_rows, place_of_row
 from rollover.tasks.same import problem_text
 from rollover.tasks.source import SourceSetup
 from rollover.types import Task
@@ -24,7 +24,7 @@ def dataset_source(setup: SourceSetup) -> DatasetSource:
     config = setup.config
     apart = setup.held_out and config.names_held_out
     other_path = apart and bool(config.eval_path)
-    place = Place(
+    place = Table(
         config.eval_path if other_path else config.path,
         "" if other_path else config.subset,
         (config.eval_split or "train") if apart else config.split,
@@ -56,7 +56,7 @@ class DatasetSource:
 
     def __init__(
         self,
-        place: Place,
+        place: Table,
         *,
         label: str,
         reward: str,

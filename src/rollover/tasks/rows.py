@@ -29,8 +29,8 @@ _HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where rows are.
+class Table:
+    """A table of rows, by where it is.
 
     `path` is a file, a folder or a hub id, relative to `base_dir` if it is local; `key` is the option of tasks.sources
     that gave it. `subset` and `split` choose within a folder or a data set of the hub; a file has one split, train.
@@ -80,7 +80,7 @@ class StreamedRows:
 
     num_rows: int | None = None
 
-    def __init__(self, stream: Any, place: Place) -> None:
+    def __init__(self, stream: Any, place: Table) -> None:
         self._stream, self._place = stream, place
         self._held: list[dict[str, Any]] = []
         self._start = 0
@@ -122,7 +122,7 @@ class StreamedRows:
 Rows = StoredRows | StreamedRows | LiveStream
 
 
-def open_rows(place: Place) -> Rows:
+def open_rows(place: Table) -> Rows:
     """Opens the rows at `place`. ValueError, which names the option and the fix, where that fails."""
     if is_live(place.path):
         rows = live_rows(live_object(place.path))
@@ -164,7 +164,7 @@ def open_rows(place: Place) -> Rows:
             datasets.enable_progress_bars()
 
 
-def _file(place: Place) -> str:
+def _file(place: Table) -> str:
     """The file's location as the library takes it. ValueError where it does not exist or is empty."""
     import fsspec
 
@@ -184,7 +184,7 @@ def _file(place: Place) -> str:
     return located
 
 
-def _folder_or_id(place: Place) -> tuple[dict[str, Any], str]:
+def _folder_or_id(place: Table) -> tuple[dict[str, Any], str]:
     """The library's arguments for a folder of files or a data set of the hub, and why the hub cannot be reached ("": it
     can)."""
     local = Path(place.base_dir, os.path.expanduser(place.path))
@@ -204,7 +204,7 @@ def _folder_or_id(place: Place) -> tuple[dict[str, Any], str]:
     return arguments | {"path": place.path}, away
 
 
-def place_of_row(place: Place, index: int) -> str:
+def place_of_row(place: Table, index: int) -> str:
     """How a message names row `index`, counted from 1: by its line in a file of JSON lines."""
     lines = _suffix(place.path) in (".jsonl", ".ndjson")
     return f"dataset {place.path!r}, {'line' if lines else 'row'} {index + 1}"

@@ -20,7 +20,7 @@ OWN = "a rollover.Tracker"
 
 
 @dataclass(frozen=True)
-class Place:
+class TrackerSetup:
     """What a tracker is made for: a run of `config` in the directory `path`. `say` tells all trackers a message."""
 
     config: Config
@@ -28,24 +28,24 @@ class Place:
     say: Callable[[str], None]
 
 
-def _history(place: Place) -> RunHistory:
-    history = RunHistory(TraceFile(place.path / TRACE, place.config.track.trace))
+def _history(setup: TrackerSetup) -> RunHistory:
+    history = RunHistory(TraceFile(setup.path / TRACE, setup.config.track.trace))
     history.stand_at(0.0)  # loading a model is no part of a run's time
     return history
 
 
 # In the order in which they are told: files before what is shown, since a reader that went away ends the run there.
-TRACKERS: dict[str, Callable[[Place], Tracker]] = {
-    "rollouts": lambda place: RolloutRecorder(
-        place.path / "rollouts",
+TRACKERS: dict[str, Callable[[TrackerSetup], Tracker]] = {
+    "rollouts": lambda setup: RolloutRecorder(
+        setup.path / "rollouts",
         # Rollouts that were read from records are not recorded again.
-        enabled=place.config.track.rollouts and not place.config.run.train_on_recorded,
+        enabled=setup.config.track.rollouts and not setup.config.run.train_on_recorded,
     ),
-    "metrics": lambda place: MetricsFile(place.path / "metrics.jsonl"),
-    "evaluations": lambda place: EvalFile(place.path / "eval.jsonl"),
+    "metrics": lambda setup: MetricsFile(setup.path / "metrics.jsonl"),
+    "evaluations": lambda setup: EvalFile(setup.path / "eval.jsonl"),
     "trace": _history,
-    "live": lambda place: LiveView(place.config.track.live, place.config.train.num_steps, title=place.config.run.name),
-    "health": lambda place: Health(_no_matter(place.config), place.say),
+    "live": lambda setup: LiveView(setup.config.track.live, setup.config.train.num_steps, title=setup.config.run.name),
+    "health": lambda setup: Health(_no_matter(setup.config), setup.say),
 }
 
 
@@ -59,7 +59,7 @@ def build_trackers(config: Config, path: Path) -> Trackers:
     """All of a run in the directory `path`, the user's own before ours. ValueError for an entry of track.trackers that
     names no tracker; OSError where a file cannot be opened."""
     trackers = Trackers()
-    place = Place(config, path, trackers.on_message)
+    setup = TrackerSetup(config, path, trackers.on_message)
     # What our files have is not told again, after a kill: so it has been told to the user's own by then.
     for spec in config.track.trackers:
         make_own = own_function("track.trackers", spec, OWN)
@@ -68,5 +68,5 @@ def build_trackers(config: Config, path: Path) -> Trackers:
             raise make_own.refused(repr(tracker))
         trackers.add(spec, OwnTracker(tracker, spec, trackers.on_message))
     for name, make in TRACKERS.items():
-        trackers.add(name, make(place))
+        trackers.add(name, make(setup))
     return trackers

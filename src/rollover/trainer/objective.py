@@ -30,7 +30,7 @@ from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
 from rollover.algorithms.loss import entropy_bonus, loss_function, option_parameters, policy_loss
 from rollover.algorithms.own_loss import OwnLoss
 from rollover.config import AlgorithmConfig
-from rollover.config.losses import Aggregation
+from rollover.config.traits import Aggregation
 from rollover.functions import FunctionError
 from rollover.types import Sample
 

@@ -24,7 +24,7 @@ from rollover.workflows.lanes import Lane
 from rollover.workflows.large_calls import LargeCalls
 from rollover.workflows.matching import Break
 from rollover.workflows.once import Once
-from rollover.workflows.player import Host, Limits, Place, Player
+from rollover.workflows.player import EpisodePlace, Host, Limits, Player
 from rollover.workflows.protocol import Workflow
 
 COUNTERS = (
@@ -62,11 +62,11 @@ class Episodes:
         self.base_url = ""
         self.make_client: Callable[[str], Any] = lambda api_key: None
         self.say: Callable[[str], None] = lambda line: None
-        self.on_kept: Callable[[Place, str, Any], None] = lambda place, name, value: None
+        self.on_kept: Callable[[EpisodePlace, str, Any], None] = lambda place, name, value: None
         self.counts: Counter[str] = Counter()
-        self._players: dict[Place, Player] = {}
-        self._failures: Counter[Place] = Counter()
-        self._once: dict[Place, Once] = {}
+        self._players: dict[EpisodePlace, Player] = {}
+        self._failures: Counter[EpisodePlace] = Counter()
+        self._once: dict[EpisodePlace, Once] = {}
         self._said: set[str] = set()
 
     def apart(self) -> Episodes:
@@ -114,16 +114,16 @@ class Episodes:
             self.counts["episodes/replayed"] += 1
         self._players[place] = Player(self, place, rollout.task, rollout.prompt_ids, once, recorded)
 
-    def unasked(self, place: Place) -> Mapping[str, int]:
+    def unasked(self, place: EpisodePlace) -> Mapping[str, int]:
         """Of an Episode that has ended: what was on record and was not asked for again, see Player."""
         return self._players[place].unasked if place in self._players else {}
 
-    def close(self, place: Place) -> None:
+    def close(self, place: EpisodePlace) -> None:
         """What was not asked for again has gone."""
         if place in self._players:
             self._players[place].close()
 
-    def give_up(self, place: Place) -> None:
+    def give_up(self, place: EpisodePlace) -> None:
         """The host could not play the Episode to its end: it has failed, if it has not ended by then."""
         if place in self._players and not self._players[place].over:
             self.counts["episodes/error"] += 1
@@ -134,7 +134,7 @@ class Episodes:
         """Episodes that have not ended."""
         return sum(not player.over for player in self._players.values())
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: EpisodePlace) -> bool:
         """Whether somebody plays the Episode, or has played it to its end."""
         return place in self._players and not self._players[place].lost
 
@@ -170,7 +170,7 @@ class Episodes:
     def arguments(self, api_key: str) -> Mapping[str, Any]:
         return {"client": self.make_client(api_key)} if "client" in self.function.wanted else {}
 
-    def may_retry(self, place: Place, why: str) -> bool:
+    def may_retry(self, place: EpisodePlace, why: str) -> bool:
         self._failures[place] += 1
         again = self._failures[place] <= self.limits.retries
         if why not in self._said:
@@ -181,6 +181,6 @@ class Episodes:
 
     # Private
 
-    def _keep(self, place: Place, name: str, value: Any) -> None:
+    def _keep(self, place: EpisodePlace, name: str, value: Any) -> None:
         if place in self._players:
             self.on_kept(place, name, value)

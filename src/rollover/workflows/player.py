@@ -30,7 +30,7 @@ from rollover.workflows.large_calls import LargeCalls
 from rollover.workflows.once import Once
 from rollover.workflows.protocol import Workflow
 from rollover.workflows.token_budget import TokenBudget
-from rollover.workflows.turns import Continued, Limits, Opened, Place, Played, Turns
+from rollover.workflows.turns import Continued, EpisodePlace, Limits, Opened, Played, Turns
 
 
 class Host(Protocol):
@@ -79,7 +79,7 @@ class Surroundings(Protocol):
         """Those of the function that depend on nothing but the key."""
         ...
 
-    def may_retry(self, place: Place, why: str) -> bool:
+    def may_retry(self, place: EpisodePlace, why: str) -> bool:
         """The function failed. Whether it may be run again."""
         ...
 
@@ -111,7 +111,7 @@ class Player:
     def __init__(
         self,
         around: Surroundings,
-        place: Place,
+        place: EpisodePlace,
         task: Task,
         task_prompt: tuple[int, ...],
         once: Once,

@@ -23,7 +23,7 @@ from rollover.workflows.episode import EpisodeTrajectory
 from rollover.workflows.matching import turn_key
 from rollover.workflows.record import Record
 
-Place = tuple[int, int]  # group id, sibling
+EpisodePlace = tuple[int, int]  # group id, sibling
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Turns:
 
     def __init__(
         self,
-        place: Place,
+        place: EpisodePlace,
         task: Task,
         task_prompt: tuple[int, ...],
         limits: Limits,

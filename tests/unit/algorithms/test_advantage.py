@@ -29,7 +29,7 @@ from rollover.algorithms.advantage import (
 )
 from rollover.algorithms.estimator import Estimator, Scored, Unit
 from rollover.config import AlgorithmConfig
-from rollover.config.losses import ADVANTAGES
+from rollover.config.traits import ADVANTAGES
 from rollover.types import Reward
 from samples import rollout, segment
 

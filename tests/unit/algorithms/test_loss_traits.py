@@ -10,7 +10,7 @@ import torch
 
 from rollover.algorithms.loss import LOSSES, policy_loss
 from rollover.config import AlgorithmConfig
-from rollover.config.losses import LOSSES as TRAITS
+from rollover.config.traits import LOSSES as TRAITS
 
 KINDS = pytest.mark.parametrize("kind", LOSSES)
 

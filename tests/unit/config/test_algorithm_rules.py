@@ -10,8 +10,8 @@ from written import load
 
 from rollover.config import AlgorithmConfig, Config, ReplayConfig, RolloutConfig, RunConfig, TasksConfig, TrainConfig
 from rollover.config.load import ConfigError, load_config
-from rollover.config.losses import LOSSES
 from rollover.config.presets import PRESETS
+from rollover.config.traits import LOSSES
 
 STALE = "[rollout]\nin_flight_groups = 16\nmax_staleness = 1\n"
 OWN = 'loss = "mine.py:loss"'

@@ -5,7 +5,7 @@ import datasets
 import pytest
 
 from rollover.tasks.dataset import DatasetSource
-from rollover.tasks.rows import Place
+from rollover.tasks.rows import Table
 
 CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "2 + 2"}]
 
@@ -16,7 +16,7 @@ def jsonl(tmp_path, *rows, name="data.jsonl"):
 
 
 def make(tmp_path, path, **options):
-    return DatasetSource(Place(path, base_dir=tmp_path), label="data", reward="exact_match/last_number", **options)
+    return DatasetSource(Table(path, base_dir=tmp_path), label="data", reward="exact_match/last_number", **options)
 
 
 def test_trl_layout(tmp_path):

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from rollover.config import Config, RewardsConfig
 from rollover.tasks import rows as rows_module
 from rollover.tasks.report import tasks_line
-from rollover.tasks.rows import Place, open_rows
+from rollover.tasks.rows import Table, open_rows
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task
 
@@ -103,7 +103,7 @@ def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch, folder: str, str
     assert {call["streaming"] for call in hub.asked} == {streaming}
 
 
-def refusal(place: Place) -> str:
+def refusal(place: Table) -> str:
     with pytest.raises(ValueError) as error:
         open_rows(place)
     return str(error.value)
@@ -114,15 +114,15 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, folder: str, monkeypatch
     (tmp_path / "empty").mkdir()
     here = tmp_path
     for place, message in {
-        Place("sums/tset", base_dir=here): "'sums/tset': there is no such file or folder. Did you mean .*sums/test",
-        Place("sum", base_dir=here): "expected a file ending in .* or a data set of the hub (owner/name)",
-        Place("sums", split="dev", base_dir=here): "'sums' cannot be loaded: .*dev.*tasks.sources.subset and .split",
-        Place("sums", split="dev", streaming=True, base_dir=here): "cannot be loaded: .*dev",
-        Place("empty", base_dir=here): "'empty' cannot be loaded",
-        Place("sums/train.jsonl", split="test", base_dir=here): "tasks.sources.split has no effect: .* is a file",
-        Place("sums/train.jsonl", subset="main", base_dir=here): "tasks.sources.subset has no effect: .* is a file",
-        Place("openai/gsm8k", streaming=True, base_dir=here): "it is streamed from the hub, and HF_HUB_OFFLINE is set",
-        Place("openai/none", key="eval_path", base_dir=here): "eval_path = 'openai/none': no data set of that name",
+        Table("sums/tset", base_dir=here): "'sums/tset': there is no such file or folder. Did you mean .*sums/test",
+        Table("sum", base_dir=here): "expected a file ending in .* or a data set of the hub (owner/name)",
+        Table("sums", split="dev", base_dir=here): "'sums' cannot be loaded: .*dev.*tasks.sources.subset and .split",
+        Table("sums", split="dev", streaming=True, base_dir=here): "cannot be loaded: .*dev",
+        Table("empty", base_dir=here): "'empty' cannot be loaded",
+        Table("sums/train.jsonl", split="test", base_dir=here): "tasks.sources.split has no effect: .* is a file",
+        Table("sums/train.jsonl", subset="main", base_dir=here): "tasks.sources.subset has no effect: .* is a file",
+        Table("openai/gsm8k", streaming=True, base_dir=here): "it is streamed from the hub, and HF_HUB_OFFLINE is set",
+        Table("openai/none", key="eval_path", base_dir=here): "eval_path = 'openai/none': no data set of that name",
     }.items():
         found = refusal(place)
         assert re.search(message.replace("(", "[(]").replace(")", "[)]"), found, re.DOTALL), found
@@ -136,7 +136,7 @@ def test_a_hub_that_is_away_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, 
     offline: list[bool] = []
     load = hub.load
     hub.load = lambda *args, **options: offline.append(datasets.config.HF_HUB_OFFLINE) or load(*args, **options)
-    assert open_rows(Place("openai/gsm8k")).num_rows == 40
+    assert open_rows(Table("openai/gsm8k")).num_rows == 40
     assert offline == [True] and datasets.config.HF_HUB_OFFLINE is False
 
 
@@ -230,10 +230,10 @@ def test_a_stream_that_breaks_says_where(numbered: str, monkeypatch: pytest.Monk
 
 def test_an_empty_stream_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.csv").write_text("prompt,answer\n")
-    assert "has no rows" in refusal(Place("empty.csv", streaming=True, base_dir=tmp_path))
+    assert "has no rows" in refusal(Table("empty.csv", streaming=True, base_dir=tmp_path))
     (tmp_path / "bad.jsonl").write_text("{not json\n")
     assert "tasks.sources.path = 'bad.jsonl' cannot be read" in refusal(
-        Place("bad.jsonl", streaming=True, base_dir=tmp_path)
+        Table("bad.jsonl", streaming=True, base_dir=tmp_path)
     )
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rollover.config import AlgorithmConfig, Config
-from rollover.config.losses import ADVANTAGES
 from rollover.config.schema import field_at
-from rollover.track.build import TRACKERS, Place
+from rollover.config.traits import ADVANTAGES
+from rollover.track.build import TRACKERS, TrackerSetup
 from rollover.track.health import PATIENCE, RANGES, Health
 from rollover.track.metric_keys import METRICS
 
@@ -107,7 +107,7 @@ def test_scores_that_teach_nothing_do_not_matter_beside_a_teacher(
 ) -> None:
     said: list[str] = []
     config = Config.model_validate({"distill": distill})
-    health = TRACKERS["health"](Place(config, tmp_path, said.append))
+    health = TRACKERS["health"](TrackerSetup(config, tmp_path, said.append))
     for step in range(1, 30):
         health.on_step({"step": step, "reward/mean": 0.0, "groups/zero_variance": 1.0, "grad_norm": 0.1})
     assert [text.split()[1] for text in said] == told

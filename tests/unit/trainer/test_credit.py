@@ -16,7 +16,7 @@ import tiny
 from rollover import Played, TrajectoryGroup, ready_episodes
 from rollover import live_objects as live
 from rollover.config import AlgorithmConfig, TrainConfig, WorkflowConfig
-from rollover.config.losses import LOSSES, Aggregation
+from rollover.config.traits import LOSSES, Aggregation
 from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.build import local_trainer
 from rollover.trainer.objective import Counts

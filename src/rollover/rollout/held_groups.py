@@ -16,7 +16,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.staleness import NO_DEADLINE, deadline, expiry, is_feasible, urgencies
 from rollover.types import Group, Rollout
 
-Place = tuple[float, int]  # expiry (see staleness.expiry), group id
+ReadyKey = tuple[float, int]  # expiry (see staleness.expiry), group id
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class Held:
     """Rollouts that still generate, or whose environment is at work."""
     deadline: float = NO_DEADLINE
     """See staleness.deadline. It has none before the first token; with overlap, before the first start."""
-    place: Place | None = None
+    place: ReadyKey | None = None
     """Its entry in the sorted list of READY groups."""
 
 
@@ -41,8 +41,8 @@ class HeldGroups:
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
         self.groups: dict[int, Held] = {}
-        self.ready: list[Place] = []
-        self.reserved: list[Place] = []
+        self.ready: list[ReadyKey] = []
+        self.reserved: list[ReadyKey] = []
         self.num_scoring = 0
         self._due: Counter[float] = Counter()  # deadline -> held groups
         self._num_finished = 0  # rollouts whose generation has stopped
@@ -145,7 +145,7 @@ class HeldGroups:
             return num_ready >= self._num_enough
         return num_ready > 0 and self._num_finished >= self._num_enough * self.config.rollouts_per_group
 
-    def next_taken(self) -> list[Place]:
+    def next_taken(self) -> list[ReadyKey]:
         """What a step takes of the READY groups, sorted: what is reserved, then the oldest."""
         num = self.config.groups_per_step
         if not self.reserved:

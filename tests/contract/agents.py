@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 Behaviour = Generator[tuple[str, list[dict[str, str]]], str, Any]
@@ -73,29 +73,33 @@ async def play(behaviour: Behaviour, client: Any) -> Any:
 
 
 def play_plain(behaviour: Behaviour, client: Any) -> Any:
-    text: Any = None
-    while True:
-        try:
-            role, messages = behaviour.send(text)
-        except StopIteration as end:
-            return end.value
-        text = client.chat.completions.create(model=role, messages=messages).choices[0].message.content
+    return played(
+        behaviour,
+        lambda role, messages: client.chat.completions.create(model=role, messages=messages).choices[0].message.content,
+    )
 
 
 def play_by_hand(behaviour: Behaviour) -> Any:
-    text: Any = None
-    while True:
-        try:
-            role, messages = behaviour.send(text)
-        except StopIteration as end:
-            return end.value
+    def ask(role: str, messages: Any) -> str:
         request = urllib.request.Request(
             os.environ["OPENAI_BASE_URL"] + "/chat/completions",
             json.dumps({"model": role, "messages": messages}).encode(),
             {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
         )
         with urllib.request.urlopen(request) as response:
-            text = json.load(response)["choices"][0]["message"]["content"]
+            return json.load(response)["choices"][0]["message"]["content"]
+
+    return played(behaviour, ask)
+
+
+def played(behaviour: Behaviour, ask: Callable[[str, Any], str]) -> Any:
+    text: Any = None
+    while True:
+        try:
+            role, messages = behaviour.send(text)
+        except StopIteration as end:
+            return end.value
+        text = ask(role, messages)
 
 
 BEHAVIOURS = (talks, by_roles, without_end, fails, hangs, dies)

@@ -30,20 +30,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("model"), head_dim=32)
 
 
-def config(folder: Path, **engine: float) -> Config:
+def config(folder: Path, dtype: str) -> Config:
     values = {
-        "model": {"path": str(folder), "dtype": "float32", "device": "cpu"},
-        "engine": {"kv_memory_gb": 0.05, "max_running": 8} | engine,
+        "model": {"path": str(folder), "dtype": dtype, "device": "cpu"},
+        "engine": {"kv_memory_gb": 0.05, "max_running": 8},
         "run": {"threads": 1},
     }
     return Config.model_validate(values)
 
 
-def served(folder: Path, body, token: str = "", **engine: float) -> Service:
+def served(folder: Path, body, token: str = "", dtype: str = "float32") -> Service:
     """Run `body(url, service)` beside a server."""
 
     async def main() -> Service:
-        service = make_service(config(folder, **engine))
+        service = make_service(config(folder, dtype))
         server = HttpServer(TokenGuard(make_app(service), token))
         await server.start()
         try:
@@ -169,3 +169,19 @@ def test_an_update_begins_with_its_start(folder: Path, tmp_path: Path) -> None:
             await client.ok("/update_weights", info)
 
     served(folder, body)
+
+
+def test_weights_of_another_dtype_are_rounded_to_the_engine_s(folder: Path, tmp_path: Path) -> None:
+    """A float32 trainer's file, as packed layers take it."""
+
+    async def body(url: str, service: Service) -> None:
+        here, prompt = subject(folder, url, tmp_path), [5, 6, 7]
+        async with Client(url) as client:
+            await server_contract.update(client, here.write("new", here.weights(1.3)), "run-1/1")
+            await client.ok("/resume")
+            answer = await client.generate(asked(prompt))
+            expected = here.logprobs(prompt, answer.tokens, factor=1.3)
+            far = abs(here.logprobs(prompt, answer.tokens) - expected).max()
+            assert abs(answer.logprobs - expected).max() < 0.25 < far
+
+    served(folder, body, dtype="bfloat16")

@@ -27,6 +27,13 @@ def test_a_child_is_bound_to_its_parent_and_gets_words(kept: bool, binding: str)
     assert command == [*begin, "rollover.rewards.child", "/base", "7"]
 
 
+def test_a_child_may_be_a_verb_of_the_command_line() -> None:
+    command = child_command("rollover.__main__", "init", "--list")
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "quickstart" in done.stdout
+    assert subprocess.run([*command[:-1], "--lst"], env=child_environment(), capture_output=True).returncode == 2
+
+
 @pytest.mark.parametrize(("ours", "path"), [(None, SOURCE), ("/mine", os.pathsep.join((SOURCE, "/mine")))])
 def test_a_child_imports_this_package_first(monkeypatch: pytest.MonkeyPatch, ours: str | None, path: str) -> None:
     if ours is None:

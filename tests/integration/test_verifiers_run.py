@@ -102,7 +102,7 @@ def test_a_run_that_was_killed_plays_what_was_unfinished_again(tmp_path: Path, m
     assert main(["train", str(file), "--resume"]) == 0
     check_whole(tmp_path / "run", 2)
     row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert row["episodes/replayed"] > 0 and row["dropped/restarted/tokens"] == 0, "what was sampled is not sampled again"
+    assert row["episodes/replayed"] > 0 and row["dropped/restarted/tokens"] == 0, "nothing is sampled again"
 
 
 @needs_verifiers

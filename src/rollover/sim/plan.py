@@ -221,14 +221,16 @@ def _simulate(
 def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str, Any]:
     """PlanConfig values that the metrics of a run tell: decode steps by batch size, training, weight hand-over.
 
-    The time of a decode step is fitted as a line over the steps' mean batch sizes. ValueError if there are too few.
+    The time of a decode step is fitted as a line over the steps' mean batch sizes; that in which the run waited for
+    environments alone is none of it (plan.tool_s has that). ValueError if there are too few.
     """
     points, before = [], 0.0
     for row in rows:
         steps = row["engine/decode_steps"] - before
         before = row["engine/decode_steps"]
         if steps > 0 and row["tokens/step_generated"] > 0:
-            points.append((row["tokens/step_generated"] / steps, row["time/generate_s"] / steps))
+            decoding = row["time/generate_s"] - row.get("wait/environment_s", 0.0)
+            points.append((row["tokens/step_generated"] / steps, decoding / steps))
     if len(points) < 2:
         raise ValueError("--from-run: the run's metrics.jsonl has fewer than two steps that generated something")
     batches, seconds = zip(*points, strict=True)

@@ -133,6 +133,17 @@ def test_weights_that_were_not_handed_over_cost_no_time() -> None:
     assert speeds_of_run(rows, 3)["weight_sync_s"] == 3
 
 
+def test_what_environments_took_is_no_time_of_decode_steps() -> None:
+    """Each of 10 steps took 0.1 s, and for 3 s nothing ran: plan.tool_s has those."""
+    rows = [
+        {"engine/decode_steps": 10 * (i + 1), "tokens/step_generated": 100, "time/generate_s": 4.0,
+         "wait/environment_s": 3.0, "tokens/step_trained": 100, "groups/consumed": 8, "time/train_s": 1.0,
+         "time/weights_s": 0.0}
+        for i in range(4)
+    ]  # fmt: skip
+    assert speeds_of_run(rows, 3)["decode_step_s"] == pytest.approx([0.1, 0.1])
+
+
 @pytest.mark.parametrize(("files", "message"), [({}, "no metrics.jsonl"), ({"metrics.jsonl": ""}, "has no step-")])
 def test_a_run_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], files, message) -> None:
     for name, text in files.items():

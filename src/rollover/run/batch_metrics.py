@@ -54,20 +54,20 @@ def reward_metrics(groups: list[Group], grouping: Grouping | None = None) -> dic
     }
 
 
-def role_metrics(batch: Batch, *, by_critic: bool = False) -> dict[str, float]:
-    """Scores of each role's trajectories, and advantages of its loss tokens; nothing where there is one role.
+def role_metrics(groups: list[Group], batch: Batch, grouping: Grouping, *, by_critic: bool = False) -> dict[str, float]:
+    """Scores of each role's trajectories, those of `reward_metrics`, and advantages of its loss tokens; nothing where
+    one role alone is trained.
 
     `by_critic`: the trainer makes the advantages of the rewards that a batch has in their place, so none are told.
     """
-    trajectories = [t for several in batch.compared.values() for c in several for t in c.trajectories]
+    trajectories = [t for group in groups for compared in grouping(group).compared for t in compared.trajectories]
     roles = sorted({t.role for t in trajectories})
     if len(roles) < 2:
         return {}
-    role_of = {rollout_id: t.role for t in trajectories for rollout_id in t.ids}
     streams: dict[str, list[np.ndarray]] = defaultdict(list)
     for s in batch.samples:
         if s.mask.any():
-            streams[role_of[s.rollout_id]].append(s.advantages[s.mask])
+            streams[s.role].append(s.advantages[s.mask])
     metrics: dict[str, float] = {}
     for role in roles:
         scores = [t.reward.score for t in trajectories if t.role == role and t.reward and t.reward.score is not None]

@@ -32,10 +32,16 @@ def group(*episodes: dict[str, float | None]) -> Group:
     return ready_episodes(0, TASK, [[played(*item) for item in episode.items()] for episode in episodes])
 
 
+def figures(of: Group, **more: Any) -> dict[str, float]:
+    """Of a step that trains this group."""
+    algorithm = AlgorithmConfig(**{"advantage": "dr_grpo", **more})
+    batch, by_critic = build_batch([of], algorithm), algorithm.needs_critic
+    return role_metrics([of], batch, Grouping(WorkflowConfig()), by_critic=by_critic)
+
+
 def test_each_role_has_its_own_figures_and_a_trajectory_counts_once() -> None:
     of = group({"solver": 3.0, "judge": 1.0}, {"solver": 1.0, "judge": 1.0}, {"solver": 2.0, "judge": None})
-    batch = build_batch([of], AlgorithmConfig(advantage="dr_grpo"))
-    metrics = role_metrics(batch)
+    metrics = figures(of)
     assert metrics == pytest.approx(
         {
             "roles/solver/reward_mean": 2.0, "roles/solver/reward_std": (2 / 3) ** 0.5,
@@ -54,20 +60,26 @@ def test_each_role_has_its_own_figures_and_a_trajectory_counts_once() -> None:
 def test_a_source_of_the_name_of_a_role_has_figures_of_its_own() -> None:
     """The task's source is "s": its mean is over both roles."""
     of = group({"s": 3.0, "judge": 1.0}, {"s": 1.0, "judge": 1.0})
-    row = reward_metrics([of]) | role_metrics(build_batch([of], AlgorithmConfig()))
+    row = reward_metrics([of]) | figures(of)
     assert row["reward/s/mean"] == 1.5 and row["roles/s/reward_mean"] == 2.0
 
 
 def test_what_a_critic_makes_advantages_of_is_none_yet() -> None:
-    batch = build_batch(
-        [group({"solver": 3.0, "judge": 1.0}, {"solver": 1.0, "judge": 0.0})], AlgorithmConfig(preset="ppo")
-    )
+    of = group({"solver": 3.0, "judge": 1.0}, {"solver": 1.0, "judge": 0.0})
     keys = {f"roles/{role}/reward_{of}" for role in ("solver", "judge") for of in ("mean", "std")}
-    assert role_metrics(batch, by_critic=True).keys() == keys
+    assert figures(of, advantage="gae").keys() == keys
+
+
+def test_a_score_that_is_compared_with_none_is_one_of_its_role() -> None:
+    """The judge's only score: its tokens leave the loss, and it is in the role's mean as it is in reward/mean."""
+    of = group({"solver": 3.0, "judge": 1.0}, {"solver": 1.0, "judge": None})
+    metrics = figures(of)
+    assert metrics["roles/judge/reward_mean"] == 1.0 and math.isnan(metrics["roles/judge/advantage_mean"])
+    assert reward_metrics([of])["reward/mean"] == pytest.approx((2 * metrics["roles/solver/reward_mean"] + 1.0) / 3)
 
 
 def test_one_role_has_none() -> None:
-    assert role_metrics(build_batch([group({"solver": 1.0}, {"solver": 0.0})], AlgorithmConfig())) == {}
+    assert figures(group({"solver": 1.0}, {"solver": 0.0})) == {}
 
 
 def builder(**roles: dict[str, Any]) -> StepBatchBuilder:

@@ -186,6 +186,7 @@ def _record(
         # Without entries null, because Parquet has no struct without fields.
         "extras": {name: to_json(_float(v)) for name, v in reward.extras.items()} if reward and reward.extras else None,
         "error": error,
+        "turns": [to_json(_float(value)) for value in reward.turns] if reward and len(reward.turns) else None,
         "advantage": to_json(_float(advantage)),
         "stop_reason": rollout.stop_reason.value if rollout.stop_reason else None,
         "num_tokens": rollout.num_tokens,
@@ -282,4 +283,4 @@ def _reward(record: dict[str, Any]) -> Reward | None:
     if record["score"] is None and record["error"] is None:
         return None
     extras = {name: float("nan") if v is None else v for name, v in (record["extras"] or {}).items()}
-    return Reward(record["score"], extras, record["error"])
+    return Reward(record["score"], extras, record["error"], turns=record.get("turns") or ())

@@ -140,6 +140,14 @@ def test_non_finite_numbers_are_null_and_come_back_nan(tmp_path: Path) -> None:
     assert np.isnan(rebuilt.rollouts[0].segments[0].logprobs[0])
 
 
+def test_rewards_of_turns_come_back(tmp_path: Path) -> None:
+    """Else a run that is trained on the record with workflow.credit = "turn_returns" had other returns, unnoticed."""
+    RolloutRecorder(tmp_path).write(1, [recorded(group(0, [Reward(1.0, turns=[0.5, -2.0]), Reward(0.0)]))])
+    ((rebuilt,),) = read_rollouts(tmp_path)
+    rewards = [rollout.reward for rollout in rebuilt.rollouts]
+    assert [reward and reward.turns for reward in rewards] == [(0.5, -2.0), ()]
+
+
 def test_log_probs_are_short(tmp_path: Path) -> None:
     path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [Reward(1.0)]))])
     assert '"logprobs": [-0.1, -2.5e-07, -0.33333334]' in path.read_text(encoding="utf-8")

@@ -18,7 +18,10 @@ class FiltersConfig(Table):
         "zero_variance, pass rate: what they look at: score, or another entry of what the reward function returned.",
     )
     max_truncated_share: float = option(
-        1.0, "Drop groups of which a larger share ended at rollout.max_new_tokens; 1 = off.", ge=0, le=1
+        1.0,
+        "Drop groups of which a larger share was cut off (as of mask_truncated); 1 = off.",
+        ge=0,
+        le=1,
     )
     max_error_share: float = option(
         1.0, "Drop groups of which a larger share ended with an error or has no reward; 1 = off.", ge=0, le=1
@@ -38,8 +41,8 @@ class FiltersConfig(Table):
 
     mask_truncated: bool = option(
         False,
-        "Rollouts that ended at rollout.max_new_tokens leave the loss (overlong filtering); a group without"
-        " another one is dropped.",
+        "Rollouts that were cut off, at rollout.max_new_tokens or as an agent's last call asked (max_tokens), leave the"
+        " loss (overlong filtering); a group without another one is dropped.",
     )
     mask_overlong: bool = option(
         False, "Rollouts of more than overlong_tokens tokens leave the loss; a group without another one is dropped."

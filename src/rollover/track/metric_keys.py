@@ -173,7 +173,7 @@ METRICS: list[Metric] = [
     Metric(
         "length/repetition", "mean", "share", "Share of trained rollouts stopped by rollout.stop_repetition_tokens."
     ),
-    Metric("length/truncated", "mean", "share", "Share of trained rollouts that stopped at rollout.max_new_tokens."),
+    Metric("length/truncated", "mean", "share", "Share of trained rollouts cut off by a limit, as of mask_truncated."),
     Metric("staleness/max", "max", "versions", "Largest trainer_version - policy_version of a token in the loss."),
     Metric("staleness/mean", "mean", "versions", "Mean staleness over the tokens in the loss."),
     Metric(

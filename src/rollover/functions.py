@@ -162,13 +162,20 @@ def was_cancelled(error: BaseException) -> bool:
 
 def explained(error: BaseException) -> str:
     """`TypeError: text (mine.py:7)`, on one line: where in the user's code it was raised, if it was."""
-    try:
-        said = str(error)
-    except Exception:  # boundary: the user's class
-        said = ""
+    said = said_by(error)[: 4 * _MAX_ERROR_CHARS]  # megabytes would take seconds
     text = printable(" ".join(f"{type(error).__name__}: {said}".removesuffix(": ").split()))
     where = place_of_user((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
     return text[:_MAX_ERROR_CHARS] + (f" ({where})" if where else "")
+
+
+def said_by(error: BaseException) -> str:
+    """Its text; "" where its class cannot say it."""
+    try:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # boundary: the user's class, which may exit
+        return ""
 
 
 def place_of_user(frames: Iterable[tuple[str, int]]) -> str:
@@ -227,7 +234,9 @@ def shortened(value: Any) -> str:
     """What a message shows of a value that the user's code gave."""
     try:
         text = repr(value)
-    except Exception:  # boundary: the user's class
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # boundary: the user's class
         text = "(which cannot be shown)"
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollover.config.rollout import ENVIRONMENTS
 from rollover.config.tasks import SOURCES
 from rollover.config.train import ENGINES
-from rollover.functions import FunctionError, OwnFunction, load_function
+from rollover.functions import FunctionError, OwnFunction, described, explained, load_function
 from rollover.trainer.build import BACKENDS
 
 COUNTS = "calls = []\ndef add(x):\n    calls.append(x)\n    return list(calls)\ndef seen():\n    return list(calls)\n"
@@ -104,3 +105,35 @@ def test_who_awaits_a_function_can_be_cancelled_with_it() -> None:
         assert task.cancelled() and ended == ["waits"]
 
     asyncio.run(run())
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+    __repr__ = __str__
+
+
+def test_an_error_or_a_value_that_cannot_be_shown_exits_nobody() -> None:
+    assert explained(Speechless()) == "Speechless"
+    assert described(Speechless()) == "(which cannot be shown) (Speechless)"
+
+
+def test_of_an_error_of_megabytes_only_the_beginning_is_looked_at() -> None:
+    class Text(str):
+        def split(self, *args: Any) -> Any:
+            assert len(self) < 10_000
+            return super().split(*args)
+
+        def __getitem__(self, at: Any) -> Any:
+            return Text(super().__getitem__(at))
+
+        def __format__(self, how: str) -> Any:
+            assert len(self) < 10_000
+            return super().__format__(how)
+
+    class Long(Exception):
+        def __str__(self) -> str:
+            return Text("x y\n" * 10**6)
+
+    assert explained(Long()).startswith("Long: x y x y") and len(explained(Long())) == 500

@@ -171,6 +171,11 @@ class Chat:
         return list(self.tokenizer(text, add_special_tokens=False, **options)["input_ids"])
 
 
+def whole_characters(text: str) -> str:
+    """The text with U+FFFD for half a surrogate pair, which no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def sampled_turns(rollout: Rollout) -> list[list[int]]:
     """The token ids of each of the policy's turns, in order: what an environment wrote is between them."""
     turns: list[list[int]] = [[]]
@@ -212,8 +217,7 @@ class _Hidden:
 
     def _replaced(self, value: Any) -> Any:
         if isinstance(value, str):
-            whole = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self._special.sub(self._number, whole)
+            return self._special.sub(self._number, whole_characters(value))
         if isinstance(value, Mapping):
             return {self._replaced(key): self._replaced(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):

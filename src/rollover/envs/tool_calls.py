@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rollover.envs.chat import whole_characters
 from rollover.envs.tools import Call, MalformedCall
 from rollover.envs.user_code import Outcome, UserCode
-from rollover.functions import printable
+from rollover.functions import printable, said_by
 
 _CHARS_PER_TOKEN = 64  # a text of more than that per token is cut before it is tokenised: it may be gigabytes
 _MAX_ERROR_CHARS = 500
@@ -67,10 +68,10 @@ class ToolCalls:
 
     def cut(self, text: str) -> str:
         """The text, or its first `max_tokens` tokens and how much is missing."""
-        head = text[: self.max_tokens * _CHARS_PER_TOKEN]
+        head = whole_characters(text[: self.max_tokens * _CHARS_PER_TOKEN])
         ids = self.tokenizer(head, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        if len(ids) <= self.max_tokens and len(head) == len(text):
-            return text
+        if len(ids) <= self.max_tokens and len(text) <= self.max_tokens * _CHARS_PER_TOKEN:
+            return head
         kept = self.tokenizer.decode(ids[: self.max_tokens], clean_up_tokenization_spaces=False)
         return f"{kept}\n[cut off here: {len(text):,} characters in all]"
 
@@ -129,11 +130,7 @@ def _told_of(outcome: Outcome) -> str:
     if outcome.timed_out:
         return f"no answer within {outcome.limit_s:g} seconds"  # the same whenever it is asked again
     assert outcome.error is not None
-    try:
-        said = str(outcome.error)
-    except Exception:  # boundary: the user's class
-        said = ""
-    return (said or type(outcome.error).__name__)[:_MAX_ERROR_CHARS]
+    return (said_by(outcome.error) or type(outcome.error).__name__)[:_MAX_ERROR_CHARS]
 
 
 def _to_text(tool: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rollover.envs.chat import Chat, sampled_turns
+from rollover.envs.chat import Chat, sampled_turns, whole_characters
 from rollover.envs.tools import Call as WrittenCall
 from rollover.envs.tools import read_calls
 from rollover.types import Rollout
@@ -180,7 +180,9 @@ def _prompt(call: Call, chats: Chats) -> tuple[int, ...]:
     if call.messages is not None:
         return tuple(chats.of(call.tools).prompt(_known(call.messages)))
     prompt = call.prompt
-    return tuple(chats.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else tuple(prompt or ())
+    if isinstance(prompt, str):
+        return tuple(chats.tokenizer(whole_characters(prompt))["input_ids"])
+    return tuple(prompt or ())
 
 
 @contextmanager
@@ -190,8 +192,9 @@ def _refusing(call: Call) -> Iterator[None]:
         yield
     except CallRefused:
         raise
-    except ValueError as error:
-        raise CallRefused(str(error), "messages" if call.messages is not None else "prompt") from error
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise CallRefused(why, "messages" if call.messages is not None else "prompt") from error
 
 
 def _known(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

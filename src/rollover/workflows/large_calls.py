@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
-from rollover.workflows.calls import BudgetUsedUp, Call
+from rollover.workflows.calls import BudgetUsedUp, Call, CallRefused
 from rollover.workflows.conversations import Chats, Continues, Conversations, Opens
 
 LARGE = 50_000
@@ -29,7 +29,10 @@ class LargeCalls:
     async def place_of(self, call: Call, conversations: Conversations) -> Continues | Opens:
         """As Conversations.place_of; nobody else may ask for a place meanwhile. A call that is not large is placed
         before anything else happens. BudgetUsedUp for one that has more text than tokens could hold."""
-        num = num_characters(call)
+        try:
+            num = num_characters(call)
+        except RecursionError:
+            raise CallRefused("the call is nested too deeply", "messages") from None
         longest = 1 if isinstance(call.prompt, tuple) else self._longest_token
         if max(num / longest, len(call.messages or ())) > self.most_tokens:
             raise BudgetUsedUp(

@@ -39,6 +39,11 @@ class Counter:
         return float(self.count == self.answer)
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        sys.exit(3)
+
+
 class Tools:
     """Some that go wrong."""
 
@@ -52,6 +57,14 @@ class Tools:
             text: what to say
         """
         return text
+
+    def half(self) -> str:
+        """A name of a file."""
+        return b"a \xff b".decode(errors="surrogateescape")
+
+    def speechless(self) -> str:
+        """Raises what cannot be told."""
+        raise Speechless
 
     def leave(self) -> str:
         """Leaves."""
@@ -109,7 +122,7 @@ class Strange:
 
 
 HANGING = threading.Event()
-NAMES = "block, data, echo, fail, hang, leave, much, named, slow, thing"
+NAMES = "block, data, echo, fail, half, hang, leave, much, named, slow, speechless, thing"
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +156,7 @@ def test_a_class_of_trl_is_played_and_scored() -> None:
     [
         (call("echo", text="hello"), "hello"),
         (call("leave"), "error: 3"),
+        (call("speechless"), "error: Speechless"),
         (call("named", function="f", self_=None), "f None"),
         (call("fail"), "error: the door is shut"),
         (call("data"), '{"a": [1, null], "b": "ü"}'),
@@ -202,6 +216,21 @@ def test_an_enormous_answer_is_cut() -> None:
         kept, _, rest = answer.partition("\n[cut off here: ")
         assert rest == "14,000,000 characters in all]" and kept.startswith("lots of words lots")
         assert len(TOKENIZER(kept)["input_ids"]) <= 20
+
+
+def test_half_a_character_is_told_as_a_replacement() -> None:
+    """Names of files and pages of other encodings have such; no tokenizer takes them."""
+    with environment(Tools) as env:
+        assert play(env, call("half")) == [["a \ufffd b"]]
+
+    class Game:
+        def reset(self) -> None: ...
+
+        def step(self, message: str) -> Observation:
+            return Observation("a \udcff b")
+
+    with environment(Game) as env:
+        assert asyncio.run(told(env, new_rollout(), "x", role="user")) == ["a \ufffd b"]
 
 
 def test_an_attribute_reward_counts_and_else_the_tasks_function() -> None:

@@ -486,6 +486,25 @@ def test_a_call_with_arguments_that_are_none_is_refused(asked: dict[str, Any]):
     assert ScriptedHost(strange, says("four")).run() == {"0-0": Reward(1.0)}
 
 
+def test_half_a_character_is_tokenised_as_a_replacement_and_what_is_nested_too_deeply_is_refused():
+    nested: Any = []
+    for _ in range(5000):
+        nested = [nested]
+
+    async def strange(episode: Any) -> float:
+        trajectory, asked = episode.trajectory(), host.episodes.calls.call
+        await asked(trajectory.api_key, "policy", Call(prompt="a \ud800 b"))
+        for more in ({"messages": [USER | {"name": nested}]}, {"messages": [USER], "tools": [{"function": nested}]}):
+            with pytest.raises(CallRefused, match="nested too deeply"):
+                await trajectory.chat(**more)
+        await trajectory.chat([{"role": "user", "content": "\udcff"}])
+        return 1.0
+
+    host = ScriptedHost(strange, says("four"))
+    assert [reward.score for reward in host.run().values()] == [1.0, 1.0]
+    assert host.tokenizer.decode(host.rollouts["0-0"].prompt_ids) == "a \ufffd b"
+
+
 @pytest.mark.parametrize("wrong", [100, -1, 2**70])
 def test_a_token_id_that_the_model_does_not_have_is_refused(wrong: int):
     chats = Chats(templates.tokenizer(templates.CHATML), vocab_size=100)

@@ -266,6 +266,14 @@ def test_an_error_after_the_headers_reaches_the_client():
     assert len(caller.calls) == 2
 
 
+def test_a_call_that_fails_for_another_reason_says_why():
+    async def body(client: Any) -> None:
+        with pytest.raises(openai.InternalServerError, match="KeyError: 'no such page'"):
+            await client.chat.completions.create(model="policy", messages=USER)
+
+    served(body, FakeCaller(error=KeyError("no such page")))
+
+
 def test_a_call_given_up_is_forgotten_with_its_key():
     async def body(client: Any) -> None:
         await client.chat.completions.create(model="policy", messages=USER)
@@ -308,18 +316,25 @@ def test_only_this_machine_is_served_and_a_taken_port_is_named():
     served(body, FakeCaller())
 
 
-def test_json_that_is_nested_too_deeply_is_refused():
+def _half_a_character() -> bytes:
+    return json.dumps({"model": "policy", "messages": USER, "a\ud800": 1}).encode()
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"), [(b"[" * 200_000, b"no JSON"), (_half_a_character(), b"a\\ud800 cannot be honoured here")]
+)
+def test_a_body_that_cannot_be_read_or_shown_is_refused(asked: bytes, why: bytes):
     async def body(client: Any) -> None:
         def post() -> tuple[int, bytes]:
             connection = http.client.HTTPConnection(client.base_url.host, client.base_url.port, timeout=20)
             headers = {"Authorization": "Bearer key-1"}
-            connection.request("POST", "/v1/chat/completions", body=b"[" * 200_000, headers=headers)
+            connection.request("POST", "/v1/chat/completions", body=asked, headers=headers)
             answer = connection.getresponse()
             found = answer.status, answer.read()
             connection.close()
             return found
 
         status, said = await asyncio.to_thread(post)
-        assert status == 400 and b"no JSON" in said
+        assert status == 400 and why in said
 
     served(body, FakeCaller())

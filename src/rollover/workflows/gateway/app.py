@@ -26,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from rollover.http_server import until_gone
+from rollover.functions import explained
 from rollover.types import SamplingParams
 from rollover.workflows.calls import BudgetUsedUp, Caller, CallRefused, Reply, UnknownKey
 from rollover.workflows.gateway.questions import Question, Questions
@@ -46,7 +47,7 @@ MOST_BODY_BYTES = 2**24
 
 
 class Failed(CallRefused):
-    """The call failed for a reason of ours. Asking again is of no use: the run has said why."""
+    """The call failed for a reason of ours. Asking again is of no use."""
 
     status, code = 500, "internal_error"
 
@@ -105,6 +106,8 @@ class Gateway:
             return await self.caller.call(key, asked.model, asked.call)
         except CallRefused as error:
             return error
+        except Exception as error:  # boundary: the client is told, and what the agent makes of that is seen
+            return Failed(f"the call failed: {explained(error)}")
 
 
 class _Answer(Response):
@@ -176,7 +179,9 @@ class _Answer(Response):
 
 def _refusal(error: CallRefused) -> Response:
     headers = {"x-should-retry": "false"}  # the same request would be refused again
-    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+    # By json.dumps: what a client has said may have half a character, which it escapes.
+    body = json.dumps(error_body(error))
+    return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
 
 def _key(request: Request) -> str:

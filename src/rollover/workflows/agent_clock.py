@@ -1,6 +1,8 @@
 """The seconds in which an agent works by itself: those in which none of its model calls is under way.
 
-So a pause, new weights and other rollouts' turns never time an agent out.
+So a pause, new weights and other rollouts' turns never time an agent out. Nor does the time in which the event loop
+stood still, as it does while a trainer trains in its thread, or another agent blocks it: this one could not go on, and
+the call that it made meanwhile has not been read yet.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+_LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 8, 1.0
 
 
 class AgentClock:
@@ -17,7 +21,8 @@ class AgentClock:
         self._left_s, self._limited, self._on_timeout = limit_s, limit_s > 0, on_timeout
         self._num_waits = 0
         self._loop = asyncio.get_running_loop()
-        self._began_s = 0.0
+        self._pause_s = min(limit_s / _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S)
+        self._counted_s = 0.0  # until when its time is counted
         self._alarm: asyncio.TimerHandle | None = None
         self._go_on()
 
@@ -40,12 +45,20 @@ class AgentClock:
         self._limited = False
 
     def _go_on(self) -> None:
-        self._began_s = self._loop.time()
+        self._counted_s = self._loop.time()
         if self._limited:
-            self._alarm = self._loop.call_later(self._left_s, self._on_timeout)
+            self._alarm = self._loop.call_later(min(self._left_s, self._pause_s), self._look)
+
+    def _look(self) -> None:
+        self._stop()
+        if self._left_s > 0:
+            self._go_on()
+        else:
+            self._on_timeout()
 
     def _stop(self) -> None:
+        """Its time up to now is counted, but for what is more than two pauses: the event loop stood still then."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
-            self._left_s = max(0.0, self._left_s - (self._loop.time() - self._began_s))
+            self._left_s -= min(self._loop.time() - self._counted_s, 2 * self._pause_s)

@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -26,6 +27,7 @@ from rollover.alike import alike
 from rollover.live_objects import LIVE, live_object
 
 _MAX_ERROR_CHARS = 500
+_MOST_CAUSES = 20
 MOST_KEPT_BYTES = 1 << 16  # of one value that is kept over a kill
 # Who wrote a file, by the first of these folders that it lies in; it is the user's if it lies in none.
 _FOLDERS = (
@@ -176,6 +178,22 @@ def said_by(error: BaseException) -> str:
         raise
     except BaseException:  # boundary: the user's class, which may exit
         return ""
+
+
+class Causes:
+    """Of failures of the user's code: each is worth a line, once. Numbers do not tell two of them apart, and after some
+    nothing is new any more, as a text may be another one each time."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def is_new(self, text: str) -> bool:
+        """Whether nothing alike was asked about before."""
+        cause = re.sub(r"\d+", "0", text)
+        if cause in self._known or len(self._known) == _MOST_CAUSES:
+            return False
+        self._known.add(cause)
+        return True
 
 
 def place_of_user(frames: Iterable[tuple[str, int]]) -> str:

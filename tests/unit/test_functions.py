@@ -12,7 +12,7 @@ import pytest
 from rollover.config.rollout import ENVIRONMENTS
 from rollover.config.tasks import SOURCES
 from rollover.config.train import ENGINES
-from rollover.functions import FunctionError, OwnFunction, described, explained, load_function
+from rollover.functions import Causes, FunctionError, OwnFunction, described, explained, load_function
 from rollover.trainer.build import BACKENDS
 
 COUNTS = "calls = []\ndef add(x):\n    calls.append(x)\n    return list(calls)\ndef seen():\n    return list(calls)\n"
@@ -137,3 +137,9 @@ def test_of_an_error_of_megabytes_only_the_beginning_is_looked_at() -> None:
             return Text("x y\n" * 10**6)
 
     assert explained(Long()).startswith("Long: x y x y") and len(explained(Long())) == 500
+
+
+def test_a_cause_is_new_once_and_random_texts_come_to_an_end() -> None:
+    causes = Causes()
+    assert [causes.is_new(text) for text in ("at 3 s", "at 12 s", "at sea", "at sea")] == [True, False, True, False]
+    assert sum(causes.is_new("x" * num) for num in range(1, 500)) < 30

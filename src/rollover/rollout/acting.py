@@ -14,14 +14,13 @@ that writes the next tokens.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from rollover.config.workflow import WorkflowConfig
 from rollover.envs.protocol import BeginAgain, WrongTurn
-from rollover.functions import explained, was_cancelled
+from rollover.functions import Causes, explained, was_cancelled
 from rollover.rollout.strays import Strays
 from rollover.rollout.turn import as_shown, ending
 from rollover.types import Rollout, Segment, StopReason
@@ -31,7 +30,6 @@ Actor = Callable[[Rollout], Awaitable[Segment | None]]
 Answering = asyncio.Future[Segment | None]
 
 _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 8, 1.0
-_MOST_SAID = 20  # causes of failures; errors may have random texts
 
 
 class EnvironmentFailed(ValueError):
@@ -58,7 +56,7 @@ class Acting:
         self._acts: dict[Answering, _Act] = {}
         self._used: dict[str, float] = {}  # seconds, by rollout id
         self._lost: Counter[str] = Counter()  # how often a rollout began again, by its id
-        self._said: set[str] = set()  # causes of failures, without their numbers
+        self._said = Causes()
         self._strays = Strays()
         self._pause_s = min(workflow.timeout_s / _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S)
         self._looking: asyncio.Task[None] | None = None
@@ -166,9 +164,7 @@ class Acting:
     def _told_of(self, rollout: Rollout, error: BaseException, then: str) -> str:
         """Why it failed; said where nothing alike was said before."""
         why = f"the environment failed at rollout {rollout.rollout_id} ({explained(error)})"
-        kind = re.sub(r"\d+", "0", f"{explained(error)}: {then}")
-        if kind not in self._said and len(self._said) < _MOST_SAID:
-            self._said.add(kind)
+        if self._said.is_new(f"{explained(error)}: {then}"):
             self.say(f"{why}: {then}; later ones are counted (episodes/failed, episodes/retried)")
         return why
 

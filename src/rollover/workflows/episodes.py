@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from rollover.envs.protocol import TurnOptions
+from rollover.functions import Causes
 from rollover.types import Reward, Rollout, SamplingParams, Segment, Task, episode_name
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episode_calls import EpisodeCalls
@@ -67,7 +68,7 @@ class Episodes:
         self._players: dict[EpisodePlace, Player] = {}
         self._failures: Counter[EpisodePlace] = Counter()
         self._once: dict[EpisodePlace, Once] = {}
-        self._said: set[str] = set()
+        self._said = Causes()
 
     def apart(self) -> Episodes:
         """Those of an evaluation, by the same function, with a host and counts of their own; their agents ask by the
@@ -173,10 +174,12 @@ class Episodes:
     def may_retry(self, place: EpisodePlace, why: str) -> bool:
         self._failures[place] += 1
         again = self._failures[place] <= self.limits.retries
-        if why not in self._said:
-            self._said.add(why)
+        if self._said.is_new(why):
             what = "it is run again" if again else "its rewards are missing"
-            self.say(f"{self.function.spec} failed at episode {episode_name(*place)} ({why}): {what}")
+            self.say(
+                f"{self.function.spec} failed at episode {episode_name(*place)} ({why}): {what}; later ones are"
+                " counted (episodes/restarted, episodes/error)"
+            )
         return again
 
     # Private

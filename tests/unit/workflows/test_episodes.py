@@ -180,6 +180,19 @@ def test_an_exception_is_tried_again_and_then_missing():
     assert len(host.said) == 1
 
 
+def test_errors_with_a_text_of_their_own_each_time_do_not_fill_the_log():
+    tries = []
+
+    async def fail(task: Any, episode: Any) -> float:
+        tries.append("x")
+        raise KeyError("".join(tries))
+
+    host = ScriptedHost(fail, says("four"), retries=100)
+    host.run()
+    assert len(tries) == 101 and 1 < len(host.said) < 30
+    assert host.said[0].endswith("it is run again; later ones are counted (episodes/restarted, episodes/error)")
+
+
 def test_an_exit_ends_its_episode_alone():
     async def leave(task: Any, episode: Any) -> None:
         await episode.trajectory().chat(task.messages)

@@ -48,6 +48,7 @@ class Questions:
                 break
             await asyncio.sleep(_LOOK_S)
         question = Question(identity, asyncio.ensure_future(answer()))
+        question.answering.add_done_callback(_seen)
         self._open.setdefault(identity, []).append(question)
         return question
 
@@ -72,3 +73,8 @@ class Questions:
                 if not question.answering.cancel() and question.orphan and question.answering.exception() is None:
                     replies += question.answering.result()
         return replies
+
+
+def _seen(answering: Answering) -> None:
+    """Its client may be gone, and asyncio need not complain about an error then."""
+    _ = answering.cancelled() or answering.exception()

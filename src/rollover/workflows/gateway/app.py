@@ -25,8 +25,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from rollover.http_server import until_gone
 from rollover.functions import explained
+from rollover.http_server import until_gone
 from rollover.types import SamplingParams
 from rollover.workflows.calls import BudgetUsedUp, Caller, CallRefused, Reply, UnknownKey
 from rollover.workflows.gateway.questions import Question, Questions

@@ -192,7 +192,8 @@ async def check_greedy_needs_no_seed(client: Client, subject: Subject) -> None:
 
 async def check_truncation_acts(client: Client, subject: Subject) -> None:
     greedy = await client.generate(asked(subject.prompt(), temperature=0.0))
-    for truncated in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+    distributions: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
+    for truncated in distributions:
         answer = await client.generate(asked(subject.prompt(), **truncated))
         assert answer.tokens == greedy.tokens
         np.testing.assert_allclose(answer.logprobs, 0.0, atol=NEAR)  # of the distribution that was sampled from

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from rollover.config import Config
 from rollover.engine.server.app import make_app
 from rollover.engine.server.embedded import make_service
 from rollover.engine.server.guard import TokenGuard
+from rollover.engine.server.requests import generate_body
 from rollover.engine.server.service import Service
 from rollover.http_server import HttpServer
 
@@ -89,7 +91,7 @@ def test_every_path_wants_the_token_where_there_is_one(folder: Path) -> None:
 @pytest.mark.parametrize(
     "changes", [{"n": 2}, {"presence_penalty": 0.5}, {"logit_bias": {"5": 1}}, {"logprobs": 5}, {"temprature": 1.0}]
 )
-def test_what_is_not_honoured_is_refused_by_name(folder: Path, changes: dict[str, object]) -> None:
+def test_what_is_not_honoured_is_refused_by_name(folder: Path, changes: dict[str, Any]) -> None:
     async def body(url: str, service: Service) -> None:
         async with Client(url) as client:
             status, answer = await client.post("/inference/v1/generate", asked([5], **changes))
@@ -102,7 +104,10 @@ def test_a_stop_string_ends_it_and_is_named(folder: Path) -> None:
     async def body(url: str, service: Service) -> None:
         async with Client(url) as client:
             whole = await client.generate(asked([5, 6, 7]))
-            decode = tiny.tokenizer().decode
+
+            def decode(tokens: list[int]) -> str:
+                return str(tiny.tokenizer().decode(tokens))
+
             stop = decode(whole.tokens[3:5])
             answer = await client.generate(asked([5, 6, 7], stop=["no such text", stop]))
             assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
@@ -185,3 +190,24 @@ def test_weights_of_another_dtype_are_rounded_to_the_engine_s(folder: Path, tmp_
             assert abs(answer.logprobs - expected).max() < 0.25 < far
 
     served(folder, body, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_pause_waits_for_what_was_sampled_but_not_for_a_client_that_does_not_read(folder: Path, reads: bool) -> None:
+    async def body(url: str, service: Service) -> None:
+        stream = await service.generate(generate_body(asked([5], max_tokens=900)))
+
+        async def read_slowly() -> None:
+            async for _ in stream.chunks():
+                await asyncio.sleep(0.05)
+
+        reading = asyncio.ensure_future(read_slowly()) if reads else None
+        while stream.num_tokens < 5:
+            await asyncio.sleep(0.001)
+        await asyncio.wait_for(service.pause("keep", clear_cache=False), 100)
+        assert service.is_paused and stream.delivered == reads
+        service.abort_all()
+        if reading is not None:
+            await reading
+
+    served(folder, body)

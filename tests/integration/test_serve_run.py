@@ -73,12 +73,14 @@ def ready(run: Run) -> dict:
     return json.loads(run.out.splitlines()[0])
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_it_says_where_it_answers_and_ends_in_order(start, recipe: str, number: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("host", "number", "code"), [("127.0.0.1", signal.SIGTERM, 0), ("localhost", signal.SIGINT, 130)]
+)
+def test_it_says_where_it_answers_and_ends_in_order(start, recipe: str, host: str, number: int, code: int) -> None:
     """Who is asking when it is told to end gets what there is."""
-    run = start(recipe, "--port", 0)
+    run = start(recipe, "--port", 0, *(["--host", host] if host != "127.0.0.1" else []))
     said = ready(run)
-    assert said["pid"] == run.pid and said["url"].startswith("http://127.0.0.1:")
+    assert said["pid"] == run.pid and said["url"].startswith(f"http://{host}:")
 
     async def ask() -> Answer:
         async with Client(said["url"]) as client:

@@ -19,7 +19,7 @@ from rollover.functions import OwnFunction, described, own_function
 from rollover.trajectories import Trajectory, episodes_of
 from rollover.types import Group, Rollout, StopReason
 
-HasSignal = Callable[[Group], bool | None]
+HasSignal = Callable[[Group, str], bool | None]
 OfRole = Callable[[str], bool]
 _WHY = "a text that says why to drop the group, or None to keep it"
 
@@ -98,12 +98,12 @@ def zero_variance(metric: str = "score", has_signal: HasSignal | None = None) ->
     Values are compared in float32, as advantages are computed, so that the groups dropped are those whose GRPO
     advantages are all 0. `metric`: "score", or a name in the rewards' extras (verl's filter_groups.metric), for scores
     with a part that always differs, such as a penalty on length.
-    `has_signal` answers for groups whose advantages do not follow from one comparison of scores: several roles, turns,
-    advantages that came with the trajectories; None: look at `metric`.
+    `has_signal`, of a group and `metric`, answers for groups whose advantages do not follow from one comparison of
+    scores: several roles, turns, advantages that came with the trajectories; None: look at `metric`.
     """
 
     def why(group: Group) -> str | None:
-        if has_signal is not None and (found := has_signal(group)) is not None:
+        if has_signal is not None and (found := has_signal(group, metric)) is not None:
             return None if found else "no trajectory has an advantage that is not 0"
         values = _values(group, metric)
         if len(values) < 2:
@@ -268,16 +268,23 @@ def _values(group: Group, metric: str) -> list[float]:
     missing."""
     values = []
     for trajectory in _sampled(group):
-        reward = trajectory.reward
-        if reward is None or reward.score is None:
-            continue
-        if metric != "score" and metric not in reward.extras:
-            raise ValueError(
-                f"filters.metric = {metric!r}: a reward has no such entry; use one of"
-                f" {', '.join(['score', *sorted(reward.extras)])}"
-            )
-        values.append(reward.score if metric == "score" else reward.extras[metric])
-    return [v for v in values if not np.isnan(v)]
+        if (value := value_of(trajectory, metric)) is not None:
+            values.append(value)
+    return values
+
+
+def value_of(trajectory: Trajectory, metric: str) -> float | None:
+    """Of its reward; None where that, or the value, is missing. ValueError where the reward has no such entry."""
+    reward = trajectory.reward
+    if reward is None or reward.score is None:
+        return None
+    if metric != "score" and metric not in reward.extras:
+        raise ValueError(
+            f"filters.metric = {metric!r}: a reward has no such entry; use one of"
+            f" {', '.join(['score', *sorted(reward.extras)])}"
+        )
+    value = reward.score if metric == "score" else reward.extras[metric]
+    return None if np.isnan(value) else value
 
 
 def _sampled(group: Group) -> list[Trajectory]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rollover.algorithms.filters import value_of
 from rollover.alike import did_you_mean
 from rollover.config import DistillConfig, RoleConfig, WorkflowConfig
 from rollover.functions import OwnFunction, described, own_function
@@ -67,16 +68,17 @@ class Grouping:
         compared = self(group).compared
         return max((self._num_valid(c) + sum(greedy[role] for role in c.roles) for c in compared), default=0)
 
-    def has_signal(self, group: Group, default: str) -> bool | None:
+    def has_signal(self, group: Group, default: str, metric: str = "score") -> bool | None:
         """Whether a Group that is scored can have an advantage other than 0, where `default` is algorithm.advantage.
-        None: one TrajectoryGroup is compared by its scores, and they tell."""
+        None: one TrajectoryGroup is compared by its scores, and they tell. `metric`: what is looked at in the place of
+        scores (filters.metric)."""
         compared = self(group).compared
         by_turns = self.workflow.credit == "turn_returns"
         gamma = self.workflow.turn_gamma if by_turns else None
         own = [self.workflow.advantage_of(c.trajectories[0].role, default) == "precomputed" for c in compared]
         if len(compared) == 1 and not by_turns and not own[0]:
             return None
-        return any(_brings_any(c) if o else _differs(c, gamma) for c, o in zip(compared, own, strict=True))
+        return any(_brings_any(c) if o else _differs(c, gamma, metric) for c, o in zip(compared, own, strict=True))
 
     # Private
 
@@ -118,13 +120,13 @@ def _nonzero(value: Any) -> bool:
     return any(map(_nonzero, value)) if isinstance(value, tuple) else bool(value)
 
 
-def _differs(compared: TrajectoryGroup, gamma: float | None) -> bool:
+def _differs(compared: TrajectoryGroup, gamma: float | None, metric: str) -> bool:
     """Whether scores differ, in float32 as advantages are computed; or, by turns with the discount `gamma`, a turn has
-    a reward of its own, or an earlier one less of the score than the last."""
+    a reward of its own, or an earlier one less of the score than the last. Another `metric` stands for the scores."""
     valid = [t for t in compared.trajectories if t.valid and t.reward]
     if gamma is not None and any(r.reward and any(r.reward.turns) for t in valid for r in t.rollouts):
         return True
-    scores = {float(np.float32(t.reward.score)) for t in valid if t.reward and t.reward.score is not None}
+    scores = {float(np.float32(value)) for t in valid if (value := value_of(t, metric)) is not None}
     discounted = gamma is not None and gamma < 1 and any(scores) and any(len(t.turns) > 1 for t in valid)
     return discounted or len(scores) > 1
 

@@ -82,7 +82,7 @@ class Parts:
         group_filter = build_group_filter(
             config.filters,
             taught=config.distill.replaces_for,
-            has_signal=lambda group: grouping.has_signal(group, advantage),
+            has_signal=lambda group, metric: grouping.has_signal(group, advantage, metric),
             untrained=config.workflow.untrained,
         )
         model = functools.cache(

@@ -29,7 +29,7 @@ def dropped(episodes: list[list[tuple[str, Reward]]], advantage: str, **workflow
     played = [[Played([((5,), segments)], reward, role) for role, reward in of] for of in episodes]
     group = ready_episodes(0, Task("t", "s", "r", prompt="x"), played)
     grouping = Grouping(WorkflowConfig.model_validate(workflow))
-    return zero_variance(has_signal=lambda g: grouping.has_signal(g, advantage)).why(group)
+    return zero_variance(has_signal=lambda g, metric: grouping.has_signal(g, advantage, metric)).why(group)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,20 @@ def test_one_role_with_a_signal_is_enough_and_scores_of_different_roles_are_none
     equal = [[("a", Reward(1.0)), ("b", Reward(0.0))]] * 2
     assert dropped(equal, "grpo") == "no trajectory has an advantage that is not 0"
     assert dropped([equal[0], [("a", Reward(1.0)), ("b", Reward(1.0))]], "grpo") is None
+
+
+@pytest.mark.parametrize(("metric", "why"), [("score", ""), ("right", "zero_variance")])
+def test_roles_are_looked_at_by_the_metric_too(metric: str, why: str) -> None:
+    """All are right, and their scores differ by a penalty on length."""
+    grouping = Grouping(WorkflowConfig())
+    rewards = [Reward(score, {"right": 1.0}) for score in (0.9, 0.8)]
+    played = [[Played([((5,), [make_segment(1, 0, StopReason.EOS)])], r, role) for role in "ab"] for r in rewards]
+    chosen = group_filters(
+        FiltersConfig(zero_variance=True, metric=metric),
+        has_signal=lambda g, metric: grouping.has_signal(g, "grpo", metric),
+    )
+    match = first_match(ready_episodes(0, Task("t", "s", "r", prompt="x"), played), chosen)
+    assert ("" if match is None else match[0]) == why
 
 
 def test_equal_scores_of_several_turns_differ_where_turns_are_discounted() -> None:
@@ -88,7 +102,9 @@ def test_roles_that_are_not_trained_keep_no_group_and_drop_none() -> None:
             for s, t in zip(solved, titles, strict=True)
         ]
         grouping = Grouping(WorkflowConfig.model_validate({"roles": {"solver": {}, "title": {"trained": False}}}))
-        chosen = group_filters(config, has_signal=lambda g: grouping.has_signal(g, "grpo"), untrained=untrained)
+        chosen = group_filters(
+            config, has_signal=lambda g, metric: grouping.has_signal(g, "grpo", metric), untrained=untrained
+        )
         match = first_match(ready_episodes(0, Task("t", "s", "r", prompt="x"), episodes), chosen)
         return "" if match is None else match[0]
 

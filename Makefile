@@ -66,8 +66,12 @@ format: venv
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-# vLLM for the CPU in an environment of its own (3.4 GB): the peer of experiments/engine_beside_vllm.py.
-vllm: $(VLLM)/.stamp
+# vLLM for the CPU in an environment of its own (3.4 GB): what `rollover serve --engine vllm` runs, and the peer of
+# experiments/engine_beside_vllm.py. This package is there without what it depends on, for its plugin.
+vllm: $(VLLM)/.rollover
+
+$(VLLM)/.rollover: pyproject.toml $(VLLM)/.stamp
+	@$(VLLM)/bin/python -m pip install -q --no-deps -e . && touch $(VLLM)/.rollover
 
 $(VLLM)/.stamp: scripts/wheel_requirements.py | $(STAMP)
 	@set -e; \

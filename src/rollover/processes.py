@@ -172,7 +172,7 @@ def _kill_descendants() -> None:
     """SIGKILL what descends from this process until nothing does."""
     deadline = time.monotonic() + _KILL_LIMIT_S
     while time.monotonic() < deadline:
-        for pid in _descendants():
+        for pid in descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -183,17 +183,32 @@ def _kill_descendants() -> None:
         time.sleep(_KILL_PAUSE_S)
 
 
-def _descendants() -> set[int]:
+def descendants(root: int) -> set[int]:
+    """The processes that `root` started, and those that they did, as far as they run. None where there is no /proc."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as stat:
-                parents[int(name)] = int(stat.read().rpartition(b")")[2].split()[1])
-    found, new = set(), {os.getpid()}
+        if name.isdigit() and (parent := _parent(int(name))) is not None:
+            parents[int(name)] = parent
+    found, new = set(), {root}
     while new:
         new = {pid for pid, parent in parents.items() if parent in new}
         found |= new
     return found
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of /proc runs no longer: it may only wait for its parent to ask."""
+    return _parent(pid) is None
+
+
+def _parent(pid: int) -> int | None:
+    """None where it does not run."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            state, parent = stat.read().rpartition(b")")[2].split()[:2]
+    except (OSError, ValueError):
+        return None
+    return None if state in (b"Z", b"X") else int(parent)
 
 
 def _end_as(status: int | None) -> None:

@@ -62,7 +62,8 @@ class Client:
     async def __aenter__(self) -> Self:
         limits = aiohttp.ClientTimeout(total=None, sock_read=LIMIT_S, sock_connect=LIMIT_S)
         # Each on a connection of its own: control calls never wait behind a stream.
-        connector = aiohttp.TCPConnector(limit=0)
+        # vLLM closes what has been idle for 5 s, which a busy machine may not notice before it asks again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self.session = aiohttp.ClientSession(headers=self._headers, timeout=limits, connector=connector)
         return self
 

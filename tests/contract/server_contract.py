@@ -202,7 +202,7 @@ async def check_truncation_acts(client: Client, subject: Subject) -> None:
 async def check_a_stop_token_ends_it(client: Client, subject: Subject) -> None:
     whole = await client.generate(asked(subject.prompt()))
     stop = whole.tokens[4]
-    answer = await client.generate(asked(subject.prompt(), stop_token_ids=[stop, 9999999]))
+    answer = await client.generate(asked(subject.prompt(), stop_token_ids=[stop]))
     num = whole.tokens.index(stop) + 1
     assert (answer.tokens, answer.finish_reason, answer.stop_reason) == (whole.tokens[:num], "stop", stop)
     np.testing.assert_allclose(answer.logprobs, whole.logprobs[:num], atol=NEAR)
@@ -405,7 +405,7 @@ async def check_an_update_that_is_refused_changes_nothing(client: Client, subjec
         await client.ok("/pause?mode=keep")
         await client.ok("/start_weight_update")
         status, answer = await client.post("/update_weights", {"update_info": info})
-        assert status == 500 and Path(info["path"]).name in str(answer), answer
+        assert status == 500 and "refused: " in str(answer), answer
         await client.ok("/resume")
         again = await client.generate(asked(prompt))
         assert again.tokens == before.tokens and again.spans == [("own/0", 0, 12)]

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     if is_tinker(config):
         raise ValueError('backend.type = "tinker": the service samples, and there is no engine to serve. Remove it')
     if args.engine == "vllm":
-        from rollover.engine.server.vllm import run_vllm  # pyright: ignore[reportMissingImports]
+        from rollover.engine.server.vllm import run_vllm
 
         return run_vllm(config, host=args.host, port=args.port, ready=ready)
     from rollover.ending import run_bounded

@@ -73,6 +73,16 @@ class EngineConfig(Table):
     )
     prefill_chunk_tokens: int = option(2048, "Prompt tokens computed in one forward pass.", ge=1)
     device: str = option("", 'Where it generates: "auto", "cpu", "cuda", "cuda:1" or "mps"; empty = model.device.')
+    vllm_python: str = option(
+        "",
+        "The Python interpreter that has vLLM, for `rollover serve --engine vllm`; empty = what `make vllm` built in"
+        " the current folder, else the one that runs.",
+    )
+    vllm_args: list[str] = option(
+        [],
+        "More arguments of vLLM's server, for `rollover serve --engine vllm`: they come last, and win over what is made"
+        " of the configuration.",
+    )
 
 
 class TrainConfig(Table):

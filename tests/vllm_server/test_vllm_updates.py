@@ -1,0 +1,206 @@
+"""A real vLLM server gets new weights while it generates, and what goes wrong without each remedy."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_server.serving import Stream, VllmServer, resident_mb, wait_until, write_weights
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = list(range(5, 25))
+EXACT = 1e-4  # nats, in float32
+WRONG = 0.05
+
+
+@pytest.fixture(autouse=True)
+def restored(server: VllmServer, old: Any, tmp_path: Path) -> Iterator[None]:
+    """The server has the weights that it started with, whatever the test before left."""
+    if server.label not in ("default", "t/0"):
+        assert server.update(write_weights(old, tmp_path), "t/0") == 200
+    yield
+
+
+def expected(model: Any, prompt: list[int], tokens: list[int]) -> np.ndarray:
+    """The log-prob of each token under a model, after the prompt and the tokens before it."""
+    ids = torch.tensor([prompt + tokens])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids, use_cache=False).logits[0].float(), -1)
+    return logprobs[torch.arange(len(prompt) - 1, ids.shape[1] - 1), ids[0, len(prompt) :]].numpy()
+
+
+def error(stream: Stream, model: Any, prompt: list[int] = PROMPT, start: int = 0, end: int | None = None) -> float:
+    """How far the log-probs of these tokens are from the model's, at most."""
+    difference = np.array(stream.logprobs) - expected(model, prompt, stream.tokens)
+    return float(np.abs(difference[start:end]).max())
+
+
+def test_old_before_new_after(server: VllmServer, new: Any, old: Any, tmp_path: Path) -> None:
+    before = server.label
+    prompts = [[*PROMPT, i] for i in range(30, 38)]
+    streams = [server.generate(prompt, max_tokens=400, seed=i) for i, prompt in enumerate(prompts)]
+    for stream in streams:
+        stream.wait(20)
+    had: list[int] = []
+    assert server.update(write_weights(new, tmp_path), "t/1", lambda: had.extend(len(s.tokens) for s in streams)) == 200
+    assert server.label == "t/1"
+    for stream, prompt, cut in zip(streams, prompts, had, strict=True):
+        stream.wait()
+        assert 20 <= cut < len(stream.tokens) == 400
+        assert stream.spans == [
+            {"version": before, "start": 0, "end": cut},
+            {"version": "t/1", "start": cut, "end": 400},
+        ]
+        assert error(stream, old, prompt, 0, cut) < EXACT
+        assert error(stream, new, prompt, cut) < EXACT
+        assert error(stream, old, prompt, cut) > WRONG
+
+
+def test_stale_kv_is_kept_only_if_wanted(server: VllmServer, new: Any, tmp_path: Path) -> None:
+    """`clear_cache=false` goes on with the KV of the older weights: engine.kv_on_resume = keep wants that."""
+    stream = server.generate(PROMPT, max_tokens=300).wait(10)
+    cut: list[int] = []
+    server.update(write_weights(new, tmp_path), "t/2", lambda: cut.append(len(stream.tokens)), clear=False)
+    stream.wait()
+    assert error(stream, new, start=cut[0]) > WRONG
+    server.json("POST", "/reset_prefix_cache?reset_running_requests=true")
+
+
+def test_twenty_updates_leave_neither_drift_nor_memory(server: VllmServer, old: Any, new: Any, tmp_path: Path) -> None:
+    files = [write_weights(model, tmp_path) for model in (new, old)]
+    first = server.generate(PROMPT, temperature=0.0, max_tokens=64).wait()
+    for i in range(4):
+        assert server.update(files[i % 2], f"t/{i}") == 200
+    before = {name: resident_mb(pid) for name, pid in server.processes().items()}
+    for i in range(20):
+        assert server.update(files[i % 2], f"t/{i}") == 200
+    after = {name: resident_mb(pid) for name, pid in server.processes().items()}
+    assert server.label == "t/19"
+    for name in before:
+        assert after[name] < before[name] * 1.05 + 10, (before, after)
+    last = server.generate(PROMPT, temperature=0.0, max_tokens=64).wait()
+    assert last.tokens == first.tokens
+    np.testing.assert_array_equal(last.logprobs, first.logprobs)
+    assert error(last, old) < EXACT
+
+
+def test_a_file_is_verified_while_it_generates(server: VllmServer, new: Any, tmp_path: Path) -> None:
+    file = write_weights(new, tmp_path)
+    stream = server.generate(PROMPT, max_tokens=200)
+    wait_until(lambda: server.call("rollover_verify", *file.values()) == "verified")
+    assert server.call("rollover_verify", str(tmp_path / "none"), "0" * 64).startswith("refused: ")
+    assert server.update(file, "t/1") == 200
+    assert error(server.generate(PROMPT).wait(), new) < EXACT
+    stream.wait()
+
+
+def test_trap_1_a_repeated_id_runs_twice(server: VllmServer) -> None:
+    """So identity is the client's business: no id is sent twice."""
+    twice = [server.generate(PROMPT, "same", seed=seed).wait() for seed in (1, 2)]
+    assert [len(stream.tokens) for stream in twice] == [16, 16] and twice[0].tokens != twice[1].tokens
+
+
+def test_trap_2_only_the_full_id_aborts(server: VllmServer) -> None:
+    stream = server.generate(PROMPT, max_tokens=900).wait(5)
+    server.abort(stream.id)
+    num = len(stream.tokens)
+    stream.wait(num + 20)
+    assert not stream.ended, "the bare id does nothing"
+    server.abort(f"generate-tokens-{stream.id}")
+    stream.wait()
+    assert stream.finish_reason == "abort" and stream.spans and stream.spans[-1]["end"] == len(stream.tokens) < 900
+
+
+def test_trap_3_an_abort_before_its_request_is_lost(server: VllmServer) -> None:
+    full_id = "generate-tokens-early"
+    server.abort(full_id)
+    stream = server.generate(PROMPT, "early", max_tokens=900).wait(20)
+    assert not stream.ended, "the early abort was lost"
+
+    def aborted_again() -> bool:
+        server.abort(full_id)
+        return stream.ended
+
+    wait_until(aborted_again)
+    assert stream.finish_reason == "abort"
+
+
+def test_trap_4_a_stop_string_across_a_cut_is_missed(server: VllmServer, model_folder: Path) -> None:
+    """So the client looks for them itself."""
+    from transformers import AutoTokenizer
+
+    tokens = server.generate(PROMPT, temperature=0.0, max_tokens=24).wait().tokens
+    stop = AutoTokenizer.from_pretrained(model_folder).decode(tokens[4:6])
+    whole = server.generate(PROMPT, temperature=0.0, max_tokens=24, stop=[stop]).wait()
+    assert whole.finish_reason == "stop" and len(whole.tokens) <= 6
+    held = tokens[: len(whole.tokens) - 1]
+    rest = server.generate([*PROMPT, *held], temperature=0.0, max_tokens=1, stop=[stop]).wait()
+    assert rest.tokens == [whole.tokens[-1]] and rest.finish_reason == "length", "it stood across the cut"
+
+
+def test_trap_5_a_hung_engine_looks_healthy(server: VllmServer) -> None:
+    pids = server.processes()
+    os.kill(pids["core"], signal.SIGSTOP)
+    try:
+        assert server.status("GET", "/health") == 200
+        with pytest.raises(TimeoutError):
+            server.status("GET", "/weight_info", limit_s=3)
+    finally:
+        os.kill(pids["core"], signal.SIGCONT)
+    assert server.label
+
+
+def damaged(new: Any, tmp_path: Path) -> dict[str, str]:
+    file = write_weights(new, tmp_path)
+    with open(file["path"], "r+b") as weights:
+        weights.seek(-4, os.SEEK_END)
+        weights.write(b"\0\0\1\0")
+    return file
+
+
+def partial(new: Any, tmp_path: Path) -> dict[str, str]:
+    return write_weights(new, tmp_path, lambda name: "q_proj" in name or "v_proj" in name)
+
+
+def nowhere(new: Any, tmp_path: Path) -> dict[str, str]:
+    return {"path": str(tmp_path / "none.safetensors"), "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize("bad", [damaged, partial, nowhere], ids=lambda bad: bad.__name__)
+def test_traps_6_and_8_a_bad_file_is_refused(
+    server: VllmServer, old: Any, new: Any, tmp_path: Path, bad: Callable[[Any, Path], dict[str, str]]
+) -> None:
+    before = server.label
+    assert server.update(bad(new, tmp_path), "t/bad") == 500
+    assert server.label == before
+    assert error(server.generate(PROMPT).wait(), old) < EXACT
+    assert server.update(write_weights(new, tmp_path), "t/good") == 200
+    assert error(server.generate(PROMPT).wait(), new) < EXACT
+
+
+def test_trap_7_a_tied_head_stays_old_without_its_remedy(server: VllmServer, new: Any, tmp_path: Path) -> None:
+    file = write_weights(new, tmp_path)
+    with server.without("tie_head"):
+        assert server.update(file, "t/1") == 200
+        assert error(server.generate(PROMPT, max_tokens=64).wait(), new) > WRONG
+    assert server.update(file, "t/2") == 200
+    assert error(server.generate(PROMPT, max_tokens=64).wait(), new) < EXACT
+
+
+def test_trap_8_a_part_of_the_weights_makes_garbage_without_the_check(
+    server: VllmServer, old: Any, tmp_path: Path
+) -> None:
+    """Two of three of a fused module, with the values that it has: vLLM takes them without a word."""
+    with server.without("check"):
+        assert server.update(partial(old, tmp_path), "t/1") == 200
+        assert error(server.generate(PROMPT, max_tokens=64).wait(), old) > WRONG
+    assert server.update(write_weights(old, tmp_path), "t/2") == 200
+    assert error(server.generate(PROMPT, max_tokens=64).wait(), old) < EXACT

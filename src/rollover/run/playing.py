@@ -130,7 +130,8 @@ class Playing:
     async def _rollout(self, rollout: Rollout, acting: Acting | None = None) -> None:
         """To its end: then it is SCORING. It has a reward by then where the environment is not to be asked for that, as
         it failed, or took too long. BeginAgain where it has to."""
-        acting = acting or Acting(self.environment.next, self._limits, self._say)
+        if acting is None:
+            acting = Acting(self.environment.next, self._limits, self._say)
         while rollout.reward is None and rollout.stop_reason in (None, StopReason.PAUSED):
             if await self._turn(rollout):
                 try:

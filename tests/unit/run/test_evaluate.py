@@ -11,7 +11,7 @@ import virtual_time
 from rollover.config import Config
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.protocol import Environment, written
+from rollover.envs.protocol import BeginAgain, Environment, written
 from rollover.envs.single_turn import SingleTurn
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.scorer import make_scorer
@@ -120,6 +120,30 @@ def test_where_the_environment_fails_an_answer_has_no_score() -> None:
     found = answers(FakeEngine(lambda seed: 5), [], Broken())
     assert [a.score for a in found] == [2.0, 2.0, 2.0, None, 2.0, 2.0]
     assert str(found[3].error).startswith("the environment failed at rollout eval-1-1 (KeyError: 'no such page' (")
+
+
+class Loses(Twice):
+    """What it knew of one rollout, at its second turn, so many times."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    async def next(self, rollout: Rollout) -> Segment | None:
+        if (rollout.task.task_id, rollout.sibling) == ("t1", 1) and len(rollout.segments) > 1 and self.left:
+            self.left -= 1
+            raise BeginAgain("the page is gone")
+        return await super().next(rollout)
+
+
+def test_what_an_environment_has_lost_begins_again_as_often_as_it_may() -> None:
+    said: list[str] = []
+    expected = answers(FakeEngine(lambda seed: 5), [], Twice())
+    found = answers(FakeEngine(lambda seed: 5), said, Loses(1))
+    assert [(a.score, a.answer) for a in found] == [(a.score, a.answer) for a in expected]
+    assert any("the page is gone" in line and "it begins again" in line for line in said)
+    given_up = answers(FakeEngine(lambda seed: 5), [], Loses(10))
+    assert [a.score for a in given_up] == [2.0, 2.0, 2.0, None, 2.0, 2.0]
+    assert "the page is gone" in str(given_up[3].error)
 
 
 class Hanging(Twice):

@@ -297,26 +297,24 @@ def test_an_episode_that_could_not_be_kept_begins_again_after_a_kill_and_the_oth
 
 
 def test_the_siblings_of_one_that_begins_again_stay_as_they_are() -> None:
-    class OneOfTwo(Game):
-        """Only rollouts of groups with several turns can be lost."""
+    def make() -> Run:
+        return process(Restart, group_size=4, groups_per_step=1, **{**PARTIAL, "in_flight_groups": 3})
 
-        resume = "restart"
-
-    run = process(OneOfTwo, groups_per_step=1, in_flight_groups=3, max_staleness=2, interrupt="when_enough")
-    asyncio.run(trained(run, 1))
-    saved = run.save()
-    fresh = process(OneOfTwo, groups_per_step=1, in_flight_groups=3, max_staleness=2, interrupt="when_enough")
-    fresh.load(saved)
-    before = {r.rollout_id: (r.state, r.token_ids()) for g in fresh.cache.groups.values() for r in g.rollouts}
+    run, fresh = make(), make()
+    asyncio.run(trained(run, 2))
+    fresh.load(run.save())
+    before = {r.rollout_id: r for g in run.cache.groups.values() for r in g.rollouts}
     asyncio.run(begin(fresh))
     again = {e.rollout.rollout_id for e in fresh.events if e.kind is EventKind.RESTART and e.rollout}
+    answered = {i for i, r in before.items() if any(not s.trainable for s in r.segments)}
+    assert again == {i for i in answered if before[i].state is not RolloutState.READY} != set()
     held = {r.rollout_id: r for g in fresh.cache.groups.values() for r in g.rollouts}
-    for rollout_id, (state, tokens) in before.items():
-        if rollout_id not in again:
-            assert held[rollout_id].token_ids()[: len(tokens)] == tokens
-            assert state is not RolloutState.READY or held[rollout_id].state is RolloutState.READY
-        else:
-            assert state is not RolloutState.READY
+    assert held.keys() == before.keys() and not any(held[i].segments for i in again)
+    for rollout_id in before.keys() - again:
+        assert held[rollout_id].token_ids() == before[rollout_id].token_ids()
+        assert held[rollout_id].reward == before[rollout_id].reward
+    dropped = sum(before[i].num_sampled_tokens for i in again)
+    assert fresh.ledger.dropped[DropReason.RESTARTED].tokens == dropped > 0
 
 
 async def begin(run: Run) -> None:

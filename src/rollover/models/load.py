@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from rollover.models import attention
 from rollover.models.locate import resolve_path
 from rollover.models.smollm2 import ALIAS, HOW_TO_INSTALL
 from rollover.system import hub_is_away
+
+# Of transformers' own loading, which sets variables of the process meanwhile: two at once lose tied weights.
+_loading = threading.Lock()
 
 
 @dataclass
@@ -47,16 +51,17 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(path, **source)
         tokenizer = _tokenizer(path, source)
-        loading: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            attn_implementation=attention.IMPLEMENTATION,
-            output_loading_info=True,
-            **source,
-        )
-        model, report = loading
+        with _loading:
+            found: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                attn_implementation=attention.IMPLEMENTATION,
+                output_loading_info=True,
+                **source,
+            )
+        model, report = found
     except KeyError as error:
         reason = attention.refusal_of_lookup(config.model_type, error)
         raise ValueError(f"model.path = {cfg.path!r}: {reason}") from error
@@ -86,7 +91,7 @@ def load_outline(cfg: ModelConfig) -> LoadedModel:
     path, source = _source_of(cfg, needs_weights=False)
     try:
         tokenizer, config = _tokenizer(path, source), AutoConfig.from_pretrained(path, **source)
-        with torch.device("meta"):
+        with _loading, torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.trust_remote_code)
     except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
         raise ValueError(f"model.path = {cfg.path!r} cannot be read: {error}") from error

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import models_table
@@ -33,6 +34,15 @@ def test_a_family_that_cannot_be_run_is_refused_in_plain_words(tmp_path: Path, f
     tiny.tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"model.path = .*: {message}"):
         load_model(ModelConfig(path=str(tmp_path)))
+
+
+def test_two_runs_of_one_process_load_at_once(tmp_path: Path) -> None:
+    """transformers keeps what it does while it loads in variables of the process."""
+    folder = tiny.save(tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: load_model(ModelConfig(path=str(folder), dtype="float32")), range(12)))
+    for loaded in found:
+        assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from contract.full_disk import full_above
 from rollover.weights.build import TRANSPORTS, build_transport, received
@@ -174,4 +179,65 @@ def test_a_weight_of_another_shape_is_refused() -> None:
     transport.send(1, [("a", torch.ones(3))])
     with pytest.raises(AssertionError, match="a has changed its shape or dtype"):
         transport.send(2, [("a", torch.ones(4))])
+    transport.close()
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.safetensors"), key=lambda path: int(path.stem.split(".")[1]))
+
+
+def test_a_weights_file_is_whole_every_time_checked_by_its_sum_and_the_last_two_are_kept(tmp_path: Path) -> None:
+    transport = build_transport("weights_file", TransportSetup(pytest.fail, folder=str(tmp_path)))
+    transport.send(1, weights().items())
+    for version in (2, 3):
+        parcel = transport.send(version, [("up.bias", torch.full((5,), float(version)))])
+    assert [path.stem for path in files_of(tmp_path)] == ["2.2", "3.3"]
+    path = Path(parcel.message["path"])
+    assert path == files_of(tmp_path)[-1] and path.is_absolute()
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == parcel.message["sha256"]
+    found = load_file(path)
+    assert found.keys() == weights().keys() and (found["up.bias"] == 3).all()
+    assert not list(tmp_path.glob("*/*.part"))
+    transport.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_files_of_an_owner_that_was_killed_are_removed_by_the_next_one_and_no_others(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, torch\n"
+        "from rollover.weights.build import build_transport\n"
+        "from rollover.weights.protocol import TransportSetup\n"
+        "transport = build_transport('weights_file', TransportSetup(folder=sys.argv[1]))\n"
+        "transport.send(1, [('a', torch.ones(3))])\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    (left,) = files_of(tmp_path)
+    lives, other = (build_transport("weights_file", TransportSetup(folder=str(tmp_path))) for _ in range(2))
+    lives.send(1, [("a", torch.ones(3))])
+    other.send(1, [("a", torch.ones(3))])
+    assert not left.exists() and len(files_of(tmp_path)) == 2
+    lives.close()
+    other.close()
+
+
+def test_a_weights_file_without_room_in_memory_goes_elsewhere_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said: list[str] = []
+    transport = build_transport("weights_file", TransportSetup(said.append))
+    transport.reserve([10**15])
+    parcel = transport.send(1, [("a", torch.ones(3))])
+    assert parcel.message["path"].startswith(str(tmp_path))
+    assert len(said) == 1 and "no room for" in said[0] and str(tmp_path) in said[0]
+    transport.close()
+
+
+def test_a_weights_file_that_cannot_be_written_names_the_option(tmp_path: Path) -> None:
+    transport = build_transport("weights_file", TransportSetup(folder=str(tmp_path)))
+    transport.reserve([1])
+    shutil.rmtree(next(tmp_path.iterdir()))
+    with pytest.raises(ValueError, match="engine.weights_dir"):
+        transport.send(1, [("a", torch.ones(3))])
     transport.close()

@@ -30,6 +30,11 @@ def as_toml(resolved: Resolved) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
+def settings_as_toml(config: Config) -> str:
+    """The settings alone, as TOML that loads again: for a process that is given a file."""
+    return "\n".join(lines_of(config, lambda key, name, value: f"{name} = {toml_value(value)}")).strip() + "\n"
+
+
 def as_json(resolved: Resolved) -> str:
     """The configuration as JSON: the content of a run's config.resolved.json."""
     return json.dumps(resolved.config.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"

@@ -1,6 +1,7 @@
 """[model], [engine] and [train], and the rules about them."""
 
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -12,7 +13,10 @@ from rollover.config.traits import ADVANTAGES
 ENGINES = {
     "embedded": "rollover.engine.build:make_embedded",
     "process": "rollover.engine.build:make_process",
+    "remote": "rollover.engine.build:make_remote",
 }
+_REMOTE = ("engine.kind", "remote")
+_SERVERS = ("engine.num_servers",)
 
 
 class LoraConfig(Table):
@@ -59,9 +63,44 @@ class EngineConfig(Table):
     kind: str = option(
         "embedded",
         "embedded: in the trainer's process. process: the same in a process of its own, beside the trainer"
-        " (for rollout.overlap). Or your own function (module:function or path.py:function), which makes an engine.",
+        " (for rollout.overlap). remote: servers over HTTP, each with its own weights (engine.urls, engine.num_servers;"
+        " docs/cluster.md). Or your own function (module:function or path.py:function), which makes an engine.",
     )
-    max_running: int = option(64, "Sequences decoded in one batch; more wait inside the engine.", ge=1)
+    urls: list[str] = option(
+        [],
+        "Servers that others start and end (http://host:port), which speak vLLM's /inference/v1/generate.",
+        only_if=_REMOTE,
+    )
+    num_servers: int = option(
+        0, "Servers that the run starts on this machine by `rollover serve`, and starts again.", ge=0, only_if=_REMOTE
+    )
+    server: Literal["embedded", "vllm"] = option(
+        "embedded", "What generates in those that the run starts: `rollover serve --engine`.", only_if=_SERVERS
+    )
+    server_timeout_s: float = option(
+        60.0,
+        "A server that sends no token and does not answer within this time is given up, and so is one that takes longer"
+        " for new weights.",
+        gt=0,
+        only_if=_REMOTE,
+    )
+    give_up_s: float = option(
+        600.0,
+        "The run ends, with a checkpoint, when no server has served for this long: also what one may take to start.",
+        gt=0,
+        only_if=_REMOTE,
+    )
+    weights_dir: str = option(
+        "",
+        "Folder through which weights reach the servers, which all of them see under the same path; empty = memory of"
+        " this machine.",
+        only_if=_REMOTE,
+    )
+    max_running: int = option(
+        64,
+        "Sequences decoded in one batch, of each server of a remote one; more wait inside the engine.",
+        ge=1,
+    )
     kv_memory_gb: float = option(
         2.0, "Bound on the KV cache, in GB (1e9 bytes). Short of it, rollouts are preempted.", gt=0
     )
@@ -120,6 +159,22 @@ class TrainConfig(Table):
 
 _STREAMING = "train.streaming_min_groups"
 
+
+def _is_remote(config: Any) -> bool:
+    return config.engine.kind == "remote"
+
+
+def _not_an_address(config: Any) -> str | None:
+    """The first of engine.urls that is none of http://host:port, or is there twice."""
+    seen: set[str] = set()
+    for url in config.engine.urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or url in seen:
+            return url
+        seen.add(url)
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     Inert(
         (_STREAMING,),
@@ -174,6 +229,43 @@ RULES: tuple[Rule, ...] = (
             f'engine.kind = "{c.engine.kind}" is none of {", ".join(ENGINES)}, and no function (module:function or'
             f" path.py:function){did_you_mean(c.engine.kind, ENGINES)}"
         ),
+    ),
+    Refused(
+        ("engine.kind", "engine.urls", "engine.num_servers"),
+        lambda c: _is_remote(c) and not c.engine.urls and not c.engine.num_servers,
+        lambda c: (
+            'engine.kind = "remote" without a server: set engine.num_servers to the number that the run shall start, or'
+            " engine.urls to the addresses of those that run"
+        ),
+    ),
+    Refused(
+        ("engine.urls",),
+        lambda c: _is_remote(c) and _not_an_address(c) is not None,
+        lambda c: (
+            f"engine.urls: {_not_an_address(c)!r} is no address of a server, or is there twice. An address is"
+            " http://host:port, without a path"
+        ),
+    ),
+    Refused(
+        ("engine.kind", "model.lora.rank"),
+        lambda c: _is_remote(c) and c.model.lora.rank > 0,
+        lambda c: (
+            'engine.kind = "remote" with model.lora.rank: servers are given whole weights, in which small adapters are'
+            ' rounded away. Set model.lora.rank = 0, or engine.kind = "embedded" or "process"'
+        ),
+    ),
+    Inert(
+        ("engine.kv_memory_gb", "engine.prefill_chunk_tokens", "engine.device"),
+        ("engine.kind", "engine.num_servers"),
+        lambda c: _is_remote(c) and not c.engine.num_servers,
+        'with engine.kind = "remote" and servers that others start',
+        "Set it where they are started",
+    ),
+    Inert(
+        ("engine.threads",),
+        ("engine.kind",),
+        _is_remote,
+        'with engine.kind = "remote": a server has the threads that it is started with',
     ),
     Refused(
         ("train.publish_every", "rollout.max_staleness"),

@@ -21,6 +21,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.own import OwnEngine
 from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import Engine
+from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
 from rollover.engine.tinker.engine import TinkerEngine
 from rollover.engine.tinker.service import Service
 from rollover.functions import make_named
@@ -72,6 +73,17 @@ def make_embedded(setup: EngineSetup) -> Engine:
 def make_process(setup: EngineSetup) -> Engine:
     """An engine in a process of its own; without a trainer to work beside, an embedded one without a process."""
     return ProcessEngine(setup.config, setup.threads) if setup.beside_trainer else make_embedded(setup)
+
+
+def make_remote(setup: EngineSetup) -> RemoteEngine:
+    """An engine over servers: of engine.urls, and of our own. Errors as of `RemoteEngine`."""
+    return RemoteEngine(
+        RemoteSetup(
+            setup.config,
+            initial=lambda: ((name, weight.detach()) for name, weight in setup.model().model.named_parameters()),
+            decode_text=lambda ids: setup.model().tokenizer.decode(ids, skip_special_tokens=False),
+        )
+    )
 
 
 def make_tinker(setup: EngineSetup) -> TinkerEngine:

@@ -6,6 +6,7 @@ slash (`reward/openai/gsm8k/mean`). docs/metrics.md is made of this table (track
 
 from __future__ import annotations
 
+from rollover.track.engine_keys import ENGINE
 from rollover.track.metric import Metric
 
 METRICS: list[Metric] = [
@@ -372,29 +373,6 @@ METRICS: list[Metric] = [
     Metric("journal/cut_bytes", "counter", "bytes", "Of journals read back, what was not trusted: torn, damaged."),
     Metric("mirror/failed", "counter", "", "Times that the run could not be copied to a remote checkpoint.dir."),
     Metric("trackers/failed", "counter", "", "Failures of your own trackers; what they missed is not told again."),
-    # Engine
-    Metric("engine/decode_steps", "counter", "steps", "Decode steps."),
-    Metric("engine/prefill_tokens", "counter", "tokens", "Tokens prefilled for the first time."),
-    Metric("engine/reprefill_tokens", "counter", "tokens", "Tokens prefilled again (a cost)."),
-    Metric("engine/prefill_s", "counter", "s", "Time in prefill. Not on a GPU, where it is not known without waiting."),
-    Metric("engine/flops", "counter", "FLOP", "Model FLOPs computed; what a step added is perf/generate_flops."),
-    Metric("engine/decode_s", "counter", "s", "Time in decode steps. Not on a GPU, as engine/prefill_s."),
-    Metric("engine/decode_thread_s", "counter", "thread s", "The time of each decode step times its CPU threads."),
-    Metric("engine/threads", "mean", "threads", "Mean CPU threads of this step's decode steps, by time."),
-    Metric("engine/restarts", "counter", "processes", "Engine processes that died and were started again."),
-    Metric("engine/empty_answers", "counter", "", "Answers without a token to rollouts that nobody interrupted."),
-    Metric("engine/failed_extends", "counter", "", "Extensions that ended in an error, each tried again or given up."),
-    Metric("engine/preemptions", "counter", "rollouts", "Rollouts preempted for KV memory."),
-    Metric("engine/{name}", "counter", "", "What an engine of your own counts besides (its `stats`)."),
-    Metric("kv/stale_prefix_tokens", "counter", "tokens", "Tokens served from KV of older weights."),
-    Metric("kv/kept_tokens", "counter", "tokens", "Tokens of resumed rollouts with reused KV."),
-    Metric("kv/shared_prompt_tokens", "counter", "tokens", "Prompt tokens shared with a sibling."),
-    Metric("kv/bytes", "last", "bytes", "Memory of the KV cache now."),
-    Metric(
-        "engine/kernels",
-        "last",
-        "",
-        "1: compiled kernels do the small operations on the CPU; 0: torch does, more slowly (the start says why).",
-    ),
+    *ENGINE,
     Metric("memory/peak_rss_bytes", "max", "bytes", "Peak resident memory of the process."),
 ]

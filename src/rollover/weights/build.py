@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any
 from rollover.weights.in_place import InPlace
 from rollover.weights.protocol import TransportSetup, WeightTransport
 from rollover.weights.shared_file import SharedFile
+from rollover.weights.weights_file import WeightsFile
 
 if TYPE_CHECKING:
     import torch
 
-TRANSPORTS: dict[str, type[WeightTransport]] = {"in_place": InPlace, "shared_file": SharedFile}
+TRANSPORTS: dict[str, type[WeightTransport]] = {
+    "in_place": InPlace,
+    "shared_file": SharedFile,
+    "weights_file": WeightsFile,
+}
 
 
 def build_transport(name: str, setup: TransportSetup) -> WeightTransport:

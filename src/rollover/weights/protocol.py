@@ -42,12 +42,14 @@ class Holder(Protocol):
 class TransportSetup:
     """What a transport is made from: `model` and `holders` of an engine in this process, where there is one.
 
-    `say` prints a line, of what is slower than it could be.
+    `say` prints a line, of what is slower than it could be. `folder`: where a transport that leaves files for other
+    machines puts them; empty: it chooses.
     """
 
     say: Callable[[str], None] = print
     model: Any = None
     holders: Sequence[Holder] = field(default=())
+    folder: str = ""
 
 
 class WeightTransport(Protocol):

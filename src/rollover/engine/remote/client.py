@@ -1,0 +1,125 @@
+"""HTTP to one server. Owns its connections, and what an answer that is none means; knows no rollout.
+
+Streams have connections of their own, so that a call of control never waits behind them. They have no time-out as a
+whole: whoever reads one decides how long it may be silent. Idle connections are closed before the server does it (5 s
+in uvicorn), since a request that is sent as that happens would be lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rollover.engine.remote.wire import Chunk, Refused, ServerFailed, parse_event
+
+if TYPE_CHECKING:
+    import aiohttp
+
+TOKEN = "ROLLOVER_SERVER_TOKEN"
+_KEEP_ALIVE_S = 3.0
+_CONNECT_S = 10.0
+_CONTROL_CONNECTIONS = 16
+
+
+def library() -> Any:
+    """aiohttp. ValueError, with the command that installs it, if it is missing."""
+    try:
+        import aiohttp
+    except ImportError as error:
+        raise ValueError('engine.kind = "remote" needs aiohttp: pip install "rollover[remote]"') from error
+    return aiohttp
+
+
+def headers() -> dict[str, str]:
+    """What every call carries: the token of the environment, if there is one."""
+    token = os.environ.get(TOKEN, "")
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+class ServerClient:
+    """One server at `url` (http://host:port). To be used on one event loop, and closed there."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._library = library()
+        self._streams: aiohttp.ClientSession | None = None
+        self._control: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    def _open(self, limit: int) -> aiohttp.ClientSession:
+        if self._closed:
+            raise ServerFailed("it was given up")
+        return self._library.ClientSession(
+            connector=self._library.TCPConnector(limit=limit, keepalive_timeout=_KEEP_ALIVE_S),
+            timeout=self._library.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            headers=headers(),
+        )
+
+    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
+        """The chunks of a generation, as they come. Leaving it early closes the connection, which ends the request.
+
+        ValueError if the server says that it can never do this; ServerFailed if it fails, also half-way.
+        """
+        if self._streams is None:
+            self._streams = self._open(limit=0)
+        try:
+            async with self._streams.post(f"{self.url}/inference/v1/generate", json=body) as response:
+                if response.status != 200:
+                    said = _message(await response.text())
+                    raise ValueError(said) if response.status == 400 else ServerFailed(f"{response.status}: {said}")
+                rest = b""
+                async for data in response.content.iter_any():
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data:"):
+                            chunk = parse_event(line[5:].decode().strip())
+                            if chunk is None:
+                                return
+                            yield chunk
+        except (TimeoutError, self._library.ClientError, OSError) as error:
+            raise ServerFailed(f"the connection broke: {error!r}") from error
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, limit_s: float, **params: str) -> Any:
+        """The JSON of its answer. Refused for a status of 400 or more; ServerFailed if none comes in `limit_s`."""
+        return await self._call("POST", path, limit_s, json=body, params=params)
+
+    async def get(self, path: str, *, limit_s: float) -> Any:
+        """As `post`."""
+        return await self._call("GET", path, limit_s)
+
+    async def _call(self, method: str, path: str, limit_s: float, **values: Any) -> Any:
+        if self._control is None:
+            self._control = self._open(limit=_CONTROL_CONNECTIONS)
+        limit = self._library.ClientTimeout(total=limit_s, sock_connect=min(limit_s, _CONNECT_S))
+        try:
+            async with self._control.request(method, self.url + path, timeout=limit, **values) as response:
+                text = await response.text()
+                if response.status >= 400:
+                    raise Refused(f"{path} answered {response.status}: {_message(text)}")
+                return json.loads(text) if text else {}
+        except TimeoutError as error:
+            raise ServerFailed(f"{path} was not answered within {limit_s:.3g} s") from error
+        except (self._library.ClientError, OSError, ValueError, RuntimeError) as error:  # the last: it was closed
+            if isinstance(error, ServerFailed):
+                raise
+            raise ServerFailed(f"{path} failed: {error!r}") from error
+
+    async def close(self) -> None:
+        """Close its connections; what is read from them fails, and what is asked from now on."""
+        self._closed = True
+        for session in (self._streams, self._control):
+            if session is not None:
+                await session.close()
+        self._streams = self._control = None
+
+
+def _message(text: str) -> str:
+    """What a server says of an error, as far as it says it in JSON."""
+    try:
+        error = json.loads(text)
+        error = error.get("error", error.get("detail", error))
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+    except (ValueError, AttributeError):
+        return text[:500]

@@ -1,0 +1,213 @@
+"""The Engine contract over servers that speak vLLM's token interface, each with its own copy of the weights.
+
+    extend ──▶ Generation ──▶ Fleet.place ──▶ Attempt at a server ──▶ stopped? else the next, from the last token
+    load_weights ──▶ weights file ──▶ Fleet.update: each server alone
+
+Owns which rollouts run, and the numbers of requests. A request that fails costs no token: what was received counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollover.config import Config
+from rollover.engine.protocol import ExtendRequest, WeightLoad
+from rollover.engine.remote.client import library
+from rollover.engine.remote.delivery import Deliveries
+from rollover.engine.remote.fleet import Fleet, Limits
+from rollover.engine.remote.generation import Generation
+from rollover.engine.remote.hosts import Host, hosts_of, longest_rollout
+from rollover.engine.remote.routing import Router
+from rollover.engine.remote.server import Attempt, Counts, Server
+from rollover.engine.remote.wire import ServerFailed, label_of
+from rollover.types import Segment, StopReason
+from rollover.weights.build import build_transport
+from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_FRUITLESS = 3  # requests in a row without a token, at servers that serve all the same
+
+
+@dataclass(frozen=True)
+class RemoteSetup:
+    """`initial`: the weights of policy version 0, which every server gets before it works. `decode_text` turns token
+    ids into text, for stop strings. `say` prints a line."""
+
+    config: Config
+    initial: Callable[[], NamedTensors]
+    decode_text: Callable[[list[int]], str]
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+    hosts: Sequence[Host] | None = None
+    """Of tests; None: those of the configuration."""
+
+
+class RemoteEngine:
+    """See `Engine`. ValueError where aiohttp is missing."""
+
+    def __init__(self, setup: RemoteSetup) -> None:
+        library()
+        config = self.config = setup.config
+        self._setup, self._decode_text = setup, setup.decode_text
+        run = f"{config.run.name}-{secrets.token_hex(4)}"  # versions of an earlier start may be others
+        self.oldest_version = 0
+        self._salted = config.rollout.kv_on_resume == "salt"
+        self._counts = Counts()
+        self._running: dict[str, Generation] = {}
+        self._num_requests = time.time_ns() // 1_000_000  # no number comes twice, nor after a restart
+        self._weights = build_transport("weights_file", TransportSetup(setup.say, folder=config.engine.weights_dir))
+        self._beginning = asyncio.Lock()
+        self._longest: int | None = None
+        self.hosts = hosts_of(config) if setup.hosts is None else setup.hosts
+        self._deliveries = Deliveries(run, config.rollout.kv_on_resume == "recompute", config.engine.server_timeout_s)
+        limits = Limits(config.engine.server_timeout_s, config.engine.give_up_s, self._check_longest)
+        self._router = Router(config.engine.max_running)
+        self._fleet = Fleet(self.hosts, self._router, self._deliveries, limits, setup.say)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the first server that answered; those that take less do not take part. EngineDied if none answers."""
+        if self._longest is None:
+            self._longest = longest_rollout(self.hosts, self.config.engine.give_up_s)
+        return self._longest
+
+    def _check_longest(self, tokens: int) -> None:
+        if self._longest is None:
+            self._longest = tokens
+        elif tokens < self._longest:
+            raise ServerFailed(f"it takes rollouts of {tokens} tokens, another one of {self._longest}: set both alike")
+
+    async def _begin(self) -> None:
+        """The servers join with the first weights, unless they did with others already."""
+        if self._fleet.parcel is not None:
+            return
+        async with self._beginning:
+            if self._fleet.parcel is None:
+                self._fleet.start(await self._send(self.oldest_version, self._setup.initial()))
+
+    async def _send(self, version: int, tensors: NamedTensors) -> Parcel:
+        return await asyncio.to_thread(self._weights.send, version, tensors)
+
+    # The contract
+
+    async def extend(self, request: ExtendRequest) -> list[Segment]:
+        """See Engine. ValueError for what no server can be given; ServerFailed if servers that serve fail at it again
+        and again; EngineDied if there are none for too long."""
+        assert request.rollout_id not in self._running, f"rollout {request.rollout_id} is running already"
+        if request.max_new_tokens < 1:
+            raise ValueError(
+                f"rollout {request.rollout_id} is extended by {request.max_new_tokens} tokens: by at least 1"
+            )
+        total = len(request.prompt_ids) + len(request.generated_ids) + request.max_new_tokens
+        if self._longest is not None and total > self._longest:
+            raise ValueError(
+                f"a rollout of {total} tokens (prompt and rollout.max_new_tokens) is above the {self._longest} that the"
+                " servers take. Lower rollout.max_new_tokens or tasks.max_prompt_tokens, or start them with more"
+            )
+        generation = self._running[request.rollout_id] = Generation(request, self._decode_text)
+        try:
+            await self._begin()
+            await self._generate(generation)
+            return generation.segments(generation.reason or StopReason.PAUSED)
+        finally:
+            if self._running.get(request.rollout_id) is generation:
+                del self._running[request.rollout_id]
+
+    async def _generate(self, generation: Generation) -> None:
+        """Until it stops, or is interrupted: one request after the other."""
+        avoid: set[str] = set()
+        fruitless = 0
+        while generation.reason is None and not generation.interrupted:
+            server = await self._fleet.line.place(generation, avoid)
+            if server is None:
+                return
+            num = len(generation.tokens)
+            try:
+                try:
+                    await self._attempt(generation, server).run()
+                finally:
+                    self._fleet.line.leave(server)
+            except ServerFailed:
+                self._counts.lost_requests += 1
+                avoid.add(server.name)
+                serves = await self._fleet.checked(server)
+                fruitless = fruitless + 1 if serves and len(generation.tokens) == num else 0
+                if fruitless == _MAX_FRUITLESS:
+                    raise
+
+    def _attempt(self, generation: Generation, server: Server) -> Attempt:
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        run = self._deliveries.run
+        return Attempt(
+            generation,
+            server,
+            f"{generation.request.rollout_id}.{number}",
+            self._counts,
+            run=run,
+            grace_s=self.config.watchdog.grace_s,
+            salt=label_of(run, server.version or 0) if self._salted else None,
+        )
+
+    def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
+        for rollout_id in list(self._running) if rollout_ids is None else rollout_ids:
+            if rollout_id in self._running:
+                self._running[rollout_id].interrupt()
+
+    async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
+        running = [i for i in rollout_ids if i in self._running]
+        return {i: self._running[i].segments(StopReason.PAUSED) for i in running}
+
+    async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
+        return set(rollout_ids).intersection(self._running) - self._fleet.working()
+
+    def release(self, rollout_ids: Iterable[str]) -> None:
+        self._router.release(rollout_ids)
+
+    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
+        """See Engine. A server that does not take them serves no more until it has them. EngineDied as of `extend`."""
+        started = time.perf_counter()
+        async with self._beginning:
+            parcel = await self._send(version, tensors)
+            if self._fleet.parcel is None:
+                self._fleet.start(parcel)
+            else:
+                await self._fleet.update(parcel)
+            self.oldest_version = version
+        return WeightLoad(parcel.num_bytes, time.perf_counter() - started)
+
+    def use_threads(self, num: int) -> None:
+        """Ignored: it computes nothing here."""
+
+    def stats(self) -> dict[str, float]:
+        counts = self._counts
+        return {
+            "engine/decode_steps": float(counts.tokens),
+            "engine/prefill_tokens": float(counts.prefill_tokens),
+            "engine/reprefill_tokens": float(counts.reprefill_tokens),
+            "engine/preemptions": 0.0,
+            "kv/stale_prefix_tokens": 0.0,
+            "kv/kept_tokens": 0.0,
+            "kv/shared_prompt_tokens": 0.0,
+            "kv/bytes": 0.0,
+            "engine/servers": float(len(self._fleet.serving)),
+            "engine/ejections": float(self._fleet.num_ejections),
+            "engine/lost_requests": float(counts.lost_requests),
+            "engine/abandoned_requests": float(counts.abandoned_requests),
+            "engine/surplus_tokens": float(counts.surplus_tokens),
+            "engine/span_mismatches": float(counts.span_mismatches),
+            "engine/refused_weights": float(self._deliveries.num_refused),
+            "engine/weights_paused_s": self._deliveries.paused_s,
+        }
+
+    async def close(self) -> None:
+        """Interrupt what runs, end the servers that are ours, and remove the weights file."""
+        self.interrupt()
+        await self._fleet.close()
+        self._weights.close()

@@ -1,0 +1,188 @@
+"""Where a server is: at an address that others look after, or in a process of ours, which is started again.
+
+A process is `rollover serve FILE.toml --engine ... --port 0`: the first line of its output is JSON with its address,
+when it listens and has its model. It ends with this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollover.config import Config
+from rollover.config.describe import settings_as_toml
+from rollover.engine.protocol import EngineDied
+from rollover.engine.remote.client import ServerClient, headers
+from rollover.engine.remote.server import Server
+from rollover.engine.remote.wire import ServerFailed
+from rollover.processes import brief_waiting, child_environment
+
+_ASK_AGAIN_S = 0.2
+_END_S = 10.0
+
+
+class Host(Protocol):
+    """One place of a server. `name` is for messages, and the same for its life."""
+
+    name: str
+
+    def address(self, limit_s: float) -> str:
+        """Wait until the server can be asked: its URL. For any thread. ServerFailed if it takes longer, or ended."""
+        ...
+
+    async def ready(self) -> Server:
+        """The server, started if it has to be. ServerFailed if it cannot be."""
+        ...
+
+    async def discard(self) -> None:
+        """The server is given up: a process of ours is ended."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class UrlHost:
+    """A server that others start and end."""
+
+    def __init__(self, url: str) -> None:
+        self.name = url
+
+    def address(self, limit_s: float) -> str:
+        return self.name
+
+    async def ready(self) -> Server:
+        return Server(self.name, ServerClient(self.name))
+
+    async def discard(self) -> None:
+        """Nothing: it is not ours."""
+
+    async def close(self) -> None:
+        """Nothing."""
+
+
+class ProcessHost:
+    """Server number `number` of those that the run starts: at once, and again whenever it was discarded."""
+
+    def __init__(self, config: Config, number: int, start_limit_s: float) -> None:
+        self.name = f"{config.engine.server} server {number}"
+        self._config, self._limit_s = config, start_limit_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url: str | None = None
+        self._heard = threading.Lock()
+        self._folder = tempfile.TemporaryDirectory(prefix="rollover-server-")
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """Of the present process; 0 if there is none."""
+        return 0 if self._process is None else self._process.pid
+
+    def _start(self) -> None:
+        settings = Path(self._folder.name) / "server.toml"
+        settings.write_text(settings_as_toml(self._config), encoding="utf-8")
+        command = ["serve", str(settings), "--engine", self._config.engine.server, "--host", "127.0.0.1", "--port", "0"]
+        with open(os.path.join(self._folder.name, "log"), "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rollover", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=child_environment(**brief_waiting(self._config.run)),
+                start_new_session=True,  # Ctrl-C is for the loop
+            )
+
+    def address(self, limit_s: float) -> str:
+        with self._heard:
+            process = self._process
+            if self._url is None:
+                if process is None:
+                    raise ServerFailed("it is not started")
+                self._url = self._listen(process, limit_s)
+            return self._url
+
+    def _listen(self, process: subprocess.Popen[bytes], limit_s: float) -> str:
+        """What the process says first. It is killed if it says nothing for too long."""
+        assert process.stdout is not None
+        clock = threading.Timer(limit_s, process.kill)
+        clock.start()
+        try:
+            line = process.stdout.readline()
+            return str(json.loads(line)["url"])
+        except (ValueError, KeyError, TypeError) as error:
+            process.kill()
+            code = process.wait()
+            last = "".join(self._log().splitlines(keepends=True)[-5:])
+            raise ServerFailed(f"its process said no address and ended (exit code {code}): {last}") from error
+        finally:
+            clock.cancel()
+
+    def _log(self) -> str:
+        with contextlib.suppress(OSError):
+            return Path(self._folder.name, "log").read_text(errors="replace")
+        return ""
+
+    async def ready(self) -> Server:
+        if self._process is None:
+            self._start()
+        url = await asyncio.to_thread(self.address, self._limit_s)
+        return Server(self.name, ServerClient(url))
+
+    async def discard(self) -> None:
+        process, self._process, self._url = self._process, None, None
+        if process is not None:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+            if process.stdout is not None:
+                process.stdout.close()
+
+    async def close(self) -> None:
+        """End the process in order, so that it leaves nothing behind; at last by force."""
+        if (process := self._process) is not None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, _END_S)
+        await self.discard()
+        self._folder.cleanup()
+
+
+def hosts_of(config: Config) -> list[Host]:
+    """Those of engine.urls, and engine.num_servers of our own, which begin to start."""
+    engine = config.engine
+    own = [ProcessHost(config, number, engine.give_up_s) for number in range(engine.num_servers)]
+    return [*(UrlHost(url.rstrip("/")) for url in engine.urls), *own]
+
+
+def longest_rollout(hosts: Sequence[Host], limit_s: float) -> int:
+    """What the first server that answers takes at most, in tokens. For any thread. EngineDied if none does in time."""
+    deadline, said = time.monotonic() + limit_s, ""
+    while (left_s := deadline - time.monotonic()) > 0:
+        for host in hosts:
+            try:
+                return _max_model_len(host.address(left_s))
+            except (ServerFailed, OSError, ValueError, LookupError, TypeError) as error:
+                said = f"{host.name}: {error}"
+        time.sleep(_ASK_AGAIN_S)
+    raise EngineDied(f"no server of [engine] answered within {limit_s:.3g} s (engine.give_up_s); {said}")
+
+
+def _max_model_len(url: str) -> int:
+    asked = urllib.request.Request(f"{url}/v1/models", headers=headers())
+    try:
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            said: dict[str, Any] = json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        raise ServerFailed(f"/v1/models answered {error.code}") from error
+    return int(said["data"][0]["max_model_len"])

@@ -1,0 +1,175 @@
+"""One server as the client sees it, and one request under way there.
+
+Attempt.run: POST generate ──chunks──▶ Generation
+              └ its end is wanted ─▶ abort, again until the stream ends ─▶ after grace_s the connection is closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+
+from rollover.engine.remote.client import ServerClient
+from rollover.engine.remote.generation import Generation
+from rollover.engine.remote.wire import Chunk, ServerFailed, Span, abort_body, request_body
+
+_ABORT_AGAIN_S = 0.05  # at first; then twice as long each time
+_ABORT_AGAIN_MAX_S = 2.0
+
+
+@dataclass(eq=False)
+class Server:
+    """`version`: of the weights that it has, stamped on what comes; None: it has none of this run's.
+
+    `serves`: it takes requests. `updating`: weights are handed to it, and it may answer nothing meanwhile.
+    """
+
+    name: str
+    client: ServerClient
+    version: int | None = None
+    serves: bool = False
+    updating: bool = False
+    last_token: float = 0.0
+    attempts: set[Attempt] = field(default_factory=set)
+    failed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when something failed there, so that it is looked at now."""
+
+    def resumed_with(self, version: int) -> None:
+        """What it sends from now on was sampled under `version`."""
+        self.version = version
+        for attempt in self.attempts:
+            attempt.version = version
+
+
+@dataclass
+class Counts:
+    """What happened to requests, over all servers."""
+
+    tokens: int = 0
+    prefill_tokens: int = 0
+    reprefill_tokens: int = 0
+    cached_tokens: int = 0
+    surplus_tokens: int = 0
+    span_mismatches: int = 0
+    lost_requests: int = 0
+    abandoned_requests: int = 0
+
+
+class Attempt:
+    """One request for `generation` at `server`, under `request_id`, which no other one ever had."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        server: Server,
+        request_id: str,
+        counts: Counts,
+        *,
+        run: str,
+        grace_s: float,
+        salt: str | None = None,
+    ) -> None:
+        assert server.version is not None
+        self.generation, self.server, self.request_id, self.counts = generation, server, request_id, counts
+        self.version = server.version
+        self._run, self._grace_s, self._salt = run, grace_s, salt
+        self._first = len(generation.tokens)
+        self._lost: str | None = None
+        self._finished = False
+        """The server has said that it ends it: what it says of it afterwards is under way."""
+        self._reading: asyncio.Task[None] | None = None
+
+    def lose(self, why: str) -> None:
+        """Its server is given up: it ends at once, with the tokens that there are."""
+        self._lost = why
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def run(self) -> None:
+        """Returns when the server has ended it, or nobody wants more of it. ServerFailed: more is wanted, of another
+        request. ValueError if no server can do this."""
+        if self.generation.end.is_set():
+            return  # since it was given its place
+        if not self.server.serves:
+            raise ServerFailed("it was given up")
+        generation, request = self.generation, self.generation.request
+        asked = generation.left
+        body = request_body(request, self.request_id, generation.tokens, asked, self._salt)
+        again = bool(request.generated_ids) or self._first > 0
+        if again:
+            self.counts.reprefill_tokens += len(body["token_ids"])
+        else:
+            self.counts.prefill_tokens += len(body["token_ids"])
+        reading = self._reading = asyncio.ensure_future(self._read(body))
+        ending = asyncio.ensure_future(generation.end.wait())
+        self.server.attempts.add(self)
+        try:
+            await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                await self._abort(reading)
+            if self._lost is not None:
+                raise ServerFailed(self._lost)
+            if not reading.cancelled():
+                reading.result()
+            if generation.reason is None and not generation.interrupted:
+                raise ServerFailed("it ended a request that nobody had asked it to end")
+        finally:
+            ending.cancel()
+            reading.cancel()
+            await asyncio.wait([reading])  # its connection is closed
+            self.server.attempts.discard(self)
+
+    async def _read(self, body: dict[str, object]) -> None:
+        """Take what the server sends until it ends the stream."""
+        async with contextlib.aclosing(self.server.client.stream(body)) as chunks:
+            async for chunk in chunks:
+                self._finished = self._finished or chunk.finish_reason is not None
+                self._take(chunk)
+        if not self._finished:
+            raise ServerFailed("the connection ended in the middle of an answer")
+
+    def _take(self, chunk: Chunk) -> None:
+        self.server.last_token = time.monotonic()
+        self.counts.tokens += len(chunk.token_ids)
+        surplus = self.generation.num_surplus
+        self.generation.add(chunk.token_ids, chunk.logprobs, self.version)
+        self.counts.surplus_tokens += self.generation.num_surplus - surplus
+        if chunk.cached_tokens is not None:
+            self.counts.cached_tokens += chunk.cached_tokens
+        if chunk.spans is not None:
+            self._compare(chunk.spans)
+        if chunk.failed is not None:
+            raise ServerFailed(chunk.failed)
+
+    def _compare(self, spans: tuple[Span, ...]) -> None:
+        if self.generation.restamp(self._first, spans, self._run):
+            self.counts.span_mismatches += 1
+
+    async def _abort(self, reading: asyncio.Future[None]) -> None:
+        """Tell the server to end it until it does: one abort may overtake the request, or get lost."""
+        deadline, pause_s = time.monotonic() + self._grace_s, _ABORT_AGAIN_S
+        body = abort_body([self.request_id])
+        while not reading.done() and (left_s := deadline - time.monotonic()) > 0:
+            if self._finished:
+                await asyncio.wait([reading], timeout=left_s)
+                break
+            telling = asyncio.ensure_future(
+                self.server.client.post("/abort_requests", body, limit_s=min(left_s, _ABORT_AGAIN_MAX_S))
+            )
+            await asyncio.wait([reading], timeout=min(left_s, pause_s))
+            if not reading.done():
+                await asyncio.wait([reading, telling], return_when=asyncio.FIRST_COMPLETED)
+            _forget(telling)
+            pause_s = min(2 * pause_s, _ABORT_AGAIN_MAX_S)
+        if not reading.done():
+            self.counts.abandoned_requests += 1
+            reading.cancel()
+            await asyncio.wait([reading])
+
+
+def _forget(telling: asyncio.Future[object]) -> None:
+    """Whether an abort was answered is of no interest: the stream tells."""
+    telling.cancel()
+    telling.add_done_callback(lambda done: done.cancelled() or done.exception())

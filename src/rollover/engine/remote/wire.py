@@ -1,0 +1,141 @@
+"""What goes between this engine and a server, as vLLM speaks it: requests out, events of a stream in. Pure; no socket.
+
+ExtendRequest ──request_body──▶ POST /inference/v1/generate ──"data: {...}" lines──parse_event──▶ Chunk
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollover.engine.protocol import ExtendRequest
+
+FIRST_LABEL = "default"  # of the weights that a server was started with
+_DONE = "[DONE]"
+_NO_LOGPROB = -9999.0  # what a server writes for NaN and -inf, which JSON does not have
+# It aborts by this id alone: by the bare one it answers that it did, and goes on.
+_ABORT_PREFIX = "generate-tokens-"
+
+
+class ServerFailed(RuntimeError):
+    """A server did not do what it was asked for; what it had given before counts."""
+
+
+class Refused(ServerFailed):
+    """A server answered that it will not do this, and is as it was before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of a request were sampled by the weights with this label."""
+
+    label: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one event of a stream brought. `spans` and `finish_reason` come with the last tokens; `cached_tokens`, after
+    them: how many of the prompt's had been computed before."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    finish_reason: str | None = None
+    spans: tuple[Span, ...] | None = None
+    cached_tokens: int | None = None
+    failed: str | None = None
+    """Why the tokens after these are of no use."""
+
+
+def request_body(
+    request: ExtendRequest, request_id: str, new_tokens: Sequence[int], max_tokens: int, salt: str | None
+) -> dict[str, Any]:
+    """Ask for at most `max_tokens` after `new_tokens` of this extend. Without max_tokens a server would give 16."""
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "request_id": request_id,
+        "token_ids": [*request.prompt_ids, *request.generated_ids, *new_tokens],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "sampling_params": {
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": request_seed(request.seed, len(request.generated_ids) + len(new_tokens)),
+            "logprobs": 0,
+            "ignore_eos": True,  # the stop tokens are those of the request
+            "stop_token_ids": sorted(request.stop_token_ids),
+        },
+    }
+    return body if salt is None else body | {"cache_salt": salt}
+
+
+def request_seed(seed: int, index: int) -> int:
+    """Of the request that begins at this token of the rollout, 63 bits: a server draws anew from it."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def abort_body(request_ids: Sequence[str]) -> dict[str, list[str]]:
+    """End these requests; there is at least one, as none means all of everyone's."""
+    assert request_ids
+    return {"request_ids": [_ABORT_PREFIX + request_id for request_id in request_ids]}
+
+
+def label_of(run: str, version: int) -> str:
+    return f"{run}/{version}"
+
+
+def version_of(label: str, run: str) -> int | None:
+    """The policy version behind a label; None: it is not of this run."""
+    whose, _, version = label.rpartition("/")
+    return int(version) if whose == run and version.isdecimal() else None
+
+
+def parse_event(data: str) -> Chunk | None:
+    """What stands after "data:"; None at the end of a stream.
+
+    ServerFailed for an error, or what is no chunk; ValueError for an error of code 400: no server can ever do this.
+    """
+    if data == _DONE:
+        return None
+    try:
+        event = json.loads(data)
+        error = event.get("error")
+    except (ValueError, AttributeError) as failure:
+        raise ServerFailed(f"it sent what is no JSON object: {data[:200]}") from failure
+    if error is not None:
+        said, code = (error.get("message", error), error.get("code")) if isinstance(error, dict) else (error, None)
+        raise ValueError(str(said)) if code == 400 else ServerFailed(f"it failed: {said}")
+    try:
+        details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+        if not event["choices"]:
+            return Chunk(cached_tokens=details.get("cached_tokens"))
+        return _chunk(event["choices"][0])
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as failure:
+        raise ServerFailed(f"it sent what is no chunk of tokens ({failure!r}): {data[:200]}") from failure
+
+
+def _chunk(choice: dict[str, Any]) -> Chunk:
+    ids = tuple(map(int, choice["token_ids"] or ()))
+    content = (choice.get("logprobs") or {}).get("content") or ()
+    logprobs = [float(entry["logprob"]) for entry in content]
+    if len(logprobs) != len(ids):
+        raise ValueError(f"{len(ids)} tokens with {len(logprobs)} log-probs")
+    spans = choice.get("weight_versions")
+    given = None if spans is None else tuple(Span(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans)
+    good = next((i for i, x in enumerate(logprobs) if not _possible(x)), len(ids))
+    failed = None if good == len(ids) else f"it gave token {ids[good]} the log-prob {logprobs[good]:g}, which is none"
+    usable = tuple(min(0.0, x) for x in logprobs[:good])  # rounding may take one above 0
+    return Chunk(ids[:good], usable, choice.get("finish_reason"), given, failed=failed)
+
+
+def _possible(logprob: float) -> bool:
+    return math.isfinite(logprob) and logprob > _NO_LOGPROB

@@ -1,0 +1,140 @@
+"""Whole weights in a safetensors file with a name and a checksum: for engines that this process has no pipe to.
+
+    <folder>/rollover-weights-<random>/<version>.<n>.safetensors   written aside and renamed; the last two are kept
+                                       lock                        held while its owner lives
+
+Owns the folder. What an owner that was killed has left is removed by the next one that writes beside it. The file has
+all weights every time, those that a send did not bring taken from the last one: a server that is given a part of a
+model answers that all is well, and samples garbage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
+
+if TYPE_CHECKING:
+    import torch
+
+KEPT = 2
+_MEMORY = "/dev/shm"
+_PREFIX = "rollover-weights-"
+_LOCK = "lock"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class WeightsFile:
+    """A WeightTransport through `setup.folder`; without one, in memory where there is room, else on a disk.
+
+    The message has the file's `path` and `sha256`.
+    """
+
+    def __init__(self, setup: TransportSetup) -> None:
+        self._say, self._wanted = setup.say, setup.folder
+        self._folder: Path | None = None
+        self._lock: IO[bytes] | None = None
+        self._reserved = self._num_sent = 0
+        self._last: Parcel | None = None
+        self._files: list[Path] = []
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """See WeightTransport: of the files that are kept, and the one that is written. ValueError without room."""
+        self._reserved = sum(sizes)
+        if self._folder is None:
+            self._open()
+
+    def send(self, version: int, tensors: NamedTensors) -> Parcel:
+        """See WeightTransport. ValueError if there is no room for the file."""
+        from safetensors.torch import save_file
+
+        if self._folder is None:
+            self._open()
+        assert self._folder is not None
+        new = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
+        rest = {} if self._last is None else dict(_read(self._last.message["path"], without=new))
+        self._num_sent += 1
+        path = self._folder / f"{version}.{self._num_sent}.safetensors"
+        aside = path.with_suffix(".part")
+        try:
+            save_file(rest | new, aside)
+            with open(aside, "rb") as written:
+                digest = hashlib.file_digest(written, "sha256").hexdigest()
+        except Exception as error:  # safetensors has errors of its own for a full disk
+            aside.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno not in _NO_ROOM:
+                raise
+            raise ValueError(
+                f"the weights could not be written to {self._folder} ({error}): free some room there, or name another"
+                " folder in engine.weights_dir"
+            ) from error
+        aside.rename(path)
+        self._files.append(path)
+        for old in self._files[:-KEPT]:
+            old.unlink(missing_ok=True)
+        self._files = self._files[-KEPT:]
+        message = {"transport": "weights_file", "version": version, "path": str(path), "sha256": digest}
+        self._last = Parcel(version, 0, message)
+        return Parcel(version, sum(tensor.nbytes for tensor in new.values()), message)
+
+    def everything(self) -> Parcel | None:
+        return self._last
+
+    @staticmethod
+    def receive(message: Mapping[str, Any], file: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+        return _read(message["path"])
+
+    def close(self) -> None:
+        """Remove the folder."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+        self._folder = self._lock = None
+
+    def _open(self) -> None:
+        """Make the folder of this owner."""
+        parent = self._wanted or self._chosen()
+        os.makedirs(parent, exist_ok=True)
+        _remove_what_is_left(parent)
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
+        self._lock = open(self._folder / _LOCK, "wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def _chosen(self) -> str:
+        need = (KEPT + 1) * self._reserved
+        fallback = tempfile.gettempdir()
+        if os.path.isdir(_MEMORY):
+            if shutil.disk_usage(_MEMORY).free >= need:
+                return _MEMORY
+            self._say(
+                f"{_MEMORY} has no room for {need / 1e6:.3g} MB ({KEPT + 1} times the weights): they reach the servers"
+                f" through files in {fallback}, which may be slower"
+            )
+        return fallback
+
+
+def _read(path: str, without: Mapping[str, Any] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as stored:
+        for name in stored.keys():  # noqa: SIM118 (it is no mapping)
+            if without is None or name not in without:
+                yield name, stored.get_tensor(name)
+
+
+def _remove_what_is_left(parent: str) -> None:
+    """Folders of owners that live no more: nobody holds their lock."""
+    for folder in Path(parent).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), open(folder / _LOCK, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)

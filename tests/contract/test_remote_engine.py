@@ -1,0 +1,435 @@
+"""The engine over HTTP passes the contract, and no fault of a server loses or doubles a token."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from contract import engine_contract
+from contract.engine_contract import check_segments, logprobs_of, tokens_of
+from fault_server import FaultServer
+from rollover.config import Config
+from rollover.engine.protocol import EngineDied, ExtendRequest
+from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
+from rollover.types import SamplingParams, Segment, StopReason
+
+PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
+WEIGHTS = [("weight", torch.ones(3))]
+NUM = 12  # tokens of a rollout
+SUBJECT = engine_contract.Subject(
+    make_engine=lambda: None,  # type: ignore[arg-type, return-value]
+    prompts=PROMPTS,
+    tensors=lambda: WEIGHTS,
+    max_new_tokens=NUM,
+)
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(f"<{i}>" for i in ids)
+
+
+def config(*servers: FaultServer, rollout: dict[str, Any] | None = None, **engine: Any) -> Config:
+    values = {
+        "engine": {"kind": "remote", "urls": [s.url for s in servers], "server_timeout_s": 60.0, "max_running": 4}
+        | engine,
+        "rollout": {"interrupt": "when_enough", "in_flight_groups": 16, "max_staleness": 1} | (rollout or {}),
+        "watchdog": {"grace_s": 0.5},
+        "run": {"name": "test"},
+        "algorithm": {"loss": "reinforce"},
+    }
+    return Config.model_validate(values)
+
+
+class Made:
+    """Servers and engines of a test."""
+
+    def __init__(self) -> None:
+        self.servers: list[FaultServer] = []
+        self.said: list[str] = []
+
+    def server(self, **options: Any) -> FaultServer:
+        self.servers.append(FaultServer(**options))
+        return self.servers[-1]
+
+    def engine(self, *servers: FaultServer, **options: Any) -> RemoteEngine:
+        return RemoteEngine(RemoteSetup(config(*servers, **options), lambda: WEIGHTS, text_of, self.said.append))
+
+
+@pytest.fixture
+def made() -> Iterator[Made]:
+    made = Made()
+    yield made
+    for server in made.servers:
+        server.close()
+
+
+@pytest.mark.parametrize("check", engine_contract.CHECKS, ids=lambda check: check.__name__)
+def test_contract(check: Callable[[engine_contract.Subject], Awaitable[None]], made: Made) -> None:
+    servers = [made.server(seeded=True), made.server(seeded=True)]
+    subject = dataclasses.replace(
+        SUBJECT, make_engine=lambda: made.engine(*servers), decode_text=text_of, resumes_exactly=False
+    )
+
+    async def run() -> None:
+        await asyncio.wait_for(check(subject), 120)
+
+    asyncio.run(run())
+
+
+# Faults: what comes is what an undisturbed run gives
+
+
+def request(i: int = 0, **changes: Any) -> ExtendRequest:
+    return SUBJECT.request(i, **changes)
+
+
+async def whole(engine: RemoteEngine, wanted: ExtendRequest) -> list[Segment]:
+    """Extended until it stops, as a driver does."""
+    parts: list[Segment] = []
+    while not parts or parts[-1].stop_reason is StopReason.PAUSED:
+        so_far = (*wanted.generated_ids, *tokens_of(parts))
+        left = wanted.max_new_tokens - len(tokens_of(parts))
+        more = dataclasses.replace(wanted, generated_ids=so_far, max_new_tokens=left)
+        segments = await engine.extend(more)
+        check_segments(segments, more)
+        parts += segments
+    return parts
+
+
+async def all_serve(engine: RemoteEngine) -> None:
+    await engine.extend(request(rollout_id="99-0", max_new_tokens=1))
+    while engine.stats()["engine/servers"] < len(engine.hosts):
+        await asyncio.sleep(0.01)
+
+
+def same(found: list[Segment], server: FaultServer, wanted: ExtendRequest, version: int = 0) -> None:
+    """Tokens and log-probs are those of the undisturbed run, under that version."""
+    context, tokens, logprobs = [*wanted.prompt_ids, *wanted.generated_ids], [], []
+    for _ in range(wanted.max_new_tokens):
+        tokens.append(server.token(context, 0, 0, 1.0))
+        logprobs.append(server.logprob(context, f"/{version}"))
+        context.append(tokens[-1])
+    assert tokens_of(found) == tokens
+    assert logprobs_of(found).tolist() == logprobs
+    assert {segment.policy_version for segment in found} == {version}
+    assert found[-1].stop_reason is StopReason.LENGTH
+
+
+def run(made: Made, *servers: FaultServer, work: Callable[[RemoteEngine], Awaitable[None]], **options: Any) -> None:
+    """Do `work` with an engine over these servers, with a limit."""
+
+    async def limited() -> None:
+        engine = made.engine(*servers, **options)
+        try:
+            await asyncio.wait_for(work(engine), 300)
+        finally:
+            await engine.close()
+
+    asyncio.run(limited())
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+@pytest.mark.parametrize("fault", ["drops", "errors", "nans"])
+def test_a_request_that_ends_at_any_token_goes_on_elsewhere(fault: str, num_servers: int, made: Made) -> None:
+    """Once at every index, and after every single token."""
+    servers = [made.server() for _ in range(num_servers)]
+
+    async def work(engine: RemoteEngine) -> None:
+        for at in range(NUM):
+            for server in servers:
+                setattr(server.faults, fault, [at, None])
+            same(await engine.extend(request()), servers[0], request())
+        lost = engine.stats()["engine/lost_requests"]
+        assert lost >= NUM
+        for server in servers:
+            setattr(server.faults, fault, [1] * NUM)
+        (segment,) = await engine.extend(request())
+        same([segment], servers[0], request())
+        assert engine.stats()["engine/lost_requests"] - lost >= NUM - 1
+        assert engine.stats()["engine/ejections"] == 0
+
+    run(made, *servers, work=work)
+    ids = [i for server in servers for i in server.request_ids]
+    assert len(ids) == len(set(ids))
+
+
+def test_a_server_that_fails_at_once_every_time_fails_the_rollout_alone(made: Made) -> None:
+    server = made.server()
+    server.faults.errors = [0] * 3
+
+    async def work(engine: RemoteEngine) -> None:
+        with pytest.raises(RuntimeError, match="told to fail"):
+            await engine.extend(request())
+        same(await engine.extend(request()), server, request())
+
+    run(made, server, work=work)
+
+
+@pytest.mark.parametrize("abort", ["swallow", "repeat"])
+def test_an_abort_that_is_lost_is_repeated_and_one_that_is_answered_twice_counts_once(abort: str, made: Made) -> None:
+    server = made.server(delay_s=0.01)
+    server.faults.aborts = [abort] * 2
+
+    async def work(engine: RemoteEngine) -> None:
+        extend = asyncio.ensure_future(engine.extend(request(max_new_tokens=2000)))
+        await engine_contract.wait_for_tokens(engine, "0-0", 3, extend)
+        engine.interrupt(["0-0"])
+        parts = await extend
+        assert 3 <= len(tokens_of(parts)) < 2000
+        left = dataclasses.replace(request(), generated_ids=tuple(tokens_of(parts)), max_new_tokens=3)
+        parts += await engine.extend(left)
+        same(parts, server, request(max_new_tokens=len(tokens_of(parts))))
+        assert engine.stats()["engine/abandoned_requests"] == 0
+
+    run(made, server, work=work)
+    assert server.calls.count("abort") >= (3 if abort == "swallow" else 1)
+
+
+def test_a_request_that_no_abort_ends_is_abandoned_and_what_it_says_later_is_nobodys(made: Made) -> None:
+    server = made.server(delay_s=0.005)
+    server.faults.aborts, server.faults.deaf = ["swallow"] * 1000, True
+
+    async def work(engine: RemoteEngine) -> None:
+        extend = asyncio.ensure_future(engine.extend(request(max_new_tokens=500)))
+        await engine_contract.wait_for_tokens(engine, "0-0", 3, extend)
+        engine.interrupt()
+        parts = await asyncio.wait_for(extend, 20)
+        assert parts[-1].stop_reason is StopReason.PAUSED
+        assert engine.stats()["engine/abandoned_requests"] == 1
+        more = request(generated_ids=tuple(tokens_of(parts)), max_new_tokens=20)
+        parts += await engine.extend(more)  # beside the old one, which runs on
+        same(parts, server, request(max_new_tokens=len(tokens_of(parts))))
+
+    run(made, server, work=work)
+
+
+def test_a_server_that_freezes_is_given_up_in_time_and_comes_back(made: Made) -> None:
+    frozen, other = made.server(delay_s=0.01), made.server(delay_s=0.01)
+    wanted = [request(i, max_new_tokens=60) for i in range(2)]
+
+    async def work(engine: RemoteEngine) -> None:
+        await all_serve(engine)
+        extends = [asyncio.ensure_future(engine.extend(each)) for each in wanted]
+        await engine_contract.wait_for_tokens(engine, "0-0", 3, extends[0])
+        await engine_contract.wait_for_tokens(engine, "1-0", 3, extends[1])
+        frozen.freeze()
+        began = time.monotonic()
+        for answer, each in zip(await asyncio.gather(*extends), wanted, strict=True):
+            same(answer, other, each)
+        assert time.monotonic() - began < 60
+        assert engine.stats()["engine/ejections"] >= 1
+        frozen.thaw()
+        await all_serve(engine)
+
+    run(made, frozen, other, work=work, server_timeout_s=3.0)
+    assert any("is given up" in line and "go on elsewhere" in line for line in made.said)
+
+
+def test_a_server_that_was_started_again_gets_weights_before_work(made: Made) -> None:
+    """Also where it is the only one: the rollout waits, as one in a queue."""
+    server = made.server(delay_s=0.01)
+    wanted = request(max_new_tokens=60)
+
+    async def work(engine: RemoteEngine) -> None:
+        await engine.load_weights(7, WEIGHTS)
+        extend = asyncio.ensure_future(engine.extend(wanted))
+        await engine_contract.wait_for_tokens(engine, "0-0", 3, extend)
+        server.restart()
+        queued = 0
+        while not extend.done():
+            queued += await engine.queued(["0-0", "7-7"]) == {"0-0"}
+            await asyncio.sleep(0.005)
+        same(extend.result(), server, wanted, version=7)
+        assert queued and engine.stats()["engine/ejections"] == 1
+
+    run(made, server, work=work)
+    assert len(server.updates) == 2 and server.label.endswith("/7")
+
+
+def test_tokens_of_a_server_that_has_other_weights_are_thrown_away(made: Made) -> None:
+    """It was started again between two requests, and nobody had noticed: its own word tells."""
+    server = made.server()
+
+    async def work(engine: RemoteEngine) -> None:
+        await engine.extend(request(1))
+        server.label = "default"
+        same(await engine.extend(request()), server, request())
+        assert engine.stats()["engine/span_mismatches"] == 1 and engine.stats()["engine/ejections"] == 1
+
+    run(made, server, work=work, server_timeout_s=1000.0)  # so that no probe sees it before
+
+
+def test_weights_that_are_refused_are_sent_again_and_then_the_server_is_given_up_until_it_takes_them(
+    made: Made,
+) -> None:
+    once, often = made.server(), made.server()
+
+    async def work(engine: RemoteEngine) -> None:
+        await all_serve(engine)
+        once.faults.updates, often.faults.updates = ["refuse"], ["refuse"] * 2
+        await engine.load_weights(1, WEIGHTS)
+        assert engine.oldest_version == 1 and engine.stats()["engine/refused_weights"] == 3
+        assert engine.stats()["engine/servers"] == 1
+        for answer in await asyncio.gather(*(engine.extend(request(i)) for i in range(3))):
+            assert [s.policy_version for s in answer] == [1]
+        await all_serve(engine)
+        assert once.label == often.label and once.label.endswith("/1")
+
+    run(made, once, often, work=work)
+
+
+@pytest.mark.parametrize("shifted", [0, 2])
+def test_versions_are_those_of_the_server_where_it_differs(shifted: int, made: Made) -> None:
+    """And what it samples under each version has that version's log-probs."""
+    server = made.server(delay_s=0.02)
+    server.faults.shifted_spans = shifted
+    wanted = request(max_new_tokens=60)
+
+    async def work(engine: RemoteEngine) -> None:
+        extend = asyncio.ensure_future(engine.extend(wanted))
+        await engine_contract.wait_for_tokens(engine, "0-0", 3, extend)
+        await engine.load_weights(1, WEIGHTS)
+        old, new = await extend
+        assert (old.policy_version, new.policy_version) == (0, 1)
+        context = list(wanted.prompt_ids)
+        for num, (token, logprob) in enumerate(zip(tokens_of([old, new]), logprobs_of([old, new]), strict=True)):
+            version = 0 if num < len(old) - shifted else 1
+            assert logprob == server.logprob(context, f"/{version}")
+            context.append(token)
+        assert engine.stats()["engine/span_mismatches"] == (1 if shifted else 0)
+
+    run(made, server, work=work)
+
+
+@pytest.mark.parametrize(
+    "policy, clears, salted", [("recompute", True, False), ("keep", False, False), ("salt", False, True)]
+)
+def test_what_is_cached_under_old_weights_is_what_kv_on_resume_says(
+    policy: str, clears: bool, salted: bool, made: Made
+) -> None:
+    server = made.server()
+
+    async def work(engine: RemoteEngine) -> None:
+        await engine.extend(request())
+        await engine.load_weights(1, WEIGHTS)
+        await engine.extend(request())
+
+    run(made, server, work=work, rollout={"kv_on_resume": policy})
+    assert server.calls == [f"pause clear_cache={str(clears).lower()} mode=keep"] * 2
+    first, second = server.salts
+    if salted:
+        assert first is not None and second is not None and first.endswith("/0") and second.endswith("/1")
+    else:
+        assert first is second is None
+
+
+def test_no_server_gets_more_than_its_share_and_siblings_stay_together(made: Made) -> None:
+    servers = [made.server(delay_s=0.003), made.server(delay_s=0.003)]
+    wanted = [request(i, rollout_id=f"{i}-{j}") for i in range(3) for j in range(4)]
+
+    async def work(engine: RemoteEngine) -> None:
+        await all_serve(engine)
+        for answer, each in zip(await asyncio.gather(*map(engine.extend, wanted)), wanted, strict=True):
+            same(answer, servers[0], each)
+
+    run(made, *servers, work=work)
+    assert max(server.most_running for server in servers) <= 4
+    for server in servers:
+        groups = [i.partition("-")[0] for i in server.request_ids]
+        assert any(len(list(alike)) == 4 for _, alike in itertools.groupby(groups))
+
+
+def test_stop_strings_repetition_and_budgets_are_decided_over_a_cut_and_the_surplus_is_counted(made: Made) -> None:
+    server = made.server(chunk=5)
+
+    async def work(engine: RemoteEngine) -> None:
+        tokens = tokens_of(await engine.extend(request()))
+        stop = text_of(tokens[3:5])
+        whole_text = await engine.extend(request(stop_strings=(stop,)))
+        assert tokens_of(whole_text) == tokens[:5] and whole_text[-1].stop_reason is StopReason.STOP_STRING
+        cut = request(generated_ids=tuple(tokens[:4]), max_new_tokens=8, stop_strings=(stop,))
+        across = await engine.extend(cut)
+        assert tokens_of(across) == tokens[4:5] and across[-1].stop_reason is StopReason.STOP_STRING
+        assert engine.stats()["engine/surplus_tokens"] >= 4
+        (paused,) = await engine.extend(request(pause_after=7))
+        assert paused.token_ids.tolist() == tokens[:7] and paused.stop_reason is StopReason.PAUSED
+
+    run(made, server, work=work)
+    same_again = made.server(vocab_size=1)
+
+    async def goes_round(engine: RemoteEngine) -> None:
+        (segment,) = await engine.extend(request(max_new_tokens=60, stop_repetition_tokens=16))
+        assert segment.stop_reason is StopReason.REPETITION and len(segment) == 16
+        cut = request(generated_ids=(0,) * 20, max_new_tokens=60, stop_repetition_tokens=16, text_start=20)
+        (segment,) = await engine.extend(cut)
+        assert segment.stop_reason is StopReason.REPETITION and len(segment) == 16
+
+    run(made, same_again, work=goes_round)
+
+
+def test_what_ends_by_itself_is_not_aborted(made: Made) -> None:
+    """Though the end of its stream comes later than its last token."""
+    server = made.server()
+    server.faults.late_end_s = 0.2
+
+    async def work(engine: RemoteEngine) -> None:
+        same(await engine.extend(request()), server, request())
+
+    run(made, server, work=work)
+    assert "abort" not in server.calls
+
+
+def test_greedy_tokens_have_the_log_prob_0(made: Made) -> None:
+    async def work(engine: RemoteEngine) -> None:
+        (segment,) = await engine.extend(request(sampling=SamplingParams(temperature=0.0)))
+        assert len(segment) == NUM and not segment.logprobs.any()
+
+    run(made, made.server(), work=work)
+
+
+def test_without_a_server_for_too_long_the_engine_has_ended(made: Made) -> None:
+    server = made.server(delay_s=0.01)
+
+    async def work(engine: RemoteEngine) -> None:
+        extend = asyncio.ensure_future(engine.extend(request(max_new_tokens=2000)))
+        await engine_contract.wait_for_tokens(engine, "0-0", 3, extend)
+        server.close()
+        with pytest.raises(EngineDied, match="none of the 1 servers .*engine.give_up_s"):
+            await extend
+        with pytest.raises(EngineDied):
+            await engine.load_weights(1, WEIGHTS)
+        with pytest.raises(EngineDied):
+            await engine.extend(request())
+
+    run(made, server, work=work, give_up_s=1.0)
+
+
+def test_a_server_that_nobody_answers_for_ends_the_engine_before_anything_runs(made: Made) -> None:
+    gone = made.server()
+    gone.close()
+    engine = made.engine(gone, give_up_s=0.5)
+    with pytest.raises(EngineDied, match="no server of .engine. answered"):
+        _ = engine.max_tokens
+    asyncio.run(engine.close())
+
+
+def test_an_interruption_reaches_one_that_waits_for_a_server(made: Made) -> None:
+    gone = made.server()
+    gone.close()
+
+    async def work(engine: RemoteEngine) -> None:
+        extend = asyncio.ensure_future(engine.extend(request()))
+        while await engine.queued(["0-0"]) != {"0-0"}:
+            await asyncio.sleep(0.01)
+        engine.interrupt()
+        (nothing,) = await extend
+        assert (len(nothing), nothing.stop_reason) == (0, StopReason.PAUSED)
+
+    run(made, gone, work=work)

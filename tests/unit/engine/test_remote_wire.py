@@ -1,0 +1,99 @@
+"""What is sent to a server, and what is understood of its answer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rollover.engine.protocol import ExtendRequest
+from rollover.engine.remote.wire import (
+    ServerFailed,
+    Span,
+    abort_body,
+    label_of,
+    parse_event,
+    request_body,
+    request_seed,
+    version_of,
+)
+from rollover.types import SamplingParams
+
+REQUEST = ExtendRequest("3-1", (1, 2), (5,), 9, 77, SamplingParams(0.5, 0.9, 3, 0.1), frozenset({8, 4}), ("x",), 0, 16)
+
+
+def event(**choice: object) -> str:
+    return json.dumps({"choices": [{"index": 0, "finish_reason": None, "logprobs": None, **choice}]})
+
+
+def test_a_request_has_all_tokens_so_far_and_a_budget_and_leaves_stop_strings_to_us() -> None:
+    body = request_body(REQUEST, "3-1.12", [6, 7], 4, None)
+    assert body["token_ids"] == [1, 2, 5, 6, 7] and body["request_id"] == "3-1.12" and body["stream"] is True
+    sampling = body["sampling_params"]
+    assert sampling == {
+        "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "logprobs": 0, "ignore_eos": True,
+        "stop_token_ids": [4, 8], "seed": request_seed(77, 3),
+    }  # fmt: skip
+    assert "cache_salt" not in body and request_body(REQUEST, "3-1.12", [], 4, "r/2")["cache_salt"] == "r/2"
+
+
+def test_seeds_differ_by_rollout_and_first_token_and_have_63_bits() -> None:
+    seeds = {request_seed(seed, index) for seed in range(20) for index in range(20)}
+    assert len(seeds) == 400 and all(0 <= seed < 2**63 for seed in seeds) and max(seeds) > 2**61
+
+
+def test_an_abort_has_the_servers_full_id() -> None:
+    assert abort_body(["3-1.12"]) == {"request_ids": ["generate-tokens-3-1.12"]}
+    with pytest.raises(AssertionError):
+        abort_body([])  # it would end everyone's
+
+
+def test_a_label_is_of_one_run_and_one_version() -> None:
+    assert version_of(label_of("my/run-1a", 12), "my/run-1a") == 12
+    assert [version_of(label, "run") for label in ("default", "other/3", "run/x", "run", "run/3/4")] == [None] * 5
+
+
+def test_chunks() -> None:
+    logprobs = {"content": [{"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": 1e-4}]}
+    spans = [{"version": "r/1", "start": 0, "end": 2}]
+    chunk = parse_event(event(token_ids=[5, 6], logprobs=logprobs, finish_reason="stop", weight_versions=spans))
+    assert chunk is not None
+    assert (chunk.token_ids, chunk.logprobs, chunk.finish_reason) == ((5, 6), (-0.5, 0.0), "stop")
+    assert chunk.spans == (Span("r/1", 0, 2),) and chunk.failed is None
+    last = parse_event(event(token_ids=[], finish_reason="abort"))
+    assert last is not None and (last.token_ids, last.finish_reason, last.spans) == ((), "abort", None)
+    usage = {"choices": [], "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}}
+    counted = parse_event(json.dumps(usage))
+    assert counted is not None and counted.cached_tokens == 4
+    assert parse_event("[DONE]") is None
+
+
+def test_a_token_without_a_log_prob_ends_what_is_of_use() -> None:
+    logprobs = {"content": [{"token_id": i, "logprob": -9999.0 if i == 6 else -1.0} for i in (5, 6, 7)]}
+    chunk = parse_event(event(token_ids=[5, 6, 7], logprobs=logprobs))
+    assert chunk is not None and chunk.token_ids == (5,)
+    assert chunk.failed == "it gave token 6 the log-prob -9999, which is none"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "",
+        "[]",
+        "{}",
+        "null",
+        event(token_ids=[1]),
+        event(token_ids=["x"]),
+        event(),
+        '{"choices": [1]}',
+        '{"error": {"code": 500}}',
+    ],
+)
+def test_what_is_no_chunk_is_a_failure_of_the_server(data: str) -> None:
+    with pytest.raises(ServerFailed):
+        parse_event(data)
+
+
+def test_an_error_of_code_400_is_the_requests_own() -> None:
+    with pytest.raises(ValueError, match="too long"):
+        parse_event('{"error": {"message": "too long", "code": 400}}')

@@ -48,6 +48,7 @@ def test_the_table_has_every_mode_once_in_order() -> None:
         "calculator_agent.toml",
         "guess_number.toml",
         "solver_judge.toml",
+        "vllm.toml",
     }
     assert sorted({mode.recipe for mode in MODES} - {""} | of_no_mode) == sorted(
         path.name for path in (modes_table.ROOT / "configs").glob("*.toml")

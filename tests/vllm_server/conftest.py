@@ -42,7 +42,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """One for the whole session, which its tests leave running. At last it gets SIGTERM, and leaves nothing behind."""
     torch.set_num_threads(1)
-    running = VllmServer(model_folder, tmp_path_factory.mktemp("server"))
+    running = VllmServer(model_folder, tmp_path_factory.mktemp("server"), token="secret")
     yield running
     everyone = {*descendants(running.process.pid), running.process.pid}
     files = memory_files(everyone)

@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 from safetensors.torch import save_file
 
 FAULTS = Path(__file__).parent / "faults"
-START_S = 300.0
 PATIENCE_S = 60.0
 _numbers = itertools.count()
 
@@ -98,21 +97,15 @@ class Stream:
 class VllmServer:
     """A running server; `process` is the one that a `rollover serve` would be, or its caller."""
 
-    def __init__(self, model: Path, folder: Path, *vllm_args: str) -> None:
+    def __init__(self, model: Path, folder: Path, token: str = "") -> None:
+        self.token = token
         self.log = folder / "server.log"
         # This wrapper is the interpreter in which the remedies can be taken out.
         python = Path(".venv-vllm/bin/python").absolute()
         wrapper = folder / "python"
         wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{FAULTS}" exec {shlex.quote(str(python))} "$@"\n')
         wrapper.chmod(0o755)
-        args = [
-            "--enforce-eager",
-            "--max-model-len",
-            "1024",
-            "--worker-extension-cls",
-            "vllm_faults.Faults",
-            *vllm_args,
-        ]
+        args = ["--enforce-eager", "--max-model-len", "1024", "--worker-extension-cls", "vllm_faults.Faults"]
         config = folder / "server.toml"
         config.write_text(
             f'[model]\npath = "{model}"\ndtype = "float32"\n'
@@ -120,8 +113,9 @@ class VllmServer:
             f"vllm_args = {json.dumps(args)}\n"
         )
         command = [sys.executable, "-P", "-m", "rollover", "serve", str(config), "--engine", "vllm", "--port", "0"]
+        variables = {**os.environ, "ROLLOVER_SERVER_TOKEN": token}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=variables)
         assert self.process.stdout is not None
         first = self.process.stdout.readline()
         assert first, self.log.read_text()[-3000:]
@@ -133,7 +127,8 @@ class VllmServer:
     ) -> Iterator[http.client.HTTPResponse]:
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=limit_s)
         try:
-            connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.token}"}
+            connection.request(method, path, json.dumps(body), headers)
             yield connection.getresponse()
         finally:
             connection.close()

@@ -102,6 +102,13 @@ def test_a_file_is_verified_while_it_generates(server: VllmServer, new: Any, tmp
     stream.wait()
 
 
+def test_many_prompts_with_seeds_come_at_once(server: VllmServer) -> None:
+    """More tokens than a step prefills: a prompt with a seed that is prefilled in parts kills vLLM for the CPU."""
+    prompts = [[5 + i, *range(5, 95)] for i in range(32)]
+    for stream in [server.generate(prompt, seed=i) for i, prompt in enumerate(prompts)]:
+        assert len(stream.wait().tokens) == 16
+
+
 def test_trap_1_a_repeated_id_runs_twice(server: VllmServer) -> None:
     """So identity is the client's business: no id is sent twice."""
     twice = [server.generate(PROMPT, "same", seed=seed).wait() for seed in (1, 2)]

@@ -61,6 +61,14 @@ OPTIONS = {
         "async_training.trigger_parameter_sync_step": "train.publish_every",
         "rollout_correction.rollout_is": "algorithm.correction",
     },
+    "vllm": {
+        "actor_rollout_ref.rollout.name": "engine.server",
+        "num_engines": "engine.num_servers",
+        "--max-num-seqs": "engine.max_running",
+        "--kv-cache-memory-bytes": "engine.kv_memory_gb",
+        "/pause?clear_cache=true": "rollout.kv_on_resume",
+        "actor_rollout_ref.rollout.n": "rollout.group_size",
+    },
     "axolotl_async": {
         "use_data_producer": "rollout.overlap",
         "async_prefetch": "rollout.overlap",

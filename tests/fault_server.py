@@ -56,6 +56,7 @@ class FaultServer:
         """Paths of the weights that it took."""
         self.calls: list[str] = []
         self.salts: list[str | None] = []
+        self.stops: list[list[int]] = []
         self._aborted: dict[str, asyncio.Event] = {}
         self._connections: set[web.StreamResponse] = set()
         self._port, self._loop = port, asyncio.new_event_loop()
@@ -193,6 +194,7 @@ class FaultServer:
         assert request_id not in self.request_ids, "an id came twice"
         self.request_ids.append(request_id)
         self.salts.append(body.get("cache_salt"))
+        self.stops.append(body["sampling_params"]["stop_token_ids"])
         self._aborted[request_id] = asyncio.Event()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         self.num_running += 1

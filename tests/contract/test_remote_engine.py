@@ -386,6 +386,20 @@ def test_what_ends_by_itself_is_not_aborted(made: Made) -> None:
     assert "abort" not in server.calls
 
 
+def test_stop_tokens_that_the_model_does_not_have_are_not_sent(made: Made) -> None:
+    """A server may refuse them."""
+    server = made.server()
+
+    async def run() -> None:
+        setup = RemoteSetup(config(server), lambda: WEIGHTS, text_of, made.said.append, vocab_size=lambda: 1000)
+        engine = RemoteEngine(setup)
+        await engine.extend(request(stop_token_ids=frozenset({999, 1000, 5000})))
+        await engine.close()
+
+    asyncio.run(run())
+    assert server.stops == [[999]]
+
+
 def test_greedy_tokens_have_the_log_prob_0(made: Made) -> None:
     async def work(engine: RemoteEngine) -> None:
         (segment,) = await engine.extend(request(sampling=SamplingParams(temperature=0.0)))

@@ -82,6 +82,7 @@ def make_remote(setup: EngineSetup) -> RemoteEngine:
             setup.config,
             initial=lambda: ((name, weight.detach()) for name, weight in setup.model().model.named_parameters()),
             decode_text=lambda ids: setup.model().tokenizer.decode(ids, skip_special_tokens=False),
+            vocab_size=lambda: setup.model().vocab_size,
         )
     )
 

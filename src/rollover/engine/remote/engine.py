@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rollover.config import Config
@@ -45,6 +45,8 @@ class RemoteSetup:
     initial: Callable[[], NamedTensors]
     decode_text: Callable[[list[int]], str]
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+    vocab_size: Callable[[], int] | None = None
+    """Stop tokens that the model does not have, and some servers refuse, are not sent; None: all are."""
     hosts: Sequence[Host] | None = None
     """Of tests; None: those of the configuration."""
 
@@ -111,6 +113,9 @@ class RemoteEngine:
                 f"a rollout of {total} tokens (prompt and rollout.max_new_tokens) is above the {self._longest} that the"
                 " servers take. Lower rollout.max_new_tokens or tasks.max_prompt_tokens, or start them with more"
             )
+        if self._setup.vocab_size is not None:
+            known = frozenset(token for token in request.stop_token_ids if token < self._setup.vocab_size())
+            request = replace(request, stop_token_ids=known)
         generation = self._running[request.rollout_id] = Generation(request, self._decode_text)
         try:
             await self._begin()

@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,7 +27,7 @@ from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.client import ServerClient, headers
 from rollover.engine.remote.server import Server
 from rollover.engine.remote.wire import ServerFailed
-from rollover.processes import brief_waiting, child_environment
+from rollover.processes import brief_waiting, child_command, child_environment
 
 _ASK_AGAIN_S = 0.2
 _END_S = 10.0
@@ -93,10 +92,10 @@ class ProcessHost:
     def _start(self) -> None:
         settings = Path(self._folder.name) / "server.toml"
         settings.write_text(settings_as_toml(self._config), encoding="utf-8")
-        command = ["serve", str(settings), "--engine", self._config.engine.server, "--host", "127.0.0.1", "--port", "0"]
+        command = ["serve", settings, "--engine", self._config.engine.server, "--host", "127.0.0.1", "--port", 0]
         with open(os.path.join(self._folder.name, "log"), "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rollover", *command],
+                child_command("rollover.__main__", *command),  # so that it never outlives this process
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

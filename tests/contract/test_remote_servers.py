@@ -1,0 +1,173 @@
+"""The engine over HTTP on `rollover serve` with a tiny model: the contract, and servers of its own that die."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tiny
+from contract import engine_contract
+from contract.engine_contract import logprobs_of, tokens_of
+from rollover.config import Config
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.protocol import ExtendRequest
+from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
+from rollover.engine.remote.hosts import ProcessHost, UrlHost
+from rollover.models.load import load_model
+from rollover.types import SamplingParams
+
+PROMPTS = [(1, 2, 3, 4, 5), (6, 7, 8)]
+GREEDY = SamplingParams(temperature=0.0)
+START_S = 300.0  # more than any machine takes
+
+
+def config(folder: Path, **engine: Any) -> Config:
+    values = {
+        "model": {"path": str(folder), "dtype": "float32", "device": "cpu"},
+        "engine": {"kind": "remote", "num_servers": 1, "kv_memory_gb": 0.05, "max_running": 8, "give_up_s": START_S}
+        | engine,
+        "rollout": {"interrupt": "when_enough", "in_flight_groups": 16, "max_staleness": 1},
+        "run": {"threads": 1},
+        "algorithm": {"loss": "reinforce"},
+    }
+    return Config.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[ProcessHost]:
+    host = ProcessHost(config(model), 0, START_S)
+    host.address(START_S)
+    yield host
+    asyncio.run(host.close())
+
+
+def weights(model: Path, factor: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    loaded = load_model(config(model).model)
+    return [(name, p.detach() * factor) for name, p in loaded.model.named_parameters()]
+
+
+def over(model: Path, *hosts: ProcessHost | UrlHost, **options: Any) -> RemoteEngine:
+    setup = RemoteSetup(config(model), lambda: weights(model), tiny.tokenizer().decode, print, hosts=hosts or None)
+    return RemoteEngine(dataclasses.replace(setup, **options))
+
+
+@pytest.mark.parametrize("check", engine_contract.CHECKS, ids=lambda check: check.__name__)
+def test_contract(
+    check: Callable[[engine_contract.Subject], Awaitable[None]], model: Path, server: ProcessHost
+) -> None:
+    subject = engine_contract.Subject(
+        make_engine=lambda: over(model, UrlHost(server.address(START_S))),
+        prompts=PROMPTS,
+        tensors=lambda: weights(model),
+        decode_text=tiny.tokenizer().decode,
+        resumes_exactly=False,
+    )
+
+    async def run() -> None:
+        await asyncio.wait_for(check(subject), 120)
+
+    asyncio.run(run())
+
+
+SUBJECT = engine_contract.Subject(make_engine=lambda: None, prompts=PROMPTS)  # type: ignore[arg-type, return-value]
+
+
+def undisturbed(model: Path, factor: float, request: ExtendRequest) -> tuple[list[int], np.ndarray]:
+    """Tokens of a request in this process under the weights times `factor`, and their log-probs."""
+    loaded = load_model(config(model).model)
+    inline = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config(model))
+
+    async def run() -> tuple[list[int], np.ndarray]:
+        await inline.load_weights(1, weights(model, factor))
+        answer = await inline.extend(request)
+        await inline.close()
+        return tokens_of(answer), logprobs_of(answer)
+
+    return asyncio.run(run())
+
+
+def test_new_weights_in_flight_are_exact_and_agreed_upon(model: Path, server: ProcessHost) -> None:
+    """Before the pause the old ones, after it the new ones, with what was cached computed again."""
+    request = SUBJECT.request(0, max_new_tokens=400)
+
+    async def run() -> None:
+        engine = over(model, UrlHost(server.address(START_S)))
+        extend = asyncio.ensure_future(engine.extend(request))
+        await engine_contract.wait_for_tokens(engine, "0-0", 3, extend)
+        await engine.load_weights(1, weights(model, 1.05))
+        old, new = await extend
+        assert (old.policy_version, new.policy_version) == (0, 1)
+        assert engine.stats()["engine/span_mismatches"] == 0
+        eager = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+        ids = torch.tensor([[*request.prompt_ids, *tokens_of([old, new])]])
+        for factor, segment in ((1.0, old), (1.05, new)):
+            with torch.no_grad():
+                for parameter, (_, value) in zip(eager.parameters(), weights(model, factor), strict=True):
+                    parameter.copy_(value)
+                logits = eager(ids).logits[0].log_softmax(-1)
+            assert segment.start is not None
+            first = len(request.prompt_ids) + segment.start
+            at = torch.arange(first, first + len(segment))
+            expected = logits[at - 1, ids[0, at]].numpy()
+            np.testing.assert_allclose(segment.logprobs, expected, atol=1e-4)
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_server_of_ours_that_is_killed_is_started_again_and_nothing_is_lost(model: Path) -> None:
+    """While it is away the rollout is queued; it goes on under the last weights. At the end no process is left."""
+    request = SUBJECT.request(0, GREEDY, max_new_tokens=400)
+
+    async def run() -> list[int]:
+        said: list[str] = []
+        engine = over(model, say=said.append)
+        (host,) = engine.hosts
+        assert isinstance(host, ProcessHost)
+        try:
+            return await killed(engine, host, said)
+        finally:
+            await engine.close()
+            assert host.pid == 0
+
+    async def killed(engine: RemoteEngine, host: ProcessHost, said: list[str]) -> list[int]:
+        await engine.load_weights(3, weights(model, 1.05))
+        extend = asyncio.ensure_future(engine.extend(request))
+        await engine_contract.wait_for_tokens(engine, "0-0", 3, extend)
+        first = host.pid
+        os.kill(first, signal.SIGKILL)
+        queued = False
+        while not extend.done():
+            queued = queued or await engine.queued(["0-0"]) == {"0-0"}
+            await asyncio.sleep(0.01)
+        answer = extend.result()
+        assert queued and host.pid != first and [s.policy_version for s in answer] == [3]
+        assert engine.stats()["engine/ejections"] == 1 and "is given up" in said[0]
+        return tokens_of(answer)
+
+    tokens, _ = undisturbed(model, 1.05, request)
+    assert asyncio.run(run()) == tokens
+
+
+def test_a_server_that_cannot_start_says_how_it_ended(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    host = ProcessHost(config(model), 0, START_S)
+    with pytest.raises(RuntimeError, match="said no address and ended .exit code 1"):
+        host.address(START_S)
+    asyncio.run(host.close())

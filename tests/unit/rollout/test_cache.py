@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.rollout.cache import RolloutCache
-from rollover.types import DropReason, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.rollout.group_state import groups_to_state
+from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from unit.rollout.world import make_segment, make_task, same_rollout, same_segment, through_json
 
 BUDGET = 10
@@ -284,3 +288,14 @@ def test_load_refuses_an_unknown_format() -> None:
     meta, arrays = cache_with_one().state_dict()
     with pytest.raises(ValueError, match="format 99"):
         RolloutCache(BUDGET).load_state_dict({**meta, "format": 99}, arrays)
+
+
+@pytest.mark.parametrize("leave", [RolloutCache.consume, lambda cache, i: cache.drop(i, DropReason.STALE)])
+def test_what_episodes_keep_over_a_kill_ends_with_their_group(leave: Callable[[RolloutCache, int], Group]) -> None:
+    """Trained groups stay in the replay buffer, and in every checkpoint with it."""
+    cache = cache_with_one(2)
+    for rollout in cache.groups[0].rollouts:
+        bring_to(cache, rollout.rollout_id, RolloutState.READY, [make_segment(3, 0, StopReason.EOS)], Reward(0.5))
+        cache.keep(0, rollout.sibling, "environment", {"state": "x" * 60_000})
+    meta, _ = groups_to_state([leave(cache, 0)])
+    assert len(json.dumps(meta)) < 10_000

@@ -42,7 +42,7 @@ class CannotGoOn(ValueError):
 
 class ClassEnvironment:
     """Of one run. ValueError where the class, the format of calls or the chat template does not fit. `notice`: what a
-    user should know of the template; "": nothing. `states`: those of its objects that are kept over a kill."""
+    user should know of template and class; "": nothing. `states`: those of its objects that are kept over a kill."""
 
     def __init__(self, setup: EnvironmentSetup) -> None:
         config = setup.config
@@ -60,7 +60,8 @@ class ClassEnvironment:
         Chat(setup.tokenizer).require(role)
         self.chat = Chat(setup.tokenizer, tools, "hermes" if own_format else workflow.tool_format)
         fit = self.chat.fit(role)
-        self.notice = "" if fit.exact else f"{fit.why}: episodes keep what was sampled, as it was sampled"
+        of_template = "" if fit.exact else f"{fit.why}: episodes keep what was sampled, as it was sampled"
+        self.notice = "\n".join(filter(None, (of_template, self.user.notice)))
         self.code = UserCode(workflow.tool_timeout_s)
         self.states = SavedStates(self.user.kind, self.code, f"{KEY} = {self.user.spec!r}")
         self.calls = ToolCalls(self.code, self.user.schemas, setup.tokenizer, workflow.max_tool_tokens)

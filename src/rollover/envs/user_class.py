@@ -34,7 +34,7 @@ class UserClass:
     """What `spec` names. ValueError where it can be no environment, with the fix.
 
     `prompt_columns`: names under which `reset` may ask for the prompt. `resume`: workflow.resume; what becomes of its
-    episodes after a kill is `kind`.
+    episodes after a kill is `kind`. `notice`: what the user should know; "": nothing.
     """
 
     def __init__(self, spec: str, prompt_columns: Iterable[str] = (), resume: str = "auto") -> None:
@@ -45,8 +45,15 @@ class UserClass:
         if "reset" not in methods:
             raise self._refused("has no method reset: write def reset(self, **columns)")
         self.kind = self._kind(resume, probe, methods)
-        no_tools = _RESERVED + (_DURABLE if self._why_not_durable(methods) is None else ())
+        is_durable = self._why_not_durable(methods) is None
+        no_tools = _RESERVED + (_DURABLE if is_durable else ())
         self.tool_names = [name for name in methods if name not in no_tools]
+        self.notice = ""
+        if is_durable and _can_be_tools([methods[name] for name in _DURABLE]):
+            self.notice = (
+                f"{KEY} = {spec!r}: the policy is not told of snapshot and restore, which keep the state of an object"
+                " over a kill. If they are tools give them other names"
+            )
         self.is_game = "step" in methods
         if self.is_game and self.tool_names:
             raise self._refused(

@@ -155,6 +155,24 @@ def test_the_configuration_says_the_kind_else_the_class_else_what_it_has(
         assert (env.states.kind, env.user.tool_names) == (kind, tools)
 
 
+def test_what_could_be_tools_and_keeps_states_is_said_to_be_no_tool() -> None:
+    class Described(Durable):
+        def snapshot(self) -> str:
+            """Takes a picture."""
+            return ""
+
+        def restore(self, state: str) -> None:
+            """Goes back.
+
+            Args:
+                state: where
+            """
+
+    with environment(Described) as env, environment(Durable) as other:
+        assert (env.states.kind, env.user.tool_names) == ("snapshot", ["add"])
+        assert "the policy is not told of snapshot and restore" in env.notice and not other.notice
+
+
 class NoRestore(Plain):
     def snapshot(self) -> None: ...
 

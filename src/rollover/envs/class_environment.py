@@ -298,8 +298,11 @@ def _key(rollout: Rollout) -> tuple[int, int]:
 def _seen(rollout: Rollout, max_tokens: int) -> list[list[int]]:
     """The turns that the object of one that is finished has seen."""
     turns = sampled_turns(rollout)
-    # The budget was used up in its last turn: nothing answered that.
-    return turns[:-1] if rollout.num_tokens >= max_tokens else turns
+    # The budget was used up in its last turn: nothing answered that. It has more tokens than that, and did not end by
+    # them, where it was finished before a restart with a smaller budget.
+    by_length = rollout.num_tokens == max_tokens or rollout.stop_reason is StopReason.LENGTH
+    used_up = rollout.num_tokens >= max_tokens and by_length and rollout.segments[-1].trainable
+    return turns[:-1] if used_up else turns
 
 
 def _said(rollout: Rollout) -> list[list[int]]:

@@ -306,6 +306,32 @@ def test_the_rewards_of_a_games_turns_are_kept() -> None:
         assert env.stats()["episodes/done"] == 1
 
 
+@pytest.mark.parametrize("resume", ["stateless", "snapshot"])
+def test_a_smaller_budget_after_a_restart_takes_no_turn_from_a_finished_episode(resume: str) -> None:
+    class Sum(Durable):
+        def add(self, number: int) -> str:
+            """Adds it.
+
+            Args:
+                number: which
+            """
+            self.added.append(number)
+            return "added"
+
+    kept: Kept = {}
+    rollout = new_rollout()
+    with keeping(Sum, kept, resume=resume, max_turns=2) as env:
+        asyncio.run(told(env, rollout, call("add", number=1)))
+        assert asyncio.run(turn(env, rollout, call("add", number=2))) is None
+    with keeping(Sum, kept, resume=resume, max_turns=2) as smaller:
+        smaller.max_tokens = rollout.num_tokens - 1
+        assert not smaller.has_lost(in_state(rollout, RolloutState.SCORING))
+        assert reward_of(smaller, rollout).score == 3.0
+    with keeping(Sum, {}, resume="stateless", max_turns=2) as cut_off:
+        cut_off.max_tokens = rollout.num_tokens
+        assert reward_of(cut_off, rollout).score == 1.0, "nobody saw what used the budget up"
+
+
 def test_an_object_that_failed_is_replaced_by_one_with_the_state_before_the_turn() -> None:
     failures = [True]
 

@@ -80,10 +80,28 @@ class Restart(Stateless):
     resume = "restart"
 
 class Failing(Snapshot):
+    waiting = set()
+
     def snapshot(self):
+        self.turns = getattr(self, "turns", 0) + 1
         if self.goal % 3 == 0:
             raise OSError("the disk is full")
         return {1, 2} if self.goal % 3 == 1 else super().snapshot()
+
+    async def later(self, number: int) -> str:
+        '''Sees it; after the first turn waits for the kill, until one whose state is kept and one whose is not wait.
+
+        Args:
+            number: which
+        '''
+        if hasattr(self, "turns") and (HERE / "kill").exists():
+            self.waiting.add(self.goal % 3 == 2)
+            while len(self.waiting) < 2:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.5)  # the journal has their turns
+            (HERE / "kill").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().later(number)
 
 class Half(Stateless):
     def snapshot(self):
@@ -139,7 +157,7 @@ def test_states_that_cannot_be_kept_are_said_once_and_their_episodes_begin_again
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = recipe(tmp_path, "Failing", **STILL)
-    (tmp_path / "kill").write_text("90")
+    (tmp_path / "kill").write_text("0")
     died = runs.rollover("train", file)
     assert died.returncode == -9
     assert main(["train", str(file), "--resume"]) == 0

@@ -103,10 +103,6 @@ def test_it_does_not_outlive_its_parent(start, recipe: str, tmp_path: Path) -> N
     assert said["pid"] != run.pid
     run.kill()
     assert wait_until_dead([said["pid"]])
-    host, port = said["url"].removeprefix("http://").split(":")
-    with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        free.bind((host, int(port)))
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(start, recipe: str) -> None:

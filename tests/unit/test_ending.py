@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -198,7 +198,15 @@ def test_an_exit_of_the_work_itself_is_raised() -> None:
     assert exit.value.code == 3
 
 
-def test_a_ctrl_c_before_anybody_listens_cancels_the_work() -> None:
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """Ctrl-C, which what runs in the background of a shell ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_ctrl_c_before_anybody_listens_cancels_the_work(heeded: None) -> None:
     cancelled: list[int] = []
 
     async def work() -> None:

@@ -82,7 +82,8 @@ def test_a_run_that_ends_early_goes_on_exactly_and_the_key_is_nowhere(
 def test_it_runs_in_every_mode(mode: dict[str, Any], tmp_path: Path, service: tuple[FakeTinker, str]) -> None:
     assert main(["train", str(recipe(tmp_path, service[1], mode, steps=3))]) == 0
     rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3] and all(row["grad_norm"] > 0 for row in rows)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert any(row["grad_norm"] > 0 for row in rows), "in one of them all pairs of siblings may have equal scores"
     for row in rows:
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
 

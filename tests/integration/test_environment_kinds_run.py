@@ -131,11 +131,11 @@ SLOW = [pytest.param(kind, 12, marks=pytest.mark.slow) for kind in ("Stateless",
 
 @pytest.mark.parametrize(("kind", "num_kills"), [("Snapshot", 1), ("Restart", 1), *SLOW])
 def test_a_run_that_was_killed_trains_what_it_would_have_trained(tmp_path: Path, kind: str, num_kills: int) -> None:
-    steps, rng = 1 + num_kills, random.Random(num_kills)
+    steps, rng = 1 + 2 * num_kills, random.Random(num_kills)  # more than the kills leave room for
     killed, whole = (recipe(tmp_path / folder, kind, steps=steps, **STILL) for folder in ("killed", "whole"))
     resume: list[str] = []
     for number in range(num_kills):
-        (killed.parent / "kill").write_text(str(rng.randint(5, 120) if number else 60))
+        (killed.parent / "kill").write_text(str(rng.randint(5, 60) if number else 60))
         assert runs.rollover("train", killed, *resume).returncode == -9
         resume = ["--resume"]
     assert main(["train", str(killed), "--resume"]) == 0

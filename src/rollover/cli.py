@@ -177,13 +177,14 @@ def _literal(text: str) -> str:
 
 
 def _is_of_the_machine(error: Exception) -> bool:
-    """A full or broken disk, a checkpoint that could not be written, an engine process that was killed, a service that
-    fails: the message alone lets the user act."""
+    """A full or broken disk, a checkpoint that could not be written, an engine or a backend whose processes were
+    killed, a service that fails: the message alone lets the user act."""
     from rollover.checkpoint.store import CheckpointWriteError
     from rollover.engine.protocol import EngineDied
     from rollover.engine.tinker.service import ServiceError
+    from rollover.trainer.backend import BackendLost
 
-    if isinstance(error, CheckpointWriteError | EngineDied | ServiceError):
+    if isinstance(error, BackendLost | CheckpointWriteError | EngineDied | ServiceError):
         return True
     of_disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
     return isinstance(error, OSError) and error.errno in of_disk

@@ -13,7 +13,7 @@ from contract import trainer_contract
 from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.functions import FunctionError
-from rollover.trainer.backend import TrainerBackend
+from rollover.trainer.backend import BackendLost, TrainerBackend
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import build_trainer
 from rollover.trainer.objective import Counts
@@ -118,3 +118,14 @@ def test_what_a_backend_of_ones_own_does_wrongly_is_said_as_its_own_fault(verb: 
     with pytest.raises(FunctionError) as caught:
         every_verb()
     assert f"backend.type = {TOY!r}: {why}" in str(caught.value) and str(caught.value).endswith("(trainer/backend.py)")
+
+
+def test_a_backend_of_ones_own_that_is_lost_says_so_itself() -> None:
+    backend = toy()
+
+    def lost(*_: Any) -> None:
+        raise BackendLost("rank 1 has ended")
+
+    backend.backend.compute_logprobs = lost  # type: ignore[attr-defined]
+    with pytest.raises(BackendLost, match="^rank 1 has ended$"):
+        backend.compute_logprobs(SAMPLES)

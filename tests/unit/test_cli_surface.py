@@ -20,6 +20,7 @@ from rollover.config import describe, recipes
 from rollover.config.load import load_config
 from rollover.config.schema import default_of, expected, leaves
 from rollover.config.table import row_of
+from rollover.trainer.backend import BackendLost
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli.txt"
 SRC = Path(__file__).parents[2] / "src"
@@ -154,6 +155,7 @@ def test_bench_measures_with_all_threads(monkeypatch):
         (ValueError("reward probe: f raised KeyError"), 2, False),
         (CorruptCheckpointError("step-000020 is not committed"), 2, False),
         (CheckpointWriteError("step-000020 was not written"), 1, False),
+        (BackendLost("rank 1 has ended"), 1, False),
         (OSError(errno.ENOSPC, "No space left on device"), 1, False),
         (OSError(errno.EIO, "Input/output error"), 1, False),
         (KeyboardInterrupt(), 130, False),

@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from rollover.config import algorithm, backend, distill, rollout, run, selection, tasks, train, workflow
+from rollover.config import algorithm, backend, cluster, distill, rollout, run, selection, tasks, train, workflow
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.backend import BackendConfig
+from rollover.config.cluster import ClusterConfig
 from rollover.config.distill import DistillConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
@@ -38,6 +39,7 @@ class Config(Table):
     distill: DistillConfig = Field(default_factory=DistillConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     backend: BackendConfig = Field(default_factory=BackendConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
     filters: FiltersConfig = Field(default_factory=FiltersConfig)
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
@@ -157,6 +159,7 @@ RULES: tuple[Rule, ...] = (
     *selection.RULES,
     *train.RULES,
     *backend.RULES,
+    *cluster.RULES,
     *tasks.RULES,
     *run.RULES,
     *rollout.RULES,

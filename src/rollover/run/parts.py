@@ -96,6 +96,7 @@ class Parts:
             loaded = model()
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
             trainer = build_trainer(config, loaded, engine)
+            on_error.callback(trainer.close)
             observed = build_rewarder(config, training=True)
             scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
             pool = observed.rewarder
@@ -135,10 +136,11 @@ class Parts:
         return parts
 
     async def close(self) -> None:
-        """End what is in flight, the engine and the reward workers, each of them even if another fails."""
+        """End what is in flight, the backend, the engine and the reward workers, each even if another fails."""
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self.rewarder.close)
             parts.push_async_callback(self.engine.close)
+            parts.callback(self.trainer.close)
             if self.server is not None:
                 parts.push_async_callback(self.server.close)
             await self.driver.abandon()

@@ -36,11 +36,21 @@ Version = int | Literal["teacher"]
 """Whose weights `compute_logprobs` is asked for: those of a policy version, or the teacher's of [distill]."""
 
 
+class BackendLost(RuntimeError):
+    """The backend is gone, and its weights with it: a process of it has ended, say. The message says what happened.
+
+    Any verb may raise it, and a function that makes a backend. The run then goes on from its newest checkpoint and its
+    journal with a backend that is made anew, up to cluster.max_restarts times without a step in between.
+    """
+
+
 class TrainerBackend(Protocol):
     """Contract: run tests/contract/trainer_contract.py on your own backend.
 
     Calls come one after the other, from one thread at a time. A failure between the first `optim_step` of a training
     step and its last leaves weights that no checkpoint describes: the run then goes on from an earlier one.
+    A backend that has something to end, processes of its own say, has a method `close()` beside these: it is called
+    once, at the end of a run and where the backend is lost.
     """
 
     @property

@@ -20,7 +20,7 @@ import torch
 
 from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.functions import FunctionError, described, explained, is_number
-from rollover.trainer.backend import Stream, TrainerBackend, Version
+from rollover.trainer.backend import BackendLost, Stream, TrainerBackend, Version
 from rollover.trainer.objective import Counts
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
@@ -47,7 +47,7 @@ class OwnBackend:
     """`backend`, which the function that backend.type names as `spec` has made. Each verb: see `TrainerBackend`.
 
     FunctionError where a verb raises or returns something else than it must: a sentence that names the verb and what it
-    must do. AssertionError and EngineDied, which end a run at once, are passed on.
+    must do. BackendLost is passed on, and so are AssertionError and EngineDied, which end a run at once.
     """
 
     def __init__(self, backend: TrainerBackend, spec: str) -> None:
@@ -134,7 +134,7 @@ class OwnBackend:
     def _calling(self, verb: str) -> Iterator[None]:
         try:
             yield
-        except (AssertionError, EngineDied):
+        except (AssertionError, BackendLost, EngineDied):
             raise
         except (Exception, SystemExit) as error:  # boundary: the user's backend
             raise self._failed(verb, f"failed: {explained(error)}") from error

@@ -111,6 +111,12 @@ class Trainer:
         self._forget_what_was_accumulated()
         self._divergence, self._teacher_s = Divergence(), 0.0
 
+    def close(self) -> None:
+        """End what the backend runs, if it has a `close`."""
+        close = getattr(self.backend, "close", None)
+        if close is not None:
+            close()
+
     # Private
 
     def _forget_what_was_accumulated(self) -> None:

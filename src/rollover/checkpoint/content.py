@@ -18,6 +18,9 @@ FORMAT_VERSION = 1
 _CHUNK_BYTES = 1 << 22
 
 FileWriter = Callable[[str], None] | bytes
+FolderWriter = Callable[[str], None]
+"""Writes files into the folder that it is given, which is empty; several processes may do so together. OSError where a
+disk is at fault."""
 
 
 def produce(path: str, content: FileWriter) -> None:

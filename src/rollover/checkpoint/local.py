@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -101,6 +102,14 @@ class LocalWriter(CheckpointWriter):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         produce(path, content)
         self.manifest[file] = fingerprint(path)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[str]:
+        """Inside the folder that is renamed: on its disk, and removed with it where the process dies."""
+        folder = os.path.join(self._temporary, ".aside")
+        os.mkdir(folder)
+        yield folder
+        shutil.rmtree(folder)
 
     def commit(self) -> None:
         text = manifest_text(self.manifest)

@@ -10,6 +10,8 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from rollover.checkpoint.content import FileWriter, commit_text, fingerprint, manifest_text, produce
@@ -19,12 +21,16 @@ from rollover.checkpoint.writing import COMMITTED, MANIFEST, CheckpointWriter
 
 
 class RemoteStorage(Storage):
-    """See Storage. Downloads live as long as this object."""
+    """See Storage. Downloads live as long as this object.
+
+    `shared`: a local folder that all machines of the run see, for files on their way; None: TMPDIR.
+    """
 
     write_errors = (Exception,)  # every store has errors of its own
 
-    def __init__(self, fs: Any, root: str, dir: str) -> None:
+    def __init__(self, fs: Any, root: str, dir: str, shared: Path | None) -> None:
         super().__init__(fs, root, dir)
+        self._shared = shared
         self._downloads: list[tempfile.TemporaryDirectory[str]] = []
 
     @property
@@ -33,7 +39,7 @@ class RemoteStorage(Storage):
 
     @property
     def needs_room_in(self) -> str:
-        return tempfile.gettempdir()
+        return str(self._shared or tempfile.gettempdir())
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -64,7 +70,7 @@ class RemoteStorage(Storage):
         return next(reversed(committed or uploads), None)
 
     def folder_for(self, source: str) -> str:
-        download = tempfile.TemporaryDirectory(prefix="rollover-checkpoint-")
+        download = _temporary(self._shared)
         self._downloads.append(download)
         return download.name
 
@@ -76,7 +82,8 @@ class RemoteStorage(Storage):
         # One that is replaced is deleted after the commit of its replacement.
         replaced = self._uploads(name)
         target = self.at(f"{name}.{upload_number(replaced[-1]) + 1}" if replaced else name)
-        return RemoteWriter(self.fs, target, [self.at(e) for e in replaced], self._delete_upload, self.write_errors)
+        earlier = [self.at(entry) for entry in replaced]
+        return RemoteWriter(self.fs, target, earlier, self._delete_upload, self.write_errors, self._shared)
 
     def delete(self, name: str) -> None:
         for entry in self._uploads(name):
@@ -102,7 +109,8 @@ class RemoteWriter(CheckpointWriter):
     """A folder `target` of an object store, which has no rename: the marker comes last, and readers go by it alone.
 
     `replaced`: earlier uploads of this checkpoint; `delete` removes one of them, or what was uploaded of this.
-    `errors`: what a failing store raises. Files are staged one at a time: the local disk holds only the largest.
+    `errors`: what a failing store raises; `shared` as of RemoteStorage. Files are staged one at a time: the
+    local disk holds only the largest.
     """
 
     def __init__(
@@ -112,17 +120,22 @@ class RemoteWriter(CheckpointWriter):
         replaced: list[str],
         delete: Callable[[str], None],
         errors: tuple[type[Exception], ...],
+        shared: Path | None,
     ) -> None:
         super().__init__()
         self._fs, self._target, self._replaced, self._delete, self._errors = fs, target, replaced, delete, errors
+        self._shared = shared
 
     def add(self, file: str, content: FileWriter) -> None:
-        with tempfile.TemporaryDirectory(prefix="rollover-checkpoint-") as staging:
+        with _temporary(self._shared) as staging:
             staged = os.path.join(staging, "file")
             produce(staged, content)
             self.manifest[file] = fingerprint(staged)
             self._fs.makedirs(os.path.dirname(f"{self._target}/{file}"), exist_ok=True)
             self._fs.put_file(staged, f"{self._target}/{file}")
+
+    def aside(self) -> AbstractContextManager[str]:
+        return _temporary(self._shared)
 
     def commit(self) -> None:
         text = manifest_text(self.manifest)
@@ -138,3 +151,9 @@ class RemoteWriter(CheckpointWriter):
     def abort(self) -> None:
         with contextlib.suppress(*self._errors):
             self._delete(self._target)
+
+
+def _temporary(shared: Path | None) -> tempfile.TemporaryDirectory[str]:
+    if shared is not None:
+        shared.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix="rollover-checkpoint-", dir=shared)

@@ -14,13 +14,13 @@ import contextlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from rollover.checkpoint.content import FileWriter
+from rollover.checkpoint.content import FileWriter, FolderWriter
 from rollover.checkpoint.entries import checkpoint_name, checkpoint_step
 from rollover.checkpoint.local import LocalStorage
 from rollover.checkpoint.mirror import Mirror
@@ -36,6 +36,7 @@ __all__ = [
     "CheckpointWriteError",
     "CorruptCheckpointError",
     "FileWriter",
+    "FolderWriter",
     "checkpoint_name",
     "checkpoint_step",
 ]
@@ -53,14 +54,15 @@ class CheckpointStore:
     """The checkpoints of one run, in `dir`: a local path or an fsspec URL (file://, s3://, memory://).
 
     `keep` is the number of committed checkpoints that stay after a write (>= 1). Downloads of a remote store live as
-    long as the store object.
+    long as the store object. `shared`: a local folder that all machines of the run see, in which the files of a remote
+    store lie on their way; None: this machine's TMPDIR.
     """
 
-    def __init__(self, dir: str, keep: int) -> None:
+    def __init__(self, dir: str, keep: int, shared: Path | None = None) -> None:
         assert keep >= 1
         self.dir = dir
         self.keep = keep
-        self._storage = _storage(dir)
+        self._storage = _storage(dir, shared)
 
     @property
     def local_folder(self) -> Path | None:
@@ -120,11 +122,15 @@ class CheckpointStore:
             writer = self._storage.begin(name)
         return PendingCheckpoint(writer, lambda undo: self._write_errors(name, undo), lambda: self._prune(name))
 
-    def write(self, name: str, files: Mapping[str, FileWriter]) -> None:
-        """Begin a checkpoint, add these files and commit it."""
+    def write(
+        self, name: str, files: Mapping[str, FileWriter], folders: Sequence[tuple[str, FolderWriter]] = ()
+    ) -> None:
+        """Begin a checkpoint, add these files and those of `folders` (as `add_folder` wants them), and commit it."""
         pending = self.begin(name)
         for file, content in files.items():
             pending.add(file, content)
+        for prefix, content in folders:
+            pending.add_folder(prefix, content)
         pending.commit()
 
     def discard_after(self, name: str) -> None:
@@ -164,7 +170,7 @@ class CheckpointStore:
 
     def _describe_failure(self, name: str, error: Exception) -> str:
         if isinstance(error, OSError) and error.errno:
-            reason = os.strerror(error.errno)
+            reason = error.strerror or os.strerror(error.errno)
         else:
             reason = f"{type(error).__name__}: {error}"
         where = existing(self._storage.needs_room_in)
@@ -174,12 +180,12 @@ class CheckpointStore:
         )
 
 
-def _storage(dir: str) -> Storage:
+def _storage(dir: str, shared: Path | None) -> Storage:
     try:
         fs, root = url_to_fs(dir)  # a local path is absolute from here on
     except (ImportError, ValueError) as error:
         raise ValueError(f"checkpoint.dir: cannot use {dir!r}: {error}") from error
-    return (LocalStorage if isinstance(fs, LocalFileSystem) else RemoteStorage)(fs, root, dir)
+    return LocalStorage(fs, root, dir) if isinstance(fs, LocalFileSystem) else RemoteStorage(fs, root, dir, shared)
 
 
 def _advice(previous: Names) -> str:

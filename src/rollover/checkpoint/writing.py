@@ -6,12 +6,14 @@ holds whatever moment the process dies at (docs/checkpoint-format.md).
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
-from rollover.checkpoint.content import FileWriter
+from rollover.checkpoint.content import FileWriter, FolderWriter
 from rollover.checkpoint.entries import is_plain_name
 
 MANIFEST = "manifest.json"
@@ -27,6 +29,10 @@ class CheckpointWriter(ABC):
 
     @abstractmethod
     def add(self, file: str, content: FileWriter) -> None: ...
+
+    @abstractmethod
+    def aside(self) -> AbstractContextManager[str]:
+        """An empty folder for files before they are added, which all machines of the run see; removed at the end."""
 
     @abstractmethod
     def commit(self) -> None: ...
@@ -60,8 +66,41 @@ class PendingCheckpoint:
         with self._guard(self._writer.abort):
             self._writer.add(file, content)
 
+    def add_folder(self, prefix: str, write: FolderWriter) -> None:
+        """Add all files that `write` leaves in a folder and below it, each as `prefix` and its name in there.
+
+        They are moved, not copied, where checkpoints lie on the file system of that folder. An error of `write` is one
+        of the disk if it is an OSError; another is passed on, as a process that died must not be taken for that.
+        """
+        passed_on: BaseException | None = None
+        with self._guard(self._writer.abort), self._writer.aside() as folder:
+            try:
+                write(folder)
+            except OSError:
+                raise
+            except BaseException as error:
+                passed_on = error
+            else:
+                self._take(prefix, folder)
+        if passed_on is not None:
+            self._writer.abort()
+            raise passed_on
+
+    def _take(self, prefix: str, folder: str) -> None:
+        for source in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            file = prefix + source.relative_to(folder).as_posix()
+            assert is_plain_name(file) and file not in self._writer.manifest, f"bad file name: {file!r}"
+            self._writer.add(file, _mover(source))
+
     def commit(self) -> None:
         """From now on readers see it."""
         with self._guard(self._writer.abort):
             self._writer.commit()
         self._on_commit()
+
+
+def _mover(source: Path) -> FileWriter:
+    def move(path: str) -> None:
+        shutil.move(source, path)
+
+    return move

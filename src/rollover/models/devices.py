@@ -6,6 +6,8 @@ Owns no tensor. Everything else asks a device's type only where it computes in a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from rollover.config import Config
@@ -63,7 +65,7 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     return {"random/mps": torch.mps.get_rng_state()} if device.type == "mps" else {}
 
 
-def set_random_state(device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
+def set_random_state(device: torch.device, tensors: Mapping[str, torch.Tensor]) -> None:
     """Go on with what `random_state` gave, if that was on a device of this type."""
     if device.type == "cuda" and "random/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random/cuda"], device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ import safetensors.numpy
 import safetensors.torch
 
 from rollover.checkpoint.journal import Mark
-from rollover.checkpoint.store import CheckpointStore, FileWriter, checkpoint_name
+from rollover.checkpoint.store import CheckpointStore, FileWriter, FolderWriter, checkpoint_name
 from rollover.run.directory import RunDirectory
 from rollover.run.stateful import Arrays, StatefulPart
+from rollover.trainer.stored_tensors import StoredTensors
 
 FORMAT = 1
 _SUFFIX = ".safetensors"
@@ -32,11 +33,13 @@ _SUFFIX = ".safetensors"
 class Snapshot:
     """The state of every part at one moment: the files of a checkpoint that are still to be written.
 
-    Arrays and tensors are the parts' own, not copies: they must not change before `write` returns.
+    `folders`: of files that several processes write together, how their names begin, and what writes them. Arrays and
+    tensors are the parts' own, not copies: they must not change before `write` returns.
     """
 
     name: str
     files: dict[str, FileWriter]
+    folders: list[tuple[str, FolderWriter]] = field(default_factory=list)
 
     @classmethod
     def begin(
@@ -47,15 +50,19 @@ class Snapshot:
         directory.evals.sync()
         state: dict[str, Any] = {"format": FORMAT, "journal": journal}
         files: dict[str, FileWriter] = {}
+        folders: list[tuple[str, FolderWriter]] = []
         for part in parts:
             of_part, arrays = part.save()
             state |= {part.name: of_part} if part.name else of_part
-            files |= _files(part, arrays)
-        return cls(checkpoint_name(version), files | {"state.json": json.dumps(state).encode()})
+            if callable(arrays):
+                folders.append((part.file.partition("*")[0], arrays))
+            else:
+                files |= _files(part, arrays)
+        return cls(checkpoint_name(version), files | {"state.json": json.dumps(state).encode()}, folders)
 
     def write(self, store: CheckpointStore) -> None:
         """Write the files, and commit them. CheckpointWriteError if that fails: then it was never there."""
-        store.write(self.name, self.files)
+        store.write(self.name, self.files, self.folders)
 
 
 def _files(part: StatefulPart, arrays: Arrays) -> dict[str, FileWriter]:
@@ -102,5 +109,4 @@ def _arrays(part: StatefulPart, files: Mapping[str, Any]) -> Arrays:
     if "*" not in part.file:
         return safetensors.numpy.load_file(files[part.file + _SUFFIX])
     start = part.file.partition("*")[0]
-    loaded = (safetensors.torch.load_file(path) for file, path in files.items() if file.startswith(start))
-    return {key: tensor for of_file in loaded for key, tensor in of_file.items()}
+    return StoredTensors([path for file, path in files.items() if file.startswith(start)])

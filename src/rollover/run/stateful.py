@@ -10,8 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollover.checkpoint.store import FolderWriter
 from rollover.run.parts import Parts
 from rollover.run.producer import Producer
+from rollover.trainer.backend import ShardedState
+from rollover.trainer.local_backend import LocalBackend
+from rollover.trainer.stored_tensors import StoredTensors
 
 Arrays = Mapping[str, Any]  # numpy arrays or torch tensors, by their names
 
@@ -22,10 +26,11 @@ class StatefulPart:
 
     name: str
     """Its key in state.json; "": the keys of its state stand there beside those of the other parts."""
-    save: Callable[[], tuple[Mapping[str, Any], Arrays]]
-    """Gives (its JSON-able state, its arrays)."""
+    save: Callable[[], tuple[Mapping[str, Any], Arrays | FolderWriter]]
+    """Gives (its JSON-able state, its arrays or, with a "*" in `file`, what writes a folder for each kind of them)."""
     load: Callable[[Any, Arrays], None]
-    """Goes on from what `save` gave. The parts before it in the list are restored by then."""
+    """Goes on from what `save` gave, with a "*" in `file` the arrays as StoredTensors. The parts before it in the list
+    are restored by then."""
     file: str = ""
     """The file of its arrays; "" if it has none. With a "*" there is one for each kind of them, the first word of
     `<kind>/<name>`: saving copies all arrays of a file in memory."""
@@ -37,9 +42,20 @@ def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
     """The stateful parts of a run that is made of `parts`."""
     trainer, lifecycle, prompts, reuse = parts.trainer, parts.lifecycle, parts.prompts, parts.reuse
 
-    def save_trainer() -> tuple[Mapping[str, Any], Arrays]:
-        tensors, meta = trainer.backend.save_state()
+    def save_trainer() -> tuple[Mapping[str, Any], Arrays | FolderWriter]:
+        backend = trainer.backend
+        tensors, meta = backend.save_shards() if isinstance(backend, ShardedState) else backend.save_state()
         return meta, tensors
+
+    def load_trainer(meta: dict[str, Any], stored: Arrays) -> None:
+        backend = trainer.backend
+        assert isinstance(stored, StoredTensors)
+        if isinstance(backend, ShardedState):
+            backend.load_shards(stored, meta)
+        elif isinstance(backend, LocalBackend):
+            backend.load_state(stored, meta)  # read one by one
+        else:
+            backend.load_state(dict(stored), meta)
 
     def load_lifecycle(state: Any, arrays: Arrays) -> None:
         lifecycle.load_state_dict(state, arrays)
@@ -52,7 +68,7 @@ def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
         parts.history.load_state_dict(state, lifecycle.cache.groups.values(), trainer.policy_version)
 
     return [
-        StatefulPart("trainer", save_trainer, lambda meta, t: trainer.backend.load_state(dict(t), meta), "trainer-*"),
+        StatefulPart("trainer", save_trainer, load_trainer, "trainer-*"),
         StatefulPart("", lifecycle.state_dict, load_lifecycle, "rollouts"),
         without_arrays("prompts", prompts.state_dict, prompts.load_state_dict),
         StatefulPart("reuse", reuse.state_dict, load_reuse, "replay"),

@@ -11,6 +11,7 @@ weights, optimizer, value head, earlier weights, micro-batches, devices and the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from rollover.checkpoint.content import FolderWriter
 from rollover.config import Config
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.models.load import LoadedModel
 from rollover.models.team import Team
 from rollover.trainer.objective import Counts
+from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 
@@ -134,6 +137,25 @@ class TrainerBackend(Protocol):
     def save_model(self, folder: Path) -> None:
         """Write a folder that transformers' from_pretrained loads, tokenizer included."""
         ...
+
+
+class ShardedState(ABC):
+    """What a `TrainerBackend` of several processes is besides: none of them holds its state as a whole.
+
+    A run calls these in place of `save_state` and `load_state`. The files of either may be read by the other.
+    """
+
+    @abstractmethod
+    def save_shards(self) -> tuple[FolderWriter, dict[str, Any]]:
+        """(what writes the tensors of `save_state` by `save_shards` of shards.py, what JSON can hold).
+
+        The writer is called before the next step, with a folder that all processes see. It raises OSError where a disk
+        was at fault.
+        """
+
+    @abstractmethod
+    def load_shards(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
+        """As `load_state`. All processes see the files of `stored`, of which each reads what it needs."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ costs no second model, and the policy does not learn from it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -85,7 +86,7 @@ class Critic:
                 steps = float(moments["step"])
         return tensors, {"adam_steps": steps}
 
-    def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]) -> None:
         with torch.no_grad():
             for name, parameter in self.head.named_parameters():
                 parameter.copy_(tensors[f"critic/{name}"])

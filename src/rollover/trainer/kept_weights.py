@@ -6,7 +6,7 @@ needs. For log-probs under them the parameters are swapped in place: no second m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -57,14 +57,14 @@ class KeptWeights:
     def state(self) -> dict[str, torch.Tensor]:
         return {f"kept/{name}/{key}": t for name, tensors in self._kept.items() for key, t in tensors.items()}
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replaces what is kept by what `state` gave; entries of other owners are left out."""
         self._kept = {}
-        for full, tensor in tensors.items():
+        for full in tensors:
             owner, _, rest = full.partition("/")
             if owner == "kept":
                 name, _, key = rest.partition("/")
-                self._kept.setdefault(name, {})[key] = tensor.to(self._parameters[key].device).clone()
+                self._kept.setdefault(name, {})[key] = tensors[full].to(self._parameters[key].device).clone()
 
 
 class KeptVersions:

@@ -211,7 +211,7 @@ class LocalBackend:
             tensors |= of_critic
         return tensors | self.kept.state(), rest
 
-    def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]) -> None:
         self.optimizer.load_state(tensors, meta["optimizer"])
         self.kept.load_state(tensors)
         self.policy_version = meta["policy_version"]

@@ -8,12 +8,14 @@ bf16 gradients exist at a time. Owns masters, moments and the count of optimizer
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from rollover.config import TrainConfig
 from rollover.models.load import cast_parameters
+from rollover.trainer.stored_tensors import shape_of
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
@@ -152,10 +154,10 @@ class Optimizer:
                 steps[name] = float(moments["step"])
         return tensors, {"step_count": self.step_count, "adam_steps": steps}
 
-    def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]) -> None:
         """ValueError where the state is of another model or set of trained weights."""
         expected = {f"master/{n}": m.shape for n, m in zip(self.names, self.masters, strict=True)}
-        found = {k: v.shape for k, v in tensors.items() if k.startswith("master/")}
+        found = {name: shape_of(tensors, name) for name in tensors if name.startswith("master/")}
         if expected != found:
             names = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
             raise ValueError(f"the checkpoint is of another model (model.path, model.lora): {names[0]} differs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,64 @@ def test_a_failing_file_takes_back_what_was_added(store: CheckpointStore) -> Non
     assert not [file for file in files if "step-000020" in file], "what was added lies there still"
 
 
+def folder_of(files: dict[str, bytes]) -> Callable[[str], None]:
+    def write(folder: str) -> None:
+        assert os.listdir(folder) == [], "it is empty"
+        for file, content in files.items():
+            path = Path(folder, file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    return write
+
+
+def test_what_others_write_into_a_folder_is_in_the_checkpoint_too(store: CheckpointStore) -> None:
+    slices = {"a": b"first", "deep/er/b": b"second", "deep/c": b""}
+    store.write("step-000020", NEW, [("left-", folder_of(slices)), ("right/", folder_of({"a": b"third"}))])
+    added = {f"left-{file}": content for file, content in slices.items()} | {"right/a": b"third"}
+    assert contents(store) == {"step-000010": OLD, "step-000020": NEW | added}
+    lying = fsspec.core.url_to_fs(store.dir)[0].find(store.dir)
+    assert len([file for file in lying if "step-000020" in file]) == len(NEW | added) + 2, "and no other file is there"
+
+
+def test_a_folder_that_fails_takes_back_what_was_added(store: CheckpointStore) -> None:
+    def fail(folder: str) -> None:
+        folder_of({"a": b"first"})(folder)
+        raise OSError(28, "No space left on device (rank 3)")
+
+    with pytest.raises(CheckpointWriteError, match=r"step-000020 could not be written.*No space left.*\(rank 3\)"):
+        store.write("step-000020", NEW, [("left-", fail)])
+    assert contents(store) == {"step-000010": OLD}
+    files = fsspec.core.url_to_fs(store.dir)[0].find(store.dir)
+    assert not [file for file in files if "step-000020" in file], "what was added lies there still"
+
+
+def test_an_error_that_is_not_of_the_disk_is_passed_on(store: CheckpointStore) -> None:
+    def fail(folder: str) -> None:
+        folder_of({"a": b"first"})(folder)
+        raise RuntimeError("a rank is gone")
+
+    with pytest.raises(RuntimeError, match="^a rank is gone$"):
+        store.write("step-000020", NEW, [("left-", fail)])
+    assert contents(store) == {"step-000010": OLD}
+    files = fsspec.core.url_to_fs(store.dir)[0].find(store.dir)
+    assert not [file for file in files if "step-000020" in file], "what was added lies there still"
+
+
+def test_files_of_a_remote_store_lie_on_their_way_where_all_machines_see_them(tmp_path: Path) -> None:
+    shared, seen = tmp_path / "seen" / "by all", []
+
+    def write(folder: str) -> None:
+        seen.append(folder)
+        folder_of({"a": b"first"})(folder)
+
+    store = CheckpointStore(STORES["memory"](tmp_path), keep=2, shared=shared)
+    store.write("step-000010", {}, [("", write)])
+    paths = store.open("step-000010")
+    assert all(shared in Path(path).parents for path in [*seen, *paths.values()])
+    assert not Path(seen[0]).exists() and Path(paths["a"]).read_bytes() == b"first"
+
+
 def test_names_that_would_leave_the_checkpoint_are_refused(store: CheckpointStore) -> None:
     for file in ("../a", "/a", "manifest.json", "COMMITTED", ""):
         with pytest.raises(AssertionError, match="bad file name"):
@@ -86,10 +145,16 @@ from rollover.checkpoint.store import CheckpointStore
 kind, root = sys.argv[1:]
 start, work = f"{root}/start", f"{root}/work"
 opened = lambda folder: CheckpointStore(f"objects://{folder}" if kind == "objects" else folder, keep=2)
-content = lambda letter: {f"{i}": letter * 100 for i in range(3)}
+content = lambda letter: {f"{i}": letter * 100 for i in range(2)} | {"of/others": letter}
 before = opened(start)
-before.write("step-000010", content(b"a"))
-before.write("step-000020", content(b"b"))
+
+def write(store, name, letter):
+    files = content(letter)
+    of_others = files.pop("of/others")
+    store.write(name, files, [("of/", lambda folder: Path(folder, "others").write_bytes(of_others))])
+
+write(before, "step-000010", b"a")
+write(before, "step-000020", b"b")
 
 def kill_after(left):
     if kind == "objects":
@@ -113,8 +178,8 @@ while True:
     if child == 0:
         kill_after(places)
         store = opened(work)
-        store.write("step-000020", content(b"c"))
-        store.write("step-000030", content(b"d"))
+        write(store, "step-000020", b"c")
+        write(store, "step-000030", b"d")
         os._exit(0)
     _, status = os.waitpid(child, 0)
     store = opened(work)
@@ -126,7 +191,7 @@ while True:
         assert files in [content(letter) for letter in (b"a", b"b", b"c", b"d")], (places, name, files)
         state.append((name, files["0"][:1]))
     seen.add(tuple(state))
-    store.write("step-000040", content(b"e"))
+    write(store, "step-000040", b"e")
     assert len(store.list()) == 2 and "step-000040" in store.list()
     assert kind == "objects" or len(os.listdir(work)) == 2, (places, os.listdir(work))
     if status == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,8 +22,10 @@ from rollover.run.snapshot import Snapshot, load_snapshot
 from rollover.run.stateful import StatefulPart, stateful_parts, without_arrays
 from rollover.tasks.reroll import Reroll
 from rollover.track.history import RunHistory
+from rollover.trainer.backend import ShardedState
 from rollover.trainer.reuse import Reuse
 from rollover.trainer.step_batch import StepBatchBuilder
+from rollover.trainer.stored_tensors import StoredTensors
 from rollover.types import Reward, StopReason
 from unit.rollout.world import make_segment, make_task, same_rollout
 
@@ -48,6 +51,28 @@ class Trainer:
 
     def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
         self.loaded, self.tensors, self.policy_version = True, tensors, meta["policy_version"]
+
+
+class ShardedTrainer(Trainer, ShardedState):
+    """One whose processes write slices of its tensors, and which reads what it wants of those of a checkpoint."""
+
+    read: tuple[str, ...] = ()
+
+    def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        raise AssertionError("no process holds it")
+
+    def save_shards(self) -> tuple[Callable[[str], None], dict[str, Any]]:
+        def write(folder: str) -> None:
+            for kind in {name.partition("/")[0] for name in self.tensors}:
+                of_kind = {name: t.contiguous() for name, t in self.tensors.items() if name.startswith(f"{kind}/")}
+                Path(folder, kind).mkdir()
+                safetensors.torch.save_file(of_kind, Path(folder, kind, "1.safetensors"))
+
+        return write, {"policy_version": self.policy_version}
+
+    def load_shards(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
+        self.loaded, self.tensors, self.policy_version = True, dict(stored), meta["policy_version"]
+        self.read = tuple(stored.paths)
 
 
 class Prompts:
@@ -159,6 +184,27 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert kept.group.group_id == 0 and after.reuse.metrics() == before.reuse.metrics()
     assert after.history.seconds() == 12.5 and after.history.trace.version == 3
     assert after.history.lifetimes.state_dict() == before.history.lifetimes.state_dict()
+
+
+@pytest.mark.parametrize("saved_by", [Trainer, ShardedTrainer])
+@pytest.mark.parametrize("read_by", [Trainer, ShardedTrainer])
+def test_what_one_process_saved_and_what_several_did_is_read_by_either(
+    tmp_path: Path, saved_by: type[Trainer], read_by: type[Trainer]
+) -> None:
+    before, after = worked(tmp_path), new_run(tmp_path)
+    tensors = before.trainer.tensors
+    before.trainer, after.trainer = saved_by(3), read_by()
+    before.trainer.tensors = tensors
+    files = before.directory.store.open(write_snapshot(before))
+    middle = "/1" if saved_by is ShardedTrainer else ""
+    of_trainer = {f"trainer-{kind}{middle}.safetensors" for kind in ("master", "exp_avg", "random")}
+    assert {name for name in files if name.startswith("trainer-")} == of_trainer
+    restore(after)
+    assert after.trainer.loaded and after.trainer.policy_version == 3
+    assert after.trainer.tensors.keys() == tensors.keys() and type(after.trainer.tensors) is dict
+    assert all(torch.equal(after.trainer.tensors[name], tensors[name]) for name in tensors)
+    if isinstance(after.trainer, ShardedTrainer):
+        assert set(after.trainer.read) == {files[name] for name in of_trainer}
 
 
 def test_metrics_are_on_disk_before_the_checkpoint_that_counts_on_them(tmp_path: Path) -> None:

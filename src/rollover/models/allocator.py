@@ -26,7 +26,7 @@ def keep_few_shapes() -> None:
     """Let oneDNN forget old shapes, unless the user has said how many it keeps: before the first matmul.
 
     In bfloat16 each number of tokens is a shape of every layer's size, and takes half a megabyte. Prefills and
-    micro-batches have ever new ones, and of 1,024, oneDNN's own limit, a model of 25 MB had grown by 850 MB (docs/log.md).
+    micro-batches have ever new ones: up to 1,024, its own limit, a model of 25 MB had grown by 850 MB (docs/log.md).
     """
     for variable in _CACHES:
         os.environ.setdefault(variable, _SHAPES)

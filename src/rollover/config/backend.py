@@ -1,18 +1,22 @@
 """[backend], and the rules about it."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from rollover.alike import did_you_mean
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option, value_of
 from rollover.config.train import LoraConfig
+from rollover.live_objects import is_live
 
 # The function of a `BackendSetup` that makes each, loaded when it is called: the names alone load nothing heavy.
 BACKENDS = {
     "local": "rollover.trainer.build:make_local",
     "tinker": "rollover.trainer.tinker_backend:make_tinker",
+    "ranks": "rollover.trainer.ranks.backend:make_ranks",
 }
 _TINKER = ("backend.type", "tinker")
+_RANKS = ("backend.type", "ranks")
 
 
 class BackendConfig(Table):
@@ -20,9 +24,20 @@ class BackendConfig(Table):
 
     type: str = option(
         "local",
-        "local: this machine. tinker: a Tinker-compatible service trains adapters and samples; its key is read from"
-        " the environment (TINKER_API_KEY). Or your own function (module:function or path.py:function), which makes a"
-        " trainer's backend.",
+        "local: this process. ranks: several processes, over which weights, gradients and optimizer are spread (FSDP2)."
+        " tinker: a Tinker-compatible service trains adapters and samples; its key is read from the environment"
+        " (TINKER_API_KEY). Or your own function (module:function or path.py:function), which makes a trainer's"
+        " backend.",
+    )
+    num_ranks: int = option(
+        2, "Processes that train together; with CUDA each has a GPU of its own.", ge=1, only_if=_RANKS
+    )
+    rank_timeout_s: float = option(
+        600.0,
+        "A rank for which the others wait longer than this is taken for dead. Above the time of the longest"
+        " micro-batch.",
+        gt=0,
+        only_if=_RANKS,
     )
     base_model: str = option(
         "",
@@ -43,6 +58,15 @@ class BackendConfig(Table):
 
 def is_tinker(config: Any) -> bool:
     return config.backend.type == "tinker"
+
+
+def is_ranks(config: Any) -> bool:
+    return config.backend.type == "ranks"
+
+
+def needs_weights_here(config: Any) -> bool:
+    """Whether the loop's process needs the weights of model.path: to train them, or for an engine in it."""
+    return not (is_tinker(config) or is_ranks(config) and config.engine.kind in ("process", "remote"))
 
 
 # What the service cannot do: the option, the values that it can have, and why it has no others.
@@ -71,6 +95,32 @@ TINKER_IGNORES = (
     "engine.device", "engine.vllm_python", "engine.vllm_args", "train.micro_batch_tokens",
     "train.gradient_checkpointing", "train.profile_steps", "track.peak_tflops",
 )  # fmt: skip
+# The same of ranks: why an option must have its default, and what to set it to.
+RANKS_REFUSES: dict[str, str] = {
+    "model.lora.rank": "adapters are not spread. Set it to 0: the weights themselves are trained, or train them by"
+    ' backend.type = "local"',
+    "algorithm.advantage": "they have no value head. Use an estimator without one, such as grpo",
+    "distill.teacher": 'every rank would hold all of another model. Use "policy" or "initial"',
+    "model.device": 'on "mps" processes cannot train together. Set it to "cpu" or "cuda"',
+    "algorithm.loss": "an object of this program is not in the processes of the ranks. Name a function of a file"
+    " (path.py:function)",
+}
+_REFUSED_WITH_RANKS: dict[str, Callable[[Any], bool]] = {
+    "model.lora.rank": lambda c: c.model.lora.rank > 0,
+    "algorithm.advantage": lambda c: c.algorithm.needs_critic,
+    "distill.teacher": lambda c: bool(c.distill.model_path),
+    "model.device": lambda c: c.model.device.startswith("mps"),
+    "algorithm.loss": lambda c: is_live(c.algorithm.loss),
+}
+RANKS_IGNORES = ("train.profile_steps",)
+
+
+def _refused_with_ranks(key: str) -> Refused:
+    return Refused(
+        (key, "backend.type"),
+        lambda c: is_ranks(c) and _REFUSED_WITH_RANKS[key](c),
+        lambda c: f'{key} = {json.dumps(value_of(c, key))} with backend.type = "ranks": {RANKS_REFUSES[key]}',
+    )
 
 
 def _refused(key: str) -> Refused:
@@ -87,6 +137,13 @@ def _refused(key: str) -> Refused:
 
 RULES: tuple[Rule, ...] = (
     *map(_refused, TINKER_REFUSES),
+    *map(_refused_with_ranks, RANKS_REFUSES),
+    Inert(
+        RANKS_IGNORES,
+        ("backend.type",),
+        is_ranks,
+        'with backend.type = "ranks": the profiler sees the process of the loop, which trains nothing',
+    ),
     Inert(TINKER_IGNORES, ("backend.type",), is_tinker, 'with backend.type = "tinker": the service trains and samples'),
     Refused(
         ("model.lora.rank", "backend.type"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from rollover.engine.tinker.service import Service
 from rollover.functions import make_named
 from rollover.models.devices import engine_device
 from rollover.models.limits import Limits
-from rollover.models.load import LoadedModel, cast_parameters
+from rollover.models.load import LoadedModel, cast_parameters, load_model
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,17 @@ def make_process(setup: EngineSetup) -> Engine:
 
 def make_remote(setup: EngineSetup) -> RemoteEngine:
     """An engine over servers: of engine.urls, and of our own. Errors as of `RemoteEngine`."""
+
+    def initial() -> Iterator[tuple[str, torch.Tensor]]:
+        model = setup.model().model
+        if next(model.parameters()).is_meta:  # others train it: the weights are here for this alone
+            model = load_model(setup.config.model).model
+        yield from ((name, weight.detach()) for name, weight in model.named_parameters())
+
     return RemoteEngine(
         RemoteSetup(
             setup.config,
-            initial=lambda: ((name, weight.detach()) for name, weight in setup.model().model.named_parameters()),
+            initial=initial,
             decode_text=lambda ids: setup.model().tokenizer.decode(ids, skip_special_tokens=False),
             vocab_size=lambda: setup.model().vocab_size,
         )

@@ -83,16 +83,19 @@ def load_model(
     return LoadedModel(model, tokenizer, path)
 
 
-def load_outline(cfg: ModelConfig) -> LoadedModel:
+def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel:
     """Tokenizer, configuration and shapes of a model whose weights are elsewhere: no weight is read. Errors as
-    `load_model`."""
+    `load_model`. `filled_later`: its weights come from another process, and then it is what `load_model` gives."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     path, source = _source_of(cfg, needs_weights=False)
     try:
         tokenizer, config = _tokenizer(path, source), AutoConfig.from_pretrained(path, **source)
         with _loading, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.trust_remote_code)
+            like_loaded: dict[str, Any] = {"attn_implementation": attention.IMPLEMENTATION, "dtype": torch.float32}
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=cfg.trust_remote_code, **(like_loaded if filled_later else {})
+            )
     except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
         raise ValueError(f"model.path = {cfg.path!r} cannot be read: {error}") from error
     try:
@@ -100,6 +103,16 @@ def load_outline(cfg: ModelConfig) -> LoadedModel:
     except OSError:
         pass  # it has none, and what the configuration says holds
     return LoadedModel(model.eval(), tokenizer, path)
+
+
+def outline_of(loaded: LoadedModel, dtype: torch.dtype) -> Any:
+    """The modules of `loaded` without weights, which would be in `dtype`."""
+    from transformers import AutoModelForCausalLM
+
+    with _loading, torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(loaded.model.config, trust_remote_code=True, dtype=dtype)
+    outline.generation_config = loaded.model.generation_config
+    return outline
 
 
 def _source_of(cfg: ModelConfig, *, needs_weights: bool = True) -> tuple[str, dict[str, Any]]:

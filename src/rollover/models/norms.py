@@ -40,13 +40,14 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     return out.view(x.shape)
 
 
-def compile_norms(model: Any) -> None:
+def compile_norms(model: Any, dtype: torch.dtype) -> None:
     """Replace the norms whose output goes to linear layers alone, where `model` is shaped like Llama and on a CPU.
 
-    Their bfloat16 output is what autocast would make of it for each layer; without it three casts become one.
+    `dtype`: that of its weights in a pass; where they are spread over ranks their parts may have another one. Their
+    bfloat16 output is what autocast would make of it for each layer; without it three casts become one.
     """
     first = next(model.parameters())
-    if first.dtype != torch.bfloat16 or not InferenceDecoder.supported(model):
+    if dtype != torch.bfloat16 or not InferenceDecoder.supported(model):
         return
     if kernels.on(first.device.type) is None:
         return

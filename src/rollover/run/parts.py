@@ -12,7 +12,7 @@ import torch
 from rollover.algorithms.filters import build_group_filter
 from rollover.algorithms.grouping import Grouping
 from rollover.config import Config
-from rollover.config.backend import is_tinker
+from rollover.config.backend import needs_weights_here
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
 from rollover.envs.build import EnvironmentSetup
@@ -86,7 +86,11 @@ class Parts:
             untrained=config.workflow.untrained,
         )
         model = functools.cache(
-            lambda: load_outline(config.model) if is_tinker(config) else load_model(config.model, device=devices[0])
+            lambda: (
+                load_model(config.model, device=devices[0])
+                if needs_weights_here(config)
+                else load_outline(config.model)
+            )
         )
         # First: one elsewhere loads the model while we do, and one here copies the weights before the trainer casts
         # them or adds adapters.

@@ -23,10 +23,14 @@ def of_version(version: int) -> str:
 
 
 class KeptWeights:
-    """`parameters`: name -> the trained parameter, as the module computes with it."""
+    """`parameters`: name -> the trained parameter, as the module computes with it.
 
-    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
-        self._parameters = parameters
+    `shards_of`: they are float32 parts of weights that are computed with in this dtype, gathered anew in every pass.
+    What gathers them knows their memory, so that others cannot take their place: kept ones are copied into it.
+    """
+
+    def __init__(self, parameters: dict[str, torch.Tensor], shards_of: torch.dtype | None = None) -> None:
+        self._parameters, self._shards_of = parameters, shards_of
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -34,7 +38,9 @@ class KeptWeights:
 
     def keep(self, name: str) -> None:
         """Copy the current weights under `name`."""
-        self._kept[name] = {key: p.detach().clone() for key, p in self._parameters.items()}
+        self._kept[name] = {
+            key: p.detach().to(self._shards_of or p.dtype, copy=True) for key, p in self._parameters.items()
+        }
 
     def keep_only(self, names: Collection[str]) -> None:
         """Forget all others."""
@@ -45,14 +51,19 @@ class KeptWeights:
         """Inside, the module computes with the weights kept as `name`, whose gradients must not be asked for."""
         kept = self._kept.get(name)
         assert kept is not None, f"no weights are kept as {name}, only {', '.join(self._kept) or 'none'}"
-        current = {key: p.data for key, p in self._parameters.items()}
+        if self._shards_of is not None:
+            current = {key: p.detach().clone() for key, p in self._parameters.items()}
+            put = _copy_into
+        else:
+            current = {key: p.data for key, p in self._parameters.items()}
+            put = _put_in_place
         try:
             for key, parameter in self._parameters.items():
-                parameter.data = kept[key]
+                put(parameter, kept[key])
             yield
         finally:
             for key, parameter in self._parameters.items():
-                parameter.data = current[key]
+                put(parameter, current[key])
 
     def state(self) -> dict[str, torch.Tensor]:
         return {f"kept/{name}/{key}": t for name, tensors in self._kept.items() for key, t in tensors.items()}
@@ -65,6 +76,14 @@ class KeptWeights:
             if owner == "kept":
                 name, _, key = rest.partition("/")
                 self._kept.setdefault(name, {})[key] = tensors[full].to(self._parameters[key].device).clone()
+
+
+def _copy_into(parameter: torch.Tensor, weights: torch.Tensor) -> None:
+    parameter.detach().copy_(weights)
+
+
+def _put_in_place(parameter: torch.Tensor, weights: torch.Tensor) -> None:
+    parameter.data = weights
 
 
 class KeptVersions:

@@ -1,4 +1,5 @@
-"""The backend of this process: one model on one device, its optimizer, and what is kept beside them.
+"""The backend of this process: one model on one device, its optimizer, and what is kept beside them; and the part that
+one of several ranks has in such a backend (ranks/rank.py).
 
 Shapes: M loss positions. Owns weights, optimizer, value head, kept weights, a teacher's model and `policy_version`.
 Losses are named by the configuration and computed by objective.py; nothing here knows a formula.
@@ -24,16 +25,44 @@ from rollover.models.load import LoadedModel
 from rollover.models.norms import compile_norms
 from rollover.models.team import Team
 from rollover.staleness import staleness
-from rollover.trainer.backend import TEACHER, Stream, Version
+from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version
 from rollover.trainer.critic import Critic
 from rollover.trainer.kept_weights import KeptVersions, KeptWeights
 from rollover.trainer.lora import ADAPTER, adapter_weights, add_lora, base_weights, merged_weights, save_adapter
 from rollover.trainer.objective import Counts, Objective, Streams, Sums
 from rollover.trainer.optimizer import Optimizer
-from rollover.trainer.packing import Packed, micro_batches, row_tokens
-from rollover.trainer.passes import Passes
+from rollover.trainer.packing import Packed, row_tokens
+from rollover.trainer.passes import Passes, Sharded
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
+
+
+def write_folder(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor], tokenizer: Any) -> None:
+    """Write what transformers' from_pretrained loads: `tensors` as the weights of `model`, and the tokenizer."""
+    model.save_pretrained(folder, state_dict=tensors)
+    tokenizer.save_pretrained(folder)
+    give_usual_modes(folder)
+
+
+def give_usual_modes(folder: Path) -> None:
+    """What safetensors writes only its owner can read."""
+    for weights in folder.rglob("*.safetensors"):
+        give_usual_mode(weights)
+
+
+async def answers_under(
+    backend: TrainerBackend, engine: Engine | None, requests: Sequence[ExtendRequest]
+) -> list[list[Segment]]:
+    """Sampled by `engine`, which gets the backend's current weights first if it has others. ValueError without one.
+
+    With rollout.overlap or train.publish_every above 1 a run gives its engine weights at times of its own: do not
+    sample between them.
+    """
+    if engine is None:
+        raise ValueError("this backend was built without an engine, which is what samples: give it one")
+    if engine.oldest_version != backend.policy_version:
+        await engine.load_weights(backend.policy_version, await backend.publish())
+    return list(await asyncio.gather(*(engine.extend(request) for request in requests)))
 
 
 class LocalBackend:
@@ -42,7 +71,8 @@ class LocalBackend:
     `loaded` holds the model in float32; its parameters are cast to `dtype` here, after the masters are taken.
     `max_new_tokens` is the norm of aggregation = "seq-mean-token-sum-norm". `team` computes: it is assembled in the
     training thread before every forward pass. `engine`: what `sample` delegates to, over the same model. `teacher`: the
-    model of distill.teacher where that names one, in `dtype`; it is never trained.
+    model of distill.teacher where that names one, in `dtype`; it is never trained. `sharded`: the same model spread
+    over ranks, which carry out every verb together; it computes in `dtype`, and its parameters are float32 masters.
     """
 
     def __init__(
@@ -59,6 +89,7 @@ class LocalBackend:
         engine: Engine | None = None,
         distill: DistillConfig | None = None,
         teacher: LoadedModel | None = None,
+        sharded: Sharded | None = None,
     ) -> None:
         self.config, self.algorithm, self.engine = train, algorithm, engine
         self.tokenizer = loaded.tokenizer
@@ -69,14 +100,15 @@ class LocalBackend:
         self.model = add_lora(loaded.model, lora) if self.lora and lora is not None else loaded.model
         self._plain = self.model.get_base_model() if self.lora else self.model
         total = train.num_steps * train.minibatches_per_step
-        self.optimizer = Optimizer(self.model, train, total, dtype)
-        compile_norms(self._plain)
+        self.optimizer = Optimizer(self.model, train, total, torch.float32 if sharded else dtype)
+        compile_norms(self._plain, dtype)
         self.device = next(self.model.parameters()).device
         self._published = False
         self.team = team or Team()
-        self._passes = Passes(self._plain, self.team, train.micro_batch_tokens)
+        self._passes = Passes(self._plain, self.team, train.micro_batch_tokens, sharded)
         self._teacher = None if teacher is None else Passes(teacher.model, self.team, train.micro_batch_tokens)
-        self.kept = KeptWeights({n: p for n, p in self.model.named_parameters() if p.requires_grad})
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.kept = KeptWeights(trained, shards_of=dtype if sharded else None)
         self._versions = KeptVersions(self.kept, algorithm, distill or DistillConfig(), max_staleness)
         self._versions.on_version(0)
         width = self._plain.config.get_text_config().hidden_size
@@ -118,13 +150,22 @@ class LocalBackend:
         self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
     ) -> Tally:
         sums, any_loss = Tally(), False
-        for micro in micro_batches(samples, self.config.micro_batch_tokens):
+        for micro in self._passes.micro_batches(samples):
             any_loss = True
-            with self.team.piece(row_tokens(micro)):
-                sums.add(self._add_gradient(micro, counts, known))
+            with self.team.piece(max(1, row_tokens(micro))):
+                if micro:
+                    sums.add(self._add_gradient(micro, counts, known))
+                else:
+                    self._add_nothing()
         if counts.tokens and not any_loss:
             self.optimizer.set_zero_gradients()
         return sums
+
+    def _add_nothing(self) -> None:
+        """A gradient of 0, computed for the other ranks' sake: they need this one's part of the weights."""
+        self._train_mode(True)
+        logprobs_M, _, _ = self._passes.forward(self._passes.pack([]))
+        (0.0 * logprobs_M.sum()).backward()
 
     def _add_gradient(self, micro: list[Sample], counts: Counts, known: Mapping[str, Stream]) -> Sums:
         """Loss and gradient of one micro-batch."""
@@ -190,16 +231,8 @@ class LocalBackend:
         self._published = True
 
     async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
-        """Sampled by the engine that the backend was given, which gets the current weights first if it has others.
-
-        With rollout.overlap or train.publish_every above 1 a run gives its engine weights at times of its own: do not
-        sample between them.
-        """
-        if self.engine is None:
-            raise ValueError("this backend was built without an engine, which is what samples: give it one")
-        if self.engine.oldest_version != self.policy_version:
-            await self.engine.load_weights(self.policy_version, await self.publish())
-        return list(await asyncio.gather(*(self.engine.extend(request) for request in requests)))
+        """Sampled by the engine that the backend was given, as `answers_under` says."""
+        return await answers_under(self, self.engine, requests)
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, meta = self.optimizer.state()
@@ -231,9 +264,7 @@ class LocalBackend:
         """
         model = self._plain
         tensors = dict(merged_weights(model)) if self.lora else model.state_dict()
-        model.save_pretrained(folder, state_dict=tensors)
-        self.tokenizer.save_pretrained(folder)
+        write_folder(folder, model, tensors, self.tokenizer)
         if self.lora:
             save_adapter(self.model, self.optimizer.weights(), folder / ADAPTER, self._base)
-        for weights in folder.rglob("*.safetensors"):
-            give_usual_mode(weights)
+            give_usual_modes(folder)

@@ -2,11 +2,14 @@
 
 Shapes: N row tokens, M loss positions, E hidden size. Owns the model's limits and the count of its FLOPs. Whose weights
 they are, and what becomes of the numbers, is for who asks: the policy's backend, or a teacher that is another model.
+The weights may be spread over ranks (`Sharded`): then all ranks compute equally many micro-batches, of which those
+that a rank lacks are empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,38 +19,85 @@ from rollover.models.attention import hidden_states
 from rollover.models.flex import packed_attention
 from rollover.models.flops import ModelFlops
 from rollover.models.limits import Limits
-from rollover.models.logprobs import TrainedHead, chunked_logprobs
+from rollover.models.logprobs import Head, TrainedHead, chunked_logprobs
 from rollover.models.team import Team
 from rollover.trainer.backend import Stream
 from rollover.trainer.packing import Packed, micro_batches, pack
 from rollover.types import Sample
 
+# The row of a micro-batch without samples: one token after one of a prompt.
+_NOTHING = Sample(
+    "", 0, np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, bool), np.zeros(1, np.float32),
+    np.zeros(1, np.int32), np.zeros(1, np.float32), temperature=1.0,
+)  # fmt: skip
 
-class Passes:
-    """`model`: a Hugging Face causal LM, adapters in place. `flops`: model FLOPs so far; what is computed again to save
-    memory counts once."""
 
-    def __init__(self, model: Any, team: Team, micro_batch_tokens: int) -> None:
-        self.model, self.team, self.micro_batch_tokens = model, team, micro_batch_tokens
-        self.device = next(model.parameters()).device
-        self.limits = Limits.of(model)
-        self._head, self._of_model = TrainedHead(model), ModelFlops.of(model)
-        self.flops = 0.0
+class Policy(torch.nn.Module):
+    """The whole way from a row to its log-probs, as one module: all weights are read inside of its forward.
 
-    def pack(self, micro: list[Sample]) -> Packed:
-        """The row of a micro-batch, on the model's device. ValueError for samples that the model cannot be given."""
-        return pack(micro, self.device, self.limits)
+    `model`: a Hugging Face causal LM, adapters in place. `head`: its output layer, asked for in every pass.
+    """
+
+    def __init__(self, model: Any, head: Callable[[], Head]) -> None:
+        super().__init__()
+        self.model, self._head = model, head
 
     def forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens under the current weights."""
-        attention = packed_attention(packed.lengths, packed.prefixes, self.device)
+        """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens."""
+        attention = packed_attention(packed.lengths, packed.prefixes, packed.input_ids_N.device)
         hidden_NE = hidden_states(self.model, packed.input_ids_N, packed.position_ids_N, attention)
         hidden_ME = hidden_NE.index_select(0, packed.loss_positions_M)
         logprobs_M, entropy_M = chunked_logprobs(
-            hidden_ME, self._head.now(), packed.targets_M, packed.temperature_M, unit=packed.unit
+            hidden_ME, self._head(), packed.targets_M, packed.temperature_M, unit=packed.unit
         )
-        self.flops += self._of_model.forward(packed.lengths, packed.prefixes, len(hidden_ME))
         return logprobs_M, entropy_M, hidden_ME
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A policy whose weights are spread over ranks (ranks/sharded.py).
+
+    `flops`: those of the whole model. `most`: the largest of the numbers that the ranks call it with; all of them do.
+    """
+
+    policy: Policy
+    flops: ModelFlops
+    most: Callable[[int], int]
+
+
+class Passes:
+    """`model`: a Hugging Face causal LM, adapters in place. `flops`: model FLOPs so far; what is computed again to save
+    memory counts once, and what is computed for nothing not at all."""
+
+    def __init__(self, model: Any, team: Team, micro_batch_tokens: int, sharded: Sharded | None = None) -> None:
+        self.model, self.team, self.micro_batch_tokens = model, team, micro_batch_tokens
+        self.device = next(model.parameters()).device
+        self.limits = Limits.of(model)
+        self._policy = Policy(model, TrainedHead(model).now) if sharded is None else sharded.policy
+        self._of_model = ModelFlops.of(model) if sharded is None else sharded.flops
+        self._most = None if sharded is None else sharded.most
+        self.flops = 0.0
+
+    def micro_batches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
+        """Those of `samples`, and then empty ones for as long as another rank has more."""
+        if self._most is None:
+            yield from micro_batches(samples, self.micro_batch_tokens)
+            return
+        own = list(micro_batches(samples, self.micro_batch_tokens))
+        num = self._most(len(own))
+        yield from own
+        yield from ([] for _ in range(num - len(own)))
+
+    def pack(self, micro: list[Sample]) -> Packed:
+        """The row of a micro-batch, on the model's device. ValueError for samples that the model cannot be given."""
+        return pack(micro or [_NOTHING], self.device, self.limits)
+
+    def forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens under the current weights."""
+        out = self._policy(packed)
+        if packed.sequences != [""]:
+            self.flops += self._of_model.forward(packed.lengths, packed.prefixes, len(packed.targets_M))
+        return out
 
     def count_backward(self, packed: Packed) -> None:
         """Count the FLOPs of the backward pass of a row."""
@@ -62,10 +112,12 @@ class Passes:
         """rollout_id -> `what` [loss tokens]. Packed as for training: the same bits at equal weights and threads."""
         evaluated: list[Sample] = []
         values: list[torch.Tensor] = []
-        for micro in micro_batches(samples, self.micro_batch_tokens):
+        for micro in self.micro_batches(samples):
             self.team.assemble()
-            values.append(what(self.pack(micro)))
-            evaluated += micro
+            of_micro = what(self.pack(micro))
+            if micro:
+                values.append(of_micro)
+                evaluated += micro
         if not values:
             return {}
         ends = np.cumsum([int(s.mask.sum()) for s in evaluated])

@@ -5,7 +5,7 @@ To ask a device for a number is to wait until it has computed all that it was gi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -24,6 +24,17 @@ class Tally:
         """The sums of one micro-batch, each one number."""
         # In double precision, where the device has it, as Python adds numbers.
         self._waiting.append((tuple(sums), torch.stack([_wide(value) for value in sums.values()])))
+
+    def vectors(self) -> list[tuple[tuple[str, ...], list[float]]]:
+        """What was added, as (names, numbers) of each addition."""
+        return [(names, vector.tolist()) for names, vector in self._waiting]
+
+    @classmethod
+    def of(cls, vectors: Iterable[tuple[Sequence[str], Sequence[float]]]) -> Tally:
+        """To which was added what the `vectors` of others say."""
+        out = cls()
+        out._waiting = [(tuple(names), torch.tensor(numbers, dtype=torch.float64)) for names, numbers in vectors]
+        return out
 
     def absorb(self, other: Tally) -> None:
         """Add what was added to `other`, in the same order; that is left empty."""

@@ -47,7 +47,7 @@ def load_teacher(config: Config, policy: LoadedModel) -> LoadedModel:
             " scores the ids that the policy sampled: choose one of the policy's family, with the same tokenizer"
         )
     loaded.model.requires_grad_(False)
-    compile_norms(loaded.model)
+    compile_norms(loaded.model, dtype_of(config))
     return loaded
 
 

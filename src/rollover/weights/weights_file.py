@@ -17,7 +17,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -33,6 +33,46 @@ _LOCK = "lock"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class OwnFolder:
+    """A folder of one owner, in the folder `wanted`; without one, in memory where there is room, else on a disk. `say`
+    prints a line, of what is slower than it could be."""
+
+    def __init__(self, wanted: str, say: Callable[[str], None] = print) -> None:
+        self._wanted, self._say = wanted, say
+        self._path: Path | None = None
+        self._lock: IO[bytes] | None = None
+
+    def path(self, num_bytes: int) -> Path:
+        """Where it is: made at the first call, for so many bytes."""
+        if self._path is None:
+            parent = self._wanted or self._chosen(num_bytes)
+            os.makedirs(parent, exist_ok=True)
+            _remove_what_is_left(parent)
+            self._path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
+            self._lock = open(self._path / _LOCK, "wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        return self._path
+
+    def close(self) -> None:
+        """Remove it."""
+        if self._path is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+        self._path = self._lock = None
+
+    def _chosen(self, num_bytes: int) -> str:
+        fallback = tempfile.gettempdir()
+        if os.path.isdir(_MEMORY):
+            if shutil.disk_usage(_MEMORY).free >= num_bytes:
+                return _MEMORY
+            self._say(
+                f"{_MEMORY} has no room for {num_bytes / 1e6:.3g} MB, all copies of the weights: they go through files"
+                f" in {fallback}, which may be slower"
+            )
+        return fallback
+
+
 class WeightsFile:
     """A WeightTransport through `setup.folder`; without one, in memory where there is room, else on a disk.
 
@@ -40,9 +80,7 @@ class WeightsFile:
     """
 
     def __init__(self, setup: TransportSetup) -> None:
-        self._say, self._wanted = setup.say, setup.folder
-        self._folder: Path | None = None
-        self._lock: IO[bytes] | None = None
+        self._folder = OwnFolder(setup.folder, setup.say)
         self._reserved = self._num_sent = 0
         self._last: Parcel | None = None
         self._files: list[Path] = []
@@ -50,20 +88,17 @@ class WeightsFile:
     def reserve(self, sizes: Iterable[int]) -> None:
         """See WeightTransport: of the files that are kept, and the one that is written. ValueError without room."""
         self._reserved = sum(sizes)
-        if self._folder is None:
-            self._open()
+        self._path()
 
     def send(self, version: int, tensors: NamedTensors) -> Parcel:
         """See WeightTransport. ValueError if there is no room for the file."""
         from safetensors.torch import save_file
 
-        if self._folder is None:
-            self._open()
-        assert self._folder is not None
+        folder = self._path()
         new = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
         rest = {} if self._last is None else dict(_read(self._last.message["path"], without=new))
         self._num_sent += 1
-        path = self._folder / f"{version}.{self._num_sent}.safetensors"
+        path = folder / f"{version}.{self._num_sent}.safetensors"
         aside = path.with_suffix(".part")
         try:
             save_file(rest | new, aside)
@@ -74,7 +109,7 @@ class WeightsFile:
             if isinstance(error, OSError) and error.errno not in _NO_ROOM:
                 raise
             raise ValueError(
-                f"the weights could not be written to {self._folder} ({error}): free some room there, or name another"
+                f"the weights could not be written to {folder} ({error}): free some room there, or name another"
                 " folder in engine.weights_dir"
             ) from error
         aside.rename(path)
@@ -95,32 +130,10 @@ class WeightsFile:
 
     def close(self) -> None:
         """Remove the folder."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.close()
-        self._folder = self._lock = None
+        self._folder.close()
 
-    def _open(self) -> None:
-        """Make the folder of this owner."""
-        parent = self._wanted or self._chosen()
-        os.makedirs(parent, exist_ok=True)
-        _remove_what_is_left(parent)
-        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
-        self._lock = open(self._folder / _LOCK, "wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-
-    def _chosen(self) -> str:
-        need = (KEPT + 1) * self._reserved
-        fallback = tempfile.gettempdir()
-        if os.path.isdir(_MEMORY):
-            if shutil.disk_usage(_MEMORY).free >= need:
-                return _MEMORY
-            self._say(
-                f"{_MEMORY} has no room for {need / 1e6:.3g} MB ({KEPT + 1} times the weights): they reach the servers"
-                f" through files in {fallback}, which may be slower"
-            )
-        return fallback
+    def _path(self) -> Path:
+        return self._folder.path((KEPT + 1) * self._reserved)
 
 
 def _read(path: str, without: Mapping[str, Any] | None = None) -> Iterator[tuple[str, torch.Tensor]]:

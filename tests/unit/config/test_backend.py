@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from rollover.config import Config
-from rollover.config.backend import TINKER_IGNORES, TINKER_REFUSES
+from rollover.config.backend import RANKS_IGNORES, RANKS_REFUSES, TINKER_IGNORES, TINKER_REFUSES
 from rollover.config.schema import default_of, leaves
 
 PAGE = Path(__file__).parents[3] / "docs" / "backends.md"
@@ -41,6 +41,15 @@ NO_EFFECT: dict[str, Any] = {
     "train.gradient_checkpointing": True,
     "train.profile_steps": [1],
     "track.peak_tflops": 1.0,
+}
+
+OF_RANKS = {"backend.num_ranks", "backend.rank_timeout_s"}
+WRONG_FOR_RANKS: dict[str, Any] = {
+    "model.lora.rank": 4,
+    "algorithm.advantage": "gae",
+    "distill.teacher": "/another/model",
+    "model.device": "mps",
+    "algorithm.loss": "<python>:loss-3f2a9c1d",
 }
 
 
@@ -80,23 +89,49 @@ def test_every_option_that_it_cannot_have_is_refused() -> None:
         config(**{"backend.chunk_tokens": 8})
 
 
+def test_what_ranks_cannot_have_is_refused_with_what_to_set_instead() -> None:
+    ranks = {"backend.type": "ranks"}
+    assert config(**ranks).backend.num_ranks == 2 and config(**ranks, **{"backend.num_ranks": 1})
+    assert WRONG_FOR_RANKS.keys() == RANKS_REFUSES.keys()
+    said = '.* with backend.type = "ranks": .*(Set|Use|Name)'
+    for key, value in WRONG_FOR_RANKS.items():
+        with pytest.raises(ValidationError, match=re.escape(f"{key} = ") + said):
+            config(**ranks, **{key: value})
+        config(**{key: value})
+    with pytest.raises(ValidationError, match="train.profile_steps has no effect with backend.type"):
+        config(**ranks, **{"train.profile_steps": [1]})
+    for key in OF_RANKS:
+        with pytest.raises(ValidationError, match=f'{key} has no effect unless backend.type = "ranks"'):
+            config(**{key: 3})
+    with pytest.raises(ValidationError, match="num_ranks"):
+        config(**ranks, **{"backend.num_ranks": 0})
+
+
 def test_the_page_says_of_every_option_what_each_backend_does_with_it() -> None:
-    table = PAGE.read_text(encoding="utf-8").partition("| option | local | tinker |")[2].partition("\n\n")[0]
+    table = PAGE.read_text(encoding="utf-8").partition("| option | local | tinker | ranks |")[2].partition("\n\n")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
-    said: list[tuple[list[str], str, str]] = [(re.findall(r"`([^`]+)`", keys), a, b) for keys, a, b in rows]
+    said = [(re.findall(r"`([^`]+)`", keys), *rest) for keys, *rest in rows]
     names = [name for name, _ in leaves()]
-    for patterns, _, _ in said:
+    for patterns, *_ in said:
         for pattern in patterns:
             assert any(fnmatch(name, pattern) for name in names), f"{pattern} is no option"
     limited = {"algorithm.advantage", "model.lora.rank"}
     for name in names:
         found = [row for row in said if any(fnmatch(name, pattern) for pattern in row[0])]
         assert found, f"{name} has no row in the table of docs/backends.md"
-        _, local, service = found[0]
+        _, local, service, ranks = found[0]
         assert local == ("no effect" if name.startswith("backend.") and name != "backend.type" else "yes"), name
+        if name in RANKS_REFUSES:
+            assert "refused" in ranks, name
+        elif name in RANKS_IGNORES or name.startswith("model.lora."):
+            assert ranks.startswith("no effect"), name
+        elif name.startswith("backend.") and name != "backend.type":
+            assert (ranks == "yes") == (name in OF_RANKS), name
+        else:
+            assert ranks == "yes", name
         if name in TINKER_REFUSES:
             assert "refused" in service, name
-        elif name in TINKER_IGNORES:
+        elif name in TINKER_IGNORES or name in OF_RANKS:
             assert service.startswith("no effect"), name
         else:
             assert (service == "yes") != (name in limited), name

@@ -58,7 +58,8 @@ def segment_from_json(data: dict[str, Any]) -> Segment:
 
 
 class Channel:
-    """JSON lines over one end of a socket pair; a message may carry one open file. Knows nothing of their meaning."""
+    """JSON lines over one end of a socket pair; a message may carry one open file, and bytes may follow it. Knows
+    nothing of their meaning."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -96,6 +97,26 @@ class Channel:
             self._files += files
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
+
+    def send_bytes(self, data: memoryview, limit_s: float | None = None) -> None:
+        """What the message before has announced. Errors as of `send`."""
+        self._socket.settimeout(limit_s)
+        self._socket.sendall(data)
+
+    def receive_bytes(self, num: int, limit_s: float | None = None) -> bytearray:
+        """The `num` bytes that follow the message before. TimeoutError if the other end sends nothing for `limit_s`,
+        ConnectionError at the end."""
+        found = bytearray(num)
+        have = min(num, len(self._buffer))
+        found[:have], self._buffer = self._buffer[:have], self._buffer[have:]
+        view = memoryview(found)
+        self._socket.settimeout(limit_s)
+        while have < num:
+            got = self._socket.recv_into(view[have:])
+            if not got:
+                raise ConnectionError("the other end is closed")
+            have += got
+        return found
 
     def take_file(self) -> int | None:
         """The file that came with the message, if one did; the caller closes it."""

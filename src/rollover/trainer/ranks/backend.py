@@ -1,0 +1,201 @@
+"""The backend whose weights, gradients and optimizer are spread over ranks: it carries out each verb on all of them.
+
+    samples ──spread──▶ the ranks' own ──▶ rank, rank, ... ──▶ streams and sums, merged in the order of the ranks
+
+Owns `policy_version` as the ranks have it, and the file through which weights come from there. The weights themselves
+are never in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from rollover.checkpoint.store import FolderWriter
+from rollover.config import Config
+from rollover.engine.protocol import ExtendRequest
+from rollover.models.devices import dtype_of, pick_device
+from rollover.models.limits import Limits
+from rollover.models.load import outline_of
+from rollover.models.team import most_threads
+from rollover.processes import brief_waiting
+from rollover.trainer.backend import BackendSetup, ShardedState, Stream, Version
+from rollover.trainer.local_backend import answers_under, write_folder
+from rollover.trainer.objective import Counts
+from rollover.trainer.ranks.group import Meeting, Ranks, meet
+from rollover.trainer.ranks.local import HOST, LocalRanks
+from rollover.trainer.ranks.spread import spread
+from rollover.trainer.ranks.wire import counts_to_json, samples_to_json, streams_of
+from rollover.trainer.stored_tensors import StoredTensors
+from rollover.trainer.tally import Tally
+from rollover.types import Sample, Segment
+from rollover.weights.one_by_one import mapped
+from rollover.weights.weights_file import OwnFolder
+
+_numbers = itertools.count(1)
+
+
+def start_ranks(config: Config) -> LocalRanks:
+    """The ranks of a configuration on this machine, met. ValueError where it has not as many GPUs."""
+    num, device = config.backend.num_ranks, pick_device(config.model.device)
+    if device.type == "cuda" and torch.cuda.device_count() < num:
+        raise ValueError(
+            f"backend.num_ranks = {num}, and there are {torch.cuda.device_count()} CUDA devices, of which each rank"
+            " takes one. Set backend.num_ranks to their number"
+        )
+    devices = [f"cuda:{rank}" if device.type == "cuda" else device.type for rank in range(num)]
+    ranks = LocalRanks(num, config.backend.rank_timeout_s, brief_waiting(config.run))
+    try:
+        threads = max(1, most_threads(config) // num)
+        meet(ranks, Meeting(HOST, devices, threads, config.backend.rank_timeout_s))
+    except BaseException:
+        ranks.close()
+        raise
+    return ranks
+
+
+def make_ranks(setup: BackendSetup) -> RanksBackend:
+    """A backend on ranks of its own."""
+    return RanksBackend(setup, start_ranks(setup.config))
+
+
+class RanksBackend(ShardedState):
+    """The `TrainerBackend` over `ranks`, which have met, and end with it. Each verb is documented there.
+
+    `setup.loaded` has tokenizer, configuration and shapes of the model; its weights are never looked at.
+    """
+
+    def __init__(self, setup: BackendSetup, ranks: Ranks) -> None:
+        config = setup.config
+        self.config, self.loaded, self.engine, self.ranks = config, setup.loaded, setup.engine, ranks
+        self.policy_version, self._flops = 0, dict.fromkeys(range(ranks.num), 0.0)
+        self._limits = Limits.of(setup.loaded.model)
+        self._number = next(_numbers)
+        self._folder = OwnFolder(config.engine.weights_dir)
+        self._published: Path | None = None
+        build = {"config": config.model_dump(mode="json"), "max_staleness": setup.max_staleness}
+        everyone = dict.fromkeys(range(ranks.num), {"backend": self._number})
+        try:
+            # Rank 0 reads the weights from a disk, which takes what it takes: nobody waits for it in between.
+            loaded = self.ranks.call("load", {rank: of | build for rank, of in everyone.items()}, limited=False)
+            self.ranks.call("build", {rank: of | {"flops": loaded[0]["flops"]} for rank, of in everyone.items()})
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def flops(self) -> float:
+        return sum(self._flops.values())
+
+    def compute_logprobs(self, samples: list[Sample], version: Version | None = None) -> Stream:
+        parts = self._spread(samples)
+        found = self._call("compute_logprobs", [{"samples": samples_to_json(p), "version": version} for p in parts])
+        return {key: values for answer in found for key, values in answer["stream"].items()}
+
+    def compute_values(self, samples: list[Sample]) -> Stream:
+        raise ValueError('there is no value head: backend.type = "ranks" has none')
+
+    def forward_backward(
+        self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
+    ) -> Tally:
+        parts = self._spread(samples)
+        values = [
+            {"samples": samples_to_json(p), "counts": counts_to_json(counts), "known": streams_of(p, known)}
+            for p in parts
+        ]
+        sums = Tally()
+        for answer in self._call("forward_backward", values):
+            sums.absorb(Tally.of(answer["sums"]))
+        return sums
+
+    def optim_step(self, rate_scale: float = 1.0, *, divisor: float = 1.0, ends_step: bool = True) -> dict[str, float]:
+        values = {"rate_scale": rate_scale, "divisor": divisor, "ends_step": ends_step}
+        first, *_ = self._call("optim_step", [values] * self.ranks.num)
+        return first["update"]
+
+    def forget_gradients(self) -> None:
+        self._call("forget_gradients", [{}] * self.ranks.num)
+
+    async def publish(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Views of a file, which rank 0 has written."""
+        return await asyncio.to_thread(self._gathered)
+
+    async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
+        """As LocalBackend's."""
+        return await answers_under(self, self.engine, requests)
+
+    def save_shards(self) -> tuple[FolderWriter, dict[str, Any]]:
+        def write(folder: str) -> None:
+            self._call("write_state", [{"folder": folder}] * self.ranks.num)
+
+        return write, self._call("state_meta", [{}] * self.ranks.num)[0]["meta"]
+
+    def load_shards(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
+        self._call("read_state", [{"paths": stored.paths, "meta": meta}] * self.ranks.num)
+
+    def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """As `save_shards`, for programs without a run: all of it, in this process."""
+        write, meta = self.save_shards()
+        with tempfile.TemporaryDirectory(dir=self._folder.path(0)) as folder:
+            write(folder)
+            return dict(StoredTensors([str(path) for path in Path(folder).rglob("*.safetensors")])), meta
+
+    def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        with tempfile.TemporaryDirectory(dir=self._folder.path(0)) as folder:
+            path = os.path.join(folder, "state.safetensors")
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+            self.load_shards(StoredTensors([path]), meta)
+
+    def save_model(self, folder: Path) -> None:
+        """A folder that transformers' from_pretrained loads, in compute dtype, tokenizer included."""
+        outline = outline_of(self.loaded, dtype_of(self.config))
+        write_folder(folder, outline, dict(self._gathered()), self.loaded.tokenizer)
+
+    def close(self) -> None:
+        """End the ranks."""
+        self.ranks.close()
+        self._folder.close()
+
+    # Private
+
+    def _spread(self, samples: list[Sample]) -> list[list[Sample]]:
+        """The samples of each rank. ValueError for one that the model cannot be given: its rank alone would fail, and
+        the others wait for it."""
+        for s in samples:
+            if s.mask.any():
+                self._limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
+        return spread(samples, self.ranks.num)
+
+    def _call(self, verb: str, values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What each rank found, in their order."""
+        asked = {rank: {**of_rank, "backend": self._number} for rank, of_rank in enumerate(values)}
+        answers = self.ranks.call(verb, asked)
+        for rank, answer in answers.items():
+            self._flops[rank] = answer["flops"]
+        self.policy_version = answers[0]["policy_version"]
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _gathered(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """All weights in compute dtype, as views of a file of their own."""
+        sizes = sum(p.numel() for p in self.loaded.model.parameters()) * dtype_of(self.config).itemsize
+        path = self._folder.path(2 * sizes) / f"published.{next(_numbers)}.safetensors"
+        failed = self._call("write_weights", [{"path": str(path)}] * self.ranks.num)[0]["failed"]
+        if failed:
+            path.unlink(missing_ok=True)
+            raise ValueError(
+                f"the weights could not be written to {path.parent} ({failed}): free some room there, or name another"
+                " folder in engine.weights_dir"
+            )
+        if self._published is not None:
+            self._published.unlink(missing_ok=True)
+        self._published = path
+        return mapped(path)

@@ -1,0 +1,163 @@
+"""Ranks in processes of this machine. They end with this process, and with each other.
+
+Owns the processes and the sockets to them. Start it in a thread that lives as long as they shall: on Linux they end
+with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rollover.engine.process.wire import Channel
+from rollover.processes import child_command, child_environment
+from rollover.trainer.backend import BackendLost
+from rollover.trainer.ranks import wire
+from rollover.trainer.ranks.group import Answers, Failure
+
+HOST = "127.0.0.1"
+_POLL_S = 0.2
+_END_S = 5.0
+_SAME_S = 30.0  # in which all refuse what one of them refuses; if they do not, they wait for that one
+
+
+class LocalRanks:
+    """See `Ranks`. `timeout_s`: when one rank has answered a call that long ago, the others must have. `environment`:
+    variables of the processes, unless this one has them."""
+
+    def __init__(self, num: int, timeout_s: float, environment: Mapping[str, str] | None = None) -> None:
+        self.num, self._timeout_s = num, timeout_s
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self._calling = threading.Lock()
+        self._why = ""  # nothing can be asked any more
+        self._ended: tuple[int, int] | None = None  # the first rank that ended by itself, and how
+        self._closing = threading.Event()
+        for _ in range(num):
+            ours, theirs = socket.socketpair()
+            command = child_command("rollover.trainer.ranks.process", theirs.fileno())
+            self._processes.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=child_environment(**(environment or {})),
+                    start_new_session=True,  # Ctrl-C is for the loop
+                )
+            )
+            theirs.close()
+            self._channels.append(Channel(ours))
+            with contextlib.suppress(ConnectionError):  # the first call says how it ended
+                self._channels[-1].send({"host": HOST})
+        threading.Thread(target=self._watch, daemon=True, name="ranks").start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def call(self, verb: str, values: Mapping[int, Mapping[str, Any]], *, limited: bool = True) -> Answers:
+        with self._calling:
+            if self._why:
+                raise BackendLost(self._why)
+            for rank, of_rank in values.items():
+                try:
+                    wire.send(self._channels[rank], {"verb": verb, "values": of_rank}, self._timeout_s)
+                except (ConnectionError, TimeoutError):
+                    raise self._lost(rank, verb) from None
+            return self._answers(verb, set(values), limited)
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._calling:
+            self._why = self._why or "the ranks were ended"
+            for channel in self._channels:
+                channel.close()
+            deadline = time.monotonic() + _END_S
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+            self._kill()
+
+    # Private
+
+    def _answers(self, verb: str, waiting: set[int], limited: bool) -> Answers:
+        answers: Answers = {}
+        failures: list[Failure] = []
+        deadline: float | None = None
+        with selectors.DefaultSelector() as selector:
+            for rank in waiting:
+                selector.register(self._channels[rank], selectors.EVENT_READ, rank)
+            while waiting:
+                left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+                ready = selector.select(left_s)
+                if not ready and failures:
+                    break
+                if not ready:
+                    raise self._lost(min(waiting), verb, f"did not answer within {self._timeout_s:g} s")
+                for key, _ in ready:
+                    rank = key.data
+                    try:
+                        answer = wire.receive(self._channels[rank], self._timeout_s)
+                    except (ConnectionError, TimeoutError):
+                        raise self._lost(rank, verb) from None
+                    selector.unregister(self._channels[rank])
+                    waiting.discard(rank)
+                    if (failure := Failure.in_answer(rank, answer)) is None:
+                        answers[rank] = answer["found"]
+                    elif failure.error is not None:
+                        failures.append(failure)
+                    else:
+                        raise self._lost(rank, verb, f"failed ({failure.said})")
+                    if limited or failures:
+                        deadline = time.monotonic() + min(self._timeout_s, _SAME_S if failures else self._timeout_s)
+        if not failures:
+            return answers
+        first = failures[0]
+        assert first.error is not None
+        if waiting or answers:  # the others are in another state now
+            self._lost(first.rank, verb, f"failed ({first.said})")
+        raise first.error
+
+    def _lost(self, rank: int, verb: str, how: str = "") -> BackendLost:
+        """End all; what there is to raise."""
+        deadline = time.monotonic() + 2 * _POLL_S
+        while self._ended is None and time.monotonic() < deadline:
+            # That a rank ended is noticed by the others, and may be told by them first.
+            self._look()
+            time.sleep(_POLL_S / 10)
+        if self._ended is not None:
+            rank, code = self._ended
+            ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            how = f"{ended}"
+        self._kill()
+        others = f": the other {self.num - 1} were ended" if self.num > 1 else ""
+        self._why = f"rank {rank} of {self.num} {how or 'closed its connection'} (in {verb}){others}"
+        return BackendLost(self._why)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+    def _watch(self) -> None:
+        """Between two calls, too, one that ends takes the others with it."""
+        while not self._closing.wait(_POLL_S):
+            self._look()
+            if self._ended is not None:
+                for process in self._processes:
+                    process.kill()
+                return
+
+    def _look(self) -> None:
+        for rank, process in enumerate(self._processes):
+            code = process.poll()
+            if code is not None and self._ended is None and not self._why:
+                self._ended = rank, code

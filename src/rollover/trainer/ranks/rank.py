@@ -1,0 +1,172 @@
+"""What one rank does: its part of each verb, over the same parts as the backend of a single process.
+
+All ranks are asked for the same at once, each with its own samples. Whatever one of them refuses, all of them refuse
+before they meet; what only one of them can fail in has been looked at by the loop's process (backend.py).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollover.config import Config
+from rollover.config.table import UNSETTLED
+from rollover.models.devices import dtype_of
+from rollover.models.flops import ModelFlops
+from rollover.models.load import LoadedModel, load_model, load_outline
+from rollover.models.team import Team
+from rollover.trainer.local_backend import LocalBackend
+from rollover.trainer.ranks.sharded import shard, whole_weights
+from rollover.trainer.ranks.wire import counts_from_json, samples_from_json
+from rollover.trainer.shards import RankTensors, save_shards
+from rollover.weights.one_by_one import write_one_by_one
+
+
+class RankBackend(LocalBackend):
+    """The part of one rank. `loaded`: with weights at rank 0; `flops`: of the whole model; `max_staleness` as of
+    LocalBackend. All ranks make theirs together."""
+
+    def __init__(
+        self, config: Config, loaded: LoadedModel, max_staleness: int, flops: ModelFlops, device: torch.device
+    ) -> None:
+        self.dtype = dtype_of(config)
+        super().__init__(
+            loaded,
+            config.train,
+            config.algorithm,
+            dtype=self.dtype,
+            max_new_tokens=config.rollout.max_new_tokens,
+            max_staleness=max_staleness,
+            team=Team(),
+            distill=config.distill,
+            sharded=shard(loaded.model, flops, self.dtype, device),
+        )
+
+    def write_weights(self, path: Path) -> str:
+        """Rank 0 writes all weights, in compute dtype, into a safetensors file. Why it could not, "" if it could."""
+        shapes = {name: (self.dtype, p.shape) for name, p in self.model.named_parameters()}
+        weights = whole_weights(self.model, self.dtype)
+        failed = ""
+        if dist.get_rank() == 0:
+            try:
+                write_one_by_one(path, shapes, weights)
+            except OSError as error:
+                failed = str(error)
+        for _ in weights:  # to the end: all ranks gather each of them
+            pass
+        return failed
+
+    def write_state(self, folder: str) -> None:
+        """All ranks write what `save_state` gives, each its own slices. OSError, on all of them, where a disk was at
+        fault."""
+        save_shards(self.save_state()[0], folder)
+
+    def read_state(self, paths: list[str], meta: dict[str, Any]) -> None:
+        """As `load_state`, from files of which this rank reads its slices."""
+        self.load_state(RankTensors(paths, dict(self.model.named_parameters())), meta)
+
+
+class Rank:
+    """Answers the calls of one rank's process. Owns its backends: a run has one, tests have several at once."""
+
+    def __init__(self) -> None:
+        self._backends: dict[int, RankBackend] = {}
+        self._loaded: dict[int, tuple[Config, LoadedModel, int]] = {}
+        self._listening: socket.socket | None = None
+
+    def answer(self, verb: str, values: dict[str, Any]) -> dict[str, Any]:
+        """What the verb gives, as `wire` sends it. Errors as of the verb."""
+        if verb in _OF_THE_PROCESS:
+            return _OF_THE_PROCESS[verb](self, **values) or {}
+        backend = self._backends[values.pop("backend")]
+        found = _VERBS[verb](backend, **values) or {}
+        return found | {"flops": backend.flops, "policy_version": backend.policy_version}
+
+    # Calls of the process
+
+    def _listen(self, host: str) -> dict[str, Any]:
+        """Rank 0: where the others will find it."""
+        self._listening = socket.create_server((host, 0))
+        return {"port": self._listening.getsockname()[1]}
+
+    def _join(
+        self, rank: int, num_ranks: int, host: str, port: int, device: str, threads: int, timeout_s: float
+    ) -> None:
+        """Meet the other ranks."""
+        torch.set_num_threads(threads)
+        self._device = torch.device(device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        timeout = timedelta(seconds=timeout_s)
+        # A socket of ours: one that the store opened would listen to every network that the machine is in.
+        listening = None if self._listening is None else self._listening.detach()
+        store = dist.TCPStore(
+            host,
+            port,
+            num_ranks,
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+        kind = "nccl" if self._device.type == "cuda" else "gloo"
+        bound = self._device if kind == "nccl" else None
+        dist.init_process_group(kind, store=store, rank=rank, world_size=num_ranks, timeout=timeout, device_id=bound)
+        dist.barrier()
+
+    def _load(self, backend: int, config: Mapping[str, Any], max_staleness: int) -> dict[str, Any]:
+        """The model as this rank begins with it. Rank 0 has the weights, and counts what passes over them cost."""
+        checked = Config.model_validate(config, context=UNSETTLED)  # where it was made
+        if dist.get_rank():
+            self._loaded[backend] = checked, load_outline(checked.model, filled_later=True), max_staleness
+            return {}
+        self._loaded[backend] = _, loaded, _ = checked, load_model(checked.model), max_staleness
+        flops = vars(ModelFlops.of(loaded.model))
+        return {"flops": {**flops, "widths": list(flops["widths"].items())}}
+
+    def _build(self, backend: int, flops: Mapping[str, Any]) -> None:
+        counted = ModelFlops(**{**flops, "widths": dict(flops["widths"])})
+        self._backends[backend] = RankBackend(*self._loaded.pop(backend), counted, self._device)
+
+    def _drop(self, backend: int) -> None:
+        self._backends.pop(backend, None)
+
+
+_OF_THE_PROCESS: dict[str, Callable[..., dict[str, Any] | None]] = {
+    "listen": Rank._listen, "join": Rank._join, "load": Rank._load, "build": Rank._build, "drop": Rank._drop,
+}  # fmt: skip
+
+
+# Verbs: of a backend and what the loop's process sent
+
+
+def _compute_logprobs(backend: RankBackend, samples: list[dict[str, Any]], version: Any) -> dict[str, Any]:
+    return {"stream": backend.compute_logprobs(samples_from_json(samples), version)}
+
+
+def _forward_backward(
+    backend: RankBackend, samples: list[dict[str, Any]], counts: dict[str, Any], known: dict[str, Any]
+) -> dict[str, Any]:
+    return {"sums": backend.forward_backward(samples_from_json(samples), counts_from_json(counts), known).vectors()}
+
+
+def _optim_step(backend: RankBackend, rate_scale: float, **options: Any) -> dict[str, Any]:
+    return {"update": backend.optim_step(rate_scale, **options)}
+
+
+_VERBS: dict[str, Callable[..., dict[str, Any] | None]] = {
+    "compute_logprobs": _compute_logprobs,
+    "forward_backward": _forward_backward,
+    "optim_step": _optim_step,
+    "forget_gradients": lambda backend: backend.forget_gradients(),
+    "write_weights": lambda backend, path: {"failed": backend.write_weights(Path(path))},
+    "state_meta": lambda backend: {"meta": backend.save_state()[1]},
+    "write_state": lambda backend, folder: backend.write_state(folder),
+    "read_state": lambda backend, paths, meta: backend.read_state(paths, meta),
+}

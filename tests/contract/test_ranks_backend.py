@@ -1,0 +1,166 @@
+"""The backend on ranks under the contract, and beside one process: whatever the ranks share, the numbers are those of
+one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from contract import ranks_model, trainer_contract
+from rollover.engine.build import EngineSetup, build_engine
+from rollover.trainer.backend import Stream
+from rollover.trainer.objective import Counts
+from rollover.trainer.packing import micro_batches
+from rollover.trainer.ranks.backend import RanksBackend, start_ranks
+from rollover.trainer.ranks.local import LocalRanks
+from rollover.trainer.ranks.spread import spread
+from rollover.types import Sample
+from samples import random_samples
+
+SAMPLES = random_samples(3, num_groups=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ranks_model.model_folder(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Iterator[LocalRanks]:
+    """Two ranks, on which every test makes backends of its own."""
+    ranks = start_ranks(ranks_model.config(folder))
+    yield ranks
+    ranks.close()
+
+
+def largest_difference(ours: Stream, theirs: Stream) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float(np.abs(ours[key] - theirs[key]).max()) for key in ours)
+
+
+@pytest.mark.parametrize("check", trainer_contract.CHECKS, ids=lambda check: check.__name__)
+def test_ranks_are_a_backend(check, folder: Path, two: LocalRanks) -> None:
+    def backend() -> RanksBackend:
+        of = ranks_model.config(folder)
+        setup = ranks_model.setup(of)
+        engine = build_engine(EngineSetup(of, lambda: setup.loaded, 1))
+        return RanksBackend(dataclasses.replace(setup, engine=engine), two)
+
+    asyncio.run(check(trainer_contract.Subject(backend, SAMPLES)))
+
+
+def uneven(num: int) -> list[Sample]:
+    """A group of `num` micro-batches, and one of a single one: each goes to a rank of its own."""
+    long = dataclasses.replace(random_samples(7, 1, 1)[0], token_ids=np.arange(2, 42, dtype=np.int32))
+    for name, dtype in (("behavior_logprobs", np.float32), ("advantages", np.float32), ("versions", np.int32)):
+        long = dataclasses.replace(long, **{name: np.zeros(40, dtype)})
+    long = dataclasses.replace(
+        long,
+        mask=np.ones(40, bool),
+        advantages=np.linspace(-1, 1, 40, dtype=np.float32),
+        behavior_logprobs=np.full(40, -4.6, np.float32),
+    )
+    rows = [dataclasses.replace(long, rollout_id=f"0-{i}", sequence_id="") for i in range(num)]
+    return rows + [s for s in random_samples(5, 2) if s.group_id == 1]
+
+
+@pytest.mark.parametrize("num", [4, 0])
+def test_ranks_with_unequal_numbers_of_micro_batches_train_as_one_process(
+    num: int, folder: Path, two: LocalRanks
+) -> None:
+    samples = uneven(num)
+    parts = [len(list(micro_batches(part, 60))) for part in spread(samples, 2)]
+    assert parts == ([4, 1] if num else [1, 0])
+    ranks, local = ranks_model.pair(ranks_model.config(folder), two)
+    for _ in range(5):
+        assert largest_difference(ranks.compute_logprobs(samples), local.compute_logprobs(samples)) < 1e-5
+        ours, theirs = (b.forward_backward(samples, Counts.of(samples)).totals() for b in (ranks, local))
+        assert ours["sum/loss"] == pytest.approx(theirs["sum/loss"], abs=1e-5)
+        assert ours["count/tokens"] == theirs["count/tokens"] == Counts.of(samples).tokens
+        update, expected = ranks.optim_step(), local.optim_step()
+        assert update["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5) and update["grad_norm"] > 0
+    published, weights = (dict(asyncio.run(b.publish())) for b in (ranks, local))
+    assert published.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(published[name], weight, rtol=0, atol=1e-5)
+    assert ranks.flops == local.flops
+
+
+def test_bfloat16_logprobs_are_those_of_one_process_bit_for_bit(folder: Path, two: LocalRanks) -> None:
+    """Also after an update: what an output layer was made of is not taken for what it is made of now."""
+    ranks, local = ranks_model.pair(ranks_model.config(folder, dtype="bfloat16"), two)
+    parts = spread(SAMPLES, 2)
+    for _ in range(2):
+        expected = {k: v for part in parts for k, v in local.compute_logprobs(part).items()}
+        assert largest_difference(ranks.compute_logprobs(SAMPLES), expected) == 0.0
+        ranks.forward_backward(SAMPLES, Counts.of(SAMPLES))
+        ranks.optim_step()
+        published = dict(asyncio.run(ranks.publish()))
+        with torch.no_grad():
+            for name, parameter in local.model.named_parameters():
+                assert published[name].dtype == torch.bfloat16
+                parameter.copy_(published[name])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_and_earlier_versions_are_the_weights_that_were_kept(
+    dtype: str, folder: Path, two: LocalRanks
+) -> None:
+    of = ranks_model.config(
+        folder,
+        dtype=dtype,
+        algorithm={"kl_coef": 0.1, "proximal": "snapshot", "correction": "token_truncate"},
+        rollout={"max_staleness": 2, "in_flight_groups": 6},
+    )
+    ranks = RanksBackend(ranks_model.setup(of), two)
+    seen = []
+    for _ in range(3):
+        seen.append(ranks.compute_logprobs(SAMPLES))
+        ranks.forward_backward(SAMPLES, Counts.of(SAMPLES), {"reference": seen[0]})
+        ranks.optim_step()
+    now = ranks.compute_logprobs(SAMPLES)
+    assert all(largest_difference(a, b) > 1e-3 for a, b in zip(seen, [*seen[1:], now], strict=True))
+    for version, logprobs in enumerate(seen):
+        assert largest_difference(ranks.compute_logprobs(SAMPLES, version), logprobs) == 0.0
+    assert largest_difference(ranks.compute_logprobs(SAMPLES), now) == 0.0, "and the current ones are back"
+
+
+def test_gradients_of_parts_of_a_step_add_up_on_ranks(folder: Path, two: LocalRanks) -> None:
+    """train.streaming_min_groups, with a group that is there before the others: one rank has none of it."""
+    ranks, local = ranks_model.pair(ranks_model.config(folder), two)
+    for backend in (ranks, local):
+        for group in sorted({s.group_id for s in SAMPLES}):
+            part = [s for s in SAMPLES if s.group_id == group]
+            backend.forward_backward(part, dataclasses.replace(Counts.of(part), divided=False))
+    ours, theirs = (b.optim_step(divisor=Counts.of(SAMPLES).tokens) for b in (ranks, local))
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+
+
+def test_what_the_model_cannot_be_given_is_refused_and_the_ranks_go_on(folder: Path, two: LocalRanks) -> None:
+    ranks = RanksBackend(ranks_model.setup(ranks_model.config(folder)), two)
+    wrong = dataclasses.replace(SAMPLES[0], token_ids=np.full_like(SAMPLES[0].token_ids, 5000))
+    with pytest.raises(ValueError, match="rollout 0-0: token 0 of its answer is 5000"):
+        ranks.forward_backward([wrong, *SAMPLES[1:]], Counts.of(SAMPLES))
+    assert ranks.compute_logprobs(SAMPLES).keys() == {s.rollout_id for s in SAMPLES if s.mask.any()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_model_is_saved_as_one_process_saves_it(dtype: str, folder: Path, two: LocalRanks, tmp_path: Path) -> None:
+    ranks, local = ranks_model.pair(ranks_model.config(folder, dtype=dtype), two)
+    ranks.save_model(tmp_path / "ranks")
+    local.save_model(tmp_path / "local")
+    names = sorted(path.name for path in (tmp_path / "local").iterdir())
+    assert sorted(path.name for path in (tmp_path / "ranks").iterdir()) == names
+    for name in names:
+        if name.endswith(".json"):
+            assert (tmp_path / "ranks" / name).read_text() == (tmp_path / "local" / name).read_text(), name
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("ranks", "local"))
+    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(a, b), name

@@ -74,6 +74,7 @@ NO_TORCH = (
     "rollout/",
     "sim/",
     "cluster/plan.py",
+    "cluster/report.py",
     "engine/protocol.py",
     "engine/fake.py",
     "track/",

@@ -11,7 +11,7 @@ from rollover.commands.verb import Overrides, Verb
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.config.recipes import QUICKSTART, word_for
 
-    args.files, args.resume = [word_for(QUICKSTART)], False
+    args.files, args.resume, args.dry_run = [word_for(QUICKSTART)], False, False
     return train.run(args, overrides)
 
 

@@ -1,11 +1,40 @@
-"""[cluster], and the rules about it: what a run does about processes and machines that are lost."""
+"""[cluster], and the rules about it: which machines there are, and what a run does about what is lost."""
 
-from rollover.config.table import Rule, Table, option
+from typing import Any, Literal
+
+from rollover.config.table import ConfigError, Refused, Rule, Table, option
+
+_RAY = ("cluster.type", "ray")
+_SPLITS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 
 
 class ClusterConfig(Table):
-    """[cluster]: what a run does about processes that are lost (docs/cluster.md)."""
+    """[cluster]: on which machines a run's processes are, and what it does about those that are lost
+    (docs/cluster.md)."""
 
+    type: Literal["none", "ray"] = option(
+        "none",
+        "none: every process of the run is on this machine. ray: Ray puts servers, ranks and reward pools on nodes;"
+        " so far it is only planned (`rollover train ... --dry-run`, `rollover plan`), and nothing runs on it.",
+    )
+    num_nodes: int = option(1, "Nodes, the one that the command runs on among them.", ge=1, only_if=_RAY)
+    gpus_per_node: int = option(0, "GPUs of each node; 0 = everything computes on CPUs.", ge=0, only_if=_RAY)
+    cpus_per_node: int = option(0, "CPU cores of each node; 0 = as many as this machine has.", ge=0, only_if=_RAY)
+    gpus_per_server: int = option(
+        1,
+        "GPUs over which vLLM splits each server's model (its --tensor-parallel-size), all of one node.",
+        ge=1,
+        only_if=[_RAY, ("engine.server", "vllm")],
+    )
+    cpus_per_process: int = option(
+        0,
+        "CPU cores that a server or a rank without a GPU takes of its node; 0 = they are not counted.",
+        ge=0,
+        only_if=_RAY,
+    )
+    reward_nodes: int = option(
+        1, "Nodes that score rollouts, each with rewards.num_workers processes.", ge=1, only_if=_RAY
+    )
     max_restarts: int = option(
         3,
         "Where the trainer's backend is lost, the run goes on from its newest checkpoint and journal, with the same"
@@ -15,4 +44,56 @@ class ClusterConfig(Table):
     )
 
 
-RULES: tuple[Rule, ...] = ()
+def num_ranks(config: Any) -> int:
+    """Processes that train together; 0 where the controller trains by itself, or a service does."""
+    return config.backend.num_ranks if config.backend.type == "ranks" else 0
+
+
+def planned_devices(config: Any) -> dict[str, tuple[int, str]]:
+    """What `rollover plan` simulates where [plan] does not say: (plan.engines or plan.trainers, the key that says so).
+
+    What is not in it keeps its default: one engine, whose device trains, too.
+    """
+    engine, found = config.engine, {}
+    if engine.kind == "remote":
+        which = "engine.num_servers" if engine.num_servers else "engine.urls"
+        found["plan.engines"] = engine.num_servers + len(engine.urls), which
+    if ranks := num_ranks(config):
+        found["plan.trainers"] = ranks, "backend.num_ranks"
+    elif engine.kind == "remote" and engine.urls:
+        found["plan.trainers"] = 1, "engine.urls"
+    elif engine.kind == "remote" and config.cluster.type == "ray":
+        found["plan.trainers"] = 1, "cluster.type"
+    elif engine.device not in ("", config.model.device):
+        found["plan.trainers"] = 1, "engine.device"
+    return found
+
+
+def check_can_run(config: Any) -> None:
+    """ConfigError for what is planned only. To be removed, with its callers, when there is a cluster/ray.py."""
+    if config.cluster.type == "ray":
+        raise ConfigError(
+            'cluster.type = "ray": nothing runs on Ray so far, it is only planned. `rollover train ... --dry-run` and'
+            " `rollover plan` say what would run where; to run on this machine set cluster.type to its default, none,"
+            " and remove the other keys of [cluster] about nodes"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    Refused(
+        ("cluster.type", "engine.vllm_args"),
+        lambda c: c.cluster.type == "ray" and any(arg.partition("=")[0] in _SPLITS for arg in c.engine.vllm_args),
+        lambda c: (
+            f'engine.vllm_args with {" or ".join(_SPLITS)}, and cluster.type = "ray": a server gets as many GPUs as'
+            " cluster.gpus_per_server says. Set that, and remove the argument"
+        ),
+    ),
+    Refused(
+        ("cluster.num_nodes", "engine.num_servers", "engine.weights_dir"),
+        lambda c: c.cluster.num_nodes > 1 and c.engine.num_servers > 0 and not c.engine.weights_dir,
+        lambda c: (
+            f"cluster.num_nodes = {c.cluster.num_nodes} without engine.weights_dir: new weights reach servers through"
+            " a folder. Set it to one that all nodes see under the same path"
+        ),
+    ),
+)

@@ -165,8 +165,18 @@ class PlanConfig(Table):
 
     steps: int = option(50, "Training steps to simulate.", ge=2)
     seed: int = option(0, "Seed of the lengths.", ge=0)
-    engines: int = option(1, "Engines; each runs up to engine.max_running rollouts at once.", ge=1)
-    trainers: int = option(0, "Trainer devices. 0: the engines' devices train too, in turns (colocated).", ge=0)
+    engines: int = option(
+        1,
+        "Engines; each runs up to engine.max_running rollouts at once. Where it is not set: the servers of [engine], or"
+        " one.",
+        ge=1,
+    )
+    trainers: int = option(
+        0,
+        "Trainer devices. 0: the engines' devices train too, in turns (colocated). Where it is not set: the ranks of"
+        " [backend]; 1 beside servers of other machines, or an engine.device of its own.",
+        ge=0,
+    )
     lengths: Literal["lognormal", "bimodal", "pareto"] = option(
         "lognormal",
         "Distribution of answer lengths, by its median and 99th percentile. bimodal: most answers near the"

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollover.config.cluster import planned_devices
 from rollover.config.schema import REFUSED, Config, default_of, field_at, rules_of
 from rollover.config.table import UNSETTLED, ConfigError, Inert, Refused, row_of, value_of
 from rollover.config.tasks import NO_SOURCES
@@ -117,6 +118,10 @@ def derive(config: Config, layers: Layers) -> tuple[Config, dict[str, str]]:
         source = {"kind": "verifiers", "name": workflow.verifiers, **params}
         config = _replace(config, "tasks.sources", [source])
         origin["tasks.sources"] = "derived from workflow.verifiers"
+    for key, (number, source_key) in planned_devices(config).items():
+        if key not in layers.index:
+            config = _replace(config, key, number)
+            origin[key] = f"derived from {source_key}"
     return config, origin
 
 

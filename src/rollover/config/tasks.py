@@ -200,7 +200,11 @@ class RewardsConfig(Table):
     @property
     def num_processes(self) -> int:
         """`num_workers`, or the default for this machine."""
-        return self.num_workers or min(4, max(1, cores() - 1))
+        return self.processes_of(cores())
+
+    def processes_of(self, num_cores: int) -> int:
+        """The same for a machine of so many cores."""
+        return self.num_workers or min(4, max(1, num_cores - 1))
 
     def allowed_s(self, num_rollouts: int) -> float:
         """The longest that scoring so many rollouts may take by these limits, if the function loads at once."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from rollover.config import Config, RunConfig
-from rollover.models.allocator import keep_freed_memory
+from rollover.models.allocator import keep_few_shapes, keep_freed_memory
 from rollover.models.team_size import TeamSize
 from rollover.system import cores
 
@@ -29,8 +29,9 @@ def most_threads(config: Config) -> int:
 
 def prepare_process(config: Config) -> None:
     """For a process that computes: torch has all threads that it may have, and freed memory is kept for the next
-    tensor."""
+    tensor, and what oneDNN keeps is bounded."""
     keep_freed_memory()
+    keep_few_shapes()
     torch.set_num_threads(most_threads(config))
 
 

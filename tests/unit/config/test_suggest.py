@@ -31,7 +31,7 @@ def test_a_table_is_compared_with_tables(table: str, meant: str) -> None:
     assert unknown_table(table) == f"unknown table [{table}]. Did you mean {meant}?"
 
 
-@pytest.mark.parametrize("table", ["cluster", "vllm", "optimizer"])
+@pytest.mark.parametrize("table", ["kubernetes", "vllm", "optimizer"])
 def test_a_table_like_no_other_gets_the_list(table: str) -> None:
     listed = ", ".join(f"[{name}]" for name in Config.model_fields)
     assert unknown_table(table) == f"unknown table [{table}]. The tables are {listed}"
@@ -61,7 +61,7 @@ def test_a_key_is_compared_with_its_own_table_first(key: str, meant: str) -> Non
     assert unknown_key(key) == f"unknown key {key}. Did you mean {meant}?"
 
 
-@pytest.mark.parametrize("key", ["cluster", "train.xyz", "dataset.path", "a.b.c"])
+@pytest.mark.parametrize("key", ["kubernetes", "train.xyz", "dataset.path", "a.b.c"])
 def test_a_key_like_no_other_gets_no_guess(key: str) -> None:
     assert unknown_key(key) == f"unknown key {key}, and none is like it. {ALL_KEYS}"
 
@@ -96,7 +96,7 @@ def test_a_slip_in_a_table_is_found() -> None:
         (["--num-steps=3"], "unknown option --num-steps. Did you mean --train.num_steps?"),
         (["--resme"], "unknown option --resme. Did you mean --resume?"),
         (["--seed", "1"], "unknown option --seed. Did you mean --run.seed or --eval.seed?"),
-        (["--gpus", "2"], f"unknown option --gpus. {ALL_KEYS}; each can be set as --table.key VALUE"),
+        (["--zones", "2"], f"unknown option --zones. {ALL_KEYS}; each can be set as --table.key VALUE"),
         (["x", "y"], "unexpected arguments: x y"),
     ],
 )

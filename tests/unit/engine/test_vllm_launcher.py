@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from rollover.config import Config
+from rollover.config.cluster import ClusterConfig
 from rollover.engine.server import vllm
 from rollover.engine.vllm_worker import PARENT, register, unfit
 from rollover.processes import descendants
@@ -93,6 +94,14 @@ def test_the_command_line_says_what_the_configuration_does(folder: Path) -> None
     assert said["--worker-extension-cls"] == "rollover.engine.vllm_worker.Verify"
     assert args[-2:] == ["--seed", "8"] and args[args.index("--seed") + 1] == "7", "the user's come last"
     assert "--middleware" not in args and "--no-enable-chunked-prefill" not in args
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_server_s_gpus_are_those_that_it_splits_its_model_over(folder: Path, gpus: int) -> None:
+    ray = ClusterConfig(type="ray", gpus_per_server=gpus)
+    args = vllm.vllm_arguments(config().model_copy(update={"cluster": ray}), "127.0.0.1", 4000, for_cpu=False)
+    said = dict(zip(args, args[1:], strict=False))
+    assert said.get("--tensor-parallel-size") == (None if gpus == 1 else "4")
 
 
 def test_with_a_token_every_path_is_guarded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

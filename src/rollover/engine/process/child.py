@@ -17,7 +17,7 @@ from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process.wire import Channel, requests_from_json, segment_to_json
 from rollover.engine.protocol import ExtendRequest
-from rollover.models.allocator import keep_freed_memory
+from rollover.models.allocator import keep_few_shapes, keep_freed_memory
 from rollover.models.devices import engine_device
 from rollover.models.load import load_model
 from rollover.weights.build import received
@@ -28,6 +28,7 @@ def main(control_fd: str) -> None:
     replies = os.dup(1)
     os.dup2(2, 1)  # what a library prints must not be taken for a reply
     keep_freed_memory()
+    keep_few_shapes()
     control = Channel(socket.socket(fileno=int(control_fd)))
     first = control.receive()
     torch.set_num_threads(first["threads"])

@@ -146,6 +146,8 @@ def vllm_arguments(config: Config, host: str, port: int, *, for_cpu: bool) -> li
     }
     if config.model.revision:
         arguments["--revision"] = config.model.revision
+    if config.cluster.gpus_per_server > 1:
+        arguments["--tensor-parallel-size"] = config.cluster.gpus_per_server
     flags = ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     if for_cpu:
         # It would move the random state of a prompt's part back, which a generator of the CPU cannot: the engine dies.

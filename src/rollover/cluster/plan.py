@@ -1,0 +1,317 @@
+"""Which node has which role: nodes and what the roles need in, role -> node out, or what is missing. Pure.
+
+    controller     on the driver's node; the trainer, and an engine without servers, are in it
+    reward pools   one on each of `pools` nodes: where they cost no place of others, first nodes without GPUs
+    ranks          on as few nodes as possible, in the order of the nodes
+    servers        each whole on one node, always on the one with the most room left
+
+Every rank takes one GPU, or one place among the CPUs; every server takes `server_gpus` of one node, or one such place.
+So a placement is found whenever there is one, and a further node never makes one impossible: servers of one size that
+fit at all leave as many single GPUs, however they are laid. Owns no process and asks no machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rollover.config import Config
+from rollover.config.cluster import ClusterConfig, num_ranks
+
+THIS_MACHINE = "this machine"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine, and what it offers."""
+
+    name: str
+    gpus: int
+    cpus: int
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What is to be placed. `*_gpus` = 0: it computes on CPUs, and takes `process_cpus` of them (0: not counted)."""
+
+    servers: int = 0
+    server_gpus: int = 0
+    ranks: int = 0
+    rank_gpus: int = 0
+    controller_gpus: int = 0
+    pools: int = 1
+    pool_cpus: int = 1
+    process_cpus: int = 0
+
+    @classmethod
+    def of(cls, config: Config) -> Needs:
+        """What a configuration with cluster.type = "ray" asks for."""
+        cluster, engine = config.cluster, config.engine
+        trains_on_gpu = _takes_gpu(config.model.device, cluster)
+        samples_on_gpu = _takes_gpu(engine.device or config.model.device, cluster)
+        remote, ranks = engine.kind == "remote", num_ranks(config)
+        devices: set[str] = set()  # of the controller itself
+        if not ranks and trains_on_gpu and config.backend.type != "tinker":
+            devices.add(_index(config.model.device))
+        if not remote and samples_on_gpu and config.backend.type != "tinker":
+            devices.add(_index(engine.device or config.model.device))
+        return cls(
+            servers=engine.num_servers if remote else 0,
+            server_gpus=cluster.gpus_per_server if samples_on_gpu else 0,
+            ranks=ranks,
+            rank_gpus=int(trains_on_gpu),
+            controller_gpus=len(devices),
+            pools=0 if config.run.train_on_recorded else cluster.reward_nodes,
+            pool_cpus=config.rewards.num_workers or 1,
+            process_cpus=cluster.cpus_per_process,
+        )
+
+
+def _takes_gpu(device: str, cluster: ClusterConfig) -> bool:
+    return device.startswith("cuda") or (device == "auto" and cluster.gpus_per_node > 0)
+
+
+def _index(device: str) -> str:
+    """Which of a process's GPUs a device is: `auto` and `cuda` are the first."""
+    return device.partition(":")[2] or "0"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`ranks`, `servers` and `pools`: the name of the node of each, by its number. `driver`: that of the controller.
+
+    `nodes` in the order in which ranks and servers are numbered: the driver's first, then by name (node-2 < node-10).
+    """
+
+    needs: Needs
+    nodes: tuple[Node, ...]
+    driver: str
+    ranks: tuple[str, ...]
+    servers: tuple[str, ...]
+    pools: tuple[str, ...]
+
+    def gpus_taken(self, node: str) -> int:
+        """GPUs of the node that somebody has."""
+        needs = self.needs
+        of_controller = needs.controller_gpus if node == self.driver else 0
+        return of_controller + self.ranks.count(node) * needs.rank_gpus + self.servers.count(node) * needs.server_gpus
+
+    def cpus_taken(self, node: str) -> int:
+        """CPUs of the node that are counted: of reward workers, and of ranks and servers without a GPU."""
+        needs = self.needs
+        processes = (0 if needs.rank_gpus else self.ranks.count(node)) + (
+            0 if needs.server_gpus else self.servers.count(node)
+        )
+        return self.pools.count(node) * needs.pool_cpus + processes * needs.process_cpus
+
+
+class DoesNotFit(ValueError):
+    """There is no placement. `role`: the first that has no place: controller, reward pool, server or rank."""
+
+    def __init__(self, role: str, message: str) -> None:
+        super().__init__(message)
+        self.role = role
+
+
+def place(needs: Needs, nodes: Sequence[Node], driver: str = "") -> Placement:
+    """The placement of `needs` on `nodes`, in whatever order these come. DoesNotFit where there is none.
+
+    `driver`: the name of the node that the command runs on; "": the first by name. ValueError for two nodes of one
+    name, or a driver that is none of them.
+    """
+    names = [node.name for node in nodes]
+    if len(set(names)) < len(names) or not nodes or (driver and driver not in names):
+        raise ValueError(f"the nodes {names} need names of their own, the driver's ({driver!r}) among them")
+    driver = driver or min(names, key=_natural)
+    ordered = sorted(nodes, key=lambda node: (node.name != driver, _natural(node.name)))
+    gpus = [node.gpus for node in ordered]
+    if gpus[0] < needs.controller_gpus:
+        raise DoesNotFit(
+            "controller",
+            f"the controller, which trains or generates itself, needs {many(needs.controller_gpus, 'GPU')} on its node"
+            f" {driver}, which has {gpus[0]}",
+        )
+    gpus[0] -= needs.controller_gpus
+    pools = _pools(needs, ordered)
+    cpu_places = [_places(needs, node.cpus - needs.pool_cpus * (i in pools)) for i, node in enumerate(ordered)]
+    ranks_of, servers_of = _lay(
+        needs, gpus if needs.rank_gpus else cpu_places, gpus if needs.server_gpus else cpu_places
+    )
+    return Placement(
+        needs=needs,
+        nodes=tuple(ordered),
+        driver=driver,
+        ranks=_each(ranks_of, ordered),
+        servers=_each(servers_of, ordered),
+        pools=tuple(ordered[i].name for i in sorted(pools)),
+    )
+
+
+def _pools(needs: Needs, nodes: Sequence[Node]) -> set[int]:
+    """The indices of the nodes that have a reward pool."""
+    if not needs.pools:
+        return set()
+    on_cpus = (needs.ranks and not needs.rank_gpus) or (needs.servers and not needs.server_gpus)
+
+    def cost(i: int) -> int:
+        """Places of ranks and servers that it takes away."""
+        cpus = nodes[i].cpus
+        return _places(needs, cpus) - _places(needs, cpus - needs.pool_cpus) if on_cpus else 0
+
+    fit = [i for i, node in enumerate(nodes) if node.cpus >= needs.pool_cpus]
+    if len(fit) < needs.pools:
+        most = max(node.cpus for node in nodes)
+        raise DoesNotFit(
+            "reward pool",
+            f"{many(needs.pools, 'reward pool')} (cluster.reward_nodes) of {many(needs.pool_cpus, 'CPU')}"
+            f" (rewards.num_workers), each on a node of its own: {len(fit)} of {many(len(nodes), 'node')} have"
+            f" {'them' if needs.pool_cpus > 1 else 'one'}, the largest has {most}:"
+            f" {_missing(needs.pools - len(fit), 'node')}",
+        )
+    fit.sort(key=lambda i: (cost(i), nodes[i].gpus > 0, -nodes[i].cpus, i))
+    return set(fit[: needs.pools])
+
+
+def _places(needs: Needs, cpus: int) -> int:
+    """Ranks and servers without a GPU that so many CPUs hold."""
+    return cpus // needs.process_cpus if needs.process_cpus else needs.ranks + needs.servers
+
+
+def _lay(needs: Needs, for_ranks: list[int], for_servers: list[int]) -> tuple[list[int], list[int]]:
+    """How many ranks and servers each node gets. The two lists are what each node offers; one list: they share it."""
+    shared = for_ranks is for_servers
+    what, size = ("GPU", needs.server_gpus) if needs.server_gpus else ("place", 1)
+    room = sum(offer // size for offer in for_servers)
+    if room < needs.servers:
+        raise DoesNotFit(
+            "server",
+            f"{many(needs.servers, 'server')} (engine.num_servers) of {_wanted(needs.server_gpus, needs)}, each on one"
+            f" node: there is room for {room}, so {_missing((needs.servers - room) * size, what)}",
+        )
+    taken = needs.servers * size if shared else 0
+    left = sum(for_ranks) - taken
+    if left < needs.ranks:
+        beside = f" beside {many(needs.servers, 'server')}" if taken else ""
+        raise DoesNotFit(
+            "rank",
+            f"{many(needs.ranks, 'rank')} (backend.num_ranks) of {_wanted(needs.rank_gpus, needs)}: there is room for"
+            f" {left}{beside}, so {_missing(needs.ranks - left, 'GPU' if needs.rank_gpus else 'place')}",
+        )
+    ranks = _packed(for_ranks, needs.ranks, size if shared else 1, needs.servers if shared else 0)
+    if shared:
+        for_servers = [offer - taken for offer, taken in zip(for_servers, ranks, strict=True)]
+    return ranks, _spread(for_servers, needs.servers, size, ranks)
+
+
+def _packed(offers: list[int], number: int, size: int, kept: int) -> list[int]:
+    """`number` units over few of the nodes, so that `kept` blocks of `size` still have room. It is known that they do.
+
+    While not all are placed: the smallest node that takes all of the rest, else the one that takes the most.
+    """
+    spare = sum(offer // size for offer in offers) - kept  # blocks that may be broken
+    found = [0] * len(offers)
+    unused = set(range(len(offers)))
+    while number:
+        most = {i: offers[i] - size * max(0, offers[i] // size - spare) for i in unused}
+        enough = [i for i in unused if most[i] >= number]
+        chosen = min(enough, key=lambda i: (offers[i], i)) if enough else max(unused, key=lambda i: (most[i], -i))
+        found[chosen] = min(number, most[chosen])
+        spare -= offers[chosen] // size - (offers[chosen] - found[chosen]) // size
+        number -= found[chosen]
+        unused.remove(chosen)
+    return found
+
+
+def _spread(offers: list[int], number: int, size: int, ranks: list[int]) -> list[int]:
+    """Each block to the node with the most room, then to the one with the fewest roles, the driver's last."""
+    found = [0] * len(offers)
+    best = [(-offer, ranks[i], i == 0, i) for i, offer in enumerate(offers)]
+    heapq.heapify(best)
+    for _ in range(number):
+        offer, roles, is_driver, i = best[0]
+        heapq.heapreplace(best, (offer + size, roles + 1, is_driver, i))
+        found[i] += 1
+    return found
+
+
+def _each(counts: Sequence[int], nodes: Sequence[Node]) -> tuple[str, ...]:
+    return tuple(node.name for count, node in zip(counts, nodes, strict=True) for _ in range(count))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Numbers in a name by their value."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _wanted(gpus: int, needs: Needs) -> str:
+    if gpus:
+        return f"{many(gpus, 'GPU')} each"
+    return f"{many(needs.process_cpus, 'CPU')} each (cluster.cpus_per_process)"
+
+
+def _missing(number: int, noun: str) -> str:
+    return f"{many(number, noun)} {'is' if number == 1 else 'are'} missing"
+
+
+def many(number: int, noun: str) -> str:
+    """`1 GPU`, `2 GPUs`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+# Of a configuration alone, without a machine to ask
+
+
+def nodes_of(cluster: ClusterConfig, cores: int, number: int = 0) -> list[Node]:
+    """The nodes that [cluster] says there are, or `number` like them. `cores`: CPUs of each where it does not say."""
+    cpus = cluster.cpus_per_node or cores
+    return [Node(f"node-{i + 1}", cluster.gpus_per_node, cpus) for i in range(number or cluster.num_nodes)]
+
+
+def placement_of(config: Config, cores: int) -> Placement:
+    """The placement on the nodes of [cluster]. DoesNotFit says what is missing, and how many such nodes are enough.
+
+    `cores`: CPUs of a node where nothing says more. With cluster.type = "none" everything is on THIS_MACHINE, which
+    nobody divides: it has room for whatever is asked for.
+    """
+    needs = Needs.of(config)
+    if config.cluster.type == "none":
+        needs = replace(needs, server_gpus=0, rank_gpus=0, controller_gpus=0, pool_cpus=0)
+        return place(needs, [Node(THIS_MACHINE, 0, cores)])
+    nodes = nodes_of(config.cluster, cores)
+    try:
+        return place(needs, nodes)
+    except DoesNotFit as error:
+        enough = _enough(needs, config.cluster, cores)
+        advice = f"{enough:,} such nodes are enough (cluster.num_nodes)" if enough else "More such nodes do not help"
+        raise DoesNotFit(error.role, f"[cluster] has {described(nodes)}: {error}. {advice}") from None
+
+
+def _enough(needs: Needs, cluster: ClusterConfig, cores: int) -> int:
+    """The smallest number of nodes as those of [cluster] that hold `needs`; 0: none does."""
+
+    def fits(number: int) -> bool:
+        try:
+            place(needs, nodes_of(cluster, cores, number))
+        except DoesNotFit:
+            return False
+        return True
+
+    low, high = cluster.num_nodes, cluster.num_nodes + needs.ranks + needs.servers + needs.pools + 1
+    if not fits(high):
+        return 0
+    while high - low > 1:  # low is too few
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def described(nodes: Sequence[Node]) -> str:
+    """`2 nodes of 8 GPUs and 64 CPUs`."""
+    kinds = Counter((node.gpus, node.cpus) for node in nodes)
+    gpus_and = {gpus: f"{many(gpus, 'GPU')} and " if gpus else "" for gpus, _ in kinds}
+    return ", ".join(
+        f"{many(number, 'node')} of {gpus_and[gpus]}{many(cpus, 'CPU')}" for (gpus, cpus), number in kinds.items()
+    )

@@ -1,0 +1,82 @@
+"""A placement in words: what `rollover train ... --dry-run` prints, and the nodes of `rollover plan`."""
+
+from __future__ import annotations
+
+from rollover.cluster.plan import Placement, described, many, placement_of
+from rollover.config import Config
+
+
+def as_text(config: Config, cores: int) -> str:
+    """What a run of `config` would do, and which process would be where. `cores`: CPUs of this machine.
+
+    DoesNotFit (a ValueError) where [cluster] has no room for it.
+    """
+    placement = placement_of(config, cores)
+    rollout, train = config.rollout, config.train
+    model = config.backend.base_model or config.model.path
+    lines = [
+        f"training    {model}: {many(train.num_steps, 'step')} of {many(rollout.groups_per_step, 'group')} x"
+        f" {rollout.rollouts_per_group} rollouts",
+        *node_lines(config, placement),
+        "checked     the configuration and the room that its processes need; not the model, the tasks, or what is"
+        " installed",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def node_lines(config: Config, placement: Placement) -> list[str]:
+    """One line for all nodes, and one for each with its roles; servers of others have lines of their own."""
+    planned = config.cluster.type == "ray"
+    summary = f"{described(placement.nodes)} (cluster.num_nodes)" if planned else "this machine alone"
+    urls = config.engine.urls if config.engine.kind == "remote" else []
+    others = {url: "a server that others run (engine.urls)" for url in urls}
+    width = max(map(len, [*others, *(node.name for node in placement.nodes)]))
+    lines = [f"nodes       {summary}"]
+    for node in placement.nodes:
+        taken = ""
+        if planned:
+            counted = [
+                (placement.gpus_taken(node.name), node.gpus, "GPU"),
+                (placement.cpus_taken(node.name), node.cpus, "CPU"),
+            ]
+            taken = ", ".join(f"{used} of {many(there, what)}" for used, there, what in counted if used)
+        roles = roles_on(config, placement, node.name)
+        lines.append(f"  {node.name:<{width}}  {', '.join(roles) or 'nothing'}{taken and f'; {taken}'}")
+    return [*lines, *(f"  {url:<{width}}  {what}" for url, what in others.items())]
+
+
+def roles_on(config: Config, placement: Placement, name: str) -> list[str]:
+    """What is on a node, in words."""
+    roles = [_controller(config)] if name == placement.driver else []
+    roles += _numbered("rank", [i for i, node in enumerate(placement.ranks) if node == name])
+    roles += _numbered(
+        f"{config.engine.server} server", [i for i, node in enumerate(placement.servers) if node == name]
+    )
+    if name in placement.pools:
+        (cpus,) = [node.cpus for node in placement.nodes if node.name == name]
+        # Where they are not set, room for one is asked for, and as many begin as suits the node.
+        some = "up to " if config.cluster.type == "ray" and not config.rewards.num_workers else ""
+        roles.append(f"reward pool of {some}{many(config.rewards.processes_of(cpus), 'worker')}")
+    return roles
+
+
+def _controller(config: Config) -> str:
+    """The controller, and what is in it or beside it on its node."""
+    backend, kind = config.backend.type, config.engine.kind
+    if backend == "tinker":
+        return "controller (a service trains and samples)"
+    inside = []
+    if backend != "ranks":
+        inside.append("trainer" if backend == "local" else f"trainer ({backend})")
+    if kind == "process":
+        inside.append("engine in a process of its own")
+    elif kind != "remote":
+        inside.append("engine" if kind == "embedded" else f"engine ({kind})")
+    return f"controller with {' and '.join(inside)}" if inside else "controller"
+
+
+def _numbered(what: str, numbers: list[int]) -> list[str]:
+    """`rank 0`, `ranks 0 to 7`: those of one node are a range."""
+    if not numbers:
+        return []
+    return [f"{what} {numbers[0]}" if len(numbers) == 1 else f"{what}s {numbers[0]} to {numbers[-1]}"]

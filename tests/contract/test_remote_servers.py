@@ -165,9 +165,19 @@ def test_a_server_of_ours_that_is_killed_is_started_again_and_nothing_is_lost(mo
     assert asyncio.run(run()) == tokens
 
 
-def test_a_server_that_cannot_start_says_how_it_ended(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    host = ProcessHost(config(model), 0, START_S)
-    with pytest.raises(RuntimeError, match="said no address and ended .exit code 1"):
+@pytest.mark.parametrize("has_logs", [True, False])
+def test_a_server_that_cannot_start_says_how_it_ended(
+    has_logs: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last words, and where the others are, if they are anywhere for long."""
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho it is broken >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    logs = tmp_path / "logs" if has_logs else None
+    host = ProcessHost(config(model), 7, START_S, logs)
+    with pytest.raises(RuntimeError, match=r"(?s)said no address and ended .exit code 1.*: it is broken") as raised:
         host.address(START_S)
     asyncio.run(host.close())
+    assert (str(tmp_path / "logs" / "server-7.log") in str(raised.value)) == has_logs
+    assert logs is None or "it is broken" in (logs / "server-7.log").read_text()

@@ -63,3 +63,5 @@ def test_a_run_goes_on_when_one_of_its_servers_is_killed(tmp_path: Path) -> None
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert not list(files.iterdir())
+    logs = [(tmp_path / "run" / "logs" / f"server-{number}.log").read_text() for number in (0, 1)]
+    assert sum(log.count("--- started") for log in logs) >= 3

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -36,13 +37,15 @@ class EngineSetup:
 
     `model()` loads the model at its first call and returns the same one afterwards; an engine that loads its own does
     not call it. `beside_trainer`: whether a trainer goes on with that model, so that the engine needs a copy.
-    `threads`: the CPU threads that it may use at first.
+    `threads`: the CPU threads that it may use at first. `logs`: the folder of what its processes print; None: it has
+    none that stays.
     """
 
     config: Config
     model: Callable[[], LoadedModel]
     threads: int
     beside_trainer: bool = True
+    logs: Path | None = None
 
 
 def build_engine(setup: EngineSetup) -> Engine:
@@ -90,6 +93,7 @@ def make_remote(setup: EngineSetup) -> RemoteEngine:
             initial=initial,
             decode_text=lambda ids: setup.model().tokenizer.decode(ids, skip_special_tokens=False),
             vocab_size=lambda: setup.model().vocab_size,
+            logs=setup.logs,
         )
     )
 

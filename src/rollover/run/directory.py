@@ -1,6 +1,6 @@
 """The directory of one run: its files, whether this run may use it, and the command that goes on with it.
 
-    config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  journal/  model/
+    config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  journal/  model/  logs/
     lock (held while the run lives)  checkpointed (where its checkpoints are)  finished (at which step)
 
 Owns where things lie. Never decides what is written, nor when.
@@ -47,7 +47,7 @@ class RunDirectory:
         if resume and not config.run.dir:
             raise ValueError("--resume needs run.dir: add --run.dir <directory of the run>")
         self.path = Path(config.run.dir).expanduser() if config.run.dir else _new_directory(config.run.name)
-        for output in (self.path, *(self.path / name for name in ("rollouts", "journal", "model", "profile"))):
+        for output in (self.path, *(self.path / name for name in ("rollouts", "journal", "model", "profile", "logs"))):
             check_writable(output, "run.dir")
         for name in _FILES:
             if (self.path / name).is_dir():
@@ -98,6 +98,11 @@ class RunDirectory:
     @property
     def journal(self) -> Path:
         return self.path / "journal"
+
+    @property
+    def logs(self) -> Path:
+        """Of what other processes print."""
+        return self.path / "logs"
 
     @property
     def model(self) -> Path:

@@ -71,7 +71,7 @@ async def running(config: Config, directory: RunDirectory, stop: Stop, resume_co
         if not directory.resume:
             directory.truncate(Cut(-1))  # an evaluation may have been written before the first step
         trackers.on_phase("loading the model")
-        parts = await Parts.build(config, trackers.on_message, trackers.the(RunHistory))
+        parts = await Parts.build(config, trackers.on_message, trackers.the(RunHistory), directory.logs)
         try:
             run = Run(config, parts, directory, hooks, stop, resume_command)
         except BaseException:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -67,10 +68,14 @@ class Parts:
 
     @classmethod
     async def build(
-        cls, config: Config, say: Callable[[str], None] = lambda text: None, history: RunHistory | None = None
+        cls,
+        config: Config,
+        say: Callable[[str], None] = lambda text: None,
+        history: RunHistory | None = None,
+        logs: Path | None = None,
     ) -> Parts:
         """Loads the model and starts nothing: a reward worker starts at its first call. `say` prints the
-        lines of every part. The clock of `history` goes on from now."""
+        lines of every part. The clock of `history` goes on from now. `logs`: see EngineSetup."""
         prepare_process(config)
         torch.manual_seed(config.run.seed)
         # Whatever fails at once for a wrong path, name or device comes first: loading the model takes longer.
@@ -95,7 +100,7 @@ class Parts:
         # First: one elsewhere loads the model while we do, and one here copies the weights before the trainer casts
         # them or adds adapters.
         async with AsyncExitStack() as on_error:  # an engine may be a process: nobody else would end it
-            engine = build_engine(EngineSetup(config, model, most_threads(config)))
+            engine = build_engine(EngineSetup(config, model, most_threads(config), logs=logs))
             on_error.push_async_callback(engine.close)
             loaded = model()
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollover.config import Config
@@ -49,6 +50,8 @@ class RemoteSetup:
     """Stop tokens that the model does not have, and some servers refuse, are not sent; None: all are."""
     hosts: Sequence[Host] | None = None
     """Of tests; None: those of the configuration."""
+    logs: Path | None = None
+    """The folder of what our servers print; None: it is removed with the engine."""
 
 
 class RemoteEngine:
@@ -67,7 +70,7 @@ class RemoteEngine:
         self._weights = build_transport("weights_file", TransportSetup(setup.say, folder=config.engine.weights_dir))
         self._beginning = asyncio.Lock()
         self._longest: int | None = None
-        self.hosts = hosts_of(config) if setup.hosts is None else setup.hosts
+        self.hosts = hosts_of(config, setup.logs) if setup.hosts is None else setup.hosts
         self._deliveries = Deliveries(run, config.rollout.kv_on_resume == "recompute", config.engine.server_timeout_s)
         limits = Limits(config.engine.server_timeout_s, config.engine.give_up_s, self._check_longest)
         self._router = Router(config.engine.max_running)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import tempfile
@@ -26,11 +25,13 @@ from rollover.config.describe import settings_as_toml
 from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.client import ServerClient, headers
 from rollover.engine.remote.server import Server
+from rollover.engine.remote.server_log import ServerLog
 from rollover.engine.remote.wire import ServerFailed
 from rollover.processes import brief_waiting, child_command, child_environment
 
 _ASK_AGAIN_S = 0.2
 _END_S = 10.0
+_LOOK_AT_LOG_S = 10.0
 
 
 class Host(Protocol):
@@ -73,15 +74,23 @@ class UrlHost:
 
 
 class ProcessHost:
-    """Server number `number` of those that the run starts: at once, and again whenever it was discarded."""
+    """Server number `number` of those that the run starts: at once, and again whenever it was discarded.
 
-    def __init__(self, config: Config, number: int, start_limit_s: float) -> None:
+    `logs`: the folder of what it prints (server-0.log) and of its settings (server-0.toml); None: one that is removed.
+    """
+
+    def __init__(self, config: Config, number: int, start_limit_s: float, logs: Path | None = None) -> None:
         self.name = f"{config.engine.server} server {number}"
         self._config, self._limit_s = config, start_limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._url: str | None = None
         self._heard = threading.Lock()
-        self._folder = tempfile.TemporaryDirectory(prefix="rollover-server-")
+        self._temporary = None if logs else tempfile.TemporaryDirectory(prefix="rollover-server-")
+        self._folder = logs or Path(self._temporary.name if self._temporary else "")
+        self._role = f"server-{number}"
+        self._log = ServerLog(self._folder / f"{self._role}.log")
+        self._closed = threading.Event()
+        threading.Thread(target=self._bound_log, daemon=True, name=f"{self._role}.log").start()
         self._start()
 
     @property
@@ -89,11 +98,16 @@ class ProcessHost:
         """Of the present process; 0 if there is none."""
         return 0 if self._process is None else self._process.pid
 
+    def _bound_log(self) -> None:
+        while not self._closed.wait(_LOOK_AT_LOG_S):
+            self._log.bound()
+
     def _start(self) -> None:
-        settings = Path(self._folder.name) / "server.toml"
+        settings = self._folder / f"{self._role}.toml"
+        settings.parent.mkdir(parents=True, exist_ok=True)
         settings.write_text(settings_as_toml(self._config), encoding="utf-8")
         command = ["serve", settings, "--engine", self._config.engine.server, "--host", "127.0.0.1", "--port", 0]
-        with open(os.path.join(self._folder.name, "log"), "ab") as log:
+        with self._log.open() as log:
             self._process = subprocess.Popen(
                 child_command("rollover.__main__", *command),  # so that it never outlives this process
                 stdin=subprocess.DEVNULL,
@@ -123,15 +137,11 @@ class ProcessHost:
         except (ValueError, KeyError, TypeError) as error:
             process.kill()
             code = process.wait()
-            last = "".join(self._log().splitlines(keepends=True)[-5:])
-            raise ServerFailed(f"its process said no address and ended (exit code {code}): {last}") from error
+            where = "" if self._temporary else f" ({self._log.path})"
+            said = f"its process said no address and ended (exit code {code}); its last words{where}: "
+            raise ServerFailed(said + (self._log.last_words() or "none")) from error
         finally:
             clock.cancel()
-
-    def _log(self) -> str:
-        with contextlib.suppress(OSError):
-            return Path(self._folder.name, "log").read_text(errors="replace")
-        return ""
 
     async def ready(self) -> Server:
         if self._process is None:
@@ -154,13 +164,15 @@ class ProcessHost:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(process.wait, _END_S)
         await self.discard()
-        self._folder.cleanup()
+        self._closed.set()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
 
-def hosts_of(config: Config) -> list[Host]:
-    """Those of engine.urls, and engine.num_servers of our own, which begin to start."""
+def hosts_of(config: Config, logs: Path | None = None) -> list[Host]:
+    """Those of engine.urls, and engine.num_servers of our own, which begin to start, and print to the folder `logs`."""
     engine = config.engine
-    own = [ProcessHost(config, number, engine.give_up_s) for number in range(engine.num_servers)]
+    own = [ProcessHost(config, number, engine.give_up_s, logs) for number in range(engine.num_servers)]
     return [*(UrlHost(url.rstrip("/")) for url in engine.urls), *own]
 
 

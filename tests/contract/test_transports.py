@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -202,16 +204,31 @@ def test_a_weights_file_is_whole_every_time_checked_by_its_sum_and_the_last_two_
     assert not list(tmp_path.iterdir())
 
 
-def test_weights_files_of_an_owner_that_was_killed_are_removed_by_the_next_one_and_no_others(tmp_path: Path) -> None:
-    program = (
-        "import os, signal, sys, torch\n"
-        "from rollover.weights.build import build_transport\n"
-        "from rollover.weights.protocol import TransportSetup\n"
-        "transport = build_transport('weights_file', TransportSetup(folder=sys.argv[1]))\n"
-        "transport.send(1, [('a', torch.ones(3))])\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+KILLED_OWNER = """
+import os, signal, sys, torch
+from rollover.processes import descendants
+from rollover.weights.build import build_transport
+from rollover.weights.protocol import TransportSetup
+transport = build_transport("weights_file", TransportSetup(folder=sys.argv[1]))
+transport.send(1, [("a", torch.ones(3))])
+for pid in [*(descendants(os.getpid()) if sys.argv[2:] else []), os.getpid()]:
+    os.kill(pid, signal.SIGKILL)
+"""
+
+
+def test_weights_files_are_removed_when_their_owner_is_killed(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED_OWNER, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline, list(tmp_path.rglob("*"))
+        time.sleep(0.01)
+
+
+def test_weights_files_of_which_all_processes_were_killed_are_removed_by_the_next_owner_and_no_others(
+    tmp_path: Path,
+) -> None:
+    subprocess.run([sys.executable, "-c", KILLED_OWNER, str(tmp_path), "all"], check=False)
     (left,) = files_of(tmp_path)
     lives, other = (build_transport("weights_file", TransportSetup(folder=str(tmp_path))) for _ in range(2))
     lives.send(1, [("a", torch.ones(3))])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 import runs
 from test_journal_run import check_whole
+
+from rollover.processes import descendants, has_ended
 
 pytest.importorskip("aiohttp")
 
@@ -26,6 +29,50 @@ def servers(parent: int) -> list[int]:
             if ppid == parent and b"\0serve\0" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return sorted(found)
+
+
+def listened_to(pids: set[int]) -> set[int]:
+    """The TCP ports of 127.0.0.1 on which these processes listen."""
+    links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").glob("*")]
+    inodes = set()
+    for link in links:
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True
+    return False
+
+
+def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
+    """Neither a process, nor a port, nor a file in shared memory."""
+    engine = {"kind": "remote", "num_servers": 1, "max_running": 4}
+    recipe = runs.write(tmp_path, steps=100, engine=engine, checkpoint={"save_final_model": False})
+    run = runs.start("train", recipe, log=tmp_path / "log")
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        while not runs.json_lines(tmp_path / "run" / "metrics.jsonl"):
+            assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        family = descendants(run.pid) | {run.pid}
+        ports = listened_to(family)
+        opened = [os.readlink(link) for link in Path(f"/proc/{run.pid}/fd").glob("*")]
+        (folder,) = {Path(path).parent for path in opened if "/rollover-weights-" in path}
+        assert len(servers(run.pid)) == 1 and ports and list(folder.glob("*.safetensors"))
+    finally:
+        run.kill()
+    deadline = time.monotonic() + LIMIT_S
+    while left := [
+        *(pid for pid in family if not has_ended(pid)),
+        *filter(answers, ports),
+        *folder.parent.glob(folder.name),
+    ]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def test_a_run_goes_on_when_one_of_its_servers_is_killed(tmp_path: Path) -> None:

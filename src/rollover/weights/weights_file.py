@@ -3,9 +3,9 @@
     <folder>/rollover-weights-<random>/<version>.<n>.safetensors   written aside and renamed; the last two are kept
                                        lock                        held while its owner lives
 
-Owns the folder. What an owner that was killed has left is removed by the next one that writes beside it. The file has
-all weights every time, those that a send did not bring taken from the last one: a server that is given a part of a
-model answers that all is well, and samples garbage.
+Owns the folder. Where its owner is killed, a process that waits for that removes it (remover.py); where that was
+killed too, the next owner that writes beside it does. The file has all weights every time, those that a send did not
+bring taken from the last one: a server that is given a part of a model answers that all is well, and samples garbage.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import fcntl
 import hashlib
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from rollover.weights import remover
 from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ class OwnFolder:
         self._wanted, self._say = wanted, say
         self._path: Path | None = None
         self._lock: IO[bytes] | None = None
+        self._remover: subprocess.Popen[bytes] | None = None
 
     def path(self, num_bytes: int) -> Path:
         """Where it is: made at the first call, for so many bytes."""
@@ -51,6 +55,13 @@ class OwnFolder:
             self._path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
             self._lock = open(self._path / _LOCK, "wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._remover = subprocess.Popen(
+                [sys.executable, "-I", "-S", remover.__file__, self._path, _LOCK],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # what ends this process's group must not end it
+            )
         return self._path
 
     def close(self) -> None:
@@ -59,7 +70,10 @@ class OwnFolder:
             shutil.rmtree(self._path, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
-        self._path = self._lock = None
+        if self._remover is not None:
+            self._remover.kill()
+            self._remover.wait()
+        self._path = self._lock = self._remover = None
 
     def _chosen(self, num_bytes: int) -> str:
         fallback = tempfile.gettempdir()
@@ -148,6 +162,6 @@ def _read(path: str, without: Mapping[str, Any] | None = None) -> Iterator[tuple
 def _remove_what_is_left(parent: str) -> None:
     """Folders of owners that live no more: nobody holds their lock."""
     for folder in Path(parent).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), open(folder / _LOCK, "rb") as lock:
+        with contextlib.suppress(OSError), open(folder / _LOCK, "r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

@@ -5,7 +5,8 @@
             ...
 
 Owns the run's directory and the objects that its configuration names, from the first to the last moment. Never trains
-by itself: that is run/loop.py. `rollover train` and `rollover.train` are callers of it, which do nothing in between.
+by itself: that is run/loop.py, over losses of the backend run/restart.py. `rollover train` and `rollover.train` are
+callers of it, which do nothing in between.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from rollover.config.cluster import check_can_run
 from rollover.config.load import Resolved
 from rollover.ending import run_bounded
 from rollover.run.directory import RunDirectory
-from rollover.run.loop import Run, Step, running
+from rollover.run.loop import Step
+from rollover.run.restart import LastingRun, running
 from rollover.run.stop import Stop, signals_to, take_signals
 from rollover.track.summary import print_summary
 
@@ -72,7 +74,7 @@ class Session:
         except BaseException:
             settings.release()
             raise
-        self._run: Run | None = None  # inside the block
+        self._run: LastingRun | None = None  # inside the block
         self._resume_command = self._directory.resume_command(command)
         self._restores_signals = command is None  # the command line's process ends with its run
 
@@ -117,6 +119,9 @@ class Session:
 
         At the end the last evaluation is made and the model is saved. A loop that was left goes on with the next call.
         What other tasks ask for meanwhile waits for the end of the step.
+        Where the trainer's backend is lost, the run goes on from its checkpoint and journal within this call. Numbers
+        come again of steps that were lost with it: with checkpoint.lost_steps = "roll_back", or without a journal.
+        BackendLost (trainer/backend.py) after cluster.max_restarts losses without a step in between.
         """
         async with aclosing(self._open_run().steps()) as steps:
             while (step := await self._next_of(steps)) is not None:
@@ -125,7 +130,7 @@ class Session:
     async def checkpoint(self) -> None:
         """Write a checkpoint now, if anything happened since the last."""
         async with self._turn:
-            await self._open_run().checkpointing.checkpoint()
+            await self._open_run().checkpoint()
 
     async def evaluate(self) -> dict[str, Any] | None:
         """Evaluate the present weights on the held-out tasks: the row of eval.jsonl; None if the run is being stopped.
@@ -133,7 +138,7 @@ class Session:
         ValueError where nothing is held out (eval.num_tasks), or every reward fails.
         """
         async with self._turn:
-            return await self._open_run().held_out.evaluate()
+            return await self._open_run().evaluate()
 
     def set(self, key: str, value: Any) -> None:
         """Change an option from the next step on. ConfigError for one that cannot change while a run goes on, which
@@ -161,7 +166,7 @@ class Session:
     @property
     def policy_version(self) -> int:
         """Training steps made by the trainer's present weights."""
-        return self._open_run().parts.trainer.policy_version
+        return self._open_run().policy_version
 
     @property
     def interrupted(self) -> bool:
@@ -173,7 +178,7 @@ class Session:
             self._open_run()
             return await anext(steps, None)
 
-    def _open_run(self) -> Run:
+    def _open_run(self) -> LastingRun:
         if self._run is None:
             raise RuntimeError("the session is not open: use it inside `async with rollover.Session(...) as session:`")
         return self._run

@@ -116,8 +116,22 @@ class OwnEngine:
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
         # Before it has them all, some of its tokens may be of these.
         self._newest_version = max(self._newest_version, version)
-        with self._calling("load_weights"):
-            load = await self.engine.load_weights(version, tensors)
+        failures: list[Exception] = []
+
+        def source() -> Iterator[tuple[str, torch.Tensor]]:
+            try:
+                yield from tensors
+            except Exception as error:
+                failures.append(error)
+                raise
+
+        try:
+            with self._calling("load_weights"):
+                load = await self.engine.load_weights(version, source())
+        except FunctionError:
+            if failures:  # of whoever gives the weights: not the engine's fault
+                raise failures[0] from None
+            raise
         if not is_number(getattr(load, "num_bytes", None)):
             raise self._failed("load_weights", f"gave {described(load)}")
         return load

@@ -85,8 +85,9 @@ class Engine(Protocol):
     def oldest_version(self) -> int:
         """The oldest policy version that a token sampled from now on may have: the staleness bound rests on it.
 
-        It never goes back. With one copy of the weights it is the version that was loaded last; with several engines
-        behind this one some may lag, and it is that of the last of them. Each segment is stamped with its own version.
+        It never goes back, but where an older version is handed over: the trainer's backend was lost, and nothing runs.
+        With one copy of the weights it is the version that was loaded last; with several engines behind this one some
+        may lag, and it is that of the last of them. Each segment is stamped with its own version.
         """
         ...
 

@@ -44,6 +44,7 @@ class RunDirectory:
 
     def __init__(self, config: Config, resume: bool) -> None:
         self.config, self.resume = config, resume
+        self._resume_from = config.checkpoint.resume_from
         if resume and not config.run.dir:
             raise ValueError("--resume needs run.dir: add --run.dir <directory of the run>")
         self.path = Path(config.run.dir).expanduser() if config.run.dir else _new_directory(config.run.name)
@@ -130,7 +131,7 @@ class RunDirectory:
 
     def checkpoint_to_resume(self) -> str | None:
         """The name of checkpoint.resume_from or of the newest one. None if the run ended before its first one."""
-        names, wanted = self.store.list(), self.config.checkpoint.resume_from
+        names, wanted = self.store.list(), self._resume_from
         if wanted and wanted not in names:
             raise ValueError(f"checkpoint.resume_from = {wanted!r}: there is {', '.join(names) or 'none'}")
         if not names and (self.path / _CHECKPOINTED).exists():
@@ -150,6 +151,14 @@ class RunDirectory:
         a run that ended before its first one."""
         if not (self.path / _CHECKPOINTED).exists():
             atomic_write_text((self.path / _CHECKPOINTED), f"{self.store.dir}\n")
+
+    def on_begun(self) -> None:
+        """The run has begun, or goes on: should its backend be lost, it goes on from what is here by then."""
+        self.resume, self._resume_from, self.changes = True, "", []
+
+    def on_restart(self) -> None:
+        """As for a process that goes on with the run: it makes a copy of its own of the run's files."""
+        self.mirror = self.store.mirror(self.path)
 
     def end(self, step: int, used_up: str) -> None:
         """The run is finished at `step`, its files are whole. `used_up`: what ran out before the last step, or ""."""

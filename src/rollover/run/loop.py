@@ -9,19 +9,18 @@
 Sync, partial and asynchronous training are settings of the scheduler, not other loops. Between two generation phases
 nothing runs (with rollout.overlap: after `Overlap.interrupt_all`), so a checkpoint there is a consistent cut. Whoever
 trains (the command line, `rollover.train`, a loop of the user's own) does it through api/session.py, which walks
-through `Run.steps` inside `running`.
+through the steps of a `LastingRun` (restart.py): of one `Run`, and of another one where the trainer's backend was lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from rollover.config import Config
 from rollover.models.allocator import return_freed_memory
 from rollover.rollout.lifecycle import Event
-from rollover.run.blocked_warning import BlockedWarning
 from rollover.run.checkpointing import Checkpointing
 from rollover.run.directory import RunDirectory
 from rollover.run.first_look import look_at_tasks
@@ -29,6 +28,7 @@ from rollover.run.hand_over import HandOver
 from rollover.run.held_out import HeldOut
 from rollover.run.hooks import Hooks
 from rollover.run.journal.journaling import Journaling
+from rollover.run.losses import Losses
 from rollover.run.metrics_row import Rows
 from rollover.run.option_changes import OptionChanges
 from rollover.run.overlap import Overlap
@@ -40,9 +40,7 @@ from rollover.run.resume import Resume
 from rollover.run.stateful import stateful_parts
 from rollover.run.stop import Stop
 from rollover.run.tracking import Tracking
-from rollover.track.history import RunHistory
 from rollover.track.summary import RunSummary, run_summary
-from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.batch import Batch
 from rollover.types import DropReason, Group
 
@@ -57,48 +55,26 @@ class Step:
     metrics: dict[str, float]
 
 
-@asynccontextmanager
-async def running(config: Config, directory: RunDirectory, stop: Stop, resume_command: str) -> AsyncIterator[Run]:
-    """Set up a run in its directory and (--resume) go on with it before the block, and close all of it after the block.
-
-    An error in the block is followed by a checkpoint of what there is, and so is the end of a block that took not all
-    steps. `resume_command`: what to type to go on with it.
-    """
-    info = RunInfo(config.run.name, directory.path, config.model_dump(mode="json"), resumed=directory.resume)
-    with directory.trackers as trackers:
-        trackers.on_start(info)
-        hooks = Hooks(config, stop, BlockedWarning(trackers.on_message))
-        if not directory.resume:
-            directory.truncate(Cut(-1))  # an evaluation may have been written before the first step
-        trackers.on_phase("loading the model")
-        parts = await Parts.build(config, trackers.on_message, trackers.the(RunHistory), directory.logs)
-        try:
-            run = Run(config, parts, directory, hooks, stop, resume_command)
-        except BaseException:
-            await parts.close()
-            raise
-        try:
-            await run.begin()
-            async with hooks.training(info):
-                try:
-                    yield run
-                    if not run.ended:
-                        await run.checkpointing.checkpoint()
-                except Exception as error:
-                    await run.checkpointing.rescue(error)
-                    raise
-            parts.history.flush()
-        finally:
-            await run.close()
-
-
 class Run:
-    """One run of the loop, in its directory: `begin`, then `steps`, then `close`."""
+    """One run of the loop, in its directory: `begin`, then `steps`, then `close`.
+
+    `changes`: the options that the user changes between two steps. `losses`: what the run had to bear so far.
+    `resume_command`: what to type to go on with it.
+    """
 
     def __init__(
-        self, config: Config, parts: Parts, directory: RunDirectory, hooks: Hooks, stop: Stop, resume_command: str
+        self,
+        config: Config,
+        parts: Parts,
+        directory: RunDirectory,
+        hooks: Hooks,
+        stop: Stop,
+        changes: OptionChanges,
+        losses: Losses,
+        resume_command: str,
     ) -> None:
         self.config, self.parts, self.directory, self.hooks, self.stop = config, parts, directory, hooks, stop
+        self.changes = changes
         trackers = self.trackers = directory.trackers
         self.ended = False  # `steps` came to its end: all that is left to do is done, or a stop was requested
         self.blocked = hooks.blocked
@@ -108,7 +84,7 @@ class Run:
         needs_weights, overlaps = self.producer.uses_engine, config.rollout.overlap and self.producer.generates
         self.stateful = stateful_parts(parts, self.producer)
         self.journaling = Journaling(config, parts, directory, self.producer)
-        self.rows = Rows(config, parts, self.journaling, trackers, overlaps=overlaps)
+        self.rows = Rows(config, parts, self.journaling, trackers, losses, overlaps=overlaps)
         self.own_metrics = own_metrics(config.track.metrics)
         self.overlap = Overlap(config, parts, self.rows, self.blocked)
         self.hand_over = HandOver(config, parts, self.rows, self.journaling, hooks, self.blocked, needed=needs_weights)
@@ -118,15 +94,18 @@ class Run:
             config, parts, self.stateful, directory, self.journaling, self.overlap, self.tracking.records, stop,
             resume_command,
         )  # fmt: skip
-        self.changes = OptionChanges(self.checkpointing)
         parts.lifecycle.on_event = self.on_event
         stop.on_stop = parts.driver.interrupt_for_good
         # What is ended without its tokens is in the journal with those that it had: that is not taken back.
         parts.driver.on_abandon = self.journaling.halt
 
-    async def begin(self) -> None:
-        """Check the rewards, go on where an earlier process ended, and listen to signals."""
-        if self.producer.generates:
+    async def begin(self) -> Step | None:
+        """Check the rewards, go on where an earlier process ended, or the backend was lost, and listen to signals.
+
+        Returns the last step that was trained again after a loss, where there is one.
+        """
+        newest = None
+        if self.producer.generates and not self.parts.again:
             await look_at_tasks(self.config, self.parts.rewarder, self.trackers, self.parts.batches.teacher_prompts)
         if self.directory.resume:
             resume = Resume(
@@ -134,9 +113,13 @@ class Run:
                 self.tracking, self.own_metrics,
             )  # fmt: skip
             self.checkpointing.saved_version = await resume.restore()
+            if self.parts.again and (groups := resume.newest_groups) is not None:
+                newest = Step(self.parts.trainer.policy_version, groups, self.directory.metrics.rows()[-1])
         await self.checkpointing.begin()
         self.directory.write_config()
+        self.directory.on_begun()
         self.stop.listen(self.trackers.on_message)
+        return newest
 
     async def steps(self) -> AsyncGenerator[Step, None]:
         """All steps and evaluations that are left. A stop ends it early; so may whoever asks for no more of them."""
@@ -146,7 +129,7 @@ class Run:
             await self.held_out.evaluate_if_wanted()  # a stop may have cut off the evaluation of the last step
         self.rows.begin()
         while trainer.policy_version < config.train.num_steps and not self.stop.requested:
-            await self.changes.make()
+            await self.changes.make(self.checkpointing)
             made = await self.step()
             if made is None:
                 break
@@ -210,11 +193,14 @@ class Run:
         errors = self.parts.observed.commonest_error()
         return run_summary(config.run.name, directory.metrics.rows(), directory.evals.rows(), paths, errors)
 
-    async def close(self) -> None:
-        """End the journal, the engine, the reward workers and the trainer's thread."""
+    async def close(self, *, keep: bool = False) -> None:
+        """End the journal, the engine, the reward workers, the backend and the trainer's thread.
+
+        `keep`: engine and reward workers go on, for the run that takes this one's place.
+        """
         async with AsyncExitStack() as rest:  # each of them, even if another fails
             rest.callback(self.overlap.close)
-            rest.push_async_callback(self.parts.close)
+            rest.push_async_callback(self.parts.close, keep=keep)
             self.journaling.close()
 
     # Private

@@ -26,6 +26,7 @@ from rollover.run.batch_metrics import (
     waste_metrics,
 )
 from rollover.run.journal.journaling import Journaling
+from rollover.run.losses import Losses
 from rollover.run.mfu import Utilization
 from rollover.run.parts import Parts
 from rollover.track.metrics import is_counter, is_of_engine
@@ -38,16 +39,27 @@ class Rows:
     """Makes the rows of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
 
     def __init__(
-        self, config: Config, parts: Parts, journaling: Journaling, trackers: Trackers, *, overlaps: bool
+        self,
+        config: Config,
+        parts: Parts,
+        journaling: Journaling,
+        trackers: Trackers,
+        losses: Losses,
+        *,
+        overlaps: bool,
     ) -> None:
         self.config, self.parts, self.journaling, self.overlaps = config, parts, journaling, overlaps
-        self.trackers = trackers
+        self.trackers, self.losses = trackers, losses
         self.grouping = Grouping(config.workflow)
         self.utilization = Utilization(config, overlaps)
         self._seconds: dict[str, float] = {}
         self._counted: dict[str, float] = {}
         self._carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
         self._left_out: set[str] = set()  # of what the engine reports
+        # What engine, rewards and trackers had counted before this run took another one's place.
+        self._before = {k: v for k, v in self._kept_counters().items() if is_counter(k)} if parts.again else {}
+        if parts.again:
+            self.engine_growth()
         self._started = time.perf_counter()
 
     def begin(self) -> None:
@@ -66,6 +78,7 @@ class Rows:
         generated = row.get("tokens/generated", 0) if next_is_missing else self.parts.lifecycle.ledger.generated_tokens
         self._since_last("generated", generated)
         self._since_last("dropped", row.get("tokens/dropped", 0))
+        self.losses.total = max(self.losses.total, int(row.get("train/restarts", 0)))
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -101,6 +114,7 @@ class Rows:
             **ages,
             "staleness/bound": self.config.staleness_bound,
             **trained,
+            "train/restarts": self.losses.total,
             **ledger,
             **parts.reuse.metrics(),
             "tokens/step_generated": self._since_last("generated", ledger["tokens/generated"]),
@@ -183,12 +197,13 @@ class Rows:
     def _owners_counters(self) -> dict[str, float]:
         """Counters and gauges of rewards, engine and driver; counters go on where a resumed run had ended."""
         driver = self.parts.driver
-        counts = (
-            self.parts.rewarder.stats(), self._engine_stats(), driver.asker.stats(), driver.watchdog.stats(),
-            self.trackers.stats(), self.journaling.counters(), self._of_turns(),
-        )  # fmt: skip
-        now = {key: value for of_owner in counts for key, value in of_owner.items()}
-        return {key: value + self._carried.get(key, 0.0) for key, value in now.items()}
+        now = self._kept_counters() | driver.asker.stats() | driver.watchdog.stats()
+        now |= self.journaling.counters() | self._of_turns()
+        return {k: value + self._carried.get(k, 0.0) - self._before.get(k, 0.0) for k, value in now.items()}
+
+    def _kept_counters(self) -> dict[str, float]:
+        """Counters and gauges of those who go on where the trainer's backend is lost."""
+        return self.parts.rewarder.stats() | self._engine_stats() | self.trackers.stats()
 
     def _of_turns(self) -> dict[str, float]:
         """Counters of what answers the policy. Where it plays episodes itself it counts them, and not the driver."""

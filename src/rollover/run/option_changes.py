@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollover.config import Config
 from rollover.config import resume as resume_rules
 from rollover.config.table import value_of
 from rollover.run.checkpointing import Checkpointing
 
 
 class OptionChanges:
-    """The changes of options in the run whose checkpoints `checkpointing` writes."""
+    """The changes of options in a run of `config`."""
 
-    def __init__(self, checkpointing: Checkpointing) -> None:
-        self.checkpointing, self.config = checkpointing, checkpointing.config
+    def __init__(self, config: Config) -> None:
+        self.config = config
         self._wanted: dict[str, Any] = {}
 
     def ask_for(self, key: str, value: Any) -> None:
@@ -24,15 +25,17 @@ class OptionChanges:
         resume_rules.check_in_run(self.config, key, value)
         self._wanted[key] = value
 
-    async def make(self) -> None:
-        """Change what was asked for, and write it down; nothing if all of it is as it was."""
+    async def make(self, checkpointing: Checkpointing) -> None:
+        """Change what was asked for, and write it down; nothing if all of it is as it was.
+
+        `checkpointing`: of the run, whose checkpoints it writes.
+        """
         changes = [resume_rules.Change(k, value_of(self.config, k), value) for k, value in self._wanted.items()]
-        self._wanted.clear()
         if not (changes := [change for change in changes if change.old != change.new]):
             return
-        if self.checkpointing.journaling.is_on and resume_rules.trains_otherwise(changes, self.config):
-            await self.checkpointing.checkpoint()  # steps that a journal tells of are trained again as they were
+        if checkpointing.journaling.is_on and resume_rules.trains_otherwise(changes, self.config):
+            await checkpointing.checkpoint()  # steps that a journal tells of are trained again as they were
         for change in changes:
             resume_rules.change_in_run(self.config, change.key, change.new)
-        self.checkpointing.directory.write_config(replace=True)
-        self.checkpointing.trackers.on_message("changed from here on: " + ", ".join(map(str, changes)))
+        checkpointing.directory.write_config(replace=True)
+        checkpointing.trackers.on_message("changed from here on: " + ", ".join(map(str, changes)))

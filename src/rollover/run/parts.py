@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -43,10 +42,59 @@ from rollover.workflows.build import EpisodeServer
 from rollover.workflows.episodes import Episodes
 
 
+class Model:
+    """The model of a run. A call loads it once; all calls give the same one until it is `renewed`."""
+
+    def __init__(self, load: Callable[[], LoadedModel]) -> None:
+        self._load = load
+        self._loaded: LoadedModel | None = None
+
+    def __call__(self) -> LoadedModel:
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded
+
+    def renewed(self) -> LoadedModel:
+        """The model as it was loaded: whoever trained the one before has changed it."""
+        self._loaded = None
+        return self()
+
+
+@dataclass
+class Kept:
+    """What goes on where the trainer's backend is lost: everything else is made anew beside it."""
+
+    model: Model
+    engine: Engine
+    observed: RewardObserver[RewardPool]
+
+    @classmethod
+    def begin(cls, config: Config, device: torch.device, logs: Path | None) -> Kept:
+        """Starts an engine. ValueError as `build_engine`."""
+        model = Model(
+            lambda: (
+                load_model(config.model, device=device) if needs_weights_here(config) else load_outline(config.model)
+            )
+        )
+        # The engine first: one elsewhere loads the model while we do, and one here copies the weights before the
+        # trainer casts them or adds adapters.
+        engine = build_engine(EngineSetup(config, model, most_threads(config), logs=logs))
+        return cls(model, engine, build_rewarder(config, training=True))
+
+    async def close(self) -> None:
+        """End the engine and the reward workers, each of them even if the other fails."""
+        async with AsyncExitStack() as rest:
+            rest.push_async_callback(self.observed.rewarder.close)
+            await self.engine.close()
+
+
 @dataclass
 class Parts:
     """Everything a training run is made of, but for what is written to its directory."""
 
+    kept: Kept
+    again: bool
+    """Whether `kept` was there before: the backend of this run was lost."""
     loaded: LoadedModel
     trainer: Trainer
     lifecycle: Lifecycle
@@ -73,9 +121,10 @@ class Parts:
         say: Callable[[str], None] = lambda text: None,
         history: RunHistory | None = None,
         logs: Path | None = None,
+        kept: Kept | None = None,
     ) -> Parts:
-        """Loads the model and starts nothing: a reward worker starts at its first call. `say` prints the
-        lines of every part. The clock of `history` goes on from now. `logs`: see EngineSetup."""
+        """Loads the model and starts nothing but an engine, unless one is `kept`: a reward worker starts at its first
+        call. `say` prints the lines of every part. The clock of `history` goes on from now. `logs`: see EngineSetup."""
         prepare_process(config)
         torch.manual_seed(config.run.seed)
         # Whatever fails at once for a wrong path, name or device comes first: loading the model takes longer.
@@ -90,23 +139,15 @@ class Parts:
             has_signal=lambda group, metric: grouping.has_signal(group, advantage, metric),
             untrained=config.workflow.untrained,
         )
-        model = functools.cache(
-            lambda: (
-                load_model(config.model, device=devices[0])
-                if needs_weights_here(config)
-                else load_outline(config.model)
-            )
-        )
-        # First: one elsewhere loads the model while we do, and one here copies the weights before the trainer casts
-        # them or adds adapters.
+        again = kept is not None
         async with AsyncExitStack() as on_error:  # an engine may be a process: nobody else would end it
-            engine = build_engine(EngineSetup(config, model, most_threads(config), logs=logs))
-            on_error.push_async_callback(engine.close)
-            loaded = model()
+            if kept is None:
+                kept = Kept.begin(config, devices[0], logs)
+                on_error.push_async_callback(kept.close)
+            loaded, engine, observed = kept.model.renewed() if again else kept.model(), kept.engine, kept.observed
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
             trainer = build_trainer(config, loaded, engine)
             on_error.callback(trainer.close)
-            observed = build_rewarder(config, training=True)
             scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
             pool = observed.rewarder
             setup = EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size)
@@ -126,6 +167,8 @@ class Parts:
             elif isinstance(environment, ClassEnvironment):
                 environment.states.say = say
             parts = cls(
+                kept=kept,
+                again=again,
                 loaded=loaded,
                 trainer=trainer,
                 lifecycle=driver.lifecycle,
@@ -144,12 +187,22 @@ class Parts:
             on_error.pop_all()
         return parts
 
-    async def close(self) -> None:
-        """End what is in flight, the backend, the engine and the reward workers, each even if another fails."""
+    async def close(self, *, keep: bool = False) -> None:
+        """End what is in flight, the backend, the engine and the reward workers, each even if another fails.
+
+        `keep`: the backend is lost; engine and reward workers go on.
+        """
         async with AsyncExitStack() as parts:
-            parts.push_async_callback(self.rewarder.close)
-            parts.push_async_callback(self.engine.close)
-            parts.callback(self.trainer.close)
+            if not keep:
+                parts.push_async_callback(self.kept.close)
+            parts.callback(self._close_lost_backend if keep else self.trainer.close)
             if self.server is not None:
                 parts.push_async_callback(self.server.close)
             await self.driver.abandon()
+
+    def _close_lost_backend(self) -> None:
+        """What of it cannot be ended has ended by itself."""
+        try:
+            self.trainer.close()
+        except Exception as error:  # boundary: it is not what it was
+            self.driver.say(f"the backend that is lost could not be closed ({error}): the run goes on without it")

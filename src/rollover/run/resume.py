@@ -1,4 +1,5 @@
-"""The way back (`--resume`): the newest checkpoint, what the journal tells after it, and where the run goes on.
+"""The way back: the newest checkpoint, what the journal tells after it, and where the run goes on. For `--resume`, and
+for a run whose backend was lost (restart.py).
 
     load_snapshot ──▶ Replay: steps are trained again    ──▶ weights to the engine ──▶ files cut to there ──▶ the loop
                   └─▶ RollBack: they are given up
@@ -31,7 +32,7 @@ from rollover.types import Group
 
 
 class Resume:
-    """Takes one run to where its earlier process ended. Its parts have not done anything yet."""
+    """Takes one run to where its earlier process ended, or had to begin again. Its parts have not done anything yet."""
 
     def __init__(
         self,
@@ -51,6 +52,11 @@ class Resume:
         self.trackers = directory.trackers
         # Of the newest step that was trained again: what its row is made of.
         self._trained_again: tuple[list[Group], Batch, dict[str, float], int] | None = None
+
+    @property
+    def newest_groups(self) -> list[Group] | None:
+        """The groups of the newest step that was trained again; None where none was."""
+        return None if self._trained_again is None else self._trained_again[0]
 
     async def restore(self) -> int:
         """Go on from the checkpoint that is to be resumed and its journal; without either the run begins again.
@@ -74,6 +80,8 @@ class Resume:
             journaling.discard()
             lost = f", and no journal tells of its {num_steps} steps, which are lost" if num_steps else ""
             self.trackers.on_message(f"the run ended before its first checkpoint{lost}: it begins again")
+            if parts.again and self.hand_over.needed:  # the engine may have the weights of steps that are lost
+                await self.hand_over.hand_over_weights()
             return -1
         held = bool(parts.lifecycle.cache.groups or sum(file.num_records for file in files) > 1)
         resume_rules.refuse(directory.changes, held=held)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from rollover.track.tracker import Row, Tracker
+from rollover.track.tracker import Cut, Row, Tracker
 
 PATIENCE = 5  # steps in a row
 
@@ -101,6 +101,9 @@ class Health(Tracker):
         self._ranges = [wanted for wanted in RANGES if wanted.key not in passed_over]
         self._out: Counter[str] = Counter()
         self._said: set[str] = set()
+
+    def truncate(self, cut: Cut) -> None:
+        self._out.clear()
 
     def on_step(self, row: Row) -> None:
         for warning in self.look({key: value for key, value in row.items() if value is not None}):

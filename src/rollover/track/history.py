@@ -89,6 +89,11 @@ class RunHistory(Tracker):
             "lifetimes": self.lifetimes.state_dict(),
         }
 
+    def begin_anew(self) -> None:
+        """Forget all that is not in trace.jsonl: the run goes back to a checkpoint, or to its start."""
+        self._stands_at = None
+        self.load_state_dict({}, (), 0)
+
     def load_state_dict(self, state: Mapping[str, Any], groups: Iterable[Group], version: int) -> None:
         """`groups`: the held ones; `version`: the trainer's. A checkpoint older than this record has the state {}."""
         now = state.get("seconds", 0.0)

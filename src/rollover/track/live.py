@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollover.track.tracker import Row, RunInfo, Tracker
+from rollover.track.tracker import Cut, Row, RunInfo, Tracker
 from rollover.track.waits import Verdict, verdict
 
 Mode = Literal["auto", "rich", "plain", "off"]
@@ -142,6 +142,11 @@ class LiveView(Tracker):
         if name != self._phase:
             self._phase = name
             self._phase_start = self._clock()
+
+    def truncate(self, cut: Cut) -> None:
+        self._row, self._verdict, self._trend, self._previous_trend = {}, None, None, None
+        self._rewards.clear()
+        self._step_times.clear()
 
     def on_step(self, row: Row) -> None:
         self._row, self._verdict = row, verdict(row)

@@ -326,6 +326,7 @@ METRICS: list[Metric] = [
     Metric("train/threads", "mean", "threads", "Mean CPU threads of this step's micro-batches, by time."),
     Metric("train/masked_rollouts", "sum", "rollouts", "Rollouts that filters.mask_* or roles took out of the loss."),
     Metric("train/masked_tokens", "sum", "tokens", "Their sampled tokens, which are in tokens/trained all the same."),
+    Metric("train/restarts", "counter", "restarts", "Losses of the trainer's backend after which the run went on."),
     Metric("train/skipped_steps", "sum", "updates", "Optimizer steps skipped because a gradient was not finite."),
     Metric("grad_norm", "mean", "", "Global gradient norm before clipping."),
     Metric("learning_rate", "last", "", "Learning rate of the step's last optimizer step."),

@@ -75,7 +75,8 @@ class Tracker:
         """Once, before everything else. Nothing is loaded yet."""
 
     def truncate(self, cut: Cut) -> None:
-        """Forget what comes after `cut`: the run begins or goes on there. Before the first step of a process."""
+        """Forget what comes after `cut`: the run begins or goes on there. Before the first step of a process, and where
+        the trainer's backend was lost."""
 
     def on_step(self, row: Row) -> None:
         """A step was trained: its row of metrics.jsonl (docs/metrics.md)."""

@@ -7,11 +7,11 @@ import torch
 from rollover.config import AlgorithmConfig, Config, DistillConfig, LoraConfig, TrainConfig
 from rollover.config.backend import BACKENDS
 from rollover.engine.protocol import Engine
-from rollover.functions import make_named
+from rollover.functions import FunctionError, make_named
 from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import LoadedModel
 from rollover.models.team import Team
-from rollover.trainer.backend import BackendSetup, TrainerBackend
+from rollover.trainer.backend import BackendLost, BackendSetup, TrainerBackend
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.own_backend import OwnBackend
 from rollover.trainer.teacher import load_teacher
@@ -20,13 +20,19 @@ from rollover.trainer.trainer import Trainer
 
 def build_trainer(config: Config, loaded: LoadedModel, engine: Engine | None = None) -> Trainer:
     """The trainer, on the backend that backend.type names, goes on with the model that is `loaded`, in float32.
-    `engine`: what the backend may sample with. ValueError if a function of one's own gives no backend."""
+    `engine`: what the backend may sample with. ValueError if a function of one's own gives no backend;
+    BackendLost where it is lost while it is made."""
     staleness = max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0)
     team = Team.of(config.run, pick_device(config.model.device))
     _refuse_uncorrected(config.train, config.algorithm, staleness)
     setup = BackendSetup(config, loaded, team, staleness, engine)
     kind = config.backend.type
-    backend = make_named("backend.type", kind, BACKENDS, setup, TrainerBackend, "a trainer's backend")
+    try:
+        backend = make_named("backend.type", kind, BACKENDS, setup, TrainerBackend, "a trainer's backend")
+    except FunctionError as error:
+        if isinstance(error.__cause__, BackendLost):
+            raise error.__cause__ from None
+        raise
     if kind not in BACKENDS:
         backend = OwnBackend(backend, kind)
     return Trainer(backend, config.train, config.algorithm, team, config.distill)

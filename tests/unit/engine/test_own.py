@@ -314,3 +314,17 @@ def test_what_fails_at_the_close_is_raised_within_an_except_of_the_program() -> 
 
 def test_what_it_has_beside_the_contract_can_be_read() -> None:
     assert own(queue_length=3).queue_length == 3
+
+
+def test_what_weights_raise_while_they_are_taken_is_not_the_engines_fault() -> None:
+    async def load_weights(version: int, tensors: Any) -> WeightLoad:
+        return WeightLoad(len(list(tensors)), 0.0)
+
+    def weights() -> Any:
+        yield "first", None
+        raise ConnectionError("rank 1 has ended")
+
+    engine = own(load_weights=load_weights)
+    with pytest.raises(ConnectionError, match="^rank 1 has ended$"):
+        asyncio.run(engine.load_weights(1, weights()))
+    assert asyncio.run(engine.load_weights(1, [("first", None)])).num_bytes == 1  # type: ignore[list-item]

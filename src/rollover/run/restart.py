@@ -1,0 +1,245 @@
+"""A run that outlives its trainer's backend: where that is lost, it goes on from its newest checkpoint and journal.
+
+    Run ──BackendLost──▶ park (the journal has the tokens) ──▶ close what was the backend's ──▶ Run anew ──▶ Resume
+                              engine, reward workers, lock, trackers, hooks and signals stay ──┘
+
+It does what a kill and `--resume` do, in one process: there is no second way back (resume.py). Owns the present `Run`,
+and what is kept from one to the next. Never trains, and never decides what is lost.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from rollover.config import Config
+from rollover.run.blocked_warning import BlockedWarning
+from rollover.run.directory import RunDirectory
+from rollover.run.hooks import Hooks
+from rollover.run.loop import Run, Step
+from rollover.run.losses import Losses
+from rollover.run.option_changes import OptionChanges
+from rollover.run.parts import Kept, Parts
+from rollover.run.stop import Stop
+from rollover.track.history import RunHistory
+from rollover.track.summary import RunSummary
+from rollover.track.tracker import Cut, RunInfo
+from rollover.trainer.backend import BackendLost
+
+Result = TypeVar("Result")
+
+
+@asynccontextmanager
+async def running(
+    config: Config, directory: RunDirectory, stop: Stop, resume_command: str
+) -> AsyncIterator[LastingRun]:
+    """Set up a run in its directory and (--resume) go on with it before the block, and close all of it after the block.
+
+    An error in the block is followed by a checkpoint of what there is, and so is the end of a block that took not all
+    steps. `resume_command`: what to type to go on with it.
+    """
+    info = RunInfo(config.run.name, directory.path, config.model_dump(mode="json"), resumed=directory.resume)
+    with directory.trackers as trackers:
+        trackers.on_start(info)
+        hooks = Hooks(config, stop, BlockedWarning(trackers.on_message))
+        run = LastingRun(config, directory, hooks, stop, resume_command)
+        try:
+            await run.begin()
+            async with hooks.training(info):
+                try:
+                    yield run
+                    await run.end()
+                except Exception as error:
+                    await run.rescue(error)
+                    raise
+            trackers.the(RunHistory).flush()
+        finally:
+            await run.close()
+
+
+class LastingRun:
+    """A run in its directory, over losses of its backend: `begin`, then what is wanted of it, then `close`.
+
+    Everything but `begin`, `rescue` and `close` goes on where the backend is lost; BackendLost after
+    cluster.max_restarts losses without a step in between. A run that is being stopped then ends instead.
+    """
+
+    def __init__(self, config: Config, directory: RunDirectory, hooks: Hooks, stop: Stop, resume_command: str) -> None:
+        self.config, self.directory, self.hooks, self.stop = config, directory, hooks, stop
+        self.trackers, self.resume_command = directory.trackers, resume_command
+        self.changes, self.losses = OptionChanges(config), Losses(config.cluster.max_restarts)
+        self._kept: Kept | None = None
+        self._run: Run | None = None  # None: there is none any more
+        self._number = 0  # of the present run: one more with every loss
+        self._newest = 0  # number of the newest step that was told
+        self._untold: Step | None = None  # trained again, after a loss before it was told
+        self._version = 0  # as far as it is known
+
+    @property
+    def policy_version(self) -> int:
+        """Training steps made by the trainer's present weights; of those that were lost, while there are none."""
+        return self._version if self._run is None else self._run.parts.trainer.policy_version
+
+    async def begin(self) -> None:
+        """Go on where an earlier process ended, or begin."""
+        try:
+            return await self._build()
+        except BackendLost as error:
+            why = str(error)
+        await self._restart(why)
+
+    async def steps(self) -> AsyncGenerator[Step, None]:
+        """All steps and evaluations that are left. A stop ends it early; so may whoever asks for no more of them.
+
+        After a loss of the backend steps come again whose weights are lost, with their numbers, unless they were
+        trained again on the same groups (checkpoint.lost_steps).
+        """
+        steps: AsyncGenerator[Step, None] | None = None
+        of = 0  # the number of the run whose steps these are: the run itself would be kept alive by this loop
+
+        async def following(run: Run) -> Step | None:
+            nonlocal steps, of
+            if self._untold is not None:
+                step, self._untold = self._untold, None
+                return step
+            if steps is not None and of != self._number:
+                await steps.aclose()
+                steps = None
+            if steps is None:
+                steps, of = run.steps(), self._number
+            return await anext(steps, None)
+
+        try:
+            while (step := await self._lasting(following)) is not None:
+                self.losses.on_step(step.number)
+                self._newest = max(self._newest, step.number)
+                yield step
+        finally:
+            if steps is not None:
+                await steps.aclose()
+
+    async def checkpoint(self) -> None:
+        """Write a checkpoint, if anything happened since the last."""
+        await self._lasting(lambda run: run.checkpointing.checkpoint())
+
+    async def evaluate(self) -> dict[str, Any] | None:
+        """See HeldOut.evaluate."""
+        return await self._lasting(lambda run: run.held_out.evaluate())
+
+    async def end(self) -> None:
+        """No more is wanted of it: a checkpoint, unless all steps were made or a stop was requested."""
+        if self._run is not None and not self._run.ended:
+            await self.checkpoint()
+
+    async def rescue(self, error: Exception) -> None:
+        """See Checkpointing.rescue. Without a backend there is nothing to add to what is on the disk."""
+        if self._run is not None:
+            await self._run.checkpointing.rescue(error)
+
+    def summary(self) -> RunSummary:
+        """Of a run that has come to its end."""
+        assert self._run is not None
+        return self._run.summary()
+
+    async def close(self) -> None:
+        """End everything."""
+        if self._run is not None:
+            await self._run.close()
+        elif self._kept is not None:
+            await self._kept.close()
+
+    # Private
+
+    async def _lasting(self, work: Callable[[Run], Awaitable[Result]]) -> Result | None:
+        """What `work` gives, with another run if the backend of the first is lost. None where there is no run."""
+        while self._run is not None:
+            try:
+                found = await work(self._run)
+                self._version = self._run.parts.trainer.policy_version
+                return found
+            except BackendLost as error:
+                why = str(error)  # and not the error: it holds what was the backend's
+            await self._restart(why)
+        return None
+
+    async def _restart(self, why: str) -> None:
+        """The backend was lost. Afterwards there is a run again, or none if a stop is requested. BackendLost after too
+        many losses."""
+        while True:
+            self.losses.on_loss()
+            self.trackers.on_message(f"the trainer's backend is lost: {why}")
+            await self._part()
+            if self.stop.requested:
+                self.trackers.on_message(
+                    f"stopped without a checkpoint, as there is no backend; continue with:\n  {self.resume_command}"
+                )
+                return
+            if self.losses.too_many:
+                raise BackendLost(
+                    f"the trainer's backend was lost {self.losses.in_a_row} times without a step in between"
+                    f" (cluster.max_restarts = {self.losses.most}), the last time: {why}. Mend that, and continue with:"
+                    f"\n  {self.resume_command}"
+                )
+            self.trackers.on_message(
+                f"restart {self.losses.in_a_row} of {self.losses.most} without a step in between: the run goes on from"
+                " what is on the disk, with the same engine and reward workers"
+            )
+            try:
+                return await self._build()
+            except BackendLost as error:
+                why = str(error)
+
+    async def _part(self) -> None:
+        """Park what runs, and close the run that has lost its backend."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        driver = run.parts.driver
+        try:
+            await driver.interrupt_all()  # scores are waited for: a worker whose call is given up is started again
+        except Exception:  # the engine is gone, say: what it had not returned is lost
+            await driver.abandon()
+        # What is kept of them in the engine may be of weights that are lost.
+        held = run.parts.lifecycle.cache.groups.values()
+        run.parts.engine.release([rollout.rollout_id for group in held for rollout in group.rollouts])
+        await _close(run)
+        self.directory.on_restart()
+
+    async def _build(self) -> None:
+        """A run that has begun, or gone on."""
+        history = self.trackers.the(RunHistory)
+        if self._kept is not None:
+            gc.collect()  # what was the backend's refers to itself, and may be as large as what comes now
+            history.begin_anew()
+        if not self.directory.resume:
+            self.directory.truncate(Cut(-1))  # an evaluation may have been written before the first step
+        self.trackers.on_phase("loading the model")
+        logs = self.directory.logs
+        parts = await Parts.build(self.config, self.trackers.on_message, history, logs, self._kept)
+        self._kept = parts.kept
+        try:
+            run = Run(
+                self.config, parts, self.directory, self.hooks, self.stop, self.changes, self.losses,
+                self.resume_command,
+            )  # fmt: skip
+        except BaseException:
+            await parts.close(keep=True)
+            raise
+        try:
+            newest = await run.begin()
+        except BaseException:
+            await _close(run)
+            self.directory.on_restart()
+            raise
+        self._run, self._version = run, parts.trainer.policy_version
+        self._number += 1
+        self._untold = newest if newest is not None and newest.number > self._newest else None
+
+
+async def _close(run: Run) -> None:
+    """What is kept goes on. An event of what still winds down is none of the run's that comes next."""
+    run.parts.lifecycle.on_event = lambda event: None
+    run.stop.on_stop = lambda: None
+    await run.close(keep=True)

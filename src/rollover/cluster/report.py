@@ -45,6 +45,13 @@ def node_lines(config: Config, placement: Placement) -> list[str]:
     return [*lines, *(f"  {url:<{width}}  {what}" for url, what in others.items())]
 
 
+def summary(placement: Placement) -> str:
+    """The placement in one line: how many of each role, and on how many nodes."""
+    roles = {"rank": placement.ranks, "server": placement.servers, "reward pool": placement.pools}
+    said = [f"{many(len(on), role)} on {len(set(on))}" for role, on in roles.items() if on]
+    return f"{described(placement.nodes)} (cluster.num_nodes): {', '.join(['the controller on 1', *said])}"
+
+
 def roles_on(config: Config, placement: Placement, name: str) -> list[str]:
     """What is on a node, in words."""
     roles = [_controller(config)] if name == placement.driver else []

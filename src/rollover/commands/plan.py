@@ -28,18 +28,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     resolved = load(args.files, overrides, require_sources=False)
+    from rollover.config.load import COMMAND_LINE
     from rollover.files import atomic_write_text, check_output_file
     from rollover.sim.planned import planned
     from rollover.sim.report import as_text
 
-    config = with_arguments(resolved.config, args)
+    config, given = with_arguments(resolved.config, args)
+    origin = resolved.origin | {f"plan.{name}": COMMAND_LINE for name in given}
     if args.svg is not None:
         check_output_file(args.svg, "--svg")
 
     def say(text: str) -> None:
         to_stderr(f"rollover: plan: {text}")
 
-    plan, sources, draw = planned(replace(resolved, config=config), args.from_run, say)
+    plan, sources, draw = planned(replace(resolved, config=config, origin=origin), args.from_run, say)
     if args.svg is not None:
         atomic_write_text(args.svg, draw())
     if args.json:
@@ -49,11 +51,14 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     return 0
 
 
-def with_arguments(config: Config, args: argparse.Namespace) -> Config:
-    """The configuration with the verb's own options; a step of another size keeps its proportions."""
+def with_arguments(config: Config, args: argparse.Namespace) -> tuple[Config, list[str]]:
+    """The configuration with the verb's own options, and the keys of [plan] that they set.
+
+    A step of another size keeps its proportions.
+    """
     given: dict[str, Any] = {}
     if args.devices is not None:
-        trainers = args.trainers or 0
+        trainers = config.plan.trainers if args.trainers is None else args.trainers
         if args.engines is not None or trainers >= args.devices:
             raise ValueError(
                 f"--devices {args.devices} are engines and trainers together: give --trainers (fewer) with it, or"
@@ -72,7 +77,7 @@ def with_arguments(config: Config, args: argparse.Namespace) -> Config:
         if in_flight != "auto":
             in_flight = round(in_flight / rollout.groups_per_step * groups)
         rollout = rollout.model_copy(update={"groups_per_step": groups, "in_flight_groups": in_flight})
-    return config.model_copy(update={"plan": plan, "rollout": rollout})
+    return config.model_copy(update={"plan": plan, "rollout": rollout}), list(given)
 
 
 VERB = Verb("Predict speed, idleness, staleness and waste of a configuration, without running it.", run, arguments)

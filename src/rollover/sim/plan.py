@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rollover.config import Config, PlanConfig
@@ -99,7 +99,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole answer. `best`: the fastest variant within the staleness that the configuration allows."""
+    """The whole answer. `best`: the fastest variant within the staleness that the configuration allows.
+
+    `nodes`: the roles that each node of [cluster] would have, and `placed`, the same in one line; empty where
+    everything is on this machine, or [plan] has other engines and trainers than the rest of the configuration.
+    """
 
     config: RolloutConfig
     assumed: PlanConfig
@@ -108,6 +112,8 @@ class Plan:
     synchronous: Figures
     variants: list[Variant]
     best: Variant
+    nodes: dict[str, list[str]] = field(default_factory=dict)
+    placed: str = ""
 
     @property
     def speedup(self) -> float:
@@ -120,6 +126,7 @@ class Plan:
             "rollout": self.config.model_dump(mode="json"),
             "assumed": self.assumed.model_dump(mode="json"),
             "slots_per_engine": self.slots_per_engine,
+            "nodes": self.nodes,
             "figures": asdict(self.figures),
             "synchronous": asdict(self.synchronous),
             "speedup": self.speedup,

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rollover.cluster.plan import placement_of
+from rollover.cluster.report import roles_on, summary
 from rollover.config import Config
+from rollover.config.cluster import planned_devices
 from rollover.config.load import Resolved
+from rollover.config.schema import default_of
 from rollover.files import did_you_mean_path
 from rollover.sim.plan import Plan, make_plan, speeds_of_run
 from rollover.sim.played import Played
 from rollover.sim.timeline import timeline
+from rollover.system import cores
 from rollover.track.recorder import read_rollouts
 from rollover.track.trace import TRACE
 
@@ -24,7 +30,8 @@ def planned(
 ) -> tuple[Plan, dict[str, str], Callable[[], str]]:
     """(the plan, who set each value of [plan] that is not its default, what draws its first steps as SVG).
 
-    ValueError where the files of `from_run` cannot be planned with. `say` is told what is being done.
+    ValueError where the files of `from_run` cannot be planned with, or [cluster] has no room for the processes. `say`
+    is told what is being done.
     """
     config = resolved.config
     sources = {k.removeprefix("plan."): v for k, v in resolved.origin.items() if k.startswith("plan.")}
@@ -35,7 +42,21 @@ def planned(
         sources |= {key: "run" for key in (*measured, "lengths")}
     elif config.plan.turns == 1 and (named := _names_turns(config)):
         say(f"{named} makes episodes of several turns, which are planned as one turn each: set plan.turns")
-    return make_plan(config, observed, progress=say), sources, lambda: timeline(config, observed)
+    nodes = _nodes(config)  # what has no room says so at once
+    plan = make_plan(config, observed, progress=say)
+    return replace(plan, **nodes), sources, lambda: timeline(config, observed)
+
+
+def _nodes(config: Config) -> dict[str, Any]:
+    """`nodes` and `placed` of a `Plan`. DoesNotFit (a ValueError) where [cluster] has no room."""
+    own = {key: number for key, (number, _) in planned_devices(config).items()}
+    plan = config.plan
+    asked = {"plan.engines": plan.engines, "plan.trainers": plan.trainers}
+    if config.cluster.type == "none" or any(own.get(key, default_of(key)) != asked[key] for key in asked):
+        return {}
+    placement = placement_of(config, cores())
+    nodes = {node.name: roles_on(config, placement, node.name) for node in placement.nodes}
+    return {"nodes": nodes, "placed": summary(placement)}
 
 
 def _read_run(directory: Path, say: Callable[[str], None]) -> tuple[list[list[int]], dict[str, Any]]:

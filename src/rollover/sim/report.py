@@ -30,7 +30,9 @@ def _assumptions(plan: Plan, sources: dict[str, str]) -> list[str]:
         f"Step         {r.groups_per_step:,} groups x {r.group_size}, at most {r.max_new_tokens:,} tokens; {lengths}"
         f" ({where['lengths']})",
         *_turns(plan, where),
-        f"Devices      {a.engines:,} engines x {plan.slots_per_engine} slots, {trainers}",
+        f"Devices      {a.engines:,} engines x {plan.slots_per_engine} slots ({where['engines']}), {trainers}"
+        f" ({where['trainers']})",
+        *([f"Nodes        {plan.placed}"] if plan.placed else []),
         f"Decode step  {speeds} by batch size ({where['decode_step_s']})",
         f"Training     {a.train_tokens_per_s:,.0f} tokens/s a device ({where['train_tokens_per_s']}); weights live"
         f" after {a.weight_sync_s:g} s ({where['weight_sync_s']}); prefill {a.prefill_tokens_per_s:,.0f} tokens/s"

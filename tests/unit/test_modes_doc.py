@@ -44,6 +44,7 @@ def test_the_table_has_every_mode_once_in_order() -> None:
     assert all(tuple(row) == HEADER for row in ROWS.values())
     of_no_mode = {
         "quickstart.toml",
+        "apr_qwen3_4b_2node.toml",
         "calculator.toml",
         "calculator_agent.toml",
         "guess_number.toml",

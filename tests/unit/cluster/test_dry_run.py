@@ -41,6 +41,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["vllm"], "controller with trainer, vllm server 0"),
         (["vllm", "--engine.num_servers", "3", "--engine.server", "embedded", "--engine.vllm_args", "[]"],
          "controller with trainer, embedded servers 0 to 2"),
+        (["quickstart", "--backend.type", "ranks"], "controller with engine, ranks 0 to 1"),
+        (["vllm", "--backend.type", "ranks", "--backend.num_ranks", "1"], "controller, rank 0, vllm server 0"),
         (["quickstart", "--engine.kind", "mine.py:engine", "--backend.type", "mine:backend"],
          "controller with trainer (mine:backend) and engine (mine.py:engine)"),
         (["quickstart", "--backend.type", "tinker", "--model.lora.rank", "8", "--model.dtype", "bfloat16"],
@@ -77,6 +79,15 @@ def test_nodes_say_what_they_have_left(capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
+def test_the_recipe_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "train", str(SRC.parent / "configs" / "apr_qwen3_4b_2node.toml"), "--dry-run")[:-1] == [
+        "training    Qwen/Qwen3-4B: 110 steps of 128 groups x 8 rollouts",
+        "nodes       2 nodes of 8 GPUs and 64 CPUs (cluster.num_nodes)",
+        "  node-1  controller, ranks 0 to 7, reward pool of 16 workers; 8 of 8 GPUs, 16 of 64 CPUs",
+        "  node-2  vllm servers 0 to 7; 8 of 8 GPUs",
+    ]
+
+
 def test_a_laptop_is_a_cluster_of_one_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, *VLLM, "--cluster.type", "ray")[1:-1] == [
         "nodes       1 node of 4 CPUs (cluster.num_nodes)",
@@ -91,9 +102,11 @@ def test_a_laptop_is_a_cluster_of_one_node(capsys: pytest.CaptureFixture[str]) -
         (["--rewards.num_workers", "17"], "the largest has 16: 1 node is missing. More such nodes do not help"),
         (["--engine.num_servers", "12"], "so 5 GPUs are missing. 2 such nodes are enough (cluster.num_nodes)"),
         (["--cluster.gpus_per_server", "9"], "room for 0, so 9 GPUs are missing. More such nodes do not help"),
+        (["--backend.type", "ranks", "--backend.num_ranks", "20"],
+         "20 ranks (backend.num_ranks) of 1 GPU each: there is room for 7 beside 1 server, so 13 GPUs are missing. 3"),
         (["--cluster.reward_nodes", "3"], "2 nodes are missing. 3 such nodes are enough"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_says_what_is_missing(
     capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
@@ -105,9 +118,10 @@ def test_the_configuration_is_checked(capsys: pytest.CaptureFixture[str]) -> Non
     assert "rollout.grup_size" in refused(capsys, "train", "quickstart", "--dry-run", "--rollout.grup_size", "4")
 
 
-def test_nothing_heavy_is_loaded_and_nothing_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["quickstart", "apr_qwen3_4b_2node"])
+def test_nothing_heavy_is_loaded_and_nothing_is_written(tmp_path: Path, recipe: str) -> None:
     code = (
-        "import sys; from rollover import cli; code = cli.main(['train', 'quickstart', '--dry-run'])\n"
+        f"import sys; from rollover import cli; code = cli.main(['train', '{recipe}', '--dry-run'])\n"
         "heavy = {'torch', 'transformers', 'ray', 'vllm', 'aiohttp'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "sys.exit(code)\n"
@@ -115,4 +129,4 @@ def test_nothing_heavy_is_loaded_and_nothing_is_written(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "controller with trainer and engine" in done.stdout and list(tmp_path.iterdir()) == []
+    assert "  controller" in done.stdout and list(tmp_path.iterdir()) == []

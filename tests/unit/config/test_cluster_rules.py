@@ -91,6 +91,10 @@ URLS = ("engine.urls", '["http://a:1", "http://b:1"]')
             [REMOTE, ("engine.num_servers", "3"), ("cluster.type", "ray")],
             (3, 1, "derived from engine.num_servers", "derived from cluster.type"),
         ),
+        (
+            [REMOTE, URLS, ("backend.type", "ranks"), ("backend.num_ranks", "6")],
+            (2, 6, "derived from engine.urls", "derived from backend.num_ranks"),
+        ),
         ([("engine.device", "cuda:1")], (1, 1, "", "derived from engine.device")),
         (
             [REMOTE, URLS, ("plan.engines", "7"), ("plan.trainers", "0")],

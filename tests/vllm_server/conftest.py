@@ -8,10 +8,7 @@ import pytest
 import torch
 
 import tiny
-from vllm_server.serving import VllmServer, alive, descendants, memory_files, wait_until
-
-# vLLM's attention for the CPU knows no smaller heads.
-SHAPE = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+from vllm_server.serving import SHAPE, VllmServer, alive, descendants, memory_files, wait_until, write_weights
 
 
 def reference(seed: int) -> Any:
@@ -56,3 +53,10 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         assert code == 0
     finally:
         running.close()
+
+
+@pytest.fixture
+def restored(server: VllmServer, old: Any, tmp_path: Path) -> None:
+    """The server has the weights that it started with, whatever the test before left."""
+    if server.label not in ("default", "t/0"):
+        assert server.update(write_weights(old, tmp_path), "t/0") == 200

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.protocol import ExtendRequest
+from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.types import Sample, SamplingParams, Segment, rollout_seed
 
 
@@ -22,7 +22,7 @@ def prompt(vocab: int, num_tokens: int, seed: int) -> tuple[int, ...]:
 
 def generate(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], new_tokens: int) -> None:
     """Continue all prompts at once, each by exactly new_tokens."""
-    asyncio.run(_extend(engine, prompts, [()] * len(prompts), new_tokens))
+    asyncio.run(extend_all(engine, prompts, [()] * len(prompts), new_tokens))
 
 
 # The second step caches the first token beyond the prompt: a prompt that fills its KV row moves to a longer one for it.
@@ -33,10 +33,10 @@ def decode_seconds(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], s
     """Wall seconds of so many decode steps of all at once: prefill and TOKENS_BEFORE tokens come before."""
 
     async def go() -> float:
-        first = await _extend(engine, prompts, [()] * len(prompts), TOKENS_BEFORE + steps, pause_after=TOKENS_BEFORE)
+        first = await extend_all(engine, prompts, [()] * len(prompts), TOKENS_BEFORE + steps, pause_after=TOKENS_BEFORE)
         generated = [tuple(of[-1].token_ids.tolist()) for of in first]
         started = time.perf_counter()
-        await _extend(engine, prompts, generated, steps)
+        await extend_all(engine, prompts, generated, steps)
         seconds = time.perf_counter() - started
         engine.release(map(str, range(len(prompts))))
         return seconds
@@ -44,14 +44,14 @@ def decode_seconds(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], s
     return asyncio.run(go())
 
 
-async def _extend(
-    engine: EmbeddedEngine,
+async def extend_all(
+    engine: Engine,
     prompts: Sequence[tuple[int, ...]],
     generated: Sequence[tuple[int, ...]],
     new_tokens: int,
     pause_after: int = 0,
 ) -> list[list[Segment]]:
-    """Without stop tokens, so that each gets all of its new tokens."""
+    """Continue all of them at once, as rollouts "0", "1", ..., without stop tokens: each gets all of its new ones."""
     requests = [
         ExtendRequest(
             str(i),

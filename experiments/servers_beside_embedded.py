@@ -45,7 +45,8 @@ class System:
 
     def decode(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Continue all of them at once."""
-        self._runner.run(workload.extend_all(self._engine, prompts, [()] * len(prompts), NEW_TOKENS))
+        answers = self._runner.run(workload.extend_all(self._engine, prompts, [()] * len(prompts), NEW_TOKENS))
+        assert all(sum(map(len, segments)) == NEW_TOKENS for segments in answers)
         self._engine.release(map(str, range(len(prompts))))
 
     def __enter__(self) -> Self:

@@ -29,7 +29,7 @@ from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import LoadedModel, cast_parameters, load_model
 from rollover.models.team import prepare_process
 
-RUNS = 5
+RUNS = 3
 CASES = (1, 16, 64)
 PROMPT_TOKENS, NEW_TOKENS = 32, 128
 EAGER = ["--enforce-eager"]

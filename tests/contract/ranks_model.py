@@ -7,6 +7,7 @@ from typing import Any
 
 import tiny
 from rollover.config import Config
+from rollover.models.devices import pick_device
 from rollover.models.load import load_model
 from rollover.models.team import Team
 from rollover.trainer.backend import BackendSetup
@@ -32,7 +33,7 @@ def config(model: Path, *, dtype: str = "float32", num_ranks: int = 2, **tables:
 
 
 def setup(of: Config, *, max_staleness: int = 2, engine: Any = None) -> BackendSetup:
-    return BackendSetup(of, load_model(of.model), Team(), max_staleness, engine)
+    return BackendSetup(of, load_model(of.model, device=pick_device(of.model.device)), Team(), max_staleness, engine)
 
 
 def pair(of: Config, ranks: Ranks) -> tuple[RanksBackend, LocalBackend]:

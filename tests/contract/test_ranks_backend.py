@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import tiny
 from contract import ranks_model, trainer_contract
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.trainer.backend import Stream
@@ -141,6 +142,30 @@ def test_gradients_of_parts_of_a_step_add_up_on_ranks(folder: Path, two: LocalRa
             backend.forward_backward(part, dataclasses.replace(Counts.of(part), divided=False))
     ours, theirs = (b.optim_step(divisor=Counts.of(SAMPLES).tokens) for b in (ranks, local))
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "changes"),
+    [
+        ("qwen3", "bfloat16", {"tie_word_embeddings": False}),
+        ("gemma3_text", "float32", {}),
+    ],
+)
+def test_other_families_and_recomputed_activations_train_as_in_one_process(
+    family: str, dtype: str, changes: dict[str, bool], two: LocalRanks, tmp_path: Path
+) -> None:
+    """An output layer of its own; buffers that are in no file; four layers, in two kinds."""
+    folder = tiny.save(tmp_path / family, family, **changes)
+    of = ranks_model.config(folder, dtype=dtype, train={"gradient_checkpointing": True, "learning_rate": 1e-3})
+    ranks, local = ranks_model.pair(of, two)
+    atol = 1e-5 if dtype == "float32" else 0.03
+    for step in range(2):
+        parts = spread(SAMPLES, 2)
+        expected = {k: v for part in parts for k, v in local.compute_logprobs(part).items()}
+        assert largest_difference(ranks.compute_logprobs(SAMPLES), expected) <= (atol if step else 0.0)
+        ours, theirs = (b.forward_backward(SAMPLES, Counts.of(SAMPLES)).totals() for b in (ranks, local))
+        assert ours["sum/loss"] == pytest.approx(theirs["sum/loss"], abs=atol)
+        assert ranks.optim_step()["grad_norm"] == pytest.approx(local.optim_step()["grad_norm"], rel=max(1e-4, atol))
 
 
 def test_what_the_model_cannot_be_given_is_refused_and_the_ranks_go_on(folder: Path, two: LocalRanks) -> None:

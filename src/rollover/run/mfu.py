@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from rollover.config import Config
 from rollover.config.backend import is_tinker
+from rollover.config.cluster import num_ranks
 from rollover.models.devices import dtype_of, engine_device, pick_device
 from rollover.models.peak import peak_flops
 
@@ -26,6 +27,8 @@ class Utilization:
         self.train_peak = self.generate_peak = peak_flops(trains_on, dtype, config.track.peak_tflops)
         if generates_on != trains_on:
             self.generate_peak = peak_flops(generates_on, dtype, config.track.peak_tflops)
+        if trains_on.type != "cpu":  # which all processes of a machine share
+            self.train_peak *= max(1, num_ranks(config))
 
     def of_step(self, row: Mapping[str, float], train_flops: float, generate_flops: float) -> dict[str, float]:
         """What trainer and engine computed for the step of this row. Where generation overlaps with training it has the

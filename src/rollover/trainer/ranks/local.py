@@ -24,7 +24,7 @@ from rollover.trainer.ranks.group import Answers, Failure
 
 HOST = "127.0.0.1"
 _POLL_S = 0.2
-_END_S = 5.0
+_END_S = 2.0
 _SAME_S = 30.0  # in which all refuse what one of them refuses; if they do not, they wait for that one
 
 

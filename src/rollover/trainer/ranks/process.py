@@ -13,6 +13,8 @@ import traceback
 from typing import Any
 
 from rollover.engine.process.wire import Channel
+from rollover.functions import FunctionError
+from rollover.models.allocator import keep_few_shapes, keep_freed_memory
 
 VALUE, FUNCTION, DISK, OTHER = "value", "function", "disk", "other"
 """Kinds of errors: what was asked for cannot be; a function of the user's own failed; a disk did; anything else."""
@@ -36,11 +38,12 @@ def serve(channel: Channel) -> None:
     prepare(channel.receive()["host"])
     os.dup2(2, 1)  # what a library prints is no output of a command
 
-    from rollover.models.allocator import keep_freed_memory
+    keep_freed_memory()
+    keep_few_shapes()
+
     from rollover.trainer.ranks import wire
     from rollover.trainer.ranks.rank import Rank
 
-    keep_freed_memory()
     rank = Rank()
     while True:
         try:
@@ -51,8 +54,6 @@ def serve(channel: Channel) -> None:
 
 
 def _answer(rank: Any, call: dict[str, Any]) -> dict[str, Any]:
-    from rollover.functions import FunctionError
-
     try:
         return {"found": rank.answer(call["verb"], call["values"])}
     except Exception as error:  # boundary: it is raised in the loop's process

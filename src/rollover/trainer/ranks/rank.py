@@ -73,7 +73,8 @@ class RankBackend(LocalBackend):
 
 
 class Rank:
-    """Answers the calls of one rank's process. Owns its backends: a run has one, tests have several at once."""
+    """Answers the calls of one rank's process. Owns its backends, by their numbers: a run has one, a program may
+    compare several."""
 
     def __init__(self) -> None:
         self._backends: dict[int, RankBackend] = {}
@@ -134,12 +135,9 @@ class Rank:
         counted = ModelFlops(**{**flops, "widths": dict(flops["widths"])})
         self._backends[backend] = RankBackend(*self._loaded.pop(backend), counted, self._device)
 
-    def _drop(self, backend: int) -> None:
-        self._backends.pop(backend, None)
-
 
 _OF_THE_PROCESS: dict[str, Callable[..., dict[str, Any] | None]] = {
-    "listen": Rank._listen, "join": Rank._join, "load": Rank._load, "build": Rank._build, "drop": Rank._drop,
+    "listen": Rank._listen, "join": Rank._join, "load": Rank._load, "build": Rank._build,
 }  # fmt: skip
 
 

@@ -1,0 +1,79 @@
+"""A rank that is killed or frozen ends all of them, and says so; so does one whose parent ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from contract import ranks_model
+from rollover.processes import has_ended
+from rollover.trainer.backend import BackendLost
+from rollover.trainer.objective import Counts
+from rollover.trainer.ranks.backend import RanksBackend, start_ranks
+from rollover.trainer.ranks.local import LocalRanks
+from samples import random_samples
+
+SAMPLES = random_samples(3, num_groups=4)
+LIMIT_S = 60.0  # of a machine with other things to do
+
+
+def wait_until(what: Callable[[], bool]) -> float:
+    """Seconds until `what` is so."""
+    started = time.monotonic()
+    while not what():
+        assert time.monotonic() - started < LIMIT_S
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+@pytest.fixture
+def idle() -> Iterator[LocalRanks]:
+    ranks = LocalRanks(3, 60.0)
+    yield ranks
+    ranks.close()
+
+
+def test_a_rank_that_ends_between_two_calls_takes_the_others_with_it(idle: LocalRanks) -> None:
+    os.kill(idle.pids[1], signal.SIGKILL)
+    wait_until(lambda: all(map(has_ended, idle.pids)))
+    for _ in range(2):
+        with pytest.raises(BackendLost, match="rank 1 of 3 was killed by SIGKILL .*: the other 2 were ended"):
+            idle.call("listen", {0: {"host": "127.0.0.1"}})
+
+
+def test_ranks_end_when_they_are_closed(idle: LocalRanks) -> None:
+    idle.close()
+    assert all(map(has_ended, idle.pids))
+    with pytest.raises(BackendLost, match="the ranks were ended"):
+        idle.call("listen", {0: {"host": "127.0.0.1"}})
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_rank_that_the_others_wait_for_is_noticed(frozen: bool, tmp_path: Path) -> None:
+    """A killed one at once; one that is frozen, and so keeps its connections, after the time limit."""
+    timeout_s = 5.0 if frozen else 10 * LIMIT_S
+    of = ranks_model.config(ranks_model.model_folder(tmp_path), backend={"rank_timeout_s": timeout_s})
+    ranks = start_ranks(of)
+    try:
+        backend = RanksBackend(ranks_model.setup(of), ranks)
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        killing = threading.Timer(0.5, os.kill, (ranks.pids[1], signal.SIGKILL))
+        if not frozen:
+            killing.start()
+        with pytest.raises(BackendLost) as lost:
+            backend.forward_backward(SAMPLES, Counts.of(SAMPLES))
+        wait_until(lambda: all(map(has_ended, ranks.pids)))
+        with pytest.raises(BackendLost):
+            backend.forget_gradients()
+    finally:
+        ranks.close()
+    if frozen:
+        assert "rank 0 of 2 failed (" in str(lost.value) or "rank 1 of 2 did not answer within 5 s" in str(lost.value)
+    else:
+        assert str(lost.value).startswith("rank 1 of 2 was killed by SIGKILL (in forward_backward): ")

@@ -1,0 +1,42 @@
+"""A run whose trainer is spread over ranks: what is generated, trained and written is what one process does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from safetensors.torch import load_file
+
+SEQUENTIAL = {"in_flight_groups": 3, "interrupt": "never", "max_staleness": None}
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:
+    for kind in ("local", "ranks"):
+        recipe = runs.write(
+            tmp_path / kind,
+            steps=3,
+            rollout=SEQUENTIAL,
+            run={"threads": 2 if kind == "ranks" else 1},
+            algorithm={"kl_coef": 0.01},
+            backend={"type": kind},
+        )
+        done = runs.rollover("train", recipe)
+        assert done.returncode == 0, done.stderr
+    local, ranks = rows(tmp_path / "local"), rows(tmp_path / "ranks")
+    assert len(local) == len(ranks) == 3
+    for ours, theirs in zip(ranks, local, strict=True):
+        for key in ("loss", "grad_norm", "entropy", "kl/reference", "reward/mean"):
+            assert ours[key] == pytest.approx(theirs[key], abs=1e-5), key
+    assert ranks[-1]["grad_norm"] > 0 and ranks[-1]["kl/reference"] > 0
+    models = [load_file(tmp_path / kind / "run" / "model" / "model.safetensors") for kind in ("local", "ranks")]
+    assert models[0].keys() == models[1].keys()
+    for name, weight in models[0].items():
+        torch.testing.assert_close(models[1][name], weight, atol=1e-5, rtol=0)

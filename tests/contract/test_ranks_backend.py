@@ -5,25 +5,33 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
 from contract import ranks_model, trainer_contract
+from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
+from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
-from rollover.trainer.backend import Stream
+from rollover.trainer.backend import Stream, TrainerBackend
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import micro_batches
 from rollover.trainer.ranks.backend import RanksBackend, start_ranks
 from rollover.trainer.ranks.local import LocalRanks
 from rollover.trainer.ranks.spread import spread
+from rollover.trainer.stored_tensors import StoredTensors
 from rollover.types import Sample
 from samples import random_samples
+from unit.trainer.shard_jobs import digests
 
 SAMPLES = random_samples(3, num_groups=5)
 
@@ -189,3 +197,88 @@ def test_the_model_is_saved_as_one_process_saves_it(dtype: str, folder: Path, tw
     ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("ranks", "local"))
     for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+# Checkpoints
+
+
+def keeping(folder: Path, dtype: str = "float32") -> Config:
+    """With weights that are kept beside the current ones."""
+    algorithm = {"kl_coef": 0.1, "proximal": "snapshot", "correction": "token_truncate"}
+    rollout = {"max_staleness": 2, "in_flight_groups": 6}
+    return ranks_model.config(folder, dtype=dtype, algorithm=algorithm, rollout=rollout)
+
+
+def step(backend: TrainerBackend) -> dict[str, float]:
+    reference = backend.compute_logprobs(SAMPLES, 0)
+    backend.forward_backward(SAMPLES, Counts.of(SAMPLES), {"reference": reference})
+    return backend.optim_step()
+
+
+def write(store: CheckpointStore, name: str, backend: RanksBackend) -> dict[str, Any]:
+    """A checkpoint of the backend alone; what JSON holds of it, as JSON has it."""
+    shards, meta = backend.save_shards()
+    store.write(name, {}, [("trainer-", shards)])
+    return json.loads(json.dumps(meta))
+
+
+def files(store: CheckpointStore, name: str) -> list[str]:
+    return list(store.open(name).values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_and_one_process_go_on_from_each_others_checkpoints_bit_for_bit(
+    dtype: str, folder: Path, two: LocalRanks, tmp_path: Path
+) -> None:
+    of = keeping(folder, dtype)
+    ranks, local = ranks_model.pair(of, two)
+    for _ in range(2):
+        step(ranks)
+    store = CheckpointStore(str(tmp_path / "checkpoints"), keep=2)
+    meta, written = write(store, "step-000002", ranks), digests(ranks.save_state()[0])
+    kinds = {"master", "exp_avg", "exp_avg_sq", "kept", "random"}
+    assert {name.partition("/")[0] for name in written} == kinds
+    lying = [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
+    assert {path.suffix for path in lying if path.name != "COMMITTED"} == {".safetensors", ".json"}
+
+    local.load_state(StoredTensors(files(store, "step-000002")), meta)
+    theirs, meta_again = local.save_state()
+    assert digests(theirs) == written and meta_again == meta and local.policy_version == 2
+
+    again = RanksBackend(ranks_model.setup(of), two)
+    again.load_shards(StoredTensors(files(store, "step-000002")), meta)
+    assert again.policy_version == 2 and step(again) == step(ranks)
+    assert digests(again.save_state()[0]) == digests(ranks.save_state()[0])
+
+    step(local)
+    theirs, meta = local.save_state()
+    assert digests(theirs) != written
+    safetensors.torch.save_file({k: t.contiguous() for k, t in theirs.items()}, tmp_path / "trainer-all.safetensors")
+    again.load_shards(StoredTensors([str(tmp_path / "trainer-all.safetensors")]), meta)
+    assert digests(again.save_state()[0]) == digests(theirs) and again.policy_version == 3
+
+
+def test_the_full_disk_of_a_rank_is_said_and_the_ranks_go_on(folder: Path, two: LocalRanks, tmp_path: Path) -> None:
+    ranks = RanksBackend(ranks_model.setup(keeping(folder)), two)
+    store = CheckpointStore(str(tmp_path), keep=2)
+    write(store, "step-000001", ranks)
+    step(ranks)
+    largest = resource.prlimit(two.pids[1], resource.RLIMIT_FSIZE)
+    resource.prlimit(two.pids[1], resource.RLIMIT_FSIZE, (1000, largest[1]))
+    try:
+        with pytest.raises(CheckpointWriteError, match=r"step-000002 could not be written.*too large \(rank 1\)"):
+            write(store, "step-000002", ranks)
+    finally:
+        resource.prlimit(two.pids[1], resource.RLIMIT_FSIZE, largest)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    meta = write(store, "step-000002", ranks)
+    assert meta["policy_version"] == 1 and store.list() == ["step-000001", "step-000002"]
+
+
+def test_a_state_of_another_model_is_refused_and_the_ranks_go_on(folder: Path, two: LocalRanks, tmp_path: Path) -> None:
+    ranks = RanksBackend(ranks_model.setup(ranks_model.config(folder)), two)
+    tensors, meta = ranks.save_state()
+    tensors = {name: t for name, t in tensors.items() if "embed" not in name}
+    with pytest.raises(ValueError, match=r"of another model .*embed_tokens.weight differs"):
+        ranks.load_state(tensors, meta)
+    assert step(ranks)["grad_norm"] > 0

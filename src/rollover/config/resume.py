@@ -70,6 +70,8 @@ FIXED = (
         while_held=True,
     ),
 )
+# Backends whose checkpoints are one another's: weights and optimizer, in one piece or in several.
+_SAME_STATE = {"local", "ranks"}
 # What a step makes of its groups: with other values it would end with other weights. (Sums in another order are not.)
 _TRAINING = (
     "algorithm.*", "distill.*", "train.*", "model.*", "filters.*", "replay.*", "rollout.max_new_tokens",
@@ -125,6 +127,8 @@ def refuse(changed: Sequence[Change], *, held: bool | None = None) -> None:
             )
             continue
         if is_same_but_for_code(change.old, change.new):
+            continue
+        if change.key == "backend.type" and {change.old, change.new} <= _SAME_STATE:
             continue
         fix = f"Set {change.key} = {_shown(change.old, whole=True)}"
         if is_live(change.old):

@@ -32,6 +32,7 @@ from rollover.track.tracker import Cut
 _CONFIG = "config.resolved.json"
 _CHECKPOINTED = "checkpointed"
 _FINISHED = "finished"
+_SHARED = "on_their_way"  # files of remote checkpoints, where ranks on other machines see them
 _FILES = (_CONFIG, "metrics.jsonl", "eval.jsonl", TRACE, LOCK, _CHECKPOINTED, _FINISHED)
 
 
@@ -57,7 +58,10 @@ class RunDirectory:
                     " that name. Remove the folder, or give another run.dir"
                 )
         metrics = self.path / "metrics.jsonl"
-        self.store = CheckpointStore(config.checkpoint.dir or str(self.path / "checkpoints"), config.checkpoint.keep)
+        shared = (self.path / _SHARED).absolute() if config.backend.type == "ranks" else None
+        self.store = CheckpointStore(
+            config.checkpoint.dir or str(self.path / "checkpoints"), config.checkpoint.keep, shared
+        )
         self.mirror = self.store.mirror(self.path)
         lost = resume and not metrics.exists()
         self.fetched_from = ""  # where the files of this run come from, if its machine was lost
@@ -82,6 +86,7 @@ class RunDirectory:
         config = self.config
         self.path.mkdir(parents=True, exist_ok=True)
         self.locks.append(DirectoryLock(self.path, "run.dir"))
+        shutil.rmtree(self.path / _SHARED, ignore_errors=True)  # of a process that was killed
         if config.checkpoint.dir and (folder := self.store.local_folder) is not None:
             folder.mkdir(parents=True, exist_ok=True)
             if not folder.samefile(self.path):

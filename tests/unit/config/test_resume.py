@@ -61,6 +61,24 @@ def test_refused_with_key_old_and_new_value_and_the_fix(tables: dict, while_held
         refuse(found, held=None)
 
 
+def backend_change(old: str, new: str) -> list[Change]:
+    before, after = (Config.model_validate({"backend": {"type": name}}, context=UNSETTLED) for name in (old, new))
+    return changes(before.model_dump(mode="json"), after)
+
+
+@pytest.mark.parametrize(("old", "new"), [("local", "ranks"), ("ranks", "local")])
+def test_one_process_and_ranks_go_on_from_each_others_checkpoints(old: str, new: str) -> None:
+    (change,) = backend_change(old, new)
+    assert change.key == "backend.type"
+    refuse([change], held=True)
+
+
+@pytest.mark.parametrize("others", ["ranks tinker", "tinker ranks", "tinker local", "ranks a:B"])
+def test_no_other_backends_do(others: str) -> None:
+    with pytest.raises(ValueError, match="as that backend wrote them"):
+        refuse(backend_change(*others.split()), held=False)
+
+
 def test_every_rule_of_the_table_is_held_by_one_of_these() -> None:
     from fnmatch import fnmatch
 

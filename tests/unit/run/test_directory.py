@@ -6,12 +6,14 @@ import json
 import socket
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
 from rollover.checkpoint.store import checkpoint_name
 from rollover.config import Config
+from rollover.config.table import UNSETTLED
 from rollover.run import directory as directory_module
 from rollover.run.directory import RunDirectory
 from rollover.track.tracker import Cut
@@ -230,3 +232,31 @@ def test_a_folder_where_a_file_of_the_run_belongs_is_named(tmp_path: Path, name:
     (tmp_path / "run" / name).mkdir(parents=True)
     with pytest.raises(ValueError, match=rf"cannot be used: {name} in it is a folder.* Remove the folder"):
         opened(tmp_path, resume)
+
+
+def test_files_of_remote_checkpoints_are_on_their_way_where_ranks_see_them(tmp_path: Path) -> None:
+    """In the run's folder, from which what a killed process left is removed."""
+    remote, seen = f"memory://directory-{uuid.uuid4().hex}", []
+
+    def write(folder: str) -> None:
+        seen.append(Path(folder))
+        Path(folder, "a").write_bytes(b"x")
+
+    tables = {"checkpoint": {"dir": remote}, "backend": {"type": "ranks"}}
+    of = Config.model_validate({"run": {"dir": str(tmp_path / "run")}} | tables, context=UNSETTLED)
+    directory = RunDirectory(of, resume=False)
+    directory.write_config()
+    directory.metrics.write(row(2))
+    directory.store.write(checkpoint_name(2), {}, [("", write)])
+    read = Path(directory.store.open(checkpoint_name(2))["a"])
+    directory.close()
+    way = seen[0].parent
+    assert way.parent == tmp_path / "run" and way.is_absolute() and read.is_relative_to(way)
+    (way / "left by a killed one").mkdir()
+    again = RunDirectory(of, resume=True)
+    assert not way.exists()
+    again.close()
+    alone = opened(tmp_path / "alone", checkpoint={"dir": remote + "-2"})
+    alone.store.write(checkpoint_name(2), {}, [("", write)])
+    assert not seen[1].is_relative_to(tmp_path)
+    alone.close()

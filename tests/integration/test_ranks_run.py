@@ -30,6 +30,8 @@ def test_a_run_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:
         )
         done = runs.rollover("train", recipe)
         assert done.returncode == 0, done.stderr
+    logs = sorted(path.name for path in (tmp_path / "ranks" / "run" / "logs").iterdir())
+    assert logs == ["rank-0.log", "rank-1.log"]
     local, ranks = rows(tmp_path / "local"), rows(tmp_path / "ranks")
     assert len(local) == len(ranks) == 3
     for ours, theirs in zip(ranks, local, strict=True):

@@ -124,7 +124,8 @@ class Parts:
         kept: Kept | None = None,
     ) -> Parts:
         """Loads the model and starts nothing but an engine, unless one is `kept`: a reward worker starts at its first
-        call. `say` prints the lines of every part. The clock of `history` goes on from now. `logs`: see EngineSetup."""
+        call. `say` prints the lines of every part. The clock of `history` goes on from now. `logs`: see
+        EngineSetup and BackendSetup."""
         prepare_process(config)
         torch.manual_seed(config.run.seed)
         # Whatever fails at once for a wrong path, name or device comes first: loading the model takes longer.
@@ -146,7 +147,7 @@ class Parts:
                 on_error.push_async_callback(kept.close)
             loaded, engine, observed = kept.model.renewed() if again else kept.model(), kept.engine, kept.observed
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
-            trainer = build_trainer(config, loaded, engine)
+            trainer = build_trainer(config, loaded, engine, logs)
             on_error.callback(trainer.close)
             scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
             pool = observed.rewarder

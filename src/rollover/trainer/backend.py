@@ -171,3 +171,5 @@ class BackendSetup:
     """How old the weights may be that `compute_logprobs` is asked for."""
     engine: Engine | None = None
     """What `sample` may generate with."""
+    logs: Path | None = None
+    """The folder of what its processes print; None: they print where this process does."""

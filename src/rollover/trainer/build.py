@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from rollover.config import AlgorithmConfig, Config, DistillConfig, LoraConfig, TrainConfig
@@ -18,14 +20,16 @@ from rollover.trainer.teacher import load_teacher
 from rollover.trainer.trainer import Trainer
 
 
-def build_trainer(config: Config, loaded: LoadedModel, engine: Engine | None = None) -> Trainer:
+def build_trainer(
+    config: Config, loaded: LoadedModel, engine: Engine | None = None, logs: Path | None = None
+) -> Trainer:
     """The trainer, on the backend that backend.type names, goes on with the model that is `loaded`, in float32.
-    `engine`: what the backend may sample with. ValueError if a function of one's own gives no backend;
-    BackendLost where it is lost while it is made."""
+    `engine`: what the backend may sample with. `logs`: see BackendSetup. ValueError if a function of one's own
+    gives no backend; BackendLost where it is lost while it is made."""
     staleness = max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0)
     team = Team.of(config.run, pick_device(config.model.device))
     _refuse_uncorrected(config.train, config.algorithm, staleness)
-    setup = BackendSetup(config, loaded, team, staleness, engine)
+    setup = BackendSetup(config, loaded, team, staleness, engine, logs)
     kind = config.backend.type
     try:
         backend = make_named("backend.type", kind, BACKENDS, setup, TrainerBackend, "a trainer's backend")

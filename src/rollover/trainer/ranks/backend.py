@@ -44,8 +44,9 @@ from rollover.weights.weights_file import OwnFolder
 _numbers = itertools.count(1)
 
 
-def start_ranks(config: Config) -> LocalRanks:
-    """The ranks of a configuration on this machine, met. ValueError where it has not as many GPUs."""
+def start_ranks(config: Config, logs: Path | None = None) -> LocalRanks:
+    """The ranks of a configuration on this machine, met. `logs`: see BackendSetup. ValueError where it has not as many
+    GPUs."""
     num, device = config.backend.num_ranks, pick_device(config.model.device)
     if device.type == "cuda" and torch.cuda.device_count() < num:
         raise ValueError(
@@ -53,7 +54,7 @@ def start_ranks(config: Config) -> LocalRanks:
             " takes one. Set backend.num_ranks to their number"
         )
     devices = [f"cuda:{rank}" if device.type == "cuda" else device.type for rank in range(num)]
-    ranks = LocalRanks(num, config.backend.rank_timeout_s, brief_waiting(config.run))
+    ranks = LocalRanks(num, config.backend.rank_timeout_s, brief_waiting(config.run), logs)
     try:
         threads = max(1, most_threads(config) // num)
         meet(ranks, Meeting(HOST, devices, threads, config.backend.rank_timeout_s))
@@ -65,7 +66,7 @@ def start_ranks(config: Config) -> LocalRanks:
 
 def make_ranks(setup: BackendSetup) -> RanksBackend:
     """A backend on ranks of its own."""
-    return RanksBackend(setup, start_ranks(setup.config))
+    return RanksBackend(setup, start_ranks(setup.config, setup.logs))
 
 
 class RanksBackend(ShardedState):

@@ -14,9 +14,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rollover.engine.process.wire import Channel
+from rollover.engine.remote.server_log import ServerLog
 from rollover.processes import child_command, child_environment
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.ranks import wire
@@ -24,34 +26,45 @@ from rollover.trainer.ranks.group import Answers, Failure
 
 HOST = "127.0.0.1"
 _POLL_S = 0.2
+_LOOKS_AT_LOGS = 50  # one after so many
 _END_S = 2.0
 _SAME_S = 30.0  # in which all refuse what one of them refuses; if they do not, they wait for that one
 
 
 class LocalRanks:
     """See `Ranks`. `timeout_s`: when one rank has answered a call that long ago, the others must have. `environment`:
-    variables of the processes, unless this one has them."""
+    variables of the processes, unless this one has them. `logs`: the folder of what they print (rank-0.log); None: they
+    print where this process does."""
 
-    def __init__(self, num: int, timeout_s: float, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        num: int,
+        timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+        logs: Path | None = None,
+    ) -> None:
         self.num, self._timeout_s = num, timeout_s
+        self._logs = [] if logs is None else [ServerLog(logs / f"rank-{rank}.log") for rank in range(num)]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._calling = threading.Lock()
         self._why = ""  # nothing can be asked any more
         self._ended: tuple[int, int] | None = None  # the first rank that ended by itself, and how
         self._closing = threading.Event()
-        for _ in range(num):
+        for rank in range(num):
             ours, theirs = socket.socketpair()
             command = child_command("rollover.trainer.ranks.process", theirs.fileno())
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    env=child_environment(**(environment or {})),
-                    start_new_session=True,  # Ctrl-C is for the loop
+            with self._logs[rank].open() if self._logs else contextlib.nullcontext() as log:
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stderr=log,
+                        pass_fds=[theirs.fileno()],
+                        env=child_environment(**(environment or {})),
+                        start_new_session=True,  # Ctrl-C is for the loop
+                    )
                 )
-            )
             theirs.close()
             self._channels.append(Channel(ours))
             with contextlib.suppress(ConnectionError):  # the first call says how it ended
@@ -138,7 +151,8 @@ class LocalRanks:
             how = f"{ended}"
         self._kill()
         others = f": the other {self.num - 1} were ended" if self.num > 1 else ""
-        self._why = f"rank {rank} of {self.num} {how or 'closed its connection'} (in {verb}){others}"
+        log = f" ({self._logs[rank].path})" if self._logs else ""
+        self._why = f"rank {rank} of {self.num} {how or 'closed its connection'} (in {verb}){others}{log}"
         return BackendLost(self._why)
 
     def _kill(self) -> None:
@@ -149,8 +163,13 @@ class LocalRanks:
 
     def _watch(self) -> None:
         """Between two calls, too, one that ends takes the others with it."""
+        looks = 0
         while not self._closing.wait(_POLL_S):
             self._look()
+            looks += 1
+            if looks % _LOOKS_AT_LOGS == 0:
+                for log in self._logs:
+                    log.bound()
             if self._ended is not None:
                 for process in self._processes:
                     process.kill()

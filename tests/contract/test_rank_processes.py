@@ -59,7 +59,7 @@ def test_a_rank_that_the_others_wait_for_is_noticed(frozen: bool, tmp_path: Path
     """A killed one at once; one that is frozen, and so keeps its connections, after the time limit."""
     timeout_s = 5.0 if frozen else 10 * LIMIT_S
     of = ranks_model.config(ranks_model.model_folder(tmp_path), backend={"rank_timeout_s": timeout_s})
-    ranks = start_ranks(of)
+    ranks = start_ranks(of, tmp_path / "logs")
     try:
         backend = RanksBackend(ranks_model.setup(of), ranks)
         os.kill(ranks.pids[1], signal.SIGSTOP)
@@ -77,3 +77,4 @@ def test_a_rank_that_the_others_wait_for_is_noticed(frozen: bool, tmp_path: Path
         assert "rank 0 of 2 failed (" in str(lost.value) or "rank 1 of 2 did not answer within 5 s" in str(lost.value)
     else:
         assert str(lost.value).startswith("rank 1 of 2 was killed by SIGKILL (in forward_backward): ")
+        assert str(lost.value).endswith(f"({tmp_path / 'logs' / 'rank-1.log'})")

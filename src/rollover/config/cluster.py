@@ -14,8 +14,14 @@ class ClusterConfig(Table):
 
     type: Literal["none", "ray"] = option(
         "none",
-        "none: every process of the run is on this machine. ray: Ray puts servers, ranks and reward pools on nodes;"
-        " so far it is only planned (`rollover train ... --dry-run`, `rollover plan`), and nothing runs on it.",
+        "none: every process of the run is on this machine. ray: Ray puts servers and reward pools on nodes (`rollover"
+        " train ... --dry-run` says where). Ranks are planned only.",
+    )
+    address: str = option(
+        "",
+        "Of the Ray cluster that the run joins (host:port of its head); empty = a Ray of this machine alone, which the"
+        " run starts and ends.",
+        only_if=_RAY,
     )
     num_nodes: int = option(1, "Nodes, the one that the command runs on among them.", ge=1, only_if=_RAY)
     gpus_per_node: int = option(0, "GPUs of each node; 0 = everything computes on CPUs.", ge=0, only_if=_RAY)
@@ -69,13 +75,30 @@ def planned_devices(config: Any) -> dict[str, tuple[int, str]]:
     return found
 
 
-def check_can_run(config: Any) -> None:
-    """ConfigError for what is planned only. To be removed, with its callers, when there is a cluster/ray.py."""
+def check_can_train(config: Any) -> None:
+    """ConfigError for what is planned only."""
+    cluster = config.cluster
+    if cluster.type != "ray":
+        return
+    if num_ranks(config):
+        raise ConfigError(
+            'cluster.type = "ray" with backend.type = "ranks": ranks on nodes are only planned (`rollover train ...'
+            ' --dry-run`). Set backend.type = "local", or cluster.type = "none": ranks are then on this machine'
+        )
+    if cluster.num_nodes > 1 and not cluster.address:
+        raise ConfigError(
+            f"cluster.num_nodes = {cluster.num_nodes} without cluster.address: the Ray that a run starts has this"
+            " machine alone. Start one by `ray start --head`, `ray start --address ...` on the other nodes, and set"
+            " cluster.address to the head's host:port"
+        )
+
+
+def check_is_here(config: Any) -> None:
+    """ConfigError for what has no training: it runs on this machine."""
     if config.cluster.type == "ray":
         raise ConfigError(
-            'cluster.type = "ray": nothing runs on Ray so far, it is only planned. `rollover train ... --dry-run` and'
-            " `rollover plan` say what would run where; to run on this machine set cluster.type to its default, none,"
-            " and remove the other keys of [cluster] about nodes"
+            'cluster.type = "ray" is for training: add --cluster.type none, and what else of [cluster] is told then, to'
+            " evaluate and sample on this machine"
         )
 
 

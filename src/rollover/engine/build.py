@@ -23,6 +23,7 @@ from rollover.engine.own import OwnEngine
 from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import Engine
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
+from rollover.engine.remote.hosts import Host
 from rollover.engine.tinker.engine import TinkerEngine
 from rollover.engine.tinker.service import Service
 from rollover.functions import make_named
@@ -46,6 +47,8 @@ class EngineSetup:
     threads: int
     beside_trainer: bool = True
     logs: Path | None = None
+    own_server: Callable[[int], Host] | None = None
+    """Of the servers that the run starts: makes each by its number; None: processes of this machine."""
 
 
 def build_engine(setup: EngineSetup) -> Engine:
@@ -94,6 +97,7 @@ def make_remote(setup: EngineSetup) -> RemoteEngine:
             decode_text=lambda ids: setup.model().tokenizer.decode(ids, skip_special_tokens=False),
             vocab_size=lambda: setup.model().vocab_size,
             logs=setup.logs,
+            own_server=setup.own_server,
         )
     )
 

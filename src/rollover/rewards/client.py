@@ -19,8 +19,8 @@ class RewardClient:
     """The process is started by `load`, and again after it was killed or has died. What cannot be answered in time, or
     is answered wrongly, raises; the caller kills the process then, as a reply may still come."""
 
-    def __init__(self, rewards: RewardsConfig, base_dir: str) -> None:
-        self._config = rewards
+    def __init__(self, rewards: RewardsConfig, base_dir: str, pack: Callable[[str], dict[str, Any]] = packed) -> None:
+        self._config, self._pack = rewards, pack
         self.modes: dict[str, Mode] = {}
         """How the functions are called that are loaded in the present process, by their specs."""
         memory_bytes = int(rewards.memory_gb * 1e9)
@@ -47,7 +47,7 @@ class RewardClient:
         if spec in self.modes:
             return None
         try:
-            message = {"op": "load", "spec": spec, **packed(spec)}
+            message = {"op": "load", "spec": spec, **self._pack(spec)}
         except ValueError as error:  # of an object that cannot be copied
             return {"error": str(error)}
         found: dict[str, Any] = {}

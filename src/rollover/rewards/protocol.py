@@ -23,3 +23,24 @@ class Rewarder(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class ScoringPool(Rewarder, Protocol):
+    """What a run uses of the workers that score: a RewardPool, or several of them."""
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether scorings wait since nothing is there that could do any: their time does not run."""
+        ...
+
+    async def probe(self, task: Task) -> None:
+        """Call the task's reward on dummy completions. Raises RewardProbeError."""
+        ...
+
+    def scores_singly(self, task: Task) -> bool:
+        """Whether the task's rollouts are scored one by one, each when it stops."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Cumulative counters, and gauges, under rewards/."""
+        ...

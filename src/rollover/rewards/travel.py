@@ -3,7 +3,7 @@
 Owns the one place where anything is pickled (cloudpickle: lambdas, closures, functions of a notebook's cell) and
 unpickled. It is unpickled in a child of the process that pickled it, which gets it through the pipe that only the
 parent writes to; nothing from a file, a socket or a model ever comes here. What a function refers to is copied as it is
-now.
+now. To a worker on another node it goes as the same text by way of the run's own actors, which do not open it.
 """
 
 from __future__ import annotations

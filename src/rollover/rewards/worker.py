@@ -15,8 +15,8 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from rollover.config import RewardsConfig
 from rollover.rewards.client import RewardClient
@@ -24,12 +24,14 @@ from rollover.rewards.process import WorkerDied
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import RETURNED_NONE, Item, Mode, Result
+from rollover.rewards.travel import packed
 from rollover.rewards.wire import BadReply
 from rollover.types import Reward, Task
 
 _MAX_BAD_REPLIES = 3  # to one call, until it is given up
 _DUMMY_COMPLETION = "The answer is 0."
-_COUNTERS = ("timeouts", "crashes", "errors", "out_of_memory", "quarantined", "retries")
+COUNTERS = ("timeouts", "crashes", "errors", "out_of_memory", "quarantined", "retries")
+"""Names of what a worker counts, under rewards/."""
 
 
 class RewardProbeError(ValueError):
@@ -62,10 +64,11 @@ class RewardWorker:
         base_dir: str | os.PathLike[str] = ".",
         quarantine: Quarantine | None = None,
         modes: dict[str, Mode] | None = None,
+        pack: Callable[[str], dict[str, Any]] = packed,
     ) -> None:
         self.config = rewards or RewardsConfig.model_validate({})
         self.quarantine = quarantine or Quarantine(self.config.quarantine_after)
-        self._client = RewardClient(self.config, os.path.abspath(base_dir))
+        self._client = RewardClient(self.config, os.path.abspath(base_dir), pack)
         self._lock = asyncio.Lock()
         self._seen_modes = {} if modes is None else modes  # of all specs that were ever loaded, by any worker
         self._counts: Counter[str] = Counter()
@@ -112,7 +115,7 @@ class RewardWorker:
     def stats(self) -> dict[str, float]:
         """Cumulative counters (docs/metrics.md). timeouts and crashes count calls that were killed and that died, or
         got what is no reply to them, also those tried again; the others but retries count missing rewards."""
-        return {f"rewards/{name}": self._counts[name] for name in _COUNTERS}
+        return {f"rewards/{name}": self._counts[name] for name in COUNTERS}
 
     def health(self, index: int = 0) -> WorkerHealth:
         """Its process and last sign of life, as worker number `index`."""

@@ -136,8 +136,12 @@ class _Scorings:
         self._begun.clear()
         self._again.clear()
 
-    def look(self, under_way: Collection[int | str], now: float) -> list[Stall]:
-        """The oldest of them, if it is under way still and its time is up."""
+    def look(self, under_way: Collection[int | str] | None, now: float) -> list[Stall]:
+        """The oldest of them, if it is under way still and its time is up. None: nobody can score now, which counts
+        for none of them."""
+        if under_way is None:
+            self._oldest_since = now
+            return []
         oldest = next(iter(self._begun), None)
         if oldest is None or oldest not in under_way or self.limit_s == 0:
             return []
@@ -247,13 +251,13 @@ class Watchdog:
         now: float,
         progress: Mapping[str, Sequence[Segment]],
         queued: Collection[str] = (),
-        scoring: Collection[int | str] = (),
+        scoring: Collection[int | str] | None = (),
     ) -> list[Stall]:
         """What stalls, and what to do about it: that counts as done.
 
         `progress`: of every `extend` still under way, its segments so far; `queued`: those of them that wait for room.
         What an engine says of others is of no account. `scoring`: the groups, and single rollouts, whose scoring is
-        still under way.
+        still under way; None: there is nobody who could score, and no scoring's time runs.
         """
         now = self._forgive(now)
         progress = {i: segments for i, segments in progress.items() if i in self._extends}

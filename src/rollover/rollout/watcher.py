@@ -15,11 +15,13 @@ from rollover.types import DropReason, Segment
 
 
 class Watcher:
-    """Watches what is in flight at one driver. `say` prints a line about each stall."""
+    """Watches what is in flight at one driver. `say` prints a line about each stall. `nobody_scores`: whether scorings
+    wait for someone who could do them."""
 
     def __init__(self, in_flight: InFlight, say: Callable[[str], None]) -> None:
         self.in_flight, self.say = in_flight, say
         self.watchdog = in_flight.watchdog
+        self.nobody_scores: Callable[[], bool] = lambda: False
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -54,7 +56,7 @@ class Watcher:
             running = {i: task for i, task in asked.items() if task in flight.extends and not task.done()}
             scoring = {s.key: task for task, s in flight.scorings.tasks.items() if not task.done()}
             progress = {i: seen.get(i, []) for i in running}
-            stalls = self.watchdog.look(now(), progress, queued, scoring)
+            stalls = self.watchdog.look(now(), progress, queued, None if self.nobody_scores() else scoring)
             for stall in stalls:
                 self.say(str(stall))
                 if not stall.is_scoring:

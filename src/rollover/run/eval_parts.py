@@ -8,7 +8,7 @@ from typing import Any
 
 from rollover.config import Config
 from rollover.config.backend import is_tinker
-from rollover.config.cluster import check_can_run
+from rollover.config.cluster import check_is_here
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
 from rollover.envs.build import EnvironmentSetup
@@ -40,7 +40,7 @@ class EvalParts:
     @classmethod
     async def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:
         """Load `model` (a folder or a name; None: model.path), and build what answers with it."""
-        check_can_run(config)
+        check_is_here(config)
         prepare_process(config)
         model_config = config.model if model is None else config.model.model_copy(update={"path": model})
         if is_tinker(config):

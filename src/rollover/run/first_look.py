@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollover.config import Config
-from rollover.rewards.pool import RewardPool
+from rollover.rewards.protocol import ScoringPool
 from rollover.tasks.report import tasks_line
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Trackers
@@ -11,7 +11,7 @@ from rollover.trainer.teacher import TeacherPrompts
 
 
 async def look_at_tasks(
-    config: Config, rewarder: RewardPool, trackers: Trackers, teacher_prompts: TeacherPrompts | None = None
+    config: Config, rewarder: ScoringPool, trackers: Trackers, teacher_prompts: TeacherPrompts | None = None
 ) -> None:
     """Call every source's reward function once, and distill.privileged, and say what the tasks are. RewardProbeError
     and FunctionError name what is wrong."""

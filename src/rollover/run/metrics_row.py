@@ -203,7 +203,8 @@ class Rows:
 
     def _kept_counters(self) -> dict[str, float]:
         """Counters and gauges of those who go on where the trainer's backend is lost."""
-        return self.parts.rewarder.stats() | self._engine_stats() | self.trackers.stats()
+        parts = self.parts
+        return parts.rewarder.stats() | self._engine_stats() | self.trackers.stats() | parts.kept.cluster.stats()
 
     def _of_turns(self) -> dict[str, float]:
         """Counters of what answers the policy. Where it plays episodes itself it counts them, and not the driver."""

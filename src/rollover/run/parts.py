@@ -11,6 +11,8 @@ import torch
 
 from rollover.algorithms.filters import build_group_filter
 from rollover.algorithms.grouping import Grouping
+from rollover.cluster.build import open_cluster
+from rollover.cluster.protocol import Cluster
 from rollover.config import Config
 from rollover.config.backend import needs_weights_here
 from rollover.engine.build import EngineSetup, build_engine
@@ -24,7 +26,7 @@ from rollover.models.load import LoadedModel, load_model, load_outline, stop_tok
 from rollover.models.team import most_threads, prepare_process
 from rollover.rewards.build import build_rewarder
 from rollover.rewards.observer import RewardObserver
-from rollover.rewards.pool import RewardPool
+from rollover.rewards.protocol import ScoringPool
 from rollover.rewards.scorer import make_scorer
 from rollover.rollout.build import build_driver
 from rollover.rollout.driver import Driver
@@ -65,12 +67,13 @@ class Kept:
     """What goes on where the trainer's backend is lost: everything else is made anew beside it."""
 
     model: Model
+    cluster: Cluster
     engine: Engine
-    observed: RewardObserver[RewardPool]
+    observed: RewardObserver[ScoringPool]
 
     @classmethod
-    def begin(cls, config: Config, device: torch.device, logs: Path | None) -> Kept:
-        """Starts an engine. ValueError as `build_engine`."""
+    async def begin(cls, config: Config, device: torch.device, logs: Path | None) -> Kept:
+        """Starts an engine. ValueError as `open_cluster` and `build_engine`."""
         model = Model(
             lambda: (
                 load_model(config.model, device=device) if needs_weights_here(config) else load_outline(config.model)
@@ -78,12 +81,18 @@ class Kept:
         )
         # The engine first: one elsewhere loads the model while we do, and one here copies the weights before the
         # trainer casts them or adds adapters.
-        engine = build_engine(EngineSetup(config, model, most_threads(config), logs=logs))
-        return cls(model, engine, build_rewarder(config, training=True))
+        cluster, threads = open_cluster(config, logs), most_threads(config)
+        async with AsyncExitStack() as on_error:
+            on_error.push_async_callback(cluster.close)
+            engine = build_engine(EngineSetup(config, model, threads, logs=logs, own_server=cluster.own_server))
+            observed = build_rewarder(config, training=True, pool=cluster.reward_pool())
+            on_error.pop_all()
+        return cls(model, cluster, engine, observed)
 
     async def close(self) -> None:
-        """End the engine and the reward workers, each of them even if the other fails."""
+        """End the engine, the reward workers and what is left of them on a cluster, each even if another fails."""
         async with AsyncExitStack() as rest:
+            rest.push_async_callback(self.cluster.close)
             rest.push_async_callback(self.observed.rewarder.close)
             await self.engine.close()
 
@@ -100,7 +109,7 @@ class Parts:
     lifecycle: Lifecycle
     prompts: PromptSource
     engine: Engine
-    rewarder: RewardPool
+    rewarder: ScoringPool
     observed: RewardObserver
     """Over `rewarder`: what scores."""
     environment: Environment
@@ -143,7 +152,7 @@ class Parts:
         again = kept is not None
         async with AsyncExitStack() as on_error:  # an engine may be a process: nobody else would end it
             if kept is None:
-                kept = Kept.begin(config, devices[0], logs)
+                kept = await Kept.begin(config, devices[0], logs)
                 on_error.push_async_callback(kept.close)
             loaded, engine, observed = kept.model.renewed() if again else kept.model(), kept.engine, kept.observed
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
@@ -163,6 +172,7 @@ class Parts:
             history = history or RunHistory()
             history.go_on()
             driver.say = observed.say = prompts.stream.say = say
+            driver.watcher.nobody_scores = lambda: pool.stands_still
             if isinstance(environment, Episodes):
                 environment.say = say
             elif isinstance(environment, ClassEnvironment):

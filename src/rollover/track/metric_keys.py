@@ -69,6 +69,9 @@ METRICS: list[Metric] = [
     Metric("rewards/busy_workers", "last", "workers", "Reward workers with a group at the end of the step."),
     Metric("rewards/queue", "last", "groups", "Groups that wait for a reward worker at the end of the step."),
     Metric("rewards/longest_call_s", "last", "s", "Age of the oldest call that a reward worker is at then; 0: none."),
+    Metric("rewards/nodes", "last", "nodes", "Reward nodes that serve at the end of the step. On a cluster only."),
+    Metric("rewards/lost_nodes", "counter", "nodes", "Times that a reward node was lost. On a cluster only."),
+    Metric("rewards/lost_calls", "counter", "calls", "Calls made again as their node was lost. On a cluster only."),
     # Ledger
     Metric("tokens/generated", "counter", "tokens", "Sampled tokens since step 1. Equals trained + dropped + held."),
     Metric("tokens/trained", "counter", "tokens", "Sampled tokens whose rollout was consumed by a step, cumulative."),
@@ -376,4 +379,6 @@ METRICS: list[Metric] = [
     Metric("trackers/failed", "counter", "", "Failures of your own trackers; what they missed is not told again."),
     *ENGINE,
     Metric("memory/peak_rss_bytes", "max", "bytes", "Peak resident memory of the process."),
+    Metric("memory/servers_rss_bytes", "last", "bytes", "Resident memory of all servers. On a cluster only."),
+    Metric("memory/reward_nodes_rss_bytes", "last", "bytes", "Of all reward nodes. On a cluster only."),
 ]

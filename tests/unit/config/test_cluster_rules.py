@@ -49,18 +49,27 @@ def test_servers_on_several_nodes_need_a_folder_for_weights() -> None:
     assert Config.model_validate({"cluster": {"type": "ray"}, "engine": engine})
 
 
-# Nothing runs on Ray so far
+# What is planned only
 
 
-def test_a_run_on_ray_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing runs on Ray so far"):
-        rollover.Session(config=["quickstart", {"cluster.type": "ray"}], dir=str(tmp_path / "run"))
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"backend.type": "ranks", "backend.num_ranks": 2}, "ranks on nodes are only planned"),
+        ({"cluster.num_nodes": 2}, "without cluster.address"),
+    ],
+)
+def test_what_is_planned_only_is_refused_and_leaves_nothing_behind(
+    settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        rollover.Session(config=["quickstart", {"cluster.type": "ray", **settings}], dir=str(tmp_path / "run"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_evaluation_on_ray_is_refused() -> None:
+def test_an_evaluation_is_on_this_machine() -> None:
     config = Config.model_validate({"cluster": {"type": "ray"}})
-    with pytest.raises(ConfigError, match="nothing runs on Ray so far"):
+    with pytest.raises(ConfigError, match="evaluate and sample on this machine"):
         asyncio.run(EvalParts.build(config, None))
 
 

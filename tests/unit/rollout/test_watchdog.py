@@ -157,6 +157,16 @@ def test_a_scoring_is_repeated_once_then_given_up() -> None:
     assert [s.action for s in bench.run(1000)] == [Action.RESCORE], "another time is another first time"
 
 
+def test_a_scorings_time_does_not_run_while_nobody_could_score() -> None:
+    bench = Bench()
+    bench.watchdog.on_score(4, bench.now)
+    for _ in range(100):
+        bench.now += bench.watchdog.pause(bench.now)
+        assert bench.watchdog.look(bench.now, {}, (), None) == []
+    assert bench.run(99) == [], "its whole time begins when somebody can"
+    assert [s.action for s in bench.run(2 * CONFIG.reward_timeout_s)] == [Action.RESCORE]
+
+
 def test_a_group_that_waits_behind_another_does_not_stall() -> None:
     """Scorers work in turn: what hangs is the oldest, and the others' time begins when they come first."""
     bench = Bench()

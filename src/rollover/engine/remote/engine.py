@@ -52,6 +52,8 @@ class RemoteSetup:
     """Of tests; None: those of the configuration."""
     logs: Path | None = None
     """The folder of what our servers print; None: it is removed with the engine."""
+    own_server: Callable[[int], Host] | None = None
+    """See `hosts_of`."""
 
 
 class RemoteEngine:
@@ -70,7 +72,7 @@ class RemoteEngine:
         self._weights = build_transport("weights_file", TransportSetup(setup.say, folder=config.engine.weights_dir))
         self._beginning = asyncio.Lock()
         self._longest: int | None = None
-        self.hosts = hosts_of(config, setup.logs) if setup.hosts is None else setup.hosts
+        self.hosts = hosts_of(config, setup.logs, setup.own_server) if setup.hosts is None else setup.hosts
         self._deliveries = Deliveries(run, config.rollout.kv_on_resume == "recompute", config.engine.server_timeout_s)
         limits = Limits(config.engine.server_timeout_s, config.engine.give_up_s, self._check_longest)
         self._router = Router(config.engine.max_running)

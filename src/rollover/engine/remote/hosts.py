@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,11 +77,19 @@ class ProcessHost:
     """Server number `number` of those that the run starts: at once, and again whenever it was discarded.
 
     `logs`: the folder of what it prints (server-0.log) and of its settings (server-0.toml); None: one that is removed.
+    `address`: of this machine, at which it is asked.
     """
 
-    def __init__(self, config: Config, number: int, start_limit_s: float, logs: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        number: int,
+        start_limit_s: float,
+        logs: Path | None = None,
+        address: str = "127.0.0.1",
+    ) -> None:
         self.name = f"{config.engine.server} server {number}"
-        self._config, self._limit_s = config, start_limit_s
+        self._config, self._limit_s, self._address = config, start_limit_s, address
         self._process: subprocess.Popen[bytes] | None = None
         self._url: str | None = None
         self._heard = threading.Lock()
@@ -106,7 +114,7 @@ class ProcessHost:
         settings = self._folder / f"{self._role}.toml"
         settings.parent.mkdir(parents=True, exist_ok=True)
         settings.write_text(settings_as_toml(self._config), encoding="utf-8")
-        command = ["serve", settings, "--engine", self._config.engine.server, "--host", "127.0.0.1", "--port", 0]
+        command = ["serve", settings, "--engine", self._config.engine.server, "--host", self._address, "--port", 0]
         with self._log.open() as log:
             self._process = subprocess.Popen(
                 child_command("rollover.__main__", *command),  # so that it never outlives this process
@@ -169,11 +177,13 @@ class ProcessHost:
             self._temporary.cleanup()
 
 
-def hosts_of(config: Config, logs: Path | None = None) -> list[Host]:
-    """Those of engine.urls, and engine.num_servers of our own, which begin to start, and print to the folder `logs`."""
+def hosts_of(config: Config, logs: Path | None = None, own: Callable[[int], Host] | None = None) -> list[Host]:
+    """Those of engine.urls, and engine.num_servers of our own, which begin to start, and print to the folder `logs`.
+
+    `own` makes each of our own by its number; None: processes of this machine."""
     engine = config.engine
-    own = [ProcessHost(config, number, engine.give_up_s, logs) for number in range(engine.num_servers)]
-    return [*(UrlHost(url.rstrip("/")) for url in engine.urls), *own]
+    make = own or (lambda number: ProcessHost(config, number, engine.give_up_s, logs))
+    return [*(UrlHost(url.rstrip("/")) for url in engine.urls), *map(make, range(engine.num_servers))]
 
 
 def longest_rollout(hosts: Sequence[Host], limit_s: float) -> int:

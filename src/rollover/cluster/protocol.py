@@ -1,0 +1,45 @@
+"""Where the roles of a run are: on this machine, or on the nodes of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from rollover.engine.remote.hosts import Host
+from rollover.rewards.protocol import ScoringPool
+
+
+class Cluster(Protocol):
+    """Gives builders what their parts run in. Whoever uses one of these ends it, before the cluster is closed."""
+
+    @property
+    def own_server(self) -> Callable[[int], Host] | None:
+        """Makes the host of each server that the run starts, by its number; None: processes of this machine."""
+        ...
+
+    def reward_pool(self) -> ScoringPool | None:
+        """The workers that score; None: processes of this machine."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Gauges of the roles."""
+        ...
+
+    async def close(self) -> None:
+        """Leave it: what is left of the run there ends."""
+        ...
+
+
+class ThisMachine:
+    """A Cluster where everything is a child of this process."""
+
+    own_server = None
+
+    def reward_pool(self) -> ScoringPool | None:
+        return None
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        """Nothing."""

@@ -1,0 +1,255 @@
+"""The roles of a run as Ray actors: server hosts and reward pools on the nodes that seats.py
+finds. The only importer of ray.
+
+    controller, Ray's driver, ──▶ ActorHost        ──▶ ServerRole: `rollover serve` in a child of the actor
+                              └─▶ ActorRewardNode  ──▶ RewardRole: a RewardPool
+
+Without cluster.address a Ray of this machine is started, which listens on the loopback address alone and ends with this
+process. An actor that ends is never restarted by Ray: who uses it (Fleet, SpreadPool) starts another, on a node that
+has room then. Ray carries what is asked and answered; weights and gradients never.
+
+Owns the connection to Ray, and which role is on which node. Never decides when a role is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rollover.cluster.hosted import CALL_S, ActorHost, ActorRewardNode, Gone
+from rollover.cluster.plan import DoesNotFit, Needs, Node
+from rollover.cluster.roles import Place, Role
+from rollover.cluster.seats import POOL, SERVER, Seats
+from rollover.cluster.session import OwnSession
+from rollover.config import Config
+from rollover.engine.remote.hosts import Host
+from rollover.rewards.protocol import ScoringPool
+from rollover.rewards.spread import SpreadPool
+
+_STORE_BYTES = 100 * 2**20  # of the node that is started here; what is larger goes to disk
+_NOTICES_DEATH = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+
+
+class RayCluster:
+    """A Cluster. See `open_cluster`. `logs`: the folder of what the roles print, on each node under this path."""
+
+    def __init__(self, config: Config, logs: Path) -> None:
+        self.config, self.logs = config, logs
+        self._session = None if config.cluster.address else OwnSession()
+        self._actors: dict[str, RayActor] = {}  # by the name of the role
+        try:
+            _connect(config.cluster.address, self._session)
+            alive = _alive()
+            driver = ray.get_runtime_context().get_node_id()
+            self._seats = Seats(_needs(config, alive.values()), list(_nodes(alive).values()), driver)
+        except BaseException:
+            self._leave()
+            raise
+
+    # Builders ask for these
+
+    def own_server(self, number: int) -> Host:
+        return ActorHost(self, number)
+
+    def reward_pool(self) -> ScoringPool | None:
+        nodes = [ActorRewardNode(self, number) for number in range(self._seats.needs.pools)]
+        return SpreadPool(self.config.rewards, nodes) if nodes else None
+
+    def stats(self) -> dict[str, float]:
+        sums: dict[str, float] = dict.fromkeys((SERVER, POOL), 0.0)
+        for name, actor in self._actors.items():
+            sums[name.partition(" ")[0]] += actor.resident
+        return {"memory/servers_rss_bytes": sums[SERVER], "memory/reward_nodes_rss_bytes": sums[POOL]}
+
+    async def close(self) -> None:
+        for name in list(self._actors):
+            self.end(name)
+        self._leave()
+
+    # Roles: see Actors
+
+    def start(self, name: str, role: type[Role], *arguments: Any) -> RayActor:
+        self.end(name)
+        try:
+            node = self._seats.find(name, _nodes(_alive()))
+        except DoesNotFit as error:
+            raise Gone(f"no node has room for it: {error}") from error
+        gpus = self._seats.needs.server_gpus if name.startswith(SERVER) else 0
+        place = Place.of_this_process(self.logs / f"{name.replace(' ', '-')}.node.log")
+        self._actors[name] = RayActor(role, (place, *arguments), node, gpus)
+        return self._actors[name]
+
+    def end(self, name: str) -> None:
+        if (actor := self._actors.pop(name, None)) is not None:
+            actor.kill()
+
+    def address_of(self, name: str) -> str:
+        alive = _alive()
+        try:
+            return alive[self._seats.find(name, _nodes(alive))]["NodeManagerAddress"]
+        except DoesNotFit as error:
+            raise Gone(f"no node has room for it: {error}") from error
+
+    def is_elsewhere(self, name: str) -> bool:
+        return self.address_of(name) != _address_of_driver()
+
+    def _leave(self) -> None:
+        with _signals_kept():
+            ray.shutdown()
+        if self._session is not None:
+            self._session.end(self.logs)
+
+
+def _alive() -> dict[str, dict[str, Any]]:
+    """What Ray says of its nodes, by their ids."""
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+
+
+def _address_of_driver() -> str:
+    return _alive()[ray.get_runtime_context().get_node_id()]["NodeManagerAddress"]
+
+
+def _nodes(alive: Mapping[str, Mapping[str, Any]]) -> dict[str, Node]:
+    has = {name: node["Resources"] for name, node in alive.items()}
+    return {name: Node(name, int(of.get("GPU", 0)), int(of.get("CPU", 0))) for name, of in has.items()}
+
+
+def _needs(config: Config, nodes: Iterable[Mapping[str, Any]]) -> Needs:
+    """As planned, with the GPUs that there are."""
+    most = max(int(node["Resources"].get("GPU", 0)) for node in nodes)
+    cluster = config.cluster.model_copy(update={"gpus_per_node": most})
+    return Needs.of(config.model_copy(update={"cluster": cluster}))
+
+
+# The connection
+
+
+def _connect(address: str, session: OwnSession | None) -> None:
+    """Join the cluster at `address`, or start the one of `session`. ValueError where that cannot be.
+
+    In the main thread: what Ray starts ends with the thread that started it.
+    """
+    if ray.is_initialized():
+        raise ValueError(
+            'cluster.type = "ray": this process is connected to a Ray already. Call ray.shutdown() before, or start the'
+            " run in a process of its own"
+        )
+    # Or what a dying node had logged is printed here. In 2.60 there is no other way; who notices a loss tells of it.
+    vars(importlib.import_module("ray._private.worker"))["_worker_logs_enabled"] = False
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+    with _signals_kept(), _threads_kept():
+        if session is None:
+            try:
+                ray.init(address=address, **common)
+            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                raise ValueError(
+                    f"cluster.address = {address!r}: no cluster answers there ({_first_line(error)}). Start one by `ray"
+                    " start --head`, or remove the key: a Ray of this machine is started then"
+                ) from error
+            return
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=_STORE_BYTES,
+            _temp_dir=str(session.folder),
+            _system_config=_NOTICES_DEATH,
+            **common,
+        )
+    if not _address_of_driver().startswith("127."):
+        raise ValueError(
+            "ray was imported before the run: it would listen to other machines. Set the environment variable"
+            " RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, or import rollover's run first"
+        )
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _threads_kept() -> Iterator[None]:
+    """Ray sets OMP_NUM_THREADS, which what this process starts would have."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    yield
+    if before is None:
+        os.environ.pop("OMP_NUM_THREADS", None)
+
+
+# Actors
+
+
+class RayActor:
+    """An Actor, which ends with this object's `kill`, or with its node. `resident`: bytes that it had at last."""
+
+    def __init__(self, role: type[Role], arguments: tuple[Any, ...], node: str, gpus: int) -> None:
+        self.resident = 0
+        where: Any = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor: Any = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=0, scheduling_strategy=where)(role)
+        try:
+            self._handle: Any = actor.remote(*arguments)
+        except ray.exceptions.RayError as error:
+            raise Gone(_first_line(error)) from error
+
+    def ask(self, limit_s: float, method: str, *arguments: Any) -> Any:
+        try:
+            return ray.get(getattr(self._handle, method).remote(*arguments), timeout=limit_s)
+        except ray.exceptions.RayError as error:
+            raise _gone(error) from error
+
+    async def answer(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
+        reference = None
+        try:
+            reference = getattr(self._handle, method).remote(*arguments)
+            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), limit_s)
+        except TimeoutError as error:
+            raise Gone(f"it did not answer within {limit_s:g} s") from error
+        except asyncio.CancelledError:
+            if reference is not None:
+                ray.cancel(reference)
+            raise
+        except ray.exceptions.RayError as error:
+            raise _gone(error) from error
+
+    async def look(self) -> None:
+        self.resident = await self.answer(CALL_S, "look")
+
+    def kill(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self._handle)
+
+
+def _gone(error: BaseException) -> BaseException:
+    """Errors of the role's own code stay what they are."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return error.as_instanceof_cause()
+    return Gone(_first_line(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,259 @@
+"""One rewarder over several nodes, each with a RewardPool of its own: scorings go to whichever has room.
+
+    score(group | rollout) ──▶ waits for a place, in order of arrival ──▶ RewardNode.score ──▶ Reward per request
+                                   └── its node is lost: again elsewhere, before what came later; none left: it waits
+
+Owns which call is at which node, and one task a node, which starts it, looks at it and starts it again. A call whose
+node is lost has no rewards, so none is counted twice; what its node had counted until it last answered stays counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from rollover.config import RewardsConfig
+from rollover.rewards.protocol import ScoreRequest
+from rollover.rewards.registry import Mode
+from rollover.rewards.worker import COUNTERS
+from rollover.types import Reward, Task
+
+_FIRST_BACK_OFF_S = 0.5
+_LONGEST_BACK_OFF_S = 30.0
+_LOOK_EVERY_S = 5.0
+
+Result = TypeVar("Result")
+
+
+class NodeLost(Exception):
+    """A node, or the way to it, is gone: what it was asked for is not known, and is asked for elsewhere."""
+
+
+class RewardNode(Protocol):
+    """A RewardPool somewhere else. `name` is for messages. `num_workers`, `counters` are those of the pool that runs
+    now, as it last told them, and `modes` how it calls each reward function that it has loaded."""
+
+    name: str
+    num_workers: int
+    counters: dict[str, float]
+    modes: dict[str, Mode]
+
+    async def start(self) -> None:
+        """A new pool, with counters of 0. NodeLost if there can be none now."""
+        ...
+
+    async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
+        """See RewardPool. NodeLost."""
+        ...
+
+    async def probe(self, task: Task) -> None:
+        """See RewardPool. NodeLost."""
+        ...
+
+    async def look(self) -> None:
+        """NodeLost if it does not answer."""
+        ...
+
+    async def discard(self) -> None:
+        """The pool is given up, if there is one: it works no more."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Serving:
+    """A node from one start to its loss. `free`: calls that it has room for."""
+
+    node: RewardNode
+    free: int
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    why: str = ""
+
+    def lose(self, why: str) -> None:
+        self.why = self.why or why
+        self.lost.set()
+
+
+class SpreadPool:
+    """What a run uses of a RewardPool, over `nodes`, which start with the first call. `say` prints a line."""
+
+    def __init__(
+        self,
+        rewards: RewardsConfig,
+        nodes: Sequence[RewardNode],
+        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    ) -> None:
+        self.config, self.nodes, self.say = rewards, nodes, say
+        self._serving: list[_Serving] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._waiting: list[tuple[int, asyncio.Future[_Serving]]] = []  # a heap
+        self._tickets = itertools.count()
+        self._began: dict[int, float] = {}  # by ticket: of calls at a node
+        self._modes: dict[str, Mode] = {}
+        self._counts = Counter(dict.fromkeys((f"rewards/{name}" for name in COUNTERS), 0.0))  # of pools that ended
+        self._num_calls = self._num_lost = self._num_losses = 0
+        self._error: BaseException | None = None
+
+    async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
+        """One Reward per request, in order. Never raises for a failing function: its rewards are missing."""
+        return await self._somewhere(lambda node: node.score(requests))
+
+    async def probe(self, task: Task) -> None:
+        """Call the task's reward on dummy completions, at one node. Raises RewardProbeError."""
+        await self._somewhere(lambda node: node.probe(task))
+
+    def scores_singly(self, task: Task) -> bool:
+        """See RewardPool."""
+        return self.config.streaming and self._modes.get(task.reward) == "each"
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether there is no node at all."""
+        return bool(self._tasks) and not self._serving
+
+    def stats(self) -> dict[str, float]:
+        """As those of a RewardPool, of all nodes together, and what was lost with nodes."""
+        counts = Counter(self._counts)
+        for serving in self._serving:
+            counts.update(serving.node.counters)
+        now = time.monotonic()
+        return {
+            **counts,
+            "rewards/busy_workers": float(len(self._began)),
+            "rewards/queue": float(self._num_calls - len(self._began)),
+            "rewards/longest_call_s": max((now - began for began in self._began.values()), default=0.0),
+            "rewards/nodes": float(len(self._serving)),
+            "rewards/lost_nodes": float(self._num_losses),
+            "rewards/lost_calls": float(self._num_lost),
+        }
+
+    async def close(self) -> None:
+        """End all nodes; calls that wait are cancelled."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for _, place in self._waiting:
+            place.cancel()
+        await asyncio.gather(*(node.close() for node in self.nodes))
+
+    # Calls
+
+    async def _somewhere(self, work: Callable[[RewardNode], Awaitable[Result]]) -> Result:
+        self._begin()
+        ticket = next(self._tickets)
+        self._num_calls += 1
+        try:
+            while True:
+                serving = await self._place(ticket)
+                self._began[ticket] = time.monotonic()
+                try:
+                    result = await work(serving.node)
+                    self._modes |= serving.node.modes
+                    return result
+                except NodeLost as error:
+                    self._num_lost += 1
+                    serving.lose(str(error))
+                    self._remove(serving)
+                finally:
+                    del self._began[ticket]
+                    self._leave(serving)
+        finally:
+            self._num_calls -= 1
+
+    async def _place(self, ticket: int) -> _Serving:
+        """A place for this call, before those with a higher ticket."""
+        place: asyncio.Future[_Serving] = asyncio.get_running_loop().create_future()
+        if self._error is not None:
+            raise self._error
+        heapq.heappush(self._waiting, (ticket, place))
+        self._move()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self._leave(place.result())
+            raise
+
+    def _leave(self, serving: _Serving) -> None:
+        serving.free += 1
+        self._move()
+
+    def _move(self) -> None:
+        """Give places to whoever waits, the oldest first, where most is free."""
+        while self._waiting:
+            if self._waiting[0][1].done():  # cancelled
+                heapq.heappop(self._waiting)
+                continue
+            serving = max(self._serving, key=lambda serving: serving.free, default=None)
+            if serving is None or serving.free == 0:
+                return
+            serving.free -= 1
+            heapq.heappop(self._waiting)[1].set_result(serving)
+
+    # Nodes
+
+    def _begin(self) -> None:
+        if not self._tasks:
+            self._tasks = [asyncio.ensure_future(self._keep(node)) for node in self.nodes]
+            for task in self._tasks:
+                task.add_done_callback(self._on_end)
+
+    async def _keep(self, node: RewardNode) -> None:
+        """For ever: start it, look at it until it is lost, wait a little."""
+        pause_s, said = _FIRST_BACK_OFF_S, ""
+        while True:
+            began = time.monotonic()
+            try:
+                await node.start()
+                serving, said = _Serving(node, node.num_workers), ""
+                self._serving.append(serving)
+                self._move()
+                why = await self._watch(serving)
+                self._remove(serving)
+                self._num_losses += 1
+            except NodeLost as error:
+                why = str(error)
+            if why != said:
+                left = "" if self._serving else "; scorings wait for it, as there is no other"
+                self.say(f"the reward node {node.name} is lost ({why}), and is started again{left}")
+                said = why
+            await node.discard()
+            if time.monotonic() - began > _LONGEST_BACK_OFF_S:
+                pause_s = _FIRST_BACK_OFF_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_BACK_OFF_S)
+
+    async def _watch(self, serving: _Serving) -> str:
+        """Returns why it is lost, as soon as that is known."""
+        while True:
+            try:
+                await asyncio.wait_for(serving.lost.wait(), _LOOK_EVERY_S)
+                return serving.why
+            except TimeoutError:
+                pass
+            try:
+                await serving.node.look()
+            except NodeLost as error:
+                return str(error)
+
+    def _remove(self, serving: _Serving) -> None:
+        if serving in self._serving:
+            self._serving.remove(serving)
+            self._counts.update(serving.node.counters)
+
+    def _on_end(self, task: asyncio.Task[Any]) -> None:
+        """These tasks end by an error alone, which is that of whoever waits, and asks from then on."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = error
+            for _, place in self._waiting:
+                if not place.done():
+                    place.set_exception(error)

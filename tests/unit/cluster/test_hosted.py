@@ -1,0 +1,181 @@
+"""The controller's side of roles on nodes, with actors in this process that can be lost: rewards come by them as text,
+functions of a program travel or are refused in words, and a lost actor is told as a lost node or server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rollover import live_objects
+from rollover.cluster.hosted import ActorHost, ActorRewardNode, Gone
+from rollover.cluster.roles import request_of, request_to_json
+from rollover.config import Config
+from rollover.engine.remote.wire import ServerFailed
+from rollover.rewards.protocol import ScoreRequest
+from rollover.rewards.spread import NodeLost
+from rollover.rewards.worker import RewardProbeError
+from rollover.types import Reward, Task
+
+
+class FakeActor:
+    """Answers by `answers` (method -> what it returns, or an error), and notes what it was asked."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self.answers, self.asked, self.resident = answers, [], 0
+
+    def ask(self, limit_s: float, method: str, *arguments: Any) -> Any:
+        self.asked.append((method, *arguments))
+        found = self.answers[method]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def answer(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
+        return self.ask(limit_s or 0, method, *arguments)
+
+    async def look(self) -> None:
+        await self.answer(1, "look")
+
+
+class FakeActors:
+    """Gives FakeActors; `elsewhere`: they are on another machine. `started`: the names of roles, each time."""
+
+    def __init__(self, answers: dict[str, Any], elsewhere: bool = False, **engine: Any) -> None:
+        self.config = Config.model_validate({"engine": {"kind": "remote", "num_servers": 1, **engine}})
+        self.answers, self.elsewhere = answers, elsewhere
+        self.actors: list[FakeActor] = []
+        self.started: list[tuple[str, tuple[Any, ...]]] = []
+        self.ended: list[str] = []
+
+    def start(self, name: str, role: type, *arguments: Any) -> FakeActor:
+        if isinstance(self.answers.get("start"), Exception):
+            raise self.answers["start"]
+        self.started.append((name, arguments))
+        self.actors.append(FakeActor(self.answers))
+        return self.actors[-1]
+
+    def end(self, name: str) -> None:
+        self.ended.append(name)
+
+    def address_of(self, name: str) -> str:
+        return "10.0.0.2" if self.elsewhere else "127.0.0.1"
+
+    def is_elsewhere(self, name: str) -> bool:
+        return self.elsewhere
+
+
+def task(reward: str = "mine.py:reward") -> Task:
+    return Task("t", "here", reward, messages=({"role": "user", "content": "2 + 2"},), columns={"answer": [4, "x"]})
+
+
+def scored(*rewards: Reward, errors: int = 0) -> str:
+    known = {"counters": {"rewards/errors": errors}, "modes": {"mine.py:reward": "each"}}
+    return json.dumps({"rewards": [reward.to_json() for reward in rewards], **known})
+
+
+@pytest.fixture
+def held() -> Iterator[list[str]]:
+    """Names of objects that a test hands over."""
+    names: list[str] = []
+    yield names
+    for name in names:
+        live_objects.release(name)
+
+
+def test_a_request_and_its_reward_come_as_they_went() -> None:
+    request = ScoreRequest(task(), "four", (7, 8))
+    assert request_of(json.loads(json.dumps(request_to_json(request)))) == request
+
+    async def work() -> None:
+        reward = Reward(0.5, {"format": 1.0}, None)
+        actors = FakeActors({"num_workers": 3, "look": None, "score": scored(reward, errors=2)})
+        node = ActorRewardNode(actors, 0)
+        await node.start()
+        assert await node.score([request]) == [reward]
+        assert (node.num_workers, node.counters, node.modes) == (3, {"rewards/errors": 2}, {"mine.py:reward": "each"})
+        await node.start()
+        assert node.counters == {}, "another pool counts from 0"
+
+    asyncio.run(work())
+
+
+def test_a_function_of_a_program_travels_once_and_what_cannot_is_refused_in_words(held: list[str]) -> None:
+    lock = threading.Lock()
+    held.append(live_objects.hold(lambda completions, **_: [1.0 for _ in completions], "plain"))
+    held.append(live_objects.hold(lambda completions, **_: [float(lock.locked())], "locked"))
+
+    async def work() -> None:
+        actors = FakeActors({"num_workers": 1, "look": None, "score": scored(Reward(1.0)), "probe": scored()})
+        node = ActorRewardNode(actors, 0)
+        await node.start()
+        for _ in range(2):
+            await node.score([ScoreRequest(task(held[0]), "x")])
+        first, second = (asked[2] for asked in actors.actors[0].asked if asked[0] == "score")
+        assert set(first) == {held[0]} and "function" in first[held[0]] and second == {}
+        await node.score([ScoreRequest(task(held[1]), "x")])
+        refused = actors.actors[0].asked[-1][2][held[1]]
+        assert "lock" in refused["refused"] and "put the function into a file" in refused["refused"]
+
+    asyncio.run(work())
+
+
+def test_a_probe_says_what_is_wrong_and_a_lost_actor_is_a_lost_node() -> None:
+    async def work() -> None:
+        answers: dict[str, Any] = {"num_workers": 1, "look": None}
+        node = ActorRewardNode(actors := FakeActors(answers), 0)
+        with pytest.raises(NodeLost):
+            await node.score([ScoreRequest(task(), "x")])
+        await node.start()
+        answers["probe"] = json.dumps({"error": "it returns None", "counters": {}, "modes": {}})
+        with pytest.raises(RewardProbeError, match="it returns None"):
+            await node.probe(task())
+        answers["score"] = answers["look"] = Gone("the actor died")
+        for call in (node.score([ScoreRequest(task(), "x")]), node.look(), node.start()):
+            with pytest.raises(NodeLost, match="the actor died"):
+                await call
+        answers["start"] = Gone("no node has room for it")
+        with pytest.raises(NodeLost, match="no node has room"):
+            await node.start()
+        await node.discard()
+        assert actors.ended == ["reward 0"]
+
+    asyncio.run(work())
+
+
+def test_a_server_is_started_again_when_it_is_asked_for_after_it_was_discarded() -> None:
+    async def work() -> None:
+        answers: dict[str, Any] = {"url": {"url": "http://127.0.0.1:9"}, "look": None, "end": None}
+        host = ActorHost(actors := FakeActors(answers), 4)
+        assert await asyncio.to_thread(host.address, 1.0) == "http://127.0.0.1:9"
+        server = await host.ready()
+        await server.client.close()
+        await host.discard()
+        answers["url"] = {"failed": "its process said no address"}
+        with pytest.raises(ServerFailed, match="said no address"):
+            await host.ready()
+        await host.discard()
+        answers["url"] = Gone("the actor died")
+        with pytest.raises(ServerFailed, match="the actor died"):
+            await host.ready()
+        assert [name for name, _ in actors.started] == ["server 4"] * 3
+        await host.close()
+        assert ("end",) in actors.actors[-1].asked and actors.ended[-1] == "server 4"
+
+    pytest.importorskip("aiohttp")
+    asyncio.run(work())
+
+
+def test_servers_on_other_machines_need_a_shared_folder_and_get_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOVER_SERVER_TOKEN", "")
+    monkeypatch.delenv("ROLLOVER_SERVER_TOKEN")
+    with pytest.raises(ValueError, match="engine.weights_dir is empty"):
+        ActorHost(FakeActors({}, elsewhere=True), 0)
+    ActorHost(actors := FakeActors({}, elsewhere=True, weights_dir="/shared"), 0)
+    import os
+
+    assert len(os.environ["ROLLOVER_SERVER_TOKEN"]) > 30 and actors.started[0][1][-1] == "10.0.0.2"

@@ -1,0 +1,53 @@
+"""What a driver started ends with it, also what has left its family, and its folder is removed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollover.processes import child_environment, has_ended, resident_bytes, started_at
+
+LIMIT_S = 60
+
+DRIVER = """
+import subprocess, sys, time
+from rollover.cluster.warden import start_warden
+start_warden(sys.argv[1])
+daemon = "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+daemon += " start_new_session=True).pid, flush=True); time.sleep(600)"
+print(subprocess.Popen([sys.executable, "-c", daemon], start_new_session=True).pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_what_a_killed_driver_started_is_killed_and_its_folder_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "session"
+    folder.mkdir()
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(folder)], stdout=subprocess.PIPE, text=True, env=child_environment()
+    )
+    assert driver.stdout is not None
+    pids = [int(driver.stdout.readline()) for _ in range(2)]
+    warden = next(p for p in psutil.Process(driver.pid).children() if "rollover.cluster.warden" in p.cmdline())
+    try:
+        time.sleep(3)  # so that the warden has looked
+        os.kill(warden.pid, signal.SIGTERM)
+        assert all(started_at(pid) for pid in pids) and resident_bytes(driver.pid) > resident_bytes(pids[1]) > 10**6
+        driver.kill()
+        driver.wait()
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline and (folder.exists() or not all(map(has_ended, [*pids, warden.pid]))):
+            time.sleep(0.05)
+        assert not folder.exists() and all(map(has_ended, pids)) and has_ended(warden.pid)
+    finally:
+        for pid in pids:
+            if not has_ended(pid):
+                os.kill(pid, signal.SIGKILL)

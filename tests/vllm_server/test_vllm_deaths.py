@@ -1,4 +1,7 @@
-"""Every process of a vLLM server ends when one of them does, or who started it, and nothing is left."""
+"""Every process of a vLLM server ends when one of them does, or who started it, and nothing is left.
+
+Here EngineCore, which is slowest to die, and a server with half a model: test_vllm_runs.py kills the others in runs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ pytestmark = pytest.mark.vllm
 PROMPT = list(range(5, 25))
 
 
-@pytest.mark.parametrize("victim", ["worker", "core", "api", "serve", "half a model"])
+@pytest.mark.parametrize("victim", ["core", "half a model"])
 def test_no_process_is_left(model_folder: Path, new: Any, tmp_path: Path, victim: str) -> None:
     server = VllmServer(model_folder, tmp_path)
     try:
@@ -47,7 +50,7 @@ def test_no_process_is_left(model_folder: Path, new: Any, tmp_path: Path, victim
         wait_until(all_gone)
         print(f"\n{victim} killed, others gone after", {name: round(gone[pid], 1) for name, pid in pids.items()})
         wait_until(lambda: not any(file.exists() for file in files))
-        assert server.process.wait() == (-signal.SIGKILL if victim == "serve" else 1)
+        assert server.process.wait() == 1
         wait_until(lambda: stream.ended)
         assert stream.finish_reason is None and len(stream.tokens) < 900
     finally:

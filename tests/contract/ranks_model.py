@@ -17,10 +17,10 @@ from rollover.trainer.ranks.backend import RanksBackend
 from rollover.trainer.ranks.group import Ranks
 
 
-def config(model: Path, *, dtype: str = "float32", num_ranks: int = 2, **tables: dict[str, Any]) -> Config:
+def config(folder: Path, *, dtype: str = "float32", num_ranks: int = 2, **tables: dict[str, Any]) -> Config:
     """Of a run on ranks over the model in that folder."""
     values: dict[str, dict[str, Any]] = {
-        "model": {"path": str(model), "dtype": dtype},
+        "model": {"path": str(folder), "dtype": dtype},
         "run": {"threads": num_ranks},
         "rollout": {"max_new_tokens": 16, "groups_per_step": 3},
         "train": {"learning_rate": 1e-2, "num_steps": 10, "micro_batch_tokens": 60},

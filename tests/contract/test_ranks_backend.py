@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -273,6 +274,31 @@ def test_the_full_disk_of_a_rank_is_said_and_the_ranks_go_on(folder: Path, two: 
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     meta = write(store, "step-000002", ranks)
     assert meta["policy_version"] == 1 and store.list() == ["step-000001", "step-000002"]
+
+
+def test_a_full_disk_under_the_weights_file_is_said_and_the_ranks_go_on(folder: Path, two: LocalRanks) -> None:
+    ranks = RanksBackend(ranks_model.setup(ranks_model.config(folder)), two)
+    expected = {name: tensor.clone() for name, tensor in asyncio.run(ranks.publish())}
+    largest = resource.prlimit(two.pids[0], resource.RLIMIT_FSIZE)
+    resource.prlimit(two.pids[0], resource.RLIMIT_FSIZE, (20_000, largest[1]))
+    try:
+        with pytest.raises(ValueError, match=r"could not be written to .*too large.*engine.weights_dir"):
+            asyncio.run(ranks.publish())
+    finally:
+        resource.prlimit(two.pids[0], resource.RLIMIT_FSIZE, largest)
+    again = dict(asyncio.run(ranks.publish()))
+    assert again.keys() == expected.keys() and all(torch.equal(again[name], expected[name]) for name in again)
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="/proc is Linux's")
+def test_ranks_listen_on_this_machine_alone(two: LocalRanks) -> None:
+    for pid in two.pids:
+        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.exists() or link.is_symlink()]
+        own = {link.removeprefix("socket:[").removesuffix("]") for link in links}
+        tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+        rows = [row.split() for table in tables for row in table.splitlines()]
+        addresses = {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in own}
+        assert addresses == {"0100007F"}
 
 
 def test_a_state_of_another_model_is_refused_and_the_ranks_go_on(folder: Path, two: LocalRanks, tmp_path: Path) -> None:

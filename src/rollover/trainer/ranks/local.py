@@ -140,7 +140,7 @@ class LocalRanks:
 
     def _lost(self, rank: int, verb: str, how: str = "") -> BackendLost:
         """End all; what there is to raise."""
-        deadline = time.monotonic() + 2 * _POLL_S
+        deadline = time.monotonic() + (2 * _POLL_S if how else _END_S)
         while self._ended is None and time.monotonic() < deadline:
             # That a rank ended is noticed by the others, and may be told by them first.
             self._look()

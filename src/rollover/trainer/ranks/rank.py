@@ -107,7 +107,7 @@ class Rank:
         timeout = timedelta(seconds=timeout_s)
         # A socket of ours: one that the store opened would listen to every network that the machine is in.
         listening = None if self._listening is None else self._listening.detach()
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             host,
             port,
             num_ranks,

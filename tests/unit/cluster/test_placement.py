@@ -166,6 +166,32 @@ def test_ranks_leave_whole_servers_their_room() -> None:
     assert set(placement.servers) == {"a"} and set(placement.ranks) == {"b"}
 
 
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "wanted"),
+    [
+        ((8, 8, 2), 10, [8, 0, 2]),  # the smallest that takes the rest
+        ((2, 8, 8), 16, [0, 8, 8]),  # the largest first: on two nodes, not three
+        ((8, 2), 2, [0, 2]),
+    ],
+)
+def test_ranks_of_unequal_nodes(gpus: tuple[int, ...], ranks: int, wanted: list[int]) -> None:
+    nodes = [Node(f"node-{i}", each, 8) for i, each in enumerate(gpus)]
+    assert [c[0] for c in counts(place(Needs(ranks=ranks, rank_gpus=1), nodes)).values()] == wanted
+
+
+def test_what_is_left_for_servers_is_counted_from_node_to_node() -> None:
+    """The first 8 ranks take the last block of 4 that is to spare: the ninth goes where no server can be."""
+    needs = Needs(servers=2, server_gpus=4, ranks=9, rank_gpus=1)
+    placement = place(needs, [Node("a", 8, 8), Node("b", 4, 8), Node("c", 5, 8)])
+    assert counts(placement) == {"a": (8, 0, 1), "b": (0, 1, 0), "c": (1, 1, 0)}
+
+
+def test_where_nothing_is_counted_servers_avoid_ranks_and_the_driver() -> None:
+    assert place(Needs(servers=2), nodes_like(3, 0, 1)).servers == ("node-2", "node-3")
+    needs = Needs(servers=1, ranks=4, rank_gpus=1)
+    assert place(needs, [Node("a", 0, 1), Node("b", 4, 1), Node("c", 0, 1)]).servers == ("c",)
+
+
 def test_servers_are_spread_over_what_is_left() -> None:
     needs = Needs(servers=6, server_gpus=1, ranks=8, rank_gpus=1)
     assert [c[1] for c in counts(place(needs, nodes_like(4, 8, 8))).values()] == [0, 2, 2, 2]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rollover.cluster.plan import Placement, described, many, placement_of
-from rollover.config import Config
+from rollover.config import Config, ConfigError
+from rollover.config.cluster import check_can_train
 
 
 def as_text(config: Config, cores: int) -> str:
@@ -21,6 +22,10 @@ def as_text(config: Config, cores: int) -> str:
         "checked     the configuration and the room that its processes need; not the model, the tasks, or what is"
         " installed",
     ]
+    try:
+        check_can_train(config)
+    except ConfigError as error:
+        lines.insert(-1, f"refused     without --dry-run: {error}")
     return "\n".join(lines) + "\n"
 
 

@@ -71,7 +71,7 @@ def test_servers_of_others_are_named(capsys: pytest.CaptureFixture[str]) -> None
 def test_nodes_say_what_they_have_left(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--cluster.num_nodes", "3", "--engine.num_servers", "4", "--cluster.gpus_per_server", "4"]
     words += ["--rewards.num_workers", "4"]
-    assert printed(capsys, *VLLM, *RAY, *words)[1:-1] == [
+    assert printed(capsys, *VLLM, *RAY, *words, "--cluster.address", "a:1")[1:-1] == [
         "nodes       3 nodes of 8 GPUs and 16 CPUs (cluster.num_nodes)",
         "  node-1  controller with trainer, vllm server 0, reward pool of 4 workers; 5 of 8 GPUs, 4 of 16 CPUs",
         "  node-2  vllm servers 1 to 2; 8 of 8 GPUs",
@@ -80,12 +80,14 @@ def test_nodes_say_what_they_have_left(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_recipe_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, "train", str(SRC.parent / "configs" / "apr_qwen3_4b_2node.toml"), "--dry-run")[:-1] == [
+    lines = printed(capsys, "train", str(SRC.parent / "configs" / "apr_qwen3_4b_2node.toml"), "--dry-run")
+    assert lines[:-2] == [
         "training    Qwen/Qwen3-4B: 110 steps of 128 groups x 8 rollouts",
         "nodes       2 nodes of 8 GPUs and 64 CPUs (cluster.num_nodes)",
         "  node-1  controller, ranks 0 to 7, reward pool of 16 workers; 8 of 8 GPUs, 16 of 64 CPUs",
         "  node-2  vllm servers 0 to 7; 8 of 8 GPUs",
     ]
+    assert lines[-2].startswith("refused     without --dry-run: ") and "ranks on nodes are only planned" in lines[-2]
 
 
 def test_a_laptop_is_a_cluster_of_one_node(capsys: pytest.CaptureFixture[str]) -> None:

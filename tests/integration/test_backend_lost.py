@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 import runs
 from endings import before_step, train
 from test_journal_run import check_whole
+from test_workflow_function_run import check_whole as check_whole_of_agents
+from test_workflow_function_run import recipe as of_agents
 
 import rollover
 from rollover import cli
@@ -31,6 +34,24 @@ OF_TRAINING = (
     "step", "loss", "grad_norm", "entropy", "learning_rate", "reward/mean", "length/mean", "staleness/mean",
     "tokens/generated", "tokens/trained", "tokens/dropped", "tokens/held", "groups/admitted", "groups/consumed",
 )  # fmt: skip
+
+
+TRACKER = """
+import json, rollover
+
+class Table(rollover.Tracker):
+    def on_start(self, run):
+        self.path, self.rows = run.directory / "table.jsonl", []
+
+    def truncate(self, cut):
+        self.rows = [row for row in self.rows if row["step"] <= cut.step]
+
+    def on_step(self, row):
+        self.rows.append({"step": row["step"], "loss": row["loss"]})
+
+    def close(self):
+        self.path.write_text("".join(json.dumps(row) + chr(10) for row in self.rows))
+"""
 
 
 def write(folder: Path, *losses: str, **tables: dict[str, Any]) -> Path:
@@ -89,11 +110,18 @@ def test_a_backend_may_be_lost_in_every_verb_while_it_is_made_and_while_the_run_
         "make 0", "forward_backward 1", "load_state 0", "optim_step 2", "publish 3", "weights 4", "make 0",
         "save_state 4", "weights 5",
     )  # fmt: skip
-    code, text = train(capsys, write(tmp_path, *losses, rollout=SYNC, eval={"num_tasks": 3, "every_steps": 2}))
+    (tmp_path / "table.py").write_text(TRACKER)
+    (tmp_path / "held.txt").touch()
+    tables = {"eval": {"num_tasks": 3, "every_steps": 2}, "track": {"trackers": [f"{tmp_path}/table.py:Table"]}}
+    code, text = train(capsys, write(tmp_path, *losses, rollout=SYNC, **tables))
     assert code == 0, text
     assert not (tmp_path / "losses.txt").read_text(), text
     assert trained(tmp_path) == trained(resumed) and answers(tmp_path) == answers(resumed)
     assert [row["step"] for row in runs.json_lines(tmp_path / "run" / "eval.jsonl")] == [0, 2, 4, 5]
+    kept = runs.json_lines(tmp_path / "run" / "table.jsonl")
+    assert kept == [{"step": row["step"], "loss": row["loss"]} for row in rows(tmp_path)]
+    # On a GPU there might be no room for what is lost beside what comes.
+    assert set((tmp_path / "held.txt").read_text().split()) == {"0"}
     # Each of them was closed: what was lost while it was made is none.
     closed = (tmp_path / "closed.txt").read_text().split()
     assert closed.count("lost") == len(losses) - 2 and closed.count("whole") == 1
@@ -150,6 +178,20 @@ def test_with_no_restarts_the_first_loss_ends_the_run(tmp_path: Path, capsys: py
     assert code == 1 and "lost 1 times without a step in between (cluster.max_restarts = 0)" in text, text
 
 
+def test_what_a_resumed_run_began_with_is_not_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither which settings changed before it, nor from which checkpoint it was to go on."""
+    recipe = write(tmp_path, rollout=SYNC)
+    assert train(capsys, recipe, "--train.num_steps", "3")[0] == 0
+    (tmp_path / "losses.txt").write_text("forward_backward 3\nforward_backward 4")
+    words = ("--train.learning_rate", "5e-4", "--checkpoint.resume_from", "step-000002")
+    code, text = train(capsys, recipe, "--resume", *words)
+    assert code == 0 and text.count("settings that changed since") == 1 and "rolled back" not in text, text
+    assert [line.split()[2].rstrip(":") for line in text.splitlines() if line.startswith("resumed from ")] == [
+        "step-000002", "step-000002", "step-000004",
+    ], text  # fmt: skip
+    check_whole(tmp_path / "run", 5)
+
+
 def test_without_journal_and_checkpoint_the_run_begins_again_with_the_first_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], resumed: Path
 ) -> None:
@@ -190,6 +232,19 @@ def test_a_stop_ends_a_run_that_lost_its_backend(
     check_whole(tmp_path / "run", 5)
 
 
+def test_agents_begin_again_at_the_same_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("openai")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    shutil.copy(BACKEND, tmp_path)
+    (tmp_path / "losses.txt").write_text("forward_backward 1\nweights 2")
+    backend = {"type": f"{tmp_path / BACKEND.name}:make"}
+    recipe = of_agents(tmp_path, "by_http", steps=3, workflow={"port": port}, backend=backend, rollout=OVERLAP)
+    code, text = train(capsys, recipe)
+    assert code == 0 and text.count("the trainer's backend is lost") == 2, text
+    check_whole_of_agents(tmp_path / "run", 3)
+
+
 def walked(recipe: Path, do: Any = None, **changes: Any) -> list[rollover.Step]:
     """The steps that a session of the user's own sees; `do(session, step)` in its loop."""
 
@@ -226,9 +281,11 @@ def test_who_walks_through_the_steps_sees_those_again_that_were_rolled_back(tmp_
             await session.checkpoint()
             assert session.policy_version == 2
 
+    (tmp_path / "held.txt").touch()
     checkpoint = {"lost_steps": "roll_back"}
     seen = walked(write(tmp_path, "save_state 3", checkpoint=checkpoint), do)
     assert [step.number for step in seen] == [1, 2, 3, 3, 4, 5]
+    assert (tmp_path / "held.txt").read_text().split() == ["0", "0"]
     rates = [row["learning_rate"] for row in rows(tmp_path)]
     assert rates[1] != rates[2] and math.isclose(rates[1], 2 * rates[2])
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]

@@ -9,6 +9,7 @@ and what is kept from one to the next. Never trains, and never decides what is l
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -72,7 +73,7 @@ class LastingRun:
         self.changes, self.losses = OptionChanges(config), Losses(config.cluster.max_restarts)
         self._kept: Kept | None = None
         self._run: Run | None = None  # None: there is none any more
-        self._number = 0  # of the present run: one more with every loss
+        self._walks: list[AsyncGenerator[Step, None]] = []  # through the steps of the present run
         self._newest = 0  # number of the newest step that was told
         self._untold: Step | None = None  # trained again, after a loss before it was told
         self._version = 0  # as far as it is known
@@ -97,18 +98,15 @@ class LastingRun:
         trained again on the same groups (checkpoint.lost_steps).
         """
         steps: AsyncGenerator[Step, None] | None = None
-        of = 0  # the number of the run whose steps these are: the run itself would be kept alive by this loop
 
         async def following(run: Run) -> Step | None:
-            nonlocal steps, of
+            nonlocal steps
             if self._untold is not None:
                 step, self._untold = self._untold, None
                 return step
-            if steps is not None and of != self._number:
-                await steps.aclose()
-                steps = None
-            if steps is None:
-                steps, of = run.steps(), self._number
+            if steps is None or steps not in self._walks:
+                steps = run.steps()
+                self._walks.append(steps)
             return await anext(steps, None)
 
         try:
@@ -118,7 +116,7 @@ class LastingRun:
                 yield step
         finally:
             if steps is not None:
-                await steps.aclose()
+                await self._leave(steps)
 
     async def checkpoint(self) -> None:
         """Write a checkpoint, if anything happened since the last."""
@@ -164,6 +162,12 @@ class LastingRun:
             await self._restart(why)
         return None
 
+    async def _leave(self, *walks: AsyncGenerator[Step, None]) -> None:
+        for walk in walks:
+            await walk.aclose()
+            if walk in self._walks:
+                self._walks.remove(walk)
+
     async def _restart(self, why: str) -> None:
         """The backend was lost. Afterwards there is a run again, or none if a stop is requested. BackendLost after too
         many losses."""
@@ -194,6 +198,7 @@ class LastingRun:
     async def _part(self) -> None:
         """Park what runs, and close the run that has lost its backend."""
         run, self._run = self._run, None
+        await self._leave(*self._walks)  # who waits for his next step meanwhile would keep the run alive
         if run is None:
             return
         driver = run.parts.driver
@@ -211,7 +216,10 @@ class LastingRun:
         """A run that has begun, or gone on."""
         history = self.trackers.the(RunHistory)
         if self._kept is not None:
-            gc.collect()  # what was the backend's refers to itself, and may be as large as what comes now
+            # What was the backend's may be as large as what comes now: a timer that was cancelled ends, and then nobody
+            # has it but itself.
+            await asyncio.sleep(0)
+            gc.collect()
             history.begin_anew()
         if not self.directory.resume:
             self.directory.truncate(Cut(-1))  # an evaluation may have been written before the first step
@@ -234,7 +242,6 @@ class LastingRun:
             self.directory.on_restart()
             raise
         self._run, self._version = run, parts.trainer.policy_version
-        self._number += 1
         self._untold = newest if newest is not None and newest.number > self._newest else None
 
 

@@ -84,8 +84,20 @@ def test_devices_are_split(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", QUICKSTART, "--devices", "4", "--engines", "2"]) == 2
 
 
+SMALL = (
+    "--steps",
+    "5",
+    "--rollout.groups_per_step",
+    "2",
+    "--rollout.in_flight_groups",
+    "6",
+    "--rollout.group_size",
+    "2",
+)
+
+
 def test_devices_without_trainers_keep_those_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
-    out = json.loads(run(capsys, "--json", "--devices", "4", "--plan.trainers", "1", "--steps", "5"))
+    out = json.loads(run(capsys, "--json", "--devices", "4", "--plan.trainers", "1", *SMALL))
     assert (out["assumed"]["engines"], out["assumed"]["trainers"]) == (3, 1)
     assert (out["sources"]["engines"], out["sources"]["steps"]) == ("command line", "command line")
     assert cli.main(["plan", QUICKSTART, "--devices", "1", "--plan.trainers", "1"]) == 2
@@ -96,14 +108,14 @@ RAY = ("--cluster.type", "ray", "--cluster.num_nodes", "2", "--cluster.gpus_per_
 
 
 def test_engines_trainers_and_nodes_are_those_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    out = json.loads(run(capsys, "--json", "--steps", "5", *RAY, "3"))
+    out = json.loads(run(capsys, "--json", *SMALL, *RAY, "3"))
     assert (out["assumed"]["engines"], out["assumed"]["trainers"]) == (3, 1)
     assert out["sources"]["engines"] == "derived from engine.num_servers"
     assert out["nodes"] == {
         "node-1": ["controller with trainer", "embedded server 0", "reward pool of up to 1 worker"],
         "node-2": ["embedded servers 1 to 2"],
     }
-    text = run(capsys, "--steps", "5", *RAY, "3").splitlines()
+    text = run(capsys, *SMALL, *RAY, "3").splitlines()
     assert "3 engines x 64 slots (derived from engine.num_servers), 1 trainers (derived from cluster.type)" in text[1]
     assert text[2].endswith("(cluster.num_nodes): the controller on 1, 3 servers on 2, 1 reward pool on 1")
 
@@ -113,7 +125,7 @@ def test_a_plan_without_room_is_refused_and_another_number_of_engines_has_no_nod
 ) -> None:
     assert cli.main(["plan", QUICKSTART, "--steps", "5", *RAY, "17"]) == 2
     assert "so 2 GPUs are missing. 3 such nodes are enough" in capsys.readouterr().err
-    out = json.loads(run(capsys, "--json", "--steps", "5", *RAY, "17", "--engines", "2"))
+    out = json.loads(run(capsys, "--json", *SMALL, *RAY, "17", "--engines", "2"))
     assert out["nodes"] == {} and out["assumed"]["engines"] == 2
 
 

@@ -23,6 +23,7 @@ from contract import ranks_model, trainer_contract
 from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
 from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
+from rollover.functions import FunctionError
 from rollover.trainer.backend import Stream, TrainerBackend
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import micro_batches
@@ -274,6 +275,33 @@ def test_the_full_disk_of_a_rank_is_said_and_the_ranks_go_on(folder: Path, two: 
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     meta = write(store, "step-000002", ranks)
     assert meta["policy_version"] == 1 and store.list() == ["step-000001", "step-000002"]
+
+
+OWN_LOSS = """
+def loss(t):
+    return -t.advantages_BT * t.logprobs_BT, t.mask_BT & False
+
+def fails(t):
+    if t.mask_BT.shape[1] > 3:  # not when it is tried out
+        raise RuntimeError("mine")
+    return loss(t)
+"""
+
+
+def test_a_loss_of_ones_own_is_found_by_the_ranks_and_what_it_raises_is_said_as_its_fault(
+    folder: Path, two: LocalRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loss_for_ranks.py").write_text(OWN_LOSS)
+    monkeypatch.syspath_prepend(tmp_path)
+    ranks, local = ranks_model.pair(ranks_model.config(folder, algorithm={"loss": "loss_for_ranks:loss"}), two)
+    for backend in (ranks, local):
+        backend.forward_backward(SAMPLES, Counts.of(SAMPLES))
+    assert ranks.optim_step()["grad_norm"] == pytest.approx(local.optim_step()["grad_norm"], rel=1e-5)
+    of = ranks_model.config(folder, algorithm={"loss": "loss_for_ranks:fails"})
+    failing = RanksBackend(ranks_model.setup(of), two)
+    with pytest.raises(FunctionError, match="algorithm.loss = 'loss_for_ranks:fails' failed: RuntimeError: mine"):
+        failing.forward_backward(SAMPLES, Counts.of(SAMPLES))
+    assert len(ranks.compute_logprobs(SAMPLES)) == len(SAMPLES), "as all refused alike, they go on"
 
 
 def test_a_full_disk_under_the_weights_file_is_said_and_the_ranks_go_on(folder: Path, two: LocalRanks) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -83,7 +84,8 @@ class RanksBackend(ShardedState):
         self._number = next(_numbers)
         self._folder = OwnFolder(config.engine.weights_dir)
         self._published: Path | None = None
-        build = {"config": config.model_dump(mode="json"), "max_staleness": setup.max_staleness}
+        places = [place for place in sys.path if place]  # where a loss of the user's own may be found
+        build = {"config": config.model_dump(mode="json"), "max_staleness": setup.max_staleness, "places": places}
         everyone = dict.fromkeys(range(ranks.num), {"backend": self._number})
         try:
             # Rank 0 reads the weights from a disk, which takes what it takes: nobody waits for it in between.

@@ -7,6 +7,7 @@ before they meet; what only one of them can fail in has been looked at by the lo
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -121,8 +122,10 @@ class Rank:
         dist.init_process_group(kind, store=store, rank=rank, world_size=num_ranks, timeout=timeout, device_id=bound)
         dist.barrier()
 
-    def _load(self, backend: int, config: Mapping[str, Any], max_staleness: int) -> dict[str, Any]:
-        """The model as this rank begins with it. Rank 0 has the weights, and counts what passes over them cost."""
+    def _load(self, backend: int, config: Mapping[str, Any], max_staleness: int, places: list[str]) -> dict[str, Any]:
+        """The model as this rank begins with it. Rank 0 has the weights, and counts what passes over them cost.
+        `places`: where modules are looked for, too."""
+        sys.path += [place for place in places if place not in sys.path]
         checked = Config.model_validate(config, context=UNSETTLED)  # where it was made
         if dist.get_rank():
             self._loaded[backend] = checked, load_outline(checked.model, filled_later=True), max_staleness

@@ -19,13 +19,18 @@ from transformers import AutoModelForCausalLM
 import tiny
 from contract import engine_contract
 from contract.engine_contract import logprobs_of, tokens_of
-from rollover.config import Config
+from rollover.config import AlgorithmConfig, Config, EngineConfig, LoraConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
 from rollover.engine.remote.hosts import ProcessHost, UrlHost
 from rollover.models.load import load_model
-from rollover.types import SamplingParams
+from rollover.run.eval_parts import EvalParts
+from rollover.trainer.batch import Batch
+from rollover.trainer.build import local_trainer
+from rollover.trainer.trainer import Trainer
+from rollover.types import Sample, SamplingParams, Segment
+from samples import random_samples
 
 PROMPTS = [(1, 2, 3, 4, 5), (6, 7, 8)]
 GREEDY = SamplingParams(temperature=0.0)
@@ -163,6 +168,45 @@ def test_a_server_of_ours_that_is_killed_is_started_again_and_nothing_is_lost(mo
 
     tokens, _ = undisturbed(model, 1.05, request)
     assert asyncio.run(run()) == tokens
+
+
+def test_adapters_are_merged_into_the_whole_weights_of_servers(
+    model: Path, server: ProcessHost, tmp_path: Path
+) -> None:
+    """What is sampled after some updates is of the trained policy, and so is what a saved adapter answers."""
+    torch.manual_seed(0)
+    trainer = local_trainer(
+        load_model(config(model).model), TrainConfig(learning_rate=1e-2, num_steps=3), AlgorithmConfig(),
+        dtype=torch.float32, max_new_tokens=24, lora=LoraConfig(rank=4), merges_lora=True,
+    )  # fmt: skip
+    request = ExtendRequest("r", PROMPTS[0], (), 24, 1, SamplingParams(temperature=1.0))
+
+    def apart(answer: list[Segment], trainer: Trainer) -> float:
+        tokens = np.array(tokens_of(answer), dtype=np.int32)
+        none = np.zeros(len(tokens))
+        prompt = np.array(request.prompt_ids, dtype=np.int32)
+        versions, advantages = none.astype(np.int32), none.astype(np.float32)
+        sample = Sample("r", 0, prompt, tokens, none == 0, logprobs_of(answer), versions, advantages, 1.0)
+        (ours,) = trainer.backend.compute_logprobs([sample]).values()
+        return float(np.abs(ours - logprobs_of(answer)).max())
+
+    async def run() -> None:
+        engine = over(model, UrlHost(server.address(START_S)))
+        before = await engine.extend(request)
+        assert apart(before, trainer) < 1e-4
+        for step in (1, 2, 3):
+            trainer.train_step(Batch(random_samples(step)))
+            await engine.load_weights(step, await trainer.backend.publish())
+        assert apart(await engine.extend(request), trainer) < 1e-4 < 1e-2 < apart(before, trainer)
+        await engine.close()
+        trainer.backend.save_model(tmp_path)
+        url = EngineConfig(kind="remote", urls=[server.address(START_S)])
+        served = config(model).model_copy(update={"engine": url})
+        parts = await EvalParts.build(served, str(tmp_path), with_rewards=False)
+        assert apart(await parts.engine.extend(request), trainer) < 1e-4
+        await parts.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("has_logs", [True, False])

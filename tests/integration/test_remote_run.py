@@ -76,7 +76,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_when_one_of_its_servers_is_killed(tmp_path: Path) -> None:
-    """Each in turn, while it trains. Weights travel through files that are gone at the end."""
+    """Each in turn, while it trains adapters. Weights travel through files that are gone at the end."""
     files = tmp_path / "weights"
     steps = 8
     recipe = runs.write(
@@ -86,7 +86,7 @@ def test_a_run_goes_on_when_one_of_its_servers_is_killed(tmp_path: Path) -> None
         rollout={"interrupt": "on_weight_update", "overlap": True, "max_new_tokens": 96},
         checkpoint={"save_final_model": False},
     )
-    run = runs.start("train", recipe, log=tmp_path / "log")
+    run = runs.start("train", recipe, "--model.lora.rank", "4", log=tmp_path / "log")
     killed: list[int] = []
     seen: set[int] = set()
     began = time.monotonic()

@@ -160,6 +160,10 @@ class TrainConfig(Table):
 _STREAMING = "train.streaming_min_groups"
 
 
+def _merges_roughly(config: Any) -> bool:
+    return _is_remote(config) and config.model.lora.rank > 0 and config.model.dtype == "bfloat16"
+
+
 def _is_remote(config: Any) -> bool:
     return config.engine.kind == "remote"
 
@@ -247,11 +251,12 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Refused(
-        ("engine.kind", "model.lora.rank"),
-        lambda c: _is_remote(c) and c.model.lora.rank > 0,
+        ("engine.kind", "model.lora.rank", "model.dtype"),
+        lambda c: _merges_roughly(c) and not (c.algorithm.corrects or c.algorithm.allow_uncorrected),
         lambda c: (
-            'engine.kind = "remote" with model.lora.rank: servers are given whole weights, in which small adapters are'
-            ' rounded away. Set model.lora.rank = 0, or engine.kind = "embedded" or "process"'
+            'engine.kind = "remote" with model.lora.rank: servers are given whole weights with the adapters merged, and'
+            " rounded to bfloat16 those sample from a policy that is off from the trained one, which the loss does not"
+            ' correct for. Set algorithm.correction, model.dtype = "float32", or engine.kind = "embedded" or "process"'
         ),
     ),
     Inert(

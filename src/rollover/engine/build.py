@@ -27,6 +27,7 @@ from rollover.engine.remote.hosts import Host
 from rollover.engine.tinker.engine import TinkerEngine
 from rollover.engine.tinker.service import Service
 from rollover.functions import make_named
+from rollover.models.adapters import base_weights
 from rollover.models.devices import engine_device
 from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel, cast_parameters, load_model
@@ -88,7 +89,7 @@ def make_remote(setup: EngineSetup) -> RemoteEngine:
         model = setup.model().model
         if next(model.parameters()).is_meta:  # others train it: the weights are here for this alone
             model = load_model(setup.config.model).model
-        yield from ((name, weight.detach()) for name, weight in model.named_parameters())
+        yield from base_weights(model)  # adapters that a trainer has given it begin with nothing
 
     return RemoteEngine(
         RemoteSetup(

@@ -9,7 +9,7 @@ so what was sampled would not be what is trained: the engine computes both produ
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,13 @@ def names(layer: str) -> tuple[str, str, str]:
     """Under which A [R, I], B [O, R] and the scale [] of a layer's adapter are handed to an engine."""
     down, up, scale = (f"{layer}.{part}" for part in _PARTS)
     return down, up, scale
+
+
+def base_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Named weights of a model without the adapters that peft has put into it, where it has. Views."""
+    for name, parameter in plain.named_parameters():
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), parameter.detach()
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,10 @@ class EvalParts:
         if is_tinker(config):
             config, loaded, adapter = _at_service(config, model), load_outline(config.model), []
         else:
-            loaded, adapter = load_with_adapter(model_config, dtype=dtype_of(config), device=engine_device(config))
+            merges = config.engine.kind == "remote"
+            loaded, adapter = load_with_adapter(
+                model_config, dtype=dtype_of(config), device=engine_device(config), merges=merges
+            )
             config = config.model_copy(update={"model": model_config})
         async with AsyncExitStack() as on_error:
             engine = build_engine(EngineSetup(config, lambda: loaded, most_threads(config), beside_trainer=False))

@@ -111,7 +111,8 @@ class TrainerBackend(Protocol):
         """The current weights for an engine, by the names of the model's state dict; tied ones once.
 
         The tensors may be views of weights that the next `optim_step` changes: copy them before. With LoRA all weights
-        come the first time, and the adapters every time (models/adapters.py).
+        come the first time, and the adapters every time (models/adapters.py); for an engine that takes no adapters all
+        weights every time, with the adapters merged.
         """
         ...
 

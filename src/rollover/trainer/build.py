@@ -51,6 +51,7 @@ def local_trainer(
     max_new_tokens: int,
     max_staleness: int = 0,
     lora: LoraConfig | None = None,
+    merges_lora: bool = False,
     team: Team | None = None,
     distill: DistillConfig | None = None,
     teacher: LoadedModel | None = None,
@@ -60,7 +61,7 @@ def local_trainer(
     team = team or Team()
     backend = LocalBackend(
         loaded, train, algorithm, dtype=dtype, max_new_tokens=max_new_tokens, max_staleness=max_staleness, lora=lora,
-        team=team, distill=distill, teacher=teacher,
+        merges_lora=merges_lora, team=team, distill=distill, teacher=teacher,
     )  # fmt: skip
     return Trainer(backend, train, algorithm, team, distill)
 
@@ -93,6 +94,7 @@ def make_local(setup: BackendSetup) -> TrainerBackend:
         max_new_tokens=config.rollout.max_new_tokens,
         max_staleness=setup.max_staleness,
         lora=config.model.lora,
+        merges_lora=config.engine.kind == "remote",
         team=setup.team,
         engine=setup.engine,
         distill=config.distill,

@@ -21,6 +21,7 @@ from rollover.config import AlgorithmConfig, DistillConfig, LoraConfig, TrainCon
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.files import give_usual_mode
 from rollover.models import devices
+from rollover.models.adapters import base_weights
 from rollover.models.load import LoadedModel
 from rollover.models.norms import compile_norms
 from rollover.models.team import Team
@@ -28,7 +29,7 @@ from rollover.staleness import staleness
 from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version
 from rollover.trainer.critic import Critic
 from rollover.trainer.kept_weights import KeptVersions, KeptWeights
-from rollover.trainer.lora import ADAPTER, adapter_weights, add_lora, base_weights, merged_weights, save_adapter
+from rollover.trainer.lora import ADAPTER, adapter_weights, add_lora, merged_weights, save_adapter
 from rollover.trainer.objective import Counts, Objective, Streams, Sums
 from rollover.trainer.optimizer import Optimizer
 from rollover.trainer.packing import Packed, row_tokens
@@ -71,7 +72,8 @@ class LocalBackend:
     `loaded` holds the model in float32; its parameters are cast to `dtype` here, after the masters are taken.
     `max_new_tokens` is the norm of aggregation = "seq-mean-token-sum-norm". `team` computes: it is assembled in the
     training thread before every forward pass. `engine`: what `sample` delegates to, over the same model. `teacher`: the
-    model of distill.teacher where that names one, in `dtype`; it is never trained. `sharded`: the same model spread
+    model of distill.teacher where that names one, in `dtype`; it is never trained. `merges_lora`: the engine takes no
+    adapters, but whole weights (`merged_weights`). `sharded`: the same model spread
     over ranks, which carry out every verb together; it computes in `dtype`, and its parameters are float32 masters.
     """
 
@@ -85,6 +87,7 @@ class LocalBackend:
         max_new_tokens: int,
         max_staleness: int = 0,
         lora: LoraConfig | None = None,
+        merges_lora: bool = False,
         team: Team | None = None,
         engine: Engine | None = None,
         distill: DistillConfig | None = None,
@@ -103,7 +106,7 @@ class LocalBackend:
         self.optimizer = Optimizer(self.model, train, total, torch.float32 if sharded else dtype)
         compile_norms(self._plain, dtype)
         self.device = next(self.model.parameters()).device
-        self._published = False
+        self._merges_lora, self._published = merges_lora, False
         self.team = team or Team()
         self._passes = Passes(self._plain, self.team, train.micro_batch_tokens, sharded)
         self._teacher = None if teacher is None else Passes(teacher.model, self.team, train.micro_batch_tokens)
@@ -224,6 +227,9 @@ class LocalBackend:
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         if not self.lora:
             yield from ((name, parameter.detach()) for name, parameter in self._plain.named_parameters())
+            return
+        if self._merges_lora:
+            yield from merged_weights(self._plain)
             return
         if not self._published:
             yield from base_weights(self._plain)

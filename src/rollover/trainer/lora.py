@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from rollover.config import LoraConfig, ModelConfig
-from rollover.models.adapters import names
+from rollover.models.adapters import base_weights, names
 from rollover.models.load import LoadedModel, load_model
 
 ADAPTER = "adapter"  # the folder of the adapters, inside that of the merged model
@@ -63,13 +63,6 @@ def _parts(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
     return down_RI, up_OR, layer.scaling["default"]
 
 
-def base_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named weights of the plain model without its adapters. Views."""
-    for name, parameter in plain.named_parameters():
-        if ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), parameter.detach()
-
-
 def adapter_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """A, B and scale of every adapted layer, by the names of models/adapters.py. A and B are views."""
     for name, layer in _adapted(plain):
@@ -104,14 +97,26 @@ def save_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path, 
     config.save_pretrained(folder)
 
 
+def merge_adapter(model: Any, adapter: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Add an adapter, as `read_adapter` gives it, to the weights of the plain model: as `merged_weights` does it."""
+    parts = dict(adapter)
+    for name, layer in list(model.named_modules()):
+        down, up, scale = names(name)
+        if down in parts:
+            delta_OI = float(parts[scale]) * (parts[up].float() @ parts[down].float())
+            delta = delta_OI.T if type(layer).__name__ == "Conv1D" else delta_OI  # GPT-2's
+            with torch.no_grad():
+                layer.weight.copy_(layer.weight.float() + delta.to(layer.weight.device))
+
+
 def load_with_adapter(
-    model: ModelConfig, *, dtype: torch.dtype, device: torch.device
+    model: ModelConfig, *, dtype: torch.dtype, device: torch.device, merges: bool = False
 ) -> tuple[LoadedModel, list[tuple[str, torch.Tensor]]]:
     """The model at `model.path`, and the adapter that is to be applied to it; [] where there is none.
 
     A run with LoRA saves its merged weights, in which small updates are rounded away, and the adapter beside them. The
     adapter is used, with the model that it was trained over; where that model cannot be loaded, the merged weights are.
-    A line on stderr says which.
+    A line on stderr says which. `merges`: whatever answers takes no adapters: they are merged into the model.
     """
     folder = Path(model.path).expanduser() / ADAPTER
     if not (folder / "adapter_config.json").is_file():
@@ -125,6 +130,9 @@ def load_with_adapter(
         loaded, adapter = load_model(model, dtype=dtype, device=device), []
     else:
         what = f"its adapters are used over {base}: merged, small updates are rounded away"
+        if merges:
+            merge_adapter(loaded.model, adapter)
+            what, adapter = f"its adapters are merged into {base}: servers are given whole weights", []
     print(f"rollover: notice: {model.path}: {what}", file=sys.stderr)
     return loaded, adapter
 

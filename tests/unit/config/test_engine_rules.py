@@ -36,8 +36,18 @@ def test_a_server_is_named_once() -> None:
     assert "is there twice" in refused({"kind": "remote", "urls": ["http://host:1"] * 2})
 
 
-def test_adapters_are_refused() -> None:
-    assert "model.lora.rank = 0" in refused(ONE, model={"lora": {"rank": 4}})
+def test_adapters_that_are_merged_in_bfloat16_are_refused_unless_the_loss_corrects() -> None:
+    """Rounded, they are another policy: what is sampled with it is off-policy."""
+    lora: Any = {"lora": {"rank": 4}, "dtype": "bfloat16"}
+    uncorrected = {"correction": "none"}
+    assert 'model.dtype = "float32"' in refused(ONE, model=lora, algorithm=uncorrected)
+    stale = {"interrupt": "when_enough", "in_flight_groups": 16, "max_staleness": 1}
+    for allowed in (
+        {"model": lora},
+        {"model": lora, "algorithm": uncorrected | {"allow_uncorrected": True}, "rollout": stale},
+        {"model": lora | {"dtype": "float32"}, "algorithm": uncorrected},
+    ):
+        Config.model_validate({"engine": ONE} | allowed)
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,14 @@ def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel
     return LoadedModel(model.eval(), tokenizer, path)
 
 
-def outline_of(loaded: LoadedModel, dtype: torch.dtype) -> Any:
-    """The modules of `loaded` without weights, which would be in `dtype`."""
+def outline_of(loaded: LoadedModel, cfg: ModelConfig, dtype: torch.dtype) -> Any:
+    """The modules of `loaded`, which `cfg` describes, without weights, which would be in `dtype`."""
     from transformers import AutoModelForCausalLM
 
     with _loading, torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(loaded.model.config, trust_remote_code=True, dtype=dtype)
+        outline = AutoModelForCausalLM.from_config(
+            loaded.model.config, trust_remote_code=cfg.trust_remote_code, dtype=dtype
+        )
     outline.generation_config = loaded.model.generation_config
     return outline
 

@@ -160,7 +160,7 @@ class RanksBackend(ShardedState):
 
     def save_model(self, folder: Path) -> None:
         """A folder that transformers' from_pretrained loads, in compute dtype, tokenizer included."""
-        outline = outline_of(self.loaded, dtype_of(self.config))
+        outline = outline_of(self.loaded, self.config.model, dtype_of(self.config))
         write_folder(folder, outline, dict(self._gathered()), self.loaded.tokenizer)
 
     def close(self) -> None:

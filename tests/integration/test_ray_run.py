@@ -20,12 +20,13 @@ pytestmark = pytest.mark.ray
 
 LIMIT_S = 200  # more than any machine takes
 GONE_S = 10
-ROLES = ("ray::ServerRole", "ray::RewardRole", "rollover")
+SERVER, RANK, POOL = "ray::ServerRole", "ray::RankRole", "ray::RewardRole"
+ROLES = (SERVER, RANK, POOL, "rollover")
 
 
 def recipe(folder: Path, address: str) -> Path:
-    """Two servers and a reward pool, which fit on nodes of 2 and 3 CPUs, or (without an address) on any machine; more
-    steps than anyone waits for."""
+    """Two servers, two ranks and a reward pool, which fit on nodes of 2, 2 and 3 CPUs; or, without an address, two
+    servers and a pool that fit on any machine. More steps than anyone waits for."""
     cluster = {"type": "ray"} | ({"address": address, "cpus_per_process": 1} if address else {})
     return runs.write(
         folder,
@@ -36,6 +37,7 @@ def recipe(folder: Path, address: str) -> Path:
         checkpoint={"save_final_model": False, "every_steps": 20, "keep": 2},
         rewards={"function": f"{folder / 'reward.py'}:reward", "num_workers": 3 if address else 1},
         cluster=cluster,
+        **({"backend": {"type": "ranks", "num_ranks": 2}} if address else {}),
     )
 
 
@@ -102,6 +104,10 @@ def command(process: psutil.Process) -> str:
         return ""
 
 
+def roles_on(node: RayNode) -> set[str]:
+    return {role for role in (SERVER, RANK, POOL) for p in node.processes() if role in command(p)}
+
+
 @pytest.fixture
 def nodes() -> Iterator[RayNodes]:
     """The head is the controller's, and has no room for anything else."""
@@ -110,19 +116,27 @@ def nodes() -> Iterator[RayNodes]:
 
 
 def test_nodes_that_die_are_replaced_by_others_and_nothing_is_lost(nodes: RayNodes, tmp_path: Path) -> None:
-    """All processes of the servers' node, of the reward node, and a raylet alone; each time a node is added."""
-    for_servers, for_rewards = nodes.add(2), nodes.add(3)
+    """All processes of the servers' node, of the ranks', of the reward node, and a raylet alone; each time a node is
+    added."""
+    for_servers, for_ranks, for_rewards = nodes.add(2), nodes.add(2), nodes.add(3)
     training = Training(tmp_path, nodes.address)
     try:
         training.trains(key="engine/servers", above=1)
-        assert len([p for p in training.look(for_servers) if "ray::ServerRole" in command(p)]) == 2
-        assert [p for p in training.look(for_rewards) if "ray::RewardRole" in command(p)]
+        if roles_on(for_servers) == {RANK}:
+            for_servers, for_ranks = for_ranks, for_servers
+        assert [roles_on(node) for node in (for_servers, for_ranks, for_rewards)] == [{SERVER}, {RANK}, {POOL}]
+        training.look(for_servers, for_ranks, for_rewards)
 
         for_servers.kill()
         for_servers = nodes.add(2)
         training.trains(key="engine/ejections", above=1)
         training.trains(key="engine/servers", above=1)
         training.look(for_servers)
+
+        for_ranks.kill()
+        for_ranks = nodes.add(2)
+        training.trains(key="train/restarts")
+        training.look(for_ranks)
 
         for_rewards.kill()
         for_rewards = nodes.add(3)
@@ -131,20 +145,20 @@ def test_nodes_that_die_are_replaced_by_others_and_nothing_is_lost(nodes: RayNod
 
         before = training.look(for_servers)
         for_servers.kill_raylet()
-        roles = [p for p in before if "ray::ServerRole" in command(p)]
+        roles = [p for p in before if SERVER in command(p)]
         wait_until(lambda: not any(lives(p) for p in roles), GONE_S, "an actor outlives its raylet")
         for_servers = nodes.add(2)
         training.trains(key="engine/ejections", above=3)
         training.trains(key="engine/servers", above=1)
-        assert "ray::ServerRole" in str([command(p) for p in training.look(for_servers)])
-        assert listening(training.look(for_servers, for_rewards)) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+        assert [roles_on(node) for node in (for_servers, for_ranks, for_rewards)] == [{SERVER}, {RANK}, {POOL}]
+        assert listening(training.look(for_servers, for_ranks, for_rewards)) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
         training.end()
         training.nothing_is_left()
         row = training.rows()[-1]
-        assert row["memory/servers_rss_bytes"] > row["memory/reward_nodes_rss_bytes"] > 1e8
+        assert all(row[f"memory/{who}_rss_bytes"] > 1e8 for who in ("servers", "ranks", "reward_nodes"))
         assert row["engine/span_mismatches"] == 0 and row["rewards/crashes"] == 0 and row["rewards/errors"] == 0
         logs = {path.name for path in (training.dir / "logs").iterdir()}
-        assert {"server-0.log", "server-1.log", "reward-0.node.log"} <= logs
+        assert {"server-0.log", "server-1.log", "rank-0.log", "rank-1.log", "reward-0.node.log"} <= logs
         assert "raylet" not in training.said()
     finally:
         training.process.kill()
@@ -155,7 +169,7 @@ def test_a_driver_that_is_killed_leaves_nothing(joined: bool, tmp_path: Path, re
     address, there = "", []
     if joined:
         nodes = request.getfixturevalue("nodes")
-        address, there = nodes.address, [nodes.add(2), nodes.add(3)]
+        address, there = nodes.address, [nodes.add(2), nodes.add(2), nodes.add(3)]
     training = Training(tmp_path, address)
     try:
         training.trains(2)

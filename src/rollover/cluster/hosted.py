@@ -37,9 +37,11 @@ class Gone(Exception):
 
 
 class Actor(Protocol):
-    """A role in a process of some node."""
+    """A role in a process of some node. `resident`: bytes of memory that it had when that was last told."""
 
-    def ask(self, limit_s: float, method: str, *arguments: Any) -> Any:
+    resident: int
+
+    def ask(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
         """What the method returns, for any thread but that of an event loop. Gone."""
         ...
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from rollover.engine.remote.hosts import Host
 from rollover.rewards.protocol import ScoringPool
+from rollover.trainer.ranks.group import Ranks
 
 
 class Cluster(Protocol):
@@ -15,6 +16,11 @@ class Cluster(Protocol):
     @property
     def own_server(self) -> Callable[[int], Host] | None:
         """Makes the host of each server that the run starts, by its number; None: processes of this machine."""
+        ...
+
+    @property
+    def own_ranks(self) -> Callable[[], Ranks] | None:
+        """Starts ranks that have met; None: processes of this machine."""
         ...
 
     def reward_pool(self) -> ScoringPool | None:
@@ -33,7 +39,7 @@ class Cluster(Protocol):
 class ThisMachine:
     """A Cluster where everything is a child of this process."""
 
-    own_server = None
+    own_server = own_ranks = None
 
     def reward_pool(self) -> ScoringPool | None:
         return None

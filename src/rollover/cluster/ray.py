@@ -1,4 +1,4 @@
-"""The roles of a run as Ray actors: server hosts and reward pools on the nodes that seats.py
+"""The roles of a run as Ray actors: servers, ranks and reward pools on the nodes that seats.py
 finds. The only importer of ray.
 
     controller, Ray's driver, ──▶ ActorHost        ──▶ ServerRole: `rollover serve` in a child of the actor
@@ -20,7 +20,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollover.cluster.hosted import CALL_S, ActorHost, ActorRewardNode, Gone
 from rollover.cluster.plan import DoesNotFit, Needs, Node
+from rollover.cluster.ranks import start_actor_ranks
 from rollover.cluster.roles import Place, Role
-from rollover.cluster.seats import POOL, SERVER, Seats
+from rollover.cluster.seats import POOL, RANK, SERVER, Seats
 from rollover.cluster.session import OwnSession
 from rollover.config import Config
 from rollover.engine.remote.hosts import Host
+from rollover.models.team import most_threads
 from rollover.rewards.protocol import ScoringPool
 from rollover.rewards.spread import SpreadPool
+from rollover.trainer.ranks.group import Ranks
 
 _STORE_BYTES = 100 * 2**20  # of the node that is started here; what is larger goes to disk
 _NOTICES_DEATH = {
@@ -68,15 +72,26 @@ class RayCluster:
     def own_server(self, number: int) -> Host:
         return ActorHost(self, number)
 
+    @property
+    def own_ranks(self) -> Callable[[], Ranks] | None:
+        return self._start_ranks if self._seats.needs.ranks else None
+
+    def _start_ranks(self) -> Ranks:
+        needs, at = self._seats.needs, self._seats.of
+        most = max(Counter(node for name, node in at.items() if name.startswith(RANK)).values())
+        device = "cuda:0" if needs.rank_gpus else "cpu"  # of those that a rank sees, the first
+        return start_actor_ranks(self, [device] * needs.ranks, max(1, most_threads(self.config) // most))
+
     def reward_pool(self) -> ScoringPool | None:
         nodes = [ActorRewardNode(self, number) for number in range(self._seats.needs.pools)]
         return SpreadPool(self.config.rewards, nodes) if nodes else None
 
     def stats(self) -> dict[str, float]:
-        sums: dict[str, float] = dict.fromkeys((SERVER, POOL), 0.0)
-        for name, actor in self._actors.items():
+        sums: dict[str, float] = dict.fromkeys((SERVER, RANK, POOL), 0.0)
+        for name, actor in list(self._actors.items()):
             sums[name.partition(" ")[0]] += actor.resident
-        return {"memory/servers_rss_bytes": sums[SERVER], "memory/reward_nodes_rss_bytes": sums[POOL]}
+        names = {SERVER: "servers", RANK: "ranks", POOL: "reward_nodes"}
+        return {f"memory/{names[kind]}_rss_bytes": total for kind, total in sums.items()}
 
     async def close(self) -> None:
         for name in list(self._actors):
@@ -91,7 +106,7 @@ class RayCluster:
             node = self._seats.find(name, _nodes(_alive()))
         except DoesNotFit as error:
             raise Gone(f"no node has room for it: {error}") from error
-        gpus = self._seats.needs.server_gpus if name.startswith(SERVER) else 0
+        gpus = {SERVER: self._seats.needs.server_gpus, RANK: self._seats.needs.rank_gpus}.get(name.partition(" ")[0], 0)
         place = Place.of_this_process(self.logs / f"{name.replace(' ', '-')}.node.log")
         self._actors[name] = RayActor(role, (place, *arguments), node, gpus)
         return self._actors[name]
@@ -216,7 +231,7 @@ class RayActor:
         except ray.exceptions.RayError as error:
             raise Gone(_first_line(error)) from error
 
-    def ask(self, limit_s: float, method: str, *arguments: Any) -> Any:
+    def ask(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
         try:
             return ray.get(getattr(self._handle, method).remote(*arguments), timeout=limit_s)
         except ray.exceptions.RayError as error:

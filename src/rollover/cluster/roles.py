@@ -1,4 +1,4 @@
-"""What runs on a node for a run: a server host and a reward pool, each in a process that some cluster has started.
+"""What runs on a node for a run: a server host, a rank, a reward pool, each in a process that some cluster has started.
 
 Each ends with the process that started it, whatever happens to that: a cluster's daemon that is killed would leave its
 processes behind, beside those that replace them. Knows no cluster; cluster/ray.py makes actors of these classes.
@@ -18,11 +18,14 @@ from typing import Any
 from rollover.config import Config, RewardsConfig
 from rollover.engine.remote.hosts import ProcessHost
 from rollover.engine.remote.wire import ServerFailed
-from rollover.processes import die_with, resident_bytes
+from rollover.processes import brief_waiting, die_with, has_ended, resident_bytes
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.travel import packed
 from rollover.rewards.worker import RewardProbeError
+from rollover.trainer.backend import BackendLost
+from rollover.trainer.ranks.local import LocalRanks
+from rollover.trainer.ranks.process import error_answer
 from rollover.types import Task
 
 _LIBRARY_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # which a cluster sets to its own idea of a process
@@ -87,6 +90,45 @@ class ServerRole(Role):
         """In order, so that it leaves nothing behind."""
         if self._process is not None:
             await self._process.close()
+
+
+class RankRole(Role):
+    """A rank of the trainer, in a child of this process."""
+
+    def __init__(self, place: Place, config: Config, number: int, host: str) -> None:
+        super().__init__(place)
+        self._config, self._number, self._address = config, number, host
+        self._logs = Path(place.log).parent
+        self._rank: LocalRanks | None = None
+
+    async def begin(self) -> None:
+        """Start it."""
+        backend, waiting = self._config.backend, brief_waiting(self._config.run)
+        self._rank = LocalRanks(  # in this thread: on Linux a child ends with the thread that started it
+            1, backend.rank_timeout_s, waiting, self._logs, host=self._address, first=self._number
+        )
+
+    async def call(self, verb: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What the rank found, under "found"; {"lost": why}; or an error, as process.py answers it."""
+        assert self._rank is not None
+        try:
+            found = await asyncio.to_thread(self._rank.call, verb, {0: values}, limited=False)
+        except BackendLost as error:
+            return {"lost": str(error)}
+        except (ValueError, OSError) as error:
+            return error_answer(error)
+        return {"found": found[0]}
+
+    async def lives(self) -> int:
+        """Memory of its processes, in bytes; 0 where the rank's own has ended."""
+        if self._rank is None or any(has_ended(pid) for pid in self._rank.pids):
+            return 0
+        return await self.look()
+
+    async def end(self) -> None:
+        """The rank ends."""
+        if self._rank is not None:
+            await asyncio.to_thread(self._rank.close)
 
 
 class RewardRole(Role):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from rollover.cluster.plan import DoesNotFit, Needs, Node, place
 
-SERVER, POOL = "server", "reward"
+SERVER, POOL, RANK = "server", "reward", "rank"
 
 
 class Seats:
@@ -21,6 +21,7 @@ class Seats:
         placement = place(needs, nodes, driver)
         self.of: dict[str, str] = {f"{SERVER} {i}": node for i, node in enumerate(placement.servers)}
         self.of |= {f"{POOL} {i}": node for i, node in enumerate(placement.pools)}
+        self.of |= {f"{RANK} {i}": node for i, node in enumerate(placement.ranks)}
 
     def find(self, name: str, alive: Mapping[str, Node]) -> str:
         """The node that the role is on, if that lives; else one that has room, on which it is from now on. DoesNotFit
@@ -37,16 +38,19 @@ class Seats:
             alive = {node: has for node, has in alive.items() if node not in taken}
         if not alive:
             raise DoesNotFit(kind, "every node has one")
-        alone = replace(self.needs, servers=int(kind == SERVER), pools=int(kind == POOL), ranks=0, controller_gpus=0)
+        counts = {"servers": kind == SERVER, "pools": kind == POOL, "ranks": kind == RANK}
+        alone = replace(self.needs, controller_gpus=0, **{what: int(is_it) for what, is_it in counts.items()})
         driver = self.driver if self.driver in alive else ""
         found = place(alone, [self._left(has, others) for has in alive.values()], driver)
-        return (*found.servers, *found.pools)[0]
+        return (*found.servers, *found.pools, *found.ranks)[0]
 
     def _left(self, node: Node, others: Mapping[str, str]) -> Node:
         """What a node has left beside the roles that are there."""
         needs = self.needs
         here = [role.partition(" ")[0] for role, at in others.items() if at == node.name]
-        servers, pools = here.count(SERVER), here.count(POOL)
-        gpus = servers * needs.server_gpus + (needs.controller_gpus if node.name == self.driver else 0)
-        cpus = pools * needs.pool_cpus + (0 if needs.server_gpus else servers * needs.process_cpus)
+        servers, ranks = here.count(SERVER), here.count(RANK)
+        gpus = servers * needs.server_gpus + ranks * needs.rank_gpus
+        gpus += needs.controller_gpus if node.name == self.driver else 0
+        on_cpus = (0 if needs.server_gpus else servers) + (0 if needs.rank_gpus else ranks)
+        cpus = here.count(POOL) * needs.pool_cpus + on_cpus * needs.process_cpus
         return Node(node.name, max(0, node.gpus - gpus), max(0, node.cpus - cpus))

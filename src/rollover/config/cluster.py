@@ -14,8 +14,8 @@ class ClusterConfig(Table):
 
     type: Literal["none", "ray"] = option(
         "none",
-        "none: every process of the run is on this machine. ray: Ray puts servers and reward pools on nodes (`rollover"
-        " train ... --dry-run` says where). Ranks are planned only.",
+        "none: every process of the run is on this machine. ray: Ray puts servers, ranks and reward pools on nodes"
+        " (`rollover train ... --dry-run` says where).",
     )
     address: str = option(
         "",
@@ -80,11 +80,6 @@ def check_can_train(config: Any) -> None:
     cluster = config.cluster
     if cluster.type != "ray":
         return
-    if num_ranks(config):
-        raise ConfigError(
-            'cluster.type = "ray" with backend.type = "ranks": ranks on nodes are only planned (`rollover train ...'
-            ' --dry-run`). Set backend.type = "local", or cluster.type = "none": ranks are then on this machine'
-        )
     if cluster.num_nodes > 1 and not cluster.address:
         raise ConfigError(
             f"cluster.num_nodes = {cluster.num_nodes} without cluster.address: the Ray that a run starts has this"

@@ -156,7 +156,7 @@ class Parts:
                 on_error.push_async_callback(kept.close)
             loaded, engine, observed = kept.model.renewed() if again else kept.model(), kept.engine, kept.observed
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
-            trainer = build_trainer(config, loaded, engine, logs)
+            trainer = build_trainer(config, loaded, engine, logs, kept.cluster.own_ranks)
             on_error.callback(trainer.close)
             scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
             pool = observed.rewarder

@@ -380,5 +380,6 @@ METRICS: list[Metric] = [
     *ENGINE,
     Metric("memory/peak_rss_bytes", "max", "bytes", "Peak resident memory of the process."),
     Metric("memory/servers_rss_bytes", "last", "bytes", "Resident memory of all servers. On a cluster only."),
+    Metric("memory/ranks_rss_bytes", "last", "bytes", "Resident memory of all ranks. On a cluster only."),
     Metric("memory/reward_nodes_rss_bytes", "last", "bytes", "Of all reward nodes. On a cluster only."),
 ]

@@ -12,7 +12,7 @@ weights, optimizer, value head, earlier weights, micro-batches, devices and the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -174,3 +174,5 @@ class BackendSetup:
     """What `sample` may generate with."""
     logs: Path | None = None
     """The folder of what its processes print; None: they print where this process does."""
+    own_ranks: Callable[[], Any] | None = None
+    """Starts `Ranks` (ranks/group.py), which have met, for backend.type = "ranks"; None: processes of this machine."""

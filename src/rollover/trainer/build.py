@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,20 +17,25 @@ from rollover.models.team import Team
 from rollover.trainer.backend import BackendLost, BackendSetup, TrainerBackend
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.own_backend import OwnBackend
+from rollover.trainer.ranks.group import Ranks
 from rollover.trainer.teacher import load_teacher
 from rollover.trainer.trainer import Trainer
 
 
 def build_trainer(
-    config: Config, loaded: LoadedModel, engine: Engine | None = None, logs: Path | None = None
+    config: Config,
+    loaded: LoadedModel,
+    engine: Engine | None = None,
+    logs: Path | None = None,
+    own_ranks: Callable[[], Ranks] | None = None,
 ) -> Trainer:
     """The trainer, on the backend that backend.type names, goes on with the model that is `loaded`, in float32.
-    `engine`: what the backend may sample with. `logs`: see BackendSetup. ValueError if a function of one's own
-    gives no backend; BackendLost where it is lost while it is made."""
+    `engine`: what the backend may sample with. `logs`, `own_ranks`: see BackendSetup. ValueError if a function
+    of one's own gives no backend; BackendLost where it is lost while it is made."""
     staleness = max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0)
     team = Team.of(config.run, pick_device(config.model.device))
     _refuse_uncorrected(config.train, config.algorithm, staleness)
-    setup = BackendSetup(config, loaded, team, staleness, engine, logs)
+    setup = BackendSetup(config, loaded, team, staleness, engine, logs, own_ranks)
     kind = config.backend.type
     try:
         backend = make_named("backend.type", kind, BACKENDS, setup, TrainerBackend, "a trainer's backend")

@@ -87,7 +87,7 @@ def test_the_recipe_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
         "  node-1  controller, ranks 0 to 7, reward pool of 16 workers; 8 of 8 GPUs, 16 of 64 CPUs",
         "  node-2  vllm servers 0 to 7; 8 of 8 GPUs",
     ]
-    assert lines[-2].startswith("refused     without --dry-run: ") and "ranks on nodes are only planned" in lines[-2]
+    assert lines[-2].startswith("refused     without --dry-run: ") and "without cluster.address" in lines[-2]
 
 
 def test_a_laptop_is_a_cluster_of_one_node(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,3 +58,15 @@ def test_each_pool_has_a_node_of_its_own() -> None:
 def test_what_never_fits_is_refused_at_once() -> None:
     with pytest.raises(DoesNotFit, match="1 place is missing"):
         Seats(ON_CPUS, [A, Node("b", 0, 1), C], "a")
+
+
+def test_ranks_that_were_ended_with_a_lost_one_are_where_they_were() -> None:
+    needs = Needs(ranks=2, servers=1, pools=0, process_cpus=1)
+    nodes = [Node("a", 0, 0), Node("b", 0, 1), Node("c", 0, 1), Node("d", 0, 1)]
+    seats = Seats(needs, nodes, "a")
+    assert sorted(seats.of.values()) == ["b", "c", "d"]
+    lost, kept = seats.of["rank 0"], seats.of["rank 1"]
+    left = {node.name: node for node in nodes if node.name != lost}
+    with pytest.raises(DoesNotFit):
+        seats.find("rank 0", left)
+    assert seats.find("rank 0", left | alive(Node("e", 0, 1))) == "e" and seats.find("rank 1", left) == kept

@@ -55,7 +55,6 @@ def test_servers_on_several_nodes_need_a_folder_for_weights() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"backend.type": "ranks", "backend.num_ranks": 2}, "ranks on nodes are only planned"),
         ({"cluster.num_nodes": 2}, "without cluster.address"),
     ],
 )

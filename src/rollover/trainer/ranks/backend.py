@@ -67,7 +67,8 @@ def start_ranks(config: Config, logs: Path | None = None) -> LocalRanks:
 
 def make_ranks(setup: BackendSetup) -> RanksBackend:
     """A backend on ranks of its own."""
-    return RanksBackend(setup, start_ranks(setup.config, setup.logs))
+    ranks = start_ranks(setup.config, setup.logs) if setup.own_ranks is None else setup.own_ranks()
+    return RanksBackend(setup, ranks)
 
 
 class RanksBackend(ShardedState):

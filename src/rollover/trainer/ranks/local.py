@@ -34,7 +34,8 @@ _SAME_S = 30.0  # in which all refuse what one of them refuses; if they do not, 
 class LocalRanks:
     """See `Ranks`. `timeout_s`: when one rank has answered a call that long ago, the others must have. `environment`:
     variables of the processes, unless this one has them. `logs`: the folder of what they print (rank-0.log); None: they
-    print where this process does."""
+    print where this process does. `host`: an address of this machine, at which they meet. `first`: what the first of
+    them is called there, where others are elsewhere."""
 
     def __init__(
         self,
@@ -42,9 +43,12 @@ class LocalRanks:
         timeout_s: float,
         environment: Mapping[str, str] | None = None,
         logs: Path | None = None,
+        *,
+        host: str = HOST,
+        first: int = 0,
     ) -> None:
         self.num, self._timeout_s = num, timeout_s
-        self._logs = [] if logs is None else [ServerLog(logs / f"rank-{rank}.log") for rank in range(num)]
+        self._logs = [] if logs is None else [ServerLog(logs / f"rank-{first + rank}.log") for rank in range(num)]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._calling = threading.Lock()
@@ -68,7 +72,7 @@ class LocalRanks:
             theirs.close()
             self._channels.append(Channel(ours))
             with contextlib.suppress(ConnectionError):  # the first call says how it ended
-                self._channels[-1].send({"host": HOST})
+                self._channels[-1].send({"host": host})
         threading.Thread(target=self._watch, daemon=True, name="ranks").start()
 
     @property

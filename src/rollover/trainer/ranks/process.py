@@ -57,9 +57,16 @@ def _answer(rank: Any, call: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"found": rank.answer(call["verb"], call["values"])}
     except Exception as error:  # boundary: it is raised in the loop's process
-        if isinstance(error, ValueError):
-            return {"error": str(error), "kind": FUNCTION if isinstance(error, FunctionError) else VALUE}
-        if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError | TimeoutError):
-            return {"error": error.strerror, "kind": DISK, "errno": error.errno}
-        traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}", "kind": OTHER}
+        answer = error_answer(error)
+        if answer["kind"] == OTHER:
+            traceback.print_exc()
+        return answer
+
+
+def error_answer(error: Exception) -> dict[str, Any]:
+    """How an error is answered: {"error", "kind"}, and of a disk {"errno"}."""
+    if isinstance(error, ValueError):
+        return {"error": str(error), "kind": FUNCTION if isinstance(error, FunctionError) else VALUE}
+    if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError | TimeoutError):
+        return {"error": error.strerror, "kind": DISK, "errno": error.errno}
+    return {"error": f"{type(error).__name__}: {error}", "kind": OTHER}

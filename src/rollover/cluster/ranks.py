@@ -1,0 +1,157 @@
+"""The controller's side of ranks in actors: they are called together, and end together.
+
+Batches and what is found of them go through the cluster's object store. Gradients go among the ranks, weights through
+files. Owns the actors, and the thread that looks whether all of them live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from rollover.cluster.hosted import CALL_S, Actor, Actors, Gone
+from rollover.cluster.roles import RankRole
+from rollover.trainer.backend import BackendLost
+from rollover.trainer.ranks.group import Answers, Failure, Meeting, meet
+
+_LOOK_EVERY_S = 0.5
+_SAME_S = 30.0  # in which all refuse what one of them refuses
+_END_S = 5.0
+
+
+def start_actor_ranks(actors: Actors, devices: list[str], threads: int) -> ActorRanks:
+    """Ranks that have met. `threads`: of each. ValueError where weights could not come back; BackendLost where no node
+    has room for one of them, after backend.rank_timeout_s."""
+    timeout_s = actors.config.backend.rank_timeout_s
+    ranks = ActorRanks(actors, len(devices), timeout_s)
+    try:
+        meet(ranks, Meeting(ranks.host, devices, threads, timeout_s))
+    except BaseException:
+        ranks.close()
+        raise
+    return ranks
+
+
+class ActorRanks:
+    """See `Ranks`. `timeout_s`: when one rank has answered a call that long ago, the others must have; and how long
+    nodes with room for all of them are waited for."""
+
+    def __init__(self, actors: Actors, num: int, timeout_s: float) -> None:
+        self.num, self._actors, self._timeout_s = num, actors, timeout_s
+        self._calling, self._ending = threading.Lock(), threading.Lock()
+        self._why = ""  # nothing can be asked any more
+        self._closing = threading.Event()
+        self._threads = ThreadPoolExecutor(num, "rank-call")
+        self._ranks: list[Actor] = []
+        deadline = time.monotonic() + timeout_s
+        for rank in range(num):
+            self._ranks.append(self._started(rank, deadline))
+        self.host = actors.address_of(_name(0))
+        threading.Thread(target=self._watch, daemon=True, name="ranks").start()
+
+    def call(self, verb: str, values: Mapping[int, Mapping[str, Any]], *, limited: bool = True) -> Answers:
+        with self._calling:
+            if self._why:
+                raise BackendLost(self._why)
+            calls = {
+                self._threads.submit(self._ranks[rank].ask, None, "call", verb, of_rank): rank
+                for rank, of_rank in values.items()
+            }
+            return self._answers(verb, calls, limited)
+
+    def close(self) -> None:
+        self._closing.set()
+        if not self._why:
+            ends = [self._threads.submit(rank.ask, _END_S, "end") for rank in self._ranks]
+            wait(ends)
+        self._end("the ranks were ended")
+        self._threads.shutdown(wait=False)
+
+    # Private
+
+    def _started(self, rank: int, deadline: float) -> Actor:
+        config, name = self._actors.config, _name(rank)
+        while True:
+            try:
+                if self._actors.is_elsewhere(name) and not config.engine.weights_dir:
+                    raise ValueError(
+                        "engine.weights_dir is empty, and ranks are on other machines than the controller: set it to a"
+                        " folder that all nodes see under one path"
+                    )
+                actor = self._actors.start(name, RankRole, config, rank, self._actors.address_of(name))
+                actor.ask(CALL_S, "begin")
+                return actor
+            except Gone as error:
+                if time.monotonic() > deadline:
+                    self._end(f"{name} cannot be started: {error}")
+                    raise BackendLost(self._why) from error
+            time.sleep(_LOOK_EVERY_S)
+
+    def _answers(self, verb: str, calls: dict[Future[dict[str, Any]], int], limited: bool) -> Answers:
+        answers: Answers = {}
+        failures: list[Failure] = []
+        deadline: float | None = None
+        waiting = set(calls)
+        while waiting:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, waiting = wait(waiting, left_s, FIRST_COMPLETED)
+            if not done and failures:
+                break
+            if not done:
+                late = min(calls[call] for call in waiting)
+                raise self._lost(late, verb, f"did not answer within {self._timeout_s:g} s")
+            for call in done:
+                rank = calls[call]
+                try:
+                    answer = call.result()
+                except Gone as error:
+                    raise self._lost(rank, verb, f"is gone: {error}") from None
+                if "lost" in answer:
+                    raise self._lost(rank, verb, f"is lost: {answer['lost']}")
+                if (failure := Failure.in_answer(rank, answer)) is None:
+                    answers[rank] = answer["found"]
+                elif failure.error is not None:
+                    failures.append(failure)
+                else:
+                    raise self._lost(rank, verb, f"failed ({failure.said})")
+                if limited or failures:
+                    deadline = time.monotonic() + min(self._timeout_s, _SAME_S if failures else self._timeout_s)
+        if not failures:
+            return answers
+        first = failures[0]
+        assert first.error is not None
+        if waiting or answers:  # the others are in another state now
+            self._lost(first.rank, verb, f"failed ({first.said})")
+        raise first.error
+
+    def _lost(self, rank: int, verb: str, how: str) -> BackendLost:
+        """End all; what there is to raise."""
+        self._end(f"rank {rank} of {self.num} {how} (in {verb}): the others were ended")
+        return BackendLost(self._why)
+
+    def _end(self, why: str) -> None:
+        with self._ending:
+            if not self._why:
+                self._why = why
+                for rank in range(self.num):
+                    self._actors.end(_name(rank))
+
+    def _watch(self) -> None:
+        """Between two calls, too, one that ends takes the others with it."""
+        while not self._closing.wait(_LOOK_EVERY_S) and not self._why:
+            for rank, actor in enumerate(self._ranks):
+                found = 0
+                with contextlib.suppress(Gone):
+                    found = actor.ask(CALL_S, "lives")
+                if not found and not self._closing.is_set():
+                    self._lost(rank, "between two calls", "has ended")
+                    return
+                actor.resident = found
+
+
+def _name(rank: int) -> str:
+    return f"rank {rank}"

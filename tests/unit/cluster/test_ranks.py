@@ -1,0 +1,156 @@
+"""Ranks in actors: called together, refused together, lost together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollover.cluster.hosted import Gone
+from rollover.cluster.ranks import ActorRanks
+from rollover.config import Config
+from rollover.trainer.backend import BackendLost
+from rollover.trainer.ranks.process import VALUE
+
+LIMIT_S = 30
+
+
+class FakeRank:
+    """Answers a call by `answer(verb, values)`; after `kill` every call, also one under way, ends by Gone."""
+
+    def __init__(self, answer: Callable[[str, Any], dict[str, Any]]) -> None:
+        self.answer_, self.resident, self.rank_lives = answer, 0, True
+        self.dead = threading.Event()
+
+    def kill(self) -> None:
+        self.dead.set()
+
+    def ask(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
+        if self.dead.is_set():
+            raise Gone("it was killed")
+        if method == "lives":
+            return 1000 if self.rank_lives else 0
+        if method != "call":
+            return None
+        found = self.answer_(*arguments)
+        if "hangs" in found:
+            self.dead.wait(LIMIT_S)
+            raise Gone("it was killed")
+        return found
+
+    async def answer(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
+        raise NotImplementedError
+
+    async def look(self) -> None:
+        raise NotImplementedError
+
+
+class FakeActors:
+    """`answers`: of each rank. `no_room`: so often no node has room."""
+
+    def __init__(self, *answers: Callable[[str, Any], dict[str, Any]], no_room: int = 0) -> None:
+        backend = {"type": "ranks", "num_ranks": 2}
+        self.config = Config.model_validate({"backend": backend, "engine": {"kind": "remote", "num_servers": 1}})
+        self.answers, self.no_room = answers, no_room
+        self.ranks: dict[str, FakeRank] = {}
+
+    def start(self, name: str, role: type, *arguments: Any) -> FakeRank:
+        if self.no_room:
+            self.no_room -= 1
+            raise Gone("no node has room for it")
+        self.ranks[name] = FakeRank(self.answers[int(name.split()[1])])
+        return self.ranks[name]
+
+    def end(self, name: str) -> None:
+        if name in self.ranks:
+            self.ranks[name].kill()
+
+    def address_of(self, name: str) -> str:
+        return "127.0.0.1"
+
+    def is_elsewhere(self, name: str) -> bool:
+        return False
+
+
+def found(verb: str, values: Any) -> dict[str, Any]:
+    return {"found": {verb: values}}
+
+
+def refuses(verb: str, values: Any) -> dict[str, Any]:
+    return {"error": "too long", "kind": VALUE}
+
+
+def hangs(verb: str, values: Any) -> dict[str, Any]:
+    return {"hangs": True}
+
+
+def fails(verb: str, values: Any) -> dict[str, Any]:
+    return {"error": "RuntimeError: what nobody foresaw", "kind": "other"}
+
+
+def loses(verb: str, values: Any) -> dict[str, Any]:
+    return {"lost": "rank 0 of 1 was killed by SIGKILL"}
+
+
+def test_they_are_called_together_and_some_of_them_alone() -> None:
+    ranks = ActorRanks(FakeActors(found, found, no_room=1), 2, LIMIT_S)
+    assert ranks.call("step", {0: {"a": 1}, 1: {"a": 2}}) == {0: {"step": {"a": 1}}, 1: {"step": {"a": 2}}}
+    assert ranks.call("save", {1: {}}) == {1: {"save": {}}}
+    ranks.close()
+    ranks.close()
+    with pytest.raises(BackendLost, match="the ranks were ended"):
+        ranks.call("step", {0: {}, 1: {}})
+
+
+def test_what_all_refuse_is_refused_and_they_go_on() -> None:
+    ranks = ActorRanks(FakeActors(refuses, refuses), 2, LIMIT_S)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="too long"):
+            ranks.call("step", {0: {}, 1: {}})
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (hangs, "rank 1 of 2 did not answer within 0.3 s"),
+        (fails, "rank 1 of 2 failed .RuntimeError: what nobody foresaw"),
+        (loses, "rank 1 of 2 is lost: rank 0 of 1 was killed by SIGKILL"),
+        (refuses, "too long"),
+    ],
+)
+def test_one_that_is_lost_is_the_end_of_all(other: Callable[[str, Any], dict[str, Any]], said: str) -> None:
+    actors = FakeActors(found, other)
+    ranks = ActorRanks(actors, 2, 0.3)
+    with pytest.raises((BackendLost, ValueError), match=said):
+        ranks.call("step", {0: {}, 1: {}})
+    assert all(rank.dead.is_set() for rank in actors.ranks.values())
+    with pytest.raises(BackendLost):
+        ranks.call("step", {0: {}, 1: {}})
+    ranks.close()
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["actor", "rank"])
+def test_one_that_ends_between_two_calls_ends_the_others(gone: bool) -> None:
+    actors = FakeActors(found, found)
+    ranks = ActorRanks(actors, 2, LIMIT_S)
+    lost = actors.ranks["rank 0"]
+    if gone:
+        lost.kill()
+    else:
+        lost.rank_lives = False
+    deadline = time.monotonic() + LIMIT_S
+    while not actors.ranks["rank 1"].dead.is_set():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    with pytest.raises(BackendLost, match="rank 0 of 2 has ended .in between two calls."):
+        ranks.call("step", {0: {}, 1: {}})
+    ranks.close()
+
+
+def test_where_no_node_has_room_for_too_long_they_are_lost() -> None:
+    with pytest.raises(BackendLost, match="rank 0 cannot be started: no node has room"):
+        ActorRanks(FakeActors(found, found, no_room=10**6), 2, 0.1)

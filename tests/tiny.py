@@ -79,6 +79,19 @@ def save(folder: Path, family: str = "llama", **changes: Any) -> Path:
     return folder
 
 
+def save_routed(folder: Path) -> Path:
+    """A model folder of experts (glm4_moe), whose files hold a tensor beside its weights: the bias of its router."""
+    out = model(
+        "glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
+        first_k_dense_replace=1,
+    )  # fmt: skip
+    bias = out.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
+    bias.copy_(torch.tensor([0.3, -0.2, 0.1, 0.0]))
+    out.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
 def compiled_kernels() -> Any:
     """The compiled kernels; skips the test where there is no compiler."""
     import pytest

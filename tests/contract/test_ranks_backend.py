@@ -201,6 +201,21 @@ def test_the_model_is_saved_as_one_process_saves_it(dtype: str, folder: Path, tw
         assert torch.equal(a, b), name
 
 
+def test_what_a_models_files_hold_beside_its_weights_is_saved_and_used_by_all_ranks(
+    two: LocalRanks, tmp_path: Path
+) -> None:
+    of = ranks_model.config(tiny.save_routed(tmp_path / "model"), dtype="bfloat16")
+    ranks, local = ranks_model.pair(of, two)
+    expected = {k: v for part in spread(SAMPLES, 2) for k, v in local.compute_logprobs(part).items()}
+    assert largest_difference(ranks.compute_logprobs(SAMPLES), expected) == 0.0
+    ranks.save_model(tmp_path / "ranks")
+    local.save_model(tmp_path / "local")
+    ours, theirs = (safetensors.torch.load_file(tmp_path / n / "model.safetensors") for n in ("ranks", "local"))
+    assert ours.keys() == theirs.keys() and sum("e_score_correction_bias" in name for name in ours) == 1
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+
+
 # Checkpoints
 
 

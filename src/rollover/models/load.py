@@ -190,6 +190,13 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
+def stored_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """What the model's files hold beside its weights: biases of routers (glm4_moe), scales of layers (gemma4_text). No
+    step changes them, and without them the files are not loaded."""
+    stored = model.state_dict().keys()
+    return {name: buffer.detach() for name, buffer in model.named_buffers() if name in stored}
+
+
 def stop_token_ids(loaded: LoadedModel, extra: list[int]) -> frozenset[int]:
     """Token ids that end a rollout: those of the generation config, the tokenizer's EOS, and `extra`."""
     ids = set(extra)

@@ -22,7 +22,7 @@ from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.files import give_usual_mode
 from rollover.models import devices
 from rollover.models.adapters import base_weights
-from rollover.models.load import LoadedModel
+from rollover.models.load import LoadedModel, stored_buffers
 from rollover.models.norms import compile_norms
 from rollover.models.team import Team
 from rollover.staleness import staleness
@@ -269,7 +269,7 @@ class LocalBackend:
         The adapters themselves are in float32 beside it, for peft: merged, small updates are rounded away.
         """
         model = self._plain
-        tensors = dict(merged_weights(model)) if self.lora else model.state_dict()
+        tensors = dict(merged_weights(model)) | stored_buffers(model) if self.lora else model.state_dict()
         write_folder(folder, model, tensors, self.tokenizer)
         if self.lora:
             save_adapter(self.model, self.optimizer.weights(), folder / ADAPTER, self._base)

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tiny
-from rollover.config import AlgorithmConfig, LoraConfig, TrainConfig
-from rollover.models.load import LoadedModel
+from rollover.config import AlgorithmConfig, LoraConfig, ModelConfig, TrainConfig
+from rollover.models.load import LoadedModel, load_model
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import local_trainer
 from rollover.trainer.lora import ADAPTER, add_lora, read_adapter
@@ -103,6 +104,18 @@ def test_peft_loads_the_saved_adapters_over_the_base_model(family: str, tmp_path
             logits = model(ids).logits[0, len(s.prompt_ids) - 1 : -1] / s.temperature
         theirs = logits.log_softmax(-1).gather(-1, ids[0, len(s.prompt_ids) :, None])[:, 0].numpy()
         np.testing.assert_allclose(ours[s.rollout_id], theirs[s.mask], atol=1e-5)
+
+
+def test_the_saved_model_has_what_its_files_held_beside_the_weights(tmp_path: Path) -> None:
+    start = load_model(ModelConfig(path=str(tiny.save_routed(tmp_path / "base"))))
+    lora = LoraConfig(rank=4, target_modules=["q_proj"])
+    t = local_trainer(start, TrainConfig(), AlgorithmConfig(), dtype=torch.bfloat16, max_new_tokens=16, lora=lora)
+    t.backend.save_model(tmp_path / "merged")
+    base, merged = (load_file(tmp_path / n / "model.safetensors") for n in ("base", "merged"))
+    assert merged.keys() == base.keys()
+    (name,) = (name for name in base if "e_score_correction_bias" in name)
+    assert torch.equal(merged[name], base[name]) and base[name].any()
+    load_model(ModelConfig(path=str(tmp_path / "merged")))
 
 
 def test_adapters_are_saved_as_they_are_trained_and_not_as_they_are_computed_with(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ class RanksBackend(ShardedState):
     def save_model(self, folder: Path) -> None:
         """A folder that transformers' from_pretrained loads, in compute dtype, tokenizer included."""
         outline = outline_of(self.loaded, self.config.model, dtype_of(self.config))
-        write_folder(folder, outline, dict(self._gathered()), self.loaded.tokenizer)
+        write_folder(folder, outline, dict(self._gathered(buffers=True)), self.loaded.tokenizer)
 
     def close(self) -> None:
         """End the ranks."""
@@ -188,11 +188,12 @@ class RanksBackend(ShardedState):
         self.policy_version = answers[0]["policy_version"]
         return [answers[rank] for rank in sorted(answers)]
 
-    def _gathered(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """All weights in compute dtype, as views of a file of their own."""
+    def _gathered(self, *, buffers: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
+        """All weights in compute dtype, as views of a file of their own; `buffers`: and what else the model's files
+        hold."""
         sizes = sum(p.numel() for p in self.loaded.model.parameters()) * dtype_of(self.config).itemsize
         path = self._folder.path(2 * sizes) / f"published.{next(_numbers)}.safetensors"
-        failed = self._call("write_weights", [{"path": str(path)}] * self.ranks.num)[0]["failed"]
+        failed = self._call("write_weights", [{"path": str(path), "buffers": buffers}] * self.ranks.num)[0]["failed"]
         if failed:
             path.unlink(missing_ok=True)
             raise ValueError(

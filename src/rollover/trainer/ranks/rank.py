@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rollover.config import Config
 from rollover.config.table import UNSETTLED
 from rollover.models.devices import dtype_of
 from rollover.models.flops import ModelFlops
-from rollover.models.load import LoadedModel, load_model, load_outline
+from rollover.models.load import LoadedModel, load_model, load_outline, stored_buffers
 from rollover.models.team import Team
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.ranks.sharded import shard, whole_weights
@@ -49,10 +50,15 @@ class RankBackend(LocalBackend):
             sharded=shard(loaded.model, flops, self.dtype, device),
         )
 
-    def write_weights(self, path: Path) -> str:
-        """Rank 0 writes all weights, in compute dtype, into a safetensors file. Why it could not, "" if it could."""
+    def write_weights(self, path: Path, buffers: bool) -> str:
+        """Rank 0 writes all weights, in compute dtype, into a safetensors file. Why it could not, "" if it could.
+
+        `buffers`: and after them what else a model's files hold, as it is.
+        """
+        beside = {name: b.cpu() for name, b in stored_buffers(self.model).items()} if buffers else {}
         shapes = {name: (self.dtype, p.shape) for name, p in self.model.named_parameters()}
-        weights = whole_weights(self.model, self.dtype)
+        shapes |= {name: (b.dtype, b.shape) for name, b in beside.items()}
+        weights = chain(whole_weights(self.model, self.dtype), beside.items())
         failed = ""
         if dist.get_rank() == 0:
             try:
@@ -166,7 +172,7 @@ _VERBS: dict[str, Callable[..., dict[str, Any] | None]] = {
     "forward_backward": _forward_backward,
     "optim_step": _optim_step,
     "forget_gradients": lambda backend: backend.forget_gradients(),
-    "write_weights": lambda backend, path: {"failed": backend.write_weights(Path(path))},
+    "write_weights": lambda backend, path, buffers: {"failed": backend.write_weights(Path(path), buffers)},
     "state_meta": lambda backend: {"meta": backend.save_state()[1]},
     "write_state": lambda backend, folder: backend.write_state(folder),
     "read_state": lambda backend, paths, meta: backend.read_state(paths, meta),

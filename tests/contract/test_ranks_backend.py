@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 import os
 import resource
@@ -32,6 +33,7 @@ from rollover.trainer.ranks.local import LocalRanks
 from rollover.trainer.ranks.spread import spread
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.types import Sample
+from rollover.weights.weights_file import OwnFolder
 from samples import random_samples
 from unit.trainer.shard_jobs import digests
 
@@ -49,6 +51,11 @@ def two(folder: Path) -> Iterator[LocalRanks]:
     ranks = start_ranks(ranks_model.config(folder))
     yield ranks
     ranks.close()
+    # Backends on ranks of others are not closed: whoever makes a folder removes those that nobody holds any more.
+    gc.collect()
+    folder_of_none = OwnFolder("")
+    folder_of_none.path(0)
+    folder_of_none.close()
 
 
 def largest_difference(ours: Stream, theirs: Stream) -> float:

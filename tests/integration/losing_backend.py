@@ -24,6 +24,8 @@ class Losing:
         self.backend, self.losses, self.lost = backend, losses, False
 
     def __getattr__(self, name: str) -> Any:
+        if name == "flops" and self.lost:
+            raise BackendLost("so is what it has counted")
         found = getattr(self.backend, name)
         if not callable(found) or name == "publish":
             return found

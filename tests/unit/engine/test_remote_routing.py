@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.engine.remote.routing import Router, group_of
+from rollover.types import Rollout, Task
 
 SERVERS = ["a", "b", "c"]
 
@@ -19,6 +20,21 @@ def router(*servers: str, max_running: int = 4) -> Router:
 
 def test_a_rollouts_group_is_what_its_id_begins_with() -> None:
     assert [group_of(i) for i in ("3-1", "3-12.1.0", "31-0")] == ["3", "3", "31"]
+
+
+def test_tasks_of_an_evaluation_are_groups_of_their_own() -> None:
+    ids = [
+        Rollout(group, sibling, Task(str(group), "s", "r", prompt="p")).rollout_id
+        for group, sibling in ((-1, 0), (-1, 1), (-2, 0))
+    ]
+    first, sibling, other = map(group_of, ids)
+    assert first == sibling != other
+    servers = router("a", "b")
+    for rollout_id in ids:
+        server = servers.choose(rollout_id, ["a", "b"])
+        assert server is not None
+        servers.begin(rollout_id, server)
+    assert servers.running == {"a": 2, "b": 1}
 
 
 def test_siblings_go_where_their_prompt_is_until_there_is_no_room() -> None:

@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterable
 
 
 def group_of(rollout_id: str) -> str:
-    """Its group's name: rollout ids begin with it (types.episode_name)."""
-    return rollout_id.partition("-")[0]
+    """Its group's name: rollout ids begin with it, and an evaluation's groups have a "-" in theirs
+    (types.episode_name)."""
+    return rollout_id.rpartition("-")[0] or rollout_id
 
 
 class Router:

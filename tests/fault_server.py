@@ -24,13 +24,15 @@ FULL = "generate-tokens-"
 class Faults:
     """What goes wrong from now on. Lists are used up from their front, one element a request (or an abort, an update).
 
-    `drops`, `errors`, `nans`: after so many tokens of a request the connection breaks, an error event comes, or a token
-    with no log-prob; None: not this time. `aborts`: "swallow" it, or "repeat" its answer. `updates`: "refuse" them.
+    `drops`, `errors`, `nans`, `garbled`: after so many tokens of a request the connection breaks, an error event comes,
+    a token with no log-prob, or an event that is no text; None: not this time. `aborts`: "swallow" it, or
+    "repeat" its answer. `updates`: "refuse" them.
     """
 
     drops: list[int | None] = field(default_factory=list)
     errors: list[int | None] = field(default_factory=list)
     nans: list[int | None] = field(default_factory=list)
+    garbled: list[int | None] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     updates: list[str] = field(default_factory=list)
     shifted_spans: int = 0
@@ -212,7 +214,8 @@ class FaultServer:
 
     async def _stream(self, body: dict[str, Any], response: web.StreamResponse, aborted: asyncio.Event) -> None:
         faults, params = self.faults, body["sampling_params"]
-        drop, error, nan = (each.pop(0) if each else None for each in (faults.drops, faults.errors, faults.nans))
+        planned = (faults.drops, faults.errors, faults.nans, faults.garbled)
+        drop, error, nan, garbled = (each.pop(0) if each else None for each in planned)
         context, labels, waiting = list(body["token_ids"]), [], []
         reason = None
         while reason is None:
@@ -224,6 +227,9 @@ class FaultServer:
                 return
             if error == len(labels):
                 await _send(response, {"error": {"message": "told to fail", "code": 500}})
+                return
+            if garbled == len(labels):
+                await response.write(b'data: {"choices": "\xff\xfe\n\n')
                 return
             if aborted.is_set():
                 reason = "abort"

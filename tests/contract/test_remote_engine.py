@@ -136,7 +136,7 @@ def run(made: Made, *servers: FaultServer, work: Callable[[RemoteEngine], Awaita
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
-@pytest.mark.parametrize("fault", ["drops", "errors", "nans"])
+@pytest.mark.parametrize("fault", ["drops", "errors", "nans", "garbled"])
 def test_a_request_that_ends_at_any_token_goes_on_elsewhere(fault: str, num_servers: int, made: Made) -> None:
     """Once at every index, and after every single token."""
     servers = [made.server() for _ in range(num_servers)]

@@ -74,7 +74,7 @@ class ServerClient:
                     *lines, rest = (rest + data).split(b"\n")
                     for line in lines:
                         if line.startswith(b"data:"):
-                            chunk = parse_event(line[5:].decode().strip())
+                            chunk = parse_event(line[5:].decode(errors="replace").strip())
                             if chunk is None:
                                 return
                             yield chunk

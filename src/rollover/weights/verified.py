@@ -49,13 +49,18 @@ class Verifier:
         self._found: OrderedDict[_Identity, str] = OrderedDict()  # the last files: VERIFYING, VERIFIED or a refusal
 
     def status(self, path: str, sha256: str) -> str:
-        """VERIFYING, VERIFIED or "refused: why", at once: its first call for a file begins the work, in a thread."""
+        """VERIFYING, VERIFIED or "refused: why", at once: its first call for a file begins the work, in a thread.
+
+        A refusal is told once: it may have been a disk's, or a network's, and the next call looks again.
+        """
         try:
             identity = _Identity.of(path, sha256)
         except ValueError as error:
             return f"refused: {error}"
         with self._lock:
             if (known := self._found.get(identity)) is not None:
+                if known not in (VERIFYING, VERIFIED):
+                    del self._found[identity]
                 return known
             self._remember(identity, VERIFYING)
         threading.Thread(target=self._verify, args=(identity,), daemon=True, name="weights").start()

@@ -47,6 +47,22 @@ def test_another_file_is_refused_with_the_reason_and_a_mended_one_is_taken(tmp_p
     verifier.verify(str(path), sha256)
 
 
+def test_a_file_that_could_not_be_read_once_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a network's folder: a call after a refusal begins anew, as weights that are refused come again."""
+    path, verifier = tmp_path / "w.safetensors", Verifier()
+    sha256, fails = written(path), [True]
+    digest = hashlib.file_digest
+
+    def fail_once(file, name):  # noqa: ANN001, ANN202
+        if fails and fails.pop():
+            raise OSError(5, "Input/output error")
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", fail_once)
+    assert settled(verifier, path, sha256) == f"refused: {path}: Input/output error"
+    assert settled(verifier, path, sha256) == "verified"
+
+
 @pytest.mark.parametrize("name", ["none.safetensors", "a\0b"])
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
     path, verifier = tmp_path / name, Verifier()

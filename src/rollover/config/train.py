@@ -267,6 +267,13 @@ RULES: tuple[Rule, ...] = (
         "Set it where they are started",
     ),
     Inert(
+        ("engine.prefill_chunk_tokens", "engine.device"),
+        ("engine.kind", "engine.server"),
+        lambda c: _is_remote(c) and c.engine.num_servers > 0 and c.engine.server == "vllm",
+        'with engine.server = "vllm", which has options of its own',
+        "Set those in engine.vllm_args",
+    ),
+    Inert(
         ("engine.threads",),
         ("engine.kind",),
         _is_remote,

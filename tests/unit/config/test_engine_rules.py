@@ -61,6 +61,8 @@ def test_adapters_that_are_merged_in_bfloat16_are_refused_unless_the_loss_correc
         ({"kind": "remote", "urls": ["http://host:1"], "server": "vllm"}, "engine.server"),
         ({"kind": "remote", "urls": ["http://host:1"], "kv_memory_gb": 1.0}, "engine.kv_memory_gb"),
         (ONE | {"threads": 3}, "engine.threads"),
+        (ONE | {"server": "vllm", "prefill_chunk_tokens": 64}, "engine.prefill_chunk_tokens"),
+        (ONE | {"server": "vllm", "device": "cuda"}, "engine.device"),
     ],
 )
 def test_options_without_an_effect_are_refused(engine: dict[str, Any], key: str) -> None:

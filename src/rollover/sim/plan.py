@@ -229,8 +229,22 @@ def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str,
     """PlanConfig values that the metrics of a run tell: decode steps by batch size, training, weight hand-over.
 
     The time of a decode step is fitted as a line over the steps' mean batch sizes; that in which the run waited for
-    environments alone is none of it (plan.tool_s has that). ValueError if there are too few.
+    environments alone is none of it (plan.tool_s has that). Servers do not tell their decode steps: of a run on servers
+    there are none. ValueError if there are too few.
     """
+    of_servers = bool(rows) and "engine/servers" in rows[-1]
+    decoding = {} if of_servers else _decode_steps(rows)
+    tokens = sum(row["tokens/step_trained"] for row in rows)
+    prompts = rows[-1]["groups/consumed"] * prompt_tokens  # of all steps: metrics.jsonl begins with the first
+    train_s = sum(row["time/train_s"] for row in rows)
+    return decoding | {
+        "train_tokens_per_s": (tokens + prompts) / train_s,
+        "weight_sync_s": statistics.mean([s for row in rows if (s := row["time/weights_s"])] or [0.0]),
+    }
+
+
+def _decode_steps(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The part of `speeds_of_run` that decode steps tell."""
     points, before = [], 0.0
     for row in rows:
         steps = row["engine/decode_steps"] - before
@@ -247,12 +261,4 @@ def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str,
         if base <= 0 or slope < 0:  # noise: in proportion to the batch, or constant
             slope, base = (sum(seconds) / sum(batches), 1e-4) if slope >= 0 else (0.0, statistics.mean(seconds))
     most = max(2, round(max(batches)))
-    tokens = sum(row["tokens/step_trained"] for row in rows)
-    prompts = rows[-1]["groups/consumed"] * prompt_tokens  # of all steps: metrics.jsonl begins with the first
-    train_s = sum(row["time/train_s"] for row in rows)
-    return {
-        "decode_batches": [1, most],
-        "decode_step_s": [base + slope, base + slope * most],
-        "train_tokens_per_s": (tokens + prompts) / train_s,
-        "weight_sync_s": statistics.mean([s for row in rows if (s := row["time/weights_s"])] or [0.0]),
-    }
+    return {"decode_batches": [1, most], "decode_step_s": [base + slope, base + slope * most]}

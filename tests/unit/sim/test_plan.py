@@ -202,6 +202,18 @@ def test_speeds_need_two_steps() -> None:
         speeds_of_run([], 1)
 
 
+def test_servers_tell_no_decode_steps() -> None:
+    """What their metrics call so are tokens: every batch would be of one rollout."""
+    rows = [
+        {"engine/decode_steps": 100 * (i + 1), "engine/servers": 2, "tokens/step_generated": 100,
+         "time/generate_s": 1.0, "tokens/step_trained": 100, "groups/consumed": 8, "time/train_s": 1.0,
+         "time/weights_s": 2.0}
+        for i in range(4)
+    ]  # fmt: skip
+    speeds = speeds_of_run(rows, 3)
+    assert speeds.keys() == {"train_tokens_per_s", "weight_sync_s"} and speeds["weight_sync_s"] == 2.0
+
+
 def test_plans_without_torch(tmp_path: Path) -> None:
     """A machine that only plans has numpy and pydantic, nothing heavier."""
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")

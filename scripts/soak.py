@@ -2,9 +2,9 @@
 
     .venv/bin/python scripts/soak.py --minutes 30 --seed 1
 
-The real program with a tiny random model: `rollover train` on embedded servers of its own, reward workers, and with
-`--ranks N` trainer ranks. Every `--every` seconds one process of one role gets SIGKILL or SIGSTOP. At the end the run
-is stopped as by Ctrl-C, and this is checked:
+The real program with a tiny random model: `rollover train` on embedded servers of its own, reward workers and trainer
+ranks, with `--ray` all of them on a Ray of this machine. Every `--every` seconds one process of one role gets SIGKILL
+or SIGSTOP. At the end the run is stopped as by Ctrl-C, and this is checked:
 
 - every step is there once, the ledger balances in each row, no rollout was trained twice and no task given twice;
 - no group was dropped for a reason that a lost process could be the cause of;
@@ -44,6 +44,9 @@ _ROLES = {
     "server": b"\0serve\0",
     "reward worker": b"rollover.rewards.child",
     "rank": b"rollover.trainer.ranks",
+    "server host": b"ray::ServerRole",
+    "reward node": b"ray::RewardRole",
+    "rank host": b"ray::RankRole",
 }
 _SAMPLE_S = 5.0
 _SETTLING_S = 60.0
@@ -57,7 +60,7 @@ _MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 class Soak:
     """One run and what is done to it."""
 
-    def __init__(self, folder: Path, weights: Path, seed: int, servers: int, ranks: int) -> None:
+    def __init__(self, folder: Path, weights: Path, seed: int, servers: int, ranks: int, ray: bool) -> None:
         self.folder, self.weights, self.rng, self.mark = folder, weights, random.Random(seed), uuid.uuid4().hex
         tables: dict[str, dict[str, Any]] = {
             "engine": {
@@ -72,9 +75,14 @@ class Soak:
             "checkpoint": {"every_steps": 50, "save_final_model": False},
         }
         if ranks:
-            tables["backend"] = {"type": "ranks", "num_ranks": ranks}
+            # One that is frozen is noticed by the others only; it may take them a while to load.
+            tables["backend"] = {"type": "ranks", "num_ranks": ranks, "rank_timeout_s": 30.0}
+        if ray:
+            tables["cluster"] = {"type": "ray"}
         self.recipe = runs.write(folder, steps=10**7, rows=200_000, **tables)
-        self.roles = [role for role in _ROLES if role != "rank" or ranks]
+        self.roles = [
+            role for role, line in _ROLES.items() if (ranks or "rank" not in role) and (ray or b"ray::" not in line)
+        ]
         self.done: Counter[str] = Counter()
         self.memory: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
         """(role, pid) -> (seconds since the process was first seen, MB)."""
@@ -203,12 +211,13 @@ def soak(
     seed: int = 1,
     every_s: float = 60.0,
     servers: int = 2,
-    ranks: int = 0,
+    ranks: int = 2,
+    ray: bool = False,
     folder: Path | None = None,
 ) -> dict[str, Any]:
     """What happened in so many seconds. AssertionError where what must hold does not."""
     with tempfile.TemporaryDirectory() as own, tempfile.TemporaryDirectory(dir=_MEMORY) as weights:
-        return Soak(folder or Path(own), Path(weights), seed, servers, ranks).run(seconds, every_s)
+        return Soak(folder or Path(own), Path(weights), seed, servers, ranks, ray).run(seconds, every_s)
 
 
 def main() -> int:
@@ -216,14 +225,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds from one trouble to the next")
     parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=0, help="trainer ranks; 0: one process trains")
+    parser.add_argument("--ranks", type=int, default=2, help="trainer ranks; 0: one process trains")
+    parser.add_argument("--ray", action="store_true", help="the roles are actors of a Ray of this machine")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to leave the run; without it, it is removed")
     words = parser.parse_args()
     try:
         found = soak(
             60 * words.minutes, seed=words.seed, every_s=words.every, servers=words.servers, ranks=words.ranks,
-            folder=words.folder,
+            ray=words.ray, folder=words.folder,
         )  # fmt: skip
     except AssertionError as error:
         print(f"seed {words.seed}: {error}", file=sys.stderr)

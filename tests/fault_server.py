@@ -58,6 +58,8 @@ class FaultServer:
         """Paths of the weights that it took."""
         self.calls: list[str] = []
         self.salts: list[str | None] = []
+        self.cached_tokens = 0
+        """What it says of each request's prompt."""
         self.stops: list[list[int]] = []
         self._aborted: dict[str, asyncio.Event] = {}
         self._connections: set[web.StreamResponse] = set()
@@ -250,7 +252,9 @@ class FaultServer:
             faults.aborts.pop(0)
             await self._send_tokens(response, [], reason, labels)
         await asyncio.sleep(faults.late_end_s)
-        await _send(response, {"choices": [], "usage": {"prompt_tokens": 1}})
+        await _send(
+            response, {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}}}
+        )
         await response.write(b"data: [DONE]\n\n")
 
     async def _send_tokens(

@@ -355,8 +355,8 @@ async def check_a_turn_goes_on_from_what_was_appended(subject: Subject) -> None:
         assert tokens_of(kept) == tokens_of(again)
         np.testing.assert_allclose(logprobs_of(kept), logprobs_of(again), atol=1e-2)
         num_before = len(first.prompt_ids) + len(so_far) - 1  # the last token is decoded
-        assert growth[1]["kv/kept_tokens"] == 0, "nobody had said that it may go on"
-        if subject.keeps_kv:
+        if subject.keeps_kv:  # others may have a cache of prefixes
+            assert growth[1]["kv/kept_tokens"] == 0, "nobody had said that it may go on"
             assert growth[0]["kv/kept_tokens"] == num_before - len(subject.prompts[1])
             assert growth[0]["engine/prefill_tokens"] == len(subject.prompts[1])
             assert growth[0]["engine/reprefill_tokens"] == growth[1]["engine/prefill_tokens"] == 0

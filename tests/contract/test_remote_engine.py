@@ -447,3 +447,44 @@ def test_an_interruption_reaches_one_that_waits_for_a_server(made: Made) -> None
         assert (len(nothing), nothing.stop_reason) == (0, StopReason.PAUSED)
 
     run(made, gone, work=work)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep", "salt"])
+def test_what_an_update_makes_servers_compute_again_is_counted_or_is_stale(policy: str, made: Made) -> None:
+    """Requests that run go on after new weights: all their tokens are prefilled again, or served from older ones."""
+    server = made.server(delay_s=0.01)
+    again, stale = "engine/reprefill_tokens", "kv/stale_prefix_tokens"
+
+    async def work(engine: RemoteEngine) -> None:
+        extends = [asyncio.ensure_future(engine.extend(request(i, max_new_tokens=80))) for i in range(2)]
+        for i, extend in enumerate(extends):
+            await engine_contract.wait_for_tokens(engine, request(i).rollout_id, 3, extend)
+        before = engine.stats()
+        assert before[again] == before[stale] == 0
+        await engine.load_weights(1, WEIGHTS)
+        after = engine.stats()
+        answers = await asyncio.gather(*extends)
+        assert all([s.policy_version for s in segments] == [0, 1] for segments in answers)
+        # All but the last of the tokens that each had: it is decoded.
+        had = sum(len(request(i).prompt_ids) + len(segments[0]) - 1 for i, segments in enumerate(answers))
+        assert (after[again], after[stale]) == ((had, 0) if policy == "recompute" else (0, had))
+        assert engine.stats()[again] == after[again] and engine.stats()[stale] == after[stale]
+
+    run(made, server, work=work, rollout={"kv_on_resume": policy})
+
+
+def test_tokens_that_a_server_had_cached_are_told(made: Made) -> None:
+    """Of a prompt: shared. Of a rollout that goes on: kept."""
+    server = made.server()
+
+    async def work(engine: RemoteEngine) -> None:
+        server.cached_tokens = 2
+        tokens = tokens_of(await engine.extend(request()))
+        stats = engine.stats()
+        assert (stats["kv/shared_prompt_tokens"], stats["kv/kept_tokens"]) == (2, 0)
+        server.cached_tokens = 3
+        await engine.extend(request(generated_ids=tuple(tokens[:4]), max_new_tokens=2))
+        stats = engine.stats()
+        assert (stats["kv/shared_prompt_tokens"], stats["kv/kept_tokens"]) == (2, 3)
+
+    run(made, server, work=work)

@@ -5,8 +5,13 @@ from __future__ import annotations
 from rollover.track.metric import Metric
 
 ENGINE: list[Metric] = [
-    Metric("engine/decode_steps", "counter", "steps", "Decode steps."),
-    Metric("engine/prefill_tokens", "counter", "tokens", "Tokens prefilled for the first time."),
+    Metric("engine/decode_steps", "counter", "steps", "Decode steps; of servers and services: tokens."),
+    Metric(
+        "engine/prefill_tokens",
+        "counter",
+        "tokens",
+        "Tokens prefilled for the first time; of servers: sent, cached ones included.",
+    ),
     Metric("engine/reprefill_tokens", "counter", "tokens", "Tokens prefilled again (a cost)."),
     Metric("engine/prefill_s", "counter", "s", "Time in prefill. Not on a GPU, where it is not known without waiting."),
     Metric("engine/flops", "counter", "FLOP", "Model FLOPs computed; what a step added is perf/generate_flops."),

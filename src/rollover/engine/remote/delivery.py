@@ -77,7 +77,7 @@ class Deliveries:
         began = time.monotonic()
         label = {"weight_version": label_of(self.run, version)}
         await _done(client.post("/finish_weight_update", label, limit_s=limit_s))
-        server.resumed_with(version)
+        server.resumed_with(version, cleared=self.clear_cache)
         await _done(client.post("/resume", limit_s=limit_s))
         self.paused_s += time.monotonic() - began
 

@@ -36,11 +36,11 @@ class Server:
     failed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when something failed there, so that it is looked at now."""
 
-    def resumed_with(self, version: int) -> None:
-        """What it sends from now on was sampled under `version`."""
+    def resumed_with(self, version: int, *, cleared: bool) -> None:
+        """What it sends from now on was sampled under `version`. `cleared`: what it had computed before is no more."""
         self.version = version
         for attempt in self.attempts:
-            attempt.version = version
+            attempt.resumed_with(version, cleared=cleared)
 
 
 @dataclass
@@ -50,7 +50,9 @@ class Counts:
     tokens: int = 0
     prefill_tokens: int = 0
     reprefill_tokens: int = 0
-    cached_tokens: int = 0
+    stale_tokens: int = 0
+    shared_tokens: int = 0
+    kept_tokens: int = 0
     surplus_tokens: int = 0
     span_mismatches: int = 0
     lost_requests: int = 0
@@ -76,10 +78,23 @@ class Attempt:
         self.version = server.version
         self._run, self._grace_s, self._salt = run, grace_s, salt
         self._first = len(generation.tokens)
+        self._again = bool(generation.request.generated_ids) or self._first > 0
         self._lost: str | None = None
         self._finished = False
         """The server has said that it ends it: what it says of it afterwards is under way."""
         self._reading: asyncio.Task[None] | None = None
+
+    def resumed_with(self, version: int, *, cleared: bool) -> None:
+        """See Server: all tokens but the last, which is decoded, are computed again, or are those of older weights."""
+        self.version = version
+        if self._finished or len(self.generation.tokens) == self._first:
+            return  # nothing of it may have been computed yet
+        request = self.generation.request
+        num = len(request.prompt_ids) + len(request.generated_ids) + len(self.generation.tokens) - 1
+        if cleared:
+            self.counts.reprefill_tokens += num
+        else:
+            self.counts.stale_tokens += num
 
     def lose(self, why: str) -> None:
         """Its server is given up: it ends at once, with the tokens that there are."""
@@ -97,8 +112,7 @@ class Attempt:
         generation, request = self.generation, self.generation.request
         asked = generation.left
         body = request_body(request, self.request_id, generation.tokens, asked, self._salt)
-        again = bool(request.generated_ids) or self._first > 0
-        if again:
+        if self._again:
             self.counts.reprefill_tokens += len(body["token_ids"])
         else:
             self.counts.prefill_tokens += len(body["token_ids"])
@@ -137,7 +151,10 @@ class Attempt:
         self.generation.add(chunk.token_ids, chunk.logprobs, self.version)
         self.counts.surplus_tokens += self.generation.num_surplus - surplus
         if chunk.cached_tokens is not None:
-            self.counts.cached_tokens += chunk.cached_tokens
+            if self._again:
+                self.counts.kept_tokens += chunk.cached_tokens
+            else:
+                self.counts.shared_tokens += chunk.cached_tokens
         if chunk.spans is not None:
             self._compare(chunk.spans)
         if chunk.failed is not None:

@@ -9,6 +9,7 @@ import logging
 import sys
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def load_model(
             f" ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}); they would be random. Copy the folder again"
         )
     model.eval()
+    _widen_layer_norms(model)
     if device is not None:
         torch.nn.Module.to(model, device)
     try:
@@ -102,6 +104,7 @@ def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel
         model.generation_config = GenerationConfig.from_pretrained(path, **source)
     except OSError:
         pass  # it has none, and what the configuration says holds
+    _widen_layer_norms(model)
     return LoadedModel(model.eval(), tokenizer, path)
 
 
@@ -188,6 +191,19 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> None:
     """Cast the parameters in place. Buffers stay: rotary frequencies lose whole positions in bfloat16."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+def _widen_layer_norms(model: Any) -> None:
+    """Let layer norms (GPT-2's, Phi's, StarCoder's) take our float32 residual stream where their weights are bfloat16:
+    in float32, as autocast lets them on a GPU. On a CPU torch refuses it."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.forward = partial(_layer_norm, module)
+
+
+def _layer_norm(module: torch.nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = (p if p is None or p.dtype == x.dtype else p.float() for p in (module.weight, module.bias))
+    return torch.nn.functional.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
 
 
 def stored_buffers(model: Any) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from pathlib import Path
 from typing import Any
 
 import models_table
@@ -12,10 +13,12 @@ import pytest
 import torch
 from models_table import FAMILIES, VOCABULARY
 
-from rollover.config import EngineConfig
+import tiny
+from rollover.config import EngineConfig, ModelConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.attention import PackedAttention, check_model, hidden_states
+from rollover.models.load import cast_parameters, load_model
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.types import SamplingParams, Segment
 from virtual_time import at_once
@@ -55,6 +58,23 @@ def trainer_logprobs(model: Any, rows: list[tuple[tuple[int, ...], list[int]]]) 
     logprobs, _ = chunked_logprobs(hidden, Head.of(model), ids.roll(-1), torch.ones(len(ids)))
     parts = logprobs.split(lengths)
     return [part[len(prompt) - 1 : -1].numpy() for part, (prompt, _) in zip(parts, rows, strict=True)]
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2}), ("phi", {})])
+def test_layer_norms_take_the_float32_residual_stream_of_a_bfloat16_model(
+    family: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    config = ModelConfig(path=str(tiny.save(tmp_path, family, **sizes)), device="cpu")
+    ids = torch.arange(5, 25)
+    hidden = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_model(config).model
+        cast_parameters(model, dtype)
+        hidden[dtype] = hidden_states(model, ids, torch.arange(20), PackedAttention([20]))
+        hidden[dtype].sum().backward()
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    exact, rounded = (states.detach() for states in hidden.values())
+    assert rounded.dtype == torch.float32 and 0 < float((rounded - exact).norm() / exact.norm()) < 0.05
 
 
 def sampled(engine: EmbeddedEngine) -> list[Segment]:

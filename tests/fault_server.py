@@ -41,6 +41,8 @@ class Faults:
     """Between the last token of a stream and its end."""
     deaf: bool = False
     """It answers on, though nobody reads."""
+    answers: dict[str, bytes] = field(default_factory=dict)
+    """path -> what it answers there with status 200, whatever it is asked."""
 
 
 class FaultServer:
@@ -103,7 +105,7 @@ class FaultServer:
         self._running, self._frozen, self._stopped = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._running.set()
         self._frozen.set()
-        app = web.Application(client_max_size=2**26)
+        app = web.Application(client_max_size=2**26, middlewares=[self._answer])
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/weight_info", self._weight_info)
         app.router.add_get("/v1/models", self._models)
@@ -130,6 +132,13 @@ class FaultServer:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if (body := self.faults.answers.get(request.path)) is not None:
+            await request.read()
+            return web.Response(body=body, content_type="text/html")
+        return await handler(request)
 
     def _break_connections(self) -> None:
         for response in list(self._connections):

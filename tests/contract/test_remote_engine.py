@@ -59,7 +59,9 @@ class Made:
         return self.servers[-1]
 
     def engine(self, *servers: FaultServer, **options: Any) -> RemoteEngine:
-        return RemoteEngine(RemoteSetup(config(*servers, **options), lambda: WEIGHTS, text_of, self.said.append))
+        most = max((server.vocab_size for server in servers), default=1)
+        setup = RemoteSetup(config(*servers, **options), lambda: WEIGHTS, text_of, self.said.append, lambda: most)
+        return RemoteEngine(setup)
 
 
 @pytest.fixture

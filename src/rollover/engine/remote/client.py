@@ -67,7 +67,7 @@ class ServerClient:
         try:
             async with self._streams.post(f"{self.url}/inference/v1/generate", json=body) as response:
                 if response.status != 200:
-                    said = _message(await response.text())
+                    said = _message(await response.text(errors="replace"))
                     raise ValueError(said) if response.status == 400 else ServerFailed(f"{response.status}: {said}")
                 rest = b""
                 async for data in response.content.iter_any():

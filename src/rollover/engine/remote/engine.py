@@ -163,6 +163,7 @@ class RemoteEngine:
             run=run,
             grace_s=self.config.watchdog.grace_s,
             salt=label_of(run, server.version or 0) if self._salted else None,
+            vocab_size=None if self._setup.vocab_size is None else self._setup.vocab_size(),
         )
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:

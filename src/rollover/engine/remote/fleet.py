@@ -21,7 +21,7 @@ from rollover.engine.remote.hosts import Host
 from rollover.engine.remote.line import Line
 from rollover.engine.remote.routing import Router
 from rollover.engine.remote.server import Server
-from rollover.engine.remote.wire import Refused, ServerFailed, version_of
+from rollover.engine.remote.wire import Refused, ServerFailed, longest_of, version_of
 from rollover.weights.protocol import Parcel
 
 _PROBES_PER_TIMEOUT = 4
@@ -130,7 +130,7 @@ class Fleet:
                 await self._join(server)
                 said = ""
                 why = await self._watch(server)
-            except ServerFailed as error:
+            except (ServerFailed, OSError) as error:  # the second where it could not even be started
                 why = f"it could not join: {error}"
             if server is not None and self._servers.get(server.name) is server:
                 if server.serves:
@@ -153,8 +153,8 @@ class Fleet:
         limit_s = self.limits.server_timeout_s
         await self._answers(server, "/weight_info")
         models = await self._answers(server, "/v1/models")
-        longest = models["data"][0].get("max_model_len") if isinstance(models, dict) and models.get("data") else None
-        if isinstance(longest, int):
+        longest = longest_of(models)
+        if longest is not None:
             self.limits.check_longest(longest)
         await resume(server, limit_s)
         parcel = None
@@ -200,10 +200,14 @@ class Fleet:
         for _ in range(3):
             began = time.monotonic()
             try:
-                return await server.client.get(path, limit_s=limit_s)
+                said = await server.client.get(path, limit_s=limit_s)
             except ServerFailed:
                 if time.monotonic() - began < limit_s * (1 + _LATE):
                     raise
+                continue
+            if not isinstance(said, dict):
+                raise ServerFailed(f"{path} was answered by what is no JSON object: {str(said)[:200]}")
+            return said
         raise ServerFailed(f"{path} was not answered")
 
     async def _eject(self, server: Server, why: str) -> None:

@@ -17,8 +17,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rollover.config import Config
 from rollover.config.describe import settings_as_toml
@@ -26,7 +27,7 @@ from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.client import ServerClient, headers
 from rollover.engine.remote.server import Server
 from rollover.engine.remote.server_log import ServerLog
-from rollover.engine.remote.wire import ServerFailed
+from rollover.engine.remote.wire import ServerFailed, longest_of
 from rollover.processes import brief_waiting, child_command, child_environment
 
 _ASK_AGAIN_S = 0.2
@@ -193,7 +194,7 @@ def longest_rollout(hosts: Sequence[Host], limit_s: float) -> int:
         for host in hosts:
             try:
                 return _max_model_len(host.address(left_s))
-            except (ServerFailed, OSError, ValueError, LookupError, TypeError) as error:
+            except (ServerFailed, OSError, ValueError, RecursionError, HTTPException) as error:
                 said = f"{host.name}: {error}"
         time.sleep(_ASK_AGAIN_S)
     raise EngineDied(f"no server of [engine] answered within {limit_s:.3g} s (engine.give_up_s); {said}")
@@ -201,9 +202,12 @@ def longest_rollout(hosts: Sequence[Host], limit_s: float) -> int:
 
 def _max_model_len(url: str) -> int:
     asked = urllib.request.Request(f"{url}/v1/models", headers=headers())
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as all other calls (client.py)
     try:
-        with urllib.request.urlopen(asked, timeout=10) as answer:
-            said: dict[str, Any] = json.loads(answer.read())
+        with direct.open(asked, timeout=10) as answer:
+            said = json.loads(answer.read())
     except urllib.error.HTTPError as error:
         raise ServerFailed(f"/v1/models answered {error.code}") from error
-    return int(said["data"][0]["max_model_len"])
+    if (longest := longest_of(said)) is None:
+        raise ServerFailed(f"/v1/models names no model with its max_model_len: {str(said)[:200]}")
+    return longest

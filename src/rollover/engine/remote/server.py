@@ -72,11 +72,12 @@ class Attempt:
         run: str,
         grace_s: float,
         salt: str | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         assert server.version is not None
         self.generation, self.server, self.request_id, self.counts = generation, server, request_id, counts
         self.version = server.version
-        self._run, self._grace_s, self._salt = run, grace_s, salt
+        self._run, self._grace_s, self._salt, self._vocab_size = run, grace_s, salt, vocab_size
         self._first = len(generation.tokens)
         self._again = bool(generation.request.generated_ids) or self._first > 0
         self._lost: str | None = None
@@ -146,6 +147,8 @@ class Attempt:
 
     def _take(self, chunk: Chunk) -> None:
         self.server.last_token = time.monotonic()
+        if self._vocab_size is not None:
+            chunk = chunk.below(self._vocab_size)
         self.counts.tokens += len(chunk.token_ids)
         surplus = self.generation.num_surplus
         self.generation.add(chunk.token_ids, chunk.logprobs, self.version)

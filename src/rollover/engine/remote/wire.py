@@ -9,13 +9,14 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollover.engine.protocol import ExtendRequest
 
 FIRST_LABEL = "default"  # of the weights that a server was started with
 _DONE = "[DONE]"
+_MOST_TOKEN = 2**31  # a Segment has 32 bits for each
 _NO_LOGPROB = -9999.0  # what a server writes for NaN and -inf, which JSON does not have
 # It aborts by this id alone: by the bare one it answers that it did, and goes on.
 _ABORT_PREFIX = "generate-tokens-"
@@ -50,6 +51,14 @@ class Chunk:
     cached_tokens: int | None = None
     failed: str | None = None
     """Why the tokens after these are of no use."""
+
+    def below(self, vocab_size: int) -> Chunk:
+        """Without tokens that the model does not have, and what comes after them."""
+        bad = next((i for i, token in enumerate(self.token_ids) if token >= vocab_size), None)
+        if bad is None:
+            return self
+        why = f"it gave token {self.token_ids[bad]}, and the model has {vocab_size}"
+        return replace(self, token_ids=self.token_ids[:bad], logprobs=self.logprobs[:bad], failed=why)
 
 
 def request_body(
@@ -99,6 +108,15 @@ def version_of(label: str, run: str) -> int | None:
     return int(version) if whose == run and version.isdecimal() else None
 
 
+def longest_of(models: Any) -> int | None:
+    """Tokens of the longest rollout that a server takes, of its answer to /v1/models; None where it does not say."""
+    try:
+        longest = models["data"][0]["max_model_len"]
+    except (LookupError, TypeError):
+        return None
+    return longest if isinstance(longest, int) else None
+
+
 def parse_event(data: str) -> Chunk | None:
     """What stands after "data:"; None at the end of a stream.
 
@@ -109,7 +127,7 @@ def parse_event(data: str) -> Chunk | None:
     try:
         event = json.loads(data)
         error = event.get("error")
-    except (ValueError, AttributeError) as failure:
+    except (ValueError, AttributeError, RecursionError) as failure:
         raise ServerFailed(f"it sent what is no JSON object: {data[:200]}") from failure
     if error is not None:
         said, code = (error.get("message", error), error.get("code")) if isinstance(error, dict) else (error, None)
@@ -117,24 +135,35 @@ def parse_event(data: str) -> Chunk | None:
     try:
         details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
         if not event["choices"]:
-            return Chunk(cached_tokens=details.get("cached_tokens"))
+            cached = details.get("cached_tokens")
+            return Chunk(cached_tokens=None if cached is None else _whole(cached))
         return _chunk(event["choices"][0])
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as failure:
         raise ServerFailed(f"it sent what is no chunk of tokens ({failure!r}): {data[:200]}") from failure
 
 
 def _chunk(choice: dict[str, Any]) -> Chunk:
-    ids = tuple(map(int, choice["token_ids"] or ()))
+    ids = tuple(map(_whole, choice["token_ids"] or ()))
     content = (choice.get("logprobs") or {}).get("content") or ()
     logprobs = [float(entry["logprob"]) for entry in content]
     if len(logprobs) != len(ids):
         raise ValueError(f"{len(ids)} tokens with {len(logprobs)} log-probs")
     spans = choice.get("weight_versions")
-    given = None if spans is None else tuple(Span(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans)
+    given = None if spans is None else tuple(map(_span, spans))
     good = next((i for i, x in enumerate(logprobs) if not _possible(x)), len(ids))
     failed = None if good == len(ids) else f"it gave token {ids[good]} the log-prob {logprobs[good]:g}, which is none"
     usable = tuple(min(0.0, x) for x in logprobs[:good])  # rounding may take one above 0
     return Chunk(ids[:good], usable, choice.get("finish_reason"), given, failed=failed)
+
+
+def _span(given: dict[str, Any]) -> Span:
+    return Span(str(given["version"]), _whole(given["start"]), _whole(given["end"]))
+
+
+def _whole(number: object) -> int:
+    if not isinstance(number, int) or not 0 <= number < _MOST_TOKEN:
+        raise ValueError(f"{number!r} is no token, and no number of tokens")
+    return number
 
 
 def _possible(logprob: float) -> bool:

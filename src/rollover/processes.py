@@ -223,14 +223,24 @@ def has_ended(pid: int) -> bool:
     return _parent(pid) is None
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of /proc was stopped (SIGSTOP), and does not go on yet."""
+    return _stat(pid)[:1] == [b"T"]
+
+
 def _parent(pid: int) -> int | None:
     """None where it does not run."""
+    fields = _stat(pid)[:2]
+    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[1])
+
+
+def _stat(pid: int) -> list[bytes]:
+    """State, parent and so on; empty where there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            state, parent = stat.read().rpartition(b")")[2].split()[:2]
-    except (OSError, ValueError):
-        return None
-    return None if state in (b"Z", b"X") else int(parent)
+            return stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return []
 
 
 def _end_as(status: int | None) -> None:

@@ -54,6 +54,22 @@ def test_ranks_end_when_they_are_closed(idle: LocalRanks) -> None:
         idle.call("listen", {0: {"host": "127.0.0.1"}})
 
 
+@pytest.mark.parametrize("calling", [False, True])
+def test_ranks_that_were_all_stopped_are_noticed(calling: bool) -> None:
+    """Nobody of them can tell; nor where one of them is called alone, or what is asked may take its time."""
+    ranks = LocalRanks(2, 1.0)
+    try:
+        for pid in ranks.pids:
+            os.kill(pid, signal.SIGSTOP)
+        if not calling:
+            wait_until(lambda: all(map(has_ended, ranks.pids)))
+        with pytest.raises(BackendLost, match=r"rank \d of 2 was stopped, and did not go on within 1 s"):
+            ranks.call("listen", {0: {"host": "127.0.0.1"}}, limited=False)
+        wait_until(lambda: all(map(has_ended, ranks.pids)))
+    finally:
+        ranks.close()
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_rank_that_the_others_wait_for_is_noticed(frozen: bool, tmp_path: Path) -> None:
     """A killed one at once; one that is frozen, and so keeps its connections, after the time limit."""
@@ -74,7 +90,8 @@ def test_a_rank_that_the_others_wait_for_is_noticed(frozen: bool, tmp_path: Path
     finally:
         ranks.close()
     if frozen:
-        assert "rank 0 of 2 failed (" in str(lost.value) or "rank 1 of 2 did not answer within 5 s" in str(lost.value)
+        told = ("rank 0 of 2 failed (", "rank 1 of 2 did not answer within 5 s", "rank 1 of 2 was stopped")
+        assert any(how in str(lost.value) for how in told), lost.value
     else:
         assert str(lost.value).startswith("rank 1 of 2 was killed by SIGKILL (in forward_backward): ")
         assert str(lost.value).endswith(f"({tmp_path / 'logs' / 'rank-1.log'})")

@@ -19,7 +19,7 @@ from typing import Any
 
 from rollover.engine.process.wire import Channel
 from rollover.engine.remote.server_log import ServerLog
-from rollover.processes import child_command, child_environment
+from rollover.processes import child_command, child_environment, is_stopped
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.ranks import wire
 from rollover.trainer.ranks.group import Answers, Failure
@@ -54,6 +54,7 @@ class LocalRanks:
         self._calling = threading.Lock()
         self._why = ""  # nothing can be asked any more
         self._ended: tuple[int, int] | None = None  # the first rank that ended by itself, and how
+        self._stopped = [0] * num  # looks in a row at which it was stopped: what stops us, too, counts as one
         self._closing = threading.Event()
         for rank in range(num):
             ours, theirs = socket.socketpair()
@@ -152,7 +153,8 @@ class LocalRanks:
         if self._ended is not None:
             rank, code = self._ended
             ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            how = f"{ended}"
+            frozen = self._stopped[rank] * _POLL_S >= self._timeout_s
+            how = f"was stopped, and did not go on within {self._timeout_s:g} s" if frozen else ended
         self._kill()
         others = f": the other {self.num - 1} were ended" if self.num > 1 else ""
         log = f" ({self._logs[rank].path})" if self._logs else ""
@@ -177,6 +179,18 @@ class LocalRanks:
             if self._ended is not None:
                 for process in self._processes:
                     process.kill()
+                return
+            self._end_stopped()
+
+    def _end_stopped(self) -> None:
+        """What was stopped for too long is killed: where all were, or the others wait for nothing, nobody would tell.
+        On other systems than Linux it is not known."""
+        for rank, process in enumerate(self._processes):
+            if process.returncode is not None:
+                continue
+            self._stopped[rank] = self._stopped[rank] + 1 if is_stopped(process.pid) else 0
+            if self._stopped[rank] * _POLL_S >= self._timeout_s:
+                process.kill()
                 return
 
     def _look(self) -> None:

@@ -196,9 +196,9 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> None:
 def _widen_layer_norms(model: Any) -> None:
     """Let layer norms (GPT-2's, Phi's, StarCoder's) take our float32 residual stream where their weights are bfloat16:
     in float32, as autocast lets them on a GPU. On a CPU torch refuses it."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.LayerNorm):
-            module.forward = partial(_layer_norm, module)
+    norms: list[Any] = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+    for norm in norms:
+        norm.forward = partial(_layer_norm, norm)
 
 
 def _layer_norm(module: torch.nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from contract import engine_contract
 from contract.test_remote_engine import WEIGHTS, Made, all_serve, config, made, request, run, same, text_of
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
 from rollover.engine.remote.hosts import UrlHost
@@ -128,3 +129,17 @@ def test_a_server_that_cannot_be_started_now_is_tried_again(made: Made) -> None:
 
     asyncio.run(limited())
     assert any("No space left on device" in line for line in made.said)
+
+
+def test_a_server_that_another_run_uses_too_is_told_as_such(made: Made) -> None:
+    server = made.server(delay_s=0.005)
+
+    async def work(engine: RemoteEngine) -> None:
+        await engine.load_weights(1, WEIGHTS)
+        extend = asyncio.ensure_future(engine.extend(request(max_new_tokens=40)))
+        await engine_contract.wait_for_tokens(engine, "0-0", 3, extend)
+        server.label = "another/1"
+        same(await extend, server, request(max_new_tokens=40), version=1)
+
+    run(made, server, work=work)
+    assert any("'another/1'" in line and "another run uses it, too" in line for line in made.said), made.said

@@ -21,7 +21,7 @@ from rollover.engine.remote.hosts import Host
 from rollover.engine.remote.line import Line
 from rollover.engine.remote.routing import Router
 from rollover.engine.remote.server import Server
-from rollover.engine.remote.wire import Refused, ServerFailed, longest_of, version_of
+from rollover.engine.remote.wire import FIRST_LABEL, Refused, ServerFailed, longest_of, version_of
 from rollover.weights.protocol import Parcel
 
 _PROBES_PER_TIMEOUT = 4
@@ -189,7 +189,8 @@ class Fleet:
             except ServerFailed as error:
                 return str(error)
             if version_of(str(label), self.deliveries.run) not in (before, server.version) and not server.updating:
-                return f"it has the weights {label!r}, which it was not given: it was started again"
+                why = "it was started again" if label == FIRST_LABEL else "another run uses it, too: give each its own"
+                return f"it has the weights {label!r}, which it was not given: {why}"
             server.failed.clear()
             self.line.move()
         return ""

@@ -37,6 +37,8 @@ class Faults:
     updates: list[str] = field(default_factory=list)
     shifted_spans: int = 0
     """It says that the last weights came so many tokens later than they did."""
+    gateway: int = 0
+    """So many requests get a page of somebody in between, in no UTF-8."""
     late_end_s: float = 0.0
     """Between the last token of a stream and its end."""
     deaf: bool = False
@@ -206,6 +208,9 @@ class FaultServer:
         request_id = body["request_id"]
         assert request_id not in self.request_ids, "an id came twice"
         self.request_ids.append(request_id)
+        if self.faults.gateway:
+            self.faults.gateway -= 1
+            return web.Response(status=502, body=b"Passerelle arr\xeat\xe9e", content_type="text/html")
         self.salts.append(body.get("cache_salt"))
         self.stops.append(body["sampling_params"]["stop_token_ids"])
         self._aborted[request_id] = asyncio.Event()

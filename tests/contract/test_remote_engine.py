@@ -162,6 +162,17 @@ def test_a_request_that_ends_at_any_token_goes_on_elsewhere(fault: str, num_serv
     assert len(ids) == len(set(ids))
 
 
+def test_a_page_of_somebody_in_between_is_a_lost_request(made: Made) -> None:
+    server = made.server()
+    server.faults.gateway = 1
+
+    async def work(engine: RemoteEngine) -> None:
+        same(await engine.extend(request()), server, request())
+        assert engine.stats()["engine/lost_requests"] == 1
+
+    run(made, server, work=work)
+
+
 def test_a_server_that_fails_at_once_every_time_fails_the_rollout_alone(made: Made) -> None:
     server = made.server()
     server.faults.errors = [0] * 3

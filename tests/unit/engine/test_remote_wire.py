@@ -87,6 +87,7 @@ def test_a_token_without_a_log_prob_ends_what_is_of_use() -> None:
         event(),
         '{"choices": [1]}',
         '{"error": {"code": 500}}',
+        "[" * 100_000,
     ],
 )
 def test_what_is_no_chunk_is_a_failure_of_the_server(data: str) -> None:

@@ -95,7 +95,7 @@ class ServerClient:
         limit = self._library.ClientTimeout(total=limit_s, sock_connect=min(limit_s, _CONNECT_S))
         try:
             async with self._control.request(method, self.url + path, timeout=limit, **values) as response:
-                text = await response.text()
+                text = await response.text(errors="replace")
                 if response.status >= 400:
                     raise Refused(f"{path} answered {response.status}: {_message(text)}")
                 return json.loads(text) if text else {}

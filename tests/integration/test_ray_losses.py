@@ -1,0 +1,45 @@
+"""A run on Ray trains what the same run trains without, also where a rank of it dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import runs
+from test_backend_lost import SYNC, answers, trained
+from test_journal_run import check_whole
+from test_ranks_lost import PATIENCE_S, children, wait_for
+
+pytestmark = pytest.mark.ray
+
+STEPS = 8
+
+
+def write(folder: Path, **tables: dict[str, object]) -> Path:
+    return runs.write(
+        folder,
+        steps=STEPS,
+        run={"threads": 2},
+        rollout={**SYNC, "max_new_tokens": 24},
+        backend={"type": "ranks", "num_ranks": 2},
+        checkpoint={"every_steps": 3, "save_final_model": False},
+        **tables,
+    )
+
+
+def test_a_rank_that_dies_on_ray_costs_time_alone(tmp_path: Path) -> None:
+    undisturbed = runs.rollover("train", write(tmp_path / "undisturbed"))
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    folder = tmp_path / "killed"
+    run = runs.start("train", write(folder, cluster={"type": "ray"}))
+    metrics = folder / "run" / "metrics.jsonl"
+    try:
+        wait_for(run, "between two checkpoints", lambda: metrics.exists() and len(runs.json_lines(metrics)) >= 4)
+        children(run, "trainer.ranks.process")[0].kill()
+        assert run.wait(PATIENCE_S) == 0, run.err
+    finally:
+        run.kill()
+    check_whole(folder / "run", STEPS)
+    assert runs.json_lines(metrics)[-1]["train/restarts"] == 1
+    assert trained(folder) == trained(tmp_path / "undisturbed")
+    assert answers(folder) == answers(tmp_path / "undisturbed")

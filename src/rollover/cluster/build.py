@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from rollover.cluster.address import check_listens
 from rollover.cluster.protocol import Cluster, ThisMachine
 from rollover.config import Config
+from rollover.config.cluster import host_and_port
 
 
 def open_cluster(config: Config, logs: Path | None) -> Cluster:
@@ -15,9 +17,15 @@ def open_cluster(config: Config, logs: Path | None) -> Cluster:
     if config.cluster.type == "none":
         return ThisMachine()
     # Read when ray is imported. Without the first it listens to all machines.
-    host = config.cluster.address.rpartition(":")[0]
-    if not host or host == "localhost" or host.startswith("127."):
+    address = config.cluster.address
+    host = host_and_port(address)[0] if address else "localhost"
+    if host == "localhost" or host.startswith("127."):
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    if address:
+        # Ray asks an address that nobody answers for a quarter of an hour, and one that is silent as well: with this
+        # the latter takes one attempt of 40 s.
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")
+        check_listens(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         from rollover.cluster.ray import RayCluster

@@ -29,6 +29,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rollover.cluster.address import no_cluster_at
 from rollover.cluster.hosted import CALL_S, ActorHost, ActorRewardNode, Gone
 from rollover.cluster.plan import DoesNotFit, Needs, Node
 from rollover.cluster.ranks import start_actor_ranks
@@ -173,11 +174,8 @@ def _connect(address: str, session: OwnSession | None) -> None:
         if session is None:
             try:
                 ray.init(address=address, **common)
-            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-                raise ValueError(
-                    f"cluster.address = {address!r}: no cluster answers there ({_first_line(error)}). Start one by `ray"
-                    " start --head`, or remove the key: a Ray of this machine is started then"
-                ) from error
+            except Exception as error:  # it has many for this, Exception itself among them
+                raise ValueError(no_cluster_at(address, _first_line(error))) from error
             return
         ray.init(
             address="local",

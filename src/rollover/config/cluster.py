@@ -97,7 +97,31 @@ def check_is_here(config: Any) -> None:
         )
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of `host:port`. ValueError for anything else."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"{address!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def _is_no_address(address: str) -> bool:
+    try:
+        host_and_port(address)
+    except ValueError:
+        return bool(address)
+    return False
+
+
 RULES: tuple[Rule, ...] = (
+    Refused(
+        ("cluster.address",),
+        lambda c: _is_no_address(c.cluster.address),
+        lambda c: (
+            f"cluster.address = {c.cluster.address!r} is not host:port of a cluster's head, as in 10.0.0.1:6379 (what"
+            " `ray start --head` says). Set it to that, or remove it: a Ray of this machine is started then"
+        ),
+    ),
     Refused(
         ("cluster.type", "engine.vllm_args"),
         lambda c: c.cluster.type == "ray" and any(arg.partition("=")[0] in _SPLITS for arg in c.engine.vllm_args),

@@ -49,6 +49,16 @@ def test_servers_on_several_nodes_need_a_folder_for_weights() -> None:
     assert Config.model_validate({"cluster": {"type": "ray"}, "engine": engine})
 
 
+@pytest.mark.parametrize(
+    "address", ["auto", "local", "head", "head:", ":6379", "head:0", "head:70000", "ray://head:10001"]
+)
+def test_the_address_of_a_cluster_is_a_host_and_a_port(address: str) -> None:
+    said = refused(cluster={"type": "ray", "address": address})
+    assert f"cluster.address = '{address}' is not host:port" in said
+    for right in ("head:6379", "10.0.0.1:6379", "[::1]:6379"):
+        assert Config.model_validate({"cluster": {"type": "ray", "address": right}})
+
+
 # What is planned only
 
 

@@ -16,10 +16,9 @@ from typing import Any
 from rollover.cluster.hosted import CALL_S, Actor, Actors, Gone
 from rollover.cluster.roles import RankRole
 from rollover.trainer.backend import BackendLost
-from rollover.trainer.ranks.group import Answers, Failure, Meeting, meet
+from rollover.trainer.ranks.group import Answers, Collecting, Meeting, meet
 
 _LOOK_EVERY_S = 0.5
-_SAME_S = 30.0  # in which all refuse what one of them refuses
 _END_S = 5.0
 
 
@@ -92,18 +91,12 @@ class ActorRanks:
             time.sleep(_LOOK_EVERY_S)
 
     def _answers(self, verb: str, calls: dict[Future[dict[str, Any]], int], limited: bool) -> Answers:
-        answers: Answers = {}
-        failures: list[Failure] = []
-        deadline: float | None = None
+        collecting = Collecting(calls.values(), self._timeout_s, limited, lambda rank, how: self._lost(rank, verb, how))
         waiting = set(calls)
-        while waiting:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, waiting = wait(waiting, left_s, FIRST_COMPLETED)
-            if not done and failures:
-                break
+        while not collecting.done:
+            done, waiting = wait(waiting, collecting.left_s, FIRST_COMPLETED)
             if not done:
-                late = min(calls[call] for call in waiting)
-                raise self._lost(late, verb, f"did not answer within {self._timeout_s:g} s")
+                collecting.late()
             for call in done:
                 rank = calls[call]
                 try:
@@ -112,21 +105,8 @@ class ActorRanks:
                     raise self._lost(rank, verb, f"is gone: {error}") from None
                 if "lost" in answer:
                     raise self._lost(rank, verb, f"is lost: {answer['lost']}")
-                if (failure := Failure.in_answer(rank, answer)) is None:
-                    answers[rank] = answer["found"]
-                elif failure.error is not None:
-                    failures.append(failure)
-                else:
-                    raise self._lost(rank, verb, f"failed ({failure.said})")
-                if limited or failures:
-                    deadline = time.monotonic() + min(self._timeout_s, _SAME_S if failures else self._timeout_s)
-        if not failures:
-            return answers
-        first = failures[0]
-        assert first.error is not None
-        if waiting or answers:  # the others are in another state now
-            self._lost(first.rank, verb, f"failed ({first.said})")
-        raise first.error
+                collecting.take(rank, answer)
+        return collecting.found()
 
     def _lost(self, rank: int, verb: str, how: str) -> BackendLost:
         """End all; what there is to raise."""

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,12 @@ from rollover.engine.remote.server_log import ServerLog
 from rollover.processes import child_command, child_environment, is_stopped
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.ranks import wire
-from rollover.trainer.ranks.group import Answers, Failure
+from rollover.trainer.ranks.group import Answers, Collecting
 
 HOST = "127.0.0.1"
 _POLL_S = 0.2
 _LOOKS_AT_LOGS = 50  # one after so many
 _END_S = 2.0
-_SAME_S = 30.0  # in which all refuse what one of them refuses; if they do not, they wait for that one
 
 
 class LocalRanks:
@@ -89,7 +88,7 @@ class LocalRanks:
                     wire.send(self._channels[rank], {"verb": verb, "values": of_rank}, self._timeout_s)
                 except (ConnectionError, TimeoutError):
                     raise self._lost(rank, verb) from None
-            return self._answers(verb, set(values), limited)
+            return self._answers(verb, values, limited)
 
     def close(self) -> None:
         self._closing.set()
@@ -105,43 +104,23 @@ class LocalRanks:
 
     # Private
 
-    def _answers(self, verb: str, waiting: set[int], limited: bool) -> Answers:
-        answers: Answers = {}
-        failures: list[Failure] = []
-        deadline: float | None = None
+    def _answers(self, verb: str, ranks: Iterable[int], limited: bool) -> Answers:
+        collecting = Collecting(ranks, self._timeout_s, limited, lambda rank, how: self._lost(rank, verb, how))
         with selectors.DefaultSelector() as selector:
-            for rank in waiting:
+            for rank in ranks:
                 selector.register(self._channels[rank], selectors.EVENT_READ, rank)
-            while waiting:
-                left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-                ready = selector.select(left_s)
-                if not ready and failures:
-                    break
+            while not collecting.done:
+                ready = selector.select(collecting.left_s)
                 if not ready:
-                    raise self._lost(min(waiting), verb, f"did not answer within {self._timeout_s:g} s")
+                    collecting.late()
                 for key, _ in ready:
-                    rank = key.data
                     try:
-                        answer = wire.receive(self._channels[rank], self._timeout_s)
+                        answer = wire.receive(self._channels[key.data], self._timeout_s)
                     except (ConnectionError, TimeoutError):
-                        raise self._lost(rank, verb) from None
-                    selector.unregister(self._channels[rank])
-                    waiting.discard(rank)
-                    if (failure := Failure.in_answer(rank, answer)) is None:
-                        answers[rank] = answer["found"]
-                    elif failure.error is not None:
-                        failures.append(failure)
-                    else:
-                        raise self._lost(rank, verb, f"failed ({failure.said})")
-                    if limited or failures:
-                        deadline = time.monotonic() + min(self._timeout_s, _SAME_S if failures else self._timeout_s)
-        if not failures:
-            return answers
-        first = failures[0]
-        assert first.error is not None
-        if waiting or answers:  # the others are in another state now
-            self._lost(first.rank, verb, f"failed ({first.said})")
-        raise first.error
+                        raise self._lost(key.data, verb) from None
+                    selector.unregister(key.fileobj)
+                    collecting.take(key.data, answer)
+        return collecting.found()
 
     def _lost(self, rank: int, verb: str, how: str = "") -> BackendLost:
         """End all; what there is to raise."""

@@ -18,6 +18,7 @@ from rollover.config import Config
 from rollover.engine.remote.client import TOKEN, ServerClient
 from rollover.engine.remote.server import Server
 from rollover.engine.remote.wire import ServerFailed
+from rollover.engine.server.guard import is_loopback
 from rollover.live_objects import is_live
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
@@ -95,8 +96,11 @@ class ActorHost:
                     "engine.weights_dir is empty, and servers are on other machines than the trainer: set it to a"
                     " folder that all nodes see under one path"
                 )
-            os.environ.setdefault(TOKEN, secrets.token_urlsafe(32))
-        return cluster.start(self._role, ServerRole, config, self._number, cluster.address_of(self._role))
+        address = cluster.address_of(self._role)
+        # A node of this machine, too, has the address of its network, where the cluster is not on loopback.
+        if not is_loopback(address) and not os.environ.get(TOKEN):
+            os.environ[TOKEN] = secrets.token_urlsafe(32)
+        return cluster.start(self._role, ServerRole, config, self._number, address)
 
     def address(self, limit_s: float) -> str:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from rollover.cluster.hosted import ActorHost, ActorRewardNode, Gone
 from rollover.cluster.roles import request_of, request_to_json
 from rollover.config import Config
 from rollover.engine.remote.wire import ServerFailed
+from rollover.engine.server.guard import check_open_to
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.spread import NodeLost
 from rollover.rewards.worker import RewardProbeError
@@ -43,11 +45,13 @@ class FakeActor:
 
 
 class FakeActors:
-    """Gives FakeActors; `elsewhere`: they are on another machine. `started`: the names of roles, each time."""
+    """Gives FakeActors; `elsewhere`: they are on another machine; `address`: of theirs. `started`: the names of roles,
+    each time."""
 
-    def __init__(self, answers: dict[str, Any], elsewhere: bool = False, **engine: Any) -> None:
+    def __init__(self, answers: dict[str, Any], elsewhere: bool = False, address: str = "", **engine: Any) -> None:
         self.config = Config.model_validate({"engine": {"kind": "remote", "num_servers": 1, **engine}})
         self.answers, self.elsewhere = answers, elsewhere
+        self.address = address or ("10.0.0.2" if elsewhere else "127.0.0.1")
         self.actors: list[FakeActor] = []
         self.started: list[tuple[str, tuple[Any, ...]]] = []
         self.ended: list[str] = []
@@ -63,7 +67,7 @@ class FakeActors:
         self.ended.append(name)
 
     def address_of(self, name: str) -> str:
-        return "10.0.0.2" if self.elsewhere else "127.0.0.1"
+        return self.address
 
     def is_elsewhere(self, name: str) -> bool:
         return self.elsewhere
@@ -176,6 +180,20 @@ def test_servers_on_other_machines_need_a_shared_folder_and_get_a_token(monkeypa
     with pytest.raises(ValueError, match="engine.weights_dir is empty"):
         ActorHost(FakeActors({}, elsewhere=True), 0)
     ActorHost(actors := FakeActors({}, elsewhere=True, weights_dir="/shared"), 0)
-    import os
-
     assert len(os.environ["ROLLOVER_SERVER_TOKEN"]) > 30 and actors.started[0][1][-1] == "10.0.0.2"
+
+
+@pytest.mark.parametrize("before", ["", None, "given"])
+def test_a_server_on_this_machine_that_others_can_reach_gets_a_token(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address of a node, this one's too, is that of its network, unless the cluster is on loopback."""
+    monkeypatch.setenv("ROLLOVER_SERVER_TOKEN", before or "")
+    if before is None:
+        monkeypatch.delenv("ROLLOVER_SERVER_TOKEN")
+    ActorHost(FakeActors({}), 0)
+    assert os.environ.get("ROLLOVER_SERVER_TOKEN") == before, "at 127.0.0.1 none is needed"
+    ActorHost(actors := FakeActors({}, address="10.0.0.1"), 0)
+    check_open_to(actors.started[0][1][-1])
+    token = os.environ["ROLLOVER_SERVER_TOKEN"]
+    assert token == "given" if before == "given" else len(token) > 30

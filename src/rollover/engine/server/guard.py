@@ -22,15 +22,18 @@ def token() -> str:
     return os.environ.get(VARIABLE, "")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether this machine alone can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"  # of other names nobody knows
+
+
 def check_open_to(host: str) -> None:
     """ValueError where a server on `host` could be asked by other machines, and there is no token."""
-    if token() or host == "localhost":
+    if token() or is_loopback(host):
         return
-    try:
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    except ValueError:
-        pass  # a name
     raise ValueError(
         f"--host {host} can be reached from other machines: set a token in the environment variable {VARIABLE},"
         " for this server and for whoever asks it, or use --host 127.0.0.1"

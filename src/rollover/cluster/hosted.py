@@ -86,7 +86,9 @@ class ActorHost:
         self._cluster, self._number, self._role = cluster, number, f"server {number}"
         self._limit_s = cluster.config.engine.give_up_s
         self._looking: asyncio.Task[None] | None = None
-        self._actor: Actor | None = self._start()
+        self._actor: Actor | None = None
+        with contextlib.suppress(Gone):  # whoever asks for it tries again
+            self._actor = self._start()
 
     def _start(self) -> Actor:
         cluster, config = self._cluster, self._cluster.config

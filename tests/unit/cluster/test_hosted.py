@@ -174,6 +174,20 @@ def test_a_server_is_started_again_when_it_is_asked_for_after_it_was_discarded()
     asyncio.run(work())
 
 
+def test_a_server_whose_node_is_gone_before_it_starts_is_waited_for() -> None:
+    async def work() -> None:
+        answers: dict[str, Any] = {"start": Gone("no node has room for it"), "url": {"url": "http://127.0.0.1:9"}}
+        host = ActorHost(FakeActors(answers), 0)
+        with pytest.raises(ServerFailed, match="no node has room"):
+            await asyncio.to_thread(host.address, 1.0)
+        with pytest.raises(ServerFailed, match="no node has room"):
+            await host.ready()
+        del answers["start"]
+        assert await asyncio.to_thread(host.address, 1.0) == "http://127.0.0.1:9"
+
+    asyncio.run(work())
+
+
 def test_servers_on_other_machines_need_a_shared_folder_and_get_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOVER_SERVER_TOKEN", "")
     monkeypatch.delenv("ROLLOVER_SERVER_TOKEN")

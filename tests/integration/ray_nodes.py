@@ -51,7 +51,7 @@ class RayNode:
 
 
 class RayNodes:
-    def __init__(self, cpus: int) -> None:
+    def __init__(self, cpus: int, gpus: int = 0) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rn-", dir="/tmp")
         os.mkdir(os.path.join(self._folder.name, "ray"))
         variables = environment() | {
@@ -68,7 +68,7 @@ class RayNodes:
             stderr=self._log,
             text=True,
         )
-        self.head = self.add(cpus)
+        self.head = self.add(cpus, gpus)
         self.address = self._ask({"op": "address"})["address"]
 
     def __enter__(self) -> RayNodes:
@@ -87,9 +87,9 @@ class RayNodes:
         self._log.close()
         self._folder.cleanup()
 
-    def add(self, cpus: int) -> RayNode:
-        """A node more, when the others know it."""
-        return RayNode(self._ask({"op": "add", "cpus": cpus})["raylet"])
+    def add(self, cpus: int, gpus: int = 0) -> RayNode:
+        """A node more, when the others know it. `gpus`: so many as it says that it has."""
+        return RayNode(self._ask({"op": "add", "cpus": cpus, "gpus": gpus})["raylet"])
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -149,7 +149,10 @@ def main() -> None:
                 first = cluster.head_node is None
                 only_head = {"_system_config": _NOTICES_DEATH, "include_dashboard": False}
                 node = cluster.add_node(
-                    num_cpus=message["cpus"], object_store_memory=80 * 2**20, **(only_head if first else {})
+                    num_cpus=message["cpus"],
+                    num_gpus=message["gpus"],
+                    object_store_memory=80 * 2**20,
+                    **(only_head if first else {}),
                 )
                 [raylet] = node.all_processes["raylet"]
                 answer = {"raylet": raylet.process.pid}

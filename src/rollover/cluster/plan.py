@@ -53,21 +53,29 @@ class Needs:
         trains_on_gpu = _takes_gpu(config.model.device, cluster)
         samples_on_gpu = _takes_gpu(engine.device or config.model.device, cluster)
         remote, ranks = engine.kind == "remote", num_ranks(config)
-        devices: set[str] = set()  # of the controller itself
-        if not ranks and trains_on_gpu and config.backend.type != "tinker":
-            devices.add(_index(config.model.device))
-        if not remote and samples_on_gpu and config.backend.type != "tinker":
-            devices.add(_index(engine.device or config.model.device))
         return cls(
             servers=engine.num_servers if remote else 0,
             server_gpus=cluster.gpus_per_server if samples_on_gpu else 0,
             ranks=ranks,
             rank_gpus=int(trains_on_gpu),
-            controller_gpus=len(devices),
+            controller_gpus=len(devices_of_controller(config)),
             pools=0 if config.run.train_on_recorded else cluster.reward_nodes,
             pool_cpus=config.rewards.num_workers or 1,
             process_cpus=cluster.cpus_per_process,
         )
+
+
+def devices_of_controller(config: Config) -> set[str]:
+    """The numbers of the GPUs on which the controller itself computes, among those that it sees."""
+    engine, found = config.engine, set[str]()
+    sampling = engine.device or config.model.device
+    if config.backend.type == "tinker":
+        return found
+    if not num_ranks(config) and _takes_gpu(config.model.device, config.cluster):
+        found.add(_index(config.model.device))
+    if engine.kind != "remote" and _takes_gpu(sampling, config.cluster):
+        found.add(_index(sampling))
+    return found
 
 
 def _takes_gpu(device: str, cluster: ClusterConfig) -> bool:

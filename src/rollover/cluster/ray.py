@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollover.cluster.address import no_cluster_at
 from rollover.cluster.hosted import CALL_S, ActorHost, ActorRewardNode, Gone
-from rollover.cluster.plan import DoesNotFit, Needs, Node
+from rollover.cluster.plan import DoesNotFit, Needs, Node, devices_of_controller, many
 from rollover.cluster.ranks import start_actor_ranks
 from rollover.cluster.roles import Place, Role
 from rollover.cluster.seats import POOL, RANK, SERVER, Seats
@@ -39,6 +39,7 @@ from rollover.cluster.session import OwnSession
 from rollover.config import Config
 from rollover.engine.remote.hosts import Host
 from rollover.models.team import most_threads
+from rollover.processes import die_with
 from rollover.rewards.protocol import ScoringPool
 from rollover.rewards.spread import SpreadPool
 from rollover.trainer.ranks.group import Ranks
@@ -63,7 +64,10 @@ class RayCluster:
             _connect(config.cluster.address, self._session)
             alive = _alive()
             driver = ray.get_runtime_context().get_node_id()
-            self._seats = Seats(_needs(config, alive.values()), list(_nodes(alive).values()), driver)
+            self._address = alive[driver]["NodeManagerAddress"]
+            there = _with_gpus_of(alive.values(), config)
+            self._seats = Seats(Needs.of(there), list(_nodes(alive).values()), driver)
+            self._held = _hold_gpus(devices_of_controller(there), driver)
         except BaseException:
             self._leave()
             raise
@@ -124,7 +128,7 @@ class RayCluster:
             raise Gone(f"no node has room for it: {error}") from error
 
     def is_elsewhere(self, name: str) -> bool:
-        return self.address_of(name) != _address_of_driver()
+        return self.address_of(name) != self._address
 
     def _leave(self) -> None:
         with _signals_kept():
@@ -147,11 +151,42 @@ def _nodes(alive: Mapping[str, Mapping[str, Any]]) -> dict[str, Node]:
     return {name: Node(name, int(of.get("GPU", 0)), int(of.get("CPU", 0))) for name, of in has.items()}
 
 
-def _needs(config: Config, nodes: Iterable[Mapping[str, Any]]) -> Needs:
-    """As planned, with the GPUs that there are."""
+def _with_gpus_of(nodes: Iterable[Mapping[str, Any]], config: Config) -> Config:
+    """To plan with the GPUs that there are."""
     most = max(int(node["Resources"].get("GPU", 0)) for node in nodes)
     cluster = config.cluster.model_copy(update={"gpus_per_node": most})
-    return Needs.of(config.model_copy(update={"cluster": cluster}))
+    return config.model_copy(update={"cluster": cluster})
+
+
+class _Holder:
+    """Has GPUs of the controller's node, and does nothing: Ray gives what its driver takes to others."""
+
+    def __init__(self) -> None:
+        die_with(os.getppid())
+
+    def which(self) -> list[str]:
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
+def _hold_gpus(numbers: set[str], driver: str) -> Any:
+    """Those that the controller computes on, by their numbers among what it sees. ValueError if others have them."""
+    if not numbers:
+        return None
+    seen = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    wanted = {seen[int(number)] if int(number) < len(seen) else number for number in numbers}
+    where: Any = NodeAffinitySchedulingStrategy(driver, soft=False)
+    holder: Any = ray.remote(num_cpus=0, num_gpus=len(wanted), max_restarts=0, scheduling_strategy=where)(_Holder)
+    actor = holder.remote()
+    try:
+        found = set(ray.get(actor.which.remote(), timeout=CALL_S))
+    except ray.exceptions.RayError as error:
+        raise ValueError(f"Ray has no {many(len(wanted), 'GPU')} left for the controller on its node") from error
+    if found != wanted:
+        raise ValueError(
+            f"model.device and engine.device take GPU {', '.join(sorted(wanted))} of the controller's node, and Ray has"
+            f" {', '.join(sorted(found))} to give: set them to those, or wait until whoever has the others has ended"
+        )
+    return actor
 
 
 # The connection

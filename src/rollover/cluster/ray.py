@@ -37,6 +37,7 @@ from rollover.cluster.roles import Place, Role
 from rollover.cluster.seats import POOL, RANK, SERVER, Seats
 from rollover.cluster.session import OwnSession
 from rollover.config import Config
+from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.hosts import Host
 from rollover.models.team import most_threads
 from rollover.processes import die_with
@@ -108,7 +109,7 @@ class RayCluster:
     def start(self, name: str, role: type[Role], *arguments: Any) -> RayActor:
         self.end(name)
         try:
-            node = self._seats.find(name, _nodes(_alive()))
+            node = self._seats.find(name, _nodes(self._there()))
         except DoesNotFit as error:
             raise Gone(f"no node has room for it: {error}") from error
         gpus = {SERVER: self._seats.needs.server_gpus, RANK: self._seats.needs.rank_gpus}.get(name.partition(" ")[0], 0)
@@ -121,7 +122,7 @@ class RayCluster:
             actor.kill()
 
     def address_of(self, name: str) -> str:
-        alive = _alive()
+        alive = self._there()
         try:
             return alive[self._seats.find(name, _nodes(alive))]["NodeManagerAddress"]
         except DoesNotFit as error:
@@ -129,6 +130,13 @@ class RayCluster:
 
     def is_elsewhere(self, name: str) -> bool:
         return self.address_of(name) != self._address
+
+    def _there(self) -> dict[str, dict[str, Any]]:
+        """The nodes that live. EngineDied where none will ever again."""
+        alive = _alive()
+        if not alive and self._session is not None:
+            raise EngineDied(f"the Ray that this run started has ended (what it wrote: {self.logs / 'ray'})")
+        return alive
 
     def _leave(self) -> None:
         with _signals_kept():

@@ -32,6 +32,8 @@ class Seats:
 
     def _other(self, name: str, alive: Mapping[str, Node]) -> str:
         kind = name.partition(" ")[0]
+        if not alive:
+            raise DoesNotFit(kind, "there is no node")
         others = {role: node for role, node in self.of.items() if role != name}
         if kind == POOL:  # each on a node of its own
             taken = {node for role, node in others.items() if role.startswith(POOL)}

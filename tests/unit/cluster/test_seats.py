@@ -70,3 +70,10 @@ def test_ranks_that_were_ended_with_a_lost_one_are_where_they_were() -> None:
     with pytest.raises(DoesNotFit):
         seats.find("rank 0", left)
     assert seats.find("rank 0", left | alive(Node("e", 0, 1))) == "e" and seats.find("rank 1", left) == kept
+
+
+def test_without_any_node_that_is_said() -> None:
+    seats = Seats(Needs(servers=1, pools=1), [Node("a", 0, 4)], "a")
+    for name in ("server 0", "reward 0"):
+        with pytest.raises(DoesNotFit, match="there is no node"):
+            seats.find(name, {})

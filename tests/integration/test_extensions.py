@@ -85,7 +85,7 @@ class Told(Tracker):
 
 def verb(args, overrides):
     print("toys are about to train")
-    args.resume = False
+    args.resume = args.dry_run = False
     return TRAIN.run(args, overrides)
 
 

@@ -175,10 +175,10 @@ def test_what_was_recorded_for_a_checkpoint_that_failed_is_not_recorded_twice(
             raise ValueError("no memory left on the device")
         return plain_step(self, *args, **options)
 
-    def full(self: CheckpointStore, name: str, files: Any) -> Any:
+    def full(self: CheckpointStore, name: str, *content: Any) -> Any:
         if name in self.list():
             raise CheckpointWriteError("the disk is full")
-        return plain_write(self, name, files)
+        return plain_write(self, name, *content)
 
     monkeypatch.setattr(LocalBackend, "forward_backward", fails)
     monkeypatch.setattr(CheckpointStore, "write", full)

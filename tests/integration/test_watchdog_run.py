@@ -22,7 +22,7 @@ import virtual_time
 from rollover import cli
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rewards.worker import RewardWorker
-from rollover.run import loop as loop_module
+from rollover.run import restart as restart_module
 from rollover.run.blocked_warning import BlockedWarning
 from rollover.track.metrics import validate
 from rollover.trainer.trainer import Trainer
@@ -65,7 +65,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def over_loop(self, text: Any, limit_s: float, call_later: Any) -> AbstractContextManager[None]:
             return super().over_loop(text, min(limit_s, SOON_S), call_later)
 
-    monkeypatch.setattr(loop_module, "BlockedWarning", Soon)
+    monkeypatch.setattr(restart_module, "BlockedWarning", Soon)
     return lines
 
 
@@ -177,7 +177,7 @@ def test_what_hangs_is_named_and_the_run_goes_on(
     counts = [last[f"watchdog/{name}"] for name in ("stalled_rollouts", "stalled_rewards", "redispatched")]
     assert counts == [1, 1, 2] and last["dropped/stalled/groups"] == 0
 
-    monkeypatch.setattr(loop_module, "BlockedWarning", BlockedWarning)
+    monkeypatch.setattr(restart_module, "BlockedWarning", BlockedWarning)
     words = ["--watchdog.weights_timeout_s", "1000", "--watchdog.train_timeout_s", "1000"]
     code, text = run(capsys, "train", recipe, "--resume", "--train.num_steps", "5", *words)
     assert code == 0 and "watchdog: " not in text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +47,11 @@ def write_one_by_one(
     assert next(names, None) is None, "every tensor of the header has come"
 
 
-def mapped(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, view of the file) of every tensor. It may be removed while there are views."""
+def mapped(path: str | Path, without: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, view of the file) of every tensor but these. The file may be removed while there are views."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118 (it is no mapping)
-            yield name, stored.get_tensor(name)
+            if name not in without:
+                yield name, stored.get_tensor(name)

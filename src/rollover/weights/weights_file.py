@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rollover.weights import remover
+from rollover.weights.one_by_one import mapped
 from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
 
 if TYPE_CHECKING:
@@ -87,6 +88,14 @@ class OwnFolder:
         return fallback
 
 
+def not_written(folder: Path, why: object) -> ValueError:
+    """What to raise where a folder has no room for the weights."""
+    return ValueError(
+        f"the weights could not be written to {folder} ({why}): free some room there, or name another folder in"
+        " engine.weights_dir"
+    )
+
+
 class WeightsFile:
     """A WeightTransport through `setup.folder`; without one, in memory where there is room, else on a disk.
 
@@ -110,7 +119,7 @@ class WeightsFile:
 
         folder = self._path()
         new = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
-        rest = {} if self._last is None else dict(_read(self._last.message["path"], without=new))
+        rest = {} if self._last is None else dict(mapped(self._last.message["path"], without=new))
         self._num_sent += 1
         path = folder / f"{version}.{self._num_sent}.safetensors"
         aside = path.with_suffix(".part")
@@ -122,10 +131,7 @@ class WeightsFile:
             aside.unlink(missing_ok=True)
             if isinstance(error, OSError) and error.errno not in _NO_ROOM:
                 raise
-            raise ValueError(
-                f"the weights could not be written to {folder} ({error}): free some room there, or name another"
-                " folder in engine.weights_dir"
-            ) from error
+            raise not_written(folder, error) from error
         aside.rename(path)
         self._files.append(path)
         for old in self._files[:-KEPT]:
@@ -140,7 +146,7 @@ class WeightsFile:
 
     @staticmethod
     def receive(message: Mapping[str, Any], file: int | None) -> Iterator[tuple[str, torch.Tensor]]:
-        return _read(message["path"])
+        return mapped(message["path"])
 
     def close(self) -> None:
         """Remove the folder."""
@@ -148,15 +154,6 @@ class WeightsFile:
 
     def _path(self) -> Path:
         return self._folder.path((KEPT + 1) * self._reserved)
-
-
-def _read(path: str, without: Mapping[str, Any] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as stored:
-        for name in stored.keys():  # noqa: SIM118 (it is no mapping)
-            if without is None or name not in without:
-                yield name, stored.get_tensor(name)
 
 
 def _remove_what_is_left(parent: str) -> None:

@@ -40,7 +40,7 @@ from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 from rollover.weights.one_by_one import mapped
-from rollover.weights.weights_file import OwnFolder
+from rollover.weights.weights_file import OwnFolder, not_written
 
 _numbers = itertools.count(1)
 
@@ -196,10 +196,7 @@ class RanksBackend(ShardedState):
         failed = self._call("write_weights", [{"path": str(path), "buffers": buffers}] * self.ranks.num)[0]["failed"]
         if failed:
             path.unlink(missing_ok=True)
-            raise ValueError(
-                f"the weights could not be written to {path.parent} ({failed}): free some room there, or name another"
-                " folder in engine.weights_dir"
-            )
+            raise not_written(path.parent, failed)
         if self._published is not None:
             self._published.unlink(missing_ok=True)
         self._published = path

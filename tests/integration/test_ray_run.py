@@ -96,6 +96,14 @@ class Training:
         assert self.process.wait(LIMIT_S) == 130, self.said()
         check_whole(self.dir, len(self.rows()))
 
+    def goes_on(self) -> None:
+        """Ended, it makes two more steps by --resume."""
+        steps = len(self.rows())
+        words = [self.folder / "recipe.toml", f"--run.dir={self.dir}", "--resume", f"--train.num_steps={steps + 2}"]
+        again = runs.rollover("train", *words)
+        assert again.returncode == 0, again.stderr
+        check_whole(self.dir, steps + 2)
+
 
 def command(process: psutil.Process) -> str:
     try:
@@ -193,12 +201,7 @@ def test_a_run_on_a_ray_of_its_own_ends_by_ctrl_c_and_goes_on(tmp_path: Path) ->
         training.nothing_is_left()
         assert time.monotonic() - began < LIMIT_S
         assert (training.dir / "logs" / "ray").is_dir() and not list(Path("/tmp").glob(f"*-{training.process.pid}"))
-        steps = len(training.rows())
-        again = runs.rollover(
-            "train", tmp_path / "recipe.toml", f"--run.dir={training.dir}", "--resume", f"--train.num_steps={steps + 2}"
-        )
-        assert again.returncode == 0, again.stderr
-        check_whole(training.dir, steps + 2)
+        training.goes_on()
     finally:
         training.process.kill()
 
@@ -214,11 +217,6 @@ def test_a_run_whose_own_ray_dies_ends_and_goes_on(tmp_path: Path) -> None:
         assert "the Ray that this run started has ended" in training.said()
         assert "--resume" in (tmp_path / "log").read_text()
         training.nothing_is_left()
-        steps = len(training.rows())
-        again = runs.rollover(
-            "train", tmp_path / "recipe.toml", f"--run.dir={training.dir}", "--resume", f"--train.num_steps={steps + 2}"
-        )
-        assert again.returncode == 0, again.stderr
-        check_whole(training.dir, steps + 2)
+        training.goes_on()
     finally:
         training.process.kill()

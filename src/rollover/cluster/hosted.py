@@ -78,6 +78,15 @@ class Actors(Protocol):
         ...
 
 
+def check_weights_dir(cluster: Actors, role: str, otherwise: str) -> None:
+    """ValueError where `role` is on another machine than the controller, and weights have no folder that both see.
+    Gone."""
+    if cluster.is_elsewhere(role) and not cluster.config.engine.weights_dir:
+        raise ValueError(
+            f"engine.weights_dir is empty, and {otherwise}: set it to a folder that all nodes see under one path"
+        )
+
+
 class ActorHost:
     """A Host: server number `number`, in a child of an actor."""
 
@@ -92,12 +101,7 @@ class ActorHost:
 
     def _start(self) -> Actor:
         cluster, config = self._cluster, self._cluster.config
-        if cluster.is_elsewhere(self._role):
-            if not config.engine.weights_dir:
-                raise ValueError(
-                    "engine.weights_dir is empty, and servers are on other machines than the trainer: set it to a"
-                    " folder that all nodes see under one path"
-                )
+        check_weights_dir(cluster, self._role, "servers are on other machines than the trainer")
         address = cluster.address_of(self._role)
         # A node of this machine, too, has the address of its network, where the cluster is not on loopback.
         if not is_loopback(address) and not os.environ.get(TOKEN):

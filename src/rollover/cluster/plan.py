@@ -64,6 +64,16 @@ class Needs:
             process_cpus=cluster.cpus_per_process,
         )
 
+    def gpus_of(self, *, ranks: int, servers: int, controller: bool) -> int:
+        """GPUs that so many roles of one node have."""
+        return ranks * self.rank_gpus + servers * self.server_gpus + controller * self.controller_gpus
+
+    def cpus_of(self, *, ranks: int, servers: int, pools: int) -> int:
+        """CPUs of so many roles of one node that are counted: of reward workers, and of ranks and servers without a
+        GPU."""
+        processes = (0 if self.rank_gpus else ranks) + (0 if self.server_gpus else servers)
+        return pools * self.pool_cpus + processes * self.process_cpus
+
 
 def devices_of_controller(config: Config) -> set[str]:
     """The numbers of the GPUs on which the controller itself computes, among those that it sees."""
@@ -103,17 +113,15 @@ class Placement:
 
     def gpus_taken(self, node: str) -> int:
         """GPUs of the node that somebody has."""
-        needs = self.needs
-        of_controller = needs.controller_gpus if node == self.driver else 0
-        return of_controller + self.ranks.count(node) * needs.rank_gpus + self.servers.count(node) * needs.server_gpus
+        return self.needs.gpus_of(
+            ranks=self.ranks.count(node), servers=self.servers.count(node), controller=node == self.driver
+        )
 
     def cpus_taken(self, node: str) -> int:
-        """CPUs of the node that are counted: of reward workers, and of ranks and servers without a GPU."""
-        needs = self.needs
-        processes = (0 if needs.rank_gpus else self.ranks.count(node)) + (
-            0 if needs.server_gpus else self.servers.count(node)
+        """CPUs of the node that somebody has, and that are counted."""
+        return self.needs.cpus_of(
+            ranks=self.ranks.count(node), servers=self.servers.count(node), pools=self.pools.count(node)
         )
-        return self.pools.count(node) * needs.pool_cpus + processes * needs.process_cpus
 
 
 class DoesNotFit(ValueError):

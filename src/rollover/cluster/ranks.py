@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from rollover.cluster.hosted import CALL_S, Actor, Actors, Gone
+from rollover.cluster.hosted import CALL_S, Actor, Actors, Gone, check_weights_dir
 from rollover.cluster.roles import RankRole
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.ranks.group import Answers, Collecting, Meeting, meet
@@ -76,11 +76,7 @@ class ActorRanks:
         config, name = self._actors.config, _name(rank)
         while True:
             try:
-                if self._actors.is_elsewhere(name) and not config.engine.weights_dir:
-                    raise ValueError(
-                        "engine.weights_dir is empty, and ranks are on other machines than the controller: set it to a"
-                        " folder that all nodes see under one path"
-                    )
+                check_weights_dir(self._actors, name, "ranks are on other machines than the controller")
                 actor = self._actors.start(name, RankRole, config, rank, self._actors.address_of(name))
                 actor.ask(CALL_S, "begin")
                 return actor

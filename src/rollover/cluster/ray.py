@@ -108,10 +108,7 @@ class RayCluster:
 
     def start(self, name: str, role: type[Role], *arguments: Any) -> RayActor:
         self.end(name)
-        try:
-            node = self._seats.find(name, _nodes(self._there()))
-        except DoesNotFit as error:
-            raise Gone(f"no node has room for it: {error}") from error
+        node = self._node_of(name, self._there())
         gpus = {SERVER: self._seats.needs.server_gpus, RANK: self._seats.needs.rank_gpus}.get(name.partition(" ")[0], 0)
         place = Place.of_this_process(self.logs / f"{name.replace(' ', '-')}.node.log")
         self._actors[name] = RayActor(role, (place, *arguments), node, gpus)
@@ -123,13 +120,16 @@ class RayCluster:
 
     def address_of(self, name: str) -> str:
         alive = self._there()
-        try:
-            return alive[self._seats.find(name, _nodes(alive))]["NodeManagerAddress"]
-        except DoesNotFit as error:
-            raise Gone(f"no node has room for it: {error}") from error
+        return alive[self._node_of(name, alive)]["NodeManagerAddress"]
 
     def is_elsewhere(self, name: str) -> bool:
         return self.address_of(name) != self._address
+
+    def _node_of(self, name: str, alive: Mapping[str, Mapping[str, Any]]) -> str:
+        try:
+            return self._seats.find(name, _nodes(alive))
+        except DoesNotFit as error:
+            raise Gone(f"no node has room for it: {error}") from error
 
     def _there(self) -> dict[str, dict[str, Any]]:
         """The nodes that live. EngineDied where none will ever again."""

@@ -48,11 +48,8 @@ class Seats:
 
     def _left(self, node: Node, others: Mapping[str, str]) -> Node:
         """What a node has left beside the roles that are there."""
-        needs = self.needs
         here = [role.partition(" ")[0] for role, at in others.items() if at == node.name]
-        servers, ranks = here.count(SERVER), here.count(RANK)
-        gpus = servers * needs.server_gpus + ranks * needs.rank_gpus
-        gpus += needs.controller_gpus if node.name == self.driver else 0
-        on_cpus = (0 if needs.server_gpus else servers) + (0 if needs.rank_gpus else ranks)
-        cpus = here.count(POOL) * needs.pool_cpus + on_cpus * needs.process_cpus
+        ranks, servers, pools = here.count(RANK), here.count(SERVER), here.count(POOL)
+        gpus = self.needs.gpus_of(ranks=ranks, servers=servers, controller=node.name == self.driver)
+        cpus = self.needs.cpus_of(ranks=ranks, servers=servers, pools=pools)
         return Node(node.name, max(0, node.gpus - gpus), max(0, node.cpus - cpus))

@@ -2,12 +2,13 @@
 
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.distill import DistillConfig
+from rollover.config.rewards import RewardsConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
 from rollover.config.schema import Config
 from rollover.config.selection import FiltersConfig, ReplayConfig, RerollConfig
 from rollover.config.table import ConfigError, Table
-from rollover.config.tasks import RewardsConfig, TasksConfig, TaskSourceConfig
+from rollover.config.tasks import TasksConfig, TaskSourceConfig
 from rollover.config.train import EngineConfig, LoraConfig, ModelConfig, TrainConfig
 from rollover.config.workflow import RoleConfig, WorkflowConfig
 

@@ -12,16 +12,29 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from rollover.config import algorithm, backend, cluster, distill, rollout, run, selection, tasks, train, workflow
+from rollover.config import (
+    algorithm,
+    backend,
+    cluster,
+    distill,
+    rewards,
+    rollout,
+    run,
+    selection,
+    tasks,
+    train,
+    workflow,
+)
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.backend import BackendConfig
 from rollover.config.cluster import ClusterConfig
 from rollover.config.distill import DistillConfig
+from rollover.config.rewards import RewardsConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
 from rollover.config.selection import FiltersConfig, ReplayConfig, RerollConfig
 from rollover.config.table import UNSETTLED, Inert, Refused, Rule, Table, given, on_fields, refuse, row_of, table_of
-from rollover.config.tasks import RewardsConfig, TasksConfig, source_rules
+from rollover.config.tasks import TasksConfig, source_rules
 from rollover.config.train import EngineConfig, ModelConfig, TrainConfig
 from rollover.config.workflow import WorkflowConfig
 
@@ -161,6 +174,7 @@ RULES: tuple[Rule, ...] = (
     *backend.RULES,
     *cluster.RULES,
     *tasks.RULES,
+    *rewards.RULES,
     *run.RULES,
     *rollout.RULES,
     *workflow.RULES,

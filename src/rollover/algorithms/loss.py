@@ -10,40 +10,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rollover.algorithms import unclipped
 from rollover.algorithms.elementwise import bounded_exp, masked
+from rollover.algorithms.tokens import LossAndClipped, Tokens, masked_mean
 from rollover.config.traits import LOSSES as TRAITS
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """What a policy loss reads, all [B, T] and 0 at masked positions; only `logprobs_BT` carries a gradient."""
-
-    logprobs_BT: torch.Tensor
-    old_logprobs_BT: torch.Tensor
-    advantages_BT: torch.Tensor
-    mask_BT: torch.Tensor
-
-    @property
-    def log_ratio_BT(self) -> torch.Tensor:
-        return self.logprobs_BT - self.old_logprobs_BT
-
-    @property
-    def ratio_BT(self) -> torch.Tensor:
-        return bounded_exp(self.log_ratio_BT)
-
-
-# (loss per token, tokens whose gradient the kind's clip or mask changed or removed)
-LossAndClipped = tuple[torch.Tensor, torch.Tensor]
-
-
-def _masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Mean over each row's tokens [B, 1]; values are 0 where masked. A row without tokens: 0."""
-    return values_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
 
 
 def _outside(ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, low: float, high: float) -> torch.Tensor:
@@ -74,11 +48,6 @@ def clip(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip:
     return _ppo(t.ratio_BT, t.advantages_BT, clip_low, clip_high, dual_clip)
 
 
-def reinforce(t: Tokens) -> LossAndClipped:
-    """-logprob * A (Williams 1992). verl: gpg."""
-    return -t.logprobs_BT * t.advantages_BT, torch.zeros_like(t.mask_BT)
-
-
 def gspo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
     """PPO's clip of the sequence ratio s = exp(mean over the row's tokens of log r). Aggregate: seq-mean-token-mean.
 
@@ -87,7 +56,7 @@ def gspo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAnd
     itself pass the gradient, which differs only where advantages differ within a row. The paper's bounds are far
     smaller than the defaults: clip_low = 3e-4, clip_high = 4e-4.
     """
-    sequence_B1 = _masked_mean(t.log_ratio_BT, t.mask_BT).detach()
+    sequence_B1 = masked_mean(t.log_ratio_BT, t.mask_BT).detach()
     ratio_BT = bounded_exp(t.logprobs_BT - t.logprobs_BT.detach() + sequence_B1)
     return _ppo(ratio_BT, t.advantages_BT, clip_low, clip_high, None)
 
@@ -113,8 +82,8 @@ def gmpo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAnd
     upper_BT = torch.where(positive_BT, clip_high, math.inf)
     lower_BT = torch.where(t.advantages_BT < 0, -clip_low, -math.inf)
     clipped_BT = t.log_ratio_BT.clamp(lower_BT, upper_BT)
-    ratio_B1 = bounded_exp(_masked_mean(clipped_BT, t.mask_BT))
-    loss_BT = (-ratio_B1 * _masked_mean(t.advantages_BT, t.mask_BT)).expand_as(t.logprobs_BT)
+    ratio_B1 = bounded_exp(masked_mean(clipped_BT, t.mask_BT))
+    loss_BT = (-ratio_B1 * masked_mean(t.advantages_BT, t.mask_BT)).expand_as(t.logprobs_BT)
     return loss_BT, (t.log_ratio_BT < lower_BT) | (t.log_ratio_BT > upper_BT)
 
 
@@ -127,19 +96,6 @@ def cispo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAn
     ratio_BT = t.ratio_BT.detach()
     weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     return -weight_BT * t.advantages_BT * t.logprobs_BT, weight_BT != ratio_BT
-
-
-def sapo(t: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossAndClipped:
-    """-A * 4 / tau * sigmoid(tau (r - 1)): a smooth gate instead of a clip. Aggregate: seq-mean-token-mean.
-
-    Gao et al. 2025 (arXiv 2511.20347). tau is tau_positive where A > 0, else tau_negative. At r = 1 the gradient is
-    REINFORCE's. Nothing counts as clipped.
-    """
-    if min(tau_positive, tau_negative) <= 0:
-        raise ValueError("tau_positive and tau_negative must be above 0 (the paper: 1.0 and 1.05)")
-    tau_BT = torch.where(t.advantages_BT > 0, tau_positive, tau_negative)
-    gate_BT = torch.sigmoid(tau_BT * (t.ratio_BT - 1)) * 4 / tau_BT
-    return -gate_BT * t.advantages_BT, torch.zeros_like(t.mask_BT)
 
 
 def _covariance(t: Tokens) -> torch.Tensor:
@@ -257,8 +213,10 @@ def decoupled(
     return weight_BT * loss_BT, clipped_BT
 
 
-# Each name in the configuration is that of a function of this file.
-LOSSES: dict[str, Callable[..., LossAndClipped]] = {name: globals()[name] for name in TRAITS}
+# Each name in the configuration is that of a function of this file, or of unclipped.py.
+LOSSES: dict[str, Callable[..., LossAndClipped]] = {
+    name: globals()[name] if name in globals() else getattr(unclipped, name) for name in TRAITS
+}
 # Kinds whose loss of a token depends on the other rows of the call, and so on the split into micro-batches.
 NOT_SPLIT_INVARIANT = frozenset({"clip_cov", "kl_cov"})
 

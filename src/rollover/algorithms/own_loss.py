@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rollover.algorithms.loss import LossAndClipped, Tokens
+from rollover.algorithms.tokens import LossAndClipped, Tokens
 from rollover.functions import OwnFunction, described, own_function
 
 _RETURNS = (

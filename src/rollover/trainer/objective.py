@@ -22,12 +22,11 @@ from rollover.algorithms.correction import (
     ess_step_scale,
     importance_weights,
     interpolated_proximal,
-    mismatch_metrics,
-    mismatch_summary,
     off_policy_sequence_mask,
 )
 from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
 from rollover.algorithms.loss import entropy_bonus, loss_function, option_parameters, policy_loss
+from rollover.algorithms.mismatch import mismatch_metrics, mismatch_summary
 from rollover.algorithms.own_loss import OwnLoss
 from rollover.config import AlgorithmConfig
 from rollover.config.traits import Aggregation
@@ -266,7 +265,7 @@ _TOKEN_MEANS = {
     "off_policy/masked_share": "sum/off_policy",
     "critic/loss": "sum/critic_loss",
 }
-# metric -> diagnostic of correction.mismatch_summary
+# metric -> diagnostic of mismatch.mismatch_summary
 _MISMATCH = {
     "importance/mean": "importance",
     "importance/weight_mean": "weight",

@@ -120,6 +120,13 @@ def test_passk_of_verl_is_the_whole_group(by_std: bool, std, seed: int) -> None:
     assert (other > 0).sum() > (theirs.sum(-1) > 0).sum()
 
 
+@SEEDS
+@pytest.mark.parametrize("binary", [False, True])
+def test_gpg_of_verl(binary: bool, seed: int) -> None:
+    data = Data(seed, binary=binary)
+    torch.testing.assert_close(data.spread(advantage.gpg(data.rewards_N, data.group_N)), data.verl("gpg"), **CLOSE)
+
+
 # verl adds its epsilon, 1e-8, to the variance of the batch; ours goes to the standard deviation.
 
 
@@ -163,14 +170,16 @@ def test_gae_of_verl(seed: int) -> None:
 
 
 @SEEDS
+@pytest.mark.parametrize(("by_std", "std"), [(True, "sample"), (False, "none")])
 @pytest.mark.parametrize("weights", [None, [1.0, 0.5, 2.0]])
-def test_gdpo_of_verl(weights: list[float] | None, seed: int) -> None:
+def test_gdpo_of_verl(weights: list[float] | None, by_std: bool, std, seed: int) -> None:
     data = Data(seed, num_rewards=3)
     # verl puts each outcome on the last token that its attention mask has, so rows here are masks without gaps.
     data.mask_NT = torch.arange(data.T) < data.lengths_N[:, None]
     keys = ["a", "b", "c"]
     theirs = data.verl(
         "gdpo",
+        norm_adv_by_std_in_grpo=by_std,
         config={"gdpo_reward_keys": keys, "gdpo_reward_weights": weights},
         non_tensor_batch=dict(zip(keys, data.rewards_NR.T.numpy(), strict=True)),
         batch={
@@ -179,7 +188,8 @@ def test_gdpo_of_verl(weights: list[float] | None, seed: int) -> None:
         },
     )
     weights_R = None if weights is None else torch.tensor(weights)
-    got = advantage.gdpo(data.rewards_NR, data.group_N, weights_R, lengths_N=data.lengths_N, eps=1e-6)
+    lengths_N = data.lengths_N
+    got = advantage.gdpo(data.rewards_NR, data.group_N, weights_R, std=std, lengths_N=lengths_N, eps=1e-6)
     torch.testing.assert_close(data.spread(got), theirs, **CLOSE)
 
 

@@ -57,7 +57,8 @@ def assert_same(got: tuple[torch.Tensor, torch.Tensor], peer: tuple[torch.Tensor
 
 
 def verl(data: Data, name: str, mode: str, **config) -> tuple[torch.Tensor, torch.Tensor]:
-    policy = actor.PolicyLossConfig(**{k: config.pop(k) for k in list(config) if "cov" in k or k == "ppo_kl_coef"})
+    of_policy = ("ppo_kl_coef", "dro_beta")
+    policy = actor.PolicyLossConfig(**{k: config.pop(k) for k in list(config) if "cov" in k or k in of_policy})
     settings = actor.FSDPActorConfig(ppo_micro_batch_size_per_gpu=1, rollout_n=1, policy_loss=policy, **config)
     logprobs = data["logprobs_BT"].clone().requires_grad_(True)
     advantages = data["advantages_BT"]
@@ -106,8 +107,10 @@ def trl(
     }
     arguments = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1}
     arguments |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+    arguments |= {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
     arguments |= {k: settings.pop(k) for k in list(settings) if k in arguments}
     reference = settings.pop("ref_logprobs_BT", None)
+    importance = settings.pop("importance_BT", None)
     entropy = torch.zeros_like(logprobs) if entropy is None else entropy
     trainer.__dict__.update(
         defaults | settings,
@@ -133,6 +136,7 @@ def trl(
         "old_per_token_logps": data["old_logprobs_BT"],
         "num_items_in_batch": mask.sum(),
         "ref_per_token_logps": reference,
+        "importance_sampling_ratio": importance,
     }
     loss = trainer._compute_loss(None, inputs)
     return loss.detach(), torch.autograd.grad(loss, logprobs)[0]
@@ -248,6 +252,28 @@ def test_reinforce_is_verls_gpg(seed: int) -> None:
     assert_same(ours(data, "reinforce", "token-mean"), verl(data, "gpg", "token-mean"))
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_importance_sampling_is_verls_kl_cov_without_its_penalty(seed: int) -> None:
+    data = batch(seed, step=0.8)
+    peer = verl(data, "kl_cov", "token-mean", kl_cov_ratio=0.1, ppo_kl_coef=0.0)
+    assert_same(ours(data, "importance_sampling", "token-mean"), peer)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("beta", [0.3, 1.0])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dro_is_verls(seed: int, beta: float, mode: str) -> None:
+    data = batch(seed, step=0.8)
+    assert_same(ours(data, "dro", mode, beta=beta), verl(data, "dro", mode, dro_beta=beta))
+
+
+def test_deliberate_dro_has_a_default_beta_and_verls_has_none() -> None:
+    data = batch(0)
+    with pytest.raises(ValueError, match="dro_beta must be a positive value"):
+        verl(data, "dro", "token-mean")
+    assert_same(ours(data, "dro", "token-mean"), verl(data, "dro", "token-mean", dro_beta=1.0))
+
+
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 
@@ -352,6 +378,50 @@ def test_cispo_is_trls(seed: int) -> None:
 def test_sapo_is_trls(seed: int) -> None:
     data = batch(seed, step=0.8)
     assert_same(ours(data, "sapo", "seq-mean-token-mean"), trl(data, "sapo"))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cispo_and_sapo_of_the_sequence_ratio_are_trls(seed: int) -> None:
+    data = batch(seed, step=0.8)
+    peer = trl(data, "cispo", level="sequence", epsilon_high=1.1)
+    assert_same(ours(data, "cispo", "token-mean", clip_low=1.0, clip_high=0.1, level="sequence"), peer)
+    assert_same(ours(data, "sapo", "seq-mean-token-mean", level="sequence"), trl(data, "sapo", level="sequence"))
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_vespo_is_trls(seed: int, corrected: bool) -> None:
+    """The weights that truncate old / behavior enter the product over the row."""
+    data = batch(seed, step=0.3)
+    behavior = data["old_logprobs_BT"]
+    weights = None
+    if corrected:
+        behavior = behavior + 0.3 * torch.randn(5, 9, generator=torch.Generator().manual_seed(seed))
+        ratio = torch.exp(data["old_logprobs_BT"] - behavior)
+        weights = torch.where(data["mask_BT"], ratio.clamp(max=1.2), 1.0)
+    options = {"behavior_logprobs_BT": behavior, "weight_cap": 1.2}
+    peer = trl(data, "vespo", importance_BT=weights)
+    assert_same(ours(data, "vespo", "token-mean", **options), peer)
+    shaped = {"vespo_k_pos": 1.5, "vespo_lambda_pos": 1.0, "vespo_k_neg": 1.0, "vespo_lambda_neg": 4.0}
+    peer = trl(data, "vespo", importance_BT=weights, **shaped)
+    names = {"k_positive": 1.5, "lambda_positive": 1.0, "k_negative": 1.0, "lambda_negative": 4.0}
+    assert_same(ours(data, "vespo", "token-mean", **options, **names), peer)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bnpo_of_trl_depends_on_its_local_batches_and_ours_are_of_what_they_may_hold(seed: int) -> None:
+    """The mean over local batches of their token means: of rows, of groups, or of the whole it is an aggregation of
+    ours. Deliberate: of anything else it is none, as the loss must not depend on how rows are packed."""
+    data = batch(seed, rows=6, step=0.8)
+    group_B = torch.tensor([0, 0, 1, 1, 2, 2])
+    for rows, mode in ((1, "seq-mean-token-mean"), (2, "prompt-mean"), (6, "token-mean")):
+        parts = [trl({k: v[i : i + rows] for k, v in data.items()}, "bnpo") for i in range(0, 6, rows)]
+        losses, gradients = zip(*parts, strict=True)
+        x = data["logprobs_BT"].clone().requires_grad_(True)
+        loss_BT, _ = policy_loss(**(data | {"logprobs_BT": x}), kind="clip")
+        loss = aggregate(loss_BT, data["mask_BT"], mode, group_B=group_B)
+        peer = sum(losses) / len(parts), torch.cat(gradients) / len(parts)
+        assert_same((loss.detach(), torch.autograd.grad(loss, x)[0]), peer)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

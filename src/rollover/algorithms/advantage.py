@@ -160,6 +160,19 @@ def remax(rewards_N: torch.Tensor, greedy_rewards_N: torch.Tensor) -> torch.Tens
 
 
 @torch.no_grad()
+def gpg(rewards_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tensor:
+    """GPG: A_i = alpha * (r_i - mean(group)), alpha = rollouts / rollouts whose reward is not 0, over the batch.
+
+    Chu et al. 2025 (arXiv 2504.02546) put the share of rollouts with an advantage into alpha, so that groups that agree
+    do not make the step smaller; verl counts rewards that are not 0, and so does this. A missing reward is no rollout.
+    A group with one valid rollout has no baseline: advantage 0 (verl gives alpha * r).
+    """
+    centred_N, valid_N, _, _ = _centre(rewards_N, group_N)
+    rewarded = (valid_N & (rewards_N != 0)).sum().clamp(min=1)
+    return centred_N * valid_N.sum() / rewarded
+
+
+@torch.no_grad()
 def grpo_passk(
     rewards_N: torch.Tensor,
     group_N: torch.Tensor,
@@ -249,14 +262,17 @@ def gdpo(
     group_N: torch.Tensor,
     weights_R: torch.Tensor | None = None,
     *,
+    std: Literal["sample", "population", "batch", "none"] = "sample",
     lengths_N: torch.Tensor | None = None,
     eps: float = 1e-4,
 ) -> torch.Tensor:
     """GDPO: each reward normalised in its group, weighted sum, normalised over the batch.
 
     a_i = sum_k w_k (r_ik - mean_k(group)) / (std_k(group) + eps); A_i = (a_i - mean(a)) / (std(a) + eps).
-    Liu et al. 2026 (arXiv 2601.05242). Sample standard deviations; weights default to 1. The batch counts every rollout
-    once (TRL), or with `lengths_N` every token (verl, with eps 1e-6 in the group, 1e-8 on the variance of the batch).
+    Liu et al. 2026 (arXiv 2601.05242). `std`: that of the group, as in `grpo` ("none": verl's
+    norm_adv_by_std_in_grpo = False); that of the batch is the sample's. Weights default to 1. The batch counts every
+    rollout once (TRL), or with `lengths_N` every token (verl, with eps 1e-6 in the group, 1e-8 on the variance of the
+    batch).
     A missing reward adds 0, its group's mean: unlike a sum of raw rewards, the others of the rollout stay comparable.
     A rollout none of whose rewards has a baseline (no reward, or no sibling with it) has advantage 0 and is no part of
     the batch's statistics; TRL counts it with a_i = 0 if it has a reward, verl with r.
@@ -266,7 +282,7 @@ def gdpo(
     sums_N = torch.zeros(len(rewards_NR), device=rewards_NR.device)
     valid_N = torch.zeros(len(rewards_NR), dtype=torch.bool, device=rewards_NR.device)
     for rewards_N, weight in zip(rewards_NR.unbind(-1), weights_R, strict=True):
-        sums_N += weight * grpo(rewards_N, group_N, eps=eps)
+        sums_N += weight * grpo(rewards_N, group_N, std=std, eps=eps)
         valid_N |= _has_baseline(rewards_N, group_N)
     # Each reward's advantages add up to 0 in a group, so the mean over rollouts is 0 (that over tokens is not).
     return _normalize(sums_N, valid_N, lengths_N, eps, centred=lengths_N is None)

@@ -125,7 +125,9 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 def _built_in(algorithm: AlgorithmConfig, name: str) -> Callable[[Scored], torch.Tensor]:
     function, traits = _FUNCTIONS[name], ADVANTAGES[name]
     options = {name: getattr(algorithm, option) for name, option in traits.options.items()}
-    return lambda scored: function(**{name: getattr(scored, name) for name in traits.reads}, **options)
+    by_tokens = traits.counts and (algorithm.advantage_counts or traits.counts) == "tokens"
+    reads = (*traits.reads, "lengths_N") if by_tokens else traits.reads
+    return lambda scored: function(**{name: getattr(scored, name) for name in reads}, **options)
 
 
 def _own(spec: str) -> Callable[[Scored], torch.Tensor]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from rollover.algorithms import unclipped
 from rollover.algorithms.elementwise import bounded_exp, masked
-from rollover.algorithms.tokens import LossAndClipped, Tokens, masked_mean
+from rollover.algorithms.tokens import LossAndClipped, Tokens, masked_mean, ratio_at
 from rollover.config.traits import LOSSES as TRAITS
 
 
@@ -56,9 +56,7 @@ def gspo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAnd
     itself pass the gradient, which differs only where advantages differ within a row. The paper's bounds are far
     smaller than the defaults: clip_low = 3e-4, clip_high = 4e-4.
     """
-    sequence_B1 = masked_mean(t.log_ratio_BT, t.mask_BT).detach()
-    ratio_BT = bounded_exp(t.logprobs_BT - t.logprobs_BT.detach() + sequence_B1)
-    return _ppo(ratio_BT, t.advantages_BT, clip_low, clip_high, None)
+    return _ppo(ratio_at(t, "sequence"), t.advantages_BT, clip_low, clip_high, None)
 
 
 def luspo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
@@ -87,13 +85,16 @@ def gmpo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAnd
     return loss_BT, (t.log_ratio_BT < lower_BT) | (t.log_ratio_BT > upper_BT)
 
 
-def cispo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
+def cispo(
+    t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, level: Literal["token", "sequence"] = "token"
+) -> LossAndClipped:
     """-sg[clip(r, 1 - clip_low, 1 + clip_high)] * A * logprob: the weight is clipped, no token loses its gradient.
 
     MiniMax-M1 (arXiv 2506.13585), section 3.1, which sets no lower bound (clip_low = 1). As verl. TRL has no lower
-    bound either, and its epsilon_high is the bound itself: clip_high = epsilon_high - 1.
+    bound either, and its epsilon_high is the bound itself: clip_high = epsilon_high - 1. `level` "sequence": the ratio
+    of `gspo` in the place of the token's (TRL's importance_sampling_level).
     """
-    ratio_BT = t.ratio_BT.detach()
+    ratio_BT = ratio_at(t, level).detach()
     weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     return -weight_BT * t.advantages_BT * t.logprobs_BT, weight_BT != ratio_BT
 

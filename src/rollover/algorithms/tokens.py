@@ -6,6 +6,7 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -37,3 +38,16 @@ LossAndClipped = tuple[torch.Tensor, torch.Tensor]
 def masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Mean over each row's tokens [B, 1]; values are 0 where masked. A row without tokens: 0."""
     return values_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+
+
+def ratio_at(t: Tokens, level: Literal["token", "sequence"]) -> torch.Tensor:
+    """The ratio of the token [B, T], or that of the sequence, exp(mean over the row's tokens of log r).
+
+    The latter at each of its tokens, which passes the gradient of its own log-prob: GSPO-token of arXiv 2507.18071.
+    """
+    if level == "token":
+        return t.ratio_BT
+    if level != "sequence":
+        raise ValueError(f'level = {level!r}: use "token" or "sequence"')
+    sequence_B1 = masked_mean(t.log_ratio_BT, t.mask_BT).detach()
+    return bounded_exp(t.logprobs_BT - t.logprobs_BT.detach() + sequence_B1)

@@ -26,8 +26,8 @@ from rollover.config.table import (
 from rollover.config.traits import ADVANTAGES, LOSSES, OWN_ADVANTAGE, OWN_LOSS, AdvantageTraits, Aggregation, LossTraits
 
 Presets = Literal[
-    "grpo", "dapo", "dr_grpo", "gspo", "cispo", "gmpo", "rloo", "reinforce++", "gdpo", "ppo", "remax", "max_rl",
-    "async_decoupled",
+    "grpo", "dapo", "dr_grpo", "gspo", "cispo", "gmpo", "sapo", "luspo", "vespo", "rloo", "opo", "gpg", "reinforce++",
+    "gdpo", "ppo", "remax", "max_rl", "async_decoupled",
 ]  # fmt: skip
 
 
@@ -38,6 +38,7 @@ def _advantages(like: Callable[[AdvantageTraits], bool]) -> tuple[str, ...]:
 
 _WITH_STD = _advantages(lambda traits: "advantage_std" in traits.options.values())
 _WITH_K = _advantages(lambda traits: "passk" in traits.options.values())
+_WITH_COUNTS = _advantages(lambda traits: traits.counts is not None)
 _WITH_SEVERAL = _advantages(lambda traits: "weights_R" in traits.reads)
 _WITH_CRITIC = _advantages(lambda traits: traits.critic)
 _BOUNDED = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.bounds), OWN)
@@ -60,7 +61,16 @@ class AlgorithmConfig(Table):
         "Standard deviation that advantages are divided by.",
         only_if=_WITH_STD,
     )
+    advantage_counts: Literal["", "rollouts", "tokens"] = option(
+        "",
+        "What statistics over the batch count once: rollouts, or loss tokens. Empty: as the estimator's paper (gdpo"
+        " rollouts, reinforce_plus_plus and its baseline variant tokens).",
+        only_if=_WITH_COUNTS,
+    )
     passk: int = option(2, "k of the pass@k that is optimised.", ge=2, only_if=_WITH_K)
+    passk_std: Literal["none", "sample"] = option(
+        "none", "Standard deviation of the group that advantages of pass@k are divided by.", only_if=_WITH_K
+    )
     reward_weights: dict[str, Any] = option(
         {},
         "Weight of each reward, by name: score, or another entry of what the"
@@ -100,6 +110,12 @@ class AlgorithmConfig(Table):
     )
     loss_options: dict[str, Any] = option({}, "Further options of the loss, by name (docs/algorithms.md).")
     aggregation: Aggregation = option("token-mean", "How per-token losses become one number.")
+    aggregation_norm: float = option(
+        0.0,
+        "What seq-mean-token-sum-norm divides by; 0 = rollout.max_new_tokens.",
+        ge=0,
+        only_if=("algorithm.aggregation", "seq-mean-token-sum-norm"),
+    )
     entropy_coef: float = option(0.0, "Weight of the entropy bonus; 0 = off.", ge=0)
 
     proximal: Literal["step_start", "behavior", "interpolated", "snapshot"] = option(

@@ -92,7 +92,7 @@ RULES: tuple[Rule, ...] = (
         ("algorithm.correction",),
         ("algorithm.loss",),
         lambda c: c.algorithm.loss_traits.weighs and c.algorithm.proximal_policy != "behavior",  # else it says so above
-        'with algorithm.loss = "decoupled", which holds the weight of token_truncate itself',
+        lambda c: f'with algorithm.loss = "{c.algorithm.loss}", which holds the weight of token_truncate itself',
         "Use loss = clip for another correction",
     ),
     Inert(

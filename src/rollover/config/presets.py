@@ -81,12 +81,55 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "seq-mean-token-mean",
         **_OFF_POLICY,
     },
+    # Gao et al. 2025, SAPO, arXiv 2511.20347: a sigmoid of the token's ratio in the place of the clip, with the paper's
+    # temperatures, 1.0 and 1.05.
+    "sapo": {
+        "advantage": "grpo",
+        "advantage_std": "sample",
+        "loss": "sapo",
+        "aggregation": "seq-mean-token-mean",
+        **_OFF_POLICY,
+    },
+    # LUSPO, arXiv 2602.05261: GSPO, with its bounds, whose sequences count by their length.
+    "luspo": {
+        "advantage": "grpo",
+        "advantage_std": "sample",
+        "loss": "luspo",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "seq-mean-token-sum",
+        **_OFF_POLICY,
+    },
+    # VESPO, arXiv 2602.10693: a soft weight of the sequence in the place of the clip. It holds proximal/behavior
+    # itself, with the cap of TRL's vllm_importance_sampling_clip_max.
+    "vespo": {
+        "advantage": "grpo",
+        "advantage_std": "sample",
+        "loss": "vespo",
+        "correction_cap": 3.0,
+        "aggregation": "token-mean",
+    },
     # Ahmadian et al. 2024, RLOO, arXiv 2402.14740: REINFORCE of whole answers, the others of the group as baseline. The
     # paper's KL in the reward is left out.
     "rloo": {
         "advantage": "rloo",
         "loss": "reinforce",
         "aggregation": "seq-mean-token-sum",
+        **_OFF_POLICY,
+    },
+    # Hao et al. 2025, OPO, arXiv 2505.23585: REINFORCE of whole answers on policy, the baseline weighted by length.
+    "opo": {
+        "advantage": "opo",
+        "loss": "reinforce",
+        "aggregation": "seq-mean-token-sum",
+        **_OFF_POLICY,
+    },
+    # Chu et al. 2025, GPG, arXiv 2504.02546: REINFORCE of tokens with the group's mean as baseline, and a factor that
+    # makes up for rollouts without a reward.
+    "gpg": {
+        "advantage": "gpg",
+        "loss": "reinforce",
+        "aggregation": "token-mean",
         **_OFF_POLICY,
     },
     # Hu 2025, REINFORCE++, arXiv 2501.03262: normalised over the batch, clip as in PPO. Without the paper's KL.

@@ -19,6 +19,9 @@ class AdvantageTraits:
     """The arguments that are about the rollouts, by the names of `Scored` in algorithms/estimator.py."""
     options: dict[str, str] = field(default_factory=dict)
     """The other arguments: name -> the option of [algorithm] that it is the value of."""
+    counts: Literal["rollouts", "tokens"] | None = None
+    """What its statistics over the batch count once, unless algorithm.advantage_counts says otherwise; None: it has
+    none that may count either."""
     over_the_batch: bool = False
     """An advantage depends on all groups of the step, and not on its own group alone."""
     precomputed: bool = False
@@ -38,13 +41,14 @@ ADVANTAGES = {
     "grpo": AdvantageTraits(options={"std": "advantage_std"}),
     "dr_grpo": AdvantageTraits(),
     "rloo": AdvantageTraits(),
-    "gdpo": AdvantageTraits(_SEVERAL, over_the_batch=True),
+    "gpg": AdvantageTraits(over_the_batch=True),
+    "gdpo": AdvantageTraits(_SEVERAL, {"std": "advantage_std"}, counts="rollouts", over_the_batch=True),
     "sum_then_normalize": AdvantageTraits(_SEVERAL, {"std": "advantage_std"}),
     "remax": AdvantageTraits(("rewards_N", "greedy_rewards_N")),
-    "reinforce_plus_plus": AdvantageTraits(("rewards_N", "lengths_N"), over_the_batch=True),
-    "reinforce_plus_plus_baseline": AdvantageTraits(("rewards_N", "group_N", "lengths_N"), over_the_batch=True),
+    "reinforce_plus_plus": AdvantageTraits(("rewards_N",), counts="tokens", over_the_batch=True),
+    "reinforce_plus_plus_baseline": AdvantageTraits(counts="tokens", over_the_batch=True),
     "opo": AdvantageTraits(("rewards_N", "group_N", "lengths_N")),
-    "grpo_passk": AdvantageTraits(options={"k": "passk"}),
+    "grpo_passk": AdvantageTraits(options={"k": "passk", "std": "passk_std"}),
     "max_rl": AdvantageTraits(),
     "precomputed": AdvantageTraits((), precomputed=True),
     "gae": AdvantageTraits(("rewards_N",), over_the_batch=True, critic=True),
@@ -70,15 +74,18 @@ class LossTraits:
     """All tokens of a row hold the loss of the row, which is weighed as a whole."""
 
 
-# Each is the function of that name in algorithms/loss.py.
+# Each is the function of that name in algorithms/loss.py or algorithms/unclipped.py.
 LOSSES = {
     "clip": LossTraits(dual_clip=True),
     "reinforce": LossTraits(ratio=False, bounds=False),
+    "importance_sampling": LossTraits(bounds=False),
     "gspo": LossTraits(),
     "gmpo": LossTraits(by_row=True),
     "cispo": LossTraits(),
     "sapo": LossTraits(bounds=False),
     "luspo": LossTraits(),
+    "vespo": LossTraits(weighs=True, bounds=False),
+    "dro": LossTraits(bounds=False, vanishes=False),
     "clip_cov": LossTraits(vanishes=False),
     "kl_cov": LossTraits(bounds=False, vanishes=False),
     "dppo_tv": LossTraits(),

@@ -100,11 +100,11 @@ class Streams:
 
 
 class Objective:
-    """`max_new_tokens` is the norm of seq-mean-token-sum-norm."""
+    """`max_new_tokens` is the norm of seq-mean-token-sum-norm, unless algorithm.aggregation_norm is."""
 
     def __init__(self, config: AlgorithmConfig, max_new_tokens: int) -> None:
         self.config = config
-        self.norm = float(max_new_tokens)
+        self.norm = config.aggregation_norm or float(max_new_tokens)
         self.kind = OwnLoss(config.loss) if ":" in config.loss else config.loss
         self._options: dict[str, Any] = _of_the_same_name(self.kind, config) | config.loss_options
         if config.loss_traits.weighs:

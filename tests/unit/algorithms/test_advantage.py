@@ -15,6 +15,7 @@ from rollover.algorithms.advantage import (
     dr_grpo,
     gae,
     gdpo,
+    gpg,
     grpo,
     grpo_passk,
     max_rl,
@@ -52,10 +53,12 @@ BY_GROUP: dict[str, Formula] = {
     "rloo": rloo,
     "opo": lambda r, g: opo(r, lengths_of(r), g),
     "max_rl": max_rl,
+    "gpg": gpg,
     "passk_2": lambda r, g: grpo_passk(r, g, k=2),
     "passk_3_std": lambda r, g: grpo_passk(r, g, k=3, std="sample"),
     "sum_then_normalize": lambda r, g: sum_then_normalize(torch.stack([r, 2 * r], -1), g, tensor(0.5, 2.0)),
     "gdpo": lambda r, g: gdpo(torch.stack([r, r * r], -1), g, tensor(1.0, 0.5)),
+    "gdpo_none": lambda r, g: gdpo(torch.stack([r, r * r], -1), g, std="none"),
     "gdpo_lengths": lambda r, g: gdpo(r[:, None], g, lengths_N=lengths_of(r)),
     "rpp_baseline": reinforce_plus_plus_baseline,
     "rpp_baseline_lengths": lambda r, g: reinforce_plus_plus_baseline(r, g, lengths_N=lengths_of(r)),
@@ -130,8 +133,11 @@ def test_no_rollouts_and_no_rewards(name: str) -> None:
     assert ALL[name](tensor(NAN, NAN), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
 
 
-# Of the others, the lengths or the second reward made here change with the rewards; max_rl divides by their mean.
-@pytest.mark.parametrize("name", sorted(ALL.keys() - {"max_rl", "opo", "gdpo"} - {n for n in ALL if "len" in n}))
+# Of the others, the lengths or the second reward made here change with the rewards; max_rl divides by their mean, gpg
+# counts those that are not 0.
+@pytest.mark.parametrize(
+    "name", sorted(ALL.keys() - {"max_rl", "gpg", "opo", "gdpo", "gdpo_none"} - {n for n in ALL if "len" in n})
+)
 def test_a_shift_of_all_rewards_cancels(name: str) -> None:
     torch.testing.assert_close(ALL[name](REWARDS + 64, GROUPS), ALL[name](REWARDS, GROUPS), atol=1e-4, rtol=1e-4)
 
@@ -172,6 +178,11 @@ def test_eps_is_a_ten_thousandth_where_none_is_given(estimate: Callable[..., tor
     given = (tensor(0.0, math.sqrt(2) * 2e-4), torch.tensor([0, 0]))
     args = given[:1] if estimate is reinforce_plus_plus else given
     torch.testing.assert_close(estimate(*args), tensor(-1.0, 1.0) * math.sqrt(2) * 1e-4 / 3e-4)
+
+
+def test_gpg_makes_up_for_rollouts_without_a_reward() -> None:
+    rewards, groups = tensor(1.0, 0.0, 0.0, 0.0, NAN, 2.0), torch.tensor([0, 0, 1, 1, 1, 2])
+    torch.testing.assert_close(gpg(rewards, groups), tensor(0.5, -0.5, 0, 0, 0, 0) * 5 / 2)
 
 
 def test_rloo_is_the_reward_minus_the_mean_of_the_others() -> None:
@@ -537,15 +548,16 @@ def test_groups_of_equal_rewards_are_exactly_without_signal(seed: int) -> None:
 # What each name in the configuration stands for, with these options.
 OPTIONS = {
     "grpo": {"advantage_std": "population"},
-    "gdpo": {"reward_weights": {"score": 1.0, "style": 0.5}},
+    "gdpo": {"reward_weights": {"score": 1.0, "style": 0.5}, "advantage_std": "none", "advantage_counts": "tokens"},
     "sum_then_normalize": {"advantage_std": "population", "reward_weights": {"score": 1.0, "style": 0.5}},
-    "grpo_passk": {"passk": 3},
+    "grpo_passk": {"passk": 3, "passk_std": "sample"},
 }
 CONFIGURED: dict[str, Callable[[Scored], torch.Tensor]] = {
     "grpo": lambda s: grpo(s.rewards_N, s.group_N, std="population"),
     "dr_grpo": lambda s: dr_grpo(s.rewards_N, s.group_N),
     "rloo": lambda s: rloo(s.rewards_N, s.group_N),
-    "gdpo": lambda s: gdpo(s.rewards_NR, s.group_N, s.weights_R),
+    "gdpo": lambda s: gdpo(s.rewards_NR, s.group_N, s.weights_R, std="none", lengths_N=s.lengths_N),
+    "gpg": lambda s: gpg(s.rewards_N, s.group_N),
     "sum_then_normalize": lambda s: sum_then_normalize(s.rewards_NR, s.group_N, s.weights_R, std="population"),
     "remax": lambda s: remax(s.rewards_N, s.greedy_rewards_N),
     "reinforce_plus_plus": lambda s: reinforce_plus_plus(s.rewards_N, lengths_N=s.lengths_N),
@@ -553,7 +565,7 @@ CONFIGURED: dict[str, Callable[[Scored], torch.Tensor]] = {
         s.rewards_N, s.group_N, lengths_N=s.lengths_N
     ),
     "opo": lambda s: opo(s.rewards_N, s.lengths_N, s.group_N),
-    "grpo_passk": lambda s: grpo_passk(s.rewards_N, s.group_N, k=3),
+    "grpo_passk": lambda s: grpo_passk(s.rewards_N, s.group_N, k=3, std="sample"),
     "max_rl": lambda s: max_rl(s.rewards_N, s.group_N),
     "gae": lambda s: s.rewards_N.nan_to_num(0.0),
 }
@@ -579,3 +591,17 @@ def test_every_configured_estimator_is_its_formula() -> None:
         scored = Scored.of(units, config)
         assert scored.greedy_rewards_N[:4].tolist() == [0.75] * 4 and scored.rewards_N.isnan().sum() == 2
         assert torch.equal(Estimator(config, name)(scored), expected(scored)), name
+
+
+@pytest.mark.parametrize("name", ["gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_statistics_over_the_batch_count_what_the_configuration_says(name: str) -> None:
+    rewards, lengths = [3.0, 0.5, 0.0, 2.0], [4, 1, 2, 1]
+    units = [Unit(Reward(r), i // 2, n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
+
+    def found(counts: str) -> torch.Tensor:
+        config = AlgorithmConfig.model_validate({"advantage": name, "advantage_counts": counts})
+        return Estimator(config, name)(Scored.of(units, config))
+
+    assert torch.equal(found(""), found("rollouts" if name == "gdpo" else "tokens"))
+    assert not torch.allclose(found("rollouts"), found("tokens"))
+    assert abs(float(found("rollouts").sum())) < 1e-5 > abs(float((found("tokens") * torch.tensor(lengths)).sum()))

@@ -28,6 +28,8 @@ def batch(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def options(kind: str) -> dict[str, Any]:
     out: dict[str, Any] = {"behavior_logprobs_BT": torch.full((6, 8), -1.0)} if TRAITS[kind].weighs else {}
+    if kind == "vespo":
+        out["weight_cap"] = 1.1  # without one only the ratio to the behavior policy is left
     if kind == "clip_cov":
         out |= {"cov_low": 0.4, "share": 1.0}  # every candidate is dropped: no draw
     return out | ({"share": 0.2} if kind == "kl_cov" else {})

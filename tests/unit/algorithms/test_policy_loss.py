@@ -22,6 +22,7 @@ MODES = {kind: "token-mean" for kind in LOSSES} | {
     "sapo": "seq-mean-token-mean",
     "luspo": "seq-mean-token-sum",
 }
+WEIGHING = ("decoupled", "vespo")  # they read the behavior policy
 WIDE = {"cov_low": -1e9, "cov_high": 1e9, "share": 1.0}
 EVERYWHERE = {"clip_cov": WIDE, "kl_cov": {"share": 1.0, "kl_coef": 0.3}}
 
@@ -39,7 +40,7 @@ def batch(rows: int = 4, length: int = 6, seed: int = 0, step: float = 0.4) -> d
 
 
 def options(kind: str, data: dict[str, torch.Tensor]) -> dict:
-    if kind == "decoupled":
+    if kind in WEIGHING:
         return {"behavior_logprobs_BT": data["old_logprobs_BT"] - 0.3, "weight_cap": 1.2}
     return EVERYWHERE.get(kind, {})
 
@@ -283,6 +284,56 @@ def test_decoupled_by_hand() -> None:
     assert float(metrics["sum/clipped"]) == 1 and float(metrics["max/ratio"]) == pytest.approx(1.5)
 
 
+def test_importance_sampling_is_bounded_by_nothing() -> None:
+    loss, gradient, clipped = row("importance_sampling", [9.0, 0.1], -2.0)
+    close(torch.stack([loss, gradient]).flatten(), 18.0, 0.2, 18.0, 0.2)
+    assert clipped == 0
+
+
+def test_dro_by_hand() -> None:
+    """-(logprob A - beta / 2 (log r)^2), log-probs -1: the penalty pulls back what has moved, whatever its A."""
+    loss, gradient, clipped = row("dro", [math.e**2, 1.0], 3.0, beta=0.5)
+    close(loss, 3.0 + 0.25 * 4, 3.0)
+    close(gradient, -3.0 + 0.5 * 2, -3.0)
+    assert clipped == 0
+    _, gradient, _ = row("dro", [math.e, 1 / math.e], 0.0, beta=0.5)
+    close(gradient, 0.5, -0.5)
+    with pytest.raises(ValueError, match="beta = 0"):
+        row("dro", [1.0], 1.0, beta=0)
+
+
+def test_vespo_by_hand() -> None:
+    """w = 4 * 0.5 * cap: phi = exp(lambda (1 - w)) w^k, a constant weight of every token's log-prob."""
+    behavior = torch.full((1, 2), -1.0) - torch.tensor([[4.0, 0.5]]).log() - torch.tensor([[3.0, 0.25]]).log()
+    for advantage, k, lam in ((1.0, 2.0, 3.0), (0.0, 2.0, 3.0), (-1.0, 3.0, 2.0)):
+        w = 4 * 0.5 * 1.5 * 0.25  # old / behavior is 3, at most 1.5, and 0.25
+        phi = math.exp(lam * (1 - w)) * w**k
+        loss, gradient, clipped = row("vespo", [4.0, 0.5], advantage, behavior_logprobs_BT=behavior, weight_cap=1.5)
+        close(loss, phi * advantage, phi * advantage)
+        close(gradient, -phi * advantage, -phi * advantage)
+        assert clipped == 0
+    near, far = (
+        row("vespo", [ratio], 1.0, behavior_logprobs_BT=torch.full((1, 1), -1.0) - math.log(ratio))[0]
+        for ratio in (1.0, 8.0)
+    )
+    close(near, 1.0)
+    assert 0 < float(far) < 1e-6  # what has moved far fades out
+    with pytest.raises(ValueError, match="must be above 0"):
+        row("vespo", [1.0], 1.0, behavior_logprobs_BT=behavior[:, :1], k_positive=0.0)
+
+
+@pytest.mark.parametrize("kind", ["cispo", "sapo"])
+def test_a_sequence_ratio_takes_the_place_of_the_tokens(kind: str) -> None:
+    """4 and 1/4 are a sequence ratio of 1: the policy gradient; a row of equal ratios is the same either way."""
+    _, gradient, clipped = row(kind, [4.0, 0.25], 2.0, level="sequence")
+    close(gradient, -2.0, -2.0)
+    assert clipped == 0
+    for token, sequence in zip(row(kind, [1.3] * 3, 1.0), row(kind, [1.3] * 3, 1.0, level="sequence"), strict=True):
+        torch.testing.assert_close(token, sequence)
+    with pytest.raises(ValueError, match="level = 'row'"):
+        row(kind, [1.0], 1.0, level="row")
+
+
 @pytest.mark.parametrize("dual_clip", [None, 1.5])
 def test_decoupled_with_proximal_equal_to_behavior_is_clip(dual_clip) -> None:
     data = batch(step=0.8)
@@ -319,7 +370,7 @@ SURROGATES = {"cispo", "dppo_tv", "dppo_kl"}
 DUAL = [("clip", 1.1), ("decoupled", 1.1)]
 
 
-@pytest.mark.parametrize(("kind", "dual_clip"), [(k, None) for k in LOSSES if k not in SURROGATES] + DUAL)
+@pytest.mark.parametrize(("kind", "dual_clip"), [(k, None) for k in LOSSES if k not in {*SURROGATES, "vespo"}] + DUAL)
 def test_gradient_equals_finite_differences(kind: str, dual_clip: float | None) -> None:
     """Of the aggregated loss, entry by entry; sequence ratios tie the tokens of a row together."""
     step, smooth = 1e-2, 0
@@ -373,7 +424,8 @@ def test_gradient_of_a_surrogate_is_that_of_the_weighted_objective_or_of_its_bou
 def test_equal_policies_give_the_policy_gradient_and_clip_nothing(kind: str) -> None:
     data = batch()
     data["old_logprobs_BT"] = data["logprobs_BT"]
-    given = {"decoupled": {"behavior_logprobs_BT": data["logprobs_BT"]}, "clip_cov": {"cov_low": 1e9, "cov_high": 2e9}}
+    given = {kind: {"behavior_logprobs_BT": data["logprobs_BT"]} for kind in WEIGHING}
+    given["clip_cov"] = {"cov_low": 1e9, "cov_high": 2e9}
     logprobs = data["logprobs_BT"].clone().requires_grad_(True)
     loss, metrics = policy_loss(**(data | {"logprobs_BT": logprobs}), kind=kind, **given.get(kind, {}))
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
@@ -455,13 +507,13 @@ def test_only_the_current_policy_gets_a_gradient(kind: str) -> None:
 def test_absurd_ratios_stay_finite(kind: str) -> None:
     logprobs = torch.tensor([[0.0, -300.0], [0.0, -1.0]], requires_grad=True)
     old = torch.tensor([[-300.0, 0.0], [-300.0, -1.0]])
-    given = {"behavior_logprobs_BT": -old - 300} if kind == "decoupled" else {}
+    given = {"behavior_logprobs_BT": -old - 300} if kind in WEIGHING else {}
     loss, _ = policy_loss(logprobs, old, torch.tensor([-1.0, 1.0]), torch.ones(2, 2).bool(), kind=kind, **given)
     loss.sum().backward()
     assert loss.isfinite().all() and logprobs.grad is not None and logprobs.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", sorted(set(LOSSES) - NOT_SPLIT_INVARIANT - {"decoupled"}))
+@pytest.mark.parametrize("kind", sorted(set(LOSSES) - NOT_SPLIT_INVARIANT - set(WEIGHING)))
 def test_metrics_of_the_parts_combine_to_those_of_the_whole(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     current, old, advantages = (torch.randn(6, 4, generator=generator) for _ in range(3))

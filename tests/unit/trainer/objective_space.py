@@ -56,10 +56,12 @@ def shift(rollouts: list[Rollout], advantages_N: torch.Tensor) -> torch.Tensor:
 VALUES: dict[str, tuple[Any, ...]] = {
     "algorithm.advantage": (
         "grpo", "dr_grpo", "rloo", "gdpo", "sum_then_normalize", "remax", "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline", "opo", "grpo_passk", "max_rl", "gae", f"{HERE}:own_advantage",
+        "reinforce_plus_plus_baseline", "opo", "grpo_passk", "max_rl", "gpg", "gae", f"{HERE}:own_advantage",
     ),
     "algorithm.advantage_std": ("sample", "population", "batch", "none"),
+    "algorithm.advantage_counts": ("", "rollouts", "tokens"),
     "algorithm.passk": (2, 3, 4),
+    "algorithm.passk_std": ("none", "sample"),
     "algorithm.reward_weights": ({}, {"score": 1.0, "short": 0.5}, {"score": 1.0, "short": 2.0}),
     "algorithm.gamma": (1.0, 0.9, 0.7),
     "algorithm.gae_lambda": (1.0, 0.9, 0.5),
@@ -68,19 +70,20 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "algorithm.after_scoring": ("", f"{HERE}:halve", f"{HERE}:shift"),
     "algorithm.loss": (
         "clip", "reinforce", "gspo", "gmpo", "cispo", "sapo", "luspo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
-        "decoupled", f"{HERE}:own_loss",
+        "decoupled", "vespo", "dro", "importance_sampling", f"{HERE}:own_loss",
     ),
     "algorithm.clip_low": (0.2, 0.1, 0.05, 1.0, 1.5),
     "algorithm.clip_high": (0.2, 0.1, 0.28, 0.05),
     "algorithm.dual_clip": (0.0, 0.5, 1.3, 2.0),
     "algorithm.loss_options": (
         {}, {"tau_positive": 2.0}, {"share": 0.05}, {"share": 0.9}, {"ratio_cap": 1.2}, {"clip_low": 0.1},
-        {"weight_cap": 3.0},
+        {"weight_cap": 3.0}, {"beta": 0.3}, {"level": "sequence"}, {"k_positive": 1.5, "lambda_negative": 1.0},
     ),
     "algorithm.aggregation": (
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
         "prompt-mean",
     ),
+    "algorithm.aggregation_norm": (0.0, 8.0),
     "algorithm.entropy_coef": (0.0, 0.01, 0.1),
     "algorithm.proximal": ("step_start", "behavior", "interpolated", "snapshot"),
     "algorithm.correction": (
@@ -108,11 +111,21 @@ VALUES: dict[str, tuple[Any, ...]] = {
 # A key acts only together with these: drawn so half of the time, so that each acts often enough.
 COMPANIONS: dict[str, list[Values]] = {
     "algorithm.advantage_std": [{"advantage": "grpo"}, {"advantage": "sum_then_normalize"}],
+    "algorithm.advantage_counts": [{"advantage": "gdpo"}, {"advantage": "reinforce_plus_plus"}],
     "algorithm.passk": [{"advantage": "grpo_passk"}],
+    "algorithm.passk_std": [{"advantage": "grpo_passk"}],
     "algorithm.reward_weights": [{"advantage": "gdpo"}, {"advantage": "sum_then_normalize"}],
     **{f"algorithm.{k}": [{"advantage": "gae"}] for k in ("gamma", "gae_lambda", "critic_learning_rate", "value_clip")},
     "algorithm.dual_clip": [{"loss": "clip"}, {"loss": "decoupled"}],
-    "algorithm.loss_options": [{"loss": "sapo"}, {"loss": "kl_cov"}, {"loss": "clip_cov"}, {"loss": "dppo_kl"}],
+    "algorithm.aggregation_norm": [{"aggregation": "seq-mean-token-sum-norm"}],
+    "algorithm.loss_options": [
+        {"loss": "dro"},
+        {"loss": "vespo"},
+        {"loss": "sapo"},
+        {"loss": "kl_cov"},
+        {"loss": "clip_cov"},
+        {"loss": "dppo_kl"},
+    ],
     "algorithm.rejection_high": [{"rejection": r} for r in VALUES["algorithm.rejection"][1:]],
     "algorithm.kl_kind": [{"kl_coef": 0.3}],
     "algorithm.kl_bias_correction": [{"kl_coef": 0.3}],

@@ -99,6 +99,9 @@ def is_synonym(key: str, drawn: Drawn, value: object) -> bool:
     if key == "algorithm.loss_options":
         # So small a batch seldom has more candidates than the share; test_policy_loss.py holds it.
         return algorithm.loss == "clip_cov" and {*algorithm.loss_options, *value} <= {"share"}  # type: ignore[misc]
+    if key == "algorithm.advantage_counts":
+        own = algorithm.advantage_traits.counts
+        return {algorithm.advantage_counts or own} == {value or own}
     return isinstance(value, str) and {getattr(algorithm, key.partition(".")[2], None), value} in SYNONYMS
 
 

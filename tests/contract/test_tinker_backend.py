@@ -87,7 +87,7 @@ def test_contract(check, service: tuple[FakeTinker, str], built: Built) -> None:
         {"loss": "cispo"},
         {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
         {"kl_coef": 0.1},
-        {"rejection": "token_k3", "rejection_high": 2.0, "ess_step_scaling": True},
+        {"rejection": {"token_k3": 2.0}, "ess_step_scaling": True},
     ],
 )
 def test_losses_and_weights_are_those_of_the_local_backend(

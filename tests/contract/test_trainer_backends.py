@@ -68,7 +68,7 @@ def test_the_step_over_minibatches_runs_on_a_backend_of_ones_own() -> None:
     """With several minibatches, rejection and what comes with it: it asks for nothing but the verbs."""
     of = config(
         train={"learning_rate": 1.0, "num_steps": 10, "minibatches_per_step": 3},
-        algorithm={"rejection": "token_k3", "rejection_high": 2.0, "ess_step_scaling": True},
+        algorithm={"rejection": {"token_k3": 2.0}, "ess_step_scaling": True},
         backend={"type": TOY},
     )
     trainer = build_trainer(of, tiny.loaded())

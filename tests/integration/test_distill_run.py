@@ -88,7 +88,7 @@ def test_killed_and_resumed_is_as_uninterrupted_with_refreshed_weights(whole: Pa
     [
         {"train": {"streaming_min_groups": 1}},
         {"rollout": {"overlap": True, "in_flight_groups": 6, "interrupt": "on_weight_update", "max_staleness": 2}},
-        {"algorithm": {"rejection": "token_k3", "loss": "gspo"}, "train": {"minibatches_per_step": 3}},
+        {"algorithm": {"rejection": {"token_k3": 0.1}, "loss": "gspo"}, "train": {"minibatches_per_step": 3}},
         {"rollout": {"max_staleness": 0, "on_stale": "mask"}, "model": {"lora": {"rank": 2}}},
     ],
     ids=["streaming", "overlap", "rejection", "masked, LoRA"],

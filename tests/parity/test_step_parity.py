@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def _samples(data: Data) -> list[Sample]:
 def ours(data: Data, **algorithm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     objective = Objective(AlgorithmConfig.model_validate({"correction_cap": CAP, **algorithm}), 9)
     samples = _samples(data)
-    if objective.config.rejection != "none":
+    if objective.config.rejection:
         start = {s.rollout_id: data["proximal"][s.group_id].numpy()[s.mask] for s in samples}
         kept = rejections(objective.config, samples, start, 0)
         samples = [rewritten(s, kept) for s in samples]
@@ -98,21 +99,33 @@ def assert_same(got: tuple[torch.Tensor, torch.Tensor], peer: tuple[torch.Tensor
     assert peer[1].any()
 
 
-REJECTIONS = [("token_k2", "token_k2", 0.05), ("sequence_mean_k3", "seq_mean_k3", 0.1), ("none", None, 0.1)]
+# Ours, and verl's options and thresholds, which are ratios where they are of k1.
+REJECTIONS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({}, None, ""),
+    ({"token_k2": 0.05}, "token_k2", "0.05"),
+    ({"sequence_mean_k3": 0.1}, "seq_mean_k3", "0.1"),
+    ({"token_k1": 0.4}, "token_k1", repr(math.exp(0.4))),
+    ({"token_k1": [-0.5, 0.3]}, "token_k1", f"{math.exp(-0.5)!r}_{math.exp(0.3)!r}"),
+    (
+        {"token_k1": [-0.6, 0.5], "sequence_mean_k3": 0.15, "sequence_max_k2": 0.8},
+        "token_k1,seq_mean_k3,seq_max_k2",
+        f"{math.exp(-0.6)!r}_{math.exp(0.5)!r},0.15,0.8",
+    ),
+]
 
 
 @SEEDS
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-@pytest.mark.parametrize(("rejection", "option", "high"), REJECTIONS)
+@pytest.mark.parametrize(("rejection", "option", "threshold"), REJECTIONS)
 @pytest.mark.parametrize(("loss", "name"), [("clip", "vanilla"), ("gspo", "gspo")])
 def test_a_rejected_token_is_in_no_denominator_and_no_sequence_ratio(
-    seed: int, loss: str, name: str, rejection: str, option: str | None, high: float, mode: str
+    seed: int, loss: str, name: str, rejection: dict[str, Any], option: str | None, threshold: str, mode: str
 ) -> None:
     data = batch(seed)
-    got = ours(data, loss=loss, aggregation=mode, rejection=rejection, rejection_high=high)
+    got = ours(data, loss=loss, aggregation=mode, rejection=rejection)
     correction = {"rollout_is": "token", "rollout_is_threshold": CAP, "rollout_rs": option}
     if option:
-        correction["rollout_rs_threshold"] = repr(high)
+        correction["rollout_rs_threshold"] = threshold
     peer = verls(data, name, mode, correction, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=1e9)
     assert_same(got, peer)
     if option:
@@ -126,10 +139,10 @@ def test_deliberate_a_sequence_weight_is_over_what_rejection_left_and_verls_over
     correction = {"rollout_is": "sequence", "rollout_is_threshold": 1e6}
     options = {"clip_ratio_c": 1e9}
     assert_same(ours(data, **common), verls(data, "vanilla", "token-mean", correction, **options))
-    whole = {"rejection": "sequence_mean_k2", "rejection_high": 0.05}
+    whole = {"rejection": {"sequence_mean_k2": 0.05}}
     correction |= {"rollout_rs": "seq_mean_k2", "rollout_rs_threshold": "0.05"}
     assert_same(ours(data, **common, **whole), verls(data, "vanilla", "token-mean", correction, **options))
-    tokens = {"rejection": "token_k2", "rejection_high": 0.05}
+    tokens = {"rejection": {"token_k2": 0.05}}
     correction |= {"rollout_rs": "token_k2"}
     peer = verls(data, "vanilla", "token-mean", correction, **options)
     assert not torch.allclose(ours(data, **common, **tokens)[0], peer[0], rtol=1e-3)

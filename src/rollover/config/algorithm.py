@@ -8,7 +8,7 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationInfo, model_val
 
 from rollover.alike import did_you_mean
 from rollover.config import correction, estimators
-from rollover.config.correction import Correction, Rejection
+from rollover.config.correction import Correction
 from rollover.config.presets import PRESETS
 from rollover.config.table import (
     OWN,
@@ -140,12 +140,12 @@ class AlgorithmConfig(Table):
         "Permit stale rollouts, truncated sampling, or several minibatches a step though the loss has no"
         " ratio to the policy that sampled, or though that is not known of your own loss.",
     )
-    rejection: Rejection = option(
-        "none",
-        "Leave tokens or sequences out of the step, as if they were context, by an estimate (k1, k2, k3) of"
-        " the divergence of proximal and behavior policy.",
+    rejection: dict[str, Any] = option(
+        {},
+        "Leave tokens or sequences out of the step, as if they were context, by estimates (k1, k2, k3) of how far the"
+        " policy at its start is from the one that sampled: the largest that is kept, by name, { sequence_mean_k3 ="
+        " 0.01, token_k1 = [-0.1, 0.2] } for instance (of k1 also the lowest). All have to hold.",
     )
-    rejection_high: float = option(0.1, "The largest divergence that is kept.", gt=0, only_if=("algorithm.rejection",))
     off_policy_mask_threshold: float = option(
         0.0, "Leave out sequences with a negative advantage whose mean log behavior/current is above it; 0 = off.", ge=0
     )

@@ -6,17 +6,33 @@ They are about [algorithm], and about whatever makes rollouts off-policy.
 from collections.abc import Callable
 from typing import Any, Literal
 
+from rollover.alike import did_you_mean
 from rollover.config.table import Inert, Refused, Rule
+from rollover.functions import is_number
 
 Correction = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop", "segment_truncate",
     "segment_mask",
 ]  # fmt: skip
-Rejection = Literal[
-    "none", "token_k1", "token_k2", "token_k3", "sequence_sum_k1", "sequence_sum_k2", "sequence_sum_k3",
-    "sequence_mean_k1", "sequence_mean_k2", "sequence_mean_k3", "sequence_max_k1", "sequence_max_k2",
-    "sequence_max_k3",
-]  # fmt: skip
+REJECTIONS = tuple(
+    f"{level}_{kind}"
+    for level in ("token", "sequence_sum", "sequence_mean", "sequence_max")
+    for kind in ("k1", "k2", "k3")
+)
+"""What algorithm.rejection may name: over what an estimate is taken, and which."""
+
+
+def _wrong_bound(name: str, bound: Any) -> str:
+    """What is wrong with a bound of algorithm.rejection, and what it may be; "" if nothing."""
+    if name not in REJECTIONS:
+        return f"it is none of {', '.join(REJECTIONS)}{did_you_mean(name, REJECTIONS)}"
+    if is_number(bound):
+        return "" if bound > 0 else "the largest divergence that is kept must be above 0"
+    pair = isinstance(bound, list | tuple) and len(bound) == 2 and all(map(is_number, bound))
+    if not pair or not name.endswith("k1"):
+        also = ", or the lowest and the largest: [-0.1, 0.2]" if name.endswith("k1") else ""
+        return f"give the largest divergence that is kept, 0.1 for instance{also}"
+    return "" if bound[0] <= bound[1] else "the lowest is above the largest"
 
 
 def _truncates_sampling(config: Any) -> bool:
@@ -107,11 +123,14 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.algorithm.weight == "none" and c.algorithm.proximal_policy != "behavior",
         'with algorithm.correction = "none": all weights are 1',
     ),
-    Inert(
+    Refused(
         ("algorithm.rejection",),
-        ("algorithm.proximal",),
-        lambda c: c.algorithm.proximal_policy == "behavior",
-        'with algorithm.proximal = "behavior": they are the same policy',
+        lambda c: any(_wrong_bound(name, bound) for name, bound in c.algorithm.rejection.items()),
+        lambda c: "\n".join(
+            f"algorithm.rejection.{name} = {bound!r}: {_wrong_bound(name, bound)}"
+            for name, bound in c.algorithm.rejection.items()
+            if _wrong_bound(name, bound)
+        ),
     ),
     Inert(
         ("algorithm.allow_uncorrected",),

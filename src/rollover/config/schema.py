@@ -160,6 +160,10 @@ def renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
         (table, _, name), (new_table, _, new_name) = old.rpartition("."), new.rpartition(".")
         if name in tables.get(table, {}):
             tables.setdefault(new_table, {})[new_name] = tables[table].pop(name)
+    algorithm = tables.get("algorithm", {})
+    if isinstance(name := algorithm.get("rejection"), str):  # one, whose bound was an option of its own
+        bound = algorithm.pop("rejection_high", 0.1)
+        algorithm["rejection"] = {} if name == "none" else {name: bound}
     return tables
 
 

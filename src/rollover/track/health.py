@@ -65,7 +65,7 @@ RANGES = (
     ),
     Range(
         "off_policy/rejected_share", 0.0, 0.9,
-        "algorithm.rejection leaves most tokens out: try a larger algorithm.rejection_high or a lower"
+        "algorithm.rejection leaves most tokens out: try wider bounds or a lower"
         " rollout.max_staleness",
     ),
     Range("entropy", 0.05, float("inf"), "the policy has collapsed: try algorithm.entropy_coef or a larger clip_high"),

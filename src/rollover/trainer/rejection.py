@@ -6,6 +6,7 @@ denominator, no KL or entropy term and in no ratio of a sequence. Pure; [n] as i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -37,15 +38,19 @@ def kept_tokens(config: AlgorithmConfig, sample: Sample, start_M: np.ndarray, tr
     if config.proximal_policy == "interpolated":
         ages_1M = torch.from_numpy(staleness(sample.versions[sample.mask], trainer_version))[None]
         start_1M = interpolated_proximal(behavior_1M, start_1M, ages_1M, mask_BT=every_1M)
-    level, _, kind = config.rejection.rpartition("_")
-    kept_1M = rejection_mask(
-        start_1M,
-        behavior_1M,
-        every_1M,
-        kind=kind,  # pyright: ignore[reportArgumentType]
-        level=level,  # pyright: ignore[reportArgumentType]
-        high=config.rejection_high,
-    )
+    kept_1M = every_1M
+    for name, bound in config.rejection.items():
+        level, _, kind = name.rpartition("_")
+        low, high = bound if isinstance(bound, list | tuple) else (None, bound)
+        kept_1M = kept_1M & rejection_mask(
+            start_1M,
+            behavior_1M,
+            every_1M,
+            kind=kind,  # pyright: ignore[reportArgumentType]
+            level=level,  # pyright: ignore[reportArgumentType]
+            high=high,
+            low=low,
+        )
     return kept_1M[0].numpy()
 
 
@@ -63,7 +68,8 @@ def restricted(stream: Stream, kept: Mapping[str, np.ndarray]) -> Stream:
 
 def why_none_is_left(config: AlgorithmConfig, num_tokens: int) -> str:
     """Why all tokens of a step were rejected, and what to change."""
+    bounds = " and ".join(f"{name} = {json.dumps(bound)}" for name, bound in config.rejection.items())
     return (
-        f'algorithm.rejection = "{config.rejection}" leaves out all its {num_tokens} tokens, as none has a divergence'
-        f" of at most algorithm.rejection_high = {config.rejection_high:g}. Raise it, or lower rollout.max_staleness"
+        f"algorithm.rejection leaves out all its {num_tokens} tokens, as none is within {bounds}. Widen it, or lower"
+        " rollout.max_staleness"
     )

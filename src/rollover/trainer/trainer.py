@@ -86,7 +86,7 @@ class Trainer:
         known |= self._known(minibatches, known)
         metrics = self._update(minibatches, counts, known)
         metrics["train/zero_advantage_tokens"] = float(skipped_tokens)
-        if self.algorithm.rejection != "none":
+        if self.algorithm.rejection:
             metrics["off_policy/rejected_share"] = rejected / max(1, batch.num_loss_tokens)
         if self.distill.teacher:
             metrics |= self._divergence.metrics() | {"time/teacher_s": self._teacher_s}
@@ -162,7 +162,7 @@ class Trainer:
 
         Needs the log-probs at the start of the step of all minibatches, the first one included.
         """
-        if self.algorithm.rejection == "none":
+        if not self.algorithm.rejection:
             return minibatches, known
         fresh = [[s for s in part if s.rollout_id not in self._accumulated] for part in minibatches]
         policy = self.algorithm.proximal_policy

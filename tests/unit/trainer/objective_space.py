@@ -19,6 +19,7 @@ import torch
 from rollover.algorithms.filters import rollout_filters
 from rollover.algorithms.loss import LossAndClipped, Tokens
 from rollover.config import Config
+from rollover.config.correction import REJECTIONS
 from rollover.config.load import ConfigError, load_config
 from rollover.config.presets import PRESETS
 from rollover.staleness import staleness
@@ -52,6 +53,8 @@ def shift(rollouts: list[Rollout], advantages_N: torch.Tensor) -> torch.Tensor:
     return advantages_N + 0.1
 
 
+# By the estimate: for small ones k2 and k3 are the same.
+BOUNDS = {"k1": (0.05, 0.3), "k2": (0.02, 0.2), "k3": (0.005, 0.08)}
 # The values that a key is drawn from.
 VALUES: dict[str, tuple[Any, ...]] = {
     "algorithm.advantage": (
@@ -94,10 +97,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "algorithm.correction_floor": (0.0, 0.7, 0.9),
     "algorithm.allow_uncorrected": (False, True),
     "algorithm.rejection": (
-        "none", *(f"{level}_{kind}" for level in ("token", "sequence_sum", "sequence_mean", "sequence_max")
-        for kind in ("k1", "k2", "k3")),
+        {}, *({name: bound} for name in REJECTIONS for bound in BOUNDS[name[-2:]]), {"token_k1": [-0.05, 0.3]},
+        {"sequence_mean_k1": [-0.3, 0.02]}, {"token_k2": 0.02, "sequence_mean_k3": 0.1},
     ),
-    "algorithm.rejection_high": (0.1, 0.003, 0.02, 0.5),
     "algorithm.off_policy_mask_threshold": (0.0, 0.02, 0.3),
     "algorithm.ess_step_scaling": (False, True),
     "algorithm.kl_coef": (0.0, 0.01, 0.3),
@@ -126,7 +128,6 @@ COMPANIONS: dict[str, list[Values]] = {
         {"loss": "clip_cov"},
         {"loss": "dppo_kl"},
     ],
-    "algorithm.rejection_high": [{"rejection": r} for r in VALUES["algorithm.rejection"][1:]],
     "algorithm.kl_kind": [{"kl_coef": 0.3}],
     "algorithm.kl_bias_correction": [{"kl_coef": 0.3}],
     "algorithm.correction_floor": [{"correction": c} for c in VALUES["algorithm.correction"][1:]],
@@ -284,7 +285,7 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
     objective = Objective(algorithm, 16)
     start = {s.rollout_id: log_probs(s, "snapshot" if algorithm.proximal == "snapshot" else "start") for s in samples}
     known["proximal"] = start
-    if algorithm.rejection != "none":
+    if algorithm.rejection:
         kept = rejections(algorithm, samples, start, VERSION)
         samples = [rewritten(s, kept) for s in samples]
         known = {name: restricted(stream, kept) for name, stream in known.items()}

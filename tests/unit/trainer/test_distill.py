@@ -196,7 +196,7 @@ def test_a_privileged_prompt_changes_the_numbers_as_the_closed_form_says() -> No
 
 
 def test_a_rejected_token_is_none_that_an_earlier_one_answers_for() -> None:
-    algorithm = {"rejection": "token_k3", "rejection_high": 0.5}
+    algorithm = {"rejection": {"token_k3": 0.5}}
     made = trainer({"teacher": "other", "discount": 1.0, "clip": 0.0}, teacher_seed=1, algorithm=algorithm)
     d = log_ratios(made)
     metrics, seen = trained(made, SAMPLES)

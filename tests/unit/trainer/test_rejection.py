@@ -14,6 +14,7 @@ from rollover.algorithms.correction import rejection_mask
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import local_trainer
+from rollover.trainer.rejection import rejections
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import random_samples
@@ -29,6 +30,7 @@ ALGORITHMS = [
     {"loss": "clip", "aggregation": "seq-mean-token-sum", "kl_coef": 0.3, "correction": "sequence_truncate"},
     {"loss": "clip", "proximal": "snapshot"},
     {"loss": "clip", "proximal": "interpolated"},
+    {"loss": "clip", "proximal": "behavior"},
 ]
 
 
@@ -71,7 +73,7 @@ def test_a_step_is_that_of_samples_with_such_masks(algorithm: dict[str, Any], mi
         left, after = SAMPLES, before
     expected = trainer(algorithm, minibatches_per_step=minibatches)
     wanted = expected.train_step(Batch(left))
-    t = trainer({**algorithm, "rejection": f"{level}_k2", "rejection_high": HIGH}, minibatches_per_step=minibatches)
+    t = trainer({**algorithm, "rejection": {f"{level}_k2": HIGH}}, minibatches_per_step=minibatches)
     got = t.train_step(Batch(SAMPLES))
     torch.testing.assert_close(weights(t), weights(expected), atol=2e-6, rtol=1e-5)
     assert got.pop("off_policy/rejected_share") == pytest.approx(1 - after / before)
@@ -79,8 +81,32 @@ def test_a_step_is_that_of_samples_with_such_masks(algorithm: dict[str, Any], mi
     assert 0 < after < before or after == before and algorithm.get("proximal") == "interpolated"
 
 
+def test_all_of_several_rejections_have_to_hold() -> None:
+    """Each looks at all tokens of the step, and what any of them rejects is left out."""
+    bounds = {"token_k2": 0.3, "sequence_mean_k1": [-0.05, 0.4], "token_k1": 0.6}
+    start = trainer({}).backend.compute_logprobs(SAMPLES)
+    kept = rejections(AlgorithmConfig(rejection=bounds), SAMPLES, start, 0)
+    alone = [rejections(AlgorithmConfig(rejection={k: v}), SAMPLES, start, 0) for k, v in bounds.items()]
+    assert len({sum(int(mask.sum()) for mask in one.values()) for one in alone}) == 3
+    for s in SAMPLES:
+        np.testing.assert_array_equal(kept[s.rollout_id], np.logical_and.reduce([one[s.rollout_id] for one in alone]))
+    assert (
+        0 < sum(int(mask.sum()) for mask in kept.values()) < min(sum(int(m.sum()) for m in o.values()) for o in alone)
+    )
+
+
+def test_bounds_of_k1_may_differ() -> None:
+    """-d is log behavior / start: what the policy has come to find less probable is above 0."""
+    s = dataclasses.replace(SAMPLES[0], mask=np.ones_like(SAMPLES[0].mask))
+    start = s.behavior_logprobs + np.linspace(-1.0, 1.0, len(s.mask)).astype(np.float32)
+    kept = rejections(AlgorithmConfig(rejection={"token_k1": [-0.2, 0.9]}), [s], {s.rollout_id: start}, 0)
+    k1 = s.behavior_logprobs - start
+    np.testing.assert_array_equal(kept[s.rollout_id], (k1 >= -0.2) & (k1 <= 0.9))
+    assert 0 < kept[s.rollout_id].sum() < len(k1)
+
+
 def test_a_gradient_that_comes_in_parts_rejects_the_same_tokens() -> None:
-    algorithm = {"rejection": "token_k2", "rejection_high": HIGH, "aggregation": "seq-mean-token-mean"}
+    algorithm = {"rejection": {"token_k2": HIGH}, "aggregation": "seq-mean-token-mean"}
     whole, parts = trainer(algorithm), trainer(algorithm)
     for _ in range(2):
         wanted = whole.train_step(Batch(SAMPLES))
@@ -96,7 +122,7 @@ def test_a_critic_estimates_over_all_tokens_and_learns_from_those_that_are_left(
         rewards = np.zeros_like(s.advantages)
         rewards[np.flatnonzero(s.mask)[-1]] = 3.0
         rewarded.append(dataclasses.replace(s, advantages=rewards))
-    t = trainer({"advantage": "gae", "rejection": "token_k2", "rejection_high": HIGH})
+    t = trainer({"advantage": "gae", "rejection": {"token_k2": HIGH}})
     metrics = t.train_step(Batch(rewarded))
     assert metrics["off_policy/rejected_share"] > 0
     assert metrics["critic/loss"] == pytest.approx(4.5)  # (3 - 0)^2 / 2 at every token: no reward is lost
@@ -104,13 +130,11 @@ def test_a_critic_estimates_over_all_tokens_and_learns_from_those_that_are_left(
 
 @pytest.mark.parametrize("minibatches", [1, 3])
 def test_a_step_that_rejects_everything_is_an_error_that_names_its_cause(minibatches: int) -> None:
-    t = trainer({"rejection": "sequence_max_k2", "rejection_high": 1e-9}, minibatches_per_step=minibatches)
+    t = trainer({"rejection": {"sequence_max_k2": 1e-9}}, minibatches_per_step=minibatches)
     before = weights(t)
-    with pytest.raises(
-        ValueError, match='step 1 has no token in its loss: algorithm.rejection = "sequence_max_k2"'
-    ) as e:
+    with pytest.raises(ValueError, match="step 1 has no token in its loss: algorithm.rejection leaves out all") as e:
         t.train_step(Batch(SAMPLES))
-    assert "algorithm.rejection_high = 1e-09" in str(e.value) and "rollout.max_staleness" in str(e.value)
+    assert "sequence_max_k2 = 1e-09" in str(e.value) and "rollout.max_staleness" in str(e.value)
     assert torch.equal(weights(t), before) and t.policy_version == 0 and not t.in_update
 
 
@@ -118,7 +142,7 @@ def test_a_minibatch_that_is_rejected_whole_leaves_the_others_to_be_trained() ->
     """One group was sampled by a policy that is far away."""
     first = SAMPLES[0].group_id
     far = [dataclasses.replace(s, behavior_logprobs=s.behavior_logprobs - 9 * (s.group_id == first)) for s in SAMPLES]
-    t = trainer({"rejection": "sequence_mean_k2", "rejection_high": 30.0}, minibatches_per_step=3)
+    t = trainer({"rejection": {"sequence_mean_k2": 30.0}}, minibatches_per_step=3)
     before = weights(t)
     share = sum(int(s.mask.sum()) for s in far if s.group_id == first) / Batch(far).num_loss_tokens
     metrics = t.train_step(Batch(far))
@@ -126,7 +150,7 @@ def test_a_minibatch_that_is_rejected_whole_leaves_the_others_to_be_trained() ->
 
 
 def test_a_gradient_that_comes_in_parts_may_begin_with_parts_that_are_rejected() -> None:
-    t = trainer({"rejection": "sequence_max_k2", "rejection_high": 1e-9})
+    t = trainer({"rejection": {"sequence_max_k2": 1e-9}})
     t.accumulate([s for s in SAMPLES if s.group_id == 1])
     with pytest.raises(ValueError, match="step 1 has no token in its loss"):
         t.train_step(Batch(SAMPLES))

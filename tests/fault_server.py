@@ -39,6 +39,8 @@ class Faults:
     """It says that the last weights came so many tokens later than they did."""
     gateway: int = 0
     """So many requests get a page of somebody in between, in no UTF-8."""
+    refuses: dict[str, int] = field(default_factory=dict)
+    """path -> the status that it refuses whatever it is asked there with, as if it had been started without it."""
     late_end_s: float = 0.0
     """Between the last token of a stream and its end."""
     deaf: bool = False
@@ -140,6 +142,8 @@ class FaultServer:
         if (body := self.faults.answers.get(request.path)) is not None:
             await request.read()
             return web.Response(body=body, content_type="text/html")
+        if (status := self.faults.refuses.get(request.path)) is not None:
+            return _refusal(status)
         return await handler(request)
 
     def _break_connections(self) -> None:
@@ -205,6 +209,8 @@ class FaultServer:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         await self._frozen.wait()
+        if "request_id" not in body:
+            return _refusal(400)
         request_id = body["request_id"]
         assert request_id not in self.request_ids, "an id came twice"
         self.request_ids.append(request_id)
@@ -309,6 +315,10 @@ class FaultServer:
     def logprob(self, context: Sequence[int], label: str) -> float:
         """Under the version of this label, whoever's it is."""
         return -(1 + _hash("logprob", label.rpartition("/")[2], *context) % 1000) / 256
+
+
+def _refusal(status: int) -> web.Response:
+    return web.json_response({"error": {"message": "told to refuse", "code": status}}, status=status)
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:

@@ -16,7 +16,18 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A part may import parts of its own level and below.
 LEVELS = [
     {"types", "staleness", "trajectories"},
-    {"alike", "config", "ending", "files", "functions", "http_server", "live_objects", "processes", "system"},
+    {
+        "alike",
+        "back_off",
+        "config",
+        "ending",
+        "files",
+        "functions",
+        "http_server",
+        "live_objects",
+        "processes",
+        "system",
+    },
     {"models"},
     {"algorithms", "engine", "envs", "rewards", "tasks", "weights", "workflows"},
     {"rollout", "recipes"},

@@ -96,6 +96,7 @@ class ActorHost:
         self._limit_s = cluster.config.engine.give_up_s
         self._looking: asyncio.Task[None] | None = None
         self._actor: Actor | None = None
+        self._ended = False  # before it could say where it is
         with contextlib.suppress(Gone):  # whoever asks for it tries again
             self._actor = self._start()
 
@@ -109,12 +110,20 @@ class ActorHost:
         return cluster.start(self._role, ServerRole, config, self._number, address)
 
     def address(self, limit_s: float) -> str:
+        self._ended = True
         try:
             if self._actor is None:
                 self._actor = self._start()
-            return _url(self._actor.ask(limit_s + CALL_S, "url", limit_s))
+            url = _url(self._actor.ask(limit_s + CALL_S, "url", limit_s))
+            self._ended = False
+            return url
         except Gone as error:
             raise ServerFailed(str(error)) from error
+
+    def revive(self) -> None:
+        if self._ended and self._actor is not None:
+            self._actor = None  # `address` starts another
+            self._cluster.end(self._role)
 
     async def ready(self) -> Server:
         try:

@@ -19,14 +19,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from rollover.back_off import BackOff
 from rollover.config import RewardsConfig
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
 from rollover.rewards.worker import COUNTERS
 from rollover.types import Reward, Task
 
-_FIRST_BACK_OFF_S = 0.5
-_LONGEST_BACK_OFF_S = 30.0
 _LOOK_EVERY_S = 5.0
 
 Result = TypeVar("Result")
@@ -209,12 +208,13 @@ class SpreadPool:
 
     async def _keep(self, node: RewardNode) -> None:
         """For ever: start it, look at it until it is lost, wait a little."""
-        pause_s, said = _FIRST_BACK_OFF_S, ""
+        back_off = BackOff()
         while True:
-            began = time.monotonic()
+            back_off.begin()
             try:
                 await node.start()
-                serving, said = _Serving(node, node.num_workers), ""
+                serving = _Serving(node, node.num_workers)
+                back_off.works()
                 self._serving.append(serving)
                 self._move()
                 why = await self._watch(serving)
@@ -222,15 +222,11 @@ class SpreadPool:
                 self._num_losses += 1
             except NodeLost as error:
                 why = str(error)
-            if why != said:
+            if back_off.is_news(why):
                 left = "" if self._serving else "; scorings wait for it, as there is no other"
                 self.say(f"the reward node {node.name} is lost ({why}), and is started again{left}")
-                said = why
             await node.discard()
-            if time.monotonic() - began > _LONGEST_BACK_OFF_S:
-                pause_s = _FIRST_BACK_OFF_S
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_BACK_OFF_S)
+            await asyncio.sleep(back_off.pause_s())
 
     async def _watch(self, serving: _Serving) -> str:
         """Returns why it is lost, as soon as that is known."""

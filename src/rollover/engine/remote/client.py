@@ -12,7 +12,7 @@ import os
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollover.engine.remote.wire import Chunk, Refused, ServerFailed, parse_event
+from rollover.engine.remote.wire import GENERATE, Chunk, Refused, ServerFailed, parse_event
 
 if TYPE_CHECKING:
     import aiohttp
@@ -65,7 +65,7 @@ class ServerClient:
         if self._streams is None:
             self._streams = self._open(limit=0)
         try:
-            async with self._streams.post(f"{self.url}/inference/v1/generate", json=body) as response:
+            async with self._streams.post(self.url + GENERATE, json=body) as response:
                 if response.status != 200:
                     said = _message(await response.text(errors="replace"))
                     raise ValueError(said) if response.status == 400 else ServerFailed(f"{response.status}: {said}")
@@ -97,7 +97,7 @@ class ServerClient:
             async with self._control.request(method, self.url + path, timeout=limit, **values) as response:
                 text = await response.text(errors="replace")
                 if response.status >= 400:
-                    raise Refused(f"{path} answered {response.status}: {_message(text)}")
+                    raise Refused(f"{path} answered {response.status}: {_message(text)}", response.status)
                 return json.loads(text) if text else {}
         except TimeoutError as error:
             raise ServerFailed(f"{path} was not answered within {limit_s:.3g} s") from error

@@ -82,7 +82,7 @@ class RemoteEngine:
     def max_tokens(self) -> int:
         """Of the first server that answered; those that take less do not take part. EngineDied if none answers."""
         if self._longest is None:
-            self._longest = longest_rollout(self.hosts, self.config.engine.give_up_s)
+            self._longest = longest_rollout(self.hosts, self.config.engine.give_up_s, self._setup.say)
         return self._longest
 
     def _check_longest(self, tokens: int) -> None:

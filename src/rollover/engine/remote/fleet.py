@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollover.back_off import BackOff
 from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.delivery import Deliveries, resume
+from rollover.engine.remote.endpoints import check_generates, lacking
 from rollover.engine.remote.hosts import Host
 from rollover.engine.remote.line import Line
 from rollover.engine.remote.routing import Router
@@ -25,8 +27,6 @@ from rollover.engine.remote.wire import FIRST_LABEL, Refused, ServerFailed, long
 from rollover.weights.protocol import Parcel
 
 _PROBES_PER_TIMEOUT = 4
-_FIRST_BACK_OFF_S = 0.5
-_LONGEST_BACK_OFF_S = 30.0
 _LATE = 0.25  # a time-out that is noticed by this share too late says that the event loop stood still
 
 
@@ -54,6 +54,7 @@ class Fleet:
         self.line = Line(router, self._servers)
         self._tasks: list[asyncio.Task[None]] = []
         self._none_since: float | None = None
+        self._why_not: dict[str, str] = {}  # by host: why its server could not join, or was given up
 
     @property
     def serving(self) -> list[Server]:
@@ -120,39 +121,37 @@ class Fleet:
 
     async def _keep(self, host: Host) -> None:
         """For ever: let it join, watch it until it fails, part with it, wait a little."""
-        pause_s, said = _FIRST_BACK_OFF_S, ""
+        back_off = BackOff()
         while True:
-            began = time.monotonic()
+            back_off.begin()
             server = None
             try:
                 server = await host.ready()
                 self._servers[server.name] = server
                 await self._join(server)
-                said = ""
+                back_off.works()
                 why = await self._watch(server)
             except (ServerFailed, OSError) as error:  # the second where it could not even be started
                 why = f"it could not join: {error}"
-            if server is not None and self._servers.get(server.name) is server:
-                if server.serves:
-                    await self._eject(server, why)
-                else:
-                    if why != said:
-                        self.say(f"the server {host.name}: {why}; it is tried again")
+            news = back_off.is_news(why)
+            there = server is not None and self._servers.get(server.name) is server
+            if server is not None and there and server.serves:
+                await self._eject(server, why)
+            elif server is None or there:
+                self._why_not[host.name] = why
+                if news:
+                    self.say(f"the server {host.name}: {why}; it is tried again")
+                if server is not None:
                     await self._part_with(server, why)
-            elif server is None and why != said:
-                self.say(f"the server {host.name}: {why}; it is tried again")
-            said = why
             await host.discard()
-            if time.monotonic() - began > _LONGEST_BACK_OFF_S:
-                pause_s = _FIRST_BACK_OFF_S
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_BACK_OFF_S)
+            await asyncio.sleep(back_off.pause_s())
 
     async def _join(self, server: Server) -> None:
         """It answers, and has the newest weights: from now on it serves. ServerFailed if it cannot."""
         limit_s = self.limits.server_timeout_s
         await self._answers(server, "/weight_info")
         models = await self._answers(server, "/v1/models")
+        await check_generates(server.client, limit_s)
         longest = longest_of(models)
         if longest is not None:
             self.limits.check_longest(longest)
@@ -202,6 +201,8 @@ class Fleet:
             began = time.monotonic()
             try:
                 said = await server.client.get(path, limit_s=limit_s)
+            except Refused as error:
+                raise ServerFailed(lacking(path, error) or str(error)) from error
             except ServerFailed:
                 if time.monotonic() - began < limit_s * (1 + _LATE):
                     raise
@@ -215,6 +216,7 @@ class Fleet:
         if not server.serves:
             return
         self.num_ejections += 1
+        self._why_not[server.name] = why
         self.say(f"the server {server.name} is given up ({why}): its rollouts go on elsewhere, or wait for it")
         await self._part_with(server, why)
 
@@ -238,9 +240,10 @@ class Fleet:
         while True:
             await asyncio.sleep(min(1.0, self.limits.give_up_s / 4))
             if self._none_since is not None and time.monotonic() - self._none_since > self.limits.give_up_s:
+                whys = "".join(f"\n  {name}: {why}" for name, why in self._why_not.items())
                 raise EngineDied(
                     f"none of the {len(self.hosts)} servers of [engine] has served for {self.limits.give_up_s:.3g} s"
-                    " (engine.give_up_s)"
+                    f" (engine.give_up_s){whys}"
                 )
 
     def _on_end(self, task: asyncio.Task[None]) -> None:

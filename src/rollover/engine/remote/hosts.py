@@ -21,10 +21,12 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Protocol
 
+from rollover.back_off import BackOff
 from rollover.config import Config
 from rollover.config.describe import settings_as_toml
 from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.client import ServerClient, headers
+from rollover.engine.remote.endpoints import wants_token
 from rollover.engine.remote.server import Server
 from rollover.engine.remote.server_log import ServerLog
 from rollover.engine.remote.wire import ServerFailed, longest_of
@@ -42,6 +44,11 @@ class Host(Protocol):
 
     def address(self, limit_s: float) -> str:
         """Wait until the server can be asked: its URL. For any thread. ServerFailed if it takes longer, or ended."""
+        ...
+
+    def revive(self) -> None:
+        """Start a process of ours again that has ended before it was `ready`: in a thread that lives as long as it
+        shall."""
         ...
 
     async def ready(self) -> Server:
@@ -63,6 +70,9 @@ class UrlHost:
 
     def address(self, limit_s: float) -> str:
         return self.name
+
+    def revive(self) -> None:
+        """Nothing: it is not ours."""
 
     async def ready(self) -> Server:
         return Server(self.name, ServerClient(self.name))
@@ -135,6 +145,13 @@ class ProcessHost:
                 self._url = self._listen(process, limit_s)
             return self._url
 
+    def revive(self) -> None:
+        with self._heard:
+            if self._process is not None and self._process.poll() is not None:
+                _close(self._process)
+                self._url = None
+                self._start()
+
     def _listen(self, process: subprocess.Popen[bytes], limit_s: float) -> str:
         """What the process says first. It is killed if it says nothing for too long."""
         assert process.stdout is not None
@@ -163,8 +180,7 @@ class ProcessHost:
         if process is not None:
             process.kill()
             await asyncio.to_thread(process.wait)
-            if process.stdout is not None:
-                process.stdout.close()
+            _close(process)
 
     async def close(self) -> None:
         """End the process in order, so that it leaves nothing behind; at last by force."""
@@ -178,6 +194,12 @@ class ProcessHost:
             self._temporary.cleanup()
 
 
+def _close(process: subprocess.Popen[bytes]) -> None:
+    """Of a process that has ended."""
+    if process.stdout is not None:
+        process.stdout.close()
+
+
 def hosts_of(config: Config, logs: Path | None = None, own: Callable[[int], Host] | None = None) -> list[Host]:
     """Those of engine.urls, and engine.num_servers of our own, which begin to start, and print to the folder `logs`.
 
@@ -187,27 +209,37 @@ def hosts_of(config: Config, logs: Path | None = None, own: Callable[[int], Host
     return [*(UrlHost(url.rstrip("/")) for url in engine.urls), *map(make, range(engine.num_servers))]
 
 
-def longest_rollout(hosts: Sequence[Host], limit_s: float) -> int:
-    """What the first server that answers takes at most, in tokens. For any thread. EngineDied if none does in time."""
-    deadline, said = time.monotonic() + limit_s, ""
+def longest_rollout(hosts: Sequence[Host], limit_s: float, say: Callable[[str], None]) -> int:
+    """What the first server that answers takes at most, in tokens. For any thread. EngineDied if none does in time;
+    ValueError for one that wants another token. `say` prints a line, of who is waited for."""
+    deadline, said, back_off, next_revival = time.monotonic() + limit_s, "", BackOff(), 0.0
     while (left_s := deadline - time.monotonic()) > 0:
+        whys: list[str] = []
         for host in hosts:
             try:
                 return _max_model_len(host.address(left_s))
+            except urllib.error.HTTPError as error:
+                if (why := wants_token(host.name, error.code)) is not None:
+                    raise ValueError(why) from error
+                whys.append(f"{host.name}: /v1/models answered {error.code}")
             except (ServerFailed, OSError, ValueError, RecursionError, HTTPException) as error:
-                said = f"{host.name}: {error}"
+                whys.append(f"{host.name}: {error}")
+        if not said:
+            say(f"no server of [engine] answers yet, they are waited for ({'; '.join(whys)})")
+        said = "; ".join(whys)
         time.sleep(_ASK_AGAIN_S)
+        if time.monotonic() > next_revival:
+            for host in hosts:
+                host.revive()
+            next_revival = time.monotonic() + back_off.pause_s()
     raise EngineDied(f"no server of [engine] answered within {limit_s:.3g} s (engine.give_up_s); {said}")
 
 
 def _max_model_len(url: str) -> int:
     asked = urllib.request.Request(f"{url}/v1/models", headers=headers())
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as all other calls (client.py)
-    try:
-        with direct.open(asked, timeout=10) as answer:
-            said = json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        raise ServerFailed(f"/v1/models answered {error.code}") from error
+    with direct.open(asked, timeout=10) as answer:
+        said = json.loads(answer.read())
     if (longest := longest_of(said)) is None:
         raise ServerFailed(f"/v1/models names no model with its max_model_len: {str(said)[:200]}")
     return longest

@@ -14,6 +14,7 @@ from typing import Any
 
 from rollover.engine.protocol import ExtendRequest
 
+GENERATE = "/inference/v1/generate"
 FIRST_LABEL = "default"  # of the weights that a server was started with
 _DONE = "[DONE]"
 _MOST_TOKEN = 2**31  # a Segment has 32 bits for each
@@ -27,7 +28,12 @@ class ServerFailed(RuntimeError):
 
 
 class Refused(ServerFailed):
-    """A server answered that it will not do this, and is as it was before."""
+    """A server answered that it will not do this, and is as it was before. `status`: of its answer; 0: it said so in
+    another way."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)

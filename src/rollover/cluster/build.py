@@ -27,6 +27,7 @@ def open_cluster(config: Config, logs: Path | None) -> Cluster:
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")
         check_listens(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves roles where anything else computes
     try:
         from rollover.cluster.ray import RayCluster
     except ModuleNotFoundError as error:

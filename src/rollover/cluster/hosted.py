@@ -29,6 +29,8 @@ from rollover.types import Reward, Task
 
 CALL_S = 60.0
 """A role that answers a small question no sooner is lost."""
+_START_S = 600.0
+"""And so is one that has not started by then, with all that it imports."""
 _END_S = 15.0
 _LOOK_EVERY_S = 5.0
 
@@ -178,7 +180,7 @@ class ActorRewardNode:
         self.counters, self._sent = {}, set()
         try:
             self._actor = self._cluster.start(self._role, RewardRole, self._cluster.config.rewards)
-            self.num_workers = await self._actor.answer(CALL_S, "num_workers")
+            self.num_workers = await self._actor.answer(_START_S, "num_workers")
             await self._actor.look()
         except Gone as error:
             raise NodeLost(str(error)) from error

@@ -45,10 +45,15 @@ class ActorRanks:
         self._why = ""  # nothing can be asked any more
         self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(num, "rank-call")
-        self._ranks: list[Actor] = []
         deadline = time.monotonic() + timeout_s
-        for rank in range(num):
-            self._ranks.append(self._started(rank, deadline))
+        try:
+            self._ranks: list[Actor] = list(self._threads.map(lambda rank: self._started(rank, deadline), range(num)))
+        except BaseException as error:
+            self._end(str(error))
+            self._threads.shutdown()
+            for rank in range(num):  # that were started meanwhile
+                actors.end(_name(rank))
+            raise
         self.host = actors.address_of(_name(0))
         threading.Thread(target=self._watch, daemon=True, name="ranks").start()
 
@@ -74,17 +79,18 @@ class ActorRanks:
 
     def _started(self, rank: int, deadline: float) -> Actor:
         config, name = self._actors.config, _name(rank)
-        while True:
+        while not self._why:  # another one cannot be started
             try:
                 check_weights_dir(self._actors, name, "ranks are on other machines than the controller")
                 actor = self._actors.start(name, RankRole, config, rank, self._actors.address_of(name))
-                actor.ask(CALL_S, "begin")
+                # What a process imports first may take long, where many read one disk.
+                actor.ask(max(CALL_S, deadline - time.monotonic()), "begin")
                 return actor
             except Gone as error:
                 if time.monotonic() > deadline:
-                    self._end(f"{name} cannot be started: {error}")
-                    raise BackendLost(self._why) from error
+                    raise BackendLost(f"{name} cannot be started: {error}") from error
             time.sleep(_LOOK_EVERY_S)
+        raise BackendLost(self._why)
 
     def _answers(self, verb: str, calls: dict[Future[dict[str, Any]], int], limited: bool) -> Answers:
         collecting = Collecting(calls.values(), self._timeout_s, limited, lambda rank, how: self._lost(rank, verb, how))

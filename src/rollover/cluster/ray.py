@@ -61,6 +61,7 @@ class RayCluster:
         self.config, self.logs = config, logs
         self._session = None if config.cluster.address else OwnSession()
         self._actors: dict[str, RayActor] = {}  # by the name of the role
+        self._finding = threading.Lock()  # ranks are started in threads
         try:
             _connect(config.cluster.address, self._session)
             alive = _alive()
@@ -127,7 +128,8 @@ class RayCluster:
 
     def _node_of(self, name: str, alive: Mapping[str, Mapping[str, Any]]) -> str:
         try:
-            return self._seats.find(name, _nodes(alive))
+            with self._finding:
+                return self._seats.find(name, _nodes(alive))
         except DoesNotFit as error:
             raise Gone(f"no node has room for it: {error}") from error
 
@@ -275,6 +277,8 @@ class RayActor:
     def ask(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
         try:
             return ray.get(getattr(self._handle, method).remote(*arguments), timeout=limit_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise Gone(f"it did not answer within {limit_s:g} s") from error
         except ray.exceptions.RayError as error:
             raise _gone(error) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -19,10 +20,11 @@ LIMIT_S = 30
 
 
 class FakeRank:
-    """Answers a call by `answer(verb, values)`; after `kill` every call, also one under way, ends by Gone."""
+    """Answers a call by `answer(verb, values)`; after `kill` every call, also one under way, ends by Gone. `begin`
+    takes so long as its function."""
 
-    def __init__(self, answer: Callable[[str, Any], dict[str, Any]]) -> None:
-        self.answer_, self.resident, self.rank_lives = answer, 0, True
+    def __init__(self, answer: Callable[[str, Any], dict[str, Any]], begin: Callable[[float], None]) -> None:
+        self.answer_, self.resident, self.rank_lives, self.begin = answer, 0, True, begin
         self.dead = threading.Event()
 
     def kill(self) -> None:
@@ -33,6 +35,9 @@ class FakeRank:
             raise Gone("it was killed")
         if method == "lives":
             return 1000 if self.rank_lives else 0
+        if method == "begin":
+            assert limit_s is not None
+            self.begin(limit_s)
         if method != "call":
             return None
         found = self.answer_(*arguments)
@@ -51,17 +56,22 @@ class FakeRank:
 class FakeActors:
     """`answers`: of each rank. `no_room`: so often no node has room."""
 
-    def __init__(self, *answers: Callable[[str, Any], dict[str, Any]], no_room: int = 0) -> None:
+    def __init__(
+        self,
+        *answers: Callable[[str, Any], dict[str, Any]],
+        no_room: int = 0,
+        begin: Callable[[float], None] = lambda limit_s: None,
+    ) -> None:
         backend = {"type": "ranks", "num_ranks": 2}
         self.config = Config.model_validate({"backend": backend, "engine": {"kind": "remote", "num_servers": 1}})
-        self.answers, self.no_room = answers, no_room
+        self.answers, self.no_room, self.begin = answers, no_room, begin
         self.ranks: dict[str, FakeRank] = {}
 
     def start(self, name: str, role: type, *arguments: Any) -> FakeRank:
         if self.no_room:
             self.no_room -= 1
             raise Gone("no node has room for it")
-        self.ranks[name] = FakeRank(self.answers[int(name.split()[1])])
+        self.ranks[name] = FakeRank(self.answers[int(name.split()[1])], self.begin)
         return self.ranks[name]
 
     def end(self, name: str) -> None:
@@ -154,3 +164,28 @@ def test_one_that_ends_between_two_calls_ends_the_others(gone: bool) -> None:
 def test_where_no_node_has_room_for_too_long_they_are_lost() -> None:
     with pytest.raises(BackendLost, match="rank 0 cannot be started: no node has room"):
         ActorRanks(FakeActors(found, found, no_room=10**6), 2, 0.1)
+
+
+def test_they_are_started_at_the_same_time_and_each_may_take_as_long_as_all() -> None:
+    """What a process imports first may come from a disk that many read."""
+    together, limits = threading.Barrier(2), []
+
+    def begin(limit_s: float) -> None:
+        limits.append(limit_s)
+        together.wait(LIMIT_S)
+
+    ActorRanks(FakeActors(found, found, begin=begin), 2, 1000.0).close()
+    assert len(limits) == 2 and all(limit_s > 900 for limit_s in limits)
+
+
+def test_one_that_cannot_be_started_ends_those_that_are_being_started() -> None:
+    calls = itertools.count()
+
+    def begin(limit_s: float) -> None:
+        if next(calls) == 0:
+            raise ValueError("it is refused")
+
+    actors = FakeActors(found, found, begin=begin)
+    with pytest.raises(ValueError, match="it is refused"):
+        ActorRanks(actors, 2, LIMIT_S)
+    assert all(rank.dead.is_set() for rank in actors.ranks.values())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import runs
 
+import tiny
 from rollover.cli import main
 
 
@@ -41,9 +43,41 @@ def test_answers_and_the_worst_of_them(recipe: Path, tmp_path: Path, capsys: pyt
     for row in lowest:
         assert f"{row['task_id']} (test): score {row['score']:.2f}, {row['stop_reason']}" in said
     assert said.count("\n  -> ") == 3
-    assert main([*words, "--json", "--worst", "2"]) == 0
+    assert main([*words, "--json", "--worst", "2", "--against", "out.jsonl"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["worst"] == lowest[:2] and set(result["data_sources"]) == {"a", "b"}
+    [against] = result["against"]
+    assert (against["tasks"], against["difference"], against["p_value"], against["unpaired"]) == (6, 0, 1, 0)
+
+
+def test_several_settings_against_what_was_recorded_of_another_model(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text(
+        recipe.read_text()
+        + '[[eval.settings]]\nname = "greedy"\ntemperature = 0.0\nmax_new_tokens = 5\n'
+        + '[[eval.settings]]\nname = "many"\nsamples_per_task = 4\n'
+    )
+    words = ["eval", str(recipe), "--eval.majority", "true", "--eval.num_tasks", "4"]
+    assert main([*words, "--answers", "a.jsonl", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "maj@4" not in result and result["settings"]["greedy"]["tokens"] <= 5
+    assert {"maj@4", "maj@4_ci", "pass@4", "sources", "truncated"} <= result["settings"]["many"].keys()
+    rows = runs.json_lines(tmp_path / "a.jsonl")
+    assert [sum(r.get("setting", "") == name for r in rows) for name in ("", "greedy", "many")] == [8, 4, 16]
+    assert all(r["num_tokens"] <= 5 for r in rows if r.get("setting") == "greedy")
+    for row in rows:
+        digits = re.findall(r"\d+", row["answer"])
+        assert ("vote" in row) == bool(digits), row
+    tiny.save(tmp_path / "other", seed=1)
+    assert main([*words, "--model", "other", "--against", "a.jsonl", "--answers", "b.md"]) == 0
+    said = capsys.readouterr().out
+    assert " greedy " in said and " many " in said
+    for start in ("against a.jsonl: 4 tasks: mean reward ", "setting greedy: 4 tasks: ", "setting many: 4 tasks: "):
+        assert start in said
+    assert (tmp_path / "b.md").read_text().count("\n\nanswer (") == 28
+    assert main([*words, "--against", "nowhere.jsonl", "--model.path", "/no/such/model"]) == 2
+    assert "--against nowhere.jsonl: it cannot be read" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_an_error_before_the_model_is_loaded(

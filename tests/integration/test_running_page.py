@@ -28,6 +28,7 @@ def test_the_page_lists_the_files_of_a_run_and_the_keys_in_them(tmp_path: Path) 
     run = tmp_path / "run"
     listed = first_column("The run directory")
     listed.remove("logs/")  # of runs with servers or ranks alone (test_remote_run.py)
+    listed.remove("best_model/")  # of runs with checkpoint.save_best_model (test_best_run.py)
     assert sorted(listed) == sorted(p.name + "/" * p.is_dir() for p in run.iterdir())
     (line, *_) = runs.json_lines(run / "rollouts" / "step-000001.jsonl")
     assert first_column("`rollouts/step-000012.jsonl`") == list(line)

@@ -53,15 +53,16 @@ class CheckpointWriteError(OSError):
 class CheckpointStore:
     """The checkpoints of one run, in `dir`: a local path or an fsspec URL (file://, s3://, memory://).
 
-    `keep` is the number of committed checkpoints that stay after a write (>= 1). Downloads of a remote store live as
-    long as the store object. `shared`: a local folder that all machines of the run see, in which the files of a remote
-    store lie on their way; None: this machine's TMPDIR.
+    `keep` is the number of committed checkpoints that stay after a write (>= 1), beside the one of `keep_also`.
+    Downloads of a remote store live as long as the store object. `shared`: a local folder that all machines of the run
+    see, in which the files of a remote store lie on their way; None: this machine's TMPDIR.
     """
 
     def __init__(self, dir: str, keep: int, shared: Path | None = None) -> None:
         assert keep >= 1
         self.dir = dir
         self.keep = keep
+        self._kept = ""
         self._storage = _storage(dir, shared)
 
     @property
@@ -142,6 +143,15 @@ class CheckpointStore:
                 with self._storage.reading():
                     self._storage.delete(later)
 
+    def keep_also(self, name: str) -> None:
+        """From now on this one stays, too, and whichever was kept so before goes when it is not among the newest. One
+        that is not there is no error."""
+        if name == self._kept:
+            return
+        self._kept = name
+        if names := self.list():
+            self._prune(names[-1])
+
     @contextlib.contextmanager
     def _write_errors(self, name: str, undo: Callable[[], None]) -> Iterator[None]:
         """A write that fails is undone, and is an error of one line."""
@@ -162,7 +172,8 @@ class CheckpointStore:
             warnings.warn(f"no earlier checkpoint was deleted: {error}", stacklevel=2)
             return
         never_finished = {n for n in self._storage.cut_off() if checkpoint_step(n) < step} - set(earlier)
-        for name in [*earlier[: -self.keep], *sorted(never_finished)]:
+        too_old = [n for n in earlier[: -self.keep] if n != self._kept]
+        for name in [*too_old, *sorted(never_finished)]:
             try:
                 self._storage.delete(name)
             except self._storage.write_errors as error:

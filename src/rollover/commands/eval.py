@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,18 @@ if TYPE_CHECKING:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--answers", metavar="OUT.jsonl", type=Path, help="write every answer, with task and score")
+    add(
+        "--answers",
+        metavar="OUT",
+        type=Path,
+        help="write every answer, with task and score: OUT.md as a text to read, any other name as JSONL",
+    )
+    add(
+        "--against",
+        metavar="RECORDED",
+        type=Path,
+        help="compare with a recorded evaluation, by task: a JSONL file of --answers, or a run's folder (its newest)",
+    )
     add("--worst", metavar="N", type=positive, default=0, help="print the N answers scored lowest")
     add("--model", metavar="DIR", help="model to evaluate in place of model.path")
     add("--json", action="store_true", help="print JSON")
@@ -27,22 +39,29 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.ending import run_bounded
     from rollover.files import check_output_file
     from rollover.run.evaluate import summarised
+    from rollover.track.against import compared, read_recorded
     from rollover.track.answers import print_worst, worst, write_answers
 
     if config.eval.num_tasks == 0:
         raise ValueError("eval.num_tasks = 0 means no evaluation: set it, for instance --eval.num_tasks 100")
     if args.answers is not None:
         check_output_file(args.answers, "--answers")
+    recorded = None if args.against is None else read_recorded(args.against)  # before OUT may replace it
     to_stderr(tasks_line(config))
     found = run_bounded(answers_to_all(config, args.model), config.watchdog.grace_s)
     answers = found.answers
     if args.answers is not None:  # first: where every reward failed it says why
         write_answers(args.answers, answers)
     result, chosen = summarised(found, config), worst(answers, args.worst)
+    comparisons = [] if recorded is None else compared(answers, recorded)
     if args.json:
-        print(json.dumps({**result, "worst": [a.as_json() for a in chosen]} if args.worst else result))
+        result |= {"worst": [a.as_json() for a in chosen]} if args.worst else {}
+        result |= {"against": [of.as_json() for of in comparisons]} if comparisons else {}
+        print(json.dumps(result))
         return 0
     print_eval(result)
+    for comparison in comparisons:
+        print(f"against {args.against}: {comparison}")
     print_worst(chosen)
     return 0
 
@@ -50,15 +69,15 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 async def answers_to_all(config: Config, model: str | None) -> Answers:
     """Answers to the held-out tasks of `model` (None: model.path), scored."""
     from rollover.run.eval_parts import EvalParts
-    from rollover.run.evaluate import answers_of, encode_tasks, held_out_tasks
-    from rollover.tasks.prompts import encoder, prompt_limit
+    from rollover.run.evaluate import answers_of, encode_tasks, held_out_tasks, longest_prompt
+    from rollover.tasks.prompts import encoder
 
     parts = await EvalParts.build(config, model)
     try:
         assert parts.environment is not None
         tasks = held_out_tasks(config, to_stderr)
         encode = encoder(parts.tokenizer, parts.environment)
-        held_out = encode_tasks(tasks, encode, prompt_limit(config, parts.engine.max_tokens))
+        held_out = encode_tasks(tasks, encode, longest_prompt(config, parts.engine.max_tokens))
         return await answers_of(
             held_out, parts.engine, parts.environment, parts.tokenizer, config, parts.stop_token_ids, to_stderr
         )
@@ -77,16 +96,18 @@ def tasks_line(config: Config) -> str:
 
 
 def print_eval(result: dict[str, Any]) -> None:
-    """A table of mean reward and pass@k with 95 % intervals: by file or generator, by data_source, and of all."""
+    """A table of mean reward, pass@k and maj@k with 95 % intervals: by file or generator, by data_source, by setting,
+    and of all in the setting of [eval] itself."""
     from rich.console import Console
     from rich.table import Table
 
     from rollover.track.live import decimal
     from rollover.track.statistics import parts_of
 
-    names = [k for k in result if k.startswith("pass@") and not k.endswith("_ci")]
+    rows = [*parts_of(result).items(), ("all", result)]
+    names = list(dict.fromkeys(k for _, row in reversed(rows) for k in row if re.fullmatch(r"(pass|maj)@\d+", k)))
     table = Table("source", "tasks", "mean reward", *names)
-    for source, row in [*parts_of(result).items(), ("all", result)]:
+    for source, row in rows:
         interval = f" [{row['ci'][0]:.3f}, {row['ci'][1]:.3f}]" if row["ci"] else ""
         cells = []
         for name in names:

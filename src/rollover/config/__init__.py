@@ -2,9 +2,10 @@
 
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.distill import DistillConfig
+from rollover.config.evaluation import EvalConfig, EvalSettingConfig
 from rollover.config.rewards import RewardsConfig
 from rollover.config.rollout import RolloutConfig
-from rollover.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
+from rollover.config.run import CheckpointConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
 from rollover.config.schema import Config
 from rollover.config.selection import FiltersConfig, ReplayConfig, RerollConfig
 from rollover.config.table import ConfigError, Table
@@ -20,6 +21,7 @@ __all__ = [
     "DistillConfig",
     "EngineConfig",
     "EvalConfig",
+    "EvalSettingConfig",
     "FiltersConfig",
     "LoraConfig",
     "ModelConfig",

@@ -1,4 +1,4 @@
-"""[run], [eval], [checkpoint], [track], [watchdog] and [plan], and the rules about them."""
+"""[run], [checkpoint], [track], [watchdog] and [plan], and the rules about them."""
 
 from typing import Annotated, Literal
 
@@ -29,36 +29,6 @@ class RunConfig(Table):
     )
 
 
-class EvalConfig(Table):
-    """[eval]: evaluation on held-out tasks, before, during and after training."""
-
-    num_tasks: int = option(0, "Held-out tasks; 0 = no evaluation.", ge=0)
-    samples_per_task: int = option(
-        1,
-        "Rollouts per held-out task; pass@k up to this k.",
-        ge=1,
-        only_if=[("eval.num_tasks",), ("eval.temperature",)],
-    )
-    every_steps: int = option(
-        0,
-        "Steps between two evaluations; 0 = only before and after training.",
-        ge=0,
-        only_if=("eval.num_tasks",),
-    )
-    temperature: float = option(
-        1.0, "Sampling temperature of evaluation; 0 = greedy.", ge=0, only_if=("eval.num_tasks",)
-    )
-    top_p: float = option(
-        1.0,
-        "Nucleus sampling of evaluation; 1 = off.",
-        gt=0,
-        le=1,
-        only_if=[("eval.num_tasks",), ("eval.temperature",)],
-    )
-    pass_threshold: float = option(1.0, "A rollout passes if its score is at least this.", only_if=("eval.num_tasks",))
-    seed: int = option(1_000_003, "Seed of the held-out tasks and of their sampling.", only_if=("eval.num_tasks",))
-
-
 class CheckpointConfig(Table):
     """[checkpoint]: snapshots of weights, optimizer and every unfinished rollout."""
 
@@ -82,6 +52,16 @@ class CheckpointConfig(Table):
         " allows.",
     )
     save_final_model: bool = option(True, "Write <run.dir>/model for transformers at the end.")
+    keep_best: bool = option(
+        False,
+        "Write a checkpoint after the best evaluation so far (eval.metric), and keep it beside the newest ones (keep).",
+        only_if=("eval.num_tasks",),
+    )
+    save_best_model: bool = option(
+        False,
+        "Write <run.dir>/best_model for transformers after the best evaluation so far (eval.metric).",
+        only_if=("eval.num_tasks",),
+    )
 
 
 class TrackConfig(Table):
@@ -91,6 +71,11 @@ class TrackConfig(Table):
         "auto", "Terminal view: rich on a TTY, plain lines elsewhere (auto)."
     )
     rollouts: bool = option(True, "Record every trained or dropped rollout under rollouts/ (JSONL).")
+    answers: bool = option(
+        True,
+        "Write every answer of every evaluation to evaluations/step-*.jsonl.",
+        only_if=("eval.num_tasks",),
+    )
     trace: bool = option(True, "Write what happened to every rollout, and when, to trace.jsonl (docs/trace.md).")
     metrics: str = option(
         "",

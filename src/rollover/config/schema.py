@@ -17,6 +17,7 @@ from rollover.config import (
     backend,
     cluster,
     distill,
+    evaluation,
     rewards,
     rollout,
     run,
@@ -29,9 +30,10 @@ from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.backend import BackendConfig
 from rollover.config.cluster import ClusterConfig
 from rollover.config.distill import DistillConfig
+from rollover.config.evaluation import EvalConfig
 from rollover.config.rewards import RewardsConfig
 from rollover.config.rollout import RolloutConfig
-from rollover.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
+from rollover.config.run import CheckpointConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
 from rollover.config.selection import FiltersConfig, ReplayConfig, RerollConfig
 from rollover.config.table import UNSETTLED, Inert, Refused, Rule, Table, given, on_fields, refuse, row_of, table_of
 from rollover.config.tasks import TasksConfig, source_rules
@@ -179,6 +181,7 @@ RULES: tuple[Rule, ...] = (
     *cluster.RULES,
     *tasks.RULES,
     *rewards.RULES,
+    *evaluation.RULES,
     *run.RULES,
     *rollout.RULES,
     *workflow.RULES,

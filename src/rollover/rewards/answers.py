@@ -79,6 +79,13 @@ def same_answer(answer: str, reference: str) -> bool:
     return number is not None and number == _as_number(right)
 
 
+def answer_key(answer: str) -> str:
+    """A text that two answers share where they are the `same_answer`."""
+    text = _normalise(answer)
+    number = _as_number(text)
+    return text if number is None else str(number)
+
+
 def _normalise(text: str) -> str:
     return " ".join(text.replace("\N{MINUS SIGN}", "-").casefold().strip().strip("$").rstrip(".").split())
 

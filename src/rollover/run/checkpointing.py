@@ -102,6 +102,19 @@ class Checkpointing:
                 f"checkpoint {snapshot.name}; if this run ends early, continue with: {self.resume_command}"
             )
 
+    async def keep_best(self, step: int | None) -> None:
+        """With checkpoint.keep_best that of `step`, the best evaluation's, stays whatever comes later. It is written
+        now where there is none, if that is the present step."""
+        version = self.parts.trainer.policy_version
+        if self.config.checkpoint.keep_best and step and step == version != self.saved_version:
+            await self.checkpoint()
+        self.hold_best(step)
+
+    def hold_best(self, step: int | None) -> None:
+        """The same, without writing any. Before the first step there is nothing to keep."""
+        if self.config.checkpoint.keep_best and step:
+            self.directory.store.keep_also(checkpoint_name(step))
+
     async def rescue(self, error: Exception) -> None:
         """Before an error ends the run: a checkpoint of what it has, if that is consistent."""
         parts, version = self.parts, self.parts.trainer.policy_version

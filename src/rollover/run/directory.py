@@ -1,6 +1,7 @@
 """The directory of one run: its files, whether this run may use it, and the command that goes on with it.
 
     config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  journal/  model/  logs/
+    evaluations/ (every answer)  best_model/
     lock (held while the run lives)  checkpointed (where its checkpoints are)  finished (at which step)
 
 Owns where things lie. Never decides what is written, nor when.
@@ -23,6 +24,8 @@ from rollover.checkpoint.store import CheckpointStore, checkpoint_name
 from rollover.config import Config
 from rollover.config import resume as resume_rules
 from rollover.files import atomic_write_text, check_writable
+from rollover.run.best import why_enough
+from rollover.run.evaluation_files import EvaluationFiles
 from rollover.run.lock import LOCK, DirectoryLock
 from rollover.track.build import build_trackers
 from rollover.track.sinks import EvalFile, MetricsFile
@@ -49,7 +52,13 @@ class RunDirectory:
         if resume and not config.run.dir:
             raise ValueError("--resume needs run.dir: add --run.dir <directory of the run>")
         self.path = Path(config.run.dir).expanduser() if config.run.dir else _new_directory(config.run.name)
-        for output in (self.path, *(self.path / name for name in ("rollouts", "journal", "model", "profile", "logs"))):
+        for output in (
+            self.path,
+            *(
+                self.path / name
+                for name in ("rollouts", "journal", "model", "profile", "logs", "evaluations", "best_model")
+            ),
+        ):
             check_writable(output, "run.dir")
         for name in _FILES:
             if (self.path / name).is_dir():
@@ -57,6 +66,7 @@ class RunDirectory:
                     f"run.dir = {str(self.path)!r} cannot be used: {name} in it is a folder, and a run writes a file of"
                     " that name. Remove the folder, or give another run.dir"
                 )
+        self.of_evaluations = EvaluationFiles(self.path)
         metrics = self.path / "metrics.jsonl"
         shared = (self.path / _SHARED).absolute() if config.backend.type == "ranks" else None
         self.store = CheckpointStore(
@@ -165,9 +175,11 @@ class RunDirectory:
         """As for a process that goes on with the run: it makes a copy of its own of the run's files."""
         self.mirror = self.store.mirror(self.path)
 
-    def end(self, step: int, used_up: str) -> None:
-        """The run is finished at `step`, its files are whole. `used_up`: what ran out before the last step, or ""."""
-        atomic_write_text(self.path / _FINISHED, json.dumps({"step": step, "used_up": used_up}) + "\n")
+    def end(self, step: int, used_up: str, enough: str = "") -> None:
+        """The run is finished at `step`, its files are whole. `used_up`: what ran out before the last step, or "".
+        `enough`: why it ended before that by eval.patience, or ""."""
+        end = {"step": step, "used_up": used_up, **({"enough": enough} if enough else {})}
+        atomic_write_text(self.path / _FINISHED, json.dumps(end) + "\n")
 
     def why_finished(self) -> str | None:
         """What to tell who resumes a run that is finished, and whose configuration asks for no more; else None."""
@@ -180,6 +192,8 @@ class RunDirectory:
         run = f"this run is finished: {end['step']} steps are trained"
         if self.config.train.num_steps <= end["step"]:
             return f"{run}, and train.num_steps = {self.config.train.num_steps}. Raise it to go on"
+        if enough := why_enough(self.evals.rows(), self.config.eval):
+            return f"{run}, and {enough}. Raise eval.patience, or set it to 0, to go on"
         if end["used_up"] and not self.tasks_changed:
             return f"{run}, and the {end['used_up']} are used up. Start a new run, or raise tasks.epochs of a data set"
         return None
@@ -205,6 +219,7 @@ class RunDirectory:
         if step >= 0:
             # Before the rows of their steps go: a checkpoint that the metrics do not reach cannot be resumed.
             self.store.discard_after(checkpoint_name(step))
+        self.of_evaluations.forget_after(step)
         self.trackers.truncate(cut)
 
     def write_config(self, *, replace: bool = False) -> None:

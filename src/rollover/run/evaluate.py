@@ -1,21 +1,22 @@
-"""Held-out tasks: answered by a model, scored and summarised. Never trains."""
+"""Held-out tasks: answered by a model in each setting of [eval], scored and summarised. Never trains."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollover.alike import did_you_mean
-from rollover.config import Config
+from rollover.config import Config, EvalSettingConfig
 from rollover.engine.protocol import Engine
 from rollover.envs.protocol import Environment
-from rollover.rewards.answers import reference_answer
+from rollover.rewards.answers import answer_key, extract_answer, reference_answer
 from rollover.rewards.registry import answer_of
 from rollover.run.playing import Playing, together
-from rollover.tasks.build import held_out_names
-from rollover.tasks.prompts import Encode
+from rollover.tasks.build import held_out_names, labels_of
+from rollover.tasks.prompts import Encode, prompt_limit
 from rollover.tasks.stream import TaskStream
 from rollover.track.answers import Answer, RoleScore, summary_of
 from rollover.trajectories import Episode, episodes_of
@@ -35,8 +36,8 @@ class EvalTasks:
 
 @dataclass(frozen=True)
 class Answers:
-    """Of an evaluation, in the order of the tasks. `ends`: how the episodes that agents played ended, and how many
-    began again; {} where no agent plays."""
+    """Of an evaluation, by setting, in the order of the tasks. `ends`: how the episodes that agents played ended, and
+    how many began again; {} where no agent plays."""
 
     answers: list[Answer]
     ends: dict[str, int] = field(default_factory=dict)
@@ -47,6 +48,19 @@ def held_out_tasks(config: Config, say: Callable[[str], None]) -> list[Task]:
     stream = TaskStream(config.tasks, seed=config.eval.seed, split="eval", rewards=config.rewards)
     stream.say = say
     return stream.take(config.eval.num_tasks)
+
+
+def longest_prompt(config: Config, max_tokens: int) -> int:
+    """The longest prompt of a held-out task, the same for all settings: what the longest answers of training and
+    evaluation leave of the engine's `max_tokens`. ValueError where they leave nothing."""
+    limit = prompt_limit(config, max_tokens)
+    most = max(config.eval.tokens_of(setting, config.rollout.max_new_tokens) for setting in config.eval.every_setting)
+    if max_tokens - most < 1:
+        raise ValueError(
+            f"eval.max_new_tokens: {most} tokens leave no room for a prompt: the model's positions and"
+            f" engine.kv_memory_gb allow rollouts of {max_tokens} tokens. Lower it, also in [[eval.settings]]"
+        )
+    return min(limit, max_tokens - most)
 
 
 def encode_tasks(tasks: list[Task], encode: Encode, max_prompt_tokens: int) -> EvalTasks:
@@ -61,19 +75,26 @@ def encode_tasks(tasks: list[Task], encode: Encode, max_prompt_tokens: int) -> E
 def summarised(found: Answers, config: Config) -> dict[str, Any]:
     """{"mean", "ci", "pass@1", ..., "sources", "missing", "samples"}; a missing reward leaves the statistics.
 
-    "roles" has the same by role where there are several, "episodes" how those of agents ended. `samples` holds the
-    first answers of the first tasks, for the summary. ValueError if every reward failed.
+    "settings" has the same for each of [[eval.settings]], "roles" by role where there are several, "episodes" how those
+    of agents ended. `samples` holds the first answers of the first tasks, for the summary. ValueError if every reward
+    failed.
     """
-    answers = found.answers
-    if all(a.score is None for a in answers):
-        error = next((a.error for a in answers), None)
+    if all(a.score is None for a in found.answers):
+        error = next((a.error for a in found.answers), None)
         raise ValueError(f"rewards: every reward of the evaluation failed; the last error is: {error}")
     cfg = config.eval
-    ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < cfg.samples_per_task] + [cfg.samples_per_task]
-    first = [a for a in answers if a.sibling == 0][: config.track.show_samples]
+
+    def of(setting: EvalSettingConfig) -> dict[str, Any]:
+        answers = [answer for answer in found.answers if answer.setting == setting.name]
+        majority_ks = setting.majority_ks if cfg.majority else ()
+        return summary_of(answers, cfg.pass_threshold, setting.pass_ks, majority_ks)
+
+    main, *others = cfg.every_setting
+    first = [a for a in found.answers if a.sibling == 0 and not a.setting][: config.track.show_samples]
     samples = [{"prompt": a.prompt, "completion": a.answer, "score": a.score} for a in first]
+    settings = {"settings": {setting.name: of(setting) for setting in others}} if others else {}
     ends = {"episodes": found.ends} if found.ends else {}
-    return {**summary_of(answers, cfg.pass_threshold, ks), **ends, "samples": samples}
+    return {**of(main), **settings, **ends, "samples": samples}
 
 
 async def answers_of(
@@ -85,32 +106,26 @@ async def answers_of(
     stop_token_ids: frozenset[int],
     say: Callable[[str], None],
 ) -> Answers:
-    """eval.samples_per_task answers to every task, played with the environment, or by agents, and scored. `say` prints
-    a line.
+    """The answers to every task in every setting of [eval] and [[eval.settings]], one setting after the other, played
+    with the environment, or by agents, and scored. `say` prints a line.
 
     An answer at which the environment fails has no score. ValueError if a rollout or a task's scoring stalls, or the
     engine fails at a rollout again and again ([watchdog]).
     """
-    cfg, names = config.eval, held_out_names(config.tasks.sources)
-    sampling = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
-    playing = Playing(engine, environment, config, stop_token_ids, sampling, cfg.seed, cfg.samples_per_task, say)
-
-    async def one_task(index: int) -> list[Answer]:
-        task, prompt_ids = held_out.tasks[index], held_out.prompts[index]
-        group = await playing.play(-1 - index, task, prompt_ids, cfg.samples_per_task)
-        return [_answer(episode, tokenizer, names, config.workflow.untrained) for episode in episodes_of(group)]
-
-    async def all_tasks() -> list[Answer]:
-        tasks = await together([one_task(i) for i in range(len(held_out.tasks))])
-        return [answer for of_task in tasks for answer in of_task]
-
-    answers = _named(await playing.unless_it_stalls(all_tasks()))
-    if playing.episodes is None:
-        return Answers(answers)
-    ends = {how: playing.episodes.counts[f"episodes/{how}"] for how in _ENDS}
+    found: list[Answer] = []
+    ends: Counter[str] = Counter()
+    for setting in config.eval.every_setting:
+        limit = config.eval.tokens_of(setting, config.rollout.max_new_tokens)
+        limited = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_new_tokens": limit})})
+        sampling = SamplingParams(temperature=setting.temperature, top_p=setting.top_p)
+        num, seed = setting.samples_per_task, config.eval.seed
+        playing = Playing(engine, environment, limited, stop_token_ids, sampling, seed, num, say)
+        found += await _in_setting(setting, held_out, playing, tokenizer, config)
+        if playing.episodes is not None:
+            ends.update({how: playing.episodes.counts[f"episodes/{how}"] for how in _ENDS})
     if why := ", ".join(f"{ends[how]} ended with {how}" for how in ("timeout", "error") if ends[how]):
-        say(f"of {len(answers)} held-out episodes {why}: docs/agents.md says what becomes of them")
-    return Answers(answers, ends)
+        say(f"of {len(found)} held-out episodes {why}: docs/agents.md says what becomes of them")
+    return Answers(_named(found), dict(ends))
 
 
 def check_roles(found: Answers, named: Collection[str]) -> None:
@@ -150,6 +165,41 @@ def text_of(episode: Episode, tokenizer: Any) -> str:
 
 def _decoded(token_ids: Sequence[int], tokenizer: Any) -> str:
     return tokenizer.decode(tuple(token_ids), skip_special_tokens=True)
+
+
+async def _in_setting(
+    setting: EvalSettingConfig, held_out: EvalTasks, playing: Playing, tokenizer: Any, config: Config
+) -> list[Answer]:
+    names, rule_of = held_out_names(config.tasks.sources), _answer_rules(config)
+
+    async def one_task(index: int) -> list[Answer]:
+        task, prompt_ids = held_out.tasks[index], held_out.prompts[index]
+        group = await playing.play(-1 - index, task, prompt_ids, setting.samples_per_task)
+        found = [_answer(episode, tokenizer, names, config.workflow.untrained) for episode in episodes_of(group)]
+        if config.eval.majority:
+            rule = rule_of.get(task.source, config.tasks.answer_rule)
+            found = [replace(answer, vote=_vote(answer.answer, rule)) for answer in found]
+        return [replace(answer, setting=setting.name) for answer in found]
+
+    async def all_tasks() -> list[Answer]:
+        tasks = await together([one_task(i) for i in range(len(held_out.tasks))])
+        return [answer for of_task in tasks for answer in of_task]
+
+    return await playing.unless_it_stalls(all_tasks())
+
+
+def _answer_rules(config: Config) -> dict[str, str]:
+    """How the final answer is read from a completion, by the label of its source."""
+    sources = config.tasks.sources
+    return {
+        label: source.answer_rule or config.tasks.answer_rule
+        for label, source in zip(labels_of(sources), sources, strict=True)
+    }
+
+
+def _vote(text: str, rule: str) -> str | None:
+    answer = extract_answer(text, rule)
+    return None if answer is None else answer_key(answer)
 
 
 def _answer(episode: Episode, tokenizer: Any, names: Mapping[str, str], untrained: frozenset[str]) -> Answer:

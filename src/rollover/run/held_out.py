@@ -9,12 +9,22 @@ import time
 from typing import Any
 
 from rollover.config import Config
+from rollover.run.best import best_of, check_metric, why_enough
 from rollover.run.directory import RunDirectory
-from rollover.run.evaluate import EvalTasks, answers_of, check_roles, encode_tasks, held_out_tasks, summarised
+from rollover.run.evaluate import (
+    EvalTasks,
+    answers_of,
+    check_roles,
+    encode_tasks,
+    held_out_tasks,
+    longest_prompt,
+    summarised,
+)
 from rollover.run.hooks import Hooks
 from rollover.run.overlap import Overlap
 from rollover.run.parts import Parts
 from rollover.run.stop import Stop
+from rollover.track.answers import write_answers
 
 
 class HeldOut:
@@ -66,8 +76,36 @@ class HeldOut:
             await self._told(row)
 
     @property
+    def best_step(self) -> int | None:
+        """After which step the best evaluation was made; None before the first."""
+        best = best_of(self.directory.evals.rows(), self.config.eval.metric)
+        return None if best is None else best["step"]
+
+    @property
+    def why_enough(self) -> str:
+        """Why training ends by eval.patience; "" where it goes on."""
+        return why_enough(self.directory.evals.rows(), self.config.eval) if self.is_possible else ""
+
+    def save_best_model(self) -> None:
+        """Write the model of the present weights, if their evaluation is the best one (checkpoint.save_best_model), and
+        that was not done. The weights before the first step are the model that the run began with."""
+        version, files = self.parts.trainer.policy_version, self.directory.of_evaluations
+        if not self.config.checkpoint.save_best_model or not version or self.best_step != version:
+            return
+        if files.best_model_step != version:
+            self.trackers.on_phase("saving the best model")
+            files.forget_best_model()
+            self.parts.trainer.backend.save_model(files.best_model)
+            files.on_best_model(version)
+
+    @property
     def _is_wanted(self) -> bool:
         return self.is_possible and self.config.eval.num_tasks > 0
+
+    @property
+    def _looks_at_metric(self) -> bool:
+        config = self.config
+        return bool(config.eval.patience or config.checkpoint.keep_best or config.checkpoint.save_best_model)
 
     def _newest(self) -> dict[str, Any] | None:
         """The evaluation of the present policy version; None if it has none."""
@@ -93,7 +131,7 @@ class HeldOut:
         tokenizer = parts.loaded.tokenizer
         if self._tasks is None:
             self._tasks = encode_tasks(
-                held_out_tasks(config, say), parts.prompts.encode, parts.prompts.max_prompt_tokens
+                held_out_tasks(config, say), parts.prompts.encode, longest_prompt(config, parts.engine.max_tokens)
             )
         found = await self.stop.unless_requested(
             answers_of(self._tasks, parts.engine, parts.environment, tokenizer, config, parts.stop_token_ids, say),
@@ -101,9 +139,13 @@ class HeldOut:
         )
         if found is None:
             return None
+        if config.track.answers:
+            write_answers(self.directory.of_evaluations.answers_of(version), found.answers)
         result = summarised(found, config)
         if not version:
             check_roles(found, config.workflow.roles)
+        if not version and self._looks_at_metric:
+            check_metric(result, config.eval.metric)
         seconds = time.perf_counter() - started
         self.trackers.on_eval({"step": version, "policy_version": version, "seconds": seconds, **result})
         say(f"held-out mean reward after {version} steps: {result['mean']:.3f}")

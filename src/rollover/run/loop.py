@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from rollover.config import Config
 from rollover.models.allocator import return_freed_memory
@@ -76,6 +77,7 @@ class Run:
         self.config, self.parts, self.directory, self.hooks, self.stop = config, parts, directory, hooks, stop
         self.changes = changes
         trackers = self.trackers = directory.trackers
+        self.enough = ""  # why training ends before its last step, by eval.patience
         self.ended = False  # `steps` came to its end: all that is left to do is done, or a stop was requested
         self.blocked = hooks.blocked
         self.producer = build_producer(
@@ -115,6 +117,7 @@ class Run:
             self.checkpointing.saved_version = await resume.restore()
             if self.parts.again and (groups := resume.newest_groups) is not None:
                 newest = Step(self.parts.trainer.policy_version, groups, self.directory.metrics.rows()[-1])
+        self.checkpointing.hold_best(self.held_out.best_step)  # before one is written, and others go
         await self.checkpointing.begin()
         self.directory.write_config()
         self.directory.on_begun()
@@ -126,9 +129,9 @@ class Run:
         trainer, config = self.parts.trainer, self.config
         every = config.eval.every_steps
         if trainer.policy_version == 0 or (every and trainer.policy_version % every == 0):
-            await self.held_out.evaluate_if_wanted()  # a stop may have cut off the evaluation of the last step
+            await self._evaluate()  # a stop may have cut off the evaluation of the last step
         self.rows.begin()
-        while trainer.policy_version < config.train.num_steps and not self.stop.requested:
+        while trainer.policy_version < config.train.num_steps and not (self.stop.requested or self.enough):
             await self.changes.make(self.checkpointing)
             made = await self.step()
             if made is None:
@@ -136,13 +139,13 @@ class Run:
             yield made
             every = config.eval.every_steps
             if every and made.number % every == 0 and made.number < config.train.num_steps:
-                await self.held_out.evaluate_if_wanted()
+                await self._evaluate()
             if self.checkpointing.is_due:
                 await self.checkpointing.checkpoint()
         # Before the last evaluation: nothing that happens to that may cost the run.
         await self.checkpointing.checkpoint()
         if not self.stop.requested:
-            await self.held_out.evaluate_if_wanted()
+            await self._evaluate()
         self.ended = True
         self._end()
 
@@ -177,6 +180,12 @@ class Run:
         await self.hooks.call("on_step_end", dict(row))
         return Step(trainer.policy_version, groups, row)
 
+    async def evaluate(self) -> dict[str, Any] | None:
+        """See HeldOut.evaluate."""
+        row = await self.held_out.evaluate()
+        await self._keep_best()
+        return row
+
     def on_event(self, event: Event) -> None:
         """For Lifecycle.on_event."""
         self.tracking.on_event(event)
@@ -191,7 +200,10 @@ class Run:
         if config.checkpoint.save_final_model:
             paths["model"] = str(directory.model)
         errors = self.parts.observed.commonest_error()
-        return run_summary(config.run.name, directory.metrics.rows(), directory.evals.rows(), paths, errors)
+        if directory.of_evaluations.best_model_step is not None:
+            paths["best model"] = str(directory.of_evaluations.best_model)
+        rows, evals = directory.metrics.rows(), directory.evals.rows()
+        return run_summary(config.run.name, rows, evals, paths, errors, self.enough)
 
     async def close(self, *, keep: bool = False) -> None:
         """End the journal, the engine, the reward workers, the backend and the trainer's thread.
@@ -204,6 +216,20 @@ class Run:
             self.journaling.close()
 
     # Private
+
+    async def _evaluate(self) -> None:
+        """If that is wanted and was not done; then training may have to end (`enough`)."""
+        await self.held_out.evaluate_if_wanted()
+        await self._keep_best()
+        if not self.enough and self.parts.trainer.policy_version < self.config.train.num_steps:
+            if enough := self.held_out.why_enough:
+                self.enough = enough
+                self.trackers.on_message(f"training ends here: {enough}")
+
+    async def _keep_best(self) -> None:
+        """The weights of the best evaluation stay: as a checkpoint, as a model."""
+        self.held_out.save_best_model()
+        await self.checkpointing.keep_best(self.held_out.best_step)
 
     async def _produce(self, version: int) -> list[Group] | None:
         """The groups of the step at trainer `version`; none where it says that there are no more, or is stopped."""
@@ -230,5 +256,5 @@ class Run:
         if self.config.checkpoint.save_final_model:
             self.trackers.on_phase("saving the model")
             self.parts.trainer.backend.save_model(self.directory.model)
-        finished = step >= self.config.train.num_steps
-        self.directory.end(step, "" if finished else self.producer.source)
+        finished = step >= self.config.train.num_steps or bool(self.enough)
+        self.directory.end(step, "" if finished else self.producer.source, self.enough)

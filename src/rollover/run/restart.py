@@ -124,7 +124,7 @@ class LastingRun:
 
     async def evaluate(self) -> dict[str, Any] | None:
         """See HeldOut.evaluate."""
-        return await self._lasting(lambda run: run.held_out.evaluate())
+        return await self._lasting(lambda run: run.evaluate())
 
     async def end(self) -> None:
         """No more is wanted of it: a checkpoint, unless all steps were made or a stop was requested."""

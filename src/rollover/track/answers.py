@@ -6,6 +6,7 @@ Owns the record (below) and what "worst" means. It scores nothing.
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from rollover.track.sinks import to_json
 from rollover.track.statistics import summarise_eval
 from rollover.track.summary import excerpt
 
+_WHERE_THERE = ("roles", "setting", "vote")
+
 
 @dataclass(frozen=True, slots=True)
 class RoleScore:
@@ -33,7 +36,9 @@ class RoleScore:
 class Answer:
     """One answer to one held-out task. `source`: the file (or generator) that the task is from; `data_source`: the
     row's own, if it has one. `expected`: the reference answer, if there is one. `score` None: missing, for `error`.
-    `roles`: the scores of the trajectories that it is made of, where workflows name roles."""
+    `roles`: the scores of the trajectories that it is made of, where workflows name roles. `setting`: of
+    [[eval.settings]], "" for that of [eval] itself. `vote`: what it says for maj@k, None where it says nothing, or
+    nobody asks."""
 
     task_id: str
     sibling: int
@@ -47,18 +52,35 @@ class Answer:
     prompt: str
     answer: str
     roles: tuple[RoleScore, ...] = ()
+    setting: str = ""
+    vote: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-able; "roles" only where there are some."""
+        """JSON-able; "roles", "setting" and "vote" only where there are some."""
         fields = {**asdict(self), "score": to_json(self.score)}
-        return fields if self.roles else {name: value for name, value in fields.items() if name != "roles"}
+        return {name: value for name, value in fields.items() if value or name not in _WHERE_THERE}
 
 
 def write_answers(path: Path, answers: Sequence[Answer]) -> None:
-    """One JSON object a line, in the order of tasks; an existing file is replaced."""
-    lines = [json.dumps(a.as_json(), ensure_ascii=False) + "\n" for a in answers]
+    """One JSON object a line, in the order of tasks; of a name that ends in .md a text to be read. An existing file is
+    replaced."""
+    if path.suffix == ".md":
+        text = "".join(map(_to_read, answers))
+    else:
+        text = "".join(json.dumps(a.as_json(), ensure_ascii=False) + "\n" for a in answers)
     # A lone surrogate in an answer is not UTF-8.
-    atomic_write_text(path, "".join(lines).encode("utf-8", "replace").decode("utf-8"))
+    atomic_write_text(path, text.encode("utf-8", "replace").decode("utf-8"))
+
+
+def _to_read(answer: Answer) -> str:
+    """In Markdown: a heading with score and stop reason, then prompt and answer as they are."""
+    score = f"no score: {answer.error}" if answer.score is None else f"score {decimal(answer.score, 2)}"
+    expected = "" if answer.expected is None else f", expected {answer.expected!r}"
+    setting = f" ({answer.setting})" if answer.setting else ""
+    title = f"## {answer.task_id}, answer {answer.sibling}{setting}: {score}{expected}"
+    texts = [textwrap.indent(text.strip("\n") or "(nothing)", "    ") for text in (answer.prompt, answer.answer)]
+    end = f"{answer.stop_reason} after {answer.num_tokens} tokens"
+    return f"{title}\n\nprompt:\n\n{texts[0]}\n\nanswer ({end}):\n\n{texts[1]}\n\n"
 
 
 def worst(answers: Sequence[Answer], num: int) -> list[Answer]:
@@ -81,20 +103,27 @@ def print_worst(answers: Sequence[Answer], console: Console | None = None) -> No
             console.print(Text(text), soft_wrap=True)
 
 
-def summary_of(answers: Sequence[Answer], threshold: float, ks: Sequence[int]) -> dict[str, Any]:
+def summary_of(
+    answers: Sequence[Answer], threshold: float, ks: Sequence[int], majority_ks: Sequence[int] = ()
+) -> dict[str, Any]:
     """`summarise_eval` of the answers, with the same under "data_sources" where rows name theirs and these are not the
     sources, and of the trajectories of each role under "roles" where there are several. "missing" counts every missing
-    reward; a task without any reward is in no other statistic."""
+    reward; a task without any reward is in no other statistic. "tokens": sampled tokens of an answer, on average;
+    "truncated": the share of answers that the limit of tokens ended."""
     tasks: dict[str, list[Answer]] = {}
     for answer in answers:
         tasks.setdefault(answer.task_id, []).append(answer)
     scores = {of: [a.score for a in tasks[of]] for of in tasks}
-    summary = summarise_eval([(tasks[of][0].source, of, scores[of]) for of in tasks], threshold, ks)
+    votes = {of: [a.vote for a in tasks[of]] for of in tasks} if majority_ks else None
+    named = [(tasks[of][0].source, of, scores[of]) for of in tasks]
+    summary = summarise_eval(named, threshold, ks, votes, majority_ks)
     named = [(tasks[of][0].data_source or tasks[of][0].source, of, scores[of]) for of in tasks]
     if len({name for name, *_ in named}) > 1 and any(name != tasks[of][0].source for name, of, _ in named):
-        summary["data_sources"] = summarise_eval(named, threshold, ks)["sources"]
+        summary["data_sources"] = summarise_eval(named, threshold, ks, votes, majority_ks)["sources"]
     if len(roles := {of.role for a in answers for of in a.roles}) > 1:
         summary["roles"] = {role: _of_role(role, tasks, threshold, ks) for role in sorted(roles)}
+    summary["tokens"] = sum(a.num_tokens for a in answers) / len(answers)
+    summary["truncated"] = sum(a.stop_reason == "length" for a in answers) / len(answers)
     return summary
 
 

@@ -1,4 +1,5 @@
-"""Statistics: means with confidence intervals and pass@k of an evaluation; means of lengths that are not all known yet.
+"""Statistics: means with confidence intervals, pass@k and maj@k of an evaluation; means of lengths that are not all
+known yet.
 
 Owns the estimators and their sources: pure functions on plain numbers. Never samples, scores or writes. Of an
 evaluation the task is the unit of resampling: several rollouts of one task are not independent, so every interval comes
@@ -10,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from rollover.track.majority import majority_at_k
 
 Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
@@ -74,52 +77,71 @@ def censored_mean(known: Mapping[int, int], at_least: Mapping[int, int]) -> floa
 
 
 def summarise_eval(
-    scores: Iterable[tuple[str, str, Sequence[float | None]]], threshold: float, ks: Iterable[int] = (1,)
+    scores: Iterable[tuple[str, str, Sequence[float | None]]],
+    threshold: float,
+    ks: Iterable[int] = (1,),
+    votes: Mapping[str, Sequence[str | None]] | None = None,
+    majority_ks: Iterable[int] = (),
 ) -> dict[str, Any]:
     """Summary of an evaluation, in all and by source.
 
     scores: (source, task_id, the scores of its rollouts; None is missing) per task. A rollout passes if its score is at
-    least `threshold`. Returns {"mean", "ci": [low, high], "pass@k" and "pass@k_ci" for each k that every counted task
-    has enough scores for, "tasks", "samples", "missing", "sources": {source: the same without sources}}.
+    least `threshold`. `votes`: by task_id the answer that each of these rollouts votes for, None where it abstains.
+    Returns {"mean", "ci": [low, high], "pass@k" and "pass@k_ci" for each k, "maj@k" and "maj@k_ci" for each of
+    `majority_ks`, as far as every counted task has enough scores for it, "tasks", "samples", "missing", "sources":
+    {source: the same without sources}}.
 
     Missing scores are left out; a task without any is counted in "missing" only. mean and its interval: mean_interval
     over per-task means (None with one task). pass@1_ci: Wilson's interval over tasks;
-    other pass@k_ci: mean_interval over tasks, clipped to [0, 1]. With no score at all, "mean" and "ci" are None.
+    other pass@k_ci, maj@k_ci: mean_interval over tasks, clipped to [0, 1]. With no score at all, "mean" and "ci" are
+    None.
     """
-    rows = [(source, list(values)) for source, _, values in scores]
-    wanted = sorted(set(ks))
-    summary = _summarise([values for _, values in rows], threshold, wanted)
+    rows = [(source, _samples(list(values), (votes or {}).get(task_id))) for source, task_id, values in scores]
+    wanted, majority = sorted(set(ks)), sorted(set(majority_ks)) if votes is not None else []
+    summary = _summarise([samples for _, samples in rows], threshold, wanted, majority)
     sources = dict.fromkeys(source for source, _ in rows)
     summary["sources"] = {
-        name: _summarise([values for source, values in rows if source == name], threshold, wanted) for name in sources
+        name: _summarise([samples for source, samples in rows if source == name], threshold, wanted, majority)
+        for name in sources
     }
     return summary
 
 
 def parts_of(evaluation: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Label -> figures of the parts of an evaluation: by file (or generator), by the rows' own data_source, by role."""
+    """Label -> figures of the parts of an evaluation: by file (or generator), by the rows' own data_source, by role,
+    by setting."""
     parts = dict(evaluation.get("sources", {}))
     parts |= {f"data_source {name}": row for name, row in evaluation.get("data_sources", {}).items()}
-    return parts | {f"role {name}": row for name, row in evaluation.get("roles", {}).items()}
+    parts |= {f"role {name}": row for name, row in evaluation.get("roles", {}).items()}
+    return parts | {f"setting {name}": row for name, row in evaluation.get("settings", {}).items()}
 
 
-def _summarise(tasks: list[list[float | None]], threshold: float, ks: list[int]) -> dict[str, Any]:
-    valid = [present for values in tasks if (present := [v for v in values if v is not None])]
+_Samples = list[tuple[float | None, str | None]]  # of a task: the score and the vote of each
+
+
+def _samples(scores: Sequence[float | None], votes: Sequence[str | None] | None) -> _Samples:
+    return list(zip(scores, votes or [None] * len(scores), strict=True))
+
+
+def _summarise(tasks: list[_Samples], threshold: float, ks: list[int], majority_ks: list[int]) -> dict[str, Any]:
+    valid = [here for of in tasks if (here := [(score, vote) for score, vote in of if score is not None])]
     counts = {
         "tasks": len(valid),
         "samples": sum(map(len, valid)),
-        "missing": sum(value is None for values in tasks for value in values),
+        "missing": sum(score is None for of in tasks for score, _ in of),
     }
     if not valid:
         return {"mean": None, "ci": None, **counts}
-    mean, interval = mean_interval([math.fsum(values) / len(values) for values in valid])
+    mean, interval = mean_interval([math.fsum(score for score, _ in of) / len(of) for of in valid])
     summary: dict[str, Any] = {"mean": mean, "ci": list(interval) if len(valid) > 1 else None}
-    for k in ks:
-        if k > min(map(len, valid)):
-            continue
-        rates = [pass_at_k(len(values), sum(v >= threshold for v in values), k) for values in valid]
+    fewest = min(map(len, valid))
+    for k in (k for k in ks if k <= fewest):
+        rates = [pass_at_k(len(of), sum(score >= threshold for score, _ in of), k) for of in valid]
         rate, (low, high) = mean_interval(rates)
         if k == 1:
             low, high = wilson_interval(min(math.fsum(rates), len(rates)), len(rates))
         summary[f"pass@{k}"], summary[f"pass@{k}_ci"] = rate, [max(0.0, low), min(1.0, high)]
+    for k in (k for k in majority_ks if k <= fewest):
+        rate, (low, high) = mean_interval([majority_at_k([(v, s >= threshold) for s, v in of], k) for of in valid])
+        summary[f"maj@{k}"], summary[f"maj@{k}_ci"] = rate, [max(0.0, low), min(1.0, high)]
     return {**summary, **counts}

@@ -43,7 +43,7 @@ class RunSummary:
     `last_row`: the last metrics row (the waste report is read from its cumulative counters). `time_s`: seconds by
     phase. `waits`: who waited for whom, over all steps. `partial_share`: share of all trained rollouts with segments of
     >= 2 policy versions. `paths`: by label. `reward_errors`: how many rewards failed, and the most frequent error.
-    `resume_command` is shown if the run can go on.
+    `enough`: why it ended before its last step, "" if it did not. `resume_command` is shown if the run can go on.
     """
 
     title: str
@@ -57,6 +57,7 @@ class RunSummary:
     waits: Verdict | None = None
     paths: Mapping[str, str] = field(default_factory=dict)
     reward_errors: str = ""
+    enough: str = ""
     resume_command: str = ""
 
 
@@ -66,6 +67,7 @@ def run_summary(
     evals: Sequence[Mapping[str, Any]],
     paths: Mapping[str, str],
     reward_errors: str = "",
+    enough: str = "",
 ) -> RunSummary:
     """The summary of a whole run, resumptions included, from the rows of metrics.jsonl and eval.jsonl."""
     before, after = (evals[0], evals[-1]) if len(evals) >= 2 else (None, None)
@@ -91,6 +93,7 @@ def run_summary(
         waits=verdict(aggregate({k: v for k, v in row.items() if k.startswith(("time/", "wait/"))} for row in rows)),
         paths=paths,
         reward_errors=reward_errors,
+        enough=enough,
     )
 
 
@@ -103,6 +106,8 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     console = console or Console()
     plain = not console.is_terminal
     _print(console, Text(f"\n{summary.title}: {summary.steps} steps", style="" if plain else "bold"))
+    if summary.enough:
+        _print(console, Text(f"It ended early: {summary.enough}"))
     for title, header, rows in (
         ("Held-out tasks", ("", "before", "after", "change"), _eval_rows(summary)),
         ("Tokens", ("", "tokens", "share of generated"), _waste_rows(summary)),
@@ -152,7 +157,7 @@ def _eval_rows(summary: RunSummary) -> list[list[str]]:
     if before is None and after is None:
         return []
     rows = [["mean reward", _with_ci(before), _with_ci(after), _change(before, after, "mean")]]
-    keys = dict.fromkeys(k for e in (before, after) if e for k in e if re.fullmatch(r"pass@\d+", k))
+    keys = dict.fromkeys(k for e in (before, after) if e for k in e if re.fullmatch(r"(pass|maj)@\d+", k))
     for key in keys:
         rows.append([key, _number(before, key), _number(after, key), _change(before, after, key)])
     parts = [parts_of(e) if e else {} for e in (before, after)]

@@ -114,7 +114,11 @@ VALUES = (
     {"score": 2.0},
     ["q_proj"],
 )
-BESIDE = {"filters.mask_in_baseline": {"filters.mask_truncated": True}}  # what else an option needs
+BESIDE = {  # what else an option needs
+    "filters.mask_in_baseline": {"filters.mask_truncated": True},
+    "eval.metric": {"checkpoint.keep_best": True},
+    "eval.majority": {"eval.samples_per_task": 3},
+}
 
 
 def tables(values: dict[str, Any]) -> dict[str, Any]:

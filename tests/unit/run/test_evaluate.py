@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from rollover.envs.protocol import BeginAgain, Environment, written
 from rollover.envs.single_turn import SingleTurn
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.scorer import make_scorer
-from rollover.run.evaluate import EvalTasks, answers_of
+from rollover.run.evaluate import Answers, EvalTasks, answers_of, summarised
 from rollover.track.answers import Answer
 from rollover.types import Reward, Rollout, Segment, Task
 
@@ -161,3 +162,37 @@ def test_where_the_environment_works_for_too_long_an_answer_has_no_score() -> No
     assert [a.score for a in found] == [2.0, 2.0, 2.0, None, 2.0, 2.0]
     assert found[3].error == "the environment worked for longer than workflow.timeout_s = 300"
     assert found[3].stop_reason == "timeout" and len(said) == 1 and "rollout eval-1-1 has worked for" in said[0]
+
+
+def test_every_setting_has_its_own_samples_temperature_and_limit_over_the_same_tasks() -> None:
+    asked: list[ExtendRequest] = []
+
+    class Asked(FakeEngine):
+        async def extend(self, request: ExtendRequest) -> list[Segment]:
+            asked.append(request)
+            return await super().extend(request)
+
+    settings = [
+        {"name": "greedy", "temperature": 0.0},
+        {"name": "long", "samples_per_task": 3, "temperature": 0.5, "top_p": 0.9, "max_new_tokens": 40},
+    ]
+    config = Config.model_validate(
+        {"eval": {"num_tasks": 3, "samples_per_task": 2, "max_new_tokens": 9, "majority": True, "settings": settings}}
+    )
+
+    async def go() -> Answers:
+        return await answers_of(
+            TASKS, Asked(lambda seed: 30), SINGLE_TURN, TOKENIZER, config, frozenset(), lambda text: None
+        )
+
+    found = virtual_time.run(go())
+    kinds = Counter((r.sampling.temperature, r.sampling.top_p, r.max_new_tokens) for r in asked)
+    assert kinds == {(1.0, 1.0, 9): 6, (0.0, 1.0, 9): 3, (0.5, 0.9, 40): 9}
+    assert [a.setting for a in found.answers] == [""] * 6 + ["greedy"] * 3 + ["long"] * 9
+    row = summarised(found, config)
+    assert (row["samples"], row["settings"]["long"]["tasks"], row["settings"]["long"]["samples"]) == (
+        [{"prompt": "x", "completion": a.answer, "score": 1.0} for a in found.answers[:6:2]], 3, 9
+    )  # fmt: skip
+    assert row["truncated"] == 1 and row["tokens"] == 9 and row["settings"]["long"]["tokens"] == 30
+    assert row["settings"]["long"]["maj@3"] == 1 and "pass@4" not in row["settings"]["long"]
+    assert all(a.vote is None for a in answers(FakeEngine(lambda seed: 5), [])), "nobody asks"

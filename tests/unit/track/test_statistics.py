@@ -81,3 +81,27 @@ def test_tasks_are_the_unit_more_rollouts_of_one_task_do_not_narrow_the_interval
 def test_without_any_score_there_is_no_mean():
     assert summarise_eval([("a", "1", [None])], 1.0)["mean"] is None
     assert summarise_eval([], 1.0)["mean"] is None
+
+
+def test_the_votes_of_a_task_decide_and_its_interval_is_over_tasks():
+    rows = [("a", "1", [1.0, 0.0, 1.0]), ("a", "2", [0.0, 0.0, 1.0]), ("a", "3", [1.0, None, 0.0])]
+    votes = {"1": ["4", "5", "4"], "2": ["7", "7", "8"], "3": ["1", "2", None]}
+    summary = summarise_eval(rows[:2], 1.0, (1,), votes, (3,))
+    assert summary["maj@3"] == 0.5 and summary["sources"]["a"]["maj@3_ci"] == summary["maj@3_ci"] == [0.0, 1.0]
+    assert "maj@3" not in summarise_eval(rows, 1.0, (1,), votes, (3,)), "a task has two scores only"
+    assert "maj@3" not in summarise_eval(rows[:2], 1.0, (1,), None, (3,))
+
+
+def test_the_intervals_of_clustered_samples_hold_the_truth_as_often_as_they_say():
+    """Tasks of very different difficulty, eight samples each: an interval over samples would be far too small."""
+    draws, held, held_pass, num = random.Random(1), 0, 0, 400
+    for _ in range(num):
+        rows = [
+            ("a", str(i), [float(draws.random() < rate) for _ in range(8)])
+            for i, rate in enumerate(draws.random() ** 3 for _ in range(40))
+        ]
+        summary = summarise_eval(rows, 1.0, (1, 4))
+        held += summary["ci"][0] <= 1 / 4 <= summary["ci"][1]  # E[u^3]
+        truth = 1 - sum(math.comb(4, i) * (-1) ** i / (3 * i + 1) for i in range(5))  # 1 - E[(1 - u^3)^4]
+        held_pass += summary["pass@4_ci"][0] <= truth <= summary["pass@4_ci"][1]
+    assert 0.91 < held / num < 0.98 and 0.91 < held_pass / num < 0.98

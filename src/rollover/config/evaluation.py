@@ -1,0 +1,191 @@
+"""[eval] and [[eval.settings]], and the rules about them."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from rollover.config.table import Inert, Refused, Rule, Table, option
+
+_POWERS = (1, 2, 4, 8, 16, 32, 64)
+_MOST_VOTES = 16  # of which subsets are counted exactly (track/majority.py)
+_NAME = re.compile(r"[\w.+-]+")
+_PART = re.compile(r"(sources|data_sources|roles)/.+/")
+
+
+class EvalSettingConfig(Table):
+    """[[eval.settings]]: one more way to sample answers to the same held-out tasks."""
+
+    name: str = option("", "What the setting is called in eval.jsonl (settings.NAME), answers and eval.metric.")
+    samples_per_task: int = option(1, "As eval.samples_per_task.", ge=1)
+    temperature: float = option(1.0, "As eval.temperature.", ge=0)
+    top_p: float = option(1.0, "As eval.top_p.", gt=0, le=1)
+    max_new_tokens: int = option(0, "As eval.max_new_tokens, which it is where this is 0.", ge=0)
+
+    @property
+    def pass_ks(self) -> list[int]:
+        """The k of pass@k: powers of two below samples_per_task, and that."""
+        return [k for k in _POWERS if k < self.samples_per_task] + [self.samples_per_task]
+
+    @property
+    def majority_ks(self) -> list[int]:
+        """The k of maj@k: one sample, and two, whose tie is broken by lot, are pass@1."""
+        return [k for k in self.pass_ks if k > 2 and (k <= _MOST_VOTES or k == self.samples_per_task)]
+
+
+class EvalConfig(Table):
+    """[eval]: evaluation on held-out tasks, before, during and after training."""
+
+    num_tasks: int = option(0, "Held-out tasks; 0 = no evaluation.", ge=0)
+    samples_per_task: int = option(
+        1,
+        "Rollouts per held-out task; pass@k up to this k.",
+        ge=1,
+        only_if=[("eval.num_tasks",), ("eval.temperature",)],
+    )
+    every_steps: int = option(
+        0,
+        "Steps between two evaluations; 0 = only before and after training.",
+        ge=0,
+        only_if=("eval.num_tasks",),
+    )
+    temperature: float = option(
+        1.0, "Sampling temperature of evaluation; 0 = greedy.", ge=0, only_if=("eval.num_tasks",)
+    )
+    top_p: float = option(
+        1.0,
+        "Nucleus sampling of evaluation; 1 = off.",
+        gt=0,
+        le=1,
+        only_if=[("eval.num_tasks",), ("eval.temperature",)],
+    )
+    max_new_tokens: int = option(
+        0,
+        "Limit of an answer's tokens; 0 = rollout.max_new_tokens.",
+        ge=0,
+        only_if=("eval.num_tasks",),
+    )
+    settings: list[EvalSettingConfig] = option(
+        [], "Further sampling settings, in which the same held-out tasks are answered as well."
+    )
+    majority: bool = option(
+        False,
+        "maj@k too: most of k answers decide. What an answer votes for is read by tasks.answer_rule.",
+        only_if=("eval.num_tasks",),
+    )
+    pass_threshold: float = option(1.0, "A rollout passes if its score is at least this.", only_if=("eval.num_tasks",))
+    metric: str = option(
+        "mean",
+        "What the best evaluation is the best in: a figure of eval.jsonl (mean, pass@4, maj@8), or its place there"
+        " (settings/greedy/mean, sources/math500/pass@1).",
+        only_if=("eval.num_tasks",),
+    )
+    patience: int = option(
+        0,
+        "Training ends after this many evaluations in a row that are no better than the best one before; 0 = off.",
+        ge=0,
+        only_if=[("eval.num_tasks",), ("eval.every_steps",)],
+    )
+    min_improvement: float = option(
+        0.0,
+        "By so much more than this an evaluation must exceed the best one before, to be better for eval.patience.",
+        ge=0,
+        only_if=("eval.patience",),
+    )
+    seed: int = option(1_000_003, "Seed of the held-out tasks and of their sampling.", only_if=("eval.num_tasks",))
+
+    @property
+    def every_setting(self) -> list[EvalSettingConfig]:
+        """The setting of [eval] itself, whose name is "", and the further ones."""
+        names = ("samples_per_task", "temperature", "top_p", "max_new_tokens")
+        main = EvalSettingConfig.model_construct(name="", **{name: getattr(self, name) for name in names})
+        return [main, *self.settings]
+
+    def tokens_of(self, setting: EvalSettingConfig, most: int) -> int:
+        """How many tokens an answer of this setting may have. `most`: rollout.max_new_tokens."""
+        return setting.max_new_tokens or self.max_new_tokens or most
+
+
+def _wrong_settings(config: Any) -> Iterator[str]:
+    """What is wrong with the first of [[eval.settings]] that cannot be used."""
+    names: set[str] = set()
+    for i, setting in enumerate(config.eval.settings):
+        key = f"eval.settings.{i}"
+        if not _NAME.fullmatch(setting.name):
+            yield (
+                f"{key}.name = {setting.name!r}: expected a name of letters, digits and . _ + -, under which its"
+                " figures are written"
+            )
+        if setting.name in names:
+            yield f"{key}.name = {setting.name!r}: another of the settings has this name. Give it another one"
+        names.add(setting.name)
+        if setting.temperature == 0 and (setting.samples_per_task > 1 or setting.top_p < 1):
+            what = "samples_per_task" if setting.samples_per_task > 1 else "top_p"
+            yield (f"{key}.{what} has no effect with {key}.temperature = 0: greedy answers are alike. Remove either")
+        if setting.max_new_tokens and config.workflow.agent:
+            yield (
+                f"{key}.max_new_tokens has no effect with {config.workflow.agent}, whose agents rollout.max_new_tokens"
+                " limits. Remove it"
+            )
+
+
+def _wrong_metric(config: Any) -> str:
+    """Why no row of eval.jsonl has eval.metric; "" if one may. What sources there are is known later."""
+    cfg, metric = config.eval, config.eval.metric
+    by_name = {f"settings/{setting.name}/": setting for setting in cfg.settings}
+    start = next((start for start in by_name if metric.startswith(start)), "")
+    if metric.startswith("settings/") and not start:
+        names = ", ".join(setting.name for setting in cfg.settings) or "none"
+        return f"no setting of [[eval.settings]] has this name (there is {names})"
+    setting = by_name[start] if start else cfg.every_setting[0]
+    figure = _PART.sub("", metric.removeprefix(start))
+    figures = ["mean", *(f"pass@{k}" for k in setting.pass_ks)]
+    figures += [f"maj@{k}" for k in setting.majority_ks] if cfg.majority else []
+    if figure in figures:
+        return ""
+    why = "; maj@k needs eval.majority" if figure.startswith("maj@") and not cfg.majority else ""
+    return f"the figures are {', '.join(start + name for name in figures)}{why}"
+
+
+RULES: tuple[Rule, ...] = (
+    Inert(
+        ("eval.settings",),
+        ("eval.num_tasks",),
+        lambda c: c.eval.num_tasks == 0,
+        "with eval.num_tasks = 0",
+        "Set eval.num_tasks",
+    ),
+    Inert(
+        ("eval.max_new_tokens",),
+        ("workflow.function", "workflow.command", "workflow.verifiers"),
+        lambda c: bool(c.workflow.agent),
+        lambda c: f"with {c.workflow.agent}, whose agents rollout.max_new_tokens limits",
+    ),
+    Inert(
+        ("eval.metric",),
+        ("checkpoint.keep_best", "checkpoint.save_best_model", "eval.patience"),
+        lambda c: not (c.checkpoint.keep_best or c.checkpoint.save_best_model or c.eval.patience),
+        "without checkpoint.keep_best, checkpoint.save_best_model or eval.patience: nothing looks at it",
+        "Set checkpoint.keep_best = true",
+    ),
+    Inert(
+        ("eval.majority",),
+        ("eval.samples_per_task", "eval.settings"),
+        lambda c: all(not setting.majority_ks for setting in c.eval.every_setting),
+        "as no setting has 3 samples or more for each task",
+        "Set eval.samples_per_task",
+    ),
+    Refused(("eval.settings",), lambda c: any(_wrong_settings(c)), lambda c: next(_wrong_settings(c), "")),
+    Refused(
+        ("eval.metric", "eval.settings", "eval.samples_per_task"),
+        lambda c: c.eval.num_tasks > 0 and bool(_wrong_metric(c)),
+        lambda c: f"eval.metric = {c.eval.metric!r}: {_wrong_metric(c)}. Change it",
+    ),
+    Refused(
+        ("checkpoint.save_best_model", "backend.type"),
+        lambda c: c.checkpoint.save_best_model and c.backend.type == "tinker",
+        lambda c: (
+            'checkpoint.save_best_model with backend.type = "tinker": the service has the weights, and keeps those of'
+            " a checkpoint. Set checkpoint.keep_best = true in its place"
+        ),
+    ),
+)

@@ -71,10 +71,10 @@ def name_of(function: Any) -> str:
 def is_same_but_for_code(before: object, now: object) -> bool:
     """Whether `before` names an object that was handed over, and `now` has its own name: in this program with another
     code, or as a function of a module or a file."""
-    return is_live(before) and isinstance(now, str) and _own_name(str(before)) == _own_name(now)
+    return is_live(before) and isinstance(now, str) and own_name(str(before)) == own_name(now)
 
 
-def _own_name(spec: str) -> str:
+def own_name(spec: str) -> str:
     """`reward` of `<python>:reward-3f2a9c1d`, of `<python>:reward-3f2a9c1d.2` and of `mine.py:reward`."""
     name = spec.rpartition(":")[2]
     return re.sub(r"-[0-9a-f]{8}(\.\d+)?$", "", name) if is_live(spec) else name

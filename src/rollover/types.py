@@ -216,7 +216,8 @@ class Reward:
     Score and extras are those of the whole Trajectory, and stand in the Reward of each of its Rollouts. What is about
     single turns stands with the Rollout that has them, in order: `turns`, a reward each (workflow.credit =
     "turn_returns"; empty: 0 each), and `advantages`, where they come with the trajectory: a number for all tokens, or
-    one for each turn, or for each token of it. Lists, arrays and tensors are kept as tuples.
+    one for each turn, or for each token of it. Lists, arrays and tensors are kept as tuples. `shaping`: what is added
+    to the score where it is trained, and nowhere else, by the names of what gave it (rewards.functions).
     """
 
     score: float | None
@@ -224,6 +225,7 @@ class Reward:
     error: str | None = None
     turns: Sequence[float] = ()
     advantages: Any = None
+    shaping: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.turns) or self.advantages is not None:
@@ -236,7 +238,7 @@ class Reward:
 
     def to_json(self) -> dict[str, Any]:
         """What checkpoints and the journal hold of it; `Reward(**saved)` makes it again."""
-        of_turns = {"turns": self.turns, "advantages": self.advantages}
+        of_turns = {"turns": self.turns, "advantages": self.advantages, "shaping": self.shaping or None}
         return {"score": self.score, "extras": self.extras, "error": self.error} | {
             name: value for name, value in of_turns.items() if value is not None and value != ()
         }

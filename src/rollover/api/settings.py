@@ -8,7 +8,6 @@ Owns what each argument means as keys, and which live objects a run holds: a key
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -27,7 +26,6 @@ from rollover.config.table import row_of
 from rollover.files import read_tables
 from rollover.live_objects import LIVE, hold, is_live, live_object, name_of, release
 from rollover.processes import prepare_libraries
-from rollover.rewards.several import SeveralRewards
 from rollover.rewards.travel import packed
 from rollover.tasks.live import LiveStream, live_rows
 from rollover.workflows.distilled import distill_options
@@ -109,7 +107,7 @@ class Arguments:
         elif self.eval_tasks is not None:
             raise ConfigError("eval_tasks needs tasks: a configuration's sources have eval_path for it")
         if self.reward is not None:
-            values["rewards.function"] = held.reward(self.reward)
+            values |= held.rewards(self.reward)
         for name, value in self.overrides.items():
             key = key_of(name)
             values[key] = held.plain(value, key)
@@ -130,6 +128,7 @@ class Arguments:
                 " list), or set eval.num_tasks = 0"
             )
         rewards = {config.rewards.function, *(source.reward for source in config.tasks.sources)}
+        rewards |= {row.function for row in config.rewards.functions}
         for key, value in _texts(config.model_dump(), ""):
             if is_live(value):
                 try:
@@ -160,21 +159,19 @@ class _Held:
         """Whether the tasks are an iterable without a length."""
         return any(isinstance(value, LiveStream) for value in self.live.values())
 
-    def reward(self, reward: Any) -> str:
-        """A function, a name of one, or several of them."""
+    def rewards(self, reward: Any) -> dict[str, Any]:
+        """The keys that a function, a name of one, or several of them stand under."""
+        if isinstance(reward, str) or not isinstance(reward, Sequence):
+            return {"rewards.function": self._reward(reward), "rewards.functions": []}
+        if not reward:
+            raise ConfigError("reward is an empty list: give a function")
+        if len(reward) == 1:
+            return self.rewards(reward[0])
+        return {"rewards.function": "", "rewards.functions": [{"function": self._reward(one)} for one in reward]}
+
+    def _reward(self, reward: Any) -> str:
         if isinstance(reward, str):
             return reward
-        if isinstance(reward, Sequence):
-            if not reward:
-                raise ConfigError("reward is an empty list: give a function")
-            if len(reward) == 1:
-                return self.reward(reward[0])
-            for one in reward:
-                if not isinstance(one, str):
-                    _check_callable(one, "reward")
-            names = [one if isinstance(one, str) else name_of(one) for one in reward]
-            digest = hashlib.blake2b("\0".join(names).encode(), digest_size=4).hexdigest()
-            return self.add(SeveralRewards(reward), f"rewards-{digest}")
         _check_callable(reward, "reward")
         return self.add(reward, name_of(reward))
 

@@ -20,6 +20,7 @@ from rollover.engine.remote.server import Server
 from rollover.engine.remote.wire import ServerFailed
 from rollover.engine.server.guard import is_loopback
 from rollover.live_objects import is_live
+from rollover.rewards.built_in import specs_in
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
 from rollover.rewards.spread import NodeLost
@@ -217,7 +218,8 @@ class ActorRewardNode:
         actor = self._actor
         if actor is None:
             raise NodeLost("it is not started")
-        functions = {spec: _travelling(spec) for spec in specs if is_live(spec) and spec not in self._sent}
+        live = {spec for spec in specs if any(map(is_live, specs_in(spec)))}
+        functions = {spec: _travelling(spec) for spec in live - self._sent}
         try:
             said = json.loads(await actor.answer(None, method, text, functions))
         except Gone as error:

@@ -1,12 +1,13 @@
-"""Reads the final answer out of a completion by one documented rule (`tasks.answer_rule`).
+"""Reads the final answer out of a completion by one documented rule (`tasks.answer_rule`), and out of a task's columns.
 
-Owns the rules and the comparison of two answers. Never scores anything and never looks at the task.
+Owns the rules and the comparison of two answers. Never scores anything.
 """
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import Any
 
 # A sign belongs to the number unless it stands behind an operand: in "5-3" the last number is 3, in "= -3" it is -3.
 _NUMBER = re.compile(
@@ -57,6 +58,15 @@ def last_boxed(text: str) -> str | None:
                 return text[begin:position]
         start = text.rfind(_BOXED, 0, start)
     return None
+
+
+def answer_of(columns: dict[str, Any]) -> Any:
+    """The reference answer of a task: verl's reward_model.ground_truth, else answer, solution or ground_truth."""
+    reward_model = columns.get("reward_model")
+    if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
+        return reward_model["ground_truth"]
+    names = ("answer", "solution", "ground_truth")
+    return next((columns[name] for name in names if columns.get(name) is not None), None)
 
 
 def reference_answer(answer: object) -> str:

@@ -48,8 +48,7 @@ def serve(requests: TextIO, replies: Replies, base_dir: str) -> None:
         spec, replies.call = request["spec"], request["call"]
         if request["op"] == "load":
             try:
-                function = unpacked(request) if "function" in request else None
-                rewards[spec] = loaded(spec, base_dir, function)
+                rewards[spec] = loaded(spec, base_dir, unpacked(request))
             except ValueError as error:
                 replies.send({"pid": own_pid, "error": str(error)[:_MAX_ERROR_CHARS]})
             else:
@@ -60,14 +59,14 @@ def serve(requests: TextIO, replies: Replies, base_dir: str) -> None:
 
 def _score(reward: LoadedReward | LoadedSum, items: list[Item], replies: Replies) -> None:
     """Score the items and reply. An alarm that a function left pending would kill a later call: it is cleared."""
-    if isinstance(reward, LoadedSum) or reward.mode == "batch":
+    if reward.mode == "batch":
         try:
             message = {"results": reward.score_all(items)}
         except BaseException as error:  # boundary: the user's function, KeyboardInterrupt included
             message = failure_of(error)
         clear_alarm()
         replies.send(message)
-    elif reward.mode == "together":
+    elif isinstance(reward, LoadedReward) and reward.mode == "together":
         runner().run(_score_together(reward, items, replies))
         clear_alarm()
     else:

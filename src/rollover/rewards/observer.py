@@ -13,8 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from rollover.rewards.answers import answer_of, extract_answer, reference_answer
+from rollover.rewards.built_in import parsed, shown
 from rollover.rewards.protocol import Rewarder, ScoreRequest
-from rollover.rewards.registry import BUILTINS, answer_of, extract_answer, reference_answer
 from rollover.types import Reward, Task
 
 _MAX_CHARS = 160
@@ -64,7 +65,7 @@ class RewardObserver(Generic[Scorer]):
         if task.reward not in self._failed:
             self._failed.add(task.reward)
             self.say(
-                f"reward {_name(task.reward)} failed for task {task.task_id}: {error}."
+                f"reward {shown(task.reward)} failed for task {task.task_id}: {error}."
                 " Its reward is missing; later failures are counted (rewards/*)"
             )
 
@@ -77,7 +78,7 @@ class RewardObserver(Generic[Scorer]):
         self._equal[task.reward] = first, num + 1 if score == first else -1
         if num + 1 == self.num_equal and score == first:
             self.say(
-                f"every reward of {_name(task.reward)} so far is {score:g} ({num + 1} of them), from which nothing can"
+                f"every reward of {shown(task.reward)} so far is {score:g} ({num + 1} of them), from which nothing can"
                 f" be learned. For example task {task.task_id}: the answer {_shown(request.completion)} scored"
                 f" {score:g}. The function {_given(task, request.completion)}"
             )
@@ -85,8 +86,9 @@ class RewardObserver(Generic[Scorer]):
 
 def _given(task: Task, completion: str) -> str:
     """What the function was given, in words."""
-    name, _, rule = task.reward.partition("/")
-    if name in BUILTINS:
+    found = parsed(task.reward)
+    if found is not None and "rule" in found[1]:
+        rule = found[1]["rule"]
         answer, expected = extract_answer(completion, rule), answer_of(task.columns)
         read = "no answer" if answer is None else f"the answer {_shown(answer)}"
         expected = "none" if expected is None else _shown(reference_answer(expected))
@@ -97,11 +99,6 @@ def _given(task: Task, completion: str) -> str:
     else:
         forms = 'prompts and completions as lists of messages (the text is completion[-1]["content"])'
     return f"was given {forms} (solution_str: the text alone), and {columns}"
-
-
-def _name(spec: str) -> str:
-    name = spec.partition("/")[0]
-    return name if name in BUILTINS else spec
 
 
 def _shown(value: Any) -> str:

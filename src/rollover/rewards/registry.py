@@ -1,61 +1,32 @@
 """Finds and calls the function behind a reward spec, inside the worker process. Import-light: no torch, no numpy.
 
-Owns the spec syntax, the two accepted signatures (each as `def` or `async def`) and the meaning of what a function
-returns. Never talks to a pipe and never sets a time limit. A spec is one of
-    reasoning_gym/RULE      the generator's own score_answer on the answer that RULE extracts (rewards/answers.py)
-    exact_match/RULE        1.0 if the extracted answer equals the answer column (as number or text), else 0.0
-    module:function, path.py:function      a user's function, which sees the raw completion
+Owns the two accepted signatures (each as `def` or `async def`) and the meaning of what a function returns. Never talks
+to a pipe and never sets a time limit. A spec is one of
+    NAME, NAME/RULE, NAME/{"parameter": ...}       a built-in reward (rewards/built_in.py)
+    functions/[{"function": ..., "weight": ...}]   several (rewards/several.py)
+    module:function, path.py:function              a user's function, which sees the raw completion
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
 
 from rollover.alike import alike
 from rollover.functions import load_function, printable, shortened
-from rollover.rewards.answers import RULES, extract_answer, reference_answer, same_answer
-
-if TYPE_CHECKING:
-    from rollover.config import RewardsConfig, TaskSourceConfig
+from rollover.rewards.answers import answer_of
+from rollover.rewards.built_in import BUILT_IN, Item, made, parsed
 
 _MAX_NAME_CHARS = 100
 RETURNED_NONE = "the function returned None"
-BUILTINS = ("reasoning_gym", "exact_match")
-Item = dict[str, Any]  # prompt: str | list of messages; completion: str; completion_ids; columns; source
-Result = dict[str, Any]  # {"score", "extras"} or {"error"}
+Result = dict[str, Any]  # {"score", "extras"}, of several also {"shaping"}; or {"error"}
 # What one call scores: one item; one item, several calls at a time on one event loop; all items.
 Mode = Literal["each", "together", "batch"]
-
-
-def spec_for(source: TaskSourceConfig, rewards: RewardsConfig, answer_rule: str = "last_number") -> str:
-    """The reward spec of a source: its own, else [rewards].function, else the built-in of its kind.
-
-    A built-in's spec carries the answer rule: the source's own, else `answer_rule` (pass `tasks.answer_rule`).
-    Raises ValueError for a name that is neither a built-in nor module:function nor path.py:function.
-    """
-    spec = source.reward or rewards.function or source.about.reward
-    if spec == "reasoning_gym" and source.about.reward != spec:
-        raise ValueError(
-            f"tasks.sources.reward: 'reasoning_gym' cannot score the dataset {source.path or source.kind!r};"
-            " use exact_match or your own function"
-        )
-    if spec in BUILTINS:
-        return f"{spec}/{source.answer_rule or answer_rule}"
-    if ":" not in spec:
-        near = alike(spec, BUILTINS)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"tasks.sources.reward: {spec!r} is neither built in ({', '.join(BUILTINS)}) nor module:function nor"
-            f" path.py:function{hint}"
-        )
-    return spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +39,12 @@ class LoadedReward:
     parameters: frozenset[str] = frozenset()
     takes_any: bool = False  # it has **kwargs: every column is passed
     required: frozenset[str] = frozenset()  # parameters without a default
+    further: Mapping[str, Any] = field(default_factory=dict)  # arguments that the configuration gives
+    whole_groups: bool = False
 
     @property
     def per_sample(self) -> bool:
-        return self.kind != "trl"
+        return not self.whole_groups
 
     @property
     def mode(self) -> Mode:
@@ -88,6 +61,8 @@ class LoadedReward:
 
     async def score_async(self, item: Item) -> Result:
         """`score_one` of a function whose mode is "together", on the caller's event loop."""
+        if self.kind == "builtin":
+            return to_result(await self.function(item))
         return to_result(await self.function(**self._known(self._arguments_of(item))))
 
     def _arguments_of(self, item: Item) -> dict[str, Any]:
@@ -106,7 +81,11 @@ class LoadedReward:
         }
 
     def score_all(self, items: list[Item]) -> list[Result]:
-        """Score all items with one call of a batch function (TRL). Raises ValueError for a wrong length or type."""
+        """Score all items with one call of a batch function. Raises ValueError for a wrong length or type."""
+        return _results(self.function(items) if self.kind == "builtin" else self._call_on_all(items), len(items))
+
+    def _call_on_all(self, items: list[Item]) -> Any:
+        """With TRL's arguments."""
         names = dict.fromkeys(name for item in items for name in item["columns"])
         arguments = {
             "completion_ids": [item.get("completion_ids", []) for item in items],
@@ -114,14 +93,7 @@ class LoadedReward:
             "prompts": [item["prompt"] for item in items],
             "completions": [_trl_completion(item) for item in items],
         }
-        values = self._call(**arguments)
-        if hasattr(values, "tolist"):  # numpy array or tensor
-            values = values.tolist()
-        if not isinstance(values, list | tuple):
-            raise ValueError(f"it returned {_short(values)}, expected a list of {len(items)} scores")
-        if len(values) != len(items):
-            raise ValueError(f"it returned {len(values)} scores for {len(items)} completions")
-        return [to_result(value) for value in values]
+        return self._call(**arguments)
 
     def _call(self, **arguments: Any) -> Any:
         value = self.function(**self._known(arguments))
@@ -129,6 +101,7 @@ class LoadedReward:
 
     def _known(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments that the function takes. ValueError if it needs one that is not there."""
+        arguments = {**arguments, **self.further}
         if missing := sorted(self.required - arguments.keys()):
             near = [n for m in missing for n in alike(m, arguments)]
             raise ValueError(
@@ -153,6 +126,17 @@ def _trl_completion(item: Item) -> str | list[dict[str, str]]:
     if isinstance(item["prompt"], str):
         return item["completion"]
     return [{"role": "assistant", "content": item["completion"]}]
+
+
+def _results(values: Any, num: int) -> list[Result]:
+    """What a batch function returned for `num` completions. ValueError where it is no list of so many."""
+    if hasattr(values, "tolist"):  # numpy array or tensor
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"it returned {_short(values)}, expected a list of {num} scores")
+    if len(values) != num:
+        raise ValueError(f"it returned {len(values)} scores for {num} completions")
+    return [to_result(value) for value in values]
 
 
 def to_result(value: Any) -> Result:
@@ -192,29 +176,22 @@ def _short(value: Any) -> str:
     return f"{type(value).__name__} {shortened(value)}"
 
 
-def answer_of(columns: dict[str, Any]) -> Any:
-    """The reference answer of a task: verl's reward_model.ground_truth, else answer, solution or ground_truth."""
-    reward_model = columns.get("reward_model")
-    if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
-        return reward_model["ground_truth"]
-    names = ("answer", "solution", "ground_truth")
-    return next((columns[name] for name in names if columns.get(name) is not None), None)
-
-
 # Loading
 
 
-def load_reward(spec: str, base_dir: str) -> LoadedReward:
+def load_reward(spec: str, base_dir: str, further: Mapping[str, Any] | None = None) -> LoadedReward:
     """Resolve `spec`. A relative path is relative to `base_dir`. Raises ValueError saying what could not be found or
-    what is wrong with the signature; an error raised while importing the user's module becomes one too."""
-    name, _, rule = spec.partition("/")
-    if name in BUILTINS and rule in RULES:
-        function = _exact_match if name == "exact_match" else _reasoning_gym
-        return LoadedReward(spec, "builtin", partial(function, rule=rule))
-    return with_signature(spec, load_function(spec, base_dir))
+    what is wrong with the signature; an error raised while importing the user's module becomes one too.
+
+    `further`: arguments of a function of the user's own beside those of its signature."""
+    if found := parsed(spec):
+        name, params = found
+        function = made(name, params, base_dir)
+        return LoadedReward(spec, "builtin", function, whole_groups=BUILT_IN[name].whole_groups)
+    return with_signature(spec, load_function(spec, base_dir), further)
 
 
-def with_signature(spec: str, function: Callable[..., Any]) -> LoadedReward:
+def with_signature(spec: str, function: Callable[..., Any], further: Mapping[str, Any] | None = None) -> LoadedReward:
     """`function` under the name `spec`, to be called as its parameters tell. ValueError where they tell no way."""
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -229,35 +206,7 @@ def with_signature(spec: str, function: Callable[..., Any]) -> LoadedReward:
             f"{spec} has the parameters ({', '.join(parameters)}); expected TRL's f(prompts, completions, **columns)"
             " or verl's compute_score(data_source, solution_str, ground_truth, extra_info)"
         )
+    if unknown := [name for name in further or {} if name not in names and not takes_any]:
+        raise ValueError(f"{spec} has no parameter {unknown[0]!r}: it has {', '.join(parameters)}")
     required = frozenset(n for n, p in named.items() if p.default is p.empty)
-    return LoadedReward(spec, kind, function, names, takes_any, required)
-
-
-# Built-in rewards
-
-
-def _exact_match(item: Item, rule: str) -> float:
-    reference = answer_of(item["columns"])
-    if reference is None:
-        raise ValueError(f"exact_match needs an answer; the task's columns are {', '.join(item['columns']) or 'none'}")
-    answer = extract_answer(item["completion"], rule)
-    return float(answer is not None and same_answer(answer, reference_answer(reference)))
-
-
-def _reasoning_gym(item: Item, rule: str) -> float:
-    columns = item["columns"]
-    dataset = _generator(columns["generator"], json.dumps(columns["params"]), columns["seed"], columns["size"])
-    entry = _entry(dataset, columns["index"])
-    return dataset.score_answer(extract_answer(item["completion"], rule), entry)
-
-
-@lru_cache(maxsize=64)
-def _generator(name: str, params: str, seed: int, size: int) -> Any:
-    import reasoning_gym  # takes a second: only when such a task is scored
-
-    return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(params))
-
-
-@lru_cache(maxsize=256)
-def _entry(dataset: Any, index: int) -> dict[str, Any]:
-    return dataset[index]
+    return LoadedReward(spec, kind, function, names, takes_any, required, further or {}, whole_groups=kind == "trl")

@@ -1,19 +1,20 @@
-"""Several reward functions as one: the score is the sum of theirs, as in TRL, and each one's is logged by its name.
+"""Several reward functions as one: the score is the weighted sum of theirs, and each one's is logged by its name.
 
-Owns how their results become one: a function that returns None does not apply to the sample and is left out of its sum;
-where none applies, or where one fails, the reward is missing. Runs in the reward worker.
+Owns the spec of several, and how their results become one: a function that returns None does not apply to the sample
+and is left out of its sum; where none applies, or where one fails, the reward is missing. What a function of shaping
+returns is no part of the score. Runs in the reward worker.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rollover.functions import explained
+from rollover.rewards.built_in import members_of, names_of
 from rollover.rewards.registry import (
-    BUILTINS,
     RETURNED_NONE,
     Item,
     LoadedReward,
@@ -24,43 +25,48 @@ from rollover.rewards.registry import (
     with_signature,
 )
 
-_DEFAULT_RULE = "last_number"  # of tasks.answer_rule
 
-
-class SeveralRewards:
-    """A list of reward functions under one name of the configuration. `members`: functions, or specs of functions."""
-
-    def __init__(self, members: Sequence[Callable[..., Any] | str]) -> None:
-        self.members = tuple(members)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("several rewards are called one by one, in the reward worker")
+@dataclass(frozen=True)
+class _Member:
+    reward: LoadedReward
+    name: str
+    weight: float
+    shaping: bool
 
 
 class LoadedSum:
-    """The loaded members, scored for a whole group at a time. For the worker: as a LoadedReward of mode "batch"."""
+    """The loaded members. For the worker as a LoadedReward: of one sample at a time where all of them are, else of a
+    whole group."""
 
-    mode: Mode = "batch"
-
-    def __init__(self, members: Sequence[LoadedReward]) -> None:
+    def __init__(self, members: Sequence[_Member]) -> None:
         self.members = members
-        self.names = _names(members)
+        self.mode: Mode = "each" if all(member.reward.mode == "each" for member in members) else "batch"
+
+    def score_one(self, item: Item) -> Result:
+        """Score one item with every member."""
+        return self._sum([_one(member.reward, item) for member in self.members])
 
     def score_all(self, items: list[Item]) -> list[Result]:
         """Score all items with every member. What a batch function raises passes through: no item has its score."""
-        columns = [_scored(member, items) for member in self.members]
+        columns = [_scored(member.reward, items) for member in self.members]
         return [self._sum([column[i] for column in columns]) for i in range(len(items))]
 
     def _sum(self, results: list[Result]) -> Result:
-        scores: dict[str, float] = {}
-        for name, result in zip(self.names, results, strict=True):
-            if "score" in result:
-                scores[name] = result["score"]
-            elif result["error"] != RETURNED_NONE:
-                return {**result, "error": f"{name}: {result['error']}"}
-        if not scores:
+        total, num, extras, shaping = 0.0, 0, {}, {}
+        for member, result in zip(self.members, results, strict=True):
+            if "error" in result:
+                if result["error"] != RETURNED_NONE:
+                    return {**result, "error": f"{member.name}: {result['error']}"}
+                continue
+            extras[member.name] = result["score"]
+            extras |= {f"{member.name}.{name}": value for name, value in result["extras"].items()}
+            if member.shaping:
+                shaping[member.name] = member.weight * result["score"]
+            else:
+                total, num = total + member.weight * result["score"], num + 1
+        if not num:
             return {"error": RETURNED_NONE}
-        return {"score": sum(scores.values()), "extras": scores}
+        return {"score": total, "extras": extras} | ({"shaping": shaping} if shaping else {})
 
 
 def _scored(reward: LoadedReward, items: list[Item]) -> list[Result]:
@@ -90,27 +96,33 @@ def _one(reward: LoadedReward, item: Item) -> Result:
         return {"error": explained(error)}
 
 
-def _names(members: Sequence[LoadedReward]) -> list[str]:
-    """The members' own names, with a number behind one that comes again."""
-    out: list[str] = []
-    for member in members:
-        name = member.spec.rpartition(":")[2].partition("/")[0]
-        out.append(
-            next(n for n in itertools.chain([name], (f"{name}.{k}" for k in itertools.count(2))) if n not in out)
-        )
-    return out
+def loaded(
+    spec: str, base_dir: str, functions: Mapping[str, Callable[..., Any]] | None = None
+) -> LoadedReward | LoadedSum:
+    """The reward that `spec` names; `functions`: the objects that a program gave, by their specs. Raises as
+    `load_reward`."""
+    rows = members_of(spec)
+    if rows is None:
+        return _loaded(spec, base_dir, functions or {})
+    return LoadedSum(
+        [
+            _Member(
+                _loaded(row["function"], base_dir, functions or {}, row.get("params")),
+                name,
+                row.get("weight", 1.0),
+                row.get("shaping", False),
+            )
+            for row, name in zip(rows, names_of(rows), strict=True)
+        ]
+    )
 
 
-def loaded(spec: str, base_dir: str, function: Callable[..., Any] | None = None) -> LoadedReward | LoadedSum:
-    """The reward that `spec` names; `function`: the object itself, if a program gave it. Raises as `load_reward`."""
-    if function is None:
-        return load_reward(spec, base_dir)
-    if isinstance(function, SeveralRewards):
-        return LoadedSum([_member(member, base_dir) for member in function.members])
-    return with_signature(spec, function)
-
-
-def _member(member: Callable[..., Any] | str, base_dir: str) -> LoadedReward:
-    if isinstance(member, str):
-        return load_reward(f"{member}/{_DEFAULT_RULE}" if member in BUILTINS else member, base_dir)
-    return with_signature(getattr(member, "__name__", type(member).__name__).strip("<>"), member)
+def _loaded(
+    spec: str,
+    base_dir: str,
+    functions: Mapping[str, Callable[..., Any]],
+    further: Mapping[str, Any] | None = None,
+) -> LoadedReward:
+    if spec in functions:
+        return with_signature(spec, functions[spec], further)
+    return load_reward(spec, base_dir, further)

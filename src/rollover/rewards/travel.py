@@ -16,33 +16,46 @@ from typing import Any
 
 from rollover.functions import printable
 from rollover.live_objects import is_live, live_object
+from rollover.rewards.built_in import specs_in
 
 
 def packed(spec: str, what: str = "reward") -> dict[str, Any]:
-    """What the message that loads `spec` needs beside its name: nothing, unless it is an object of this process.
+    """What the message that loads `spec` needs beside its name: nothing, unless it is an object of this process, or
+    several of which some are.
 
-    ValueError, with the cure, where that cannot travel. `what`: it is a function of, as users say.
+    ValueError, with the cure, where one cannot travel. `what`: it is a function of, as users say.
     """
-    if not is_live(spec):
+    live = [one for one in specs_in(spec) if is_live(one)]
+    if not live:
         return {}
+    # Modules that this process can import are imported there by their names.
+    return {"functions": {one: _pickled(one, what) for one in live}, "path": [p for p in sys.path if p]}
+
+
+def unpacked(message: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """The functions of such a message by their specs, in the worker. ValueError where what one needs cannot be imported
+    there."""
+    if "functions" not in message:
+        return {}
+    sys.path += [place for place in message["path"] if place not in sys.path]
+    return {spec: _unpickled(text) for spec, text in message["functions"].items()}
+
+
+def _pickled(spec: str, what: str) -> str:
     import cloudpickle
 
     function = live_object(spec)
     try:
-        content = cloudpickle.dumps(function)
+        return base64.b64encode(cloudpickle.dumps(function)).decode("ascii")
     except Exception as error:  # boundary: any class of the user's may refuse in its own way
         raise ValueError(_why_not(function, error, what)) from error
-    # Modules that this process can import are imported there by their names.
-    return {"function": base64.b64encode(content).decode("ascii"), "path": [p for p in sys.path if p]}
 
 
-def unpacked(message: dict[str, Any]) -> Callable[..., Any]:
-    """The function of such a message, in the worker. ValueError where what it needs cannot be imported there."""
+def _unpickled(text: str) -> Callable[..., Any]:
     import cloudpickle
 
-    sys.path += [place for place in message["path"] if place not in sys.path]
     try:
-        return cloudpickle.loads(base64.b64decode(message["function"]))
+        return cloudpickle.loads(base64.b64decode(text))
     except Exception as error:  # boundary: unpickling imports the user's modules
         raise ValueError(
             f"the function cannot be rebuilt in the worker process: {type(error).__name__}: {printable(str(error))}"

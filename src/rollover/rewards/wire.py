@@ -31,7 +31,8 @@ def reply_of(line: bytes, call: int) -> dict[str, Any]:
 
 
 def results_of(reply: dict[str, Any], mode: str, missing: set[int]) -> dict[int, dict[str, Any]]:
-    """The results in a reply, by the index of their item: each {"score", "extras"}, finite numbers, or {"error"}.
+    """The results in a reply, by the index of their item: each {"score", "extras"} and maybe "shaping", finite numbers,
+    or {"error"}.
 
     BadReply unless they are those of `missing` items: one of them, in mode "batch" all.
     """
@@ -55,8 +56,10 @@ def _is_result(result: Any) -> bool:
         return False
     if "error" in result:
         return isinstance(result["error"], str)
-    extras = result.get("extras")
-    return _is_finite(result.get("score")) and isinstance(extras, dict) and all(map(_is_finite, extras.values()))
+    parts = result.get("extras"), result.get("shaping", {})
+    return _is_finite(result.get("score")) and all(
+        isinstance(part, dict) and all(map(_is_finite, part.values())) for part in parts
+    )
 
 
 def _is_finite(value: Any) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from rollover.config import RewardsConfig
+from rollover.rewards.built_in import shown
 from rollover.rewards.client import RewardClient
 from rollover.rewards.process import WorkerDied
 from rollover.rewards.protocol import ScoreRequest
@@ -105,10 +106,9 @@ class RewardWorker:
         finally:
             self._counts, self.quarantine = counts, quarantine
         if error is not None:
-            name = task.reward.partition("/")[0] if ":" not in task.reward else task.reward
             end = "" if error.endswith(("?", ".")) else "."
             raise RewardProbeError(
-                f"reward {name!r} of task {task.task_id!r} failed its start-up call: {error}{end}"
+                f"reward {shown(task.reward)!r} of task {task.task_id!r} failed its start-up call: {error}{end}"
                 " Fix the function, or name another in rewards.function or tasks.sources.reward"
             )
 
@@ -205,7 +205,7 @@ class RewardWorker:
 
     def _reward(self, result: Result) -> Reward:
         if "error" not in result:
-            return Reward(result["score"], result["extras"])
+            return Reward(result["score"], result["extras"], shaping=result.get("shaping", {}))
         if "out_of_memory" not in result:
             self._counts["errors"] += 1
             return Reward(None, error=result["error"])

@@ -12,8 +12,7 @@ from rollover.alike import did_you_mean
 from rollover.config import Config, EvalSettingConfig
 from rollover.engine.protocol import Engine
 from rollover.envs.protocol import Environment
-from rollover.rewards.answers import answer_key, extract_answer, reference_answer
-from rollover.rewards.registry import answer_of
+from rollover.rewards.answers import answer_key, answer_of, extract_answer, reference_answer
 from rollover.run.playing import Playing, together
 from rollover.tasks.build import held_out_names, labels_of
 from rollover.tasks.prompts import Encode, prompt_limit

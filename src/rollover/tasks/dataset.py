@@ -10,6 +10,7 @@ import datetime
 import decimal
 from typing import Any
 
+from rollover.rewards.built_in import needs_answer
 from rollover.tasks.rows import Table, open_rows, place_of_row
 from rollover.tasks.same import problem_text
 from rollover.tasks.source import SourceSetup
@@ -38,7 +39,7 @@ def dataset_source(setup: SourceSetup) -> DatasetSource:
         reward=setup.reward,
         prompt_column=config.prompt_column,
         answer_column=config.answer_column,
-        needs_answer=setup.reward.startswith("exact_match/"),
+        needs_answer=needs_answer(setup.reward),
         problem_key=config.problem_key,
         chat=setup.chat,
         task_prefix=f"{setup.label}/eval" if apart else setup.label,

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 
 from rollover.config import Config
-from rollover.rewards.registry import answer_of
+from rollover.rewards.answers import answer_of
 from rollover.tasks.stream import MAX_ROWS, TaskStream
 from rollover.types import Task
 

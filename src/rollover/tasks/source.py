@@ -10,10 +10,11 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rollover.config import TaskSourceConfig
+from rollover.rewards.chosen import Chosen
 from rollover.tasks.same import Same
 from rollover.tasks.split import key_of
 from rollover.types import Task
@@ -31,7 +32,7 @@ class SourceSetup:
 
     Every task of it carries `label` as its `source`, and `reward`. `seed`: of this source, for this side of the split.
     `held_out`: the rows that are named as held out are wanted, where `config` names some (eval_path, eval_split).
-    `chat`: tasks.chat. Relative paths are relative to `base_dir`.
+    `chat`: tasks.chat. Relative paths are relative to `base_dir`. `chosen`: where data_source may give another reward.
     """
 
     config: TaskSourceConfig
@@ -41,6 +42,12 @@ class SourceSetup:
     held_out: bool = False
     chat: bool = True
     base_dir: str | os.PathLike[str] = "."
+    chosen: Chosen | None = None
+
+    def rewarded(self, task: Task) -> Task:
+        """A task of the source with the reward that its data_source has, where none is named for all of them."""
+        spec = task.reward if self.chosen is None else self.chosen.of(task)
+        return task if spec == task.reward else replace(task, reward=spec)
 
 
 class TaskSource(Protocol):

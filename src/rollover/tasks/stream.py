@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
-from rollover.rewards.registry import spec_for
+from rollover.rewards.chosen import chosen_for
 from rollover.tasks.build import build_source, labels_of
 from rollover.tasks.same import Same, problem_text, same_by
 from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, problems_of
@@ -149,7 +149,7 @@ class TaskStream:
                 if isinstance(problem, FailedProblem):
                     self._leave_out(problem, self.num_failed - failed_before)
                 elif self._take_if_wanted(problem, cursor):
-                    return decorated(problem, self.tasks)
+                    return decorated(cursor.setup.rewarded(problem), self.tasks)
                 if tried >= cursor.max_candidates:
                     if self.split == "train":
                         raise ValueError(self._nothing_left(cursor, tried, self.num_failed - failed_before))
@@ -266,8 +266,8 @@ class TaskStream:
         sources = self.tasks.sources
         for i, (source, label) in enumerate(zip(sources, labels_of(sources), strict=True)):
             seed = key_of(f"{self.seed}/{self.split}/source/{i}") >> 33
-            reward = spec_for(source, rewards, self.tasks.answer_rule)
-            yield SourceSetup(source, label, reward, seed, self.split == "eval", self.tasks.chat, base_dir)
+            reward = chosen_for(source, rewards, self.tasks.answer_rule)
+            yield SourceSetup(source, label, reward.spec, seed, self.split == "eval", self.tasks.chat, base_dir, reward)
 
     def _cursor(self, setup: SourceSetup) -> _Cursor:
         source = build_source(setup)

@@ -185,6 +185,7 @@ def _record(
         "score": to_json(_float(reward.score)) if reward else None,
         # Without entries null, because Parquet has no struct without fields.
         "extras": {name: to_json(_float(v)) for name, v in reward.extras.items()} if reward and reward.extras else None,
+        "shaping": {name: float(v) for name, v in reward.shaping.items()} if reward and reward.shaping else None,
         "error": error,
         "turns": [to_json(_float(value)) for value in reward.turns] if reward and len(reward.turns) else None,
         "advantage": to_json(_float(advantage)),
@@ -283,4 +284,5 @@ def _reward(record: dict[str, Any]) -> Reward | None:
     if record["score"] is None and record["error"] is None:
         return None
     extras = {name: float("nan") if v is None else v for name, v in (record["extras"] or {}).items()}
-    return Reward(record["score"], extras, record["error"], turns=record.get("turns") or ())
+    shaping = record.get("shaping") or {}
+    return Reward(record["score"], extras, record["error"], turns=record.get("turns") or (), shaping=shaping)

@@ -55,8 +55,8 @@ class _Loaded:
 
     def __init__(self, request: dict[str, Any]) -> None:
         spec = request["spec"]
-        if "function" in request:
-            self._own = OwnFunction(unpacked(request), KEY, spec, RETURNS)
+        if "functions" in request:
+            self._own = OwnFunction(unpacked(request)[spec], KEY, spec, RETURNS)
         else:
             self._own = own_function(KEY, spec, RETURNS)
         self._wanted = wanted_by(self._own.function, spec, IN_WORKER)

@@ -99,7 +99,9 @@ def test_functions_are_held_by_name_until_the_run_is_over() -> None:
 
 def test_several_rewards_are_one(tmp_path: Path) -> None:
     settings = settled(reward=[lambda completions, **_: [1.0], "exact_match"])
-    assert settings.config.rewards.function.startswith("<python>:rewards-")
+    first, second = settings.config.rewards.functions
+    assert first.function.startswith("<python>:lambda-") and second.function == "exact_match"
+    assert not settings.config.rewards.function
     assert settled(reward=["exact_match"]).config.rewards.function == "exact_match"
     settings.release()
 

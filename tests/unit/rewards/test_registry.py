@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from rollover.config import RewardsConfig, TaskSourceConfig
-from rollover.rewards.registry import answer_of, load_reward, spec_for, to_result
+from rollover.rewards.answers import answer_of
+from rollover.rewards.chosen import spec_for
+from rollover.rewards.registry import load_reward, to_result
 from rollover.track.metrics import validate
 
 

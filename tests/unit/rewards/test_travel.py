@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rollover.config import RewardsConfig
-from rollover.live_objects import hold, release
+from rollover.live_objects import hold, name_of, release
+from rollover.rewards.built_in import several_of
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.several import SeveralRewards
 from rollover.rewards.worker import RewardProbeError
 from rollover.types import Reward, Task
 
@@ -22,7 +22,8 @@ FACTOR = 3
 
 def scored(function: Any, *completions: str, rounds: int = 1) -> list[Reward]:
     """What the pool makes of it, for completions of one task with the answer "4"."""
-    spec = hold(function, "reward")
+    held = [hold(one, name_of(one)) for one in function] if isinstance(function, tuple) else [hold(function, "reward")]
+    spec = several_of([{"function": one} for one in held]) if isinstance(function, tuple) else held[0]
     task = Task("t", "tasks", spec, prompt="2 + 2 =", columns={"answer": "4"})
 
     async def ask() -> list[Reward]:
@@ -38,7 +39,8 @@ def scored(function: Any, *completions: str, rounds: int = 1) -> list[Reward]:
     try:
         return asyncio.run(ask())
     finally:
-        release(spec)
+        for one in held:
+            release(one)
 
 
 def scores(function: Any, *completions: str) -> list[float | None]:
@@ -99,22 +101,25 @@ def test_several_are_summed_and_told_apart() -> None:
     def correct(completions, answer, **_):
         return [float(a in c) for a, c in zip(answer, completions, strict=True)]
 
+    def number(data_source, solution_str, ground_truth, extra_info):
+        return float(solution_str.strip("It is.") == ground_truth)
+
     def short(data_source, solution_str, ground_truth, extra_info):
         return 0.5 if len(solution_str) < 3 else None
 
-    right, wrong = scored(SeveralRewards([correct, short, "exact_match", awaited]), "4", "It is 5.")
-    assert right == Reward(3.5, {"correct": 1.0, "short": 0.5, "exact_match": 1.0, "awaited": 1.0})
-    assert wrong == Reward(0.0, {"correct": 0.0, "exact_match": 0.0, "awaited": 0.0}), "None does not apply"
+    right, wrong = scored((correct, short, number, awaited), "4", "It is 5.")
+    assert right == Reward(3.5, {"correct": 1.0, "short": 0.5, "number": 1.0, "awaited": 1.0})
+    assert wrong == Reward(0.0, {"correct": 0.0, "number": 0.0, "awaited": 0.0}), "None does not apply"
 
 
 def test_several_are_missing_where_one_fails() -> None:
     def fails(data_source, solution_str, ground_truth, extra_info):
         return 1.0 if solution_str.startswith(("It", "The")) else 1 / 0
 
-    good, bad = scored(SeveralRewards([fails, of_module]), "It is 4.", "4")
+    good, bad = scored((fails, of_module), "It is 4.", "4")
     assert good.score == 4.0 and good.extras == {"fails": 1.0, "of_module": 3.0}
     assert bad.missing and bad.error is not None and bad.error.startswith("fails: ZeroDivisionError: ")
-    none = scored(SeveralRewards([lambda completions, **_: [None for _ in completions]] * 2), "x")[0]
+    none = scored((lambda completions, **_: [None for _ in completions],) * 2, "x")[0]
     assert none.missing
 
 

@@ -1,0 +1,208 @@
+"""The built-in rewards by name: which function each is, with which parameters. Import-light.
+
+Owns the table, and the text form of rewards, the spec: `gsm8k`, `exact_match/boxed` (the answer rule),
+`gsm8k/{"method": "flexible"}`, `functions/[{"function": "gsm8k", "weight": 0.5}, ...]` of several. The function of a
+built-in is made in the reward worker, once for each spec; packages that only it needs are imported there.
+docs/rewards.md says what each of them cannot see.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from rollover.alike import alike, did_you_mean
+from rollover.live_objects import own_name
+
+Item = dict[str, Any]  # prompt: str | list of messages; completion: str; completion_ids; columns; source
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """`make`: module:function that is called with the parameters and returns the function of an item (`def` or
+    `async def`), or of a list of items (`whole_groups`), to what a reward function may return. A parameter `base_dir`
+    of it is the folder that relative paths are relative to. ValueError of it says what is wrong with the parameters,
+    or which package is missing."""
+
+    make: str
+    needs_answer: bool = True
+    whole_groups: bool = False
+
+
+BUILT_IN = {
+    "exact_match": BuiltIn("rollover.rewards.rules:exact_match"),
+    "reasoning_gym": BuiltIn("rollover.rewards.rules:reasoning_gym", needs_answer=False),
+    "last_number": BuiltIn("rollover.rewards.rules:last_number"),
+    "boxed": BuiltIn("rollover.rewards.boxed:boxed"),
+    "gsm8k": BuiltIn("rollover.rewards.rules:gsm8k"),
+    "math_dapo": BuiltIn("rollover.rewards.math_dapo:math_dapo"),
+    "math": BuiltIn("rollover.rewards.math_verified:math"),
+    "multiple_choice": BuiltIn("rollover.rewards.rules:multiple_choice"),
+    "search_qa": BuiltIn("rollover.rewards.rules:search_qa"),
+    "json": BuiltIn("rollover.rewards.formats:json_text", needs_answer=False),
+    "format": BuiltIn("rollover.rewards.formats:pattern", needs_answer=False),
+}
+_SEVERAL = "functions/"
+_WITH_RULE = ("exact_match", "reasoning_gym")  # which tasks.answer_rule is for
+
+# verl's own choice by data_source (verl/utils/reward_score/__init__.py, 0.9.1), as far as there is one here.
+BY_DATA_SOURCE = {
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "boxed",
+    "DigitalLearningGmbH/MATH-lighteval": "boxed",
+    "HuggingFaceH4/MATH-500": "boxed",
+    "math_dapo": "math_dapo",
+    "math": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    "aime*": "math_dapo",
+    "numina_*": "math",
+    "searchR1_*": "search_qa",
+}
+# verl has a function for these, which is not built in here: without a reward of their own they are an error.
+NOT_BUILT_IN = {
+    "hiyouga/geometry3k": "answers about images",
+    "codecontests": "programs",
+    "apps": "programs",
+    "codeforces": "programs",
+    "taco": "programs",
+}
+
+
+def parsed(spec: str) -> tuple[str, dict[str, Any]] | None:
+    """Name and parameters of a spec; None if it is of no built-in. ValueError for parameters that are none."""
+    name, slash, rest = spec.partition("/")
+    if name not in BUILT_IN or (slash and name not in _WITH_RULE and not rest.startswith("{")):
+        return None
+    if not rest:
+        return name, {}
+    if not rest.startswith("{"):
+        return name, {"rule": rest}
+    try:
+        params = json.loads(rest)
+    except ValueError as error:
+        raise ValueError(f"the reward {spec!r}: its parameters are no JSON ({error})") from None
+    return name, params
+
+
+def spec_of(name: str, params: Mapping[str, Any], rule: str = "") -> str:
+    """The spec of a built-in. `rule`: of reading an answer, if `params` have none. ValueError for a parameter that it
+    does not have."""
+    params = dict(params)
+    if name in _WITH_RULE and rule:
+        params.setdefault("rule", rule)
+    _check(name, params)
+    if not params:
+        return name
+    return f"{name}/{params['rule']}" if params.keys() == {"rule"} else f"{name}/{json.dumps(params, sort_keys=True)}"
+
+
+def with_rule(spec: str, rule: str) -> str:
+    """The spec as it is written in full: of a built-in with its rule; another one as it is. ValueError as `spec_of`."""
+    found = parsed(spec)
+    return spec if found is None else spec_of(*found, rule)
+
+
+def made(name: str, params: Mapping[str, Any], base_dir: str) -> Callable[[Any], Any]:
+    """The function of a built-in. ValueError: see `BuiltIn.make`."""
+    _check(name, params)
+    make = _maker(name)
+    places = {"base_dir": base_dir} if "base_dir" in inspect.signature(make).parameters else {}
+    try:
+        return make(**params, **places)
+    except TypeError as error:
+        raise ValueError(f"the reward {name} with {json.dumps(dict(params))}: {error}") from error
+
+
+def by_data_source(data_source: str, own: Mapping[str, str]) -> str | None:
+    """The reward of a data_source as the configuration writes it: by the table `own`, else by verl's; None: by none.
+
+    ValueError for one that cannot be scored without being told how.
+    """
+    for table in (own, BY_DATA_SOURCE):
+        if data_source in table:
+            return table[data_source]
+        if found := next((spec for name, spec in table.items() if fnmatch.fnmatchcase(data_source, name)), None):
+            return found
+    cure = f'name a reward for it, for instance rewards.by_data_source = {{ "{data_source}" = "path.py:function" }}'
+    if what := NOT_BUILT_IN.get(data_source):
+        raise ValueError(f"data_source {data_source!r} is of {what}, for which no reward is built in: {cure}")
+    if own:
+        raise ValueError(f"data_source {data_source!r} is not in rewards.by_data_source: {cure}")
+    return None
+
+
+def unknown(spec: str, key: str) -> str:
+    """What is wrong with a `spec` that names nothing."""
+    near = alike(spec, BUILT_IN)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{key}: {spec!r} is neither built in ({', '.join(BUILT_IN)}) nor module:function nor path.py:function{hint}"
+
+
+def needs_answer(spec: str) -> bool:
+    """Whether a built-in of this spec, or of the several that it is, cannot score a task without an answer."""
+    found = [parsed(one) for one in specs_in(spec)]
+    return any(one is not None and BUILT_IN[one[0]].needs_answer for one in found)
+
+
+# Several
+
+
+def several_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The spec of several functions. A row: {"function": spec}, and "weight" (1), "name" (its own), "shaping" (False)
+    and "params", further arguments of a function of the user's own."""
+    return _SEVERAL + json.dumps(rows, sort_keys=True)
+
+
+def members_of(spec: str) -> list[dict[str, Any]] | None:
+    """The rows of such a spec; None of another."""
+    return json.loads(spec.removeprefix(_SEVERAL)) if spec.startswith(_SEVERAL) else None
+
+
+def specs_in(spec: str) -> list[str]:
+    """The spec itself, or those of the several that it is."""
+    rows = members_of(spec)
+    return [spec] if rows is None else [row["function"] for row in rows]
+
+
+def names_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the members: given, or their own, with a number behind one that comes again."""
+    given = {row["name"] for row in rows if row.get("name")}
+    out: list[str] = []
+    for row in rows:
+        own = _plain(row["function"])
+        numbered = itertools.chain([own], (f"{own}.{k}" for k in itertools.count(2)))
+        out.append(row.get("name") or next(n for n in numbered if n not in {*out, *given}))
+    return out
+
+
+def _plain(spec: str) -> str:
+    return spec.partition("/")[0] if parsed(spec) else own_name(spec).strip("<>")
+
+
+def shown(spec: str) -> str:
+    """A reward as messages name it: `exact_match`, `mine.py:score`, or `math + format` of several."""
+    rows = members_of(spec)
+    if rows is not None:
+        return " + ".join(names_of(rows))
+    return spec.partition("/")[0] if parsed(spec) else spec
+
+
+def _check(name: str, params: Mapping[str, Any]) -> None:
+    known = [p for p in inspect.signature(_maker(name)).parameters if p != "base_dir"]
+    for param in params:
+        if param not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"the reward {name} has no parameter {param!r}: {has}{did_you_mean(param, known)}")
+
+
+@cache
+def _maker(name: str) -> Callable[..., Callable[[Any], Any]]:
+    module, _, function = BUILT_IN[name].make.partition(":")
+    return getattr(import_module(module), function)

@@ -1,0 +1,165 @@
+"""Built-in rewards that read an answer by a rule and compare it (rewards/built_in.py has their names).
+
+Each function here is called with the parameters of the reward, and returns the function of an item. What each cannot
+see is in docs/rewards.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from rollover.rewards.answers import RULES, answer_of, extract_answer, reference_answer, same_answer
+
+Item = dict[str, Any]
+Score = Callable[[Item], float]
+
+_GSM8K_CHARS = 300  # the answer stands at the end
+_MARKED = re.compile(r"#### (-?[0-9.,]+)")
+_ANY_NUMBER = re.compile(r"(-?[0-9.,]+)")
+_LETTERS = "ABCDEFGHIJ"
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+_SEARCH_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_MOST_TAGS = 10
+
+
+def reference_of(item: Item, name: str) -> Any:
+    """The answer column of an item. ValueError without one."""
+    reference = answer_of(item["columns"])
+    if reference is None:
+        raise ValueError(f"{name} needs an answer; the task's columns are {', '.join(item['columns']) or 'none'}")
+    return reference
+
+
+def exact_match(rule: str = "last_number") -> Score:
+    """1 where the answer that `rule` reads equals the reference as a number or as text, else 0."""
+    _one_of("exact_match", "rule", rule, RULES)
+
+    def score(item: Item) -> float:
+        reference = reference_answer(reference_of(item, "exact_match"))
+        answer = extract_answer(item["completion"], rule)
+        return float(answer is not None and same_answer(answer, reference))
+
+    return score
+
+
+def last_number() -> Score:
+    """`exact_match` of the last number, whatever tasks.answer_rule is."""
+    return exact_match("last_number")
+
+
+def reasoning_gym(rule: str = "last_number") -> Score:
+    """What the generator's own score_answer says of the answer that `rule` reads."""
+    _one_of("reasoning_gym", "rule", rule, RULES)
+
+    def score(item: Item) -> float:
+        columns = item["columns"]
+        dataset = _generator(columns["generator"], json.dumps(columns["params"]), columns["seed"], columns["size"])
+        return dataset.score_answer(extract_answer(item["completion"], rule), _entry(dataset, columns["index"]))
+
+    return score
+
+
+@lru_cache(maxsize=64)
+def _generator(name: str, params: str, seed: int, size: int) -> Any:
+    import reasoning_gym  # takes a second: only when such a task is scored
+
+    return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(params))
+
+
+@lru_cache(maxsize=256)
+def _entry(dataset: Any, index: int) -> dict[str, Any]:
+    return dataset[index]
+
+
+def gsm8k(method: str = "strict", format_score: float = 0.0) -> Score:
+    """GSM8K as verl scores it (verl/utils/reward_score/gsm8k.py): the texts of two numbers are compared.
+
+    `method`: strict reads the last number behind "#### ", without its commas; flexible the last number of all, as it
+    is written. `format_score`: of an answer that is read and wrong; 0 where none is.
+    """
+    _one_of("gsm8k", "method", method, ("strict", "flexible"))
+
+    def score(item: Item) -> float:
+        reference = reference_answer(reference_of(item, "gsm8k")).replace(",", "")
+        tail = item["completion"][-_GSM8K_CHARS:]
+        if method == "strict":
+            found = [number.replace(",", "") for number in _MARKED.findall(tail)]
+        else:
+            numbers = _ANY_NUMBER.findall(tail)
+            found = [number for number in numbers if number != "."] or numbers
+        if not found:
+            return 0.0
+        return 1.0 if found[-1] == reference else format_score
+
+    return score
+
+
+def multiple_choice(letters: str = _LETTERS) -> Score:
+    """1 where the chosen letter is the reference's, else 0.
+
+    The choice is the letter inside the last \\boxed{...}; else behind the last "answer" ("the answer is (B)", "Answer:
+    **B**"); else the last line, where it is a letter alone ("B", "(B).", "B) Paris"). The reference is a letter, a text
+    that begins with one ("B) Paris"), or its index from 0.
+    """
+    if not letters or not letters.isalpha() or len(set(letters.upper())) != len(letters):
+        raise ValueError(f"the reward multiple_choice: letters = {letters!r}: give different letters, such as 'ABCD'")
+    known = letters.upper()
+    one = rf"(?:\\text(?:bf)?\{{)?\s*[*(]*([{known}{known.lower()}])(?![\w'])"
+    boxed = re.compile(rf"\\boxed\{{\s*{one}")
+    said = re.compile(rf"answer(?:\s+is)?\s*[:=]?\s*(?:option\s+|choice\s+)?\**\s*{one}", re.IGNORECASE)
+    alone = re.compile(rf"\s*{one}\s*(?:[).:*].*)?$")
+
+    def choice(text: str) -> str | None:
+        last_line = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+        for found in (boxed.findall(text), said.findall(text), alone.findall(last_line)):
+            if found:
+                return found[-1].upper()
+        return None
+
+    def score(item: Item) -> float:
+        reference = reference_of(item, "multiple_choice")
+        if isinstance(reference, int) and not isinstance(reference, bool) and 0 <= reference < len(known):
+            right = known[reference]
+        else:
+            found = re.match(rf"\s*\(?([{known}{known.lower()}])(?![\w'])", str(reference))
+            if found is None:
+                raise ValueError(f"the answer {str(reference)!r:.100} begins with none of the letters {known}")
+            right = found[1].upper()
+        return float(choice(item["completion"]) == right)
+
+    return score
+
+
+def search_qa() -> Score:
+    """Exact match of Search-R1 as verl scores it (search_r1_like_qa_em.py): what stands in the last <answer> equals one
+    of the references, without regard to case, punctuation, articles and white space. A quarter with more than 10 of
+    either tag. A reference is a text, a list of them, or a table whose `target` is one of these."""
+
+    def score(item: Item) -> float:
+        reference = reference_of(item, "search_qa")
+        targets = reference.get("target") if isinstance(reference, dict) else reference
+        targets = [targets] if isinstance(targets, str) else targets
+        if not isinstance(targets, list) or not targets:
+            raise ValueError(f"the answer {str(reference)!r:.100} has no target: a text, or a list of them")
+        text = item["completion"]
+        found = _SEARCH_ANSWER.findall(text)
+        if not found or _bare(found[-1]) not in map(_bare, map(str, targets)):
+            return 0.0
+        return 0.25 if max(text.count("<answer>"), text.count("</answer>")) > _MOST_TAGS else 1.0
+
+    return score
+
+
+def _bare(text: str) -> str:
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(_ARTICLE.sub(" ", text).split())
+
+
+def _one_of(reward: str, param: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"the reward {reward}: {param} = {value!r} is none of {', '.join(known)}")

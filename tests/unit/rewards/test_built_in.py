@@ -1,0 +1,252 @@
+"""The built-in rewards: what each reads, how they are named, and which a task gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from documents import ROOT
+from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
+from rollover.rewards.built_in import BUILT_IN, BY_DATA_SOURCE, NOT_BUILT_IN, made, parsed, shown, spec_of
+from rollover.rewards.chosen import spec_for
+from rollover.rewards.registry import load_reward
+from rollover.rewards.several import LoadedSum, loaded
+from rollover.tasks.stream import TaskStream
+
+
+def item(completion: str, **columns: Any) -> dict[str, Any]:
+    return {"prompt": "p", "completion": completion, "completion_ids": [1], "columns": columns, "source": "file"}
+
+
+def score(spec: str, completion: str, **columns: Any) -> float:
+    return load_reward(spec, ".").score_one(item(completion, **columns))["score"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "completion", "answer", "expected"),
+    [
+        ("last_number", "It is 3, no: 4", "4", 1),
+        ("boxed", r"so \boxed{\dfrac12}", r"\frac{1}{2}", 1),
+        ("boxed", r"so \boxed{\dfrac12}", r"Thus \boxed{1/2}.", 1),
+        ("boxed", r"\frac12", r"\frac12", 0),
+        ("gsm8k", "#### 1,234", "9 * x\n#### 1,234", 1),
+        ("gsm8k", "It is 72", "72", 0),
+        ('gsm8k/{"method": "flexible"}', "It is 72", "72", 1),
+        ('gsm8k/{"format_score": 0.1}', "#### 71", "72", 0.1),
+        ("math_dapo", "Answer: $72$", "72", 1),
+        ("math_dapo", "It is 72", "72", -1),
+        ('math_dapo/{"wrong": 0}', "It is 72", "72", 0),
+        ('math_dapo/{"strict_box": true}', "Answer: 72", "72", -1),
+        ("search_qa", "<answer>The Beatles!</answer>", {"target": ["Queen", "beatles"]}, 1),
+        ("search_qa", "The Beatles", "beatles", 0),
+    ],
+)
+def test_rules(spec: str, completion: str, answer: Any, expected: float) -> None:
+    assert score(spec, completion, answer=answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("The answer is (B).", 1),
+        ("The answer is B", 1),
+        ("the answer is A. No, the answer is B.", 1),
+        ("**Answer: B**", 1),
+        ("Answer:\n\n**B**", 1),
+        (r"Answer: A, hence \boxed{B}", 1),
+        (r"\boxed{\text{B}}", 1),
+        ("I think\nB) Paris", 1),
+        ("b", 1),
+        ("(B)", 1),
+        ("The answer is A.", 0),
+        ("The answer is Berlin.", 0),
+        ("Because of it", 0),
+        ("B is what I first thought of, but it is not so.", 0),
+        ("", 0),
+    ],
+)
+def test_multiple_choice(completion: str, expected: float) -> None:
+    for reference in ("B", "(b)", "B) Paris", 1):
+        assert score("multiple_choice", completion, answer=reference) == expected
+
+
+def test_a_reference_without_a_letter_is_an_error() -> None:
+    for reference in ("Paris", 30, "Berlin"):
+        with pytest.raises(ValueError, match="begins with none of the letters"):
+            score("multiple_choice", "B", answer=reference)
+
+
+SCHEMA = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("completion", "valid", "fits"),
+    [
+        ('{"n": 1}', 1, 1),
+        ('```json\n{"n": 1}\n```', 1, 1),
+        ('Here it is:\n```\n{"n": 1}\n```\nDone.', 1, 1),
+        ('{"n": "1"}', 1, 0),
+        ("[]", 1, 0),
+        ('{"n": 1} and more', 0, 0),
+        ("{'n': 1}", 0, 0),
+        ('{"n": NaN}', 0, 0),
+        ('```\n{"n": 1}\n```\n```\n{"n": 2}\n```', 0, 0),
+        ("[" * 100_000, 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_json(tmp_path: Path, completion: str, valid: float, fits: float) -> None:
+    pytest.importorskip("jsonschema")
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    by_file = load_reward('json/{"schema": "schema.json"}', str(tmp_path))
+    assert score("json", completion) == valid
+    assert score(spec_of("json", {"schema": SCHEMA}), completion) == fits
+    assert by_file.score_one(item(completion))["score"] == fits
+
+
+def test_a_schema_fetches_nothing() -> None:
+    """jsonschema by itself would ask the network for a reference to another document."""
+    pytest.importorskip("jsonschema")
+    with pytest.raises(Exception, match="(?i)unresolvable"):
+        score(spec_of("json", {"schema": {"$ref": "http://127.0.0.1:9/x.json"}}), "{}")
+
+
+@pytest.mark.parametrize(
+    ("match", "completion", "expected"),
+    [("full", "<t>a</t>", 1), ("full", "<t>a</t>!", 0), ("start", "<t>a</t>!", 1), ("start", "!<t>a</t>", 0),
+     ("search", "!<t>a</t>!", 1), ("search", "<t>", 0)],
+)  # fmt: skip
+def test_format(match: str, completion: str, expected: float) -> None:
+    assert score(spec_of("format", {"pattern": "<t>.*</t>", "match": match}), completion) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ('gsm8k/{"methud": "strict"}', "no parameter 'methud': it has method, format_score. Did you mean \"method\""),
+        ('gsm8k/{"method": "loose"}', "method = 'loose' is none of strict, flexible"),
+        ('last_number/{"rule": "boxed"}', "no parameter 'rule': it has none"),
+        ("format", "missing 1 required positional argument: 'pattern'"),
+        ('format/{"pattern": "("}', "no regular expression"),
+        ('format/{"pattern": "a", "match": "all"}', "none of full, start, search"),
+        ('multiple_choice/{"letters": "AA"}', "give different letters"),
+        ('json/{"schema": "nowhere.json"}', "cannot be read"),
+        ('json/{"schema": {"type": 5}}', "no JSON schema"),
+        ("gsm8k/{x}", "parameters are no JSON"),
+        ("exact_match/last_word", "rule = 'last_word' is none of last_number"),
+    ],
+)
+def test_wrong_parameters_are_told(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        load_reward(spec, ".")
+
+
+def test_a_spec_is_read_as_it_is_written() -> None:
+    for name, params in (("gsm8k", {}), ("gsm8k", {"method": "flexible"}), ("exact_match", {"rule": "boxed"})):
+        assert parsed(spec_of(name, params)) == (name, params)
+    assert spec_of("exact_match", {}, "boxed") == "exact_match/boxed" and spec_of("gsm8k", {}, "boxed") == "gsm8k"
+    assert parsed("mine.py:f") is None and parsed("gsm8k/strict") is None
+    assert shown("exact_match/boxed") == "exact_match" and shown("a/b.py:f") == "a/b.py:f"
+
+
+def test_every_built_in_is_documented_with_what_it_cannot_see() -> None:
+    text = (ROOT / "docs/rewards.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    for name in BUILT_IN:
+        assert any(row.startswith(f"| `{name}` |") and row.count("|") == 5 for row in rows), name
+    for name in (*BY_DATA_SOURCE, *NOT_BUILT_IN):
+        assert f"`{name}`" in text, name
+
+
+# Several
+
+
+def several(*rows: dict[str, Any], folder: str = ".") -> LoadedSum:
+    source = TaskSourceConfig(kind="dataset", path="x.jsonl")
+    reward = loaded(spec_for(source, RewardsConfig(functions=rows)), folder)  # type: ignore[arg-type]
+    assert isinstance(reward, LoadedSum)
+    return reward
+
+
+def test_several_are_weighed_and_told_apart() -> None:
+    reward = several(
+        {"function": "math_dapo", "name": "right", "params": {"wrong": 0.0}},
+        {"function": "format", "weight": 0.25, "params": {"pattern": "(?s).*Answer:.*"}},
+        {"function": "json", "weight": 0.0},
+        {"function": "json", "weight": -1.0},
+    )
+    assert reward.mode == "each", "one sample at a time, so that a time-out costs one"
+    assert reward.score_one(item("Answer: 7", answer="8")) == {
+        "score": 0.25,
+        "extras": {"right": 0.0, "right.acc": 0.0, "format": 1.0, "json": 0.0, "json.2": 0.0},
+    }
+    assert reward.score_one(item("8", answer="8"))["score"] == -1.0
+    assert "right: ValueError: math_dapo needs an answer" in reward.score_one(item("8"))["error"]
+
+
+def test_a_row_gives_arguments_to_a_function_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(
+        "def verl(solution_str, extra_info, bonus=0): return len(solution_str) + bonus\n"
+        "def trl(completions, bonus, **_): return [bonus for _ in completions]\n"
+    )
+    rows = [{"function": f"r.py:{name}", "params": {"bonus": 10}} for name in ("verl", "trl")]
+    reward = several(*rows, folder=str(tmp_path))
+    assert reward.mode == "batch", "TRL's function sees whole groups"
+    assert [r["extras"] for r in reward.score_all([item("abc")] * 2)] == [{"verl": 13.0, "trl": 10.0}] * 2
+    with pytest.raises(ValueError, match="no parameter 'bonnus'"):
+        several({"function": "r.py:verl", "params": {"bonnus": 1}}, folder=str(tmp_path))
+
+
+# By data_source
+
+
+def rewards_of(folder: Path, *data_sources: Any, reward: str = "", **rewards: Any) -> list[str]:
+    rows = [
+        {"prompt": f"q {i}", "data_source": s, "reward_model": {"ground_truth": "7"}}
+        for i, s in enumerate(data_sources)
+    ]
+    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = TaskSourceConfig(
+        kind="dataset", path=str(folder / "d.jsonl"), eval_path=str(folder / "e.jsonl"), reward=reward
+    )
+    (folder / "e.jsonl").write_text('{"prompt": "held out", "answer": "7"}\n')
+    tasks = TasksConfig(sources=[source], shuffle=False, epochs=1)
+    stream = TaskStream(tasks, 0, "train", rewards=RewardsConfig(**rewards))
+    return [task.reward for task in iter(stream.next, None)]
+
+
+def test_a_file_of_verls_is_scored_as_its_data_sources_say(tmp_path: Path) -> None:
+    assert rewards_of(tmp_path, "openai/gsm8k", "aime2024", "numina_cn_k12", "mine", None) == [
+        "gsm8k", "math_dapo", "math", "exact_match/last_number", "exact_match/last_number",
+    ]  # fmt: skip
+
+
+def test_a_named_reward_comes_before_data_sources(tmp_path: Path) -> None:
+    assert rewards_of(tmp_path, "openai/gsm8k", reward="json") == ["json"]
+    assert rewards_of(tmp_path, "openai/gsm8k", function="boxed") == ["boxed"]
+
+
+def test_the_own_table_comes_before_verls_and_names_all(tmp_path: Path) -> None:
+    own = {"openai/gsm8k": "exact_match", "my_*": "a.py:f", "apps": "a.py:code"}
+    assert rewards_of(tmp_path, "openai/gsm8k", "my_set", "apps", "aime", by_data_source=own) == [
+        "exact_match/last_number", "a.py:f", "a.py:code", "math_dapo",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="data_source 'other' is not in rewards.by_data_source"):
+        rewards_of(tmp_path, "other", by_data_source=own)
+    assert rewards_of(tmp_path, "other", by_data_source={"*": "json"}) == ["json"]
+    with pytest.raises(ValueError, match="rewards.by_data_source: 'jsson' is neither built in .*did you mean 'json'"):
+        rewards_of(tmp_path, "other", by_data_source={"*": "jsson"})
+
+
+def test_a_data_source_of_programs_is_refused_without_a_reward_for_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'codecontests' is of programs.*rewards.by_data_source"):
+        rewards_of(tmp_path, "codecontests")
+
+
+def test_the_function_is_made_with_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text('{"type": "array"}')
+    pytest.importorskip("jsonschema")
+    assert made("json", {"schema": "s.json"}, str(tmp_path))(item("[]")) == 1.0

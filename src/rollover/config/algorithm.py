@@ -137,7 +137,7 @@ class AlgorithmConfig(Table):
     )
     allow_uncorrected: bool = option(
         False,
-        "Permit stale rollouts, truncated sampling, or several minibatches a step though the loss has no"
+        "Permit stale rollouts, truncated sampling, or several updates a step though the loss has no"
         " ratio to the policy that sampled, or though that is not known of your own loss.",
     )
     rejection: dict[str, Any] = option(
@@ -247,7 +247,7 @@ class AlgorithmConfig(Table):
     @property
     def follows_updates(self) -> bool:
         """Whether the loss holds the ratio of the current policy to that at the start of the step, as far as is known:
-        it matters from the second minibatch of a step on. A loss without one may have current/behavior as a weight."""
+        it matters from the second update of a step on. A loss without one may have current/behavior as a weight."""
         return self.loss_traits.ratio is True or (self.proximal_policy == "current" and self.weight != "none")
 
 

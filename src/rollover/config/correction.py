@@ -20,6 +20,7 @@ REJECTIONS = tuple(
     for kind in ("k1", "k2", "k3")
 )
 """What algorithm.rejection may name: over what an estimate is taken, and which."""
+_UPDATES = ("train.minibatches_per_step", "train.epochs_per_step")
 
 
 def _wrong_bound(name: str, bound: Any) -> str:
@@ -41,21 +42,29 @@ def _truncates_sampling(config: Any) -> bool:
 
 
 def _forgets_minibatches(config: Any) -> bool:
-    """Whether later minibatches of a step may be trained as if the earlier ones had changed nothing."""
-    return config.train.minibatches_per_step > 1 and not config.algorithm.follows_updates
+    """Whether later updates of a step may be trained as if the earlier ones had changed nothing."""
+    return config.train.updates_per_step > 1 and not config.algorithm.follows_updates
+
+
+def several_updates(train: Any) -> tuple[str, str]:
+    """(the options because of which a step has several updates, with their values; the same, set so that it has
+    one)."""
+    counts = {name: getattr(train, name) for name in ("minibatches_per_step", "epochs_per_step")}
+    above = {f"train.{name}": num for name, num in counts.items() if num > 1}
+    return " and ".join(f"{key} = {num}" for key, num in above.items()), " and ".join(f"{key} = 1" for key in above)
 
 
 def _forgotten(config: Any) -> str:
-    num = config.train.minibatches_per_step
-    nothing_else = "accounts for what the earlier minibatches of a step changed. Set train.minibatches_per_step = 1,"
+    several, one = several_updates(config.train)
+    nothing_else = f"accounts for what the earlier updates of a step changed. Set {one},"
     if config.algorithm.loss_traits.ratio is None:
         return (
-            f"train.minibatches_per_step = {num} with a loss of your own: it is not known whether it holds the ratio of"
+            f"{several} with a loss of your own: it is not known whether it holds the ratio of"
             f" current and old log-probs (ratio_BT), and nothing else {nothing_else} or (if it does) set"
             " algorithm.allow_uncorrected = true"
         )
     return (
-        f'train.minibatches_per_step = {num} with algorithm.loss = "{config.algorithm.loss}" and algorithm.correction ='
+        f'{several} with algorithm.loss = "{config.algorithm.loss}" and algorithm.correction ='
         f' "none": nothing {nothing_else} algorithm.correction = "token_truncate", or (if you mean it)'
         " algorithm.allow_uncorrected = true"
     )
@@ -134,7 +143,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Inert(
         ("algorithm.allow_uncorrected",),
-        ("algorithm.correction", "algorithm.loss", "algorithm.proximal", "train.minibatches_per_step"),
+        ("algorithm.correction", "algorithm.loss", "algorithm.proximal", *_UPDATES),
         lambda c: c.algorithm.corrects and not _forgets_minibatches(c),
         "as the loss holds the ratio to the policy that sampled",
     ),
@@ -142,7 +151,7 @@ RULES: tuple[Rule, ...] = (
         ("algorithm.allow_uncorrected",),
         (
             *("rollout.max_staleness", "rollout.top_p", "rollout.top_k", "rollout.min_p", "replay.size"),
-            "train.minibatches_per_step",
+            *_UPDATES,
         ),
         lambda c: (
             not (
@@ -153,7 +162,7 @@ RULES: tuple[Rule, ...] = (
                 or _forgets_minibatches(c)
             )
         ),
-        "with rollout.max_staleness = 0, untruncated sampling, no replay and one minibatch a step (or a loss that is"
+        "with rollout.max_staleness = 0, untruncated sampling, no replay and one update a step (or a loss that is"
         " known to hold the ratio to the step's start): there is nothing to correct",
     ),
     _uncorrected(
@@ -185,7 +194,7 @@ RULES: tuple[Rule, ...] = (
         "Remove run.train_on_recorded",
     ),
     Refused(
-        ("train.minibatches_per_step", "algorithm.loss", "algorithm.correction"),
+        (*_UPDATES, "algorithm.loss", "algorithm.correction"),
         lambda c: _forgets_minibatches(c) and not c.algorithm.allow_uncorrected,
         _forgotten,
     ),

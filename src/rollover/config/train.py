@@ -17,6 +17,7 @@ ENGINES = {
 }
 _REMOTE = ("engine.kind", "remote")
 _SERVERS = ("engine.num_servers",)
+_SGD = ("train.optimizer", "sgd")
 
 
 class LoraConfig(Table):
@@ -128,9 +129,21 @@ class TrainConfig(Table):
     """[train]: the optimizer and how a batch is cut."""
 
     num_steps: int = option(100, "Training steps (one batch of groups_per_step groups each).", ge=0)
-    learning_rate: float = option(1e-6, "Peak learning rate of AdamW.", ge=0)
+    optimizer: Literal["adamw", "adamw_8bit", "muon", "sgd"] = option(
+        "adamw",
+        "Update rule. adamw_8bit: with moments of 8 bits (bitsandbytes). muon: of the layers' matrices, scaled so that"
+        " AdamW's learning rates hold. The embeddings, the output layer and all vectors have AdamW with both.",
+    )
+    learning_rate: float = option(1e-6, "Peak learning rate.", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "Learning rate after warm-up.")
     warmup_steps: int = option(0, "Optimizer steps of linear warm-up.", ge=0)
+    warmup_ratio: float = option(
+        0.0,
+        "Linear warm-up as a share of all optimizer steps, rounded up.",
+        ge=0,
+        le=1,
+        unless=("train.warmup_steps",),
+    )
     min_lr_ratio: float = option(
         0.0,
         "Final learning rate as a share of the peak.",
@@ -138,12 +151,25 @@ class TrainConfig(Table):
         le=1,
         only_if=("train.schedule", "linear", "cosine"),
     )
-    weight_decay: float = option(0.0, "AdamW weight decay (matrices only).", ge=0)
-    adam_beta1: float = option(0.9, "AdamW beta 1.", ge=0, lt=1)
-    adam_beta2: float = option(0.99, "AdamW beta 2.", ge=0, lt=1)
-    adam_eps: float = option(1e-8, "AdamW epsilon.", gt=0)
+    weight_decay: float = option(0.0, "Decoupled weight decay (matrices only); of sgd, added to the gradient.", ge=0)
+    adam_beta1: float = option(0.9, "AdamW beta 1.", ge=0, lt=1, unless=_SGD)
+    adam_beta2: float = option(0.99, "AdamW beta 2.", ge=0, lt=1, unless=_SGD)
+    adam_eps: float = option(1e-8, "AdamW epsilon.", gt=0, unless=_SGD)
+    momentum: float = option(0.95, "Momentum of muon and sgd.", ge=0, lt=1, only_if=("train.optimizer", "muon", "sgd"))
     max_grad_norm: float = option(1.0, "Clip the global gradient norm; 0 = off.", ge=0)
-    minibatches_per_step: int = option(1, "Optimizer steps per training step; groups are split evenly.", ge=1)
+    minibatches_per_step: int = option(1, "Updates of one pass over a step's groups, which are split evenly.", ge=1)
+    epochs_per_step: int = option(
+        1, "Passes over the groups of a step; all updates are proximal to the policy at its start.", ge=1
+    )
+    reshuffle: bool = option(
+        True, "Draw the groups of each minibatch anew for every further epoch (by run.seed); false: the same ones."
+    )
+    max_kl: float = option(
+        0.0,
+        "End the updates of a step before the first whose minibatch has a larger mean KL (k3) between the policy at the"
+        " step's start and the current one; 0 = off.",
+        ge=0,
+    )
     streaming_min_groups: int = option(
         0,
         "Compute the gradient of groups of a step as soon as this many are ready, while the others are still"
@@ -155,6 +181,11 @@ class TrainConfig(Table):
     skip_zero_advantage: bool = option(True, "Leave out samples whose advantages are all 0; the gradient is the same.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
     profile_steps: list[int] = option([], "Steps (from 1) whose torch profiler trace is written.")
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a training step."""
+        return self.minibatches_per_step * self.epochs_per_step
 
 
 _STREAMING = "train.streaming_min_groups"
@@ -200,6 +231,29 @@ RULES: tuple[Rule, ...] = (
             f"{_STREAMING} with train.minibatches_per_step = {c.train.minibatches_per_step}: the groups of a minibatch"
             " are known when the whole step is there. Set one of the two back to its default"
         ),
+    ),
+    Refused(
+        (_STREAMING, "train.epochs_per_step"),
+        lambda c: c.train.streaming_min_groups > 0 and c.train.epochs_per_step > 1,
+        lambda c: (
+            f"{_STREAMING} with train.epochs_per_step = {c.train.epochs_per_step}: a gradient that is computed early is"
+            " that of a step's only update. Set one of the two back to its default"
+        ),
+    ),
+    Inert(
+        ("train.reshuffle",),
+        ("train.epochs_per_step", "train.minibatches_per_step"),
+        lambda c: c.train.epochs_per_step == 1 or c.train.minibatches_per_step == 1,
+        "unless train.epochs_per_step and train.minibatches_per_step are above 1",
+        "Raise them",
+    ),
+    Inert(
+        ("train.max_kl",),
+        ("train.epochs_per_step", "train.minibatches_per_step"),
+        lambda c: c.train.updates_per_step == 1,
+        "unless train.epochs_per_step or train.minibatches_per_step is above 1: the only update begins with the policy"
+        " at the start of the step",
+        "Raise one of them",
     ),
     Refused(
         (_STREAMING, "algorithm.advantage", "algorithm.advantage_std", "workflow.roles"),

@@ -331,6 +331,9 @@ METRICS: list[Metric] = [
     Metric("train/masked_tokens", "sum", "tokens", "Their sampled tokens, which are in tokens/trained all the same."),
     Metric("train/restarts", "counter", "restarts", "Losses of the trainer's backend after which the run went on."),
     Metric("train/skipped_steps", "sum", "updates", "Optimizer steps skipped because a gradient was not finite."),
+    Metric(
+        "train/updates", "sum", "updates", "Optimizer steps that were made: not skipped, nor left out by train.max_kl."
+    ),
     Metric("grad_norm", "mean", "", "Global gradient norm before clipping."),
     Metric("learning_rate", "last", "", "Learning rate of the step's last optimizer step."),
     Metric("entropy", "mean", "nats", "Mean entropy of the current policy over the tokens in the loss."),
@@ -359,6 +362,12 @@ METRICS: list[Metric] = [
     Metric("mismatch/log_ppl_abs_difference", "mean", "nats", "Mean absolute difference of their logarithms."),
     Metric("mismatch/log_ppl_difference_max", "max", "nats", "The largest difference of a rollout."),
     Metric("mismatch/log_ppl_difference_min", "last", "nats", "The smallest difference of a rollout."),
+    Metric(
+        "kl/step_start",
+        "max",
+        "nats",
+        "Largest mean KL (k3) between the policy at the step's start and at a later update of it, with train.max_kl.",
+    ),
     Metric("kl/reference", "mean", "nats", "KL to the initial weights, as in the loss (algorithm.kl_coef)."),
     Metric(
         "distill/kl", "mean", "nats", "Mean log policy/teacher of loss tokens, before distill.clip: estimates the KL."

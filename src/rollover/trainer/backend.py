@@ -87,10 +87,10 @@ class TrainerBackend(Protocol):
 
         `counts`: what the whole minibatch holds, of which `samples` may be a part: losses are divided by it, unless
         `counts.divided` is False. `known`: streams that were computed before: "proximal" and "reference" log-probs,
-        "values" and "returns" of a value head. Without "proximal" the current log-probs take its place: the ratio is
-        then exactly 1, and costs no forward pass. Without a loss token in `samples`, and with some in `counts`, the
-        gradient is 0 rather than absent: the optimizer's momentum goes on. ValueError for a sample that the model
-        cannot be given.
+        those at the "start" of the step (train.max_kl), "values" and "returns" of a value head. Without "proximal" the
+        current log-probs take its place: the ratio is then exactly 1, and costs no forward pass. Without a loss token
+        in `samples`, and with some in `counts`, the gradient is 0 rather than absent: the optimizer's momentum goes on.
+        ValueError for a sample that the model cannot be given.
         """
         ...
 

@@ -9,6 +9,7 @@ import torch
 
 from rollover.config import AlgorithmConfig, Config, DistillConfig, LoraConfig, TrainConfig
 from rollover.config.backend import BACKENDS
+from rollover.config.correction import several_updates
 from rollover.engine.protocol import Engine
 from rollover.functions import FunctionError, make_named
 from rollover.models.devices import dtype_of, pick_device
@@ -45,7 +46,7 @@ def build_trainer(
         raise
     if kind not in BACKENDS:
         backend = OwnBackend(backend, kind)
-    return Trainer(backend, config.train, config.algorithm, team, config.distill)
+    return Trainer(backend, config.train, config.algorithm, team, config.distill, config.run.seed)
 
 
 def local_trainer(
@@ -80,11 +81,12 @@ def _refuse_uncorrected(train: TrainConfig, algorithm: AlgorithmConfig, max_stal
             " correct for that (for a loss of your own it is not known). Set algorithm.correction, with"
             ' algorithm.proximal = "step_start", or algorithm.allow_uncorrected = true'
         )
-    if train.minibatches_per_step > 1 and not (algorithm.follows_updates or algorithm.allow_uncorrected):
+    if train.updates_per_step > 1 and not (algorithm.follows_updates or algorithm.allow_uncorrected):
+        several, one = several_updates(train)
         raise ValueError(
-            f"minibatches_per_step = {train.minibatches_per_step}: each minibatch changes the weights that the next one"
-            " is trained with, and the loss does not correct for that (for a loss of your own it is not known). Set"
-            " minibatches_per_step = 1, algorithm.correction, or algorithm.allow_uncorrected = true"
+            f"{several}: each update changes the weights that the next one begins with, and the loss does not correct"
+            f" for that (for a loss of your own it is not known). Set {one}, algorithm.correction, or"
+            " algorithm.allow_uncorrected = true"
         )
 
 

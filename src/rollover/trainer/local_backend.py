@@ -102,7 +102,7 @@ class LocalBackend:
         self.lora = lora is not None and lora.rank > 0
         self.model = add_lora(loaded.model, lora) if self.lora and lora is not None else loaded.model
         self._plain = self.model.get_base_model() if self.lora else self.model
-        total = train.num_steps * train.minibatches_per_step
+        total = train.num_steps * train.updates_per_step
         self.optimizer = Optimizer(self.model, train, total, torch.float32 if sharded else dtype)
         compile_norms(self._plain, dtype)
         self.device = next(self.model.parameters()).device
@@ -191,6 +191,7 @@ class LocalBackend:
             staleness_BT=staleness(packed.versions_BT, self.policy_version),
             group_B=packed.group_B,
             sequences=packed.sequences,
+            start_BT=packed.unpack(flat(known["start"])) if "start" in known else None,
         )
         loss, sums = self.objective(streams, counts)
         loss.backward()

@@ -97,6 +97,8 @@ class Streams:
     staleness_BT: torch.Tensor
     group_B: torch.Tensor
     sequences: Sequence[str]
+    start_BT: torch.Tensor | None = None
+    """Under the weights at the start of the step, where their KL to the current ones is asked for (train.max_kl)."""
 
 
 class Objective:
@@ -144,6 +146,10 @@ class Objective:
             sequence_tokens_B=sequence_tokens_B,
             norm=self.norm,
         )
+        if streams.start_BT is not None:
+            # Of the policy that (nearly) drew the tokens to the current one: exp(d) - 1 - d of d = current - start.
+            start_kl_BT = kl_penalty(streams.start_BT, streams.logprobs_BT.detach(), "k3", mask_BT=mask_BT)
+            sums["sum/start_kl"] = torch.where(mask_BT, start_kl_BT, 0.0).sum()
         sums |= mismatch_metrics(
             proximal_BT,
             streams.behavior_BT,
@@ -247,6 +253,19 @@ def rate_scale(sums: dict[str, float]) -> float:
     return float(ess_step_scale(mismatch_summary(sums)["ess_sequence_ratio"])) if sums else 1.0
 
 
+def start_kl(sums: dict[str, float]) -> float:
+    """Mean KL (k3) of the policy at the start of the step to the current one, over the tokens of a minibatch with
+    these sums; 0 without a token. ValueError where a backend did not count it."""
+    if not sums:
+        return 0.0
+    if "sum/start_kl" not in sums:
+        raise ValueError(
+            "train.max_kl: the backend's forward_backward makes no use of the stream known['start'], of which the KL is"
+            " computed. Hand it to Streams.start_BT (trainer/objective.py), or set train.max_kl = 0"
+        )
+    return sums["sum/start_kl"] / sums["count/tokens"]
+
+
 def _of_the_same_name(kind: str | OwnLoss, config: AlgorithmConfig) -> dict[str, Any]:
     """Options of a loss of the user's own that have the name of an option of [algorithm]: they get its value. (The
     clip bounds and dual_clip are handed to every loss that takes them.)"""
@@ -308,6 +327,7 @@ def step_metrics(totals: dict[str, float], updates: list[dict[str, float]]) -> d
         "learning_rate": updates[-1]["learning_rate"],
         "train/skipped_steps": sum(u["train/skipped_steps"] for u in updates),
     }
+    metrics["train/updates"] = len(updates) - metrics["train/skipped_steps"]
     if "critic/grad_norm" in updates[0]:
         metrics["critic/grad_norm"] = max(u["critic/grad_norm"] for u in updates)
     if "sum/returns" in totals:

@@ -5,6 +5,7 @@ Shapes: N tokens of the flattened row, M loss positions of it, B samples, T long
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,9 +18,12 @@ from rollover.types import Sample
 _PromptKey = tuple[int, bytes]
 
 
-def split_groups(samples: list[Sample], parts: int) -> list[list[Sample]]:
-    """Minibatches of whole groups, in order, as equal in their number of groups as possible."""
+def split_groups(samples: list[Sample], parts: int, draw: random.Random | None = None) -> list[list[Sample]]:
+    """Minibatches of whole groups, in order, as equal in their number of groups as possible. `draw`: of groups that
+    are drawn by it, each in order."""
     ids = list(dict.fromkeys(s.group_id for s in samples))
+    if draw is not None:
+        draw.shuffle(ids)
     chunks = [set(c.tolist()) for c in np.array_split(np.asarray(ids), parts) if len(c)]
     return [[s for s in samples if s.group_id in chunk] for chunk in chunks]
 

@@ -137,7 +137,7 @@ class TinkerBackend:
 
     @property
     def _total_steps(self) -> int:
-        return self.config.num_steps * self.config.minibatches_per_step
+        return self.config.num_steps * self.config.updates_per_step
 
     def _next_number(self) -> int:
         """Names at the service are given once, whatever is done again after a failure."""
@@ -252,6 +252,7 @@ def _streams(
         staleness_BT=staleness(versions_BT, trainer_version),
         group_B=torch.tensor([s.group_id for s in samples]),
         sequences=[s.sequence_id for s in samples],
+        start_BT=stream("start"),
     )
 
 

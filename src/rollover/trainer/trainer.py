@@ -19,10 +19,11 @@ from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version
 from rollover.trainer.batch import Batch
 from rollover.trainer.critic import estimate
 from rollover.trainer.distill import Divergence, distilled, teachers
-from rollover.trainer.objective import Counts, rate_scale, step_metrics
+from rollover.trainer.objective import Counts, rate_scale, start_kl, step_metrics
 from rollover.trainer.packing import split_groups
 from rollover.trainer.rejection import rejections, restricted, rewritten, why_none_is_left
 from rollover.trainer.tally import Tally, totals_of
+from rollover.trainer.updates import Update, updates_of
 from rollover.types import Sample
 
 
@@ -30,7 +31,8 @@ class Trainer:
     """Steps of one run on `backend`, which holds all that a checkpoint needs: between two steps nothing is held here,
     but for what `accumulate` was given.
 
-    `team`: the CPU threads that the backend computes with, shared with the engine (run/overlap.py).
+    `team`: the CPU threads that the backend computes with, shared with the engine (run/overlap.py). `seed`: by which
+    the minibatches of further epochs are drawn.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class Trainer:
         algorithm: AlgorithmConfig,
         team: Team,
         distill: DistillConfig | None = None,
+        seed: int = 0,
     ) -> None:
         self.backend, self.config, self.algorithm = backend, train, algorithm
-        self.team, self.distill = team, distill or DistillConfig()
+        self.team, self.distill, self.seed = team, distill or DistillConfig(), seed
         self.in_update = False
         """From a step's first change of the weights to its end: there is no state to go on from."""
         self._accumulated: dict[str, Sample] = {}
@@ -60,7 +63,8 @@ class Trainer:
         return self.backend.policy_version
 
     def train_step(self, batch: Batch) -> dict[str, float]:
-        """One training step: every minibatch once, in order. Raises `policy_version` by one; returns its metrics.
+        """One training step: an update of every minibatch, once an epoch, unless train.max_kl ends them. Raises
+        `policy_version` by one; returns its metrics.
 
         Samples whose advantages are all 0 (a group that agrees) add nothing to the gradient: they count in the
         denominators and are not computed, unless `train.skip_zero_advantage` is off or the algorithm needs them.
@@ -72,19 +76,20 @@ class Trainer:
         minibatches = split_groups(samples, self.config.minibatches_per_step)
         minibatches, known = self._reject(minibatches, known)
         minibatches, known = self._distill(minibatches, known)
-        counts = [Counts.of(part) for part in minibatches]
-        rejected = batch.num_loss_tokens - sum(c.tokens for c in counts)
+        rejected = batch.num_loss_tokens - sum(Counts.of(part).tokens for part in minibatches)
         if rejected and rejected == batch.num_loss_tokens:
             why = why_none_is_left(self.algorithm, rejected)
             raise ValueError(f"step {self.policy_version + 1} has no token in its loss: {why}")
-        if self.config.skip_zero_advantage and not self.algorithm.needs_every_token:
-            minibatches = [[s for s in part if s.advantages[s.mask].any()] for part in minibatches]
-        skipped_tokens = sum(c.tokens for c in counts) - sum(Counts.of(part).tokens for part in minibatches)
+        draws = f"{self.seed}/minibatches/{self.policy_version}"
+        updates = updates_of(minibatches, self.config, draws, self._is_computed)
+        first_epoch = updates[: len(minibatches)]
+        skipped_tokens = sum(u.counts.tokens - Counts.of(u.samples).tokens for u in first_epoch)
         if self._accumulated:
-            minibatches = [[s for s in minibatches[0] if s.rollout_id not in self._accumulated]]
-            counts = [replace(counts[0], divided=False)]
-        known |= self._known(minibatches, known)
-        metrics = self._update(minibatches, counts, known)
+            (only,) = updates
+            fresh = [s for s in only.samples if s.rollout_id not in self._accumulated]
+            updates = first_epoch = [Update(fresh, replace(only.counts, divided=False))]
+        known |= self._known([u.samples for u in first_epoch], known)
+        metrics = self._update(updates, known)
         metrics["train/zero_advantage_tokens"] = float(skipped_tokens)
         if self.algorithm.rejection:
             metrics["off_policy/rejected_share"] = rejected / max(1, batch.num_loss_tokens)
@@ -95,7 +100,7 @@ class Trainer:
 
     def accumulate(self, samples: list[Sample]) -> None:
         """Add the gradient of whole groups of the step to come, before the rest of it is known (`train_step`)."""
-        assert self.config.minibatches_per_step == 1 and not self.algorithm.needs_critic
+        assert self.config.updates_per_step == 1 and not self.algorithm.needs_critic
         given = {s.rollout_id: s.advantages for s in samples}
         ((samples,), known) = self._reject([samples], {})
         ((samples,), known) = self._distill([samples], known)
@@ -122,13 +127,18 @@ class Trainer:
     def _forget_what_was_accumulated(self) -> None:
         self._accumulated, self._given, self._accumulated_sums = {}, {}, Tally()
 
-    def _update(
-        self, minibatches: list[list[Sample]], counts: list[Counts], known: Mapping[str, Stream]
-    ) -> dict[str, float]:
-        """Gradient and optimizer step of each minibatch, which holds `counts`. Returns the metrics of the step."""
+    def _is_computed(self, sample: Sample) -> bool:
+        """Whether it adds to the gradient, or may."""
+        every = not self.config.skip_zero_advantage or self.algorithm.needs_every_token
+        return every or bool(sample.advantages[sample.mask].any())
+
+    def _update(self, planned: list[Update], known: Mapping[str, Stream]) -> dict[str, float]:
+        """Gradient and optimizer step of each planned update. Returns the metrics of the step."""
         tallies: list[Tally] = []
         updates: list[dict[str, float]] = []
-        for index, (part, count) in enumerate(zip(minibatches, counts, strict=True)):
+        largest_kl = None
+        for index, update in enumerate(planned):
+            part, count = update.samples, update.counts
             sums, divisor = Tally(), 1.0
             if not count.divided:
                 # `accumulate` had some of it: only now is known what to divide by.
@@ -140,12 +150,26 @@ class Trainer:
                 sums.divide("sum/loss", divisor)
                 self._forget_what_was_accumulated()
             self.in_update = True
+            if index and self.config.max_kl:
+                kl = start_kl(sums.totals())
+                largest_kl = max(kl, largest_kl or 0.0)
+                if not kl <= self.config.max_kl:
+                    self._end_step(len(planned) - index)
+                    break
             rate = rate_scale(sums.totals()) if self.algorithm.ess_step_scaling else 1.0
-            last = index == len(minibatches) - 1
+            last = index == len(planned) - 1
             updates.append(self.backend.optim_step(rate, divisor=divisor, ends_step=last))
             tallies.append(sums)
         self.in_update = False
-        return step_metrics(totals_of(tallies), updates)
+        metrics = step_metrics(totals_of(tallies), updates)
+        return metrics if largest_kl is None else metrics | {"kl/step_start": largest_kl}
+
+    def _end_step(self, left: int) -> None:
+        """`left` updates of the step are not made. In the schedule of the learning rate they count: without a gradient
+        an optimizer step changes no weight."""
+        self.backend.forget_gradients()
+        for index in range(left):
+            self.backend.optim_step(0.0, ends_step=index == left - 1)
 
     def _estimate(self, samples: list[Sample]) -> tuple[list[Sample], dict[str, Stream]]:
         """With a critic: the samples with its advantages, its values and the returns. Else the samples as they are."""
@@ -201,10 +225,14 @@ class Trainer:
         Computed minibatch by minibatch, to be packed as they will be in training.
         """
         found: dict[str, Stream] = {}
+        updates = len(minibatches) * self.config.epochs_per_step
         if "proximal" not in known and self.algorithm.proximal_policy == "snapshot":
             found["proximal"] = self._sampling_logprobs(minibatches)
-        elif "proximal" not in known and self.algorithm.proximal_policy == "step_start" and len(minibatches) > 1:
-            found["proximal"] = self._logprobs(minibatches[1:])
+        elif "proximal" not in known and self.algorithm.proximal_policy == "step_start" and updates > 1:
+            found["proximal"] = self._logprobs(minibatches if self.config.epochs_per_step > 1 else minibatches[1:])
+        if self.config.max_kl and updates > 1:
+            start = {**known, **found}.get("proximal") if self.algorithm.proximal_policy == "step_start" else None
+            found["start"] = self._logprobs(minibatches) if start is None else start
         if self.algorithm.needs_reference:
             found["reference"] = self._logprobs(minibatches, version=0)
         return found
@@ -227,6 +255,9 @@ class Trainer:
         return out
 
     def _for_minibatch(self, index: int, known: Mapping[str, Stream]) -> Mapping[str, Stream]:
-        """The first minibatch meets the weights of the step's start: its current log-probs are the proximal ones."""
-        first = index == 0 and self.algorithm.proximal_policy == "step_start"
-        return {name: stream for name, stream in known.items() if not (first and name == "proximal")}
+        """The streams for the update of that index. The first meets the weights of the step's start: its current
+        log-probs are those, and the proximal ones where those are."""
+        left_out = {"start"} if index == 0 else set()
+        if index == 0 and self.algorithm.proximal_policy == "step_start":
+            left_out.add("proximal")
+        return {name: stream for name, stream in known.items() if name not in left_out}

@@ -418,7 +418,7 @@ def test_a_trainer_of_stale_tokens_needs_a_loss_that_corrects() -> None:
 
 def test_a_trainer_of_several_minibatches_needs_a_loss_that_holds_what_the_earlier_ones_changed() -> None:
     for algorithm in ({"loss": "reinforce", "correction": "none"}, {"loss": "mine.py:loss"}):
-        with pytest.raises(ValueError, match="minibatches_per_step = 3: each minibatch changes the weights"):
+        with pytest.raises(ValueError, match="minibatches_per_step = 3: each update changes the weights"):
             trainer(algorithm, minibatches_per_step=3)
     trainer({"loss": "reinforce", "correction": "none", "allow_uncorrected": True}, minibatches_per_step=3)
     trainer({"correction": "none"}, minibatches_per_step=3)

@@ -1,0 +1,342 @@
+"""Several epochs over the groups of a step: beside a plain loop, what each update is proximal to, draws, early stop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from rollover.config import AlgorithmConfig, Config, TrainConfig
+from rollover.trainer.batch import Batch
+from rollover.trainer.build import local_trainer
+from rollover.trainer.objective import Counts
+from rollover.trainer.packing import split_groups
+from rollover.trainer.tally import Tally
+from rollover.trainer.trainer import Trainer
+from rollover.trainer.updates import updates_of
+from rollover.types import Sample
+from samples import random_samples
+
+SAMPLES = random_samples(2, num_groups=4, size=2)
+SEVERAL: dict[str, Any] = {"minibatches_per_step": 2, "epochs_per_step": 2}
+
+
+def trainer(
+    algorithm: Mapping[str, Any] | None = None, *, seed: int = 0, max_staleness: int = 2, **train: Any
+) -> Trainer:
+    values = {"learning_rate": 1e-3, "num_steps": 10, "micro_batch_tokens": 40, "adam_eps": 1e-3, **train}
+    of = TrainConfig.model_validate(values)
+    t = local_trainer(
+        tiny.loaded(), of, AlgorithmConfig.model_validate(algorithm or {}), dtype=torch.float32, max_new_tokens=16,
+        max_staleness=max_staleness,
+    )  # fmt: skip
+    t.seed = seed
+    return t
+
+
+def recorded(t: Trainer) -> list[tuple[list[Sample], Mapping[str, Any]]]:
+    """What each update of the trainer is made of, and the streams that it is given."""
+    found: list[tuple[list[Sample], Mapping[str, Any]]] = []
+    original = t.backend.forward_backward
+
+    def spy(samples: list[Sample], counts: Counts, known: Mapping[str, Any]) -> Tally:
+        found.append((samples, dict(known)))
+        return original(samples, counts, known)
+
+    t.backend.forward_backward = spy  # type: ignore[method-assign]
+    return found
+
+
+def groups(updates: list[tuple[list[Sample], Any]]) -> list[list[int]]:
+    return [list(dict.fromkeys(s.group_id for s in samples)) for samples, _ in updates]
+
+
+def weights(t: Trainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in tiny.local(t).model.parameters()]
+
+
+def plain_logprobs(model: Any, s: Sample) -> torch.Tensor:
+    ids = torch.tensor(np.concatenate([s.prompt_ids, s.token_ids]), dtype=torch.long)
+    logits = model(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1] / s.temperature
+    return torch.log_softmax(logits, -1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0][torch.from_numpy(s.mask)]
+
+
+def plain_step(model: Any, optimizer: torch.optim.Optimizer, parts: list[list[Sample]]) -> None:
+    """PPO's clip at 0.2 against the log-probs at the start, times proximal/behavior up to 2, a mean over tokens."""
+    with torch.no_grad():
+        start = {s.rollout_id: plain_logprobs(model, s) for part in parts for s in part}
+    for part in parts:
+        total = torch.zeros(())
+        for s in part:
+            old, behavior = start[s.rollout_id], torch.from_numpy(s.behavior_logprobs[s.mask])
+            ratio = (plain_logprobs(model, s) - old).exp()
+            gain = torch.minimum(ratio * s.advantages[0], ratio.clamp(0.8, 1.2) * s.advantages[0])
+            total = total - ((old - behavior).exp().clamp(max=2.0) * gain).sum()
+        (total / sum(int(s.mask.sum()) for s in part)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("reshuffle", [True, False])
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_two_epochs_of_two_minibatches_are_those_of_a_plain_loop(budget: int, reshuffle: bool) -> None:
+    t = trainer(micro_batch_tokens=budget, reshuffle=reshuffle, **SEVERAL)
+    model = tiny.model()
+    model.set_attn_implementation("sdpa")
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.0, fused=True)
+    for _ in range(2):
+        updates = recorded(t)
+        metrics = t.train_step(Batch(SAMPLES))
+        assert metrics["train/updates"] == 4 and tiny.local(t).optimizer.step_count == 4 * t.policy_version
+        first, second, *others = groups(updates)
+        assert [first, second] == [[0, 1], [2, 3]] and sorted(sum(others, [])) == [0, 1, 2, 3]
+        assert reshuffle or others == [first, second]
+        plain_step(model, adamw, [samples for samples, _ in updates])
+    assert t.policy_version == 2
+    start = tiny.model()
+    for (name, ours), theirs in zip(tiny.local(t).model.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    with torch.no_grad():
+        moved = [float((a - b).abs().max()) for a, b in zip(model.parameters(), start.parameters(), strict=True)]
+    assert max(moved) > 1e-3
+
+
+def test_the_draws_depend_on_seed_version_and_epoch_alone() -> None:
+    samples = random_samples(0, num_groups=8, size=1)
+    first = split_groups(samples, 4)
+    config = TrainConfig(minibatches_per_step=4, epochs_per_step=4)
+
+    def drawn(key: str) -> list[list[int]]:
+        parts = [u.samples for u in updates_of(first, config, key, lambda s: True)]
+        assert parts[:4] == first and len(parts) == 16
+        return [[s.group_id for s in part] for part in parts[4:]]
+
+    assert drawn("0/minibatches/3") == drawn("0/minibatches/3")
+    assert len({str(drawn(key)) for key in ("0/minibatches/3", "1/minibatches/3", "0/minibatches/4")}) == 3
+    epochs = [drawn("0/minibatches/3")[i : i + 4] for i in (0, 4, 8)]
+    assert all(sorted(sum(epoch, [])) == list(range(8)) for epoch in epochs)
+    assert len({str(epoch) for epoch in epochs}) == 3, "each epoch is drawn anew"
+    assert all(part == sorted(part) for epoch in epochs for part in epoch), "in a minibatch groups stay in order"
+
+
+def test_the_seed_of_the_run_and_the_version_draw_the_minibatches() -> None:
+    samples = random_samples(0, num_groups=8, size=1)
+    found = {}
+    for seed in (0, 1):
+        t = trainer(seed=seed, minibatches_per_step=4, epochs_per_step=2)
+        for version in range(2):
+            updates = recorded(t)
+            t.train_step(Batch(samples))
+            found[seed, version] = str(groups(updates)[4:8])
+    assert len(set(found.values())) == 4
+
+
+def test_a_sample_without_advantage_counts_in_every_epoch_and_is_computed_in_none() -> None:
+    silent = [replace(s, advantages=np.zeros_like(s.advantages)) if s.group_id == 3 else s for s in SAMPLES]
+    t = trainer(**SEVERAL)
+    updates = recorded(t)
+    metrics = t.train_step(Batch(silent))
+    assert {s.group_id for samples, _ in updates for s in samples} == {0, 1, 2}
+    assert metrics["train/zero_advantage_tokens"] == sum(s.mask.sum() for s in silent if s.group_id == 3)
+    skipping, computing = (trainer(skip_zero_advantage=skip, **SEVERAL) for skip in (True, False))
+    for one in (skipping, computing):
+        one.train_step(Batch(silent))
+    for a, b in zip(weights(skipping), weights(computing), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+# What each update is proximal to
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_every_update_is_proximal_to_the_start_of_the_step(minibatches: int) -> None:
+    start = trainer().backend.compute_logprobs(SAMPLES)
+    t = trainer(minibatches_per_step=minibatches, epochs_per_step=3, learning_rate=0.01)
+    updates = recorded(t)
+    metrics = t.train_step(Batch(SAMPLES))
+    assert len(updates) == 3 * minibatches and "proximal" not in updates[0][1]
+    for samples, known in updates[1:]:
+        for s in samples:
+            np.testing.assert_allclose(known["proximal"][s.rollout_id], start[s.rollout_id], atol=1e-5)
+    assert metrics["ratio/max"] > 1.01
+
+
+@pytest.mark.parametrize("rejection", ["none", "token_k2"])
+def test_snapshots_are_proximal_in_every_epoch(rejection: str) -> None:
+    """Tokens of version 0 to the weights of version 0, those of version 1 to the weights at the start of the step."""
+    options = {"rejection": rejection, **({"rejection_high": 1e9} if rejection != "none" else {})}
+    t = trainer({"proximal": "snapshot", **options}, learning_rate=0.01, **SEVERAL)
+    of_version = {0: t.backend.compute_logprobs(SAMPLES)}
+    t.train_step(Batch(SAMPLES))
+    of_version[1] = t.backend.compute_logprobs(SAMPLES)
+    mixed = [replace(s, versions=np.arange(len(s.token_ids), dtype=np.int32) % 2) for s in SAMPLES]
+    updates = recorded(t)
+    t.train_step(Batch(mixed))
+    assert len(updates) == 4
+    for samples, known in updates:
+        for s in samples:
+            versions = s.versions[s.mask]
+            expected = np.where(versions == 0, of_version[0][s.rollout_id], of_version[1][s.rollout_id])
+            np.testing.assert_allclose(known["proximal"][s.rollout_id], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"proximal": "behavior"}, {"proximal": "interpolated"}, {"loss": "reinforce"}], ids=str
+)
+def test_what_needs_no_proximal_pass_needs_none_in_any_epoch(algorithm: dict[str, Any]) -> None:
+    t = trainer(algorithm, **SEVERAL)
+    updates = recorded(t)
+    t.backend.compute_logprobs = None  # type: ignore[method-assign, assignment]
+    t.train_step(Batch(SAMPLES))
+    assert len(updates) == 4 and all("proximal" not in known for _, known in updates)
+
+
+@pytest.mark.parametrize("algorithm", [{"rejection": "token_k3", "rejection_high": 2.0}, {"kl_coef": 0.1}], ids=str)
+def test_rejection_and_reference_are_of_the_start_in_every_epoch(algorithm: dict[str, Any]) -> None:
+    t = trainer(algorithm, learning_rate=0.01, **SEVERAL)
+    updates = recorded(t)
+    t.train_step(Batch(SAMPLES))
+    masks: dict[str, bytes] = {}
+    for samples, known in updates:
+        for s in samples:
+            assert masks.setdefault(s.rollout_id, s.mask.tobytes()) == s.mask.tobytes()
+            for stream in known.values():
+                assert stream[s.rollout_id].shape == (s.mask.sum(),)
+
+
+# Early stop
+
+
+def mean_kl(start: Mapping[str, np.ndarray], now: Mapping[str, np.ndarray]) -> float:
+    change = np.concatenate([now[k] - start[k] for k in now]).astype(np.float64)
+    return float((np.exp(change) - 1 - change).mean())
+
+
+def test_updates_end_before_the_first_whose_kl_is_too_large() -> None:
+    common: dict[str, Any] = {"learning_rate": 3e-3, "schedule": "linear", "reshuffle": False, **SEVERAL}
+    free = trainer(**common)
+    start = free.backend.compute_logprobs(SAMPLES)
+    kls, made = [], []
+    original = free.backend.optim_step
+
+    def spy(*args: Any, **options: Any) -> dict[str, float]:
+        part = SAMPLES[:4] if len(kls) % 2 == 0 else SAMPLES[4:]
+        kls.append(mean_kl(start, free.backend.compute_logprobs(part)))
+        found = original(*args, **options)
+        made.append(weights(free))
+        return found
+
+    free.backend.optim_step = spy  # type: ignore[method-assign]
+    free.train_step(Batch(SAMPLES))
+    assert kls[0] == 0 and 0 < kls[1] < kls[2], kls
+
+    stopped = trainer(max_kl=(kls[1] + kls[2]) / 2, **common)
+    metrics = stopped.train_step(Batch(SAMPLES))
+    assert metrics["train/updates"] == 2 and metrics["kl/step_start"] == pytest.approx(kls[2], rel=1e-3)
+    for a, b in zip(weights(stopped), made[1], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-6)
+    assert metrics["learning_rate"] == pytest.approx(3e-3 * (1 - 1 / 40)), "of the last update that was made"
+    assert stopped.policy_version == 1 and not stopped.in_update
+    assert tiny.local(stopped).optimizer.step_count == 4, "in the schedule they count"
+    assert not tiny.local(stopped).optimizer.gradients()
+
+    loose = trainer(max_kl=2 * max(kls), **common)
+    metrics = loose.train_step(Batch(SAMPLES))
+    assert metrics["train/updates"] == 4 and metrics["kl/step_start"] == pytest.approx(max(kls), rel=1e-3)
+    for a, b in zip(weights(loose), made[-1], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"proximal": "behavior"}, {"proximal": "snapshot"}, {"loss": "reinforce"}])
+def test_the_first_update_is_always_made_and_the_kl_is_to_the_start_whatever_is_proximal(
+    algorithm: dict[str, Any],
+) -> None:
+    plain, t = trainer(algorithm), trainer(algorithm, epochs_per_step=3, max_kl=1e-9)
+    expected = plain.train_step(Batch(SAMPLES))
+    metrics = t.train_step(Batch(SAMPLES))
+    assert metrics["train/updates"] == 1 and metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    start, now = trainer().backend.compute_logprobs(SAMPLES), plain.backend.compute_logprobs(SAMPLES)
+    assert metrics["kl/step_start"] == pytest.approx(mean_kl(start, now), rel=1e-3)
+    for a, b in zip(weights(t), weights(plain), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-6)
+    assert "kl/step_start" not in expected
+
+
+def test_a_backend_that_does_not_count_the_kl_says_so() -> None:
+    t = trainer(epochs_per_step=2, max_kl=1.0)
+    original = t.backend.forward_backward
+    t.backend.forward_backward = lambda samples, counts, known: original(  # type: ignore[method-assign]
+        samples, counts, {name: stream for name, stream in known.items() if name != "start"}
+    )
+    with pytest.raises(ValueError, match=r"train.max_kl: the backend's .* known\['start'\]"):
+        t.train_step(Batch(SAMPLES))
+
+
+# State and rules
+
+
+def test_a_resumed_trainer_goes_on_bit_for_bit() -> None:
+    options: dict[str, Any] = {"schedule": "cosine", "warmup_ratio": 0.2, "max_kl": 1e-3, **SEVERAL}
+    batches = [Batch(random_samples(i, num_groups=4)) for i in range(4)]
+    t = trainer(**options)
+    for batch in batches[:2]:
+        t.train_step(batch)
+    tensors, meta = t.backend.save_state()
+    saved, meta = {k: v.clone() for k, v in tensors.items()}, json.loads(json.dumps(meta))
+    expected = [t.train_step(batch) for batch in batches[2:]]
+    resumed = trainer(**options)
+    resumed.backend.load_state(saved, meta)
+    assert [resumed.train_step(batch) for batch in batches[2:]] == expected
+    assert all(torch.equal(a, b) for a, b in zip(weights(t), weights(resumed), strict=True))
+    assert {metrics["train/updates"] for metrics in expected} != {4.0}, "or max_kl was not met"
+
+
+def config(algorithm: dict[str, Any] | None = None, **train: Any) -> Config:
+    return Config.model_validate({"train": train, "algorithm": algorithm or {}})
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"reshuffle": False, "epochs_per_step": 2}, "train.reshuffle has no effect unless train.epochs_per_step and"),
+        ({"reshuffle": False, "minibatches_per_step": 2}, "train.reshuffle has no effect"),
+        ({"max_kl": 0.1}, "train.max_kl has no effect unless train.epochs_per_step or train.minibatches_per_step is"),
+        ({"epochs_per_step": 2, "streaming_min_groups": 2}, "with train.epochs_per_step = 2: a gradient that is comp"),
+        ({"epochs_per_step": 0}, "train.epochs_per_step"),
+    ],
+)
+def test_what_would_do_nothing_or_cannot_be_is_refused(train: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said.replace(".", r"\.")):
+        config(**train)
+
+
+@pytest.mark.parametrize(
+    ("train", "several", "one"),
+    [
+        ({"epochs_per_step": 2}, "train.epochs_per_step = 2 with", "Set train.epochs_per_step = 1,"),
+        (
+            {"epochs_per_step": 2, "minibatches_per_step": 4},
+            "train.minibatches_per_step = 4 and train.epochs_per_step = 2 with",
+            "Set train.minibatches_per_step = 1 and train.epochs_per_step = 1,",
+        ),
+    ],
+)
+def test_a_loss_that_forgets_earlier_epochs_is_refused_as_for_minibatches(
+    train: dict[str, Any], several: str, one: str
+) -> None:
+    forgetting = {"loss": "reinforce", "correction": "none"}
+    with pytest.raises(ValueError) as refused:
+        config(forgetting, **train)
+    assert several in str(refused.value) and one in str(refused.value)
+    config({**forgetting, "allow_uncorrected": True}, **train)
+    config({"loss": "reinforce"}, **train)
+    config({"proximal": "behavior"}, **train)
+    with pytest.raises(ValueError, match="each update changes the weights"):
+        trainer(forgetting, max_staleness=0, **train)

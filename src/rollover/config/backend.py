@@ -87,6 +87,7 @@ TINKER_REFUSES: dict[str, tuple[tuple[Any, ...], str]] = {
     "rollout.top_p": ((1.0,), "the service's log-probs are not those of the truncated distribution"),
     "rollout.top_k": ((0,), "the service's log-probs are not those of the truncated distribution"),
     "rollout.min_p": ((0.0,), "the service does not know it"),
+    "train.optimizer": (("adamw",), "the service has AdamW"),
     "engine.kind": (("embedded",), "the service samples"),
 }
 # What only this machine's engine and trainer read.
@@ -101,6 +102,8 @@ RANKS_REFUSES: dict[str, str] = {
     ' backend.type = "local"',
     "algorithm.advantage": "they have no value head. Use an estimator without one, such as grpo",
     "distill.teacher": 'every rank would hold all of another model. Use "policy" or "initial"',
+    "train.optimizer": "its moments lie in blocks of 256 numbers, which the part of a rank does not consist of. Use"
+    ' "adamw", whose moments are spread, or "muon"',
     "model.device": 'on "mps" processes cannot train together. Set it to "cpu" or "cuda"',
     "algorithm.loss": "an object of this program is not in the processes of the ranks. Name a function of a file"
     " (path.py:function)",
@@ -109,6 +112,7 @@ _REFUSED_WITH_RANKS: dict[str, Callable[[Any], bool]] = {
     "model.lora.rank": lambda c: c.model.lora.rank > 0,
     "algorithm.advantage": lambda c: c.algorithm.needs_critic,
     "distill.teacher": lambda c: bool(c.distill.model_path),
+    "train.optimizer": lambda c: c.train.optimizer == "adamw_8bit",
     "model.device": lambda c: c.model.device.startswith("mps"),
     "algorithm.loss": lambda c: is_live(c.algorithm.loss),
 }

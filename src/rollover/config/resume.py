@@ -48,6 +48,7 @@ FIXED = (
         ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules*"),
         "the weights in the checkpoint are of those adapters",
     ),
+    Fixed(("train.optimizer",), "the checkpoint holds what that optimizer keeps for each weight"),
     Fixed(
         ("rollout.group_size", "rollout.greedy_baseline"),
         "the checkpoint holds groups of that size",
@@ -153,7 +154,7 @@ def trains_otherwise(changed: Sequence[Change], config: Config, *, from_start: b
         if key == "model.path" and from_start:
             return True
         if key == "train.num_steps":  # the schedule's length
-            return config.train.schedule != "constant"
+            return config.train.schedule != "constant" or config.train.warmup_ratio > 0
         return not any(fnmatch(key, name) for name in _NOT_TRAINING) and any(fnmatch(key, name) for name in _TRAINING)
 
     return [change for change in changed if has(change.key)]

@@ -1,30 +1,47 @@
-"""float32 master weights under a compute dtype, AdamW over them, learning-rate schedule, gradient clipping.
+"""float32 master weights under a compute dtype, an update rule over them, learning-rate schedule, gradient clipping.
 
 In float32 the parameters are their own masters. In bfloat16 the module computes with bf16 copies: a hook adds each bf16
 gradient to its master's float32 gradient as soon as it is complete, so accumulation loses nothing and only one layer's
-bf16 gradients exist at a time. Owns masters, moments and the count of optimizer steps.
+bf16 gradients exist at a time. Owns masters and the count of optimizer steps; the moments are the rule's
+(update_rule.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from rollover.config import TrainConfig
 from rollover.models.load import cast_parameters
 from rollover.trainer.stored_tensors import shape_of
+from rollover.trainer.update_rule import UpdateOptions, UpdateRule, table_names
 
 
-def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
+class OptimizerOptions(UpdateOptions, Protocol):
+    """What [train] says of an optimizer. Whatever else is trained says the same; it is read at every step."""
+
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def warmup_ratio(self) -> float: ...
+    @property
+    def min_lr_ratio(self) -> float: ...
+    @property
+    def max_grad_norm(self) -> float: ...
+
+
+def learning_rate(config: OptimizerOptions, step: int, total_steps: int) -> float:
     """Rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine down to min_lr_ratio."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_steps)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
     if config.schedule == "constant":
         return config.learning_rate
-    done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     shape = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
@@ -37,12 +54,13 @@ def clip_gradients(gradients: list[torch.Tensor], norm: float, max_norm: float) 
 
 
 class Optimizer:
-    """AdamW over the masters of all parameters that require a gradient. Tied parameters count once.
+    """Updates of the masters of all parameters that require a gradient. Tied parameters count once.
 
-    Call it with the module still in float32: the masters are taken from it before it is cast to `dtype`.
+    Call it with the module still in float32: the masters are taken from it before it is cast to `dtype`. ValueError
+    where the update rule needs a package that is missing.
     """
 
-    def __init__(self, module: torch.nn.Module, config: TrainConfig, total_steps: int, dtype: torch.dtype) -> None:
+    def __init__(self, module: torch.nn.Module, config: OptimizerOptions, total_steps: int, dtype: torch.dtype) -> None:
         self.config, self.total_steps, self.step_count = config, total_steps, 0
         trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.names = list(trainable)
@@ -59,18 +77,8 @@ class Optimizer:
         if self.separate:
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 parameter.register_post_accumulate_grad_hook(self._accumulate_into(master))
-        matrices = [m for m in self.masters if m.ndim >= 2]
-        others = [m for m in self.masters if m.ndim < 2]
-        self.adamw = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=True,
-        )
+        masters = dict(zip(self.names, self.masters, strict=True))
+        self.rule = UpdateRule(masters, config, table_names(module))
 
     @staticmethod
     def _accumulate_into(master: torch.Tensor) -> Any:
@@ -106,7 +114,7 @@ class Optimizer:
 
     def forget_gradients(self) -> None:
         """Forget the accumulated gradient."""
-        self.adamw.zero_grad(set_to_none=True)
+        self.rule.forget_gradients()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -128,9 +136,7 @@ class Optimizer:
         skipped = not (usable and math.isfinite(norm) and math.isfinite(rate))
         if not skipped and gradients:
             clip_gradients(gradients, norm, self.config.max_grad_norm)
-            for group in self.adamw.param_groups:
-                group["lr"] = rate
-            self.adamw.step()
+            self.rule.step(rate)
             if self.separate:
                 self._copy_back()
         self.forget_gradients()
@@ -142,17 +148,10 @@ class Optimizer:
         torch._foreach_copy_(self.parameters, self.masters)  # pyright: ignore[reportPrivateImportUsage]
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(tensors by name, JSON-able rest): masters, both moments, step counts."""
-        tensors: dict[str, torch.Tensor] = {}
-        steps: dict[str, float] = {}
-        for (name, weight), master in zip(self.weights().items(), self.masters, strict=True):
-            tensors[f"master/{name}"] = weight
-            moments = self.adamw.state.get(master, {})
-            if moments:
-                tensors[f"exp_avg/{name}"] = moments["exp_avg"]
-                tensors[f"exp_avg_sq/{name}"] = moments["exp_avg_sq"]
-                steps[name] = float(moments["step"])
-        return tensors, {"step_count": self.step_count, "adam_steps": steps}
+        """(tensors by name, JSON-able rest): masters, what the rule keeps, step counts."""
+        tensors, steps = self.rule.state()
+        masters = {f"master/{name}": weight for name, weight in self.weights().items()}
+        return masters | tensors, {"step_count": self.step_count, "adam_steps": steps, "rule": self.rule.kind}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]) -> None:
         """ValueError where the state is of another model or set of trained weights."""
@@ -161,16 +160,14 @@ class Optimizer:
         if expected != found:
             names = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
             raise ValueError(f"the checkpoint is of another model (model.path, model.lora): {names[0]} differs")
-        self.adamw.state.clear()
+        if (kind := meta.get("rule", "adamw")) != self.rule.kind:
+            raise ValueError(
+                f"the checkpoint has what train.optimizer = {kind!r} keeps, and not {self.rule.kind!r}. Set it back"
+            )
         with torch.no_grad():
             for name, master in zip(self.names, self.masters, strict=True):
                 master.copy_(tensors[f"master/{name}"])
-                if name in meta["adam_steps"]:
-                    self.adamw.state[master] = {
-                        "step": torch.tensor(meta["adam_steps"][name], dtype=torch.float32, device=master.device),
-                        "exp_avg": tensors[f"exp_avg/{name}"].to(master.device).clone(),
-                        "exp_avg_sq": tensors[f"exp_avg_sq/{name}"].to(master.device).clone(),
-                    }
+        self.rule.load_state(tensors, meta["adam_steps"])
         if self.separate:
             self._copy_back()
         self.step_count = meta["step_count"]

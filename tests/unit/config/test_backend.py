@@ -22,6 +22,7 @@ WRONG: dict[str, Any] = {
     "model.lora.alpha": 16.0,
     "model.lora.dropout": 0.1,
     "model.lora.target_modules": ["q_proj"],
+    "train.optimizer": "muon",
     "rollout.temperature": 0.7,
     "rollout.top_p": 0.9,
     "rollout.top_k": 5,
@@ -48,6 +49,7 @@ WRONG_FOR_RANKS: dict[str, Any] = {
     "model.lora.rank": 4,
     "algorithm.advantage": "gae",
     "distill.teacher": "/another/model",
+    "train.optimizer": "adamw_8bit",
     "model.device": "mps",
     "algorithm.loss": "<python>:loss-3f2a9c1d",
 }

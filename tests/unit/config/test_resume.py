@@ -40,6 +40,7 @@ REFUSED = [
     ({"tasks": {"sources": []}}, False, "tasks.sources.0.name = (not set)", 'it was "chain_sum"'),
     ({"model": lora(rank=4)}, False, "model.lora.rank = 4: it was 8", "Set model.lora.rank = 8"),
     ({"model": lora(target_modules=["q_proj"])}, False, 'model.lora.target_modules = ["q_proj"]', "of those adapters"),
+    ({"train": {"optimizer": "muon"}}, False, 'train.optimizer = "muon": it was "adamw"', "keeps for each weight"),
     ({"rollout": {"group_size": 4}}, True, "rollout.group_size = 4: it was 8", "Set rollout.group_size = 8"),
     ({"rollout": {"greedy_baseline": True}}, True, "rollout.greedy_baseline = true", "groups of that size"),
     ({"rollout": {"temperature": 0.5}}, True, "rollout.temperature = 0.5: it was 1.0", "Set rollout.temperature = 1.0"),

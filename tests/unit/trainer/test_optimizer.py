@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiny
-from rollover.config import TrainConfig
+from rollover.config import Config, TrainConfig
 from rollover.trainer.optimizer import Optimizer, learning_rate
 
 
@@ -32,6 +32,15 @@ def test_schedules_by_hand() -> None:
     assert rates(schedule="cosine") == pytest.approx([0.5, 1.0, 1.0, 0.55, 0.1, 0.1])
     quarter = config(learning_rate=1.0, schedule="cosine")
     assert learning_rate(quarter, 1, 4) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+
+
+def test_a_warmup_ratio_is_a_share_of_all_steps_rounded_up() -> None:
+    cfg = config(learning_rate=1.0, warmup_ratio=0.25, schedule="linear")
+    assert [learning_rate(cfg, step, 10) for step in range(4)] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
+    assert learning_rate(cfg, 10, 10) == 0.0
+    assert learning_rate(config(learning_rate=1.0, warmup_ratio=0.0), 0, 10) == 1.0
+    with pytest.raises(ValueError, match="train.warmup_ratio has no effect with train.warmup_steps = 5"):
+        Config.model_validate({"train": {"warmup_ratio": 0.1, "warmup_steps": 5}})
 
 
 def test_float32_equals_torch_adamw_with_clipping_and_decay_on_matrices_only() -> None:

@@ -193,6 +193,12 @@ class EmbeddedEngine:
         for seq in [s for s in self._batcher.active() if s.future is not None and s.future.cancelled()]:
             self._batcher.retire(seq, keep_kv=False)
 
+    @torch.no_grad()
+    def prompt_logprobs(self, token_ids: Seq[int]) -> tuple[list[float], list[int], list[float]]:
+        """See ServedEngine. Computed at once, between two steps; nothing of it is cached."""
+        self._limits.check("prompt", tuple(token_ids), ())
+        return self._runner.prompt_logprobs(list(token_ids))
+
     def drop_kv(self) -> None:
         """Everyone's KV is computed again before its next token."""
         self._batcher.drop_all_kv()

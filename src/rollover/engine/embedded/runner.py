@@ -19,6 +19,7 @@ from rollover.models import kernels
 from rollover.models.adapters import Adapters
 from rollover.models.attention import (
     Attention,
+    PackedAttention,
     hidden_states,
     masked_attention,
     similar_lengths,
@@ -35,6 +36,7 @@ from rollover.weights.protocol import TransportSetup
 # Heads of a multiple of so many numbers fill the kernel's vectors. It computes others number by number, for which
 # prefill, unlike decode, has a better way (80 numbers, 2,048 tokens: 592 ms a layer, padded 81).
 _VECTORS = 32
+_LOGIT_ROWS = 256  # of a prompt, whose logits are computed together
 
 
 @dataclass(frozen=True)
@@ -347,6 +349,22 @@ class Runner:
         else:
             hidden_NE = self._compute(chunks, DecodeAttention(order, self.device), len(chunks))
         return self.head.narrow_logits(hidden_NE)
+
+    def prompt_logprobs(self, tokens: list[int]) -> tuple[list[float], list[int], list[float]]:
+        """Of every token but the first: its log-prob at temperature 1, the likeliest token there, its log-prob. Nothing
+        is cached."""
+        num = len(tokens)
+        self.flops += self._flops.continued([(0, num)], num)
+        hidden_NE = self.hidden_states(tokens, list(range(num)), PackedAttention([num]))
+        targets_N = torch.tensor(tokens[1:], device=self.device)
+        found: list[torch.Tensor] = []
+        for hidden_CE, targets_C in zip(hidden_NE[:-1].split(_LOGIT_ROWS), targets_N.split(_LOGIT_ROWS), strict=True):
+            logprobs_CV = torch.log_softmax(self.head.logits(hidden_CE), -1)
+            best_C, likeliest_C = logprobs_CV.max(-1)
+            own_C = logprobs_CV.gather(1, targets_C[:, None])[:, 0]
+            found.append(torch.stack([own_C.double(), likeliest_C.double(), best_C.double()]))
+        own, likeliest, best = torch.cat(found, 1).tolist() if num > 1 else ([], [], [])
+        return own, list(map(int, likeliest)), best
 
     def _compute(self, chunks: list[Chunk], attention: Attention, num_logits: int = 0) -> torch.Tensor:
         """Last hidden states [N, E] of the chunks' tokens, which are cached then, for so many logits to come."""

@@ -6,6 +6,7 @@
     POST /start_weight_update  /update_weights  /finish_weight_update  /update_weight_version
     POST /collective_rpc                   rollover_verify alone: a weights file is read ahead
     POST /reset_prefix_cache
+    POST /v1/completions  /v1/chat/completions        texts in and out (texts.py)
     GET  /weight_info  /health  /load  /metrics  /version  /v1/models  /get_world_size
 
 Owns the connections and the forms of the answers: what is refused has vLLM's {"error": {"message", "code", "param"}}.
@@ -30,6 +31,7 @@ from rollover.engine.server import metrics
 from rollover.engine.server.requests import Refusal, choice, flag, generate_body, text_field
 from rollover.engine.server.service import Service
 from rollover.engine.server.stream import Chunk, Stream
+from rollover.engine.server.texts import TextEndpoints
 from rollover.http_server import until_gone
 
 MOST_BODY_BYTES = 2**26
@@ -38,9 +40,9 @@ _DONE = b"data: [DONE]\n\n"
 _Answer = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(service: Service) -> Starlette:
-    """The ASGI application; a guard of tokens stands before it."""
-    endpoints = _Endpoints(service)
+def make_app(service: Service, texts: TextEndpoints | None = None) -> Starlette:
+    """The ASGI application; a guard of tokens stands before it. `texts`: what answers the endpoints of texts."""
+    endpoints = _Endpoints(service, texts)
     posts, gets = endpoints.posts(), endpoints.gets()
     return Starlette(
         routes=[
@@ -51,8 +53,8 @@ def make_app(service: Service) -> Starlette:
 
 
 class _Endpoints:
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, service: Service, texts: TextEndpoints | None) -> None:
+        self.service, self.texts = service, texts
 
     def posts(self) -> dict[str, _Answer]:
         return {
@@ -67,6 +69,14 @@ class _Endpoints:
             "/update_weight_version": self._update_version,
             "/collective_rpc": self._collective_rpc,
             "/reset_prefix_cache": self._reset_prefix_cache,
+            **(
+                {}
+                if self.texts is None
+                else {
+                    "/v1/completions": _of_json(self.texts.completions),
+                    "/v1/chat/completions": _of_json(self.texts.chat),
+                }
+            ),
         }
 
     def gets(self) -> dict[str, _Answer]:
@@ -194,7 +204,7 @@ class _StreamedAnswer(_WholeAnswer):
             if options is not None and options.include_usage:
                 last = self._event([], usage=_usage(self.stream))
         except Refusal as error:
-            last = _event(_error(error))
+            last = _event(error.as_json())
         await send({"type": "http.response.body", "body": last + _DONE, "more_body": False})
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -231,13 +241,8 @@ def _event(value: Any) -> bytes:
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _error(error: Refusal) -> dict[str, Any]:
-    kind = {400: "BadRequestError", 404: "NotFoundError"}.get(error.status, "InternalServerError")
-    return {"error": {"message": str(error), "type": kind, "code": error.status, "param": error.param}}
-
-
 def _refused(error: Refusal) -> Response:
-    return JSONResponse(_error(error), status_code=error.status)
+    return JSONResponse(error.as_json(), status_code=error.status)
 
 
 def _refusing(answer: _Answer) -> _Answer:
@@ -248,6 +253,13 @@ def _refusing(answer: _Answer) -> _Answer:
             return _refused(error)
 
     return answer_or_refuse
+
+
+def _of_json(answer: Callable[[Any], Awaitable[Response]]) -> _Answer:
+    async def answer_json(request: Request) -> Response:
+        return await answer(await _json(request))
+
+    return answer_json
 
 
 def _always(value: Callable[[], dict[str, Any]]) -> _Answer:

@@ -19,6 +19,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.server.app import make_app
 from rollover.engine.server.guard import TokenGuard
 from rollover.engine.server.service import Service
+from rollover.engine.server.texts import TextEndpoints
 from rollover.http_server import HttpServer
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_model, stop_token_ids
@@ -40,7 +41,7 @@ async def serve(config: Config, host: str, port: int, ready: Callable[[str], Non
 
     server = HttpServer(app, port, host, "--port")  # first: a port that is taken is told at once
     service = make_service(config)
-    parts.append(TokenGuard(make_app(service)))
+    parts.append(TokenGuard(make_app(service, TextEndpoints(service, service.tokenizer))))
     told = _told_to_end()
     await server.start()
     ready(server.url)
@@ -63,7 +64,7 @@ def make_service(config: Config) -> Service:
         engine,
         model_name=config.model.path,
         eos=stop_token_ids(loaded, []),
-        decode_text=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        tokenizer=tokenizer,
         load=_load,
         fail=_end_process,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -12,7 +12,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.types import SamplingParams
 
 _SEED_BITS = 2**64 - 1
-_Number = Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Refusal(Exception):
@@ -22,19 +22,29 @@ class Refusal(Exception):
         super().__init__(message)
         self.param, self.status = param, status
 
+    def as_json(self) -> dict[str, Any]:
+        """The body of the answer, as vLLM has it."""
+        kind = {400: "BadRequestError", 404: "NotFoundError"}.get(self.status, "InternalServerError")
+        return {"error": {"message": str(self), "type": kind, "code": self.status, "param": self.param}}
 
-class _Fields(BaseModel):
+
+class Fields(BaseModel):
+    """What a client sends: other names, and values of other types, are refused."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class SamplingFields(_Fields):
+_Kind = TypeVar("_Kind", bound=Fields)
+
+
+class SamplingFields(Fields):
     """`sampling_params`. Those with one legal value are vLLM's, and not honoured here."""
 
     max_tokens: int | None = Field(None, ge=1)
-    temperature: _Number = Field(1.0, ge=0)
-    top_p: _Number = Field(1.0, gt=0, le=1)
+    temperature: Number = Field(1.0, ge=0)
+    top_p: Number = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
-    min_p: _Number = Field(0.0, ge=0, le=1)
+    min_p: Number = Field(0.0, ge=0, le=1)
     seed: int | None = None
     logprobs: int | None = Field(None, ge=0, le=1)
     ignore_eos: bool = False
@@ -68,14 +78,14 @@ class SamplingFields(_Fields):
         return SamplingParams(self.temperature, self.top_p, max(self.top_k, 0), self.min_p)
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """`stream_options`."""
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
 
 
-class GenerateBody(_Fields):
+class GenerateBody(Fields):
     """The body of POST /inference/v1/generate."""
 
     token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
@@ -116,8 +126,13 @@ class GenerateBody(_Fields):
 
 def generate_body(value: Any) -> GenerateBody:
     """The body that this JSON value is. Refusal that names the first wrong field."""
+    return checked(GenerateBody, value)
+
+
+def checked(kind: type[_Kind], value: Any) -> _Kind:
+    """The fields that this JSON value has. Refusal that names the first wrong one."""
     try:
-        return GenerateBody.model_validate(value)
+        return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = ".".join(map(str, first["loc"])) or "body"

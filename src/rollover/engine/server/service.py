@@ -15,7 +15,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.engine.server.requests import GenerateBody, Refusal
@@ -49,6 +49,11 @@ class ServedEngine(Engine, Protocol):
         """Compute everyone's KV again before their next token."""
         ...
 
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> tuple[list[float], list[int], list[float]]:
+        """Of every token but the first: its log-prob after those before it, at temperature 1; the likeliest token
+        there; the log-prob of that. ValueError for what the model cannot be given."""
+        ...
+
     def why_not_loadable(self, shapes: Mapping[str, Sequence[int]]) -> str:
         """Why weights of these names and shapes are not those of the whole model; "" if they are."""
         ...
@@ -66,12 +71,12 @@ class Service:
         *,
         model_name: str,
         eos: Collection[int],
-        decode_text: Callable[[list[int]], str],
+        tokenizer: Any,
         load: Callable[[str], Mapping[str, torch.Tensor]],
         fail: Callable[[str], None],
     ) -> None:
         self.engine, self.model_name = engine, model_name
-        self._eos, self._decode_text, self._load, self._fail = eos, decode_text, load, fail
+        self._eos, self.tokenizer, self._load, self._fail = eos, tokenizer, load, fail
         self.label = NO_UPDATE_YET
         self.verifier = Verifier()
         self.streams: dict[str, Stream] = {}
@@ -85,13 +90,16 @@ class Service:
 
     # Requests
 
+    def _decoded(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
     async def generate(self, body: GenerateBody) -> Stream:
         """Begin this request. Refusal of what can never work."""
         if body.model not in (None, self.model_name):
             raise Refusal(f"model: there is no {body.model!r} here, but {self.model_name!r}", "model", 404)
         rollout_id = next(self._ids)
         request = body.request(rollout_id, self.engine.max_tokens, self._eos, secrets.randbits(63))
-        stream = self.streams[rollout_id] = Stream(body, lambda: self.label, self._decode_text)
+        stream = self.streams[rollout_id] = Stream(body, lambda: self.label, self._decoded)
         stream.working = asyncio.ensure_future(self._work(stream, request))
         stream.working.add_done_callback(lambda _: self._forget(rollout_id, request))
         await asyncio.sleep(0)  # what the engine refuses it refuses now

@@ -103,8 +103,8 @@ class Stream:
         self._chunks.put_nowait(last)
 
     def _versions(self) -> list[dict[str, Any]]:
-        starts = [start for _, start in self._spans]
-        parts = zip(self._spans, [*starts[1:], self.num_tokens], strict=True)
+        ends = [start for _, start in self._spans[1:]] + [self.num_tokens]
+        parts = zip(self._spans, ends, strict=False)  # without a token there is neither
         return [{"version": label, "start": start, "end": end} for (label, start), end in parts]
 
     def _stop_reason(self, token: int, reason: StopReason) -> int | str | None:

@@ -25,7 +25,7 @@ from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
 from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.functions import FunctionError
-from rollover.trainer.backend import Stream, TrainerBackend
+from rollover.trainer.backend import REFERENCE, Stream, TrainerBackend
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import micro_batches
 from rollover.trainer.ranks.backend import RanksBackend, start_ranks
@@ -173,6 +173,29 @@ def test_the_reference_and_earlier_versions_are_the_weights_that_were_kept(
     for version, logprobs in enumerate(seen):
         assert largest_difference(ranks.compute_logprobs(SAMPLES, version), logprobs) == 0.0
     assert largest_difference(ranks.compute_logprobs(SAMPLES), now) == 0.0, "and the current ones are back"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reference_of_other_weights_is_spread_and_refreshed(
+    dtype: str, folder: Path, two: LocalRanks, tmp_path: Path
+) -> None:
+    other = tiny.save(tmp_path / "other", seed=1)
+    algorithm = {"kl_coef": 0.1, "reference_path": str(other), "reference_refresh_steps": 2, "reference_mixup": 0.3}
+    ranks, local = ranks_model.pair(ranks_model.config(folder, dtype=dtype, algorithm=algorithm), two)
+    plain = ranks_model.pair(ranks_model.config(other, dtype=dtype), two)[0]
+    theirs = plain.compute_logprobs(SAMPLES)
+    for version in range(3):
+        found = ranks.compute_logprobs(SAMPLES, REFERENCE)
+        assert (largest_difference(found, theirs) == 0.0) == (version < 2)
+        assert largest_difference(found, local.compute_logprobs(SAMPLES, REFERENCE)) < (
+            1e-4 if dtype == "float32" else 0.2
+        )
+        for backend in (ranks, local):
+            backend.forward_backward(SAMPLES, Counts.of(SAMPLES), {"reference": found})
+            backend.optim_step()
+    state = ranks.save_state()[0]
+    kept = {name for name in state if name.startswith("kept/reference/")}
+    assert kept and {state[name].dtype for name in kept} == {torch.float32}
 
 
 def test_gradients_of_parts_of_a_step_add_up_on_ranks(folder: Path, two: LocalRanks) -> None:

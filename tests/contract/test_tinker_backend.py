@@ -80,6 +80,23 @@ def test_contract(check, service: tuple[FakeTinker, str], built: Built) -> None:
     asyncio.run(check(trainer_contract.Subject(make, SAMPLES, weights_stay=True)))
 
 
+def test_the_kl_in_the_reward_is_that_of_the_local_backend(service: tuple[FakeTinker, str], built: Built) -> None:
+    algorithm = {"kl_coef": 0.1, "kl_in": "reward"}
+    theirs = built(config(service[1], algorithm=algorithm))
+    local = {"model": {"dtype": "float32", "lora": {"rank": 4}}, "backend": {"type": "local"}}
+    torch.manual_seed(0)
+    ours = build_trainer(config(algorithm=algorithm, **local), tiny.loaded())
+    for _ in range(2):
+        assert ours.reward_kl is not None and theirs.reward_kl is not None
+        expected, found = (of.reward_kl.penalties(SAMPLES) for of in (ours, theirs))
+        assert found.kl == pytest.approx(expected.kl, abs=1e-5) and found.tokens.keys() == expected.tokens.keys()
+        for key, penalty in expected.tokens.items():
+            np.testing.assert_allclose(found.tokens[key], penalty, atol=1e-5)
+        for of in (ours, theirs):
+            of.train_step(Batch(SAMPLES))
+    assert expected.kl > 1e-4
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -15,8 +15,9 @@ other. Knows no estimator by name (estimator.py does).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -75,9 +76,16 @@ class Credit:
         self._estimators = {name: Estimator(algorithm, name) for name in names if not _traits(name).precomputed}
         self._after_scoring = AfterScoring(algorithm.after_scoring) if algorithm.after_scoring else None
 
-    def __call__(self, groups: Sequence[Group], oldest: Mapping[int, int], left_out: Collection[str] = ()) -> Credited:
+    def __call__(
+        self,
+        groups: Sequence[Group],
+        oldest: Mapping[int, int],
+        left_out: Collection[str] = (),
+        penalties: Mapping[str, np.ndarray] = MappingProxyType({}),
+    ) -> Credited:
         """The advantages of a batch. `oldest`: group id -> the oldest policy version in its loss. `left_out`: ids of
-        Rollouts whose rewards count as missing.
+        Rollouts whose rewards count as missing. `penalties`: rollout_id -> what each token after its prompt takes off
+        the rewards [n] (a critic gets rewards per token, and takes it off itself).
 
         A TrajectoryGroup with fewer than two valid trajectories has nothing to compare, and leaves the loss where its
         Group has others (a Group of one is kept or dropped whole: rewards.min_valid). ValueError as of `Grouping` and
@@ -88,7 +96,7 @@ class Credit:
             credited.compared[group.group_id] = self._compared(self.grouping(group), credited)
         for trajectory in (t for of in credited.compared.values() for c in of for t in c.trajectories):
             credited.sequences |= dict.fromkeys(trajectory.ids, trajectory.sequence_id)
-        self._assign(groups, credited, oldest, left_out)
+        self._assign(groups, credited, oldest, left_out, penalties)
         return credited
 
     # Private
@@ -108,7 +116,12 @@ class Credit:
         return stay
 
     def _assign(
-        self, groups: Sequence[Group], credited: Credited, oldest: Mapping[int, int], left_out: Collection[str]
+        self,
+        groups: Sequence[Group],
+        credited: Credited,
+        oldest: Mapping[int, int],
+        left_out: Collection[str],
+        penalties: Mapping[str, np.ndarray],
     ) -> None:
         """Fill in `advantages` and `missing`."""
         stride = max((len(compared) for compared in credited.compared.values()), default=1)
@@ -127,23 +140,26 @@ class Credit:
                     self._take(trajectory, credited)
                     continue
                 missing = not trajectory.ids.isdisjoint(left_out)
+                of_tokens = {} if _traits(estimator).critic else penalties
                 baseline = greedy.get((group_id, trajectory.role), float("nan"))
                 parts.setdefault(trajectory.role, []).extend(
                     _Part(trajectory, turn, Unit(reward, number, num, baseline, trajectory.named))
-                    for turn, reward, num in self._units(trajectory, missing, oldest[group_id])
+                    for turn, reward, num in self._units(trajectory, missing, oldest[group_id], of_tokens)
                 )
         for roles in _compared_roles(credited.compared.values(), parts):
             self._estimate([part for role in roles for part in parts[role]], credited)
         self._change(groups, credited)
 
     def _units(
-        self, trajectory: Trajectory, missing: bool, oldest: int
+        self, trajectory: Trajectory, missing: bool, oldest: int, penalties: Mapping[str, np.ndarray]
     ) -> list[tuple[Turn | None, Reward | None, int]]:
         """(the turn; None: all of them, its reward, how many of its tokens are in the loss) of what is compared."""
         reward = None if missing else trajectory.reward
         if self.workflow.credit == "broadcast":
-            return [(None, reward, sum(_num_since(r, 0, r.num_tokens, oldest) for r in trajectory.rollouts))]
-        returns = turn_returns(trajectory, self.workflow.turn_gamma) if trajectory.valid else []
+            num = sum(_num_since(r, 0, r.num_tokens, oldest) for r in trajectory.rollouts)
+            penalty = sum(_penalty(penalties, r, 0, r.num_tokens) for r in trajectory.rollouts)
+            return [(None, _less(reward, penalty), num)]
+        returns = turn_returns(trajectory, self.workflow.turn_gamma, penalties) if trajectory.valid else []
         return [
             (
                 turn,
@@ -199,8 +215,11 @@ class Credit:
         return next(iter(names))
 
 
-def turn_returns(trajectory: Trajectory, gamma: float) -> list[float]:
-    """G_k = sum_{j >= k} gamma^(j-k) r_j of each turn of a scored trajectory, its score being added to the last r.
+def turn_returns(
+    trajectory: Trajectory, gamma: float, penalties: Mapping[str, np.ndarray] = MappingProxyType({})
+) -> list[float]:
+    """G_k = sum_{j >= k} gamma^(j-k) r_j of each turn of a scored trajectory, its score being added to the last r, and
+    the `penalties` of its tokens taken off every r.
 
     ValueError where a Rollout has rewards for more or fewer turns than it has, or one is no finite number.
     """
@@ -224,6 +243,9 @@ def turn_returns(trajectory: Trajectory, gamma: float) -> list[float]:
         return []
     assert trajectory.reward is not None and trajectory.reward.score is not None
     rewards[-1] += trajectory.reward.score
+    if penalties:
+        of_turns = [_penalty(penalties, turn.rollout, turn.start, turn.end) for turn in trajectory.turns]
+        rewards = [reward - penalty for reward, penalty in zip(rewards, of_turns, strict=True)]
     returns = rewards[-1:]
     for reward in reversed(rewards[:-1]):
         returns.append(reward + gamma * returns[-1])
@@ -256,6 +278,19 @@ def _greedy_scores(groups: Sequence[Group]) -> dict[tuple[int, str], float]:
             if trajectory.reward is not None and trajectory.reward.score is not None:
                 scores.setdefault((group.group_id, trajectory.role), []).append(trajectory.reward.score)
     return {place: sum(of) / len(of) for place, of in scores.items()}
+
+
+def _penalty(penalties: Mapping[str, np.ndarray], rollout: Rollout, start: int, end: int) -> float:
+    """What tokens `start` to `end` of a Rollout take off the rewards."""
+    of_tokens = penalties.get(rollout.rollout_id)
+    return 0.0 if of_tokens is None else float(of_tokens[start:end].sum(dtype=np.float64))
+
+
+def _less(reward: Reward | None, penalty: float) -> Reward | None:
+    """The reward as an estimator sees it."""
+    if not penalty or reward is None or reward.score is None:
+        return reward
+    return replace(reward, score=reward.score - penalty)
 
 
 def _num_since(rollout: Rollout, start: int, end: int, oldest_version: int) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, ValidationInfo, model_validator
 
 from rollover.alike import did_you_mean
-from rollover.config import correction, estimators
+from rollover.config import correction, estimators, reference
 from rollover.config.correction import Correction
 from rollover.config.presets import PRESETS
 from rollover.config.table import (
@@ -43,10 +43,11 @@ _WITH_SEVERAL = _advantages(lambda traits: "weights_R" in traits.reads)
 _WITH_CRITIC = _advantages(lambda traits: traits.critic)
 _BOUNDED = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.bounds), OWN)
 _DUAL_CLIPPED = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.dual_clip), OWN)
+_WITH_KL = ("algorithm.kl_coef",)
 _WEIGHING = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.weighs))
 
 
-class AlgorithmConfig(Table):
+class AlgorithmConfig(reference.ReferencePolicy, Table):
     """[algorithm]: advantages, loss and off-policy correction. A preset sets them below every file."""
 
     preset: Presets = option("grpo", "Named set of the values below.")
@@ -153,17 +154,56 @@ class AlgorithmConfig(Table):
         False, "Scale the learning rate by the effective sample size of the importance weights."
     )
 
-    kl_coef: float = option(0.0, "Weight of the KL to the initial weights, in the loss; 0 = off.", ge=0)
-    kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = option(
-        "k3",
-        "Estimator of that KL; with +: its value, and the gradient of k2. k1 with kl_bias_correction only:"
-        " its gradient is 0 on average.",
-        only_if=("algorithm.kl_coef",),
+    kl_coef: float = option(0.0, "Weight of the KL to the reference policy; 0 = off.", ge=0)
+    kl_in: Literal["loss", "reward"] = option(
+        "loss",
+        "loss: added to the loss of every token. reward: taken off the rewards, before algorithm.advantage; of the"
+        " policy at the start of the step.",
+        only_if=_WITH_KL,
     )
+    kl_kind: Literal["", "k1", "abs", "k2", "k3", "k1+", "k3+"] = option(
+        "",
+        "Estimator of that KL; with +: its value, and the gradient of k2. k1 in the loss with kl_bias_correction only:"
+        " its gradient is 0 on average. Empty: k3 in the loss, k1 in the reward.",
+        only_if=_WITH_KL,
+    )
+    kl_max: float = option(
+        0.0, "Bound of a token's k3 from above, beyond which it has no gradient (verl: 10); 0 = none.", ge=0,
+        only_if=_WITH_KL, unless=("algorithm.kl_bias_correction", True),
+    )  # fmt: skip
     kl_bias_correction: bool = option(
         False,
         "Multiply that KL by the current/behavior ratio, which makes its gradient unbiased.",
-        only_if=("algorithm.kl_coef",),
+        only_if=[_WITH_KL, ("algorithm.kl_in", "loss")],
+    )
+    kl_target: float = option(
+        0.0,
+        "Mean KL of a token that kl_coef is steered to, from its value on (Ziegler et al. 2019); 0 = kl_coef is fixed.",
+        ge=0,
+        only_if=[_WITH_KL, ("algorithm.kl_in", "reward")],
+    )
+    kl_horizon: int = option(
+        10_000,
+        "Rollouts in which a KL at 1.2 times kl_target, or above, raises the coefficient by a fifth.",
+        ge=1,
+        only_if=("algorithm.kl_target",),
+    )
+    reference_path: str = option(
+        "",
+        "The model whose weights are the reference (as model.path), of the policy's architecture and vocabulary."
+        " Empty: the weights that the run begins with.",
+        only_if=_WITH_KL,
+    )
+    reference_refresh_steps: int = option(
+        0, "Steps after which the reference takes the policy's weights in, every time; 0 = never.", ge=0,
+        only_if=_WITH_KL,
+    )  # fmt: skip
+    reference_mixup: float = option(
+        1.0,
+        "Share of the policy's weights in the refreshed reference; the rest is what it was (TR-DPO: 0.6).",
+        gt=0,
+        le=1,
+        only_if=("algorithm.reference_refresh_steps",),
     )
 
     @model_validator(mode="wrap")
@@ -174,7 +214,10 @@ class AlgorithmConfig(Table):
         if info.context is UNSETTLED or not isinstance(given, dict):
             return make(given)
         name = given.get("preset", cls.model_fields["preset"].default)
-        made = make({**(PRESETS.get(name, {}) if isinstance(name, str) else {}), **given})
+        values = {**(PRESETS.get(name, {}) if isinstance(name, str) else {}), **given}
+        if not values.get("kl_kind"):
+            values["kl_kind"] = reference.default_kl_kind(values.get("kl_in"))
+        made = make(values)
         made.model_fields_set.intersection_update(given)
         return made
 
@@ -185,10 +228,8 @@ class AlgorithmConfig(Table):
             refuse(SimpleNamespace(algorithm=self), _ALONE, set(given(self, "algorithm.")))
         return self
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the initial weights are kept, for the KL to them."""
-        return self.kl_coef > 0
+    def neutral(self, name: str) -> tuple[Any, ...]:
+        return ("", reference.default_kl_kind(self.kl_in)) if name == "kl_kind" else super().neutral(name)
 
     @property
     def advantage_traits(self) -> AdvantageTraits:
@@ -212,7 +253,7 @@ class AlgorithmConfig(Table):
     @property
     def needs_every_token(self) -> bool:
         """Whether tokens with advantage 0 change the gradient, too."""
-        return bool(self.kl_coef or self.entropy_coef or self.needs_critic) or not self.loss_traits.vanishes
+        return bool(self.kl_in_loss or self.entropy_coef or self.needs_critic) or not self.loss_traits.vanishes
 
     @property
     def proximal_policy(self) -> Literal["current", "step_start", "behavior", "interpolated", "snapshot"]:
@@ -264,21 +305,13 @@ _NOT_FREE = {
 RULES: tuple[Rule, ...] = (
     *correction.RULES,
     *estimators.RULES,
+    *reference.RULES,
     Refused(
         ("algorithm.loss",),
         lambda c: c.algorithm.loss not in LOSSES and not is_own(c.algorithm.loss),
         lambda c: (
             f'algorithm.loss = "{c.algorithm.loss}" is none of {", ".join(LOSSES)}, and no function'
             f" (module:function or path.py:function){did_you_mean(c.algorithm.loss, tuple(LOSSES))}"
-        ),
-    ),
-    Refused(
-        ("algorithm.kl_kind", "algorithm.kl_coef"),
-        lambda c: c.algorithm.kl_coef > 0 and c.algorithm.kl_kind == "k1" and not c.algorithm.kl_bias_correction,
-        lambda _: (
-            'algorithm.kl_kind = "k1" in the loss: the gradient of that estimate is 0 on average. Set'
-            ' algorithm.kl_kind = "k3", "k2" or "k1+" (its value, with the gradient of k2), or'
-            " algorithm.kl_bias_correction = true"
         ),
     ),
     Refused(
@@ -312,14 +345,6 @@ RULES: tuple[Rule, ...] = (
             f"algorithm.loss_options.{name} is set by {_NOT_FREE[name]}. Remove it from algorithm.loss_options"
             for name in c.algorithm.loss_options
             if name in _NOT_FREE
-        ),
-    ),
-    Refused(
-        ("algorithm.kl_bias_correction", "algorithm.kl_kind"),
-        lambda c: c.algorithm.kl_bias_correction and c.algorithm.kl_kind not in ("k1", "k3"),
-        lambda c: (
-            f'algorithm.kl_bias_correction with algorithm.kl_kind = "{c.algorithm.kl_kind}": only k1 and k3 have a'
-            ' bias-corrected form. Set algorithm.kl_kind = "k3"'
         ),
     ),
 )

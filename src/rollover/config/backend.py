@@ -77,6 +77,8 @@ TINKER_REFUSES: dict[str, tuple[tuple[Any, ...], str]] = {
         "log-probs under earlier weights are not to be had from it",
     ),
     "distill.teacher": (("",), "no teacher's log-probs are asked of the service"),
+    "algorithm.reference_path": (("",), "the reference is the base model there"),
+    "algorithm.reference_refresh_steps": ((0,), "the reference is the base model there"),
     "model.lora.alpha": ((32.0,), "the service has a scale of its own"),
     "model.lora.dropout": ((0.0,), "the service has none"),
     "model.lora.target_modules": (

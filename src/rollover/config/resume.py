@@ -43,6 +43,7 @@ FIXED = (
         tuple(f"tasks.sources.*.{name}" for name in ("kind", "name", "params*", "streaming", "prompt_column")),
         "tasks would be repeated or skipped",
     ),
+    Fixed(("algorithm.reference_path",), "the checkpoint holds the weights of that reference"),
     Fixed(("backend.type", "backend.base_model"), "the checkpoint holds weights as that backend wrote them"),
     Fixed(
         ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules*"),

@@ -109,6 +109,9 @@ def derive(config: Config, layers: Layers) -> tuple[Config, dict[str, str]]:
     if config.algorithm.correction != config.algorithm.weight:
         config = _replace(config, "algorithm.correction", config.algorithm.weight)
         origin["algorithm.correction"] = "derived from algorithm.proximal"
+    if not config.algorithm.kl_kind:
+        config = _replace(config, "algorithm.kl_kind", config.algorithm.kl_estimator)
+        origin["algorithm.kl_kind"] = "derived from algorithm.kl_in"
     if config.algorithm.advantage == "remax" and not config.rollout.greedy_baseline:
         config = _replace(config, "rollout.greedy_baseline", True)
         origin["rollout.greedy_baseline"] = "derived from algorithm.advantage"

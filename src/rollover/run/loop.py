@@ -43,6 +43,7 @@ from rollover.run.stop import Stop
 from rollover.run.tracking import Tracking
 from rollover.track.summary import RunSummary, run_summary
 from rollover.trainer.batch import Batch
+from rollover.trainer.reward_kl import Penalties
 from rollover.types import DropReason, Group
 
 
@@ -161,9 +162,11 @@ class Run:
         self.trackers.on_phase("training")
         self.checkpointing.taken = groups
         with self.overlap.training(version):
-            batch = parts.batches.build(groups, version)
+            penalties = await self._penalties(groups, version)
+            batch = parts.batches.build(groups, version, penalties)
             own = self.own_metrics(groups)
-            trained = own | await self.overlap.train(lambda: self._train(batch, version), version)
+            work, goes_on = lambda: self._train(batch, version), penalties is not None
+            trained = own | await self.overlap.train(work, version, goes_on=goes_on)
         self.checkpointing.taken = []
         parts.reuse.after_step(groups, batch, version)
         self.journaling.on_step(version)
@@ -241,6 +244,14 @@ class Run:
             what, num_steps = self.producer.source, self.config.train.num_steps
             self.trackers.on_message(f"the {what} are used up after {version} of {num_steps} steps")
         return groups
+
+    async def _penalties(self, groups: list[Group], version: int) -> Penalties | None:
+        """The KL in the rewards of the step at trainer `version`; None where there is none."""
+        reward_kl = self.parts.trainer.reward_kl
+        if reward_kl is None:
+            return None
+        samples = self.parts.batches.sampled(groups, version)
+        return await self.overlap.train(lambda: reward_kl.penalties(samples), version)
 
     def _train(self, batch: Batch, version: int) -> dict[str, float]:
         with profiled(self.config, version + 1, self.directory.path):

@@ -71,13 +71,15 @@ class Overlap:
             beside = partial(self._accumulate, version)
             return await collect_and_accumulate(parts.driver, parts.batches, parts.trainer, version, min_groups, beside)
 
-    async def train(self, work: Callable[[], Result], version: int) -> Result:
-        """What `work`, the training step at trainer `version`, returns; with overlap generation goes on meanwhile."""
+    async def train(self, work: Callable[[], Result], version: int, *, goes_on: bool = False) -> Result:
+        """What `work`, the training step at trainer `version` or a part of it, returns; with overlap generation goes on
+        meanwhile, and until the next groups are collected. `goes_on`: it does so already, since an earlier part."""
         if not self.is_on:
             return work()
-        self.parts.driver.go_on(version)
-        for _ in range(2):  # what may start has begun then, or the driver knows that nothing may
-            await asyncio.sleep(0)
+        if not goes_on:
+            self.parts.driver.go_on(version)
+            for _ in range(2):  # what may start has begun then, or the driver knows that nothing may
+                await asyncio.sleep(0)
         with self.event_loop_watched(self._generating):
             return await self._beside_generation(work)
 

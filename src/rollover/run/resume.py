@@ -135,7 +135,9 @@ class Resume:
         self.trackers.on_phase(f"training step {version + 1} again")
         self.rows.begin()
         with self.rows.timed("train"):
-            batch = self.parts.batches.build(groups, version)
+            reward_kl, batches = self.parts.trainer.reward_kl, self.parts.batches
+            penalties = None if reward_kl is None else reward_kl.penalties(batches.sampled(groups, version))
+            batch = batches.build(groups, version, penalties)
             trained = self.parts.trainer.train_step(batch)
         self.parts.reuse.after_step(groups, batch, version)
         self.parts.history.trained(version + 1)

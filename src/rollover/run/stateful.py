@@ -67,6 +67,10 @@ def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
     def load_history(state: Mapping[str, Any]) -> None:
         parts.history.load_state_dict(state, lifecycle.cache.groups.values(), trainer.policy_version)
 
+    reward_kl = trainer.reward_kl
+    of_reward_kl = [] if reward_kl is None else [
+        without_arrays("reward_kl", reward_kl.state_dict, reward_kl.load_state_dict, {})
+    ]  # fmt: skip
     return [
         StatefulPart("trainer", save_trainer, load_trainer, "trainer-*"),
         StatefulPart("", lifecycle.state_dict, load_lifecycle, "rollouts"),
@@ -74,6 +78,7 @@ def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
         StatefulPart("reuse", reuse.state_dict, load_reuse, "replay"),
         without_arrays("producer", producer.state_dict, producer.load_state_dict, {}),
         without_arrays("chronicle", parts.history.state_dict, load_history, {}),
+        *of_reward_kl,
     ]
 
 

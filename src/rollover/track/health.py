@@ -69,7 +69,7 @@ RANGES = (
         " rollout.max_staleness",
     ),
     Range("entropy", 0.05, float("inf"), "the policy has collapsed: try algorithm.entropy_coef or a larger clip_high"),
-    Range("kl/reference", -float("inf"), 0.5, "it is far from the initial policy: try a larger algorithm.kl_coef"),
+    Range("kl/reference", -float("inf"), 0.5, "it is far from the reference policy: try a larger algorithm.kl_coef"),
     Range(
         "mismatch/logprob_abs_mean", 0.0, 0.1,
         "engine and trainer disagree, or rollouts are old: try a lower rollout.max_staleness or"

@@ -368,7 +368,11 @@ METRICS: list[Metric] = [
         "nats",
         "Largest mean KL (k3) between the policy at the step's start and at a later update of it, with train.max_kl.",
     ),
-    Metric("kl/reference", "mean", "nats", "KL to the initial weights, as in the loss (algorithm.kl_coef)."),
+    Metric("kl/reference", "mean", "nats", "KL to the reference policy, as in the loss (algorithm.kl_coef)."),
+    Metric(
+        "kl/in_reward", "mean", "nats", "With kl_in = reward: its mean over the tokens of a rollout, over rollouts."
+    ),
+    Metric("kl/coef", "last", "", "With kl_in = reward: the coefficient of the step, which kl_target may move."),
     Metric(
         "distill/kl", "mean", "nats", "Mean log policy/teacher of loss tokens, before distill.clip: estimates the KL."
     ),

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from rollover.checkpoint.content import FolderWriter
-from rollover.config import Config
+from rollover.config import AlgorithmConfig, Config
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.models.load import LoadedModel
 from rollover.models.team import Team
@@ -35,8 +35,15 @@ Stream = dict[str, np.ndarray]
 """rollout_id -> float32 [loss tokens of its sample]."""
 
 TEACHER: Literal["teacher"] = "teacher"
-Version = int | Literal["teacher"]
-"""Whose weights `compute_logprobs` is asked for: those of a policy version, or the teacher's of [distill]."""
+REFERENCE: Literal["reference"] = "reference"
+Version = int | Literal["teacher", "reference"]
+"""Whose weights `compute_logprobs` is asked for: those of a policy version, the teacher's of [distill], or those of the
+reference policy, where they are not those of version 0."""
+
+
+def reference_of(algorithm: AlgorithmConfig) -> Version:
+    """Whose weights the reference policy has."""
+    return REFERENCE if algorithm.own_reference else 0
 
 
 class BackendLost(RuntimeError):
@@ -71,7 +78,9 @@ class TrainerBackend(Protocol):
 
         `version`: the policy version whose weights are asked for. None: the current weights. Kept are version 0 where
         algorithm.kl_coef > 0, and the last max_staleness + 1 versions where algorithm.proximal = "snapshot"; TEACHER
-        is the teacher of [distill], whose weights the backend holds. ValueError for what is not kept. At equal weights
+        is the teacher of [distill], whose weights the backend holds; REFERENCE takes the place of version 0 where
+        `algorithm.own_reference`: weights of another model, or mixed anew of its own and the current ones after every
+        algorithm.reference_refresh_steps. ValueError for what is not kept. At equal weights
         the numbers are those that `forward_backward` of the same samples computes.
         """
         ...

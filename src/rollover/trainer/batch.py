@@ -16,6 +16,7 @@ from rollover.algorithms.credit import Credit
 from rollover.algorithms.filters import Masked, RolloutFilter, mask_rollouts
 from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
 from rollover.staleness import EVERY_VERSION
+from rollover.trainer.reward_kl import Penalties
 from rollover.trajectories import TrajectoryGroup, place
 from rollover.types import Group, Rollout, Sample
 
@@ -25,13 +26,15 @@ class Batch:
     """The samples of one training step, in (group, sibling) order.
 
     `replayed`: ids of the groups that were trained before. `masked`: the rollouts that filters or roles took out of the
-    loss. `compared`: id of each group -> what its baselines were taken over.
+    loss. `compared`: id of each group -> what its baselines were taken over. `penalties`: the KL that was taken off its
+    rewards.
     """
 
     samples: list[Sample]
     replayed: frozenset[int] = frozenset()
     masked: Masked = field(default_factory=Masked)
     compared: Mapping[int, Sequence[TrajectoryGroup]] = field(default_factory=dict[int, Sequence[TrajectoryGroup]])
+    penalties: Penalties | None = None
 
     @property
     def num_loss_tokens(self) -> int:
@@ -53,6 +56,7 @@ class BatchBuilder:
         distill: DistillConfig | None = None,
     ) -> None:
         self.algorithm, self.masks = algorithm, masks
+        self.untrained = workflow.untrained if workflow else frozenset[str]()
         self._credit = Credit(algorithm, workflow or WorkflowConfig(), distill)
 
     def build(
@@ -60,19 +64,22 @@ class BatchBuilder:
         groups: list[Group],
         oldest_version: int = EVERY_VERSION,
         replayed: Mapping[int, int] = MappingProxyType({}),
+        penalties: Penalties | None = None,
     ) -> Batch:
         """One Sample per rollout that has a token, in group-id and sibling order.
 
         A baseline is taken over all trajectories of a TrajectoryGroup that have a reward (algorithms/credit.py), but
         for masked ones whose filter says that their rewards do not count. Tokens sampled before policy version
         `oldest_version` are context only (staleness.oldest_in_loss). `replayed`: id of each group that was trained
-        before -> the `oldest_version` of the step that trained it first, which holds for it still.
+        before -> the `oldest_version` of the step that trained it first, which holds for it still. `penalties`: taken
+        off the rewards that the estimators see.
         """
         groups = sorted(groups, key=lambda g: g.group_id)
         sampled = [r for g in groups for r in sorted(g.rollouts, key=place) if not r.greedy]
         masked = mask_rollouts(groups, self.masks)
         oldest = {g.group_id: replayed.get(g.group_id, oldest_version) for g in groups}
-        credited = self._credit(groups, oldest, masked.out_of_baseline)
+        of_tokens = {} if penalties is None else penalties.tokens
+        credited = self._credit(groups, oldest, masked.out_of_baseline, of_tokens)
         known = {m.rollout.rollout_id for m in masked.rollouts}
         masked = Masked([*masked.rollouts, *(m for m in credited.left_out if m.rollout.rollout_id not in known)])
         out_of_loss = masked.out_of_loss | credited.missing
@@ -90,8 +97,24 @@ class BatchBuilder:
             if r.num_tokens
         ]
         if self.algorithm.needs_critic:
-            samples = [replace(s, advantages=_at_last(s.advantages, s.mask)) for s in samples]
-        return Batch(samples, frozenset(replayed), masked, credited.compared)
+            samples = [
+                replace(s, advantages=_token_rewards(s.advantages, s.mask, of_tokens.get(s.rollout_id)))
+                for s in samples
+            ]
+        return Batch(samples, frozenset(replayed), masked, credited.compared, penalties)
+
+    def sampled(self, groups: list[Group], oldest_version: int = EVERY_VERSION) -> list[Sample]:
+        """Every rollout that has a token, with all tokens in its loss that were sampled, at `oldest_version` or later:
+        those of masked ones, too, whose rewards a baseline may be taken over. In the order of `build`."""
+        rollouts = [
+            r for g in sorted(groups, key=lambda g: g.group_id) for r in sorted(g.rollouts, key=place) if not r.greedy
+        ]
+        samples = [
+            _sample(r, _prompt(r), 0.0, oldest_version, in_loss=True, sequence_id=r.rollout_id)
+            for r in rollouts
+            if r.num_tokens and r.role not in self.untrained
+        ]
+        return [s for s in samples if s.mask.any()]
 
 
 def build_batch(
@@ -156,10 +179,12 @@ def _narrow(whose: str, token_ids: np.ndarray) -> np.ndarray:
     return narrow
 
 
-def _at_last(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The reward of a rollout at its last loss token, and 0 elsewhere."""
+def _token_rewards(values: np.ndarray, mask: np.ndarray, penalty: np.ndarray | None) -> np.ndarray:
+    """The reward of a rollout at its last loss token, less the penalty of each loss token; 0 elsewhere."""
     out = np.zeros_like(values)
     places = np.flatnonzero(mask)
     if len(places):
         out[places[-1]] = values[places[-1]]
+        if penalty is not None:
+            out[places] -= penalty[places]
     return out

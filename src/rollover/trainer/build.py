@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from rollover.trainer.backend import BackendLost, BackendSetup, TrainerBackend
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.own_backend import OwnBackend
 from rollover.trainer.ranks.group import Ranks
+from rollover.trainer.reference import load_reference
 from rollover.trainer.teacher import load_teacher
 from rollover.trainer.trainer import Trainer
 
@@ -62,6 +63,7 @@ def local_trainer(
     team: Team | None = None,
     distill: DistillConfig | None = None,
     teacher: LoadedModel | None = None,
+    reference: Mapping[str, torch.Tensor] | None = None,
 ) -> Trainer:
     """A trainer on the local backend without a whole `Config`. Arguments as of `LocalBackend`."""
     _refuse_uncorrected(train, algorithm, max_staleness)
@@ -69,6 +71,7 @@ def local_trainer(
     backend = LocalBackend(
         loaded, train, algorithm, dtype=dtype, max_new_tokens=max_new_tokens, max_staleness=max_staleness, lora=lora,
         merges_lora=merges_lora, team=team, distill=distill, teacher=teacher,
+        reference=reference,
     )  # fmt: skip
     return Trainer(backend, train, algorithm, team, distill)
 
@@ -107,4 +110,5 @@ def make_local(setup: BackendSetup) -> TrainerBackend:
         engine=setup.engine,
         distill=config.distill,
         teacher=teacher,
+        reference=load_reference(config, setup.loaded),
     )

@@ -1,20 +1,19 @@
 """Weights that are kept beside the current ones: of earlier policy versions, of the reference policy, of a teacher.
 
 Owns copies of the trained parameters (with LoRA: the adapters alone) in compute dtype, by name, and which of them a run
-needs. For log-probs under them the parameters are swapped in place: no second model.
+needs. For log-probs under them the parameters are swapped in place: no second model. A reference into which the policy
+is mixed is kept in float32: in bfloat16 a small share of it would be rounded away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from rollover.config import AlgorithmConfig, DistillConfig
-from rollover.trainer.backend import TEACHER, Version
-
-REFERENCE = "reference"
+from rollover.trainer.backend import REFERENCE, TEACHER, Version
 
 
 def of_version(version: int) -> str:
@@ -36,10 +35,26 @@ class KeptWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._kept
 
-    def keep(self, name: str) -> None:
-        """Copy the current weights under `name`."""
+    def keep(self, name: str, dtype: torch.dtype | None = None) -> None:
+        """Copy the current weights under `name`, in compute dtype or as they are there in `dtype`."""
         self._kept[name] = {
-            key: p.detach().to(self._shards_of or p.dtype, copy=True) for key, p in self._parameters.items()
+            key: p.detach().to(self._shards_of or p.dtype, copy=True).to(dtype or self._shards_of or p.dtype)
+            for key, p in self._parameters.items()
+        }
+
+    def put(self, name: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+        """Keep these weights under `name`, in `dtype` or as they are: one for each parameter, laid out as it is."""
+        self._kept[name] = {key: tensors[key].detach().to(dtype or tensors[key].dtype) for key in self._parameters}
+
+    def mix(self, name: str, share: float) -> None:
+        """What is kept as `name` becomes share * current + (1 - share) * it, in float32 (TR-DPO, arXiv 2404.09656)."""
+        self._kept[name] = {
+            key: torch.add(
+                self._kept[name][key].float() * (1 - share),
+                p.detach().to(self._shards_of or p.dtype).float(),
+                alpha=share,
+            )
+            for key, p in self._parameters.items()
         }
 
     def keep_only(self, names: Collection[str]) -> None:
@@ -83,25 +98,48 @@ def _copy_into(parameter: torch.Tensor, weights: torch.Tensor) -> None:
 
 
 def _put_in_place(parameter: torch.Tensor, weights: torch.Tensor) -> None:
-    parameter.data = weights
+    parameter.data = weights.to(parameter.dtype)
 
 
 class KeptVersions:
-    """Those kept weights that [algorithm] and [distill] need: of version 0, of a teacher, and of the last versions.
+    """Those kept weights that [algorithm] and [distill] need: of version 0 or another reference, of a teacher, and of
+    the last versions.
 
-    `max_staleness`: how old a version may be that proximal = "snapshot" asks for.
+    `max_staleness`: how old a version may be that proximal = "snapshot" asks for. `without_adapters`: makes a context
+    in which the model computes without them, as the reference where algorithm.reference_path names it; None where that
+    is another model, or none.
     """
 
     def __init__(
-        self, weights: KeptWeights, algorithm: AlgorithmConfig, distill: DistillConfig, max_staleness: int
+        self,
+        weights: KeptWeights,
+        algorithm: AlgorithmConfig,
+        distill: DistillConfig,
+        max_staleness: int,
+        without_adapters: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.weights, self.algorithm, self.distill, self.max_staleness = weights, algorithm, distill, max_staleness
-        self._keeps_reference = algorithm.needs_reference or distill.teacher == "initial"
+        self._without_adapters = without_adapters
+        of_algorithm = algorithm.needs_reference and without_adapters is None
+        self._keeps_reference = of_algorithm or distill.teacher == "initial"
+
+    def begin(self, reference: Mapping[str, torch.Tensor] | None = None) -> None:
+        """The current weights are those that the run begins with. `reference`: the reference policy's, if those are
+        others."""
+        is_mixed = self.algorithm.reference_refresh_steps > 0 and self.algorithm.reference_mixup < 1
+        dtype = torch.float32 if is_mixed else None
+        if reference is not None:
+            self.weights.put(REFERENCE, reference, dtype)
+        elif self._keeps_reference:
+            self.weights.keep(REFERENCE, dtype)
+        self.on_version(0)
 
     def on_version(self, version: int) -> None:
         """The current weights are those of policy version `version` now: keep them where they will be asked for."""
-        if self._keeps_reference and version == 0:
-            self.weights.keep(REFERENCE)
+        steps = self.algorithm.reference_refresh_steps if self.algorithm.needs_reference else 0
+        if steps and version and version % steps == 0:
+            share = self.algorithm.reference_mixup
+            self.weights.keep(REFERENCE) if share == 1 else self.weights.mix(REFERENCE, share)
         if self.distill.keeps_weights and version % self.distill.refresh_steps == 0:
             self.weights.keep(TEACHER)
         if self.algorithm.proximal == "snapshot":
@@ -112,18 +150,27 @@ class KeptVersions:
     def under(self, version: Version | None, current: int) -> AbstractContextManager[None]:
         """Inside, the module computes with the weights of that policy version, or of the teacher where those are the
         policy's; `current` is the version of the weights as they are. ValueError if they are not kept."""
+        if version == REFERENCE and not self.algorithm.own_reference:
+            version = 0
         if version is None or version == current or (version == TEACHER and self.distill.is_current):
             wanted = ()
         elif version == TEACHER:
             wanted = (REFERENCE,) if self.distill.teacher == "initial" else (TEACHER,)
+        elif version == REFERENCE:
+            if self._without_adapters is not None:
+                return self._without_adapters()
+            wanted = (REFERENCE,)
         else:
-            wanted = (REFERENCE, of_version(version)) if version == 0 else (of_version(version),)
+            is_initial = version == 0 and not self.algorithm.own_reference
+            wanted = (REFERENCE, of_version(version)) if is_initial else (of_version(version),)
         if not wanted:
             return nullcontext()
         for name in wanted:
             if name in self.weights:
                 return self.weights.under(name)
-        what = "there is no teacher" if version == TEACHER else f"the weights of policy version {version} are not kept"
+        what = f"the weights of policy version {version} are not kept"
+        if isinstance(version, str):
+            what = f"there is no {version}"
         raise ValueError(
             f"{what}: algorithm.kl_coef > 0 keeps those of version 0, algorithm.proximal ="
             ' "snapshot" those of the last rollout.max_staleness + 1 versions, and distill.teacher those of a teacher'
@@ -132,7 +179,7 @@ class KeptVersions:
     def check(self, current: int) -> None:
         """After a restart: ValueError where the checkpoint was written without weights that are needed now."""
         needed: dict[str, str] = {}
-        if self.algorithm.needs_reference:
+        if self.algorithm.needs_reference and self._without_adapters is None:
             needed["algorithm.kl_coef > 0"] = REFERENCE
         if self.distill.teacher == "initial":
             needed['distill.teacher = "initial"'] = REFERENCE

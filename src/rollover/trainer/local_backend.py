@@ -72,7 +72,8 @@ class LocalBackend:
     `loaded` holds the model in float32; its parameters are cast to `dtype` here, after the masters are taken.
     `max_new_tokens` is the norm of aggregation = "seq-mean-token-sum-norm". `team` computes: it is assembled in the
     training thread before every forward pass. `engine`: what `sample` delegates to, over the same model. `teacher`: the
-    model of distill.teacher where that names one, in `dtype`; it is never trained. `merges_lora`: the engine takes no
+    model of distill.teacher where that names one, in `dtype`; it is never trained. `reference`: the weights of
+    algorithm.reference_path (reference.py), where those are another model's. `merges_lora`: the engine takes no
     adapters, but whole weights (`merged_weights`). `sharded`: the same model spread
     over ranks, which carry out every verb together; it computes in `dtype`, and its parameters are float32 masters.
     """
@@ -92,6 +93,7 @@ class LocalBackend:
         engine: Engine | None = None,
         distill: DistillConfig | None = None,
         teacher: LoadedModel | None = None,
+        reference: Mapping[str, torch.Tensor] | None = None,
         sharded: Sharded | None = None,
     ) -> None:
         self.config, self.algorithm, self.engine = train, algorithm, engine
@@ -112,8 +114,12 @@ class LocalBackend:
         self._teacher = None if teacher is None else Passes(teacher.model, self.team, train.micro_batch_tokens)
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.kept = KeptWeights(trained, shards_of=dtype if sharded else None)
-        self._versions = KeptVersions(self.kept, algorithm, distill or DistillConfig(), max_staleness)
-        self._versions.on_version(0)
+        is_base = self.lora and algorithm.needs_reference and bool(algorithm.reference_path)
+        self._versions = KeptVersions(
+            self.kept, algorithm, distill or DistillConfig(), max_staleness,
+            without_adapters=self.model.disable_adapter if is_base else None,
+        )  # fmt: skip
+        self._versions.begin(reference)
         width = self._plain.config.get_text_config().hidden_size
         self.critic = Critic(width, algorithm, self.device) if algorithm.needs_critic else None
         if train.gradient_checkpointing:

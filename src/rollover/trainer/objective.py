@@ -241,10 +241,16 @@ class Objective:
         if cfg.kl_bias_correction:
             # Tokens are drawn from the behavior policy: the ratio to any other would leave a bias.
             kl_BT = bias_corrected_kl(
-                streams.logprobs_BT, reference_BT, streams.behavior_BT, cfg.kl_kind, mask_BT=streams.mask_BT
+                streams.logprobs_BT, reference_BT, streams.behavior_BT, cfg.kl_estimator, mask_BT=streams.mask_BT
             )
         else:
-            kl_BT = kl_penalty(streams.logprobs_BT, reference_BT, cfg.kl_kind, mask_BT=streams.mask_BT)
+            kl_BT = kl_penalty(
+                streams.logprobs_BT,
+                reference_BT,
+                cfg.kl_estimator,
+                mask_BT=streams.mask_BT,
+                max_value=cfg.kl_max or None,
+            )
         return torch.where(streams.mask_BT, kl_BT, 0.0)
 
 

@@ -17,6 +17,7 @@ from rollover.algorithms.filters import rollout_filters
 from rollover.config import Config, DistillConfig
 from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.replay_buffer import ReplayBuffer
+from rollover.trainer.reward_kl import Penalties
 from rollover.trainer.teacher import TeacherPrompts
 from rollover.types import Group, Sample
 
@@ -37,15 +38,19 @@ class StepBatchBuilder:
         self.config, self.buffer, self.teacher_prompts = config, buffer, teacher_prompts
         self.builder = BatchBuilder(config.algorithm, rollout_filters(config.filters), config.workflow, config.distill)
 
-    def build(self, groups: list[Group], version: int) -> Batch:
+    def sampled(self, groups: list[Group], version: int) -> list[Sample]:
+        """What the KL in the reward is taken of (algorithm.kl_in), of the groups of the step at trainer `version`."""
+        return self.builder.sampled(groups, self.config.rollout.oldest_in_loss(version))
+
+    def build(self, groups: list[Group], version: int, penalties: Penalties | None = None) -> Batch:
         """The batch of the step at trainer `version`: groups without signal are replaced, as far as others are kept.
 
-        A group has no signal if all its advantages are 0. Advantages are then computed again over the groups that are
-        trained. ValueError, which says why, if no token is in the loss.
+        `penalties`: taken off the rewards. A group has no signal if all its advantages are 0. Advantages are then
+        computed again over the groups that are trained. ValueError, which says why, if no token is in the loss.
         """
         self._check_roles(groups, version)
         oldest = self.config.rollout.oldest_in_loss(version)
-        batch = self.builder.build(groups, oldest)
+        batch = self.builder.build(groups, oldest, penalties=penalties)
         if len(self.buffer):
             without = sorted({g.group_id for g in groups} - _with_signal(batch))
             drawn = self.buffer.draw(len(without), version)

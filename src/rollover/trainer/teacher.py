@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from rollover.config import Config
 from rollover.envs.protocol import HoldsObjects
@@ -34,20 +35,28 @@ def load_teacher(config: Config, policy: LoadedModel) -> LoadedModel:
 
     ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's.
     """
-    path = config.distill.model_path
     device = next(policy.model.parameters()).device
+    loaded = load_beside(config, "distill.teacher", config.distill.model_path, policy, device)
+    loaded.model.requires_grad_(False)
+    compile_norms(loaded.model, dtype_of(config))
+    return loaded
+
+
+def load_beside(
+    config: Config, key: str, path: str, policy: LoadedModel, device: torch.device | None = None
+) -> LoadedModel:
+    """The model that the option `key` names by `path`, in compute dtype, which scores the policy's tokens. ValueError
+    where it cannot be loaded, or where its token ids mean other tokens than the policy's."""
     of_model = config.model.model_copy(update={"path": path, "revision": ""})
     try:
         loaded = load_model(of_model, dtype=dtype_of(config), device=device)
     except ValueError as error:
-        raise ValueError(str(error).replace("model.path", "distill.teacher")) from error
+        raise ValueError(str(error).replace("model.path", key)) from error
     if why := other_vocabulary(policy.tokenizer, loaded.tokenizer):
         raise ValueError(
-            f"distill.teacher = {path!r} has another vocabulary than the policy, {policy.path!r}: {why}. A teacher"
-            " scores the ids that the policy sampled: choose one of the policy's family, with the same tokenizer"
+            f"{key} = {path!r} has another vocabulary than the policy, {policy.path!r}: {why}. It scores the ids that"
+            " the policy sampled: choose a model of the policy's family, with the same tokenizer"
         )
-    loaded.model.requires_grad_(False)
-    compile_norms(loaded.model, dtype_of(config))
     return loaded
 
 

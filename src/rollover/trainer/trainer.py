@@ -15,21 +15,22 @@ import numpy as np
 
 from rollover.config import AlgorithmConfig, DistillConfig, TrainConfig
 from rollover.models.team import Team
-from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version
+from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version, reference_of
 from rollover.trainer.batch import Batch
 from rollover.trainer.critic import estimate
 from rollover.trainer.distill import Divergence, distilled, teachers
 from rollover.trainer.objective import Counts, rate_scale, start_kl, step_metrics
 from rollover.trainer.packing import split_groups
 from rollover.trainer.rejection import rejections, restricted, rewritten, why_none_is_left
+from rollover.trainer.reward_kl import RewardKL
 from rollover.trainer.tally import Tally, totals_of
 from rollover.trainer.updates import Update, updates_of
 from rollover.types import Sample
 
 
 class Trainer:
-    """Steps of one run on `backend`, which holds all that a checkpoint needs: between two steps nothing is held here,
-    but for what `accumulate` was given.
+    """Steps of one run on `backend`, which holds all that a checkpoint needs, but for the coefficient of `reward_kl`:
+    between two steps nothing else is held here than what `accumulate` was given.
 
     `team`: the CPU threads that the backend computes with, shared with the engine (run/overlap.py). `seed`: by which
     the minibatches of further epochs are drawn.
@@ -46,6 +47,7 @@ class Trainer:
     ) -> None:
         self.backend, self.config, self.algorithm = backend, train, algorithm
         self.team, self.distill, self.seed = team, distill or DistillConfig(), seed
+        self.reward_kl = RewardKL(backend, algorithm) if algorithm.kl_in_reward else None
         self.in_update = False
         """From a step's first change of the weights to its end: there is no state to go on from."""
         self._accumulated: dict[str, Sample] = {}
@@ -91,6 +93,8 @@ class Trainer:
         known |= self._known([u.samples for u in first_epoch], known)
         metrics = self._update(updates, known)
         metrics["train/zero_advantage_tokens"] = float(skipped_tokens)
+        if self.reward_kl is not None and batch.penalties is not None:
+            metrics |= self.reward_kl.after_step(batch.penalties)
         if self.algorithm.rejection:
             metrics["off_policy/rejected_share"] = rejected / max(1, batch.num_loss_tokens)
         if self.distill.teacher:
@@ -233,8 +237,8 @@ class Trainer:
         if self.config.max_kl and updates > 1:
             start = {**known, **found}.get("proximal") if self.algorithm.proximal_policy == "step_start" else None
             found["start"] = self._logprobs(minibatches) if start is None else start
-        if self.algorithm.needs_reference:
-            found["reference"] = self._logprobs(minibatches, version=0)
+        if self.algorithm.kl_in_loss:
+            found["reference"] = self._logprobs(minibatches, version=reference_of(self.algorithm))
         return found
 
     def _logprobs(self, minibatches: list[list[Sample]], version: Version | None = None) -> Stream:

@@ -66,10 +66,51 @@ def test_a_preset_s_correction_is_reset_with_a_notice_where_it_has_no_effect(tmp
     assert resolved.config.algorithm.correction == "token_truncate" and resolved.notices == []
 
 
+IN_REWARD = 'kl_coef = 0.1\nkl_in = "reward"\n'
+LORA = "\n[model.lora]\nrank = 4"
+
+
 @pytest.mark.parametrize(
     ("algorithm", "part"),
     [
         ('kl_coef = 0.1\nkl_kind = "k1"', 'Set algorithm.kl_kind = "k3", "k2" or "k1+"'),
+        ('kl_coef = 0.1\nkl_kind = "k1"', 'or algorithm.kl_in = "reward"'),
+        ('kl_in = "reward"', "algorithm.kl_in has no effect with algorithm.kl_coef = 0"),
+        ('kl_coef = 0.1\nkl_max = 10\nkl_kind = "k2"', "algorithm.kl_max has no effect unless algorithm.kl_kind is k3"),
+        (
+            'kl_coef = 0.1\nkl_max = 10\nkl_in = "reward"',
+            "algorithm.kl_max has no effect unless algorithm.kl_kind is k3",
+        ),
+        ("kl_coef = 0.1\nkl_max = 10\nkl_bias_correction = true", "algorithm.kl_max has no effect"),
+        ("kl_coef = 0.1\nkl_target = 0.1", 'algorithm.kl_target has no effect unless algorithm.kl_in = "reward"'),
+        ("kl_coef = 0.1\nkl_horizon = 9", "algorithm.kl_horizon has no effect with algorithm.kl_target = 0"),
+        (
+            f"{IN_REWARD}kl_bias_correction = true",
+            "algorithm.kl_bias_correction has no effect unless algorithm.kl_in = ",
+        ),
+        (f'{IN_REWARD}kl_kind = "k3+"', 'Set algorithm.kl_kind = "k3"'),
+        (f'{IN_REWARD}advantage = "max_rl"', "which the KL may make negative"),
+        (f'{IN_REWARD}advantage = "gdpo"', "of which the KL is none"),
+        (f'{IN_REWARD}[workflow.roles.a]\nadvantage = "precomputed"', "come with the trajectories"),
+        (f'{IN_REWARD}[distill]\nteacher = "policy"\nprivileged = "a:b"', "rewards have no part in them"),
+        (f"{IN_REWARD}[replay]\nsize = 4", "replay.size with algorithm.kl_in"),
+        (f"{IN_REWARD}[train]\nstreaming_min_groups = 4", "train.streaming_min_groups with algorithm.kl_in"),
+        ('reference_path = "a"', "algorithm.reference_path has no effect with algorithm.kl_coef = 0"),
+        ("reference_refresh_steps = 2", "algorithm.reference_refresh_steps has no effect with algorithm.kl_coef = 0"),
+        ("kl_coef = 0.1\nreference_mixup = 0.6", "has no effect with algorithm.reference_refresh_steps = 0"),
+        (f'kl_coef = 0.1\nreference_path = "a"{LORA}', "Set it to model.path, which is the model without them"),
+        (
+            f'kl_coef = 0.1\nreference_refresh_steps = 2\nreference_path = "smollm2-135m"{LORA}',
+            "Remove algorithm.reference_path",
+        ),
+        (
+            f"kl_coef = 0.1\nreference_refresh_steps = 2\nreference_mixup = 0.6{LORA}",
+            "Set algorithm.reference_mixup = 1",
+        ),
+        (
+            'kl_coef = 0.1\nreference_refresh_steps = 2\n[distill]\nteacher = "initial"\nmix = "add"',
+            "one copy of weights is kept for both",
+        ),
         ("dual_clip = 0.5", "algorithm.dual_clip = 0.5"),
         ("clip_low = 1.5", "Set it to 1 (no bound) or less"),
         ('loss = "dppo_tv"\nclip_high = 1.5', "Set it to 1 (no bound) or less"),
@@ -88,6 +129,17 @@ def test_what_would_do_nothing(tmp_path: Path, algorithm: str, part: str) -> Non
 def test_a_mask_outside_the_baseline_needs_a_baseline_over_siblings(tmp_path: Path) -> None:
     text = '[filters]\nmask_truncated = true\nmask_in_baseline = false\n[algorithm]\nadvantage = "remax"'
     assert "filters.mask_in_baseline has no effect" in message(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind"),
+    [("kl_coef = 0.1", "k3"), (IN_REWARD, "k1"), (f'{IN_REWARD}kl_kind = "k3"\nkl_max = 10.0', "k3")],
+)
+def test_the_estimator_of_the_kl_follows_where_it_enters(tmp_path: Path, algorithm: str, kind: str) -> None:
+    of = load(tmp_path, f"[algorithm]\n{algorithm}").config.algorithm
+    assert of.kl_kind == of.kl_estimator == kind and of.needs_reference and of.kl_in_loss == ("reward" not in algorithm)
+    assert AlgorithmConfig(kl_coef=0.1, kl_in=of.kl_in).kl_kind == ("k3" if of.kl_in_loss else "k1")
+    assert of.needs_every_token == of.kl_in_loss, "in the reward it is in the advantages"
 
 
 # Several minibatches a step: from the second on, the policy is no longer the one that the step began with

@@ -18,6 +18,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "backends.md"
 WRONG: dict[str, Any] = {
     "algorithm.entropy_coef": 0.1,
     "algorithm.proximal": "snapshot",
+    "algorithm.reference_path": "/another/model",
+    "algorithm.reference_refresh_steps": 2,
     "distill.teacher": "/another/model",
     "model.lora.alpha": 16.0,
     "model.lora.dropout": 0.1,
@@ -76,6 +78,8 @@ def test_every_option_that_it_cannot_have_is_refused() -> None:
     local = {"backend.type": "local", "model.lora.rank": 4}
     for key, value in WRONG.items():
         more = {"rollout.max_staleness": 1, "train.publish_every": 2} if "proximal" in key else {}
+        if "reference" in key:
+            more = {"algorithm.kl_coef": 0.1, **({"model.path": value} if "path" in key else {})}
         assert default_of(key) in TINKER_REFUSES[key][0], key
         with pytest.raises(ValidationError, match=re.escape(f"{key} = ") + '.* with backend.type = "tinker": '):
             tinker(**{key: value, **more})

@@ -97,7 +97,15 @@ OPTIONS = {
 
 
 # Those that train something; the others are overlays.
-WITH_TASKS = {"quickstart", "apr_qwen3_4b_2node", "calculator", "calculator_agent", "guess_number", "solver_judge"}
+WITH_TASKS = {
+    "quickstart",
+    "grpo_kl",
+    "apr_qwen3_4b_2node",
+    "calculator",
+    "calculator_agent",
+    "guess_number",
+    "solver_judge",
+}
 
 
 def recipes(*, overlays: bool = False):

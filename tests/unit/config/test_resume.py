@@ -38,6 +38,7 @@ REFUSED = [
     ({"tasks": {"sources": [SOURCE | {"name": "x"}]}}, False, 'tasks.sources.0.name = "x"', 'it was "chain_sum"'),
     ({"tasks": {"sources": [SOURCE, SOURCE]}}, False, 'tasks.sources.1.name = "chain_sum"', "it was (not set)"),
     ({"tasks": {"sources": []}}, False, "tasks.sources.0.name = (not set)", 'it was "chain_sum"'),
+    ({"algorithm": {"reference_path": "other"}}, False, 'reference_path = "other": it was ""', "that reference"),
     ({"model": lora(rank=4)}, False, "model.lora.rank = 4: it was 8", "Set model.lora.rank = 8"),
     ({"model": lora(target_modules=["q_proj"])}, False, 'model.lora.target_modules = ["q_proj"]', "of those adapters"),
     ({"train": {"optimizer": "muon"}}, False, 'train.optimizer = "muon": it was "adamw"', "keeps for each weight"),

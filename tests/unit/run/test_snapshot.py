@@ -45,6 +45,7 @@ class Trainer:
         self.tensors: dict[str, torch.Tensor] = {}
         self.loaded = False
         self.backend = self
+        self.reward_kl = None
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return self.tensors, {"policy_version": self.policy_version}

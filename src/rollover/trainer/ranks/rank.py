@@ -24,20 +24,30 @@ from rollover.models.flops import ModelFlops
 from rollover.models.load import LoadedModel, load_model, load_outline, stored_buffers
 from rollover.models.team import Team
 from rollover.trainer.local_backend import LocalBackend
-from rollover.trainer.ranks.sharded import shard, whole_weights
+from rollover.trainer.ranks.sharded import shard, spread_like, whole_weights
 from rollover.trainer.ranks.wire import counts_from_json, samples_from_json
+from rollover.trainer.reference import load_reference
 from rollover.trainer.shards import RankTensors, save_shards
 from rollover.weights.one_by_one import write_one_by_one
 
 
 class RankBackend(LocalBackend):
-    """The part of one rank. `loaded`: with weights at rank 0; `flops`: of the whole model; `max_staleness` as of
-    LocalBackend. All ranks make theirs together."""
+    """The part of one rank. `loaded`: with weights at rank 0; `reference`: of algorithm.reference_path, there;
+    `flops`: of the whole model; `max_staleness` as of LocalBackend. All ranks make theirs together."""
 
     def __init__(
-        self, config: Config, loaded: LoadedModel, max_staleness: int, flops: ModelFlops, device: torch.device
+        self,
+        config: Config,
+        loaded: LoadedModel,
+        max_staleness: int,
+        reference: Mapping[str, torch.Tensor] | None,
+        flops: ModelFlops,
+        device: torch.device,
     ) -> None:
         self.dtype = dtype_of(config)
+        sharded = shard(loaded.model, flops, self.dtype, device)
+        if config.algorithm.needs_reference and config.algorithm.reference_path:
+            reference = spread_like(loaded.model, reference, self.dtype)
         super().__init__(
             loaded,
             config.train,
@@ -47,7 +57,8 @@ class RankBackend(LocalBackend):
             max_staleness=max_staleness,
             team=Team(),
             distill=config.distill,
-            sharded=shard(loaded.model, flops, self.dtype, device),
+            reference=reference,
+            sharded=sharded,
         )
 
     def write_weights(self, path: Path, buffers: bool) -> str:
@@ -85,7 +96,7 @@ class Rank:
 
     def __init__(self) -> None:
         self._backends: dict[int, RankBackend] = {}
-        self._loaded: dict[int, tuple[Config, LoadedModel, int]] = {}
+        self._loaded: dict[int, tuple[Config, LoadedModel, int, Mapping[str, torch.Tensor] | None]] = {}
         self._listening: socket.socket | None = None
 
     def answer(self, verb: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -134,9 +145,10 @@ class Rank:
         sys.path += [place for place in places if place not in sys.path]
         checked = Config.model_validate(config, context=UNSETTLED)  # where it was made
         if dist.get_rank():
-            self._loaded[backend] = checked, load_outline(checked.model, filled_later=True), max_staleness
+            self._loaded[backend] = checked, load_outline(checked.model, filled_later=True), max_staleness, None
             return {}
-        self._loaded[backend] = _, loaded, _ = checked, load_model(checked.model), max_staleness
+        loaded = load_model(checked.model)
+        self._loaded[backend] = checked, loaded, max_staleness, load_reference(checked, loaded)
         flops = vars(ModelFlops.of(loaded.model))
         return {"flops": {**flops, "widths": list(flops["widths"].items())}}
 

@@ -8,7 +8,7 @@ Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277). Knows nothing of samples, l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollover.models.flops import ModelFlops
 from rollover.models.logprobs import Head
@@ -63,6 +63,21 @@ def whole_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
     """
     for name, parameter in model.named_parameters():
         yield name, parameter.detach().to(dtype).full_tensor().cpu()
+
+
+def spread_like(model: Any, weights: Mapping[str, torch.Tensor] | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Rank 0's `weights`, by the names of the parameters of `model`, each spread as that parameter is, in `dtype`.
+
+    All ranks call this together; what the others give is not looked at.
+    """
+    out: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        whole = torch.empty(parameter.shape)
+        if weights is not None and dist.get_rank() == 0:
+            whole = weights[name].float()
+        out[name] = distribute_tensor(whole.to(parameter.device), parameter.device_mesh, parameter.placements).to(dtype)
+    return out
 
 
 def _most(device: torch.device, own: int) -> int:

@@ -1,0 +1,106 @@
+"""The KL to the reference policy in the reward (algorithm.kl_in = "reward"): what it takes off, and its coefficient.
+
+    r_t = (score at a trajectory's last token) - coef * kl_t        kl_t of log policy/reference at token t
+
+kl_t is of the policy at the start of the step, whoever sampled the token. The gradient sought is that of
+E[score - coef * sum_t log policy/reference] at the weights that are changed, and the importance weight policy/behavior
+turns the expectation over the behavior policy's tokens into one over the policy's. With the behavior policy's own
+log-probs it would be that of E[score] - coef * (KL(policy || reference) - KL(policy || behavior)): away from whoever
+sampled. On fresh tokens the two are the same, which is what verl does (`old_log_probs`).
+
+Owns the controller. What estimators make of the rewards is credit.py's; scores as filters, replay, curricula and
+metrics see them never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollover.algorithms.kl import AdaptiveKL, FixedKL, kl_penalty
+from rollover.config import AlgorithmConfig
+from rollover.trainer.backend import TrainerBackend, reference_of
+from rollover.types import Sample
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What is taken off the rewards of a step's rollouts.
+
+    `tokens`: rollout_id -> coef * KL of each token after the prompt [n], 0 for those that were not sampled. `kl`: mean
+    over `num_rollouts` rollouts of the mean over their tokens.
+    """
+
+    tokens: Mapping[str, np.ndarray]
+    kl: float
+    coef: float
+    num_rollouts: int
+
+
+class RewardKL:
+    """The KL in the reward of one run, by the verbs of its `backend`."""
+
+    def __init__(self, backend: TrainerBackend, algorithm: AlgorithmConfig) -> None:
+        self.backend, self.algorithm = backend, algorithm
+        self._begin()
+
+    @property
+    def coef(self) -> float:
+        """That of the step to come."""
+        return self.controller.coef
+
+    def penalties(self, samples: list[Sample]) -> Penalties:
+        """Those of the step to come, whose sampled tokens are the loss tokens of `samples`.
+
+        ValueError where a log-prob is not finite: it would be in every weight afterwards.
+        """
+        samples = [s for s in samples if s.mask.any()]
+        policy = self.backend.compute_logprobs(samples)
+        reference = self.backend.compute_logprobs(samples, reference_of(self.algorithm))
+        tokens: dict[str, np.ndarray] = {}
+        means: list[float] = []
+        for s in samples:
+            kl_M = kl_penalty(
+                torch.from_numpy(policy[s.rollout_id]),
+                torch.from_numpy(reference[s.rollout_id]),
+                self.algorithm.kl_estimator,
+                max_value=self.algorithm.kl_max or None,
+            ).numpy()
+            if not np.isfinite(kl_M).all():
+                raise ValueError(
+                    f"rollout {s.rollout_id}: a log-prob of the policy or of its reference is not finite. Try"
+                    ' model.dtype = "float32"'
+                )
+            of_rollout = np.zeros(len(s.mask), np.float32)
+            of_rollout[s.mask] = self.coef * kl_M
+            tokens[s.rollout_id] = of_rollout
+            means.append(float(kl_M.mean(dtype=np.float64)))
+        return Penalties(tokens, sum(means) / max(1, len(means)), self.coef, len(means))
+
+    def after_step(self, penalties: Penalties) -> dict[str, float]:
+        """The step of these was trained: the coefficient of the next one, and the metrics of this one."""
+        self.controller = self.controller.update(penalties.kl, penalties.num_rollouts)
+        return {"kl/in_reward": penalties.kl, "kl/coef": penalties.coef}
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient of the step to come, and what it began as."""
+        return {"coef": self.coef, "kl_coef": self.algorithm.kl_coef}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave; anew where algorithm.kl_coef is another one now, or is fixed."""
+        self._begin()
+        if self.algorithm.kl_target and state.get("kl_coef") == self.algorithm.kl_coef:
+            self._begin(state["coef"])
+
+    # Private
+
+    def _begin(self, coef: float | None = None) -> None:
+        cfg = self.algorithm
+        coef = cfg.kl_coef if coef is None else coef
+        self.controller: FixedKL | AdaptiveKL = (
+            AdaptiveKL(coef, cfg.kl_target, cfg.kl_horizon) if cfg.kl_target else FixedKL(coef)
+        )

@@ -46,7 +46,9 @@ FIXED = (
     Fixed(("algorithm.reference_path",), "the checkpoint holds the weights of that reference"),
     Fixed(("backend.type", "backend.base_model"), "the checkpoint holds weights as that backend wrote them"),
     Fixed(
-        ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules*"),
+        tuple(
+            f"model.lora.{name}" for name in ("rank", "alpha", "target_modules*", "exclude_modules*", "rslora", "dora")
+        ),
         "the weights in the checkpoint are of those adapters",
     ),
     Fixed(("train.optimizer",), "the checkpoint holds what that optimizer keeps for each weight"),
@@ -81,7 +83,7 @@ _TRAINING = (
 )  # fmt: skip
 _NOT_TRAINING = (
     "train.profile_steps*", "train.publish_every", "train.micro_batch_tokens", "train.skip_zero_advantage",
-    "train.gradient_checkpointing", "train.streaming_min_groups", "model.path", "model.device",
+    "train.gradient_checkpointing", "train.streaming_min_groups", "model.path", "model.lora.path", "model.device",
     "filters.give_up_after_steps",
 )  # fmt: skip
 _WHERE = ("run.dir", "checkpoint.resume_from")  # of the start, not of the run
@@ -152,7 +154,7 @@ def trains_otherwise(changed: Sequence[Change], config: Config, *, from_start: b
     """
 
     def has(key: str) -> bool:
-        if key == "model.path" and from_start:
+        if key in ("model.path", "model.lora.path") and from_start:
             return True
         if key == "train.num_steps":  # the schedule's length
             return config.train.schedule != "constant" or config.train.warmup_ratio > 0

@@ -32,7 +32,24 @@ class LoraConfig(Table):
     )
     target_modules: list[str] = option(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        "Names of the linear layers that get an adapter.",
+        'Names of the linear layers that get an adapter; ["all-linear"]: all but the output layer.',
+        only_if=("model.lora.rank",),
+    )
+    exclude_modules: list[str] = option(
+        [], "Names of layers that get none, though target_modules names them.", only_if=("model.lora.rank",)
+    )
+    rslora: bool = option(
+        False, "Multiply the adapters' output by alpha / sqrt(rank) instead (rsLoRA).", only_if=("model.lora.rank",)
+    )
+    dora: bool = option(
+        False,
+        "Train the length of each row of the adapted weights besides, and by the adapters its direction (DoRA). The"
+        " engine is then given whole weights.",
+        only_if=("model.lora.rank",),
+    )
+    path: str = option(
+        "",
+        "Folder of the adapters to begin with, as peft saves them (model/adapter of a run); empty = new ones.",
         only_if=("model.lora.rank",),
     )
 
@@ -311,6 +328,28 @@ RULES: tuple[Rule, ...] = (
             'engine.kind = "remote" with model.lora.rank: servers are given whole weights with the adapters merged, and'
             " rounded to bfloat16 those sample from a policy that is off from the trained one, which the loss does not"
             ' correct for. Set algorithm.correction, model.dtype = "float32", or engine.kind = "embedded" or "process"'
+        ),
+    ),
+    Refused(
+        ("model.lora.dora", "model.dtype"),
+        lambda c: (
+            c.model.lora.dora
+            and not _is_remote(c)
+            and c.model.dtype == "bfloat16"
+            and not (c.algorithm.corrects or c.algorithm.allow_uncorrected)
+        ),
+        lambda c: (
+            "model.lora.dora: the engine is given whole weights with the adapters merged, and rounded to bfloat16 those"
+            " sample from a policy that is off from the trained one, which the loss does not correct for. Set"
+            ' algorithm.correction, or model.dtype = "float32"'
+        ),
+    ),
+    Refused(
+        ("model.lora.target_modules",),
+        lambda c: "all-linear" in c.model.lora.target_modules and len(c.model.lora.target_modules) > 1,
+        lambda c: (
+            'model.lora.target_modules names layers beside "all-linear", which are among those. Set it to'
+            ' ["all-linear"]; what shall have no adapter is named in model.lora.exclude_modules'
         ),
     ),
     Inert(

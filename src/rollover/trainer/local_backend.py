@@ -108,7 +108,7 @@ class LocalBackend:
         self.optimizer = Optimizer(self.model, train, total, torch.float32 if sharded else dtype)
         compile_norms(self._plain, dtype)
         self.device = next(self.model.parameters()).device
-        self._merges_lora, self._published = merges_lora, False
+        self._merges_lora, self._published = merges_lora or (lora is not None and lora.dora), False
         self.team = team or Team()
         self._passes = Passes(self._plain, self.team, train.micro_batch_tokens, sharded)
         self._teacher = None if teacher is None else Passes(teacher.model, self.team, train.micro_batch_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,10 +19,13 @@ from rollover.models.load import LoadedModel, load_model
 
 ADAPTER = "adapter"  # the folder of the adapters, inside that of the merged model
 _PREFIX = "base_model.model."  # what peft puts before the names of a model
+_ALL_LINEAR = "all-linear"  # peft's word
+_MAGNITUDE = "lora_magnitude_vector"  # peft's name of DoRA's lengths [O], behind that of the layer
 
 
 def add_lora(model: Any, lora: LoraConfig) -> Any:
-    """Freeze the model and give the named linear layers adapters (peft). ValueError where a name matches none.
+    """Freeze the model and give the named linear layers adapters (peft): new ones, which change nothing, or those of
+    lora.path. ValueError where a name matches none.
 
     The embeddings are refused: log-probs are computed from the plain head, which may be tied to the input embedding.
     """
@@ -30,24 +34,94 @@ def add_lora(model: Any, lora: LoraConfig) -> Any:
         from peft import get_peft_model
     except ImportError as error:
         raise ValueError("model.lora.rank > 0 needs the package peft: pip install peft") from error
-    # peft matches a name with the whole path of a module, or with its end.
-    for target in lora.target_modules:
-        matches = [m for n, m in model.named_modules() if n == target or n.endswith(f".{target}")]
-        if not matches:
-            raise ValueError(f"model.lora.target_modules: the model has no layer {target!r}; remove it or correct it")
-        if any(m is model.get_output_embeddings() or m is model.get_input_embeddings() for m in matches):
-            raise ValueError(f"model.lora.target_modules: {target!r} is an embedding, which cannot have an adapter")
+    everything = lora.target_modules == [_ALL_LINEAR]
+    if not everything:
+        for target in lora.target_modules:
+            matches = _layers_named(model, target, "target_modules")
+            if any(m is model.get_output_embeddings() or m is model.get_input_embeddings() for m in matches):
+                raise ValueError(f"model.lora.target_modules: {target!r} is an embedding, which cannot have an adapter")
+    for name in lora.exclude_modules:
+        _layers_named(model, name, "exclude_modules")
     config = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (peft divides by the rank: a float will do)
         lora_dropout=lora.dropout,
-        target_modules=list(lora.target_modules),
+        target_modules=_ALL_LINEAR if everything else list(lora.target_modules),
+        exclude_modules=list(lora.exclude_modules) or None,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, config)
+        adapted = get_peft_model(model, config)
     except ValueError as error:
         raise ValueError(f"model.lora.target_modules = {lora.target_modules}: {error}") from error
+    if lora.path:
+        _begin_with(adapted, lora)
+    return adapted
+
+
+def _layers_named(model: Any, name: str, option: str) -> list[Any]:
+    """The modules that peft takes the name for: it matches the whole path of a module, or its end."""
+    matches = [m for n, m in model.named_modules() if n == name or n.endswith(f".{name}")]
+    if not matches:
+        raise ValueError(f"model.lora.{option}: the model has no layer {name!r}; remove it or correct it")
+    return matches
+
+
+def _begin_with(model: Any, lora: LoraConfig) -> None:
+    """Give the new adapters of `model` the numbers of those in the folder lora.path. ValueError where they are of
+    another kind, or of other layers, than [model.lora] says."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    folder, said = Path(lora.path).expanduser(), f"model.lora.path = {lora.path!r}"
+    found, tensors = _read_folder(folder, said)
+    for name, there, ours in (
+        ("rank", found["r"], lora.rank),
+        ("alpha", found["lora_alpha"], lora.alpha),
+        ("rslora", bool(found.get("use_rslora")), lora.rslora),
+        ("dora", bool(found.get("use_dora")), lora.dora),
+    ):
+        if there != ours:
+            raise ValueError(
+                f"{said}: for the adapters there model.lora.{name} is {json.dumps(there)}, and it is {json.dumps(ours)}"
+                f" here. Set model.lora.{name} = {json.dumps(there)}"
+            )
+    expected = {name: t.shape for name, t in get_peft_model_state_dict(model, save_embedding_layers=False).items()}
+    shapes = {name: t.shape for name, t in tensors.items()}
+    if shapes != expected:
+        wrong = min(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
+        what = "has no" if wrong not in shapes else "has a" if wrong not in expected else "has another shape of"
+        raise ValueError(
+            f"{said}: it {what} {wrong.removeprefix(_PREFIX)}, and so is of other layers or of another model. Set"
+            f" model.lora.target_modules and exclude_modules as there ({found.get('target_modules')},"
+            f" {found.get('exclude_modules')}), and model.path to its base model ({found['base_model_name_or_path']})"
+        )
+    set_peft_model_state_dict(model, tensors)
+
+
+def _read_folder(folder: Path, said: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The configuration and the tensors of an adapter. ValueError, which begins with `said`, where there is none, or
+    one of a kind that `[model.lora]` has no word for."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"{said}: there is no {name}. Give a folder that peft's save_pretrained wrote, or model/adapter of a"
+                " run (adapter_model.bin is a pickle, and not read)"
+            )
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{said}: it cannot be read: {error}. Copy it again") from error
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{said}: it holds {config.get('peft_type')!r}, and [model.lora] is LoRA. Give another folder")
+    for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters", "layers_to_transform"):
+        if config.get(name):
+            raise ValueError(f"{said}: its {name} is {config[name]!r}, which [model.lora] cannot have")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"{said}: it trained biases, which [model.lora] does not")
+    return config, tensors
 
 
 def _adapted(plain: Any) -> Iterator[tuple[str, Any]]:
@@ -71,16 +145,33 @@ def adapter_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def merged_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named weights of the plain model, adapters merged: W + scale * B A in float32, rounded once to W's dtype."""
+    """Named weights of the plain model, adapters merged (`_merged`)."""
     merged = {}
     for name, layer in _adapted(plain):
-        down_RI, up_OR, scale = _parts(layer)
-        delta_OI = scale * (up_OR.float() @ down_RI.float())
-        # GPT-2's layers store their weight transposed.
-        weight, delta = layer.get_base_layer().weight.detach(), delta_OI.T if layer.fan_in_fan_out else delta_OI
-        merged[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
+        weight = layer.get_base_layer().weight.detach()
+        lengths = (
+            layer.lora_magnitude_vector["default"].weight.detach() if "default" in layer.lora_magnitude_vector else None
+        )
+        merged[f"{name}.weight"] = _merged(weight, *_parts(layer), lengths, layer.fan_in_fan_out)
     for name, parameter in base_weights(plain):
         yield name, merged.get(name, parameter)
+
+
+def _merged(
+    weight: torch.Tensor,
+    down_RI: torch.Tensor,
+    up_OR: torch.Tensor,
+    scale: float,
+    lengths_O: torch.Tensor | None,
+    transposed: bool,
+) -> torch.Tensor:
+    """W + scale * B A in float32, rounded once to W's dtype. `lengths_O`: with DoRA, each row then of that length (Liu
+    et al. 2024, arXiv 2402.09353, eq. 5). `transposed`: of GPT-2's layers, which store W [I, O]."""
+    sum_OI = (weight.T if transposed else weight).float()
+    sum_OI = sum_OI + (scale * (up_OR.float() @ down_RI.float())).to(weight.device)
+    if lengths_O is not None:
+        sum_OI = sum_OI * (lengths_O.float().to(weight.device) / sum_OI.norm(dim=1))[:, None]
+    return (sum_OI.T if transposed else sum_OI).to(weight.dtype)
 
 
 def save_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path, base: str) -> None:
@@ -103,10 +194,10 @@ def merge_adapter(model: Any, adapter: Iterable[tuple[str, torch.Tensor]]) -> No
     for name, layer in list(model.named_modules()):
         down, up, scale = names(name)
         if down in parts:
-            delta_OI = float(parts[scale]) * (parts[up].float() @ parts[down].float())
-            delta = delta_OI.T if type(layer).__name__ == "Conv1D" else delta_OI  # GPT-2's
+            lengths, transposed = parts.get(f"{name}.{_MAGNITUDE}"), type(layer).__name__ == "Conv1D"
             with torch.no_grad():
-                layer.weight.copy_(layer.weight.float() + delta.to(layer.weight.device))
+                weight = layer.weight.detach()
+                layer.weight.copy_(_merged(weight, parts[down], parts[up], float(parts[scale]), lengths, transposed))
 
 
 def load_with_adapter(
@@ -130,21 +221,26 @@ def load_with_adapter(
         loaded, adapter = load_model(model, dtype=dtype, device=device), []
     else:
         what = f"its adapters are used over {base}: merged, small updates are rounded away"
-        if merges:
+        if merges or any(name.endswith(_MAGNITUDE) for name, _ in adapter):
             merge_adapter(loaded.model, adapter)
-            what, adapter = f"its adapters are merged into {base}: servers are given whole weights", []
+            why = "servers are given whole weights" if merges else "those of DoRA are not applied beside the weights"
+            what, adapter = f"its adapters are merged into {base}: {why}", []
     print(f"rollover: notice: {model.path}: {what}", file=sys.stderr)
     return loaded, adapter
 
 
 def read_adapter(folder: Path) -> tuple[str, list[tuple[str, torch.Tensor]]]:
-    """What `save_adapter` was given as `base`, and the adapters as `adapter_weights` yields them."""
+    """What `save_adapter` was given as `base`, and the adapters as `adapter_weights` yields them; with DoRA the lengths
+    of rows, too."""
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
-    scale = torch.tensor(config["lora_alpha"] / config["r"])
+    rank = config["r"]
+    scale = torch.tensor(config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
     layers = sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors})
     parts: list[tuple[str, torch.Tensor]] = []
     for layer in layers:
         down, up, of_scale = names(layer)
         parts += [(name, tensors[_PREFIX + name]) for name in (down, up)] + [(of_scale, scale)]
+        lengths = f"{layer}.{_MAGNITUDE}"
+        parts += [(lengths, tensors[_PREFIX + lengths])] if _PREFIX + lengths in tensors else []
     return config["base_model_name_or_path"], parts

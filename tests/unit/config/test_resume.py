@@ -41,6 +41,7 @@ REFUSED = [
     ({"algorithm": {"reference_path": "other"}}, False, 'reference_path = "other": it was ""', "that reference"),
     ({"model": lora(rank=4)}, False, "model.lora.rank = 4: it was 8", "Set model.lora.rank = 8"),
     ({"model": lora(target_modules=["q_proj"])}, False, 'model.lora.target_modules = ["q_proj"]', "of those adapters"),
+    ({"model": lora(dora=True)}, False, "model.lora.dora = true: it was false", "of those adapters"),
     ({"train": {"optimizer": "muon"}}, False, 'train.optimizer = "muon": it was "adamw"', "keeps for each weight"),
     ({"rollout": {"group_size": 4}}, True, "rollout.group_size = 4: it was 8", "Set rollout.group_size = 8"),
     ({"rollout": {"greedy_baseline": True}}, True, "rollout.greedy_baseline = true", "groups of that size"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rollover.algorithms.shaping import overlong
 from rollover.rewards.built_in import BY_DATA_SOURCE, by_data_source, made
 
 rules = pytest.importorskip("verl.utils.reward_score")
@@ -114,3 +116,36 @@ def test_data_sources_have_verls_rewards() -> None:
             got = got["score"] if isinstance(got, dict) else got
             peer = rules.default_compute_score(source, text, reference)
             assert got == (peer["score"] if isinstance(peer, dict) else peer), (source, text)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+def test_the_overlong_penalty_is_that_of_verls_dapo_manager(factor: float) -> None:
+    torch = pytest.importorskip("torch")
+    verl = pytest.importorskip("verl")
+    manager = pytest.importorskip("verl.workers.reward_manager.dapo")
+    limit, buffer = 64, 16
+
+    class Buffer:
+        enable, len, penalty_factor, log = True, buffer, factor, True
+
+    class Tokenizer:
+        eos_token = "</s>"
+
+        def decode(self, ids: Any, skip_special_tokens: bool) -> str:
+            return ""
+
+    scorer = manager.DAPORewardManager(
+        Tokenizer(), 0, lambda **_: 1.0, max_resp_len=limit, overlong_buffer_cfg=Buffer()
+    )
+    lengths = [1, limit - buffer, limit - buffer + 1, limit - 3, limit]
+    mask = torch.tensor([[1] * (1 + n) + [0] * (limit - n) for n in lengths])
+    data = verl.DataProto.from_dict(
+        tensors={"prompts": mask[:, :1], "responses": mask[:, 1:], "attention_mask": mask},
+        non_tensors={
+            "reward_model": np.array([{"ground_truth": ""}] * len(lengths), dtype=object),
+            "data_source": np.array([""] * len(lengths), dtype=object),
+            "extra_info": np.array([{} for _ in lengths], dtype=object),
+        },
+    )
+    expected = scorer(data).sum(-1).tolist()
+    assert [1.0 + overlong(n, limit, buffer, factor) for n in lengths] == pytest.approx(expected)

@@ -26,6 +26,7 @@ from rollover.algorithms.estimator import AfterScoring, Estimator, Scored, Unit
 from rollover.algorithms.filters import MaskedRollout
 from rollover.algorithms.grouping import Grouped, Grouping
 from rollover.algorithms.precomputed import precomputed, undeclared
+from rollover.algorithms.shaping import Shaped, Shaping
 from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
 from rollover.config.traits import ADVANTAGES, OWN_ADVANTAGE, AdvantageTraits
 from rollover.trajectories import Trajectory, TrajectoryGroup, Turn, episodes_of
@@ -42,7 +43,7 @@ class Credited:
     """`advantages`: rollout_id -> one for all of its tokens, or [n] over those after its prompt; of all Rollouts whose
     trajectory is compared. `sequences`: rollout_id -> what is one sequence. `compared`: group id -> its
     TrajectoryGroups. `missing`: ids of those without a score. `left_out`: the Rollouts whose role leaves the loss, with
-    the reason.
+    the reason. `shaped`: the rewards that are trained, where they are not the scores.
     """
 
     advantages: dict[str, float | np.ndarray] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class Credited:
     compared: dict[int, list[TrajectoryGroup]] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     left_out: list[MaskedRollout] = field(default_factory=list)
+    shaped: Shaped = field(default_factory=Shaped)
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,14 @@ class Credit:
     """
 
     def __init__(
-        self, algorithm: AlgorithmConfig, workflow: WorkflowConfig, distill: DistillConfig | None = None
+        self,
+        algorithm: AlgorithmConfig,
+        workflow: WorkflowConfig,
+        distill: DistillConfig | None = None,
+        shaping: Shaping | None = None,
     ) -> None:
         self.algorithm, self.workflow, self.distill = algorithm, workflow, distill or DistillConfig()
+        self.shaping = shaping
         self.grouping = Grouping(workflow, self.distill)
         names = {algorithm.advantage, *(r.advantage for r in workflow.roles.values() if r.advantage)}
         self._estimators = {name: Estimator(algorithm, name) for name in names if not _traits(name).precomputed}
@@ -82,10 +89,13 @@ class Credit:
         oldest: Mapping[int, int],
         left_out: Collection[str] = (),
         penalties: Mapping[str, np.ndarray] = MappingProxyType({}),
+        version: int = 0,
+        replayed: Collection[int] = (),
     ) -> Credited:
-        """The advantages of a batch. `oldest`: group id -> the oldest policy version in its loss. `left_out`: ids of
-        Rollouts whose rewards count as missing. `penalties`: rollout_id -> what each token after its prompt takes off
-        the rewards [n] (a critic gets rewards per token, and takes it off itself).
+        """The advantages of a batch at trainer `version`. `oldest`: group id -> the oldest policy version in its loss.
+        `left_out`: ids of Rollouts whose rewards count as missing. `penalties`: rollout_id -> what each token after its
+        prompt takes off the rewards [n], after all shaping (a critic gets rewards per token, and takes it off itself).
+        `replayed`: ids of the groups that were trained before.
 
         A TrajectoryGroup with fewer than two valid trajectories has nothing to compare, and leaves the loss where its
         Group has others (a Group of one is kept or dropped whole: rewards.min_valid). ValueError as of `Grouping` and
@@ -96,10 +106,28 @@ class Credit:
             credited.compared[group.group_id] = self._compared(self.grouping(group), credited)
         for trajectory in (t for of in credited.compared.values() for c in of for t in c.trajectories):
             credited.sequences |= dict.fromkeys(trajectory.ids, trajectory.sequence_id)
+        if self.shaping is not None:
+            credited.shaped = self._shaped(self.shaping, groups, credited, left_out, version, replayed)
         self._assign(groups, credited, oldest, left_out, penalties)
         return credited
 
     # Private
+
+    def _shaped(
+        self,
+        shaping: Shaping,
+        groups: Sequence[Group],
+        credited: Credited,
+        left_out: Collection[str],
+        version: int,
+        replayed: Collection[int],
+    ) -> Shaped:
+        """The rewards of all trajectories whose advantages are made of them."""
+        compared = [t for several in credited.compared.values() for c in several for t in c.trajectories]
+        shaped = [t for t in compared if self._advantage_of(t) in self._estimators and t.ids.isdisjoint(left_out)]
+        greedy = _greedy(groups)
+        uncounted = {t.sequence_id for t in shaped if t.group_id in replayed} | {t.sequence_id for t in greedy}
+        return shaping([*shaped, *greedy], version, uncounted)
 
     def _compared(self, grouped: Grouped, credited: Credited) -> list[TrajectoryGroup]:
         """The TrajectoryGroups of a Group that stay in the loss."""
@@ -125,7 +153,7 @@ class Credit:
     ) -> None:
         """Fill in `advantages` and `missing`."""
         stride = max((len(compared) for compared in credited.compared.values()), default=1)
-        greedy = _greedy_scores(groups)
+        greedy = _greedy_scores(groups, credited.shaped)
         parts: dict[str, list[_Part]] = {}
         numbered = ((g, g * stride + k, c) for g, several in credited.compared.items() for k, c in enumerate(several))
         for group_id, number, compared in numbered:
@@ -144,7 +172,9 @@ class Credit:
                 baseline = greedy.get((group_id, trajectory.role), float("nan"))
                 parts.setdefault(trajectory.role, []).extend(
                     _Part(trajectory, turn, Unit(reward, number, num, baseline, trajectory.named))
-                    for turn, reward, num in self._units(trajectory, missing, oldest[group_id], of_tokens)
+                    for turn, reward, num in self._units(
+                        credited.shaped.of(trajectory), missing, oldest[group_id], of_tokens
+                    )
                 )
         for roles in _compared_roles(credited.compared.values(), parts):
             self._estimate([part for role in roles for part in parts[role]], credited)
@@ -270,13 +300,17 @@ def _compared_roles(compared: Iterable[Sequence[TrajectoryGroup]], roles: Iterab
     return [sorted(one) for one in found]
 
 
-def _greedy_scores(groups: Sequence[Group]) -> dict[tuple[int, str], float]:
-    """(group id, role) -> the score of its greedy trajectory; of several the mean."""
+def _greedy(groups: Sequence[Group]) -> list[Trajectory]:
+    with_some = (g for g in groups if any(r.greedy for r in g.rollouts))
+    return [t for group in with_some for episode in episodes_of(group) for t in episode.trajectories if t.greedy]
+
+
+def _greedy_scores(groups: Sequence[Group], shaped: Shaped) -> dict[tuple[int, str], float]:
+    """(group id, role) -> the reward of its greedy trajectory; of several the mean."""
     scores: dict[tuple[int, str], list[float]] = {}
-    for group in (g for g in groups if any(r.greedy for r in g.rollouts)):
-        for trajectory in (t for episode in episodes_of(group) for t in episode.trajectories if t.greedy):
-            if trajectory.reward is not None and trajectory.reward.score is not None:
-                scores.setdefault((group.group_id, trajectory.role), []).append(trajectory.reward.score)
+    for trajectory in map(shaped.of, _greedy(groups)):
+        if trajectory.reward is not None and trajectory.reward.score is not None:
+            scores.setdefault((trajectory.group_id, trajectory.role), []).append(trajectory.reward.score)
     return {place: sum(of) / len(of) for place, of in scores.items()}
 
 

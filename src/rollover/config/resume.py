@@ -79,7 +79,8 @@ _SAME_STATE = {"local", "ranks"}
 # What a step makes of its groups: with other values it would end with other weights. (Sums in another order are not.)
 _TRAINING = (
     "algorithm.*", "distill.*", "train.*", "model.*", "filters.*", "replay.*", "rollout.max_new_tokens",
-    "rollout.max_staleness", "rollout.on_stale",
+    "rollout.max_staleness", "rollout.on_stale", "rewards.overlong_*", "rewards.repetition_penalty",
+    "rewards.clip_range*", "rewards.running_norm",
 )  # fmt: skip
 _NOT_TRAINING = (
     "train.profile_steps*", "train.publish_every", "train.micro_batch_tokens", "train.skip_zero_advantage",

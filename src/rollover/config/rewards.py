@@ -1,10 +1,12 @@
 """[rewards], and the rules about it."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 from rollover.config.table import Inert, Refused, Rule, Table, memory_rules, option
 from rollover.system import cores
+
+_TERMS = ("overlong", "repetition")  # of shaping, beside the functions that are
 
 
 class RewardFunctionConfig(Table):
@@ -17,6 +19,11 @@ class RewardFunctionConfig(Table):
     weight: float = option(1.0, "Factor of its score in the sum; 0: it is a metric alone.")
     name: str = option("", "Under which it is logged (reward/extra/NAME); empty = its own.")
     params: dict[str, Any] = option({}, "Parameters of a built-in reward, or further arguments of your own function.")
+    shaping: bool = option(
+        False,
+        "Its weighted score is added to what is trained alone (shaping/NAME/mean): the score of the task, pass rates,"
+        " filters and evaluations are without it.",
+    )
 
 
 class RewardsConfig(Table):
@@ -73,9 +80,29 @@ class RewardsConfig(Table):
     )
     repetition_penalty: float = option(
         0.0,
-        "Subtracted from the score of a rollout that rollout.stop_repetition_tokens stopped.",
+        "Shaping: subtracted from the reward that is trained of a rollout that rollout.stop_repetition_tokens stopped.",
         ge=0,
         only_if=("rollout.stop_repetition_tokens",),
+    )
+    overlong_buffer_tokens: int = option(
+        0,
+        "Shaping: a rollout is punished by how far it is into so many last tokens before rollout.max_new_tokens (DAPO's"
+        " soft overlong punishment; verl's overlong_buffer.len). 0 = off.",
+        ge=0,
+    )
+    overlong_penalty: float = option(
+        1.0,
+        "Punishment at the end of that buffer (verl's overlong_buffer.penalty_factor).",
+        gt=0,
+        only_if=("rewards.overlong_buffer_tokens",),
+    )
+    running_norm: Literal["none", "scale", "whiten"] = option(
+        "none",
+        "Shaping: what is trained is divided by the running standard deviation of all rewards so far (scale), less"
+        " their running mean (whiten).",
+    )
+    clip_range: list[float] = option(
+        [], "Shaping: [lowest, highest] reward that is trained, after all other shaping. Empty: no limits."
     )
     min_valid: int = option(2, "A group with fewer valid rewards is dropped (too_few_rewards).", ge=1)
 
@@ -97,6 +124,27 @@ def _all_sources_have_one(config: Any) -> bool:
     return bool(config.tasks.sources) and all(source.reward for source in config.tasks.sources)
 
 
+def _shaping_terms(config: Any) -> list[str]:
+    """Names of the penalties and functions that are added to the reward that is trained."""
+    rewards = config.rewards
+    built_in = [rewards.overlong_buffer_tokens > 0, rewards.repetition_penalty > 0]
+    named = [term for term, is_on in zip(_TERMS, built_in, strict=True) if is_on]
+    own = (row.name or row.function.partition("/")[0].rpartition(":")[2] for row in rewards.functions if row.shaping)
+    return [*named, *own]
+
+
+def _not_weighed(config: Any) -> str:
+    """What of the shaping algorithm.reward_weights leaves out; "" if nothing."""
+    weights = config.algorithm.reward_weights
+    if not weights or "score" in weights:
+        return ""
+    if config.rewards.running_norm != "none":
+        return "rewards.running_norm"
+    if config.rewards.clip_range:
+        return "rewards.clip_range"
+    return next((f"the shaping {term!r}" for term in _shaping_terms(config) if term not in weights), "")
+
+
 def _wrong_row(config: Any) -> str:
     """What is wrong with the rows of rewards.functions; "" if nothing."""
     rows = config.rewards.functions
@@ -104,12 +152,19 @@ def _wrong_row(config: Any) -> str:
         key = f"rewards.functions.{i}"
         if not row.function:
             return f"{key}.function is missing: name a built-in reward, module:function or path.py:function"
-        if row.name == "score":
+        if row.name in ("score", *_TERMS):
             return f'{key}.name = "{row.name}": that is the name of something else. Give another'
     twice = [name for name, num in Counter(row.name for row in rows if row.name).items() if num > 1]
     if twice:
         return f'rewards.functions: {Counter(row.name for row in rows)[twice[0]]} have the name "{twice[0]}"'
+    if rows and all(row.shaping for row in rows):
+        return "rewards.functions: all are shaping, so that no rollout has a score. Let one have shaping = false"
     return ""
+
+
+def _wrong_range(config: Any) -> bool:
+    limits = config.rewards.clip_range
+    return bool(limits) and (len(limits) != 2 or not limits[0] < limits[1])
 
 
 RULES: tuple[Rule, ...] = (
@@ -140,6 +195,51 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             f"rewards.by_data_source = {c.rewards.by_data_source}: every value must be a reward by name, for instance"
             ' { "openai/gsm8k" = "gsm8k" }'
+        ),
+    ),
+    Refused(
+        ("rewards.overlong_buffer_tokens", "rollout.max_new_tokens"),
+        lambda c: c.rewards.overlong_buffer_tokens > c.rollout.max_new_tokens,
+        lambda c: (
+            f"rewards.overlong_buffer_tokens = {c.rewards.overlong_buffer_tokens} is above rollout.max_new_tokens ="
+            f" {c.rollout.max_new_tokens}: it is the last part of it. Lower it"
+        ),
+    ),
+    Refused(
+        ("rewards.clip_range",),
+        _wrong_range,
+        lambda c: f"rewards.clip_range = {c.rewards.clip_range}: give [lowest, highest], for instance [-5.0, 5.0]",
+    ),
+    Refused(
+        ("train.streaming_min_groups", "rewards.running_norm"),
+        lambda c: c.train.streaming_min_groups > 0 and c.rewards.running_norm != "none",
+        lambda c: (
+            f'rewards.running_norm = "{c.rewards.running_norm}" with train.streaming_min_groups: the statistics are'
+            " those of the whole step. Remove one of the two"
+        ),
+    ),
+    Refused(
+        ("workflow.credit", "rewards.running_norm", "rewards.clip_range"),
+        lambda c: (
+            c.workflow.credit == "turn_returns" and (c.rewards.running_norm != "none" or bool(c.rewards.clip_range))
+        ),
+        lambda _: (
+            'workflow.credit = "turn_returns" with rewards.running_norm or rewards.clip_range: these are of the score,'
+            " and a turn has rewards of its own beside it. Remove one of the two"
+        ),
+    ),
+    Inert(
+        ("rewards.overlong_buffer_tokens", "rewards.repetition_penalty", "rewards.running_norm", "rewards.clip_range"),
+        ("algorithm.advantage", "workflow.roles"),
+        lambda c: c.workflow.advantages(c.algorithm.advantage) == ("precomputed",),
+        'with algorithm.advantage = "precomputed": advantages are not made of rewards',
+    ),
+    Refused(
+        ("algorithm.reward_weights", "rewards.functions"),
+        lambda c: bool(_not_weighed(c)),
+        lambda c: (
+            f"algorithm.reward_weights = {c.algorithm.reward_weights} leaves out {_not_weighed(c)}: it would have no"
+            " effect. Give score (which has it), or the shaping by its name, a weight"
         ),
     ),
     *memory_rules("rewards.memory_gb"),

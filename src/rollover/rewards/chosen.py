@@ -73,7 +73,7 @@ def _row(row: RewardFunctionConfig, key: str, rule: str) -> dict[str, Any]:
     else:
         spec, params = spec_of(found[0], {**found[1], **row.params}, rule), {}
     entry: dict[str, Any] = {"function": spec}
-    usual = {"weight": 1.0, "name": ""}
+    usual = {"weight": 1.0, "name": "", "shaping": False}
     entry |= {name: value for name, other in usual.items() if (value := getattr(row, name)) != other}
     return entry | ({"params": params} if params else {})
 

@@ -58,12 +58,12 @@ class LoadedSum:
                 if result["error"] != RETURNED_NONE:
                     return {**result, "error": f"{member.name}: {result['error']}"}
                 continue
-            extras[member.name] = result["score"]
-            extras |= {f"{member.name}.{name}": value for name, value in result["extras"].items()}
             if member.shaping:
                 shaping[member.name] = member.weight * result["score"]
-            else:
-                total, num = total + member.weight * result["score"], num + 1
+                continue
+            extras[member.name] = result["score"]
+            extras |= {f"{member.name}.{name}": value for name, value in result["extras"].items()}
+            total, num = total + member.weight * result["score"], num + 1
         if not num:
             return {"error": RETURNED_NONE}
         return {"score": total, "extras": extras} | ({"shaping": shaping} if shaping else {})

@@ -120,6 +120,7 @@ class Rows:
             "tokens/step_generated": self._since_last("generated", ledger["tokens/generated"]),
             "tokens/step_trained": float(batch.num_loss_tokens),
             **mask_metrics(batch),
+            **batch.shaped.metrics,
             **role_metrics(groups, batch, self.grouping, by_critic=self.config.algorithm.needs_critic),
             "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),
             "tasks/skipped_long_prompt": parts.prompts.num_skipped,

@@ -158,7 +158,7 @@ class Parts:
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
             trainer = build_trainer(config, loaded, engine, logs, kept.cluster.own_ranks)
             on_error.callback(trainer.close)
-            scorer = make_scorer(observed, loaded.tokenizer, config.rewards.repetition_penalty)
+            scorer = make_scorer(observed, loaded.tokenizer)
             pool = observed.rewarder
             setup = EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size)
             environment, server = await start_environment(setup, observed, engine.max_tokens, on_error)

@@ -77,6 +77,7 @@ def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
         without_arrays("prompts", prompts.state_dict, prompts.load_state_dict),
         StatefulPart("reuse", reuse.state_dict, load_reuse, "replay"),
         without_arrays("producer", producer.state_dict, producer.load_state_dict, {}),
+        without_arrays("shaping", parts.batches.shaping.state_dict, parts.batches.shaping.load_state_dict, {}),
         without_arrays("chronicle", parts.history.state_dict, load_history, {}),
         *of_reward_kl,
     ]

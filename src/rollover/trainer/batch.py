@@ -14,6 +14,7 @@ import numpy as np
 
 from rollover.algorithms.credit import Credit
 from rollover.algorithms.filters import Masked, RolloutFilter, mask_rollouts
+from rollover.algorithms.shaping import Shaped, Shaping
 from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
 from rollover.staleness import EVERY_VERSION
 from rollover.trainer.reward_kl import Penalties
@@ -27,7 +28,7 @@ class Batch:
 
     `replayed`: ids of the groups that were trained before. `masked`: the rollouts that filters or roles took out of the
     loss. `compared`: id of each group -> what its baselines were taken over. `penalties`: the KL that was taken off its
-    rewards.
+    rewards. `shaped`: the rewards that are trained before that, where they are not the scores.
     """
 
     samples: list[Sample]
@@ -35,6 +36,7 @@ class Batch:
     masked: Masked = field(default_factory=Masked)
     compared: Mapping[int, Sequence[TrajectoryGroup]] = field(default_factory=dict[int, Sequence[TrajectoryGroup]])
     penalties: Penalties | None = None
+    shaped: Shaped = field(default_factory=Shaped)
 
     @property
     def num_loss_tokens(self) -> int:
@@ -45,7 +47,8 @@ class BatchBuilder:
     """Makes batches as [algorithm] and [workflow] say; `masks` take single rollouts out of the loss.
 
     `distill`: which roles get their advantages of a teacher (distill.mix): until then they are 0, and a rollout without
-    a reward is in the loss. ValueError where these name a function of the user's own that does not exist.
+    a reward is in the loss. `shaping`: makes the rewards that are trained of the scores. ValueError where these name a
+    function of the user's own that does not exist.
     """
 
     def __init__(
@@ -54,10 +57,11 @@ class BatchBuilder:
         masks: Sequence[RolloutFilter] = (),
         workflow: WorkflowConfig | None = None,
         distill: DistillConfig | None = None,
+        shaping: Shaping | None = None,
     ) -> None:
         self.algorithm, self.masks = algorithm, masks
         self.untrained = workflow.untrained if workflow else frozenset[str]()
-        self._credit = Credit(algorithm, workflow or WorkflowConfig(), distill)
+        self._credit = Credit(algorithm, workflow or WorkflowConfig(), distill, shaping)
 
     def build(
         self,
@@ -65,6 +69,7 @@ class BatchBuilder:
         oldest_version: int = EVERY_VERSION,
         replayed: Mapping[int, int] = MappingProxyType({}),
         penalties: Penalties | None = None,
+        version: int = 0,
     ) -> Batch:
         """One Sample per rollout that has a token, in group-id and sibling order.
 
@@ -72,14 +77,14 @@ class BatchBuilder:
         for masked ones whose filter says that their rewards do not count. Tokens sampled before policy version
         `oldest_version` are context only (staleness.oldest_in_loss). `replayed`: id of each group that was trained
         before -> the `oldest_version` of the step that trained it first, which holds for it still. `penalties`: taken
-        off the rewards that the estimators see.
+        off the rewards that the estimators see. `version`: the trainer's.
         """
         groups = sorted(groups, key=lambda g: g.group_id)
         sampled = [r for g in groups for r in sorted(g.rollouts, key=place) if not r.greedy]
         masked = mask_rollouts(groups, self.masks)
         oldest = {g.group_id: replayed.get(g.group_id, oldest_version) for g in groups}
         of_tokens = {} if penalties is None else penalties.tokens
-        credited = self._credit(groups, oldest, masked.out_of_baseline, of_tokens)
+        credited = self._credit(groups, oldest, masked.out_of_baseline, of_tokens, version, replayed)
         known = {m.rollout.rollout_id for m in masked.rollouts}
         masked = Masked([*masked.rollouts, *(m for m in credited.left_out if m.rollout.rollout_id not in known)])
         out_of_loss = masked.out_of_loss | credited.missing
@@ -101,7 +106,7 @@ class BatchBuilder:
                 replace(s, advantages=_token_rewards(s.advantages, s.mask, of_tokens.get(s.rollout_id)))
                 for s in samples
             ]
-        return Batch(samples, frozenset(replayed), masked, credited.compared, penalties)
+        return Batch(samples, frozenset(replayed), masked, credited.compared, penalties, credited.shaped)
 
     def sampled(self, groups: list[Group], oldest_version: int = EVERY_VERSION) -> list[Sample]:
         """Every rollout that has a token, with all tokens in its loss that were sampled, at `oldest_version` or later:

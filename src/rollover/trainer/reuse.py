@@ -105,5 +105,5 @@ class Reuse:
         )  # all roles of it have one
         if workflow.credit != "broadcast" or estimator == "precomputed":
             return sum(advantages)
-        rewards = [None if t.ids & left_out else t.reward for t in compared.trajectories]
+        rewards = [None if t.ids & left_out else batch.shaped.of(t).reward for t in compared.trajectories]
         return signal(advantages, rewards_of(rewards, [t.named for t in compared.trajectories], algorithm))

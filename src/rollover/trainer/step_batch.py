@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from rollover.algorithms.credit import ALONE, UNTRAINED
 from rollover.algorithms.filters import rollout_filters
+from rollover.algorithms.shaping import Shaping
 from rollover.config import Config, DistillConfig
 from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.replay_buffer import ReplayBuffer
@@ -36,7 +37,9 @@ class StepBatchBuilder:
 
     def __init__(self, config: Config, buffer: ReplayBuffer, teacher_prompts: TeacherPrompts | None = None) -> None:
         self.config, self.buffer, self.teacher_prompts = config, buffer, teacher_prompts
-        self.builder = BatchBuilder(config.algorithm, rollout_filters(config.filters), config.workflow, config.distill)
+        self.shaping = Shaping(config.rewards, config.rollout.max_new_tokens)
+        masks = rollout_filters(config.filters)
+        self.builder = BatchBuilder(config.algorithm, masks, config.workflow, config.distill, self.shaping)
 
     def sampled(self, groups: list[Group], version: int) -> list[Sample]:
         """What the KL in the reward is taken of (algorithm.kl_in), of the groups of the step at trainer `version`."""
@@ -50,14 +53,15 @@ class StepBatchBuilder:
         """
         self._check_roles(groups, version)
         oldest = self.config.rollout.oldest_in_loss(version)
-        batch = self.builder.build(groups, oldest, penalties=penalties)
+        batch = self.builder.build(groups, oldest, penalties=penalties, version=version)
         if len(self.buffer):
             without = sorted({g.group_id for g in groups} - _with_signal(batch))
             drawn = self.buffer.draw(len(without), version)
             if drawn:
                 replaced = set(without[: len(drawn)])
                 trained = [g for g in groups if g.group_id not in replaced] + [kept.group for kept in drawn]
-                batch = self.builder.build(trained, oldest, {k.group.group_id: k.oldest_in_loss for k in drawn})
+                again = {k.group.group_id: k.oldest_in_loss for k in drawn}
+                batch = self.builder.build(trained, oldest, again, version=version)
         if not batch.num_loss_tokens:
             why = _why_no_loss(groups, batch, oldest, self.config.distill)
             raise ValueError(f"step {version + 1} has no token in its loss: {why}")
@@ -85,7 +89,7 @@ class StepBatchBuilder:
         Their advantages are the final ones where they depend on the own group alone (train.streaming_min_groups). A
         teacher has a signal for every group.
         """
-        batch = self.builder.build(groups, self.config.rollout.oldest_in_loss(version))
+        batch = self.builder.build(groups, self.config.rollout.oldest_in_loss(version), version=version)
         if self.config.distill.teacher:
             return self._for_teacher(groups, [s for s in batch.samples if s.mask.any()])
         with_signal = _with_signal(batch)

@@ -24,3 +24,62 @@ def test_a_memory_limit_that_cannot_work_is_refused(tmp_path, monkeypatch, platf
     monkeypatch.setattr(sys, "platform", "linux")
     for allowed in (0.0, 0.1):
         assert load(tmp_path, f"[rewards]\nmemory_gb = {allowed}").config.rewards.memory_gb == allowed
+
+
+ROW = '[[rewards.functions]]\nfunction = "json"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[rewards]\nfunction = "json"\n' + ROW, 'rewards.function = "json" with rewards.functions'),
+        ("[[rewards.functions]]\nweight = 2.0", "rewards.functions.0.function is missing"),
+        (ROW + 'name = "score"', 'rewards.functions.0.name = "score": that is the name of something else'),
+        (ROW + 'name = "overlong"', "that is the name of something else"),
+        (ROW + 'name = "a"\n' + ROW + 'name = "a"', '2 have the name "a"'),
+        (ROW + "shaping = true", "all are shaping"),
+        (ROW + '[rewards.by_data_source]\n"*" = "json"', "rewards.by_data_source has no effect as"),
+        ('[rewards.by_data_source]\n"*" = 5', "every value must be a reward by name"),
+        ("[rewards]\noverlong_penalty = 0.5", "overlong_penalty has no effect with rewards.overlong_buffer_tokens"),
+        ("[rewards]\noverlong_buffer_tokens = 300", "is above rollout.max_new_tokens = 256"),
+        ("[rewards]\nclip_range = [1.0]", "give \\[lowest, highest\\]"),
+        ("[rewards]\nclip_range = [1.0, 1.0]", "give \\[lowest, highest\\]"),
+        ('[rewards]\nrunning_norm = "scale"\n[train]\nstreaming_min_groups = 1', "those of the whole step"),
+        (
+            '[rewards]\noverlong_buffer_tokens = 9\n[algorithm]\nadvantage = "gdpo"\nreward_weights = { acc = 1.0 }',
+            "leaves out the shaping 'overlong'",
+        ),
+        (
+            '[rewards]\nclip_range = [0.0, 1.0]\n[algorithm]\nadvantage = "gdpo"\nreward_weights = { acc = 1.0 }',
+            "leaves out rewards.clip_range",
+        ),
+        (
+            '[rewards]\nrunning_norm = "scale"\n[distill]\nteacher = "self"\nprivileged = "a.py:f"\nmix = "replace"',
+            "rewards.running_norm has no effect with distill.mix",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)
+
+
+def test_several_functions_and_their_shaping_are_read(tmp_path):
+    shaping = 'overlong_buffer_tokens = 64\noverlong_penalty = 0.5\nrunning_norm = "whiten"\nclip_range = [-1.0, 1.0]'
+    weights = '[algorithm]\nadvantage = "gdpo"\nreward_weights = { score = 1.0 }'
+    rows = ROW + 'weight = 0.5\n[[rewards.functions]]\nfunction = "a.py:f"\nparams = { k = 2 }\nshaping = true'
+    rewards = load(tmp_path, f"{weights}\n[rewards]\n{shaping}\n{rows}").config.rewards
+    assert [(r.function, r.weight, r.params, r.shaping) for r in rewards.functions] == [
+        ("json", 0.5, {}, False),
+        ("a.py:f", 1.0, {"k": 2}, True),
+    ]
+    assert rewards.clip_range == [-1.0, 1.0] and rewards.running_norm == "whiten"
+
+
+@pytest.mark.parametrize("backend", ["ranks", "tinker"])
+def test_shaping_is_the_controllers_whatever_trains(tmp_path, backend):
+    """Advantages are computed before a backend is given a batch (trainer/step_batch.py)."""
+    lora = "[model.lora]\nrank = 4\n" if backend == "tinker" else ""
+    shaping = 'overlong_buffer_tokens = 64\nrunning_norm = "scale"\nclip_range = [-1.0, 1.0]'
+    rewards = load(tmp_path, f'{lora}[backend]\ntype = "{backend}"\n[rewards]\n{shaping}').config.rewards
+    assert rewards.overlong_buffer_tokens == 64

@@ -187,6 +187,19 @@ def test_several_are_weighed_and_told_apart() -> None:
     assert "right: ValueError: math_dapo needs an answer" in reward.score_one(item("8"))["error"]
 
 
+def test_what_a_function_of_shaping_gives_is_no_part_of_the_score() -> None:
+    reward = several(
+        {"function": "math_dapo", "params": {"wrong": 0.0}},
+        {"function": "format", "weight": -0.5, "params": {"pattern": ".*!"}, "shaping": True, "name": "shouts"},
+    )
+    assert reward.score_one(item("Answer: 7!", answer="7!")) == {
+        "score": 1.0,
+        "extras": {"math_dapo": 1.0, "math_dapo.acc": 1.0},
+        "shaping": {"shouts": -0.5},
+    }
+    assert reward.score_one(item("Answer: 7", answer="7"))["shaping"] == {"shouts": 0.0}
+
+
 def test_a_row_gives_arguments_to_a_function_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(
         "def verl(solution_str, extra_info, bonus=0): return len(solution_str) + bonus\n"

@@ -13,8 +13,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from rollover.algorithms.shaping import Shaping
 from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
-from rollover.config import Config
+from rollover.config import Config, RewardsConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.run import snapshot
@@ -128,6 +129,7 @@ def new_run(folder: Path, version: int = 0, seconds: float = 0.0) -> Run:
         history=history,
         reuse=Reuse(CONFIG, Reroll(CONFIG.reroll, CONFIG.train.num_steps, lambda: None)),
         producer=Prompts(),
+        batches=SimpleNamespace(shaping=Shaping(RewardsConfig(running_norm="scale"), 9)),
     )
 
 

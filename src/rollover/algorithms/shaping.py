@@ -1,0 +1,163 @@
+"""Shaping: from the scores of a step's trajectories to the rewards that are trained.
+
+    reward = clip((score + terms - running mean) / running deviation)         (each as [rewards] says, or left out)
+
+    overlong      DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), as verl's DAPO manager has it
+    repetition    of a rollout that was stopped for repeating itself
+    NAME          a function of rewards.functions with shaping = true; it comes with the Reward
+
+What is made here is read by estimators, and by what is kept for replay. Scores stay as they are: pass rates, filters,
+re-rolls, evaluations and every metric but `shaping/...` are of the task alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rollover.config import RewardsConfig
+from rollover.trajectories import Trajectory
+from rollover.types import Reward, StopReason
+
+_SAVED = 2  # the state before the present step, and that after it
+
+
+class Moments(NamedTuple):
+    """Of all rewards so far: their number, their mean, and the sum of the squares of their distances from it."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def and_of(self, values: Sequence[float]) -> Moments:
+        """With these, too (Chan, Golub and LeVeque 1979)."""
+        if not values:
+            return self
+        more, mean = len(values), math.fsum(values) / len(values)
+        squares = math.fsum((value - mean) ** 2 for value in values)
+        total, apart = self.count + more, mean - self.mean
+        return Moments(
+            total,
+            self.mean + apart * more / total,
+            self.squares + squares + apart * apart * self.count * more / total,
+        )
+
+    @property
+    def deviation(self) -> float:
+        """Divided by n - 1; 1 where there are not yet two that differ."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 and self.squares > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """The rewards that are trained of a batch, by the sequence ids of their trajectories; empty: they are the scores.
+    `metrics`: under shaping/."""
+
+    rewards: Mapping[str, Reward] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with the reward that is trained."""
+        reward = self.rewards.get(trajectory.sequence_id)
+        return trajectory if reward is None else replace(trajectory, reward=reward)
+
+
+class Shaping:
+    """Shapes rewards as [rewards] says. `max_new_tokens`: rollout.max_new_tokens, where an overlong rollout ends.
+
+    Owns the running statistics, by trainer version: a step that is trained again, as its weights were lost, starts from
+    what was before it.
+    """
+
+    def __init__(self, rewards: RewardsConfig, max_new_tokens: int) -> None:
+        self.config, self.max_new_tokens = rewards, max_new_tokens
+        self._before: dict[int, Moments] = {}  # trainer version -> of the rewards of all steps before
+
+    def __call__(self, trajectories: Sequence[Trajectory], version: int, uncounted: Collection[str] = ()) -> Shaped:
+        """The rewards of the step at trainer `version`. Missing ones stay missing.
+
+        `uncounted`: sequence ids of those that are not in the statistics (greedy baselines, replayed ones).
+        """
+        valid = {t.sequence_id: t for t in trajectories if t.reward is not None and t.reward.score is not None}
+        terms = {name: self.terms(trajectory) for name, trajectory in valid.items()}
+        if not (any(terms.values()) or self.config.running_norm != "none" or self.config.clip_range):
+            return Shaped()
+        totals = {name: _score(t) + math.fsum(terms[name].values()) for name, t in valid.items()}
+        counted = [name for name in valid if name not in uncounted]
+        metrics = _metrics_of_terms([terms[name] for name in counted])
+        if self.config.running_norm != "none":
+            moments = self._moments(version).and_of([totals[name] for name in counted])
+            self._before = {v: m for v, m in self._before.items() if v <= version} | {version + 1: moments}
+            mean = moments.mean if self.config.running_norm == "whiten" else 0.0
+            totals = {name: (total - mean) / moments.deviation for name, total in totals.items()}
+            metrics |= {"shaping/running_mean": moments.mean, "shaping/running_std": moments.deviation}
+        if self.config.clip_range:
+            low, high = self.config.clip_range
+            clipped = {name: min(max(total, low), high) for name, total in totals.items()}
+            metrics["shaping/clipped_share"] = _mean(clipped[name] != totals[name] for name in counted)
+            totals = clipped
+        trained = [totals[name] for name in counted]
+        metrics["shaping/reward_mean"] = _mean(trained)
+        metrics["shaping/reward_std"] = float(np.std(trained)) if trained else math.nan
+        return Shaped({name: _trained(t, totals[name], terms[name]) for name, t in valid.items()}, metrics)
+
+    def terms(self, trajectory: Trajectory) -> dict[str, float]:
+        """What is added to the score of a trajectory, by name: each term that is switched on, also where it is 0. Of
+        several rollouts the one that is punished most counts."""
+        terms: dict[str, float] = {}
+        if buffer := self.config.overlong_buffer_tokens:
+            longest = max(rollout.num_tokens for rollout in trajectory.rollouts)
+            terms["overlong"] = overlong(longest, self.max_new_tokens, buffer, self.config.overlong_penalty)
+        if self.config.repetition_penalty:
+            repeats = any(rollout.stop_reason is StopReason.REPETITION for rollout in trajectory.rollouts)
+            terms["repetition"] = -self.config.repetition_penalty if repeats else 0.0
+        return terms | (trajectory.reward.shaping if trajectory.reward is not None else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON: the running statistics."""
+        last = sorted(self._before)[-_SAVED:]
+        return {"before": [[version, *self._before[version]] for version in last]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; {}: there was none."""
+        self._before = {version: Moments(*moments) for version, *moments in state.get("before", [])}
+
+    def _moments(self, version: int) -> Moments:
+        """Of the steps before `version`, as far as they were counted."""
+        known = [v for v in self._before if v <= version]
+        return self._before[max(known)] if known else Moments()
+
+
+def overlong(num_tokens: int, max_tokens: int, buffer: int, penalty: float) -> float:
+    """0 up to `max_tokens - buffer` tokens, then in a straight line down to -`penalty` at `max_tokens` and beyond."""
+    into = num_tokens - (max_tokens - buffer)
+    return -penalty * min(into / buffer, 1.0) if into > 0 else 0.0
+
+
+def _score(trajectory: Trajectory) -> float:
+    assert trajectory.reward is not None and trajectory.reward.score is not None
+    return trajectory.reward.score
+
+
+def _trained(trajectory: Trajectory, score: float, terms: Mapping[str, float]) -> Reward:
+    assert trajectory.reward is not None
+    return replace(trajectory.reward, score=score, extras={**trajectory.reward.extras, **terms})
+
+
+def _metrics_of_terms(terms: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each, and the share of the trajectories for which it is not 0."""
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for each in terms for name in each):
+        values = [each.get(name, 0.0) for each in terms]
+        metrics[f"shaping/{name}/mean"] = _mean(values)
+        metrics[f"shaping/{name}/share"] = _mean(value != 0 for value in values)
+    return metrics
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = [float(value) for value in values]
+    return math.fsum(found) / len(found) if found else math.nan

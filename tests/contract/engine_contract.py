@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.types import SamplingParams, Segment, StopReason, rollout_seed
 
@@ -48,6 +50,7 @@ class Subject:
     `keeps_kv`: what it has of an ended turn is kept where the rollout may go on, and there is memory for it.
     `resumes_exactly`: under frozen weights, interrupted == uninterrupted with sampling (engines whose random state
     restarts per request claim it for greedy decoding only).
+    `processes_logits`: it honours bias, repetition penalty and fewest tokens of `processing`.
     `under_way`: tokens that may still be of the older weights when new ones are there, in one call made before.
     """
 
@@ -60,6 +63,7 @@ class Subject:
     resumes_exactly: bool = True
     keeps_kv: bool = False
     under_way: int = 0
+    processes_logits: bool = False
     sampling: list[SamplingParams] = field(default_factory=lambda: [SamplingParams(), SamplingParams(temperature=0.0)])
 
     def request(self, i: int = 0, sampling: SamplingParams | None = None, **changes: Any) -> ExtendRequest:
@@ -237,6 +241,27 @@ async def check_a_token_budget_pauses(subject: Subject) -> None:
     await engine.close()
 
 
+async def check_what_is_done_to_logits_holds_across_interruptions(subject: Subject) -> None:
+    """A banned token does not come, a stop token not too early; in pieces it is the answer as a whole."""
+    if not subject.processes_logits:
+        return
+    engine = subject.make_engine()
+    plain = subject.request(0, SamplingParams(temperature=0.0), stop_token_ids=frozenset())
+    first, *others = tokens_of(await engine.extend(plain))
+    stops = frozenset(others[:2]) - {first}
+    processing = LogitsProcessing(logit_bias=((first, -math.inf),), repetition_penalty=1.5, min_new_tokens=7)
+    request = dataclasses.replace(plain, stop_token_ids=stops, processing=processing)
+    whole = tokens_of(await engine.extend(request))
+    assert first not in whole and not stops & set(whole[:6])
+    so_far: list[int] = []
+    while len(so_far) < len(whole):
+        left = request.max_new_tokens - len(so_far)
+        part = dataclasses.replace(request, generated_ids=tuple(so_far), max_new_tokens=left, pause_after=3)
+        so_far += tokens_of(await engine.extend(part))
+    assert so_far == whole
+    await engine.close()
+
+
 async def check_progress_is_a_prefix(subject: Subject) -> None:
     engine = subject.make_engine()
     request = subject.request()
@@ -407,6 +432,7 @@ CHECKS = [
     check_interrupt_before_the_first_token,
     check_interrupt_stops_only_those_named,
     check_a_token_budget_pauses,
+    check_what_is_done_to_logits_holds_across_interruptions,
     check_progress_is_a_prefix,
     check_a_cancelled_extension_is_forgotten,
     check_queued_are_among_those_asked_for,

@@ -32,6 +32,7 @@ def subject(family: str, kv_on_resume, keeps_kv: bool = True, **config: float) -
         stop_token_ids=frozenset({3, 4}),
         decode_text=tiny.tokenizer().decode,
         keeps_kv=keeps_kv,
+        processes_logits=True,
     )
 
 

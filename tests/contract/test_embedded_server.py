@@ -89,7 +89,7 @@ def test_every_path_wants_the_token_where_there_is_one(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"n": 2}, {"presence_penalty": 0.5}, {"logit_bias": {"5": 1}}, {"logprobs": 5}, {"temprature": 1.0}]
+    "changes", [{"n": 2}, {"presence_penalty": 0.5}, {"bad_words": ["a"]}, {"logprobs": 5}, {"temprature": 1.0}]
 )
 def test_what_is_not_honoured_is_refused_by_name(folder: Path, changes: dict[str, Any]) -> None:
     async def body(url: str, service: Service) -> None:

@@ -92,6 +92,7 @@ def test_contract(model: Path, made: list[ProcessEngine]) -> None:
         tensors=lambda: original,
         decode_text=tiny.tokenizer().decode,
         keeps_kv=True,
+        processes_logits=True,
     )
 
     async def all_checks() -> None:

@@ -82,6 +82,7 @@ def test_contract(
         tensors=lambda: weights(model),
         decode_text=tiny.tokenizer().decode,
         resumes_exactly=False,
+        processes_logits=True,
     )
 
     async def run() -> None:

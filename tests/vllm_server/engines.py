@@ -37,4 +37,5 @@ def subject(make: Any, model: Any) -> engine_contract.Subject:
         tensors=lambda: list(model.named_parameters()),
         decode_text=tiny.tokenizer().decode,
         resumes_exactly=False,
+        processes_logits=True,
     )

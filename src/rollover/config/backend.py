@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollover.alike import did_you_mean
+from rollover.config.logits import LogitsConfig
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option, value_of
 from rollover.config.train import LoraConfig
 from rollover.live_objects import is_live
@@ -69,6 +70,7 @@ def needs_weights_here(config: Any) -> bool:
     return not (is_tinker(config) or is_ranks(config) and config.engine.kind in ("process", "remote"))
 
 
+_LOGITS = LogitsConfig.model_fields
 # What the service cannot do: the option, the values that it can have, and why it has no others.
 TINKER_REFUSES: dict[str, tuple[tuple[Any, ...], str]] = {
     "algorithm.entropy_coef": ((0.0,), "the service tells log-probs of given tokens, of which no entropy can be made"),
@@ -94,6 +96,7 @@ TINKER_REFUSES: dict[str, tuple[tuple[Any, ...], str]] = {
     "rollout.top_k": ((0,), "the service's log-probs are not those of the truncated distribution"),
     "rollout.min_p": ((0.0,), "the service does not know it"),
     "train.optimizer": (("adamw",), "the service has AdamW"),
+    **{f"rollout.logits.{name}": ((field.default,), "the service does not know it") for name, field in _LOGITS.items()},
     "engine.kind": (("embedded",), "the service samples"),
 }
 # What only this machine's engine and trainer read.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from rollover.alike import did_you_mean
+from rollover.config.logits import LogitsConfig
 from rollover.config.table import Inert, Refused, Rule
 from rollover.functions import is_number
 
@@ -36,9 +37,17 @@ def _wrong_bound(name: str, bound: Any) -> str:
     return "" if bound[0] <= bound[1] else "the lowest is above the largest"
 
 
-def _truncates_sampling(config: Any) -> bool:
+_SAMPLING = (
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.min_p",
+    *(f"rollout.logits.{n}" for n in LogitsConfig.model_fields),
+)
+
+
+def _alters_sampling(config: Any) -> bool:
     rollout = config.rollout
-    return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0 or rollout.logits.alters
 
 
 def _forgets_minibatches(config: Any) -> bool:
@@ -150,13 +159,13 @@ RULES: tuple[Rule, ...] = (
     Inert(
         ("algorithm.allow_uncorrected",),
         (
-            *("rollout.max_staleness", "rollout.top_p", "rollout.top_k", "rollout.min_p", "replay.size"),
+            *("rollout.max_staleness", *_SAMPLING, "replay.size"),
             *_UPDATES,
         ),
         lambda c: (
             not (
                 c.rollout.max_staleness
-                or _truncates_sampling(c)
+                or _alters_sampling(c)
                 or c.run.train_on_recorded
                 or c.replay.size
                 or _forgets_minibatches(c)
@@ -173,11 +182,11 @@ RULES: tuple[Rule, ...] = (
         "Set rollout.max_staleness = 0",
     ),
     _uncorrected(
-        ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
-        _truncates_sampling,
-        lambda _: "truncated sampling (rollout.top_p, top_k or min_p)",
-        "log-probs of the truncated distribution are not those of the policy",
-        "Sample untruncated",
+        _SAMPLING,
+        _alters_sampling,
+        lambda _: "truncated sampling (rollout.top_p, top_k or min_p) or processed logits (rollout.logits)",
+        "log-probs of the truncated or processed distribution are not those of the policy",
+        "Sample from the policy itself",
     ),
     _uncorrected(
         ("replay.size",),

@@ -63,6 +63,11 @@ FIXED = (
         while_held=True,
     ),
     Fixed(
+        ("rollout.logits.regex", "rollout.logits.json_schema"),
+        "the checkpoint holds answers that were begun with it, or without",
+        while_held=True,
+    ),
+    Fixed(
         (
             "rollout.environment",
             "workflow.environment",

@@ -10,6 +10,8 @@ from pydantic import Field
 
 from rollover import staleness
 from rollover.alike import did_you_mean
+from rollover.config import logits
+from rollover.config.logits import LogitsConfig
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
 # The function of an `EnvironmentSetup` that makes each, loaded when it is called.
@@ -109,6 +111,7 @@ class RolloutConfig(Table):
     min_p: float = option(0.0, "Drop tokens below min_p times the likeliest one's probability; 0 = off.", ge=0, lt=1)
     stop: list[str] = option([], "Strings that end a rollout (kept in its text).")
     stop_token_ids: list[int] = option([], "Token ids that end a rollout, besides EOS.")
+    logits: LogitsConfig = Field(default_factory=LogitsConfig, description="What is done to logits before a draw.")
 
     @property
     def rollouts_per_group(self) -> int:
@@ -210,6 +213,7 @@ GENERATION = (
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 RULES: tuple[Rule, ...] = (
+    *logits.RULES,
     Inert(
         ("rollout.in_flight_groups",),
         ("rollout.max_staleness", "rollout.on_stale", "rollout.supplement"),

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from rollover.config.logits import LogitsProcessing
 from rollover.types import SamplingParams, Segment
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class ExtendRequest:
     (`stop_repetition_tokens` 0: never). `stop_strings` are looked for in the text of the tokens from index `text_start`
     of the generated part on: 0 for an answer that began after the prompt, however often it was interrupted; the first
     token of the present turn where an environment wrote some of what came before. Repetition is looked for there, too.
+    `processing` is done to the logits before `sampling`; its answer begins at `text_start`.
     `may_go_on`: after the turn an environment may write something, and the rollout be extended again. An engine that
     can keeps its KV for that until `release`, and prefills only what was appended.
     """
@@ -49,6 +51,7 @@ class ExtendRequest:
     stop_repetition_tokens: int = 0
     text_start: int = 0
     may_go_on: bool = False
+    processing: LogitsProcessing = LogitsProcessing()
 
     def nothing(self) -> list[Segment]:
         """The answer to an interruption before any new token."""

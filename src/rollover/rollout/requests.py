@@ -25,6 +25,7 @@ class Requests:
     ) -> None:
         self.config, self.run_seed, self.may_go_on = config, run_seed, may_go_on
         self._sampling = SamplingParams(config.temperature, config.top_p, config.top_k, config.min_p)
+        self._processing = config.logits.processing()
         self._stop_token_ids = frozenset(stop_token_ids) | frozenset(config.stop_token_ids)
 
     def sampling_of(self, rollout: Rollout) -> SamplingParams:
@@ -48,6 +49,7 @@ class Requests:
             stop_repetition_tokens=self.config.stop_repetition_tokens,
             text_start=_turn_start(rollout),
             may_go_on=self.may_go_on,
+            processing=self._processing,
         )
 
     def nothing_for(self, rollout: Rollout) -> list[Segment]:

@@ -54,6 +54,7 @@ async def answer_prompt(
             sampling=SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p),
             stop_token_ids=parts.stop_token_ids | frozenset(rollout.stop_token_ids),
             stop_strings=tuple(rollout.stop),
+            processing=rollout.logits.processing(),
         )
         for i in range(num)
     ]

@@ -33,6 +33,15 @@ WRONG: dict[str, Any] = {
     "rollout.top_p": 0.9,
     "rollout.top_k": 5,
     "rollout.min_p": 0.1,
+    "rollout.logits.repetition_penalty": 1.2,
+    "rollout.logits.presence_penalty": 0.5,
+    "rollout.logits.frequency_penalty": 0.5,
+    "rollout.logits.min_new_tokens": 3,
+    "rollout.logits.banned_token_ids": [3],
+    "rollout.logits.forced_token_ids": [4],
+    "rollout.logits.logit_bias": {"3": 1.0},
+    "rollout.logits.regex": "a+",
+    "rollout.logits.json_schema": "{}",
     "engine.kind": "process",
 }
 NO_EFFECT: dict[str, Any] = {

@@ -46,6 +46,7 @@ REFUSED = [
     ({"rollout": {"group_size": 4}}, True, "rollout.group_size = 4: it was 8", "Set rollout.group_size = 8"),
     ({"rollout": {"greedy_baseline": True}}, True, "rollout.greedy_baseline = true", "groups of that size"),
     ({"rollout": {"temperature": 0.5}}, True, "rollout.temperature = 0.5: it was 1.0", "Set rollout.temperature = 1.0"),
+    ({"rollout": {"logits": {"regex": "a+"}}}, True, 'rollout.logits.regex = "a+": it was ""', "begun with it"),
     ({"backend": {"type": "a:B"}}, False, 'backend.type = "a:B": it was "local"', "as that backend wrote them"),
     ({"workflow": {"environment": "a:B"}}, True, 'workflow.environment = "a:B": it was ""', "begun in it"),
     ({"rollout": {"environment": "a:B"}}, True, 'rollout.environment = "a:B": it was "single_turn"', "begun in it"),

@@ -17,9 +17,11 @@ from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.batcher import Batcher
 from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.prefill import Prefill
+from rollover.engine.embedded.processors import process, processor_of
 from rollover.engine.embedded.runner import Runner
 from rollover.engine.embedded.sampler import sample, uniforms
 from rollover.engine.embedded.sequence import OnToken, Sequence
+from rollover.engine.embedded.structures import Structures
 from rollover.engine.protocol import ExtendRequest, WeightLoad
 from rollover.models.attention import cache_shape
 from rollover.models.limits import Limits
@@ -36,7 +38,8 @@ KVPolicy = Literal["recompute", "keep", "salt"]
 class EmbeddedEngine:
     """Continuous batching over `model` (the engine's own copy, in compute dtype).
 
-    `decode_text` turns token ids into text; it is needed for stop strings only.
+    `decode_text` turns token ids into text; it is needed for stop strings only. `structures`: for answers of a given
+    structure only.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class EmbeddedEngine:
         *,
         kv_on_resume: KVPolicy = "recompute",
         decode_text: Callable[[list[int]], str] | None = None,
+        structures: Structures | None = None,
         policy_version: int = 0,
         team: Team | None = None,
     ) -> None:
@@ -66,6 +70,8 @@ class EmbeddedEngine:
         self._limits = Limits.of(model)
         self._kv_policy: KVPolicy = kv_on_resume
         self._decode_text = decode_text
+        self._structures = structures
+        self._num_logits = len(model.get_output_embeddings().weight)
         self._version = policy_version
         self._team = team or Team()
         self._loop: asyncio.Task[None] | None = None
@@ -92,6 +98,7 @@ class EmbeddedEngine:
             config.engine,
             kv_on_resume=config.rollout.kv_on_resume,
             decode_text=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+            structures=Structures(tokenizer),
             team=Team.of(config.run, next(model.parameters()).device),
         )
 
@@ -134,6 +141,7 @@ class EmbeddedEngine:
             )
         if request.stop_strings and self._decode_text is None:
             raise ValueError("stop strings need the engine's decode_text")
+        processor = processor_of(request, self._num_logits, self._structures)
         future: asyncio.Future[list[Segment]] = asyncio.get_running_loop().create_future()
         seq = self._batcher.take_kept(request.rollout_id)
         if seq is not None and seq.continues(request):
@@ -143,7 +151,7 @@ class EmbeddedEngine:
             if seq is not None:
                 self._batcher.cache.free(seq)
             seq = Sequence.start(request, future, self._batcher.take_lost(request.rollout_id))
-        seq.on_token, seq.cache_salt = on_token, cache_salt
+        seq.on_token, seq.cache_salt, seq.processor = on_token, cache_salt, processor
         self._batcher.waiting.append(seq)
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._run())
@@ -178,6 +186,7 @@ class EmbeddedEngine:
         self._num_decode_steps += 1
         with self._team.piece(_FIXED_ROWS + len(order)):
             logits_BV = self._runner.decode(order)
+            process(logits_BV, [s.processor for s in order], [s.tokens for s in order])
             draws_B = uniforms([s.request.seed for s in order], [s.next_index for s in order])
             tokens, logprobs = sample(logits_BV, [s.request.sampling for s in order], draws_B, self._runner.kernels)
         for seq, token, logprob in zip(order, tokens, logprobs, strict=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollover.engine.embedded.kv_cache import RowOwner
+from rollover.engine.embedded.processors import Processor
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.repetition import CHECK_EVERY, repeats_itself
 from rollover.types import Segment, StopReason
@@ -33,6 +34,8 @@ class Sequence(RowOwner):
     on_token: OnToken | None = None
     cache_salt: str = ""
     """It shares the KV of its prompt with those of the same salt alone."""
+    processor: Processor | None = None
+    """None: its logits are taken as they are."""
 
     @classmethod
     def start(

@@ -6,6 +6,7 @@ A float32 survives as the shortest decimal of the same double: what comes out ha
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 from collections.abc import Mapping
@@ -14,8 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import SamplingParams, Segment
+
+_NOTHING = LogitsProcessing()
 
 
 def requests_to_json(requests: Mapping[int, ExtendRequest]) -> dict[str, Any]:
@@ -27,6 +31,7 @@ def requests_to_json(requests: Mapping[int, ExtendRequest]) -> dict[str, Any]:
         # Not asdict(request), which copies every token id: this runs beside the trainer, in the same interpreter.
         out = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "prompt_ids"}
         out |= {"sampling": asdict(request.sampling), "stop_token_ids": sorted(request.stop_token_ids)}
+        out["processing"] = processing_to_json(request.processing)
         calls.append({"call": number, "prompt": prompt, "request": out})
     return {"prompts": list(prompts), "calls": calls}
 
@@ -42,10 +47,28 @@ def requests_from_json(data: Mapping[str, Any]) -> dict[int, ExtendRequest]:
                 "sampling": SamplingParams(**request["sampling"]),
                 "stop_token_ids": frozenset(request["stop_token_ids"]),
                 "stop_strings": tuple(request["stop_strings"]),
+                "processing": processing_from_json(request["processing"]),
             }
         )
         for call in data["calls"]
     }
+
+
+def processing_to_json(processing: LogitsProcessing) -> dict[str, Any]:
+    """What differs from the default. JSON has no -inf: a banned token has the bias null."""
+    out = {name: value for name, value in asdict(processing).items() if value != getattr(_NOTHING, name)}
+    if processing.logit_bias:
+        out["logit_bias"] = [(token, bias if math.isfinite(bias) else None) for token, bias in processing.logit_bias]
+    return out
+
+
+def processing_from_json(data: Mapping[str, Any]) -> LogitsProcessing:
+    given = dict(data)
+    if "logit_bias" in given:
+        given["logit_bias"] = tuple((token, -math.inf if bias is None else bias) for token, bias in given["logit_bias"])
+    if "forced_token_ids" in given:
+        given["forced_token_ids"] = tuple(given["forced_token_ids"])
+    return LogitsProcessing(**given)
 
 
 def segment_to_json(segment: Segment) -> dict[str, Any]:

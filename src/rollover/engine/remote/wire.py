@@ -19,6 +19,7 @@ FIRST_LABEL = "default"  # of the weights that a server was started with
 _DONE = "[DONE]"
 _MOST_TOKEN = 2**31  # a Segment has 32 bits for each
 _NO_LOGPROB = -9999.0  # what a server writes for NaN and -inf, which JSON does not have
+_LEAST_BIAS = -100.0  # the most that servers take: e^-100 of a probability is below the smallest float32
 # It aborts by this id alone: by the bare one it answers that it did, and goes on.
 _ABORT_PREFIX = "generate-tokens-"
 
@@ -87,9 +88,22 @@ def request_body(
             "logprobs": 0,
             "ignore_eos": True,  # the stop tokens are those of the request
             "stop_token_ids": sorted(request.stop_token_ids),
+            **_processing(request, len(request.generated_ids) + len(new_tokens) - request.text_start),
         },
     }
     return body if salt is None else body | {"cache_salt": salt}
+
+
+def _processing(request: ExtendRequest, num_answer: int) -> dict[str, Any]:
+    """What is done to the logits, after `num_answer` tokens of the answer: all that config/logits.py lets through."""
+    asked, out = request.processing, {}
+    if asked.repetition_penalty != 1:  # of the prompt's tokens and the answer's alike: all that the server is given
+        out["repetition_penalty"] = asked.repetition_penalty
+    if asked.min_new_tokens > num_answer:
+        out["min_tokens"] = asked.min_new_tokens - num_answer
+    if asked.logit_bias:
+        out["logit_bias"] = {str(token): max(bias, _LEAST_BIAS) for token, bias in asked.logit_bias}
+    return out
 
 
 def request_seed(seed: int, index: int) -> int:

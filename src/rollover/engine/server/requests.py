@@ -8,11 +8,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import SamplingParams
 
 _SEED_BITS = 2**64 - 1
 Number = Annotated[float, Field(allow_inf_nan=False)]
+_Token = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+_Bias = Annotated[Number, Field(ge=-100, le=100)]
 
 
 class Refusal(Exception):
@@ -50,6 +53,9 @@ class SamplingFields(Fields):
     ignore_eos: bool = False
     stop_token_ids: list[int] | None = None
     stop: str | list[str] | None = None
+    min_tokens: int = Field(0, ge=0)
+    repetition_penalty: Number | None = Field(None, gt=0)
+    logit_bias: dict[_Token, _Bias] | None = None
     # Of no effect on tokens:
     stream_interval: int | None = None
     include_stop_str_in_output: bool = False
@@ -58,12 +64,9 @@ class SamplingFields(Fields):
     spaces_between_special_tokens: bool = True
     # Not honoured:
     n: Literal[1] = 1
-    min_tokens: Literal[0] = 0
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
-    repetition_penalty: Literal[1] | None = None
     prompt_logprobs: None = None
-    logit_bias: None = None
     allowed_token_ids: None = None
     bad_words: None = None
     structured_outputs: None = None
@@ -76,6 +79,14 @@ class SamplingFields(Fields):
     def sampling(self) -> SamplingParams:
         """The distribution; top_k -1 and 0 are off."""
         return SamplingParams(self.temperature, self.top_p, max(self.top_k, 0), self.min_p)
+
+    def processing(self) -> LogitsProcessing:
+        """What is done to the logits before."""
+        return LogitsProcessing(
+            logit_bias=tuple(sorted((int(token), bias) for token, bias in (self.logit_bias or {}).items())),
+            repetition_penalty=self.repetition_penalty or 1.0,
+            min_new_tokens=self.min_tokens,
+        )
 
 
 class StreamOptions(Fields):
@@ -121,6 +132,7 @@ class GenerateBody(Fields):
             sampling=asked.sampling(),
             stop_token_ids=frozenset(asked.stop_token_ids or ()) | frozenset(() if asked.ignore_eos else eos),
             stop_strings=asked.stop_strings,
+            processing=asked.processing(),
         )
 
 

@@ -1,0 +1,201 @@
+"""[rollout.logits]: what is done to the logits before a token is drawn, and the rules about it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollover.config.table import Inert, Refused, Rule, Table, option
+
+_MOST_BIAS = 100.0  # as in OpenAI's and vLLM's APIs; a server takes no more
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsProcessing:
+    """What is done to logits before temperature and truncation, in this order; by default nothing.
+
+    The answer is what was generated since the prompt, or since an environment wrote last.
+    """
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit); -inf: it is never sampled."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens of the prompt and of all generated ones are divided by it if positive, else multiplied (Keskar
+    et al. 2019, as in transformers and vLLM)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the answer has."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that the answer has a token."""
+    min_new_tokens: int = 0
+    """The stop tokens cannot be sampled before the answer has so many tokens."""
+    forced_token_ids: tuple[int, ...] = ()
+    """What an answer begins with."""
+    regex: str = ""
+    """The answer matches it as a whole."""
+    json_schema: str = ""
+    """A JSON schema that the answer follows, as JSON."""
+
+    @property
+    def structured(self) -> bool:
+        return bool(self.regex or self.json_schema)
+
+
+class LogitsConfig(Table):
+    """[rollout.logits]: penalties, bans and structure. The behavior log-probs are those of what is sampled from then,
+    so each of them requires a correction, as truncation does."""
+
+    repetition_penalty: float = option(
+        1.0,
+        "Logits of tokens of the prompt and the answer are divided by it where positive, else multiplied; 1 = off.",
+        gt=0,
+    )
+    presence_penalty: float = option(0.0, "Subtracted from the logits of tokens that the answer has; 0 = off.")
+    frequency_penalty: float = option(
+        0.0, "Subtracted from a token's logit once for each time that the answer has it; 0 = off."
+    )
+    min_new_tokens: int = option(0, "An answer has at least so many tokens before a token can end it.", ge=0)
+    banned_token_ids: list[int] = option([], "Tokens that are never sampled.")
+    forced_token_ids: list[int] = option([], "Tokens that every answer begins with.")
+    logit_bias: dict[str, float] = option(
+        {}, f"Added to the logit of a token, by its id: {-_MOST_BIAS:g} to {_MOST_BIAS:g}."
+    )
+    regex: str = option("", "Every answer matches this regular expression as a whole (needs rollover[structured]).")
+    json_schema: str = option(
+        "",
+        "Every answer is JSON that this schema describes: a file, or the schema itself (needs rollover[structured]).",
+    )
+
+    @property
+    def alters(self) -> bool:
+        """Whether tokens are sampled from another distribution than the policy's."""
+        return self.model_dump() != LogitsConfig().model_dump()
+
+    def processing(self) -> LogitsProcessing:
+        """The same for the engine. ValueError for a schema that cannot be read."""
+        bias = {int(token): float(value) for token, value in self.logit_bias.items()}
+        bias |= dict.fromkeys(self.banned_token_ids, float("-inf"))
+        return LogitsProcessing(
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            min_new_tokens=self.min_new_tokens,
+            forced_token_ids=tuple(self.forced_token_ids),
+            logit_bias=tuple(sorted(bias.items())),
+            regex=self.regex,
+            json_schema=_schema(self.json_schema) if self.json_schema else "",
+        )
+
+
+def _schema(given: str) -> str:
+    """The schema, as JSON. ValueError that names the option."""
+    key = "rollout.logits.json_schema"
+    try:
+        text = given if given.lstrip().startswith("{") else Path(given).expanduser().read_text()
+        schema = json.loads(text)
+    except OSError as error:
+        raise ValueError(
+            f"{key}: {given} cannot be read ({error.strerror}); give a file, or the schema itself"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{key}: {given[:80]!r} is no JSON ({error})") from None
+    if not isinstance(schema, dict):
+        raise ValueError(f"{key}: a schema is a JSON object, and {given[:80]!r} is none")
+    return json.dumps(schema, sort_keys=True)
+
+
+def _no_schema(config: Any) -> str:
+    """What is wrong with the schema; "" if it can be read."""
+    try:
+        config.rollout.logits.processing()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _no_bias(config: Any) -> str:
+    """The first token of logit_bias that is no id, or whose bias is out of bounds; "" if all are sound."""
+    for token, bias in config.rollout.logits.logit_bias.items():
+        if not token.isdecimal() or not abs(bias) <= _MOST_BIAS:
+            return token
+    return ""
+
+
+def _banned_and_forced(config: Any) -> set[int]:
+    return set(config.rollout.logits.banned_token_ids) & set(config.rollout.logits.forced_token_ids)
+
+
+# What a server cannot know of an answer that it goes on with: all tokens so far come to it as a prompt.
+_NOT_OVER_HTTP: dict[str, Callable[[LogitsConfig], bool]] = {
+    "presence_penalty": lambda t: t.presence_penalty != 0,
+    "frequency_penalty": lambda t: t.frequency_penalty != 0,
+    "forced_token_ids": lambda t: bool(t.forced_token_ids),
+    "regex": lambda t: bool(t.regex),
+    "json_schema": lambda t: bool(t.json_schema),
+}
+
+
+def _not_over_http(name: str) -> Refused:
+    key = f"rollout.logits.{name}"
+    return Refused(
+        (key, "engine.kind"),
+        lambda c: c.engine.kind == "remote" and _NOT_OVER_HTTP[name](c.rollout.logits),
+        lambda c: (
+            f'{key} with engine.kind = "remote": an answer that was interrupted goes on elsewhere from its tokens, and'
+            ' a server is not told where it began. Remove it, or set engine.kind = "process"'
+        ),
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    *map(_not_over_http, _NOT_OVER_HTTP),
+    Refused(
+        ("rollout.logits.logit_bias",),
+        lambda c: bool(_no_bias(c)),
+        lambda c: (
+            f"rollout.logits.logit_bias.{_no_bias(c)} = {c.rollout.logits.logit_bias[_no_bias(c)]:g}: expected the"
+            f" id of a token and a bias of {-_MOST_BIAS:g} to {_MOST_BIAS:g}. To ban a token name it in"
+            " rollout.logits.banned_token_ids"
+        ),
+    ),
+    Refused(
+        ("rollout.logits.banned_token_ids", "rollout.logits.forced_token_ids"),
+        lambda c: bool(_banned_and_forced(c)),
+        lambda c: (
+            f"rollout.logits.banned_token_ids and forced_token_ids both have the token {min(_banned_and_forced(c))}."
+            " Remove it from one"
+        ),
+    ),
+    Refused(
+        ("rollout.logits.banned_token_ids", "rollout.logits.forced_token_ids"),
+        lambda c: any(token < 0 for t in (c.rollout.logits,) for token in (*t.banned_token_ids, *t.forced_token_ids)),
+        lambda c: "rollout.logits: a token's id is 0 or more. Remove the negative one",
+    ),
+    Refused(
+        ("rollout.logits.min_new_tokens", "rollout.max_new_tokens"),
+        lambda c: c.rollout.logits.min_new_tokens > c.rollout.max_new_tokens,
+        lambda c: (
+            f"rollout.logits.min_new_tokens = {c.rollout.logits.min_new_tokens} is above rollout.max_new_tokens ="
+            f" {c.rollout.max_new_tokens}: no answer could end. Lower it"
+        ),
+    ),
+    Refused(
+        ("rollout.logits.json_schema", "rollout.logits.regex"),
+        lambda c: bool(c.rollout.logits.json_schema and c.rollout.logits.regex),
+        lambda c: (
+            "rollout.logits.json_schema with rollout.logits.regex: an answer has one structure. Remove one of the two"
+        ),
+    ),
+    Refused(
+        ("rollout.logits.json_schema",),
+        lambda c: not _no_bias(c) and bool(_no_schema(c)),
+        _no_schema,
+    ),
+    Inert(
+        ("rollout.logits.forced_token_ids",),
+        ("rollout.logits.json_schema", "rollout.logits.regex"),
+        lambda c: bool(c.rollout.logits.json_schema or c.rollout.logits.regex),
+        "with a structure, which says how an answer begins",
+        "Put the beginning into rollout.logits.regex",
+    ),
+)

@@ -55,7 +55,12 @@ class TaskSourceConfig(Table):
         "",
         "Generator name (reasoning_gym), or the label of another source (default: the name of its file or function).",
     )
-    weight: float = option(1.0, "Share of this source among all sources.", gt=0)
+    weight: float = option(
+        1.0,
+        "Share of this source among all sources. 0: it is evaluated alone, never trained; of a data set all rows are"
+        " held out.",
+        ge=0,
+    )
     params: dict[str, Any] = option({}, "Parameters of the generator, of the taskset, or of a source of your own.")
     eval_params: dict[str, Any] = option({}, "verifiers: those that are otherwise for held-out tasks.")
     path: str = option(
@@ -107,8 +112,13 @@ class TaskSourceConfig(Table):
 
     @property
     def names_held_out(self) -> bool:
-        """Whether the held-out problems are named (a file or a split of their own), and not chosen by a hash."""
-        return bool(self.eval_path or self.eval_split or self.eval_params)
+        """Whether the held-out problems are named (a file or a split of their own, all), and not chosen by a hash."""
+        return bool(self.eval_path or self.eval_split or self.eval_params) or self.all_held_out
+
+    @property
+    def all_held_out(self) -> bool:
+        """Whether all rows of `path` are held out."""
+        return self.weight == 0 and self.kind == "dataset" and not self.eval_path and not self.eval_split
 
 
 class TasksConfig(Table):

@@ -28,7 +28,7 @@ def dataset_source(setup: SourceSetup) -> DatasetSource:
     place = Table(
         config.eval_path if other_path else config.path,
         "" if other_path else config.subset,
-        (config.eval_split or "train") if apart else config.split,
+        (config.eval_split or "train") if apart and not config.all_held_out else config.split,
         config.streaming,
         "eval_path" if other_path else "path",
         setup.base_dir,

@@ -35,6 +35,9 @@ def tasks_line(config: Config, num_drawn: int = _NUM_DRAWN, limit_s: float = _LI
 def _datasets(config: Config, trained: TaskStream) -> list[str]:
     parts = []
     for source, rows, keys in trained.counted():
+        if source.weight == 0:
+            parts.append(f"{rows.label} has {len(keys):,} rows, of which none is trained (weight = 0)")
+            continue
         by_file = source.names_held_out
         left_out = sum(not trained.accepts(of_row, by_file) for of_row in keys)
         for_text = left_out - sum(not trained.accepts(of_row[:1], by_file) for of_row in keys)

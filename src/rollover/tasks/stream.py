@@ -142,7 +142,7 @@ class TaskStream:
 
     def next(self) -> Task | None:
         """The next task; None when every source is finite and at its end (or, for eval, has no new problem)."""
-        while active := [cursor for cursor in self._cursors if not cursor.exhausted]:
+        while active := [c for c in self._cursors if not c.exhausted and (c.weight or self.split == "eval")]:
             cursor = self._choose(active)
             failed_before = self.num_failed
             for tried, problem in enumerate(cursor.candidates(), start=1):
@@ -232,7 +232,8 @@ class TaskStream:
 
     def _choose(self, active: list[_Cursor]) -> _Cursor:
         """A cursor, chosen by weight with draw number `_draws` of a counter-based generator."""
-        bounds = list(itertools.accumulate(cursor.weight for cursor in active))
+        # Of the held-out tasks one that is never trained has as large a share as one of the usual weight.
+        bounds = list(itertools.accumulate(cursor.weight or 1.0 for cursor in active))
         draw = key_of(f"{self.seed}/{self.split}/mix/{self._draws}") / 2**64
         self._draws += 1
         return active[min(bisect.bisect_right(bounds, draw * bounds[-1]), len(active) - 1)]

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
+from rollover.config.load import load_config
 from rollover.tasks import stream as stream_module
+from rollover.tasks.prompts import build_prompts
 from rollover.tasks.same import same_of_generator
 from rollover.tasks.split import key_of
 from rollover.tasks.stream import TaskStream
@@ -277,3 +279,37 @@ def test_failed_problems_are_not_said_to_be_held_out(tmp_path):
     source = TaskSourceConfig(kind=f"{tmp_path}/own.py:Source", name="own", params={"whole": [2]})
     with pytest.raises(ValueError, match="of 5 in a row 4 failed, and all others are held out. Lower it"):
         stream(source, eval_fraction=0.999999).take(1)
+
+
+def test_a_source_of_weight_0_is_evaluated_alone_and_its_problems_are_trained_from_no_other(tmp_path, numbers):
+    bench = write(tmp_path / "bench.jsonl", ["problem 3", "PROBLEM  4", "problem of its own"])
+    sources = [file(numbers), file(bench, weight=0.0), gym(weight=0.0)]
+    held = stream(*sources, split="eval", chat=False).take(1000)
+    of_bench = [task for task in held if task.source == "bench"]
+    assert {t.content for t in of_bench} == {"problem 3", "PROBLEM  4", "problem of its own"}
+    assert {task.source for task in held} == {"bench", "numbers", "chain_sum"}
+    tasks = stream(*sources, epochs=1, chat=False)
+    trained = draw(tasks, 1000)
+    assert {task.source for task in trained} == {"numbers"}, "and it comes to its end"
+    assert not {"problem 3", "problem 4"} & {task.content for task in trained}
+    others = {task.content for task in held if task.source == "numbers"}
+    assert len(trained) == 100 - 2 - len(others - {"problem 3", "problem 4"})
+    again = stream(*sources, epochs=1)
+    again.load_state_dict(tasks.state_dict())
+    assert again.next() is None
+
+
+def test_a_split_of_weight_0_is_held_out(tmp_path):
+    for split, words in (("train", ["a", "b"]), ("test", ["b", "c"])):
+        write(tmp_path / f"{split}.jsonl", words)
+    sources = [file(tmp_path), file(tmp_path, split="test", weight=0.0, name="bench")]
+    held = stream(*sources, split="eval", eval_fraction=1e-9, chat=False).take(10)
+    assert {t.content for t in held} == {"b", "c"}
+    assert {t.content for t in draw(stream(*sources, epochs=1, eval_fraction=1e-9, chat=False), 9)} == {"a"}
+
+
+def test_a_run_that_trains_no_source_is_refused(tmp_path, numbers):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'[[tasks.sources]]\nkind = "dataset"\npath = "{numbers}"\nweight = 0.0\n')
+    with pytest.raises(ValueError, match="every source has weight = 0"):
+        build_prompts(load_config([recipe], []).config)

@@ -70,7 +70,7 @@ class _Asked(Fields):
             logprobs=1,
             stop=self.stops or None,
         )
-        return GenerateBody(token_ids=ids, sampling_params=sampling, model=self.model)
+        return GenerateBody(token_ids=ids, sampling_params=sampling, model=self.model, cache_salt=None)
 
 
 class CompletionBody(_Asked):

@@ -47,6 +47,8 @@ def test_the_table_has_every_mode_once_in_order() -> None:
         "apr_qwen3_4b_2node.toml",
         "calculator.toml",
         "calculator_agent.toml",
+        "code.toml",
+        "grpo_kl.toml",
         "guess_number.toml",
         "solver_judge.toml",
         "vllm.toml",

@@ -29,11 +29,13 @@ class BuiltIn:
     """`make`: module:function that is called with the parameters and returns the function of an item (`def` or
     `async def`), or of a list of items (`whole_groups`), to what a reward function may return. A parameter `base_dir`
     of it is the folder that relative paths are relative to. ValueError of it says what is wrong with the parameters,
-    or which package is missing."""
+    or which package is missing. `states`: module:function of the same parameters that says in a line what holds of it
+    on this machine."""
 
     make: str
     needs_answer: bool = True
     whole_groups: bool = False
+    states: str = ""
 
 
 BUILT_IN = {
@@ -48,6 +50,9 @@ BUILT_IN = {
     "search_qa": BuiltIn("rollover.rewards.rules:search_qa"),
     "json": BuiltIn("rollover.rewards.formats:json_text", needs_answer=False),
     "format": BuiltIn("rollover.rewards.formats:pattern", needs_answer=False),
+    "code": BuiltIn(
+        "rollover.rewards.sandbox.reward:code", needs_answer=False, states="rollover.rewards.sandbox.reward:stated"
+    ),
 }
 _SEVERAL = "functions/"
 _WITH_RULE = ("exact_match", "reasoning_gym")  # which tasks.answer_rule is for
@@ -64,14 +69,14 @@ BY_DATA_SOURCE = {
     "aime*": "math_dapo",
     "numina_*": "math",
     "searchR1_*": "search_qa",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
 }
 # verl has a function for these, which is not built in here: without a reward of their own they are an error.
 NOT_BUILT_IN = {
     "hiyouga/geometry3k": "answers about images",
-    "codecontests": "programs",
-    "apps": "programs",
-    "codeforces": "programs",
-    "taco": "programs",
 }
 
 
@@ -118,6 +123,15 @@ def made(name: str, params: Mapping[str, Any], base_dir: str) -> Callable[[Any],
         return make(**params, **places)
     except TypeError as error:
         raise ValueError(f"the reward {name} with {json.dumps(dict(params))}: {error}") from error
+
+
+def statements(spec: str) -> list[str]:
+    """What holds on this machine of the built-ins that the spec names, a line each. ValueError as `made`."""
+    out = []
+    for name, params in filter(None, map(parsed, specs_in(spec))):
+        if states := BUILT_IN[name].states:
+            out.append(f"{name}: {_function(states)(**params)}")
+    return out
 
 
 def by_data_source(data_source: str, own: Mapping[str, str]) -> str | None:
@@ -204,5 +218,9 @@ def _check(name: str, params: Mapping[str, Any]) -> None:
 
 @cache
 def _maker(name: str) -> Callable[..., Callable[[Any], Any]]:
-    module, _, function = BUILT_IN[name].make.partition(":")
+    return _function(BUILT_IN[name].make)
+
+
+def _function(spec: str) -> Callable[..., Any]:
+    module, _, function = spec.partition(":")
     return getattr(import_module(module), function)

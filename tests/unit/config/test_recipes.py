@@ -103,6 +103,7 @@ WITH_TASKS = {
     "apr_qwen3_4b_2node",
     "calculator",
     "calculator_agent",
+    "code",
     "guess_number",
     "solver_judge",
 }

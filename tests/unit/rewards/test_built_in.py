@@ -254,9 +254,9 @@ def test_the_own_table_comes_before_verls_and_names_all(tmp_path: Path) -> None:
         rewards_of(tmp_path, "other", by_data_source={"*": "jsson"})
 
 
-def test_a_data_source_of_programs_is_refused_without_a_reward_for_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'codecontests' is of programs.*rewards.by_data_source"):
-        rewards_of(tmp_path, "codecontests")
+def test_a_data_source_of_images_is_refused_without_a_reward_for_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'hiyouga/geometry3k' is of answers about images.*rewards.by_data_source"):
+        rewards_of(tmp_path, "hiyouga/geometry3k")
 
 
 def test_the_function_is_made_with_its_folder(tmp_path: Path) -> None:

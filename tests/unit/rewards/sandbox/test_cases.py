@@ -1,0 +1,88 @@
+"""Programs in completions, and the forms of tests that data sets have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rollover.rewards.sandbox.cases import Cases, cases_of, code_of, same_text, same_value
+
+
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        ("```python\nprint(1)\n```", "print(1)\n"),
+        ("first ```python\na\n``` then ```py\nb\n``` said", "b\n"),
+        ("```\nplain\n```", "plain\n"),
+        ("```python\nprint(1)\n```\n```\noutput\n```", "print(1)\n"),
+        ("```cpp\nint main() {}\n```", None),
+        ("```python\ncut off", "cut off"),
+        ("print(1)", "print(1)"),
+        ("", None),
+        ("``````python\n```", None),
+    ],
+)
+def test_the_last_block_of_python_is_the_program(completion: str, code: str | None) -> None:
+    assert code_of(completion) == code
+
+
+def test_prime_codes_rows() -> None:
+    rows = {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]}
+    for truth in (rows, json.dumps(rows)):
+        cases = cases_of({"reward_model": {"ground_truth": truth}, "data_source": "apps"})
+        assert cases == Cases("stdin", ("1 2\n", "3\n4"), ("3\n", "7"))
+    called = {"fn_name": "f", "inputs": ["1\n[2]", [3, [4]]], "outputs": ["[1]", [2]]}
+    assert cases_of({"input_output": json.dumps(called)}) == Cases("calls", ([1, [2]], [3, [4]]), ([1], [2]), "f")
+    keys = {"fn_name": "f", "inputs": ['{"1": "a"}'], "outputs": ['{"2": "b"}']}
+    assert cases_of({"tests": keys}) == Cases("calls", ([{1: "a"}],), ({2: "b"},), "f")
+
+
+def test_rows_of_python() -> None:
+    mbpp = {"test_list": ["assert f(1) == 2"], "test_setup_code": "import math", "test_imports": ["import re"]}
+    assert cases_of(mbpp) == Cases("tests", setup="import math\nimport re", tests=("assert f(1) == 2",))
+    check = "def check(candidate):\n    assert candidate(1) == 2"
+    assert cases_of({"test": check, "entry_point": "f"}) == Cases("tests", name="f", setup=check, tests=("check(f)",))
+    code = "import math\nx = [3]\nf(x)\nassert x == [1]\nassert f(2)\ndef test_three():\n    assert f(3)"
+    cases = cases_of({"answer": code})
+    assert cases.tests == ("x = [3]\nf(x)\nassert x == [1]", "assert f(2)", "test_three()")
+    assert len(cases) == 3
+    assert cases.first(1).tests == ("x = [3]\nf(x)\nassert x == [1]",)
+    assert cases_of({"tests": {"assert_case": ["assert f(1)"]}}).tests == ("assert f(1)",)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"question": "?"}, "needs tests; the task's columns are question. The forms are"),
+        ({"tests": "x = 1"}, "no assert, no test_ function and no check"),
+        ({"tests": "assert ("}, "are no Python"),
+        ({"tests": {"inputs": ["1"], "outputs": []}}, "no inputs and outputs, as many of each"),
+        ({"tests": {"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}}, "an input of the task is no JSON"),
+        ({"tests": {"inputs": ["1"], "outputs": ["x"], "fn_name": "f"}}, "an output of the task is no JSON"),
+        ({"tests": 3}, "the tests of the task are a int"),
+    ],
+)
+def test_a_row_that_has_no_tests_is_refused(columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cases_of(columns)
+
+
+def test_texts_are_compared_as_judges_do() -> None:
+    assert same_text("1 2 \n3\n\n", "1 2\n3")
+    assert same_text("0.333333333", "0.33333333334")
+    assert same_text("a  b", "a b")
+    assert not same_text("2 1", "1 2")  # verl's last resort, sets of words, says yes
+    assert not same_text("1.1", "1.2")
+    assert not same_text("10000000000000000001", "10000000000000000002")
+    assert not same_text("nan", "1")
+    assert not same_text("", "1")
+
+
+def test_values_are_compared_as_in_prime_code() -> None:
+    assert same_value((1, (2,)), [1, [2]])
+    assert same_value([1, 2], [[1, 2]])
+    assert same_value(True, True)
+    assert not same_value([2, 1], [1, 2])
+    assert not same_value(None, [])

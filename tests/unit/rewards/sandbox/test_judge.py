@@ -1,0 +1,206 @@
+"""Programs that mean well: what they may use, and how their tests end. In whichever sandbox this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rollover.rewards.sandbox import guarantees
+from rollover.rewards.sandbox.cases import cases_of
+from rollover.rewards.sandbox.guarantees import Found, chosen, probed
+from rollover.rewards.sandbox.judge import BrokenTests, Judge, Limits, Verdict
+from rollover.rewards.sandbox.launch import Launch, SandboxFailed
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    try:
+        launch, _ = chosen("auto", allow_weak=False)
+    except ValueError as error:
+        pytest.skip(str(error))
+    judge = Judge(launch, Limits(30.0))
+    yield judge
+    judge.close()
+
+
+def ends(judge: Judge, code: str, **columns: Any) -> tuple[str, ...]:
+    return judge.judge(code, cases_of(columns)).ends
+
+
+def test_texts_in_and_out(judge: Judge) -> None:
+    rows = {"inputs": ["1", "2", "3"], "outputs": ["2", "4", "7"]}
+    verdict = judge.judge("print(int(input()) * 2)", cases_of({"tests": rows}))
+    assert verdict == Verdict(("passed", "passed", "wrong"), "wrong")
+    assert verdict.share == pytest.approx(2 / 3)
+
+
+def test_each_input_meets_a_fresh_program(judge: Judge) -> None:
+    code = "import sys, math\nmath.seen = getattr(math, 'seen', 0) + 1\nprint(math.seen)"
+    assert ends(judge, code, tests={"inputs": ["", ""], "outputs": ["1", "1"]}) == ("passed", "passed")
+
+
+def test_calls_of_functions_and_of_solutions(judge: Judge) -> None:
+    rows = {"fn_name": "f", "inputs": ["[3, 1]\n2", "[]\n0"], "outputs": ["[1, 3, 2]", "[0]"]}
+    assert ends(judge, "def f(a, b):\n    return tuple(sorted(a) + [b])", tests=rows) == ("passed", "passed")
+    # Names of the usual modules need no import, as in verl.
+    code = "class Solution:\n    def f(self, a: List[int], b: int):\n        return list(chain(sorted(a), [b]))"
+    assert ends(judge, code, tests=rows) == ("passed", "passed")
+    assert ends(judge, "def g(): pass", tests=rows) == ("error", "error")
+    assert ends(judge, "def f(a, b):\n    return [1, 3, 2]", tests=rows) == ("passed", "wrong")
+
+
+def test_what_python_can_is_there(judge: Judge) -> None:
+    code = """
+import asyncio, collections, dataclasses, datetime, decimal, fractions, functools, hashlib, heapq, itertools, random, re
+import statistics, string, sys, threading, time, typing, os
+sys.setrecursionlimit(10000)
+out = []
+threading.stack_size(1 << 26)
+thread = threading.Thread(target=lambda: out.append(sum(range(10))))
+thread.start(); thread.join()
+async def later():
+    await asyncio.sleep(0.001)
+    return 45
+def deep(n):
+    return 0 if n == 0 else 1 + deep(n - 1)
+assert out == [asyncio.run(later())] and deep(5000) == 5000
+assert random.random() < 1 and time.time() > 1e9 and datetime.datetime.now().year > 2000
+assert os.getcwd() == "/" and sys.stdin.readline() == "one\\n" and input() == "two"
+print(sys.stdin.read().strip()); sys.exit()
+"""
+    verdict = judge.judge(code, cases_of({"tests": {"inputs": ["one\ntwo\nthree"], "outputs": ["three"]}}))
+    assert verdict == Verdict(("passed",)), verdict
+
+
+def test_asserts_in_a_sandbox_of_their_own(judge: Judge) -> None:
+    code = "def f(x):\n    if x < 0:\n        raise ValueError('no')\n    return x + 1"
+    tests = ["assert f(1) == 2", "assert f(1) == 3", "f(-1)", "assert f(2) == 3", "assert g(1)"]
+    assert ends(judge, code, test_list=tests) == ("passed", "wrong", "error", "passed", "error")
+    raises = "try:\n    f(-1)\n    assert False\nexcept ValueError:\n    pass\nassert f(0) == 1"
+    assert ends(judge, code, tests=raises) == ("passed",)
+    check = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(x=2) == 3"
+    assert ends(judge, code, test=check, entry_point="f") == ("passed",)
+
+
+def test_values_of_many_kinds_cross(judge: Judge) -> None:
+    code = """
+from collections import Counter, defaultdict, deque, namedtuple, OrderedDict
+from fractions import Fraction
+from decimal import Decimal
+class Odd(list):
+    pass
+P = namedtuple("P", "x y")
+VALUES = [None, True, 1, -2.5, float("inf"), "a\\ud800", b"b", [1, [2]], (1, (2,)), {1: {2}}, frozenset([1]), 1 + 2j,
+          range(3), 2 ** 40000, Counter("aab"), defaultdict(int, a=1), deque([1]), P(1, 2), Odd([1]), Fraction(1, 3),
+          Decimal("0.1"), OrderedDict(a=1), {(1, 2): [None]}]
+def value(i): return VALUES[i]
+def gives(): yield from (1, 2)
+def zipped(): return zip("ab", [1, 2])
+def same(x): return x
+def grow(a, d, s): a.append(1); d["k"] = 2; s.add(3)
+class Stack:
+    def __init__(self, items=()): self.items = list(items)
+    def push(self, item): self.items.append(item); return self
+    def __getitem__(self, i): return self.items[i]
+class Solution:
+    def twice(self, x): return 2 * x
+"""
+    wanted = (
+        "[None, True, 1, -2.5, float('inf'), 'a\\ud800', b'b', [1, [2]], (1, (2,)), {1: {2}}, frozenset([1]), 1 + 2j,"
+        " range(3), 2 ** 40000, {'a': 2, 'b': 1}, {'a': 1}, deque([1]), (1, 2), [1], Fraction(1, 3), Decimal('0.1'),"
+        " {'a': 1}, {(1, 2): [None]}]"
+    )
+    setup = f"from collections import deque\nfrom fractions import Fraction\nfrom decimal import Decimal\nW = {wanted}"
+    tests = [
+        "assert [value(i) for i in range(len(W))] == W and all(type(value(i)) is type(w) for i, w in enumerate(W))",
+        "assert [same(w) for w in W] == W",
+        "assert list(gives()) == [1, 2] and list(zipped()) == [('a', 1), ('b', 2)]",
+        "a, d, s = [0], {}, set()\ngrow(a, d, s)\nassert (a, d, s) == ([0, 1], {'k': 2}, {3})",
+        "t = Stack([1]).push(2)\nassert t.items == [1, 2] and t[1] == 2 and same(t).push(3)[2] == 3",
+        "assert Solution().twice(2) == 4 and twice(2) == 4",
+    ]
+    verdict = judge.judge(code, cases_of({"test_list": tests, "test_setup_code": setup}))
+    assert verdict == Verdict(("passed",) * 6), verdict
+
+
+def test_tests_that_cannot_be_run_are_nobodys_fault(judge: Judge) -> None:
+    code = "def f(x):\n    return x"
+    for broken in ("import no_such_module\nassert f(1)", "assert f(lambda: 1)", "x = 1 / 0\nassert f(1)"):
+        row = {"test_list": ["assert f(1)"], "test_setup_code": broken} if "lambda" not in broken else {"tests": broken}
+        with pytest.raises(BrokenTests, match="the tests of the task cannot be run"):
+            judge.judge(code, cases_of(row))
+
+
+def test_a_program_that_does_not_load_fails_all_tests(judge: Judge) -> None:
+    verdict = judge.judge("import nothing_there", cases_of({"test_list": ["assert f(1)", "assert f(2)"]}))
+    assert verdict.ends == ("error", "error")
+    assert "nothing_there" in verdict.detail
+
+
+def test_the_limits_of_the_configuration_hold() -> None:
+    launch, _ = chosen("auto", allow_weak=True)
+    judge = Judge(launch, Limits(30.0, 1 << 28, 1000), ahead=False)
+    rows = {"inputs": ["10", "10000"], "outputs": ["x" * 10, "x" * 10000]}
+    assert ends(judge, "print('x' * int(input()))", tests=rows) == ("passed", "output")
+    code = "a = bytearray(int(input()) << 20)\nprint(1)"
+    assert ends(judge, code, tests={"inputs": ["100", "300"], "outputs": ["1", "1"]}) == ("passed", "memory")
+
+
+def test_it_stops_at_the_first_failure_where_all_count() -> None:
+    launch, _ = chosen("auto", allow_weak=True)
+    judge = Judge(launch, Limits(5.0), stop_at_failure=True, ahead=False)
+    code = "import time\nn = int(input())\ntime.sleep(n)\nprint(1)"
+    rows = {"inputs": ["0", "0", "1000"], "outputs": ["1", "2", "1"]}
+    assert ends(judge, code, tests=rows) == ("passed", "wrong", "wrong")
+
+
+# The choice
+
+
+class Machine:
+    """Stands for machines of other kinds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **found: Found) -> None:
+        monkeypatch.setattr(guarantees, "probed", lambda launch: found[launch.kind])
+
+
+def test_bubblewrap_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, bubblewrap=Found("bubblewrap"), process=Found("process"))
+    assert chosen("auto", allow_weak=False)[0].kind == "bubblewrap"
+    assert chosen("process", allow_weak=False)[0].kind == "process"
+
+
+def test_a_process_stands_in_for_a_bubblewrap_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, bubblewrap=Found("bubblewrap", failed="not installed"), process=Found("process", ("user",)))
+    launch, found = chosen("auto", allow_weak=False)
+    assert launch.kind == "process"
+    assert str(found) == ("process holds network, reading, writing, processes, memory; it does not hold user")
+
+
+@pytest.mark.parametrize("what", ["network", "reading", "writing", "processes", "memory"])
+def test_nothing_runs_where_a_guarantee_is_missing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, bubblewrap=Found("bubblewrap", failed="not installed"), process=Found("process", (what,)))
+    with pytest.raises(ValueError, match=f"it does not hold {what}.*bubblewrap.*allow_weak = true"):
+        chosen("auto", allow_weak=False)
+    assert chosen("auto", allow_weak=True)[0].kind == "process"
+
+
+def test_a_sandbox_without_its_locks_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe is an attack, which succeeds where nothing is locked."""
+    monkeypatch.setattr(Launch, "policy", lambda self: dict.fromkeys(("namespaces", "landlock", "user"), False) | {
+        "paths": [], "in_namespaces": False
+    })  # fmt: skip
+    found = probed(Launch("process"))
+    assert "reading" in found.broken
+    assert not found.holds
+
+
+def test_a_sandbox_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launch, "command", lambda self: ["/no/such/program"])
+    assert "cannot be started" in probed(Launch("process")).failed
+    with pytest.raises(SandboxFailed):
+        Judge(Launch("process"), ahead=False).judge("", cases_of({"tests": "assert f(1)"}))
+    monkeypatch.setattr(Launch, "command", lambda self: ["/bin/false"])
+    assert "did not come up" in probed(Launch("process")).failed

@@ -25,13 +25,16 @@ from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
 from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.functions import FunctionError
+from rollover.models.team import Team
 from rollover.trainer.backend import REFERENCE, Stream, TrainerBackend
+from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import micro_batches
 from rollover.trainer.ranks.backend import RanksBackend, start_ranks
 from rollover.trainer.ranks.local import LocalRanks
 from rollover.trainer.ranks.spread import spread
 from rollover.trainer.stored_tensors import StoredTensors
+from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from rollover.weights.weights_file import OwnFolder
 from samples import random_samples
@@ -134,6 +137,22 @@ def test_other_optimizers_train_on_ranks_as_in_one_process_and_go_on_from_their_
     assert digests(again.save_state()[0]) == digests(ranks.save_state()[0])
     local.load_state(StoredTensors(files(store, "step-000002")), meta)
     assert local.policy_version == 2
+
+
+def test_epochs_and_their_early_stop_are_those_of_one_process(folder: Path, two: LocalRanks) -> None:
+    train = {"minibatches_per_step": 2, "epochs_per_step": 3, "max_kl": 0.05, "adam_eps": 1e-3}
+    of = ranks_model.config(folder, train=train, rollout={"groups_per_step": 4})
+    samples, made = random_samples(4, num_groups=4), []
+    trainers = [Trainer(backend, of.train, of.algorithm, Team()) for backend in ranks_model.pair(of, two)]
+    for _ in range(3):
+        found, expected = (trainer.train_step(Batch(samples)) for trainer in trainers)
+        made.append(found["train/updates"])
+        assert found["train/updates"] == expected["train/updates"]
+        for name in ("kl/step_start", "loss", "grad_norm", "ratio/max"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+    assert any(1 < num < 6 for num in made), made
+    logprobs = [trainer.backend.compute_logprobs(samples) for trainer in trainers]
+    assert largest_difference(*logprobs) < 1e-4
 
 
 def test_bfloat16_logprobs_are_those_of_one_process_bit_for_bit(folder: Path, two: LocalRanks) -> None:

@@ -131,6 +131,25 @@ def test_losses_and_weights_are_those_of_the_local_backend(
         np.testing.assert_allclose(after[rollout_id], values, atol=1e-3)  # after 12 updates of Adam
 
 
+def test_epochs_and_their_early_stop_are_those_of_the_local_backend(
+    service: tuple[FakeTinker, str], built: Built
+) -> None:
+    train = {"minibatches_per_step": 3, "epochs_per_step": 2, "max_kl": 0.02, "schedule": "linear"}
+    theirs = built(config(service[1], train=train))
+    local = {"model": {"dtype": "float32", "lora": {"rank": 4}}, "backend": {"type": "local"}}
+    torch.manual_seed(0)
+    ours = build_trainer(config(train=train, **local), tiny.loaded())
+    made = []
+    for _ in range(3):
+        expected, found = ours.train_step(Batch(SAMPLES)), theirs.train_step(Batch(SAMPLES))
+        made.append(found["train/updates"])
+        for name in ("train/updates", "learning_rate"):
+            assert found[name] == expected[name], name
+        for name in ("kl/step_start", "loss", "ratio/max"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+    assert any(1 < num < 6 for num in made), made
+
+
 def test_a_gradient_that_is_accumulated_is_that_of_one_step(service: tuple[FakeTinker, str], built: Built) -> None:
     plain, streamed = (built(config(service[1])) for _ in range(2))
     streamed.accumulate([s for s in SAMPLES if s.group_id == 1])

@@ -53,8 +53,8 @@ class SamplingFields(Fields):
     ignore_eos: bool = False
     stop_token_ids: list[int] | None = None
     stop: str | list[str] | None = None
-    min_tokens: int = Field(0, ge=0)
-    repetition_penalty: Number | None = Field(None, gt=0)
+    min_tokens: int = Field(default=0, ge=0)
+    repetition_penalty: Number | None = Field(default=None, gt=0)
     logit_bias: dict[_Token, _Bias] | None = None
     # Of no effect on tokens:
     stream_interval: int | None = None
@@ -105,7 +105,7 @@ class GenerateBody(Fields):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     priority: Literal[0] = 0
     return_token_ids: Literal[False] | None = None
     output_mode: Literal["tokens"] = "tokens"

@@ -30,7 +30,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_OFF_POLICY,
     },
     # Yu et al. 2025, DAPO, arXiv 2503.14476: clip-higher (0.2 / 0.28) and token-level loss. Its dynamic sampling is
-    # filters.zero_variance, its overlong filtering filters.mask_truncated; its soft penalty on length is the reward's.
+    # filters.zero_variance, its overlong filtering filters.mask_truncated; its soft overlong punishment is
+    # rewards.overlong_buffer_tokens.
     "dapo": {
         "advantage": "grpo",
         "advantage_std": "sample",

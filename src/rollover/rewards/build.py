@@ -14,8 +14,9 @@ def build_rewarder(config: Config, *, training: bool, pool: ScoringPool | None =
     `pool`: the workers; None: processes of this machine.
 
     `training`: scores that are all the same over the first two steps are told, as nothing can be learned from them
-    (unless a teacher teaches: then something can).
+    (unless a teacher teaches, or shaping tells equal scores apart: then something can).
     """
-    told = training and not config.distill.teacher
+    shaped = config.rewards.overlong_buffer_tokens or any(row.shaping for row in config.rewards.functions)
+    told = training and not config.distill.teacher and not shaped
     per_step = config.rollout.groups_per_step * config.rollout.group_size
     return RewardObserver(pool or RewardPool(config.rewards), num_equal=2 * per_step if told else 0)

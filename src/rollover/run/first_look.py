@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 from rollover.config import Config
 from rollover.rewards.built_in import statements
@@ -11,26 +12,39 @@ from rollover.tasks.report import tasks_line
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Trackers
 from rollover.trainer.teacher import TeacherPrompts
+from rollover.types import Task
+
+_LOOKED_AT = 100  # tasks of a source, for the rewards that their data_source gives them
 
 
 async def look_at_tasks(
     config: Config, rewarder: ScoringPool, trackers: Trackers, teacher_prompts: TeacherPrompts | None = None
 ) -> None:
-    """Call every source's reward function once, and distill.privileged, and say what the tasks are. RewardProbeError
+    """Call every source's reward functions once, and distill.privileged, and say what the tasks are. RewardProbeError
     and FunctionError name what is wrong."""
     trackers.on_phase("checking the reward functions")
     told: dict[str, None] = {}
     for source in config.tasks.sources:
         alone = config.tasks.model_copy(update={"sources": [source]})
-        task = TaskStream(alone, seed=config.run.seed, split="train", rewards=config.rewards).next()
-        if task is not None and not config.workflow.agent:  # which gives the rewards itself
+        tasks = _one_of_each_reward(TaskStream(alone, config.run.seed, "train", rewards=config.rewards))
+        for task in [] if config.workflow.agent else tasks:  # an agent gives the rewards itself
             await rewarder.probe(task)
             with contextlib.suppress(ValueError):  # what scores may be another machine: it was asked above
                 told |= dict.fromkeys(statements(task.reward))
-        if task is not None and teacher_prompts is not None:
-            teacher_prompts.of_task(task)
+        if tasks and teacher_prompts is not None:
+            teacher_prompts.of_task(tasks[0])
     for line in told:
         trackers.on_message(line)
     trackers.on_phase("looking at the tasks")
     if line := tasks_line(config):
         trackers.on_message(line)
+
+
+def _one_of_each_reward(stream: TaskStream) -> list[Task]:
+    """The first task, and where tasks say their data_source, those among the next ones that have another reward."""
+    found: dict[str, Task] = {}
+    for task in itertools.islice(iter(stream.next, None), _LOOKED_AT):
+        found.setdefault(task.reward, task)
+        if "data_source" not in task.columns:
+            break
+    return list(found.values())

@@ -102,6 +102,12 @@ def test_several_rewards_are_one(tmp_path: Path) -> None:
     first, second = settings.config.rewards.functions
     assert first.function.startswith("<python>:lambda-") and second.function == "exact_match"
     assert not settings.config.rewards.function
+    weighed = settled(
+        overrides={"rewards": {"functions": [{"function": lambda completions, **_: [1.0], "weight": 0.5}]}}
+    )
+    (row,) = weighed.config.rewards.functions
+    assert row.function.startswith("<python>:lambda-") and row.weight == 0.5
+    weighed.release()
     assert settled(reward=["exact_match"]).config.rewards.function == "exact_match"
     settings.release()
 

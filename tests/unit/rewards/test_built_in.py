@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,16 @@ import pytest
 
 from documents import ROOT
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
+from rollover.config.load import load_config
+from rollover.rewards.answers import answer_of
 from rollover.rewards.built_in import BUILT_IN, BY_DATA_SOURCE, NOT_BUILT_IN, made, parsed, shown, spec_of
 from rollover.rewards.chosen import spec_for
+from rollover.rewards.pool import RewardPool
+from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import load_reward
 from rollover.rewards.several import LoadedSum, loaded
 from rollover.tasks.stream import TaskStream
+from rollover.types import Reward
 
 
 def item(completion: str, **columns: Any) -> dict[str, Any]:
@@ -235,6 +241,36 @@ def test_a_file_of_verls_is_scored_as_its_data_sources_say(tmp_path: Path) -> No
     assert rewards_of(tmp_path, "openai/gsm8k", "aime2024", "numina_cn_k12", "mine", None) == [
         "gsm8k", "math_dapo", "math", "exact_match/last_number", "exact_match/last_number",
     ]  # fmt: skip
+
+
+def test_a_parquet_file_of_verls_layout_is_scored_in_the_pool(tmp_path: Path) -> None:
+    """From a configuration that names no reward."""
+    datasets = pytest.importorskip("datasets")
+    layout = {"ability": "math", "extra_info": {"index": 0, "split": "train"}}
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {i} + {i}?"}], "data_source": name,
+         "reward_model": {"style": "rule", "ground_truth": str(2 * i)}, **layout}
+        for i, name in enumerate(["openai/gsm8k", "math_dapo", "DigitalLearningGmbH/MATH-lighteval"] * 4)
+    ]  # fmt: skip
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "train.parquet"))
+    source = {"kind": "dataset", "path": str(tmp_path / "train.parquet")}
+    config = load_config([{"tasks": {"sources": [source], "shuffle": False}, "rewards": {"num_workers": 1}}]).config
+    tasks = TaskStream(config.tasks, 0, "train", rewards=config.rewards).take(6)
+
+    async def scored() -> list[Reward]:
+        pool = RewardPool(config.rewards)
+        try:
+            answers = [answer_of(task.columns) for task in tasks]
+            right = [f"#### {a}\nAnswer: {a}\n\\boxed{{{a}}}" for a in answers]
+            requests = [ScoreRequest(task, text) for task, text in zip(tasks, right, strict=True)]
+            return await pool.score([*requests, *(ScoreRequest(task, "no") for task in tasks)])
+        finally:
+            await pool.close()
+
+    rewards = asyncio.run(scored())
+    assert [r.score for r in rewards[:6]] == [1.0] * 6 and {task.reward for task in tasks} > {"gsm8k"}
+    wrong = {"gsm8k": 0.0, "math_dapo": -1.0, "boxed": 0.0}
+    assert [r.score for r in rewards[6:]] == [wrong[task.reward] for task in tasks]
 
 
 def test_a_named_reward_comes_before_data_sources(tmp_path: Path) -> None:

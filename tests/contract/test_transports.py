@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -236,6 +238,27 @@ def test_weights_files_of_which_all_processes_were_killed_are_removed_by_the_nex
     assert not left.exists() and len(files_of(tmp_path)) == 2
     lives.close()
     other.close()
+
+
+def test_an_owner_that_begins_while_another_one_does_keeps_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs that start at one moment: one looks for what is left of others before the other one has its lock."""
+    lock, others = fcntl.flock, []
+
+    def flock(file: IO[bytes], how: int) -> None:
+        if how == fcntl.LOCK_EX and not others:
+            others.append(build_transport("weights_file", TransportSetup(folder=str(tmp_path))))
+            others[0].send(1, [("a", torch.ones(3))])
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    transport = build_transport("weights_file", TransportSetup(folder=str(tmp_path)))
+    parcel = transport.send(1, [("a", torch.ones(3))])
+    assert Path(parcel.message["path"]).exists() and len(files_of(tmp_path)) == 2
+    for each in (transport, *others):
+        each.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_weights_file_without_room_in_memory_goes_elsewhere_and_says_so(

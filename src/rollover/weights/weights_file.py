@@ -53,9 +53,7 @@ class OwnFolder:
             parent = self._wanted or self._chosen(num_bytes)
             os.makedirs(parent, exist_ok=True)
             _remove_what_is_left(parent)
-            self._path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
-            self._lock = open(self._path / _LOCK, "wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._path, self._lock = _made(parent)
             self._remover = subprocess.Popen(
                 [sys.executable, "-I", "-S", remover.__file__, self._path, _LOCK],
                 stdin=subprocess.DEVNULL,
@@ -154,6 +152,18 @@ class WeightsFile:
 
     def _path(self) -> Path:
         return self._folder.path((KEPT + 1) * self._reserved)
+
+
+def _made(parent: str) -> tuple[Path, IO[bytes]]:
+    """A new folder, and its lock, which is held. Another owner that begins at this moment may find the folder before it
+    is locked, and remove it: then it is made anew."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
+        lock = open(path / _LOCK, "wb")  # noqa: SIM115
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (path / _LOCK).exists():
+            return path, lock
+        lock.close()
 
 
 def _remove_what_is_left(parent: str) -> None:

@@ -75,6 +75,21 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+def test_ctrl_c_ends_a_run_that_waits_for_servers(tmp_path: Path) -> None:
+    """Long before it gives up."""
+    engine = {"kind": "remote", "urls": ["http://127.0.0.1:9"], "kv_memory_gb": None, "give_up_s": 10 * LIMIT_S}
+    run = runs.start("train", runs.write(tmp_path, engine=engine), log=tmp_path / "log")
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while "waited for" not in (said := (tmp_path / "log").read_text()):
+            assert run.poll() is None and time.monotonic() < deadline, said
+            time.sleep(0.05)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(LIMIT_S) == 130
+    finally:
+        run.kill()
+
+
 def test_a_run_goes_on_when_one_of_its_servers_is_killed(tmp_path: Path) -> None:
     """Each in turn, while it trains adapters. Weights travel through files that are gone at the end."""
     files = tmp_path / "weights"

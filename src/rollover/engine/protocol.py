@@ -81,7 +81,8 @@ class Engine(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """The longest rollout, prompt included, that it can generate."""
+        """The longest rollout, prompt included, that it can generate. It may wait for an engine elsewhere: asked for
+        first in a thread of its own."""
         ...
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,8 @@ class EvalParts:
                 setup = EnvironmentSetup(
                     config, loaded.tokenizer, scorer, rewarder.rewarder.scores_singly, loaded.vocab_size
                 )
-                environment, server = await start_environment(setup, rewarder, engine.max_tokens, on_error)
+                longest = await asyncio.to_thread(lambda: engine.max_tokens)  # a Ctrl-C ends the wait for an engine
+                environment, server = await start_environment(setup, rewarder, longest, on_error)
             parts = cls(
                 config=config,
                 tokenizer=loaded.tokenizer,

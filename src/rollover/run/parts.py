@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -161,11 +162,12 @@ class Parts:
             scorer = make_scorer(observed, loaded.tokenizer)
             pool = observed.rewarder
             setup = EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size)
-            environment, server = await start_environment(setup, observed, engine.max_tokens, on_error)
+            longest = await asyncio.to_thread(lambda: engine.max_tokens)  # a Ctrl-C ends the wait for an engine
+            environment, server = await start_environment(setup, observed, longest, on_error)
             if isinstance(environment, HoldsObjects) and environment.notice:
                 say(environment.notice)
             encode = encoder(loaded.tokenizer, environment)
-            prompts = prompts_for(encode, prompt_limit(config, engine.max_tokens))
+            prompts = prompts_for(encode, prompt_limit(config, longest))
             reroll = Reroll(config.reroll, config.train.num_steps, prompts)
             driver = build_driver(config, engine, reroll, environment, group_filter, stops)
             reuse = Reuse(config, reroll)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -72,6 +73,7 @@ class RemoteEngine:
         self._weights = build_transport("weights_file", TransportSetup(setup.say, folder=config.engine.weights_dir))
         self._beginning = asyncio.Lock()
         self._longest: int | None = None
+        self._closing = threading.Event()
         self.hosts = hosts_of(config, setup.logs, setup.own_server) if setup.hosts is None else setup.hosts
         self._deliveries = Deliveries(run, config.rollout.kv_on_resume == "recompute", config.engine.server_timeout_s)
         limits = Limits(config.engine.server_timeout_s, config.engine.give_up_s, self._check_longest)
@@ -82,7 +84,8 @@ class RemoteEngine:
     def max_tokens(self) -> int:
         """Of the first server that answered; those that take less do not take part. EngineDied if none answers."""
         if self._longest is None:
-            self._longest = longest_rollout(self.hosts, self.config.engine.give_up_s, self._setup.say)
+            limit_s = self.config.engine.give_up_s
+            self._longest = longest_rollout(self.hosts, limit_s, self._setup.say, self._closing)
         return self._longest
 
     def _check_longest(self, tokens: int) -> None:
@@ -219,6 +222,7 @@ class RemoteEngine:
 
     async def close(self) -> None:
         """Interrupt what runs, end the servers that are ours, and remove the weights file."""
+        self._closing.set()
         self.interrupt()
         await self._fleet.close()
         self._weights.close()

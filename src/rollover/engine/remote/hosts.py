@@ -147,7 +147,7 @@ class ProcessHost:
 
     def revive(self) -> None:
         with self._heard:
-            if self._process is not None and self._process.poll() is not None:
+            if self._process is not None and self._process.poll() is not None and not self._closed.is_set():
                 _close(self._process)
                 self._url = None
                 self._start()
@@ -184,12 +184,12 @@ class ProcessHost:
 
     async def close(self) -> None:
         """End the process in order, so that it leaves nothing behind; at last by force."""
+        self._closed.set()
         if (process := self._process) is not None:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(process.wait, _END_S)
         await self.discard()
-        self._closed.set()
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -209,11 +209,11 @@ def hosts_of(config: Config, logs: Path | None = None, own: Callable[[int], Host
     return [*(UrlHost(url.rstrip("/")) for url in engine.urls), *map(make, range(engine.num_servers))]
 
 
-def longest_rollout(hosts: Sequence[Host], limit_s: float, say: Callable[[str], None]) -> int:
-    """What the first server that answers takes at most, in tokens. For any thread. EngineDied if none does in time;
-    ValueError for one that wants another token. `say` prints a line, of who is waited for."""
+def longest_rollout(hosts: Sequence[Host], limit_s: float, say: Callable[[str], None], closing: threading.Event) -> int:
+    """What the first server that answers takes at most, in tokens. For any thread. EngineDied if none does in time, or
+    before `closing` is set; ValueError for one that wants another token. `say` prints a line, of who is waited for."""
     deadline, said, back_off, next_revival = time.monotonic() + limit_s, "", BackOff(), 0.0
-    while (left_s := deadline - time.monotonic()) > 0:
+    while (left_s := deadline - time.monotonic()) > 0 and not closing.is_set():
         whys: list[str] = []
         for host in hosts:
             try:
@@ -224,11 +224,10 @@ def longest_rollout(hosts: Sequence[Host], limit_s: float, say: Callable[[str], 
                 whys.append(f"{host.name}: /v1/models answered {error.code}")
             except (ServerFailed, OSError, ValueError, RecursionError, HTTPException) as error:
                 whys.append(f"{host.name}: {error}")
-        if not said:
+        if not said and not closing.is_set():
             say(f"no server of [engine] answers yet, they are waited for ({'; '.join(whys)})")
         said = "; ".join(whys)
-        time.sleep(_ASK_AGAIN_S)
-        if time.monotonic() > next_revival:
+        if not closing.wait(_ASK_AGAIN_S) and time.monotonic() > next_revival:
             for host in hosts:
                 host.revive()
             next_revival = time.monotonic() + back_off.pause_s()

@@ -36,6 +36,7 @@ from rollover.trainer.ranks.spread import spread
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
+from rollover.weights.one_by_one import WholeFile
 from rollover.weights.weights_file import OwnFolder
 from samples import random_samples
 from unit.trainer.shard_jobs import digests
@@ -403,7 +404,9 @@ def test_a_full_disk_under_the_weights_file_is_said_and_the_ranks_go_on(folder: 
             asyncio.run(ranks.publish())
     finally:
         resource.prlimit(two.pids[0], resource.RLIMIT_FSIZE, largest)
-    again = dict(asyncio.run(ranks.publish()))
+    published = asyncio.run(ranks.publish())
+    again = dict(published)
+    assert isinstance(published, WholeFile), "servers get the file as it is"
     assert again.keys() == expected.keys() and all(torch.equal(again[name], expected[name]) for name in again)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -18,10 +19,11 @@ from typing import IO
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from contract.full_disk import full_above
 from rollover.weights.build import TRANSPORTS, build_transport, received
+from rollover.weights.one_by_one import WholeFile
 from rollover.weights.protocol import Parcel, TransportSetup, WeightTransport
 
 
@@ -204,6 +206,32 @@ def test_a_weights_file_is_whole_every_time_checked_by_its_sum_and_the_last_two_
     assert not list(tmp_path.glob("*/*.part"))
     transport.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_weights_that_are_in_a_file_already_are_not_written_again(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless they lie on another disk. What was sent before is in none of them."""
+
+    def refuse(*paths: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    whole = WholeFile(tmp_path / "whole.safetensors")
+    save_file({"a": torch.arange(4.0), "b": torch.ones(2)}, whole.path)
+    transport = build_transport("weights_file", TransportSetup(folder=str(tmp_path / "folder")))
+    transport.send(1, [("a", torch.zeros(4)), ("b", torch.zeros(2))])
+    parcel = transport.send(2, whole)
+    path = Path(parcel.message["path"])
+    assert os.path.samefile(path, whole.path) == links and parcel.num_bytes == 24
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == parcel.message["sha256"]
+    whole.path.unlink()
+    assert load_file(path)["a"].tolist() == [0, 1, 2, 3]
+    changed = load_file(transport.send(3, [("b", torch.zeros(2))]).message["path"])
+    assert changed["a"].tolist() == [0, 1, 2, 3] and changed["b"].tolist() == [0, 0]
+    transport.close()
 
 
 KILLED_OWNER = """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,3 +56,14 @@ def mapped(path: str | Path, without: Container[str] = ()) -> Iterator[tuple[str
         for name in stored.keys():  # noqa: SIM118 (it is no mapping)
             if name not in without:
                 yield name, stored.get_tensor(name)
+
+
+@dataclass(frozen=True)
+class WholeFile:
+    """All weights of a model, in a file of their own at `path` that nobody writes any more: to be walked through as
+    `mapped` gives them, any number of times while it is there."""
+
+    path: Path
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return mapped(self.path)

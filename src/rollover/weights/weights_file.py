@@ -6,6 +6,7 @@
 Owns the folder. Where its owner is killed, a process that waits for that removes it (remover.py); where that was
 killed too, the next owner that writes beside it does. The file has all weights every time, those that a send did not
 bring taken from the last one: a server that is given a part of a model answers that all is well, and samples garbage.
+Where they come in a file already, as from ranks, that gets a second name, and is not written again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rollover.weights import remover
-from rollover.weights.one_by_one import mapped
+from rollover.weights.one_by_one import WholeFile, mapped
 from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
 
 if TYPE_CHECKING:
@@ -117,12 +118,13 @@ class WeightsFile:
 
         folder = self._path()
         new = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
-        rest = {} if self._last is None else dict(mapped(self._last.message["path"], without=new))
         self._num_sent += 1
         path = folder / f"{version}.{self._num_sent}.safetensors"
         aside = path.with_suffix(".part")
         try:
-            save_file(rest | new, aside)
+            if not (isinstance(tensors, WholeFile) and _linked(tensors.path, aside)):
+                rest = {} if self._last is None else dict(mapped(self._last.message["path"], without=new))
+                save_file(rest | new, aside)
             with open(aside, "rb") as written:
                 digest = hashlib.file_digest(written, "sha256").hexdigest()
         except Exception as error:  # safetensors has errors of its own for a full disk
@@ -152,6 +154,15 @@ class WeightsFile:
 
     def _path(self) -> Path:
         return self._folder.path((KEPT + 1) * self._reserved)
+
+
+def _linked(path: Path, link: Path) -> bool:
+    """Whether the file has this second name now: not on every disk, and never on another one."""
+    try:
+        os.link(path, link)
+    except OSError:
+        return False
+    return True
 
 
 def _made(parent: str) -> tuple[Path, IO[bytes]]:

@@ -39,7 +39,7 @@ from rollover.trainer.ranks.wire import counts_to_json, samples_to_json, streams
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
-from rollover.weights.one_by_one import mapped
+from rollover.weights.one_by_one import WholeFile
 from rollover.weights.weights_file import OwnFolder, not_written
 
 _numbers = itertools.count(1)
@@ -130,7 +130,7 @@ class RanksBackend(ShardedState):
         self._call("forget_gradients", [{}] * self.ranks.num)
 
     async def publish(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Views of a file, which rank 0 has written."""
+        """Views of a file, which rank 0 has written: a WholeFile."""
         return await asyncio.to_thread(self._gathered)
 
     async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
@@ -200,4 +200,4 @@ class RanksBackend(ShardedState):
         if self._published is not None:
             self._published.unlink(missing_ok=True)
         self._published = path
-        return mapped(path)
+        return WholeFile(path)

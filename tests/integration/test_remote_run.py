@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -13,7 +14,9 @@ import pytest
 import runs
 from test_journal_run import check_whole
 
+from rollover.config.load import load_config
 from rollover.processes import descendants, has_ended
+from rollover.run.parts import Parts
 
 pytest.importorskip("aiohttp")
 
@@ -75,19 +78,21 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_ctrl_c_ends_a_run_that_waits_for_servers(tmp_path: Path) -> None:
-    """Long before it gives up."""
-    engine = {"kind": "remote", "urls": ["http://127.0.0.1:9"], "kv_memory_gb": None, "give_up_s": 10 * LIMIT_S}
-    run = runs.start("train", runs.write(tmp_path, engine=engine), log=tmp_path / "log")
-    try:
-        deadline = time.monotonic() + LIMIT_S
-        while "waited for" not in (said := (tmp_path / "log").read_text()):
-            assert run.poll() is None and time.monotonic() < deadline, said
-            time.sleep(0.05)
-        run.send_signal(signal.SIGINT)
-        assert run.wait(LIMIT_S) == 130
-    finally:
-        run.kill()
+def test_a_run_that_waits_for_servers_can_be_cancelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a Ctrl-C does before the run listens to signals: long before it gives up."""
+    engine = {"kind": "remote", "urls": ["http://127.0.0.1:9"], "kv_memory_gb": None, "give_up_s": LIMIT_S}
+    config = load_config([runs.write(tmp_path, engine=engine)]).config
+
+    async def work() -> None:
+        building = asyncio.ensure_future(Parts.build(config))
+        while "waited for" not in capsys.readouterr().err:
+            assert not building.done(), building.exception()
+            await asyncio.sleep(0.05)
+        building.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await building
+
+    asyncio.run(work())  # which waits for its threads
 
 
 def test_a_run_goes_on_when_one_of_its_servers_is_killed(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_steps_are_trained_again_bit_by_bit(
     check_whole(tmp_path / "run", 6)
 
 
-KL = {
+KL: dict[str, Any] = {
     "algorithm": {"advantage": "dr_grpo", "kl_coef": 0.2, "kl_in": "reward", "kl_target": 1e-4, "kl_horizon": 20,
                   "reference_refresh_steps": 3, "reference_mixup": 0.6},
     "rollout": {"overlap": True, "interrupt": "on_weight_update"},
@@ -49,7 +49,7 @@ def test_a_refreshed_reference_and_the_coefficient_of_the_kl_go_on_bit_by_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], overlap: bool
 ) -> None:
     """Ended after step 5: the checkpoint of step 2 lies before the refresh at step 3, which is made again."""
-    tables = KL if overlap else KL | {"rollout": {}}
+    tables: dict[str, Any] = KL if overlap else KL | {"rollout": {}}
     recipe = runs.write(tmp_path, steps=7, checkpoint=CHECKPOINT, **tables)
     assert train(capsys, recipe, "--train.num_steps", "2")[0] == 0
     end = train_until(capsys, 5, recipe, "--resume")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +104,11 @@ def is_synonym(key: str, drawn: Drawn, value: object) -> bool:
     if key == "algorithm.advantage_counts":
         own = algorithm.advantage_traits.counts
         return {algorithm.advantage_counts or own} == {value or own}
+    if key == "algorithm.correction_cap":
+        # With k2 = d^2 / 2 below a bound for each token there may be no weight exp(|d|) that either cap would meet.
+        bounds = [algorithm.rejection[k] for k in ("token_k2", "sequence_max_k2") if k in algorithm.rejection]
+        caps: list[Any] = [algorithm.correction_cap, value]
+        return bool(bounds) and math.exp(math.sqrt(2 * min(bounds))) <= min(caps)
     return isinstance(value, str) and {getattr(algorithm, key.partition(".")[2], None), value} in SYNONYMS
 
 

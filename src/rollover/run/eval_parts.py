@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from rollover.config import Config
+from rollover.config import Config, LoraConfig
 from rollover.config.backend import is_tinker
 from rollover.config.cluster import check_is_here
 from rollover.engine.build import EngineSetup, build_engine
@@ -43,7 +43,8 @@ class EvalParts:
         """Load `model` (a folder or a name; None: model.path), and build what answers with it."""
         check_is_here(config)
         prepare_process(config)
-        model_config = config.model if model is None else config.model.model_copy(update={"path": model})
+        of_another = {"path": model, "lora": LoraConfig()}
+        model_config = config.model if model is None else config.model.model_copy(update=of_another)
         if is_tinker(config):
             config, loaded, adapter = _at_service(config, model), load_outline(config.model), []
         else:

@@ -118,6 +118,8 @@ class Run:
             self.checkpointing.saved_version = await resume.restore()
             if self.parts.again and (groups := resume.newest_groups) is not None:
                 newest = Step(self.parts.trainer.policy_version, groups, self.directory.metrics.rows()[-1])
+        if self.config.model.lora.path and not self.parts.trainer.policy_version and self.hand_over.needed:
+            await self.hand_over.hand_over_weights()  # the engine began with the model alone
         self.checkpointing.hold_best(self.held_out.best_step)  # before one is written, and others go
         await self.checkpointing.begin()
         self.directory.write_config()

@@ -207,16 +207,23 @@ def load_with_adapter(
 
     A run with LoRA saves its merged weights, in which small updates are rounded away, and the adapter beside them. The
     adapter is used, with the model that it was trained over; where that model cannot be loaded, the merged weights are.
-    A line on stderr says which. `merges`: whatever answers takes no adapters: they are merged into the model.
+    The adapter at `model.lora.path`, that a run would begin with, goes before that. A line on stderr says which.
+    `merges`: whatever answers takes no adapters: they are merged into the model.
     """
-    folder = Path(model.path).expanduser() / ADAPTER
-    if not (folder / "adapter_config.json").is_file():
+    folder = Path(model.lora.path or Path(model.path) / ADAPTER).expanduser()
+    if model.lora.path:
+        _read_folder(folder, f"model.lora.path = {model.lora.path!r}")
+    elif not (folder / "adapter_config.json").is_file():
         return load_model(model, dtype=dtype, device=device), []
     base, adapter = read_adapter(folder)
-    plain = model.model_copy(update={"path": base, "revision": ""})
+    whose, plain = model.path, model.model_copy(update={"path": base, "revision": ""})
+    if model.lora.path:
+        whose, base, plain = model.lora.path, model.path, model
     try:
         loaded = load_model(plain, dtype=dtype, device=device)
     except ValueError as error:
+        if model.lora.path:
+            raise
         what = f"the merged weights are used, in which small updates are rounded away: {error}"
         loaded, adapter = load_model(model, dtype=dtype, device=device), []
     else:
@@ -225,7 +232,7 @@ def load_with_adapter(
             merge_adapter(loaded.model, adapter)
             why = "servers are given whole weights" if merges else "those of DoRA are not applied beside the weights"
             what, adapter = f"its adapters are merged into {base}: {why}", []
-    print(f"rollover: notice: {model.path}: {what}", file=sys.stderr)
+    print(f"rollover: notice: {whose}: {what}", file=sys.stderr)
     return loaded, adapter
 
 

@@ -140,7 +140,11 @@ COMPANIONS: dict[str, list[Values]] = {
 THE_RATIO = ("algorithm.loss", "algorithm.proximal", "algorithm.correction", "algorithm.allow_uncorrected")
 # Where rollouts come from: fresh ones, and everything that makes them off-policy.
 FRESH: Values = {}
-MINIBATCHES: Values = {"train.minibatches_per_step": 4}
+SEVERAL_UPDATES: list[Values] = [
+    {"train.minibatches_per_step": 4},
+    {"train.epochs_per_step": 2},
+    {"train.minibatches_per_step": 2, "train.epochs_per_step": 3},
+]
 OFF_POLICY: list[Values] = [
     {"rollout.max_staleness": 2, "rollout.in_flight_groups": 24},
     {"rollout.max_staleness": 1, "rollout.in_flight_groups": 12, "rollout.interrupt": "when_enough"},

@@ -191,6 +191,26 @@ def test_training_begins_with_the_adapters_of_a_folder(
     assert any(not np.array_equal(after[k], before[k]) for k in after)
 
 
+def test_evaluation_of_a_configuration_is_of_the_adapters_that_training_would_begin_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = {"rank": 4, "alpha": 8.0, "target_modules": ["all-linear"]}
+    tiny.save(tmp_path / "base")
+    t = trained(lora, base=tmp_path / "base")
+    t.backend.save_model(tmp_path / "saved")
+    begins = {"path": str(tmp_path / "base"), "lora": {**lora, "path": str(tmp_path / "saved" / ADAPTER)}}
+    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    loaded, adapter = load_with_adapter(ModelConfig.model_validate(begins), **options)
+    assert "its adapters are used over" in capsys.readouterr().err
+    engine = EmbeddedEngine(loaded.model.requires_grad_(False), EngineConfig(kv_memory_gb=0.1))
+    assert engine_difference(t, engine) > 1e-3
+    asyncio.run(engine.load_weights(0, adapter))
+    assert engine_difference(t, engine) < 1e-4
+    gone = ModelConfig.model_validate({**begins, "lora": {**lora, "path": str(tmp_path / "gone")}})
+    with pytest.raises(ValueError, match="model.lora.path = .*there is no adapter_config.json"):
+        load_with_adapter(gone, **options)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from objective_space import HERE, MINIBATCHES, VALUES, Drawn, draw, load, objective_of
+from objective_space import HERE, SEVERAL_UPDATES, VALUES, Drawn, draw, load, objective_of
 
 from rollover.config import AlgorithmConfig, Config, FiltersConfig
 from rollover.config.load import ConfigError
@@ -71,13 +71,13 @@ def test_stale_rollouts_are_corrected_or_it_was_permitted() -> None:
     assert len(seen) > 100 and permitted
 
 
-def test_later_minibatches_of_a_step_are_corrected_or_it_was_permitted() -> None:
+def test_later_updates_of_a_step_are_corrected_or_it_was_permitted() -> None:
     """The loss depends on the log-probs from before the step's first update: it holds how far the policy has moved."""
     rng = random.Random(3)
     seen: dict[str, bool] = {}
     permitted = 0
     for _ in range(NUM // 4):
-        config = draw(rng, off_policy=False, always=MINIBATCHES).config
+        config = draw(rng, off_policy=False, always=rng.choice(SEVERAL_UPDATES)).config
         permitted += config.algorithm.allow_uncorrected
         if config.algorithm.allow_uncorrected:
             continue

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 MAX_LINE_BYTES = 16 << 20
+_COMING_UP_S = 5.0
 _PACKAGE = "rollover.rewards.sandbox.inside"
 _MODULES = ("syscalls", "locks", "values", "program", "serving", "testing", "runner")  # each after what it imports
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
@@ -153,7 +154,10 @@ class Sandbox:
         return b"\n" in self._unread
 
     def kill(self) -> None:
-        """End it, and all that is in it."""
+        """End it, and all that is in it. One that is only starting comes up first: a bubblewrap that is killed between
+        its two halves leaves the second, which then waits for ever."""
+        with contextlib.suppress(SandboxFailed):
+            self.locks(time.monotonic() + _COMING_UP_S)
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         for end in (self._process.stdin, self._process.stdout):

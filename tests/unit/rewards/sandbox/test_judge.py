@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ from rollover.rewards.sandbox import guarantees
 from rollover.rewards.sandbox.cases import cases_of
 from rollover.rewards.sandbox.guarantees import Found, chosen, probed
 from rollover.rewards.sandbox.judge import BrokenTests, Judge, Limits, Verdict
-from rollover.rewards.sandbox.launch import Launch, SandboxFailed
+from rollover.rewards.sandbox.launch import Launch, Sandbox, SandboxFailed
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +158,36 @@ def test_it_stops_at_the_first_failure_where_all_count() -> None:
     code = "import time\nn = int(input())\ntime.sleep(n)\nprint(1)"
     rows = {"inputs": ["0", "0", "1000"], "outputs": ["1", "2", "1"]}
     assert ends(judge, code, tests=rows) == ("passed", "wrong", "wrong")
+
+
+# Processes
+
+
+def commands_with(text: str) -> list[str]:
+    """The command lines of all processes that have this text in theirs."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+            found += [line] if text in line else []
+    return found
+
+
+@pytest.mark.parametrize("launch", [Launch("bubblewrap"), Launch("process")], ids=lambda launch: launch.kind)
+def test_one_that_is_ended_while_it_starts_leaves_nothing(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    if probed(launch).failed:
+        pytest.skip(str(probed(launch)))
+    mark = f"# {os.urandom(8).hex()}"
+    command = [*launch.command()[:-1], f"{mark}\n{launch.command()[-1]}"]
+    monkeypatch.setattr(Launch, "command", lambda self: command)
+    for delay in range(10):
+        sandbox = Sandbox(launch)
+        time.sleep(delay * 0.001)
+        sandbox.kill()
+    deadline = time.monotonic() + 10
+    while commands_with(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert commands_with(mark) == []
 
 
 # The choice

@@ -11,6 +11,7 @@ import runs
 import torch
 from safetensors.torch import load_file
 
+KINDS = ("local", "ranks")
 SEQUENTIAL = {"in_flight_groups": 3, "interrupt": "never", "max_staleness": None}
 
 
@@ -19,7 +20,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:
-    for kind in ("local", "ranks"):
+    for kind in KINDS:
         recipe = runs.write(
             tmp_path / kind,
             steps=3,
@@ -27,6 +28,8 @@ def test_a_run_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:
             run={"threads": 2 if kind == "ranks" else 1},
             algorithm={"kl_coef": 0.01},
             backend={"type": kind},
+            eval={"num_tasks": 4, "every_steps": 1, "temperature": 0.0},
+            checkpoint={"keep": 1, "keep_best": True, "save_best_model": True},
         )
         done = runs.rollover("train", recipe)
         assert done.returncode == 0, done.stderr
@@ -38,7 +41,14 @@ def test_a_run_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:
         for key in ("loss", "grad_norm", "entropy", "kl/reference", "reward/mean"):
             assert ours[key] == pytest.approx(theirs[key], abs=1e-5), key
     assert ranks[-1]["grad_norm"] > 0 and ranks[-1]["kl/reference"] > 0
-    models = [load_file(tmp_path / kind / "run" / "model" / "model.safetensors") for kind in ("local", "ranks")]
-    assert models[0].keys() == models[1].keys()
-    for name, weight in models[0].items():
-        torch.testing.assert_close(models[1][name], weight, atol=1e-5, rtol=0)
+    means = [[row["mean"] for row in runs.json_lines(tmp_path / kind / "run" / "eval.jsonl")] for kind in KINDS]
+    best = means[0].index(max(means[0]))
+    assert means[0] == means[1] and len(means[0]) == 4
+    for kind in KINDS:
+        names = {path.name for path in (tmp_path / kind / "run" / "checkpoints").glob("step-*")}
+        assert names == {"step-000003"} | ({f"step-{best:06d}"} if best else set())
+    for folder in ("model", *(["best_model"] if best else [])):
+        models = [load_file(tmp_path / kind / "run" / folder / "model.safetensors") for kind in KINDS]
+        assert models[0].keys() == models[1].keys()
+        for name, weight in models[0].items():
+            torch.testing.assert_close(models[1][name], weight, atol=1e-5, rtol=0)

@@ -81,7 +81,7 @@ for extra in ("datasets", "peft", "reasoning_gym", "gguf", "trl", "starlette", "
 names = [m.name for m in pkgutil.walk_packages(rollover.__path__, "rollover.") if not m.name.endswith("__main__")]
 for name in names:
     # Servers, for which the extras `agents` and `remote` are, a class of verifiers, for which that is, and Ray.
-    server = "rollover.engine.server.app", "rollover.engine.server.embedded", "rollover.http_server"
+    server = *(f"rollover.engine.server.{name}" for name in ("app", "embedded", "texts")), "rollover.http_server"
     others = "rollover.workflows.gateway.", "rollover.workflows.verifiers.harness", "rollover.cluster.ray"
     if not name.startswith((*others, *server)):
         importlib.import_module(name)
@@ -161,7 +161,7 @@ def test_what_is_imported_is_asked_for_and_what_is_asked_for_is_imported(importe
     extras = {Requirement(t).name for extra in PROJECT["optional-dependencies"].values() for t in extra}
     modules = {name.replace("-", "_") for name in hard}
     assert modules <= imported, "asked for, and not used"
-    by_another = {"huggingface_hub": "transformers", "jinja2": "torch"}
+    by_another = {"huggingface_hub": "transformers", "jinja2": "torch", "referencing": "jsonschema"}
     elsewhere = {"vllm"}  # in its own environment, which one file of ours is loaded in
     others = imported - set(sys.stdlib_module_names) - {"rollover"} - modules - by_another.keys() - elsewhere
     assert others <= {name.replace("-", "_") for name in extras}

@@ -74,6 +74,21 @@ def test_keeps_the_newest_by_step(store: CheckpointStore) -> None:
     assert sorted(os.listdir(store.dir)) == ["step-1000000", "step-999999"]
 
 
+@pytest.mark.parametrize("place", ["store", "remote"])
+def test_one_is_kept_beside_the_newest_until_another_is(place: str, request: pytest.FixtureRequest) -> None:
+    store: CheckpointStore = request.getfixturevalue(place)
+    store.keep_also("step-000010")  # before it is there
+    for step in (10, 20, 30, 40):
+        store.write(checkpoint_name(step), {"a": str(step).encode()})
+    assert store.list() == ["step-000010", "step-000030", "step-000040"]
+    assert contents(store, "step-000010") == {"a": b"10"}
+    store.keep_also("step-000030")
+    assert store.list() == ["step-000030", "step-000040"], "one of the newest: the former goes at once"
+    for step in (50, 60):
+        store.write(checkpoint_name(step), FILES)
+    assert store.list() == ["step-000030", "step-000050", "step-000060"]
+
+
 def test_a_write_after_resuming_from_an_earlier_one_does_not_delete_itself(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), keep=3)
     for step in (10, 20, 30):

@@ -365,10 +365,9 @@ def why_not_in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> str | None:
 class Sample:
     """A training row made from a finished Rollout. All streams are [n] over the tokens after the prompt.
 
-    token_ids int32; mask bool (True: in the loss); behavior_logprobs float32; versions int32;
-    advantages float32. `temperature` is the one the tokens were sampled with. `teacher_prompt_ids`: what a teacher
-    reads in the prompt's place ([distill]); None: the prompt itself. `sequence_id` is shared by the rows of a
-    trajectory, which an aggregation over sequences takes for one; "": the row's own. `role`: the Rollout's.
+    token_ids, versions int32; mask bool (True: in the loss); behavior_logprobs, advantages float32. `temperature`: of
+    the sampling. `teacher_prompt_ids`: what a teacher reads for the prompt; None: the prompt. `sequence_id`: of what
+    is one sequence in aggregations; "": the row alone. `truncated`: cut at the token limit (StopReason.LENGTH).
     """
 
     rollout_id: str
@@ -383,6 +382,7 @@ class Sample:
     teacher_prompt_ids: np.ndarray | None = None
     sequence_id: str = ""
     role: str = "policy"
+    truncated: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence_id", self.sequence_id or self.rollout_id)

@@ -340,16 +340,22 @@ def _rows_without_reward(rewards_BT: torch.Tensor, mask_BT: torch.Tensor) -> tor
 
 @torch.no_grad()
 def gae(
-    rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, *, gamma: float, lam: float
+    rewards_BT: torch.Tensor,
+    values_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    beyond_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation: (advantages_BT, returns_BT), both 0 where masked.
 
     d_t = r_t + gamma V_next - V_t; A_t = d_t + gamma lam A_next; returns = A + V. Schulman et al. 2015 (arXiv
     1506.02438), eq. 16. Masked tokens (padding, the environment's) are no steps: "next" is the next unmasked token,
     without a discount for the gap, and what a masked position holds is not read, so an environment's reward belongs on
-    the unmasked token before it. After the last token V = 0, for a truncated rollout too. verl does the same, then
-    normalises the advantages: that is `whiten` here. A row with a NaN reward at an unmasked token has advantage 0, and
-    its values as returns, so that a critic learns nothing from it.
+    the unmasked token before it. After the last unmasked token V = `beyond_B` [B]; None: 0, for truncated rollouts too.
+    verl does the latter, then normalises the advantages: that is `whiten` here. A row with a NaN reward at an unmasked
+    token has advantage 0, and its values as returns, so that a critic learns nothing from it.
     """
     _same_shape("rewards_BT", rewards_BT, values_BT=values_BT, mask_BT=mask_BT)
     mask_BT = mask_BT.bool()
@@ -357,7 +363,8 @@ def gae(
     rewards_BT = rewards_BT.float()
     values_BT = masked(values_BT, mask_BT)
     advantages_BT = torch.zeros_like(values_BT)
-    next_value_B = next_advantage_B = values_BT.new_zeros(len(values_BT))
+    next_advantage_B = values_BT.new_zeros(len(values_BT))
+    next_value_B = next_advantage_B if beyond_B is None else beyond_B.float()
     for t in reversed(range(mask_BT.shape[1])):
         delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
         next_advantage_B = torch.where(mask_BT[:, t], delta_B + gamma * lam * next_advantage_B, next_advantage_B)

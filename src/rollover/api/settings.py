@@ -196,13 +196,14 @@ class _Held:
 def key_of(name: str) -> str:
     """The dotted key that a keyword means: a dotted key, a table, or the last part of a key.
 
-    Where several have that last part it is [run]'s, else [rollout]'s; [plan]'s only where no other table has it.
+    Where several have that last part it is [run]'s, else [rollout]'s; [plan]'s and [critic]'s only where no other table
+    has it.
     """
     known = [key for key, _ in leaves()]
     if "." in name or name in dict(tables()):
         return name
     found = [key for key in known if key.rpartition(".")[2] == name]
-    found = [key for key in found if not key.startswith("plan.")] or found
+    found = [key for key in found if not key.startswith(("plan.", "critic."))] or found
     first = [key for key in (f"run.{name}", f"rollout.{name}") if key in found]
     found = first[:1] or found
     if len(found) == 1:

@@ -1,6 +1,7 @@
 """The configuration: pydantic models, read by `load.load_config`. Import-light: no torch, ray or vllm."""
 
 from rollover.config.algorithm import AlgorithmConfig
+from rollover.config.critic import CriticConfig
 from rollover.config.distill import DistillConfig
 from rollover.config.evaluation import EvalConfig, EvalSettingConfig
 from rollover.config.rewards import RewardsConfig
@@ -18,6 +19,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfigError",
+    "CriticConfig",
     "DistillConfig",
     "EngineConfig",
     "EvalConfig",

@@ -80,8 +80,6 @@ class AlgorithmConfig(reference.ReferencePolicy, Table):
     )
     gamma: float = option(1.0, "Discount of a token.", gt=0, le=1, only_if=_WITH_CRITIC)
     gae_lambda: float = option(1.0, "Decay of the temporal differences.", ge=0, le=1, only_if=_WITH_CRITIC)
-    critic_learning_rate: float = option(1e-3, "Learning rate of the value head.", gt=0, only_if=_WITH_CRITIC)
-    value_clip: float = option(0.2, "Clip of the change of a value in one step.", gt=0, only_if=_WITH_CRITIC)
 
     after_scoring: str = option(
         "",

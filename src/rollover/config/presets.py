@@ -153,12 +153,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_OFF_POLICY,
     },
     # Schulman et al. 2017, PPO, arXiv 1707.06347, with the values of InstructGPT (arXiv 2203.02155): gamma 1, lambda
-    # 0.95. The critic is a linear head on the policy's hidden states; the KL in the reward is left out.
+    # 0.95. Its critic is [critic]'s, clipped at 0.2 as there; the KL in the reward is left out.
     "ppo": {
         "advantage": "gae",
         "gamma": 1.0,
         "gae_lambda": 0.95,
-        "value_clip": 0.2,
         "loss": "clip",
         "clip_low": 0.2,
         "clip_high": 0.2,

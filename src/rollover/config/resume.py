@@ -52,6 +52,7 @@ FIXED = (
         "the weights in the checkpoint are of those adapters",
     ),
     Fixed(("train.optimizer",), "the checkpoint holds what that optimizer keeps for each weight"),
+    Fixed(("critic.model",), "the checkpoint holds a critic of that kind, with its optimizer"),
     Fixed(
         ("rollout.group_size", "rollout.greedy_baseline"),
         "the checkpoint holds groups of that size",
@@ -83,7 +84,7 @@ FIXED = (
 _SAME_STATE = {"local", "ranks"}
 # What a step makes of its groups: with other values it would end with other weights. (Sums in another order are not.)
 _TRAINING = (
-    "algorithm.*", "distill.*", "train.*", "model.*", "filters.*", "replay.*", "rollout.max_new_tokens",
+    "algorithm.*", "critic.*", "distill.*", "train.*", "model.*", "filters.*", "replay.*", "rollout.max_new_tokens",
     "rollout.max_staleness", "rollout.on_stale", "rewards.overlong_*", "rewards.repetition_penalty",
     "rewards.clip_range*", "rewards.running_norm",
 )  # fmt: skip
@@ -163,7 +164,8 @@ def trains_otherwise(changed: Sequence[Change], config: Config, *, from_start: b
         if key in ("model.path", "model.lora.path") and from_start:
             return True
         if key == "train.num_steps":  # the schedule's length
-            return config.train.schedule != "constant" or config.train.warmup_ratio > 0
+            fixed = config.train.schedule == config.critic.schedule == "constant"
+            return not fixed or config.train.warmup_ratio > 0
         return not any(fnmatch(key, name) for name in _NOT_TRAINING) and any(fnmatch(key, name) for name in _TRAINING)
 
     return [change for change in changed if has(change.key)]

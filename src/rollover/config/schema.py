@@ -16,6 +16,7 @@ from rollover.config import (
     algorithm,
     backend,
     cluster,
+    critic,
     distill,
     evaluation,
     rewards,
@@ -29,6 +30,7 @@ from rollover.config import (
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.backend import BackendConfig
 from rollover.config.cluster import ClusterConfig
+from rollover.config.critic import CriticConfig
 from rollover.config.distill import DistillConfig
 from rollover.config.evaluation import EvalConfig
 from rollover.config.rewards import RewardsConfig
@@ -51,6 +53,7 @@ class Config(Table):
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     backend: BackendConfig = Field(default_factory=BackendConfig)
@@ -152,7 +155,11 @@ def default_of(key: str) -> Any:
 
 # Names that keys once had
 
-RENAMED = {"run.replay_rollouts": "run.train_on_recorded"}
+RENAMED = {
+    "run.replay_rollouts": "run.train_on_recorded",
+    "algorithm.critic_learning_rate": "critic.head_learning_rate",
+    "algorithm.value_clip": "critic.value_clip",
+}
 
 
 def renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,6 +181,7 @@ def renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
 RULES: tuple[Rule, ...] = (
     *(rule for name, table in tables() for rule in on_fields(table, name)),
     *algorithm.RULES,
+    *critic.RULES,
     *distill.RULES,
     *selection.RULES,
     *train.RULES,

@@ -6,7 +6,7 @@
 
 Above the verbs, in trainer.py: which samples form a minibatch, which log-probs a step needs and under which weights,
 what is rejected, and when gradients of a step are accumulated before its rest is known. Below them, in the backend:
-weights, optimizer, value head, earlier weights, micro-batches, devices and the loss of a token (objective.py).
+weights, optimizer, critic, earlier weights, micro-batches, devices and the loss of a token (objective.py).
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ class TrainerBackend(Protocol):
         ...
 
     def compute_values(self, samples: list[Sample]) -> Stream:
-        """The value head's estimates before each loss token (algorithm.advantage = "gae"). ValueError without one."""
+        """The critic's values before each loss token (algorithm.advantage = "gae"). ValueError without one.
+
+        A sample may have one token more than the model has positions: nothing is computed at its last token.
+        """
         ...
 
     def forward_backward(
@@ -96,7 +99,7 @@ class TrainerBackend(Protocol):
 
         `counts`: what the whole minibatch holds, of which `samples` may be a part: losses are divided by it, unless
         `counts.divided` is False. `known`: streams that were computed before: "proximal" and "reference" log-probs,
-        those at the "start" of the step (train.max_kl), "values" and "returns" of a value head. Without "proximal" the
+        those at the "start" of the step (train.max_kl), "values" and "returns" of a critic. Without "proximal" the
         current log-probs take its place: the ratio is then exactly 1, and costs no forward pass. Without a loss token
         in `samples`, and with some in `counts`, the gradient is 0 rather than absent: the optimizer's momentum goes on.
         ValueError for a sample that the model cannot be given.
@@ -108,7 +111,9 @@ class TrainerBackend(Protocol):
 
         Afterwards there is no gradient. A gradient that is not finite changes no weight. `ends_step`: this was the
         last minibatch of its training step: `policy_version` rises by one. Returns grad_norm, before clipping;
-        learning_rate; train/skipped_steps, 1 where the update was skipped; with a value head critic/grad_norm.
+        learning_rate; train/skipped_steps, 1 where the update was skipped; of a critic, which is skipped by itself, the
+        same as critic/grad_norm, critic/learning_rate and critic/skipped_steps. While critic.policy_waits_steps last,
+        the critic alone steps.
         """
         ...
 

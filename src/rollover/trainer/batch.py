@@ -19,7 +19,7 @@ from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
 from rollover.staleness import EVERY_VERSION
 from rollover.trainer.reward_kl import Penalties
 from rollover.trajectories import TrajectoryGroup, place
-from rollover.types import Group, Rollout, Sample
+from rollover.types import Group, Rollout, Sample, StopReason
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,7 @@ def _sample(
         temperature=temperature,
         sequence_id=sequence_id,
         role=rollout.role,
+        truncated=rollout.stop_reason is StopReason.LENGTH,
     )
 
 

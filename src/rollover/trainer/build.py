@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rollover.config import AlgorithmConfig, Config, DistillConfig, LoraConfig, TrainConfig
+from rollover.config import AlgorithmConfig, Config, CriticConfig, DistillConfig, LoraConfig, TrainConfig
 from rollover.config.backend import BACKENDS
 from rollover.config.correction import several_updates
 from rollover.engine.protocol import Engine
@@ -16,6 +16,7 @@ from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import LoadedModel
 from rollover.models.team import Team
 from rollover.trainer.backend import BackendLost, BackendSetup, TrainerBackend
+from rollover.trainer.critic import load_critic
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.own_backend import OwnBackend
 from rollover.trainer.ranks.group import Ranks
@@ -47,7 +48,7 @@ def build_trainer(
         raise
     if kind not in BACKENDS:
         backend = OwnBackend(backend, kind)
-    return Trainer(backend, config.train, config.algorithm, team, config.distill, config.run.seed)
+    return Trainer(backend, config.train, config.algorithm, team, config.distill, config.run.seed, critic=config.critic)
 
 
 def local_trainer(
@@ -64,16 +65,18 @@ def local_trainer(
     distill: DistillConfig | None = None,
     teacher: LoadedModel | None = None,
     reference: Mapping[str, torch.Tensor] | None = None,
+    critic: CriticConfig | None = None,
+    critic_model: LoadedModel | None = None,
 ) -> Trainer:
     """A trainer on the local backend without a whole `Config`. Arguments as of `LocalBackend`."""
     _refuse_uncorrected(train, algorithm, max_staleness)
     team = team or Team()
     backend = LocalBackend(
         loaded, train, algorithm, dtype=dtype, max_new_tokens=max_new_tokens, max_staleness=max_staleness, lora=lora,
-        merges_lora=merges_lora, team=team, distill=distill, teacher=teacher,
-        reference=reference,
+        merges_lora=merges_lora, team=team, distill=distill, teacher=teacher, reference=reference, critic=critic,
+        critic_model=critic_model,
     )  # fmt: skip
-    return Trainer(backend, train, algorithm, team, distill)
+    return Trainer(backend, train, algorithm, team, distill, critic=critic)
 
 
 def _refuse_uncorrected(train: TrainConfig, algorithm: AlgorithmConfig, max_staleness: int) -> None:
@@ -97,6 +100,8 @@ def make_local(setup: BackendSetup) -> TrainerBackend:
     """A backend in this process."""
     config = setup.config
     teacher = load_teacher(config, setup.loaded) if config.distill.model_path else None
+    has_model = config.algorithm.needs_critic and config.critic.model
+    critic_model = load_critic(config, setup.loaded) if has_model else None
     return LocalBackend(
         setup.loaded,
         config.train,
@@ -111,4 +116,6 @@ def make_local(setup: BackendSetup) -> TrainerBackend:
         distill=config.distill,
         teacher=teacher,
         reference=load_reference(config, setup.loaded),
+        critic=config.critic,
+        critic_model=critic_model,
     )

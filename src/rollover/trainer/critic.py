@@ -1,7 +1,8 @@
-"""The critic of PPO, in its smallest form: a linear value head on the policy's own last hidden states.
+"""The critic of PPO: a value head on the policy's last hidden states, or on those of a model of its own ([critic]).
 
-Shapes: M loss tokens, E hidden size. Owns the head and its optimizer. The hidden states are constants to it, so it
-costs no second model, and the policy does not learn from it.
+Shapes: M loss tokens, E hidden size, B samples, T longest answer. Owns head, model and their optimizers.
+A policy's hidden states are constants to the head: it costs no second model, and the policy learns nothing of it.
+Which samples form a minibatch, and what becomes of the values, is for who asks (trainer.py).
 """
 
 from __future__ import annotations
@@ -15,117 +16,273 @@ import torch
 
 from rollover.algorithms.advantage import gae, whiten
 from rollover.algorithms.loss import value_loss
-from rollover.config import AlgorithmConfig
+from rollover.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
+from rollover.config.critic import POLICY
+from rollover.models.load import LoadedModel, load_model
+from rollover.models.norms import compile_norms
+from rollover.models.team import Team
 from rollover.trainer.backend import Stream
-from rollover.trainer.optimizer import clip_gradients
+from rollover.trainer.optimizer import Optimizer, norm_of
+from rollover.trainer.packing import Packed
+from rollover.trainer.passes import Passes, set_training
+from rollover.trainer.stored_tensors import part_of
+from rollover.trainer.teacher import other_vocabulary
 from rollover.types import Sample
 
 
-class Critic:
-    """V(prefix before a token), for every loss token. Starts at 0 everywhere."""
+class CriticModel:
+    """A causal LM without its output layer, whose weights are trained. `loaded` is in float32 and is changed here: it
+    computes in `dtype`."""
 
-    def __init__(self, hidden_size: int, config: AlgorithmConfig, device: torch.device) -> None:
-        self.config = config
+    def __init__(
+        self, loaded: LoadedModel, train: TrainConfig, total_steps: int, dtype: torch.dtype, team: Team
+    ) -> None:
+        self.model = loaded.model
+        self.passes = Passes(self.model, team, train.micro_batch_tokens)
+        _drop_output_layer(self.model)
+        self.optimizer = Optimizer(self.model, train, total_steps, dtype)
+        compile_norms(self.model, dtype)
+        self._checkpointing = train.gradient_checkpointing
+        if self._checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def hidden(self, packed: Packed) -> torch.Tensor:
+        """[M, E], differentiable in its weights where gradients are on."""
+        set_training(self.model, torch.is_grad_enabled() and self._checkpointing)
+        return self.passes.hidden(packed)
+
+
+class Critic:
+    """V(prefix before a token), for every loss token. Starts at 0 everywhere.
+
+    `hidden_size`: of the model whose hidden states it reads: `own`, or where that is None the policy's. `train`: what
+    [critic] does not say. `total_steps`: optimizer steps of the run, for the schedule.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: CriticConfig,
+        train: TrainConfig,
+        total_steps: int,
+        device: torch.device,
+        own: CriticModel | None = None,
+    ) -> None:
+        self.config, self.own = config, own
         self.head = torch.nn.Linear(hidden_size, 1, device=device, dtype=torch.float32)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
-        self.adamw = torch.optim.AdamW(self.head.parameters(), lr=config.critic_learning_rate, weight_decay=0.0)
+        of_head = _trained_as(train, config, config.head_learning_rate)
+        self._optimizers = {"head": Optimizer(self.head, of_head, total_steps, torch.float32)}
+        if own is not None:
+            self._optimizers["model"] = own.optimizer
+
+    @classmethod
+    def on_own_model(
+        cls,
+        loaded: LoadedModel,
+        config: CriticConfig,
+        train: TrainConfig,
+        total_steps: int,
+        dtype: torch.dtype,
+        team: Team,
+    ) -> Critic:
+        """With a model of its own, which it takes."""
+        width = loaded.model.config.get_text_config().hidden_size
+        device = next(loaded.model.parameters()).device
+        own = CriticModel(loaded, _trained_as(train, config, config.learning_rate), total_steps, dtype, team)
+        return cls(width, config, train, total_steps, device, own)
+
+    @property
+    def flops(self) -> float:
+        """Those of a model of its own."""
+        return 0.0 if self.own is None else self.own.passes.flops
 
     def values(self, hidden_ME: torch.Tensor) -> torch.Tensor:
-        """[M], differentiable in the head alone."""
-        return self.head(_normalised(hidden_ME.detach().float())).squeeze(-1)
+        """[M], differentiable in the head and in the weights of a model of its own."""
+        if self.own is None:
+            hidden_ME = hidden_ME.detach()
+        return self.head(_normalised(hidden_ME.float())).squeeze(-1)
+
+    def evaluate(self, samples: list[Sample], policy: Passes) -> Stream:
+        """The values before each loss token; no gradient. `policy`: its passes, without dropout."""
+        own = self.own
+        passes, hidden = (policy, policy.hidden) if own is None else (own.passes, own.hidden)
+        return passes.evaluate(samples, lambda packed: self.values(hidden(packed)), spare_last=True)
+
+    def learn(
+        self,
+        packed: Packed,
+        of_policy_ME: torch.Tensor,
+        old_values_M: torch.Tensor,
+        returns_M: torch.Tensor,
+        num_tokens: int,
+    ) -> dict[str, torch.Tensor]:
+        """`forward_backward` over a micro-batch, of which the policy's hidden states are there."""
+        if self.own is None:
+            return self.forward_backward(of_policy_ME, old_values_M, returns_M, num_tokens)
+        sums = self.forward_backward(self.own.hidden(packed), old_values_M, returns_M, num_tokens)
+        self.own.passes.count_backward(packed, head=False)
+        return sums
 
     def forward_backward(
         self, hidden_ME: torch.Tensor, old_values_M: torch.Tensor, returns_M: torch.Tensor, num_tokens: int
     ) -> dict[str, torch.Tensor]:
-        """Gradient of the clipped value loss, averaged over the minibatch's `num_tokens`."""
-        values_M = self.values(hidden_ME)
+        """Gradient of the value loss, averaged over the minibatch's `num_tokens`."""
+        values_M, clip = self.values(hidden_ME), self.config.value_clip
         loss_1M = value_loss(
             values_M[None],
             old_values_M[None],
             returns_M[None],
             torch.ones_like(returns_M[None], dtype=torch.bool),
-            clip=self.config.value_clip,
+            clip=clip or None,
         )
         (loss_1M.sum() / num_tokens).backward()
         with torch.no_grad():
+            errors_M = returns_M - old_values_M
+            held = loss_1M > 0.5 * (values_M - returns_M) ** 2
             return {
                 "sum/critic_loss": loss_1M.sum(),
-                "sum/critic_error": ((old_values_M - returns_M) ** 2).sum(),
+                "sum/critic_clipped": held.sum().float(),
+                "sum/critic_error": errors_M.sum(),
+                "sum/critic_error_squared": (errors_M**2).sum(),
+                "sum/values": old_values_M.sum(),
                 "sum/returns": returns_M.sum(),
                 "sum/returns_squared": (returns_M**2).sum(),
             }
 
     def gradients(self) -> list[torch.Tensor]:
-        """The accumulated gradients of the head (none without a loss token)."""
-        return [p.grad for p in self.head.parameters() if p.grad is not None]
+        """The accumulated gradients of head and model (none without a loss token)."""
+        return [gradient for optimizer in self._optimizers.values() for gradient in optimizer.gradients()]
 
-    def gradient_norm(self) -> float:
-        gradients = self.gradients()
-        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-
-    def step(self, norm: float, max_norm: float, *, skip: bool) -> None:
-        """Clip the gradient, whose norm is `norm`, to `max_norm` (0: do not) and step; `skip`: forget it instead."""
-        if not skip:
-            clip_gradients(self.gradients(), norm, max_norm)
-            self.adamw.step()
-        self.forget_gradients()
+    def step(self) -> dict[str, float]:
+        """Clip and step, and tell of it by the names of metrics. A gradient that is not finite changes nothing."""
+        norm = norm_of(self.gradients())
+        update = [optimizer.step(norm=norm) for optimizer in self._optimizers.values()][-1]
+        return {
+            "critic/grad_norm": norm,
+            "critic/learning_rate": update["learning_rate"],
+            "critic/skipped_steps": update["train/skipped_steps"],
+        }
 
     def forget_gradients(self) -> None:
         """Forget the accumulated gradient."""
-        self.adamw.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers.values():
+            optimizer.forget_gradients()
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(tensors, JSON-able rest)."""
-        tensors = {f"critic/{name}": p.detach() for name, p in self.head.named_parameters()}
-        steps = 0.0
-        for name, parameter in self.head.named_parameters():
-            moments = self.adamw.state.get(parameter, {})
-            if moments:
-                tensors |= {f"critic/{kind}/{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
-                steps = float(moments["step"])
-        return tensors, {"adam_steps": steps}
+        tensors: dict[str, torch.Tensor] = {}
+        rest: dict[str, Any] = {}
+        for part, optimizer in self._optimizers.items():
+            of_part, rest[part] = optimizer.state()
+            tensors |= {f"critic/{part}/{name}": tensor for name, tensor in of_part.items()}
+        return tensors, rest
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]) -> None:
-        with torch.no_grad():
-            for name, parameter in self.head.named_parameters():
-                parameter.copy_(tensors[f"critic/{name}"])
-                if meta["adam_steps"]:
-                    self.adamw.state[parameter] = {
-                        "step": torch.tensor(meta["adam_steps"], dtype=torch.float32),
-                        **{
-                            kind: tensors[f"critic/{kind}/{name}"].to(parameter.device).clone()
-                            for kind in ("exp_avg", "exp_avg_sq")
-                        },
-                    }
+    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+        """ValueError where the state is of another kind of critic."""
+        if meta.keys() != self._optimizers.keys():
+            raise ValueError(
+                "the checkpoint has another kind of critic (a value head, or a model of its own), or was written by an"
+                " earlier version. Set critic.model back, or start a new run"
+            )
+        for part, optimizer in self._optimizers.items():
+            try:
+                optimizer.load_state(part_of(tensors, f"critic/{part}/"), meta[part])
+            except ValueError as error:
+                raise ValueError(f"the critic of the checkpoint is another one (critic.model): {error}") from error
 
 
-def estimate(config: AlgorithmConfig, samples: list[Sample], values: Stream) -> tuple[list[Sample], Stream]:
-    """(the samples with advantages in place of their rewards per token, returns).
+def load_critic(config: Config, policy: LoadedModel) -> LoadedModel:
+    """The model of critic.model on the policy's device, in float32, to be trained.
 
-    Advantages are normalised over all loss tokens of the batch, as PPO implementations do.
+    ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's.
+    """
+    path = config.critic.model
+    changed = {} if path == POLICY else {"path": path, "revision": ""}
+    try:
+        loaded = load_model(config.model.model_copy(update=changed), device=next(policy.model.parameters()).device)
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.path", "critic.model")) from error
+    if why := other_vocabulary(policy.tokenizer, loaded.tokenizer):
+        raise ValueError(
+            f"critic.model = {path!r} has another vocabulary than the policy, {policy.path!r}: {why}. A critic reads"
+            " the ids that the policy sampled: choose a model of the policy's family, with the same tokenizer"
+        )
+    return loaded
+
+
+def beyond(samples: list[Sample]) -> list[Sample]:
+    """The samples, those that were cut at the token limit with one token more in the loss: the value before it is that
+    of all tokens. Which token it is has no part in that."""
+    return [_one_more(s) if s.truncated and s.mask.any() else s for s in samples]
+
+
+def estimate(config: AlgorithmConfig, samples: list[Sample], values: Stream) -> tuple[list[Sample], dict[str, Stream]]:
+    """(the samples with advantages in place of their rewards per token, "values" and "returns" of the loss tokens).
+
+    Advantages are normalised over all loss tokens of the batch, as PPO implementations do. `values` of a sample may
+    have one number more than it has loss tokens: what is expected after its last token (`beyond`).
     """
     width = max(len(s.mask) for s in samples)
     rewards_BT, values_BT = np.zeros((2, len(samples), width), dtype=np.float32)
     mask_BT = np.zeros((len(samples), width), dtype=bool)
+    beyond_B = np.zeros(len(samples), dtype=np.float32)
+    before: Stream = {}
     for row, s in enumerate(samples):
+        num = int(s.mask.sum())
         mask_BT[row, : len(s.mask)] = s.mask
         rewards_BT[row, : len(s.mask)] = s.advantages
-        if s.mask.any():
-            values_BT[row, np.flatnonzero(s.mask)] = values[s.rollout_id]
+        if num:
+            before[s.rollout_id] = values_BT[row, np.flatnonzero(s.mask)] = values[s.rollout_id][:num]
+            beyond_B[row] = values[s.rollout_id][num:].sum()
     advantages_BT, returns_BT = gae(
         torch.from_numpy(rewards_BT),
         torch.from_numpy(values_BT),
         torch.from_numpy(mask_BT),
         gamma=config.gamma,
         lam=config.gae_lambda,
+        beyond_B=torch.from_numpy(beyond_B),
     )
     advantages_BT = whiten(advantages_BT, torch.from_numpy(mask_BT))
-    out, returns = [], {}
+    out: list[Sample] = []
+    returns: Stream = {}
     for row, s in enumerate(samples):
         out.append(replace(s, advantages=advantages_BT[row, : len(s.mask)].numpy()))
         returns[s.rollout_id] = returns_BT[row].numpy()[: len(s.mask)][s.mask]
-    return out, returns
+    return out, {"values": before, "returns": returns}
+
+
+def _one_more(s: Sample) -> Sample:
+    streams = ("token_ids", "mask", "behavior_logprobs", "versions", "advantages")
+    longer = {name: np.append(stream := getattr(s, name), stream[-1:]) for name in streams}
+    longer["mask"][-1] = True
+    return replace(s, **longer)
+
+
+def _trained_as(train: TrainConfig, config: CriticConfig, learning_rate: float) -> TrainConfig:
+    """[train] with what [critic] says in its place: AdamW, with [train]'s betas and epsilon."""
+    return train.model_copy(
+        update={
+            "optimizer": "adamw",
+            "learning_rate": learning_rate,
+            "schedule": config.schedule,
+            "warmup_steps": config.warmup_steps,
+            "warmup_ratio": 0.0,
+            "min_lr_ratio": config.min_lr_ratio,
+            "weight_decay": config.weight_decay,
+            "max_grad_norm": config.max_grad_norm,
+        }
+    )
+
+
+def _drop_output_layer(model: Any) -> None:
+    """Free the weights of an output layer that are not the input's: nothing reads them here."""
+    layer = model.get_output_embeddings()
+    if layer.weight is not model.get_input_embeddings().weight:
+        layer.weight = torch.nn.Parameter(layer.weight.detach()[:0].clone(), requires_grad=False)
+        if getattr(layer, "bias", None) is not None:
+            layer.bias = None
 
 
 def _normalised(hidden_ME: torch.Tensor) -> torch.Tensor:

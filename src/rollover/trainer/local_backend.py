@@ -1,14 +1,13 @@
 """The backend of this process: one model on one device, its optimizer, and what is kept beside them; and the part that
 one of several ranks has in such a backend (ranks/rank.py).
 
-Shapes: M loss positions. Owns weights, optimizer, value head, kept weights, a teacher's model and `policy_version`.
+Shapes: M loss positions. Owns weights, optimizer, critic, kept weights, a teacher's model and `policy_version`.
 Losses are named by the configuration and computed by objective.py; nothing here knows a formula.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollover.config import AlgorithmConfig, DistillConfig, LoraConfig, TrainConfig
+from rollover.config import AlgorithmConfig, CriticConfig, DistillConfig, LoraConfig, TrainConfig
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.files import give_usual_mode
 from rollover.models import devices
@@ -33,7 +32,7 @@ from rollover.trainer.lora import ADAPTER, adapter_weights, add_lora, merged_wei
 from rollover.trainer.objective import Counts, Objective, Streams, Sums
 from rollover.trainer.optimizer import Optimizer
 from rollover.trainer.packing import Packed, row_tokens
-from rollover.trainer.passes import Passes, Sharded
+from rollover.trainer.passes import Passes, Sharded, set_training
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 
@@ -73,9 +72,10 @@ class LocalBackend:
     `max_new_tokens` is the norm of aggregation = "seq-mean-token-sum-norm". `team` computes: it is assembled in the
     training thread before every forward pass. `engine`: what `sample` delegates to, over the same model. `teacher`: the
     model of distill.teacher where that names one, in `dtype`; it is never trained. `reference`: the weights of
-    algorithm.reference_path (reference.py), where those are another model's. `merges_lora`: the engine takes no
-    adapters, but whole weights (`merged_weights`). `sharded`: the same model spread
-    over ranks, which carry out every verb together; it computes in `dtype`, and its parameters are float32 masters.
+    algorithm.reference_path (reference.py), where those are another model's. `critic_model`: that of critic.model, in
+    float32; it is trained here. `merges_lora`: the engine takes no adapters, but whole weights (`merged_weights`).
+    `sharded`: the same model spread over ranks, which carry out every verb together; it computes in `dtype`, and its
+    parameters are float32 masters.
     """
 
     def __init__(
@@ -94,6 +94,8 @@ class LocalBackend:
         distill: DistillConfig | None = None,
         teacher: LoadedModel | None = None,
         reference: Mapping[str, torch.Tensor] | None = None,
+        critic: CriticConfig | None = None,
+        critic_model: LoadedModel | None = None,
         sharded: Sharded | None = None,
     ) -> None:
         self.config, self.algorithm, self.engine = train, algorithm, engine
@@ -104,8 +106,11 @@ class LocalBackend:
         self.lora = lora is not None and lora.rank > 0
         self.model = add_lora(loaded.model, lora) if self.lora and lora is not None else loaded.model
         self._plain = self.model.get_base_model() if self.lora else self.model
+        critic = critic or CriticConfig()
+        self._waits = critic.policy_waits_steps if algorithm.needs_critic else 0
         total = train.num_steps * train.updates_per_step
-        self.optimizer = Optimizer(self.model, train, total, torch.float32 if sharded else dtype)
+        of_policy = max(0, train.num_steps - self._waits) * train.updates_per_step
+        self.optimizer = Optimizer(self.model, train, of_policy, torch.float32 if sharded else dtype)
         compile_norms(self._plain, dtype)
         self.device = next(self.model.parameters()).device
         self._merges_lora, self._published = merges_lora or (lora is not None and lora.dora), False
@@ -120,23 +125,23 @@ class LocalBackend:
             without_adapters=self.model.disable_adapter if is_base else None,
         )  # fmt: skip
         self._versions.begin(reference)
-        width = self._plain.config.get_text_config().hidden_size
-        self.critic = Critic(width, algorithm, self.device) if algorithm.needs_critic else None
+        self.critic: Critic | None = None
+        if algorithm.needs_critic and critic_model is not None:
+            self.critic = Critic.on_own_model(critic_model, critic, train, total, dtype, self.team)
+        elif algorithm.needs_critic:
+            width = self._plain.config.get_text_config().hidden_size
+            self.critic = Critic(width, critic, train, total, self.device)
         if train.gradient_checkpointing:
             self._plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        # transformers checkpoints in training mode only.
         self._training_mode = train.gradient_checkpointing or (lora is not None and self.lora and lora.dropout > 0)
 
     def _train_mode(self, on: bool) -> None:
-        """Switch gradient checkpointing and LoRA dropout. The model's own dropout stays off: the engine has none."""
-        self.model.train(on and self._training_mode)
-        for name, module in self.model.named_modules():
-            if isinstance(module, torch.nn.Dropout) and "lora_dropout" not in name:
-                module.eval()
+        set_training(self.model, on and self._training_mode)
 
     @property
     def flops(self) -> float:
-        return self._passes.flops + (0.0 if self._teacher is None else self._teacher.flops)
+        others = (self._teacher, self.critic)
+        return self._passes.flops + sum(other.flops for other in others if other is not None)
 
     def _evaluate(self, samples: list[Sample], what: Callable[[Packed], torch.Tensor]) -> Stream:
         """rollout_id -> `what` [loss tokens] under the current weights, without dropout."""
@@ -150,10 +155,10 @@ class LocalBackend:
             return self._evaluate(samples, lambda packed: self._passes.forward(packed)[0])
 
     def compute_values(self, samples: list[Sample]) -> Stream:
-        critic = self.critic
-        if critic is None:
+        if self.critic is None:
             raise ValueError('there is no value head: set algorithm.advantage = "gae"')
-        return self._evaluate(samples, lambda packed: critic.values(self._passes.forward(packed)[2]))
+        self._train_mode(False)
+        return self.critic.evaluate(samples, self._passes)
 
     def forward_backward(
         self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
@@ -177,46 +182,64 @@ class LocalBackend:
         (0.0 * logprobs_M.sum()).backward()
 
     def _add_gradient(self, micro: list[Sample], counts: Counts, known: Mapping[str, Stream]) -> Sums:
-        """Loss and gradient of one micro-batch."""
-        self._train_mode(True)
+        """Loss and gradient of one micro-batch, of policy and critic."""
         packed = self._passes.pack(micro)
+        with torch.set_grad_enabled(not self._policy_waits):
+            loss, sums, hidden_ME = self._loss(packed, micro, counts, known)
+        if not self._policy_waits:
+            loss.backward()
+            self._passes.count_backward(packed)
+        if self.critic is not None:
+            values_M, returns_M = (self._flat(known[name], micro) for name in ("values", "returns"))
+            sums |= self.critic.learn(packed, hidden_ME.detach(), values_M, returns_M, counts.tokens)
+        return sums
+
+    def _loss(
+        self, packed: Packed, micro: list[Sample], counts: Counts, known: Mapping[str, Stream]
+    ) -> tuple[torch.Tensor, Sums, torch.Tensor]:
+        """(loss of the policy, sums, hidden states [M, E]) of one micro-batch."""
+        self._train_mode(True)
         logprobs_M, entropy_M, hidden_ME = self._passes.forward(packed)
 
-        def flat(stream: Stream) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate([stream[s.rollout_id] for s in micro])).to(self.device)
+        def given(name: str) -> torch.Tensor | None:
+            return packed.unpack(self._flat(known[name], micro)) if name in known else None
 
         streams = Streams(
             logprobs_BT=packed.unpack(logprobs_M),
             entropy_BT=packed.unpack(entropy_M if self.algorithm.entropy_coef else entropy_M.detach()),
-            proximal_BT=packed.unpack(flat(known["proximal"])) if "proximal" in known else None,
+            proximal_BT=given("proximal"),
             behavior_BT=packed.behavior_logprobs_BT,
-            reference_BT=packed.unpack(flat(known["reference"])) if "reference" in known else None,
+            reference_BT=given("reference"),
             advantages_BT=packed.advantages_BT,
             mask_BT=packed.mask_BT,
             versions_BT=packed.versions_BT,
             staleness_BT=staleness(packed.versions_BT, self.policy_version),
             group_B=packed.group_B,
             sequences=packed.sequences,
-            start_BT=packed.unpack(flat(known["start"])) if "start" in known else None,
+            start_BT=given("start"),
         )
-        loss, sums = self.objective(streams, counts)
-        loss.backward()
-        self._passes.count_backward(packed)
-        if self.critic is not None:
-            values_M, returns_M = flat(known["values"]), flat(known["returns"])
-            sums |= self.critic.forward_backward(hidden_ME, values_M, returns_M, counts.tokens)
-        return sums
+        return *self.objective(streams, counts), hidden_ME
+
+    def _flat(self, stream: Stream, micro: list[Sample]) -> torch.Tensor:
+        """A stream of the loss tokens of a micro-batch [M]."""
+        return torch.from_numpy(np.concatenate([stream[s.rollout_id] for s in micro])).to(self.device)
+
+    @property
+    def _policy_waits(self) -> bool:
+        """Whether the critic alone learns in this step."""
+        return self.policy_version < self._waits
 
     def optim_step(self, rate_scale: float = 1.0, *, divisor: float = 1.0, ends_step: bool = True) -> dict[str, float]:
-        # Policy and value head step together: where the gradient of one is not finite, that of the other is skipped.
         if divisor != 1.0:
-            assert self.critic is None, "the value head's gradient is divided by its own tokens"
+            assert self.critic is None, "the critic's gradient is divided by its own tokens"
             self.optimizer.scale_gradients(1 / divisor)
-        norm = 0.0 if self.critic is None else self.critic.gradient_norm()
-        update = self.optimizer.step(rate_scale, usable=math.isfinite(norm))
+        if self._policy_waits:
+            self.optimizer.forget_gradients()
+            update = {"grad_norm": 0.0, "learning_rate": 0.0, "train/skipped_steps": 0.0}
+        else:
+            update = self.optimizer.step(rate_scale)
         if self.critic is not None:
-            self.critic.step(norm, self.config.max_grad_norm, skip=bool(update["train/skipped_steps"]))
-            update["critic/grad_norm"] = norm
+            update |= self.critic.step()
         if ends_step:
             self._train_mode(False)
             self.policy_version += 1

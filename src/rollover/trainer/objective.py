@@ -289,6 +289,9 @@ _TOKEN_MEANS = {
     "kl/reference": "sum/reference_kl",
     "off_policy/masked_share": "sum/off_policy",
     "critic/loss": "sum/critic_loss",
+    "critic/clipped_share": "sum/critic_clipped",
+    "critic/value_mean": "sum/values",
+    "critic/return_mean": "sum/returns",
 }
 # metric -> diagnostic of mismatch.mismatch_summary
 _MISMATCH = {
@@ -336,8 +339,14 @@ def step_metrics(totals: dict[str, float], updates: list[dict[str, float]]) -> d
     metrics["train/updates"] = len(updates) - metrics["train/skipped_steps"]
     if "critic/grad_norm" in updates[0]:
         metrics["critic/grad_norm"] = max(u["critic/grad_norm"] for u in updates)
+        metrics["critic/learning_rate"] = updates[-1]["critic/learning_rate"]
+        metrics["critic/skipped_steps"] = sum(u["critic/skipped_steps"] for u in updates)
     if "sum/returns" in totals:
-        mean = totals["sum/returns"] / tokens
-        variance = totals["sum/returns_squared"] / tokens - mean**2
-        metrics["critic/explained_variance"] = 1 - totals["sum/critic_error"] / tokens / max(variance, 1e-8)
+        of_errors, of_returns = (_variance(totals, name, tokens) for name in ("sum/critic_error", "sum/returns"))
+        metrics["critic/explained_variance"] = 1 - of_errors / max(of_returns, 1e-8)
     return metrics
+
+
+def _variance(totals: dict[str, float], name: str, num: float) -> float:
+    """Of `num` values, of their sum and of that of their squares."""
+    return totals[f"{name}_squared"] / num - (totals[name] / num) ** 2

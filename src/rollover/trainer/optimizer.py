@@ -46,6 +46,11 @@ def learning_rate(config: OptimizerOptions, step: int, total_steps: int) -> floa
     return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
+def norm_of(gradients: list[torch.Tensor]) -> float:
+    """The norm over all of them."""
+    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+
 def clip_gradients(gradients: list[torch.Tensor], norm: float, max_norm: float) -> None:
     """Scale `gradients`, whose norm over all of them is `norm`, down to the norm `max_norm`, in place; 0: do not."""
     if max_norm and norm > max_norm:
@@ -125,15 +130,17 @@ class Optimizer:
                 if parameter.grad is not None:
                     master.grad = parameter.grad
 
-    def step(self, rate_scale: float = 1.0, *, usable: bool = True) -> dict[str, float]:
+    def step(self, rate_scale: float = 1.0, *, norm: float | None = None) -> dict[str, float]:
         """Clip, step at `rate_scale` times the scheduled rate, copy masters to the compute weights.
 
-        A gradient or rate that is not finite, or `usable` False, skips the update, and says so.
+        A gradient or rate that is not finite skips the update, and says so. `norm`: of the gradient of these weights
+        and of others that are clipped and skipped with them; None: there are none.
         """
         gradients = self.gradients()
         rate = rate_scale * learning_rate(self.config, self.step_count, self.total_steps)
-        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        skipped = not (usable and math.isfinite(norm) and math.isfinite(rate))
+        if norm is None:
+            norm = norm_of(gradients)
+        skipped = not (math.isfinite(norm) and math.isfinite(rate))
         if not skipped and gradients:
             clip_gradients(gradients, norm, self.config.max_grad_norm)
             self.rule.step(rate)

@@ -9,7 +9,7 @@ that a rank lacks are empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,22 @@ _NOTHING = Sample(
 )  # fmt: skip
 
 
+def set_training(model: torch.nn.Module, on: bool) -> None:
+    """Switch gradient checkpointing, which transformers does in training mode only, and LoRA dropout. The model's own
+    dropout stays off: the engine has none."""
+    model.train(on)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and "lora_dropout" not in name:
+            module.eval()
+
+
+def _hidden(model: Any, packed: Packed) -> torch.Tensor:
+    """Last hidden states [M, E] before the loss tokens, in float32."""
+    attention = packed_attention(packed.lengths, packed.prefixes, packed.input_ids_N.device)
+    hidden_NE = hidden_states(model, packed.input_ids_N, packed.position_ids_N, attention)
+    return hidden_NE.index_select(0, packed.loss_positions_M)
+
+
 class Policy(torch.nn.Module):
     """The whole way from a row to its log-probs, as one module: all weights are read inside of its forward.
 
@@ -44,9 +60,7 @@ class Policy(torch.nn.Module):
 
     def forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens."""
-        attention = packed_attention(packed.lengths, packed.prefixes, packed.input_ids_N.device)
-        hidden_NE = hidden_states(self.model, packed.input_ids_N, packed.position_ids_N, attention)
-        hidden_ME = hidden_NE.index_select(0, packed.loss_positions_M)
+        hidden_ME = _hidden(self.model, packed)
         logprobs_M, entropy_M = chunked_logprobs(
             hidden_ME, self._head(), packed.targets_M, packed.temperature_M, unit=packed.unit
         )
@@ -88,9 +102,15 @@ class Passes:
         yield from own
         yield from ([] for _ in range(num - len(own)))
 
-    def pack(self, micro: list[Sample]) -> Packed:
-        """The row of a micro-batch, on the model's device. ValueError for samples that the model cannot be given."""
-        return pack(micro or [_NOTHING], self.device, self.limits)
+    def pack(self, micro: list[Sample], *, spare_last: bool = False) -> Packed:
+        """The row of a micro-batch, on the model's device. ValueError for samples that the model cannot be given.
+
+        `spare_last`: a sample may have one token more than the model has positions. Its last one has none in the row.
+        """
+        limits, positions = self.limits, self.limits.positions
+        if spare_last and positions is not None:
+            limits = replace(limits, positions=positions + 1)
+        return pack(micro or [_NOTHING], self.device, limits)
 
     def forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens under the current weights."""
@@ -99,22 +119,31 @@ class Passes:
             self.flops += self._of_model.forward(packed.lengths, packed.prefixes, len(packed.targets_M))
         return out
 
-    def count_backward(self, packed: Packed) -> None:
-        """Count the FLOPs of the backward pass of a row."""
-        self.flops += self._of_model.backward(packed.lengths, packed.prefixes, len(packed.targets_M))
+    def hidden(self, packed: Packed) -> torch.Tensor:
+        """Last hidden states [M, E] before the loss tokens, without the output layer. Of a whole model alone."""
+        self.flops += self._of_model.forward(packed.lengths, packed.prefixes, 0)
+        return _hidden(self.model, packed)
+
+    def count_backward(self, packed: Packed, *, head: bool = True) -> None:
+        """Count the FLOPs of the backward pass of a row; `head`: through the output layer, too."""
+        num_logits = len(packed.targets_M) if head else 0
+        self.flops += self._of_model.backward(packed.lengths, packed.prefixes, num_logits)
 
     def logprobs(self, samples: list[Sample]) -> Stream:
         """Log-probs of the loss tokens, each at the temperature of its sample; no gradient."""
         return self.evaluate(samples, lambda packed: self.forward(packed)[0])
 
     @torch.no_grad()
-    def evaluate(self, samples: list[Sample], what: Callable[[Packed], torch.Tensor]) -> Stream:
-        """rollout_id -> `what` [loss tokens]. Packed as for training: the same bits at equal weights and threads."""
+    def evaluate(
+        self, samples: list[Sample], what: Callable[[Packed], torch.Tensor], *, spare_last: bool = False
+    ) -> Stream:
+        """rollout_id -> `what` [loss tokens]. Packed as for training: the same bits at equal weights and threads.
+        `spare_last`: as of `pack`."""
         evaluated: list[Sample] = []
         values: list[torch.Tensor] = []
         for micro in self.micro_batches(samples):
             self.team.assemble()
-            of_micro = what(self.pack(micro))
+            of_micro = what(self.pack(micro, spare_last=spare_last))
             if micro:
                 values.append(of_micro)
                 evaluated += micro

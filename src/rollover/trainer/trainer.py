@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollover.config import AlgorithmConfig, DistillConfig, TrainConfig
+from rollover.config import AlgorithmConfig, CriticConfig, DistillConfig, TrainConfig
 from rollover.models.team import Team
 from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version, reference_of
 from rollover.trainer.batch import Batch
-from rollover.trainer.critic import estimate
+from rollover.trainer.critic import beyond, estimate
 from rollover.trainer.distill import Divergence, distilled, teachers
 from rollover.trainer.objective import Counts, rate_scale, start_kl, step_metrics
 from rollover.trainer.packing import split_groups
@@ -44,9 +44,11 @@ class Trainer:
         team: Team,
         distill: DistillConfig | None = None,
         seed: int = 0,
+        critic: CriticConfig | None = None,
     ) -> None:
         self.backend, self.config, self.algorithm = backend, train, algorithm
         self.team, self.distill, self.seed = team, distill or DistillConfig(), seed
+        self.critic = critic or CriticConfig()
         self.reward_kl = RewardKL(backend, algorithm) if algorithm.kl_in_reward else None
         self.in_update = False
         """From a step's first change of the weights to its end: there is no state to go on from."""
@@ -179,9 +181,8 @@ class Trainer:
         """With a critic: the samples with its advantages, its values and the returns. Else the samples as they are."""
         if not self.algorithm.needs_critic:
             return samples, {}
-        values = self.backend.compute_values(samples)
-        samples, returns = estimate(self.algorithm, samples, values)
-        return samples, {"values": values, "returns": returns}
+        values = self.backend.compute_values(beyond(samples) if self.critic.bootstrap_truncated else samples)
+        return estimate(self.algorithm, samples, values)
 
     def _reject(
         self, minibatches: list[list[Sample]], known: dict[str, Stream]

@@ -93,6 +93,21 @@ OPTIONS = {
         "repeat detection": "rollout.stop_repetition_tokens",
         "penalties": "rewards.repetition_penalty",
     },
+    "ppo_gae": {
+        "data.train_batch_size": "rollout.groups_per_step",
+        "actor_rollout_ref.rollout.n": "rollout.group_size",
+        "data.max_response_length": "rollout.max_new_tokens",
+        "algorithm.adv_estimator": "algorithm.preset",
+        "algorithm.gamma": "algorithm.gamma",
+        "algorithm.lam": "algorithm.gae_lambda",
+        "critic.model.path": "critic.model",
+        "critic.optim.lr": "critic.learning_rate",
+        "critic.optim.clip_grad": "critic.max_grad_norm",
+        "critic.cliprange_value": "critic.value_clip",
+        "trainer.critic_warmup": "critic.policy_waits_steps",
+        "actor.optim.lr": "train.learning_rate",
+        "actor.ppo_mini_batch_size": "train.minibatches_per_step",
+    },
 }
 
 

@@ -25,7 +25,7 @@ from rollover.config.presets import PRESETS
 from rollover.staleness import staleness
 from rollover.trainer.backend import Stream
 from rollover.trainer.batch import BatchBuilder
-from rollover.trainer.critic import Critic, estimate
+from rollover.trainer.critic import Critic, beyond, estimate
 from rollover.trainer.objective import Counts, Objective, Streams, rate_scale
 from rollover.trainer.rejection import rejections, restricted, rewritten
 from rollover.types import Group, Reward, Rollout, RolloutState, Sample, SamplingParams, Segment, StopReason, Task
@@ -68,8 +68,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "algorithm.reward_weights": ({}, {"score": 1.0, "short": 0.5}, {"score": 1.0, "short": 2.0}),
     "algorithm.gamma": (1.0, 0.9, 0.7),
     "algorithm.gae_lambda": (1.0, 0.9, 0.5),
-    "algorithm.critic_learning_rate": (1e-3, 1e-2),
-    "algorithm.value_clip": (0.2, 0.05, 0.5),
+    "critic.head_learning_rate": (1e-3, 1e-2),
+    "critic.value_clip": (0.2, 0.05, 0.5, 0.0),
+    "critic.weight_decay": (0.0, 0.5),
+    "critic.bootstrap_truncated": (False, True),
     "algorithm.after_scoring": ("", f"{HERE}:halve", f"{HERE}:shift"),
     "algorithm.loss": (
         "clip", "reinforce", "gspo", "gmpo", "cispo", "sapo", "luspo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
@@ -111,6 +113,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "filters.overlong_tokens": (0, 4, 6),
     "filters.mask_in_baseline": (True, False),
 }  # fmt: skip
+CRITIC = [key for key in VALUES if key.startswith("critic.")]
 # A key acts only together with these: drawn so half of the time, so that each acts often enough.
 COMPANIONS: dict[str, list[Values]] = {
     "algorithm.advantage_std": [{"advantage": "grpo"}, {"advantage": "sum_then_normalize"}],
@@ -118,7 +121,7 @@ COMPANIONS: dict[str, list[Values]] = {
     "algorithm.passk": [{"advantage": "grpo_passk"}],
     "algorithm.passk_std": [{"advantage": "grpo_passk"}],
     "algorithm.reward_weights": [{"advantage": "gdpo"}, {"advantage": "sum_then_normalize"}],
-    **{f"algorithm.{k}": [{"advantage": "gae"}] for k in ("gamma", "gae_lambda", "critic_learning_rate", "value_clip")},
+    **{k: [{"advantage": "gae"}] for k in ("algorithm.gamma", "algorithm.gae_lambda", *CRITIC)},
     "algorithm.dual_clip": [{"loss": "clip"}, {"loss": "decoupled"}],
     "algorithm.aggregation_norm": [{"aggregation": "seq-mean-token-sum-norm"}],
     "algorithm.loss_options": [
@@ -284,10 +287,15 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
     known: dict[str, Stream] = {}
     critic = None
     if algorithm.needs_critic:
-        critic = Critic(_HIDDEN, algorithm, torch.device("cpu"))
+        critic = Critic(_HIDDEN, config.critic, config.train, 1, torch.device("cpu"))
         torch.nn.init.constant_(critic.head.weight, 0.3)
-        known["values"] = {s.rollout_id: 0.5 + log_probs(s, "start") for s in samples}
-        samples, known["returns"] = estimate(algorithm, samples, known["values"])
+        asked = beyond(samples) if config.critic.bootstrap_truncated else samples
+        values: Stream = {s.rollout_id: 0.5 + log_probs(s, "start") for s in samples}
+        for s, of_asked in zip(samples, asked, strict=True):
+            num_more = int(of_asked.mask.sum() - s.mask.sum())
+            values[s.rollout_id] = np.append(values[s.rollout_id], np.full(num_more, 0.4, np.float32))
+        samples, of_critic = estimate(algorithm, samples, values)
+        known |= of_critic
     objective = Objective(algorithm, 16)
     start = {s.rollout_id: log_probs(s, "snapshot" if algorithm.proximal == "snapshot" else "start") for s in samples}
     known["proximal"] = start
@@ -333,7 +341,7 @@ def _critic_step(critic: Critic, samples: list[Sample], known: dict[str, Stream]
     hidden_ME = torch.randn(len(values_M), _HIDDEN, generator=torch.Generator().manual_seed(seed)) - 0.3
     critic.forward_backward(hidden_ME, values_M, returns_M, len(values_M))
     gradients = [g.numpy().ravel().copy() for g in critic.gradients()]
-    critic.step(critic.gradient_norm(), 0.0, skip=False)
+    critic.step()
     return [*gradients, critic.head.weight.detach().numpy().ravel()]
 
 

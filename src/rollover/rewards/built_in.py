@@ -50,6 +50,8 @@ BUILT_IN = {
     "search_qa": BuiltIn("rollover.rewards.rules:search_qa"),
     "json": BuiltIn("rollover.rewards.formats:json_text", needs_answer=False),
     "format": BuiltIn("rollover.rewards.formats:pattern", needs_answer=False),
+    "llm_judge": BuiltIn("rollover.rewards.llm_judge:llm_judge", needs_answer=False),
+    "reward_model": BuiltIn("rollover.rewards.reward_model:reward_model", needs_answer=False, whole_groups=True),
     "code": BuiltIn(
         "rollover.rewards.sandbox.reward:code", needs_answer=False, states="rollover.rewards.sandbox.reward:stated"
     ),

@@ -142,10 +142,13 @@ def _results(values: Any, num: int) -> list[Result]:
 def to_result(value: Any) -> Result:
     """What a function returned for one completion -> {"score", "extras"}, or {"error"} if that is not a finite score.
 
-    A dict must have `score`; its other finite numbers become extras.
+    A dict must have `score`; its other finite numbers become extras. One with `error` in its place says why there is no
+    score.
     """
     extras: dict[str, float] = {}
     if isinstance(value, dict):
+        if "score" not in value and "error" in value:
+            return {"error": shortened(str(value["error"]))}
         if "score" not in value:
             return {"error": f"the function returned a dict without 'score': {_short(value)}"}
         others = {_name(k): _number(v) for k, v in value.items() if k != "score"}

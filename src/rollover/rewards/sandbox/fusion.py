@@ -1,24 +1,22 @@
 """A client of a Sandbox-Fusion-compatible service: POST /run_code for each test, and what its answers mean.
 
-Field names and statuses: github.com/bytedance/SandboxFusion, sandbox/server/sandbox_api.py. A service that fails (429,
-5xx, a connection that breaks or stays silent, half an answer, SandboxError) is asked again, later each time; when that
-does not help there is no verdict: the reward is missing, never 0.
+Field names and statuses: github.com/bytedance/SandboxFusion, sandbox/server/sandbox_api.py. A service that fails, by a
+SandboxError too, is asked again (rewards/service.py); when that does not help there is no verdict: the reward is
+missing, never 0.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 import secrets
 from typing import Any
 
 from rollover.rewards.sandbox.cases import Cases, same_text, same_value
 from rollover.rewards.sandbox.judge import Verdict
+from rollover.rewards.service import Again, Service
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 SLACK_S = 10.0  # what the service may take beside the limits that it is given
-_MAX_ANSWER_BYTES = 16 << 20
 # verl puts the same names before a program that is called by a function's name.
 _PRELUDE = "\n".join(
     f"from {name} import *\nimport {name}"
@@ -38,36 +36,24 @@ print("\\n" + _given["mark"] + _json.dumps(_result, default=list))
 """
 
 
-class ServiceFailed(RuntimeError):
-    """The service gave no answer that says how a program ended."""
-
-
 class FusionClient:
     """`url`: of the service, or of its run_code. At most `concurrency` requests at a time."""
 
     def __init__(self, url: str, timeout_s: float, memory_mb: int, concurrency: int, retries: int) -> None:
-        try:
-            import aiohttp
-        except ImportError as error:
-            message = 'the reward code: sandbox = "http" needs aiohttp: pip install "rollover[remote]"'
-            raise ValueError(message) from error
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"the reward code: url = {url!r} is no http:// or https:// address")
-        self._aiohttp: Any = aiohttp
-        self._url = url if url.rstrip("/").endswith("run_code") else url.rstrip("/") + "/run_code"
-        self._timeout_s, self._memory_mb, self._retries = timeout_s, memory_mb, retries
-        self._concurrency = concurrency
-        self._session: Any = None
-        self.first_pause_s = _FIRST_PAUSE_S
+        whole = url if url.rstrip("/").endswith("run_code") else url.rstrip("/") + "/run_code"
+        self.service = Service(
+            'the reward code with sandbox = "http"',
+            whole,
+            timeout_s=2 * timeout_s + SLACK_S,
+            concurrency=concurrency,
+            retries=retries,
+        )
+        self._timeout_s, self._memory_mb = timeout_s, memory_mb
 
     async def run(self, code: str, stdin: str) -> dict[str, Any]:
         """Run a Python program there, and return its run_result, or the compile_result of one that was not run.
 
         ServiceFailed when every try failed."""
-        if self._session is None:  # of the event loop that runs now, which is the worker's only one
-            connections = self._aiohttp.TCPConnector(limit=self._concurrency)
-            self._session = self._aiohttp.ClientSession(connector=connections, trust_env=False)
-            self._free = asyncio.Semaphore(self._concurrency)
         request = {
             "code": code,
             "language": "python",
@@ -78,43 +64,7 @@ class FusionClient:
             "files": {},
             "fetch_files": [],
         }
-        pause_s, why = self.first_pause_s, ""
-        for attempt in range(self._retries + 1):
-            if attempt:
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            async with self._free:
-                try:
-                    return await self._once(request)
-                except _Again as again:
-                    why = str(again)
-        raise ServiceFailed(f"the sandbox service {self._url} failed {self._retries + 1} times: {why}")
-
-    async def close(self) -> None:
-        """End its connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    async def _once(self, request: dict[str, Any]) -> dict[str, Any]:
-        limit = self._aiohttp.ClientTimeout(total=2 * self._timeout_s + SLACK_S)
-        try:
-            async with self._session.post(self._url, json=request, timeout=limit) as response:
-                if response.status == 429 or response.status >= 500:
-                    raise _Again(f"status {response.status}")
-                text = await response.content.read(_MAX_ANSWER_BYTES)
-                if response.status != 200:
-                    start = text[:200].decode("utf-8", "replace")
-                    raise ServiceFailed(f"the sandbox service {self._url} refused: status {response.status}: {start}")
-        except TimeoutError:
-            raise _Again(f"no answer in {limit.total:g} s") from None
-        except self._aiohttp.ClientError as error:
-            raise _Again(f"{type(error).__name__}: {error}") from None
-        return _result_of(text)
-
-
-class _Again(Exception):
-    """A failure that may pass."""
+        return await self.service.post(request, _result_of)
 
 
 def _result_of(text: bytes) -> dict[str, Any]:
@@ -122,15 +72,15 @@ def _result_of(text: bytes) -> dict[str, Any]:
         answer = json.loads(text)
         status = answer["status"]
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise _Again("an answer that is none") from None
+        raise Again("an answer that is none") from None
     run, compiled = answer.get("run_result"), answer.get("compile_result")
     if status not in ("Success", "Failed"):
-        raise _Again(f"{status}: {str(answer.get('message'))[:200]}")
+        raise Again(f"{status}: {str(answer.get('message'))[:200]}")
     result = run if isinstance(run, dict) else compiled
     if not isinstance(result, dict) or result.get("status") not in ("Finished", "TimeLimitExceeded"):
-        raise _Again(f"an answer without a result ({status})")
+        raise Again(f"an answer without a result ({status})")
     if status == "Success" and not (result is run and result["status"] == "Finished"):
-        raise _Again("a success without a program that finished")
+        raise Again("a success without a program that finished")
     return result
 
 

@@ -14,8 +14,9 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 
 from rollover.rewards.sandbox.cases import cases_of
-from rollover.rewards.sandbox.fusion import FusionClient, FusionJudge, ServiceFailed
+from rollover.rewards.sandbox.fusion import FusionClient, FusionJudge
 from rollover.rewards.sandbox.judge import Verdict
+from rollover.rewards.service import ServiceFailed
 
 ADDS = {"inputs": ["1", "2"], "outputs": ["2", "3"]}
 
@@ -87,11 +88,11 @@ def with_service(
         await site.start()
         port = runner.addresses[0][1]
         client = FusionClient(f"http://127.0.0.1:{port}", timeout_s, 256, concurrency, 3)
-        client.first_pause_s = 0.01
+        client.service.first_pause_s = 0.01
         try:
             return await talk(client)
         finally:
-            await client.close()
+            await client.service.close()
             service.gone.set()
             await runner.cleanup()
 
@@ -171,12 +172,12 @@ def test_a_service_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatc
 def test_nobody_there_is_no_verdict() -> None:
     async def main() -> None:
         client = FusionClient("http://127.0.0.1:9/run_code", 1.0, 256, 2, 1)
-        client.first_pause_s = 0.01
+        client.service.first_pause_s = 0.01
         try:
             with pytest.raises(ServiceFailed, match="failed 2 times: ClientConnector"):
                 await client.run("print(1)", "")
         finally:
-            await client.close()
+            await client.service.close()
 
     asyncio.run(main())
 

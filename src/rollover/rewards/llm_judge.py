@@ -1,0 +1,194 @@
+"""The reward `llm_judge`: a model behind an OpenAI-compatible endpoint is asked for a score of the completion.
+
+What it answered is kept in a SQLite file, by a hash of all that it was asked: a run that goes on, or another with the
+same judge, pays for nothing twice. The file counts what was spent, too, over all workers of a run. Where there is no
+score (the endpoint fails, the budget is spent, the answer holds none) the reward is missing, never 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from rollover.rewards.answers import answer_of
+from rollover.rewards.service import Again, Service
+
+_PROMPT = """Judge the answer to the question below.
+
+[Question]
+{prompt}
+
+[Reference answer]
+{answer}
+
+[Answer to judge]
+{completion}
+
+How good is the answer, from {lowest} (useless or wrong) to {highest} (right and complete)? Say in a sentence why, then
+end with a line "Score: " and the number."""
+_PATTERN = r"[Ss]core\**\s*:\s*\**\s*(-?\d+(?:\.\d+)?)"
+_WAIT_S = 30.0  # for another worker's write to the file
+
+
+class BudgetSpent(RuntimeError):
+    """No more may be asked."""
+
+
+def llm_judge(
+    url: str,
+    model: str,
+    prompt: str = "",
+    pattern: str = _PATTERN,
+    lowest: float = 0.0,
+    highest: float = 1.0,
+    api_key_env: str = "OPENAI_API_KEY",
+    options: dict[str, Any] | None = None,
+    cache: str = "",
+    max_tokens_spent: int = 0,
+    timeout_s: float = 20.0,
+    concurrency: int = 16,
+    retries: int = 4,
+    base_dir: str = ".",
+) -> Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, float]]]:
+    """The function of an item. ValueError for a parameter that is wrong.
+
+    url: of the API (https://api.openai.com/v1). prompt: a file, or the text itself, with {prompt}, {completion},
+    {answer}, {lowest}, {highest} in it; other braces stay. pattern: a regular expression whose last match has the score
+    as its first group. lowest, highest: the scale, which becomes 0 to 1; a score beyond it is none. options: further
+    fields of the request (temperature is 0 unless given). api_key_env: the variable of the environment that has the
+    key. cache: the file. max_tokens_spent: of prompts and answers as the endpoint counts them, over the file's life;
+    0 = no limit. timeout_s: of one request, within rewards.timeout_s of the group's.
+    """
+    what = "the reward llm_judge"
+    if not lowest < highest:
+        raise ValueError(f"{what}: lowest = {lowest:g} is not below highest = {highest:g}")
+    if max_tokens_spent < 0 or (max_tokens_spent and not cache):
+        raise ValueError(f"{what}: max_tokens_spent needs cache, the file in which it is counted, and is not below 0")
+    try:
+        scored = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{what}: pattern = {pattern!r} is no regular expression ({error})") from None
+    if not scored.groups:
+        raise ValueError(f"{what}: pattern = {pattern!r} has no group: put the score in parentheses")
+    template = _template(prompt, Path(base_dir))
+    key = os.environ.get(api_key_env, "")
+    service = Service(
+        what,
+        url.rstrip("/") + "/chat/completions",
+        timeout_s=timeout_s,
+        concurrency=concurrency,
+        retries=retries,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+    )
+    kept = Kept(Path(base_dir) / cache, max_tokens_spent) if cache else None
+
+    async def score(item: dict[str, Any]) -> dict[str, float]:
+        values = {
+            "prompt": _text(item["prompt"]),
+            "completion": item["completion"],
+            "answer": "" if (answer := answer_of(item["columns"])) is None else str(answer),
+            "lowest": f"{lowest:g}",
+            "highest": f"{highest:g}",
+        }
+        text = re.sub(r"\{(prompt|completion|answer|lowest|highest)\}", lambda m: values[m[1]], template)
+        messages = [{"role": "user", "content": text}]
+        body = {"model": model, "messages": messages, "temperature": 0, **(options or {})}
+        said = None if kept is None else kept.answer(body)
+        if said is None:
+            if kept is not None:
+                kept.check_budget()
+            said, num_tokens = await service.post(body, _said)
+            if kept is not None:
+                kept.keep(body, said, num_tokens)
+        return {"score": (_score_in(said, scored, lowest, highest) - lowest) / (highest - lowest)}
+
+    return score
+
+
+def hash_of(body: dict[str, Any]) -> str:
+    """Of all that is asked: the same text in any process, on any machine."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+class Kept:
+    """What the judge answered, and how many tokens that took, in a SQLite file that all workers have open."""
+
+    def __init__(self, path: Path, most_tokens: int) -> None:
+        self._path, self._most_tokens = path, most_tokens
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None)
+            self._file.execute("CREATE TABLE IF NOT EXISTS answers (hash TEXT PRIMARY KEY, said TEXT, tokens INTEGER)")
+        except (OSError, sqlite3.Error) as error:
+            raise ValueError(f"the reward llm_judge: cache = {path} cannot be used ({error})") from None
+
+    def answer(self, body: dict[str, Any]) -> str | None:
+        """What it said to this before; None: it was not asked."""
+        row = self._file.execute("SELECT said FROM answers WHERE hash = ?", (hash_of(body),)).fetchone()
+        return row[0] if row else None
+
+    def keep(self, body: dict[str, Any], said: str, num_tokens: int) -> None:
+        self._file.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", (hash_of(body), said, num_tokens))
+
+    def check_budget(self) -> None:
+        """BudgetSpent where no more may be asked. What is under way in other calls comes on top."""
+        if self._most_tokens and (spent := self.spent) >= self._most_tokens:
+            raise BudgetSpent(f"max_tokens_spent = {self._most_tokens} is used up ({spent} tokens, {self._path})")
+
+    @property
+    def spent(self) -> int:
+        """Tokens of all answers that were kept."""
+        return self._file.execute("SELECT COALESCE(SUM(tokens), 0) FROM answers").fetchone()[0]
+
+
+def _template(prompt: str, base_dir: Path) -> str:
+    """The text itself, or that of the file it names. ValueError where the completion is not in it."""
+    text = prompt or _PROMPT
+    if prompt and "{" not in prompt and "\n" not in prompt:
+        try:
+            text = (base_dir / prompt).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"the reward llm_judge: prompt = {prompt} cannot be read ({error.strerror})") from None
+    if "{completion}" not in text:
+        raise ValueError("the reward llm_judge: the prompt has no {completion}, so every answer would have one score")
+    return text
+
+
+def _text(prompt: str | list[dict[str, str]]) -> str:
+    """A prompt as the judge reads it: its messages one after the other."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return prompt[0]["content"]
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def _said(answer: bytes) -> tuple[str, int]:
+    """Its text, and how many tokens the request took."""
+    try:
+        parsed = json.loads(answer)
+        said = parsed["choices"][0]["message"]["content"]
+        num_tokens = int((parsed.get("usage") or {}).get("total_tokens") or 0)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        raise Again("an answer that is none") from None
+    if not isinstance(said, str) or not said:
+        raise Again("an answer without a text")
+    return said, num_tokens
+
+
+def _score_in(said: str, pattern: re.Pattern[str], lowest: float, highest: float) -> float:
+    """ValueError where there is none within the scale."""
+    found = [match.group(1) for match in pattern.finditer(said)]
+    try:
+        score = float(found[-1])
+    except (IndexError, ValueError, TypeError):
+        raise ValueError(f"the judge's answer holds no score: {said[-200:]!r}") from None
+    if not lowest <= score <= highest:
+        raise ValueError(f"the judge's score {score:g} is not between {lowest:g} and {highest:g}")
+    return score

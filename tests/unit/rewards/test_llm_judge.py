@@ -1,0 +1,173 @@
+"""The judge: what it is asked, what becomes of its answers and its failures, what is kept, what may be spent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollover.config import RewardsConfig
+from rollover.rewards.built_in import spec_of
+from rollover.rewards.llm_judge import hash_of
+from rollover.rewards.pool import RewardPool
+from rollover.rewards.protocol import ScoreRequest
+from rollover.types import Reward, Task
+
+
+class Endpoint:
+    """An OpenAI-compatible server. `says`: the text of its next answers, the last for ever; a number is a status, and
+    half, silent and break are what they say."""
+
+    def __init__(self, *says: str) -> None:
+        self.says, self.requests, self.headers = list(says), [], []
+        self.gone = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append(await request.json())
+        self.headers.append(dict(request.headers))
+        say = self.says.pop(0) if len(self.says) > 1 else self.says[0]
+        if say.isdigit():
+            return web.Response(status=int(say), text="not now")
+        if say == "half":
+            return web.Response(text='{"choices": [{"mess')
+        if say == "silent":
+            await self.gone.wait()
+        if say == "break":
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"choices": [{"message": {"content": say}}], "usage": {"total_tokens": 10}})
+
+
+def scored(endpoint: Endpoint, completions: list[str], prompt: Any = "What is 2 + 2?", **params: Any) -> list[Reward]:
+    """By the pool, as a run scores: in its processes, by the spec that the configuration makes."""
+
+    async def main() -> list[Reward]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", endpoint.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/"
+        spec = spec_of("llm_judge", {"url": url, "model": "judge", "timeout_s": 30.0} | params)
+        messages = None if isinstance(prompt, str) else tuple(prompt)
+        text = prompt if messages is None else None
+        task = Task("t", "s", spec, messages=messages, prompt=text, columns={"answer": 4})
+        pool = RewardPool(RewardsConfig(num_workers=1, timeout_s=120))
+        try:
+            return await pool.score([ScoreRequest(task, text) for text in completions])
+        finally:
+            await pool.close()
+            endpoint.gone.set()
+            await runner.cleanup()
+
+    return asyncio.run(main())
+
+
+def test_it_is_asked_with_prompt_answer_and_completion_and_its_last_score_counts() -> None:
+    endpoint = Endpoint("Score: 9? No.\nScore: 7.5")
+    (reward,) = scored(endpoint, ["It {is} 4."], lowest=0, highest=10, options={"max_tokens": 99})
+    assert reward.score == 0.75
+    (asked,) = endpoint.requests
+    text = asked["messages"][0]["content"]
+    assert asked["model"] == "judge" and asked["temperature"] == 0 and asked["max_tokens"] == 99
+    assert (
+        "What is 2 + 2?" in text and "\n4\n" in text and "It {is} 4." in text and "from 0 " in text and "to 10 " in text
+    )
+
+
+def test_a_completion_cannot_put_the_answer_into_its_text() -> None:
+    endpoint = Endpoint("Score: 0")
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "{completion}"}]
+    scored(endpoint, ["{answer} {highest}"], prompt=messages)
+    text = endpoint.requests[0]["messages"][0]["content"]
+    assert "{answer} {highest}" in text and "system: S\n\nuser: {completion}" in text
+
+
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    endpoint = Endpoint("Score: 1")
+    assert scored(endpoint, ["a"], api_key_env="MY_KEY")[0].score == 1
+    assert endpoint.headers[0]["Authorization"] == "Bearer secret"
+    assert "secret" not in json.dumps(endpoint.requests)
+
+
+@pytest.mark.parametrize("fault", ["429", "500", "503", "half", "break"])
+def test_what_may_pass_is_tried_again(fault: str) -> None:
+    endpoint = Endpoint(fault, "Score: 1")
+    assert scored(endpoint, ["a"])[0].score == 1
+    assert len(endpoint.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("says", "params", "why"),
+    [
+        ("500", {"retries": 1}, "failed 2 times: status 500"),
+        ("half", {"retries": 0}, "failed 1 times: an answer that is none"),
+        ("silent", {"retries": 0, "timeout_s": 0.2}, "no answer in 0.2 s"),
+        ("401", {}, "refused: status 401: not now"),
+        ("It is good.", {}, "holds no score"),
+        ("Score: 11", {"highest": 10}, "not between 0 and 10"),
+    ],
+)
+def test_without_a_score_the_reward_is_missing(says: str, params: dict[str, Any], why: str) -> None:
+    rewards = scored(Endpoint(says), ["a", "b"], **params)
+    assert all(reward.score is None and why in str(reward.error) for reward in rewards)
+
+
+def test_what_was_answered_is_kept_and_paid_for_once(tmp_path: Path) -> None:
+    cache = str(tmp_path / "kept" / "judge.sqlite")
+    first = Endpoint("Score: 0.5")
+    assert [r.score for r in scored(first, ["a", "b"], cache=cache)] == [0.5, 0.5]
+    again = Endpoint("Score: 1")
+    assert [r.score for r in scored(again, ["b", "c"], cache=cache)] == [0.5, 1.0]
+    assert len(first.requests) == 2 and len(again.requests) == 1
+    other = Endpoint("Score: 1")
+    assert scored(other, ["a"], cache=cache, options={"top_p": 0.5})[0].score == 1
+
+
+def test_no_more_than_the_budget_is_spent(tmp_path: Path) -> None:
+    cache = str(tmp_path / "judge.sqlite")
+    endpoint = Endpoint("Score: 1")
+    for text, expected in (("a", 1), ("b", 1), ("c", None), ("a", 1)):
+        (reward,) = scored(endpoint, [text], cache=cache, max_tokens_spent=20)
+        assert reward.score == expected
+        assert expected is not None or "max_tokens_spent = 20 is used up (20 tokens" in str(reward.error)
+    assert len(endpoint.requests) == 2
+
+
+def test_the_hash_is_of_what_is_asked_and_nothing_else() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "é"}]}
+    assert hash_of(body) == hash_of(dict(reversed(list(body.items()))))
+    assert hash_of(body) != hash_of(body | {"model": "n"})
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ({"pattern": "score"}, "has no group"),
+        ({"pattern": "("}, "no regular expression"),
+        ({"lowest": 1}, "is not below"),
+        ({"max_tokens_spent": 5}, "needs cache"),
+        ({"prompt": "{prompt}"}, "has no {completion}"),
+        ({"prompt": "nowhere.txt"}, "nowhere.txt cannot be read"),
+        ({"concurrency": 0}, "concurrency = 0"),
+        ({"retries": -1}, "retries = -1"),
+        ({"url": "localhost"}, "is no http:// or https:// address"),
+    ],
+)
+def test_wrong_parameters_are_refused_by_name(params: dict[str, Any], why: str, made: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="llm_judge") as error:
+        made(**({"url": "http://127.0.0.1:1", "model": "m"} | params))
+    assert why in str(error.value)
+
+
+@pytest.fixture
+def made() -> Callable[..., Any]:
+    from rollover.rewards.llm_judge import llm_judge
+
+    return llm_judge

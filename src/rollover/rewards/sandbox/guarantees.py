@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.rewards.sandbox.inside.values import NotPlain, from_json, to_json
-from rollover.rewards.sandbox.launch import Kind, Launch, Sandbox, SandboxFailed
+from rollover.rewards.sandbox.launch import Kind, Launch, SandboxFailed, Template
 
 GUARANTEES = {
     "network": "it reaches no network, this machine's own included",
@@ -121,16 +121,20 @@ def _broken(launch: Launch, values: list[Any]) -> set[str]:
     limits = {"seconds": _LIMIT_S, "memory_bytes": _MEMORY_BYTES, "output_bytes": 1 << 16}
     request = {"mode": "calls", "code": _PROBE, "name": "probe", "inputs": [list(map(to_json, values))]}
     until = time.monotonic() + _LIMIT_S
-    sandbox = Sandbox(launch)
+    template = Template(launch)
     try:
-        sandbox.locks(until)
-        sandbox.say({**request, "limits": limits}, until)
-        said = sandbox.hear(until + 1) or {}
-        return set(from_json(said.get("value")))
+        sandbox = template.sandbox()
+        try:
+            sandbox.locks(until)
+            sandbox.say({**request, "limits": limits}, until)
+            said = sandbox.hear(until + 1) or {}
+            return set(from_json(said.get("value")))
+        finally:
+            sandbox.kill()
     except (TypeError, NotPlain):
         raise SandboxFailed("a program that tries its guarantees does not end in it") from None
     finally:
-        sandbox.kill()
+        template.close()
 
 
 def chosen(sandbox: str, allow_weak: bool) -> tuple[Launch, Found]:

@@ -9,13 +9,14 @@ data (inside/values.py), and a test that is not told of has failed.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from rollover.rewards.sandbox.cases import Cases, same_text, same_value
 from rollover.rewards.sandbox.inside.values import NotPlain, from_json, to_json
-from rollover.rewards.sandbox.launch import Launch, Sandbox, SandboxFailed
+from rollover.rewards.sandbox.launch import Launch, Sandbox, SandboxFailed, Template
 
 ENDS = ("passed", "wrong", "error", "timeout", "memory", "output", "died")
 """How a test ends: with another output than expected (wrong), an exception or an exit code (error), out of time, out of
@@ -63,6 +64,7 @@ class Judge:
     ) -> None:
         self._launch, self._limits, self._stop = launch, limits or Limits(), stop_at_failure
         self._ahead = ahead
+        self._template: Template | None = None
         self._waiting: list[Sandbox] = []
         self._used = 1
 
@@ -81,35 +83,44 @@ class Judge:
             for sandbox in sandboxes:
                 sandbox.kill()
             if self._ahead:
-                self.start_ahead()
+                with contextlib.suppress(SandboxFailed):  # the next call will say so
+                    self.start_ahead()
         detail = next((f"{end}: {text}" if text else end for end, text in ends if end != "passed"), "")
         return Verdict(tuple(end for end, _ in ends), detail)
 
     def close(self) -> None:
-        """End the sandboxes that wait."""
+        """End the sandboxes that wait, and what makes them."""
         while self._waiting:
             self._waiting.pop().kill()
+        if self._template is not None:
+            self._template.close()
+            self._template = None
 
     def start_ahead(self) -> None:
         """Start what the next call needs, if it is as the last one."""
         while len(self._waiting) < self._used:
-            self._waiting.append(Sandbox(self._launch))
+            self._waiting.append(self._made())
+
+    def _made(self) -> Sandbox:
+        if self._template is None:
+            self._template = Template(self._launch)
+        return self._template.sandbox()
 
     def _take(self, num: int) -> list[Sandbox]:
         """Sandboxes that are ready. One that did not come up is tried once more: memory may have been short."""
         taken: list[Sandbox] = []
         failures = 0
         while len(taken) < num:
-            sandbox = self._waiting.pop() if self._waiting else Sandbox(self._launch)
             try:
-                sandbox.locks(time.monotonic() + _START_LIMIT_S)
-                taken.append(sandbox)
+                taken.append(self._waiting.pop() if self._waiting else self._made())
+                taken[-1].locks(time.monotonic() + _START_LIMIT_S)
             except SandboxFailed:
-                sandbox.kill()
+                for sandbox in taken:
+                    sandbox.kill()
+                taken = []
+                self.close()
                 failures += 1
                 if failures > 2:
-                    for other in taken:
-                        other.kill()
                     raise
         return taken
 

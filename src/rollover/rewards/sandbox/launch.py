@@ -1,18 +1,21 @@
 """Starts a sandbox: a bare Python under bubblewrap, or one that locks itself in, with our code inside (inside/).
 
-A sandbox runs one request and ends, so that no program meets what another left. It is started ahead (judge.py): what a
+    Template ──fork──▶ Sandbox: locks itself in ──fork──▶ one program
+        └── loads Python and our code once
+
+A sandbox runs one request and ends, so that no program meets what another left. It is made ahead (judge.py): what a
 call waits for is the request alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import marshal
 import os
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 MAX_LINE_BYTES = 16 << 20
-_COMING_UP_S = 5.0
+_START_LIMIT_S = 20.0
 _PACKAGE = "rollover.rewards.sandbox.inside"
 _MODULES = ("syscalls", "locks", "values", "program", "serving", "testing", "runner")  # each after what it imports
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
@@ -70,7 +73,7 @@ class Launch:
         """What the runner is told of its locks (inside/locks.py)."""
         bare = self.kind == "process"
         return {
-            "namespaces": bare and self.namespaces,
+            "namespaces": self.namespaces,
             "landlock": bare,
             "paths": _readable(),
             "user": not bare or _readable_by_all(),
@@ -78,44 +81,81 @@ class Launch:
         }
 
 
-class Sandbox:
-    """One sandbox that is started, waits for one request, and is ended."""
+class Template:
+    """A process that has loaded our code, and makes sandboxes as copies of itself. It never runs a program."""
 
     def __init__(self, launch: Launch) -> None:
+        self._control, theirs = socket.socketpair()
         command = launch.command()
         try:
             self._process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"},
                 cwd="/",
                 start_new_session=True,
-                bufsize=0,
             )
         except OSError as error:
+            self._control.close()
             raise SandboxFailed(f"{command[0]} cannot be started: {error}") from None
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        finally:
+            theirs.close()
+        self._control.settimeout(_START_LIMIT_S)
+        self._starts = _boot_data() + json.dumps(launch.policy()).encode() + b"\n"
+        self._is_up = False
+
+    def sandbox(self) -> Sandbox:
+        """A new one. SandboxFailed if the template does not come up, or has ended."""
+        try:
+            if not self._is_up:
+                self._control.sendall(self._starts)
+                self._is_up = self._control.recv(1) == b"u"
+            if not self._is_up:
+                raise OSError("it ended")
+            theirs_in, ours_in = os.pipe()
+            ours_out, theirs_out = os.pipe()
+            made = Sandbox(ours_in, ours_out)
+            try:
+                socket.send_fds(self._control, [b"f"], [theirs_in, theirs_out])
+            finally:
+                os.close(theirs_in)
+                os.close(theirs_out)
+            return made
+        except OSError as error:
+            code = self._process.poll()
+            how = str(error) if code is None else f"exit code {code}"
+            raise SandboxFailed(f"the sandbox did not come up ({how})") from None
+
+    def close(self) -> None:
+        """End it, and all that is in its sandboxes. It ends by itself when nobody holds the other end: a bubblewrap
+        that is killed between its two halves would leave the second, which then waits for ever."""
+        self._control.close()
+        try:
+            self._process.wait(_START_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Sandbox:
+    """One sandbox that waits for one request, and is ended. `end_in`, `end_out`: of its input and output."""
+
+    def __init__(self, end_in: int, end_out: int) -> None:
+        self._in, self._out = end_in, end_out
         os.set_blocking(self._in, False)
         os.set_blocking(self._out, False)
         self._unread = bytearray()
-        self._unsent = memoryview(_boot_data() + json.dumps(launch.policy()).encode() + b"\n")
+        self._unsent = memoryview(b"")
         self._locks: dict[str, Any] | None = None
-        self._flush()
-
-    @property
-    def reading(self) -> int:
-        """The descriptor that says when there is something to hear."""
-        return self._out
 
     def locks(self, until: float) -> dict[str, Any]:
         """Wait until it is ready, and return which locks it has. SandboxFailed if it does not come up."""
         if self._locks is None:
             said = self.hear(until)
             if said is None or not isinstance(said.get("ready"), dict):
-                raise SandboxFailed("the sandbox did not come up" + self._how())
+                raise SandboxFailed("the sandbox did not come up")
             self._locks = dict(said["ready"])
         return self._locks
 
@@ -148,23 +188,10 @@ class Sandbox:
                 return None
             self._unread += data
 
-    @property
-    def has_more(self) -> bool:
-        """Whether a whole line was read, and not yet heard."""
-        return b"\n" in self._unread
-
     def kill(self) -> None:
-        """End it, and all that is in it. One that is only starting comes up first: a bubblewrap that is killed between
-        its two halves leaves the second, which then waits for ever."""
-        with contextlib.suppress(SandboxFailed):
-            self.locks(time.monotonic() + _COMING_UP_S)
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        for end in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                assert end is not None
-                end.close()
-        self._process.wait()
+        """End it: its first process, which sees that nobody reads, kills the one that runs a program, and ends."""
+        for end in (self._in, self._out):
+            os.close(end)
 
     def _flush(self) -> bool:
         """Send what can be sent at once. False where nothing can be sent any more."""
@@ -177,10 +204,6 @@ class Sandbox:
             self._unsent = memoryview(b"")
             return False
         return True
-
-    def _how(self) -> str:
-        code = self._process.poll()
-        return "" if code is None else f" (exit code {code})"
 
 
 def _parsed(line: bytes | bytearray) -> dict[str, Any]:

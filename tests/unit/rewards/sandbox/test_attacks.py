@@ -8,6 +8,7 @@ import platform
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,9 @@ def judged(launch: Launch, code: str, cases: Cases, seconds: float) -> Verdict:
         return judge.judge(code, cases)
     finally:
         judge.close()
+        deadline = time.monotonic() + 10
+        while not descendants(os.getpid()) <= before and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert descendants(os.getpid()) <= before, "something that it started is left over"
 
 

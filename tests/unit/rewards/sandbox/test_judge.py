@@ -15,7 +15,7 @@ from rollover.rewards.sandbox import guarantees
 from rollover.rewards.sandbox.cases import cases_of
 from rollover.rewards.sandbox.guarantees import Found, chosen, probed
 from rollover.rewards.sandbox.judge import BrokenTests, Judge, Limits, Verdict
-from rollover.rewards.sandbox.launch import Launch, Sandbox, SandboxFailed
+from rollover.rewards.sandbox.launch import Launch, SandboxFailed, Template
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +181,9 @@ def test_one_that_is_ended_while_it_starts_leaves_nothing(launch: Launch, monkey
     command = [*launch.command()[:-1], f"{mark}\n{launch.command()[-1]}"]
     monkeypatch.setattr(Launch, "command", lambda self: command)
     for delay in range(10):
-        sandbox = Sandbox(launch)
+        template = Template(launch)
         time.sleep(delay * 0.001)
-        sandbox.kill()
+        template.close()
     deadline = time.monotonic() + 10
     while commands_with(mark) and time.monotonic() < deadline:
         time.sleep(0.05)

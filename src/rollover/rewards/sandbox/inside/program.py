@@ -16,7 +16,7 @@ from rollover.rewards.sandbox.inside.values import NotPlain, from_json, to_json
 
 _NAME = "<program>"
 # What programs of such data sets use without importing it; verl gives the same to theirs.
-_MODULES = (
+MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
@@ -89,7 +89,7 @@ def _missing(code: str) -> dict[str, Any]:
     if not (wanted := used - bound - set(vars(builtins))) or "*" in bound:
         return {}
     given: dict[str, Any] = {}
-    for name in _MODULES:
+    for name in MODULES:
         module = __import__(name)
         given |= {key: getattr(module, key) for key in _public(module)} | {name: module}
     return {key: given[key] for key in wanted & given.keys()}

@@ -1,8 +1,9 @@
-"""The first process inside the sandbox: it locks itself in, reads one request, runs it in children, and ends.
+"""The first process of a sandbox: it locks itself in, reads one request, runs it in children, and ends.
 
-Lines of JSON on the standard input and output:
+It is a copy of the template (launch.py), which is told its policy (locks.py) and then of a pair of pipes for each
+sandbox. Lines of JSON in these:
 
-    in   the policy (locks.py)                          out  {"ready": what locks it has}
+                                                        out  {"ready": what locks it has}
     in   {"mode": "stdin", "code", "inputs"}            out  {"test": i, "ended", "detail", "output"} for each
     in   {"mode": "calls", "code", "name", "inputs"}    out  {"test": i, "ended", "detail", "value"} for each
     in   {"mode": "serve", "code"}                      out  what serving.py says, then {"ended", "detail"}
@@ -20,6 +21,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from typing import Any, BinaryIO
 
 from rollover.rewards.sandbox.inside import program, serving, testing
 from rollover.rewards.sandbox.inside.locks import lock_program, lock_runner
+from rollover.rewards.sandbox.inside.syscalls import prepare_filter
 
 _OUT_OF_MEMORY = 97
 _POLL_S = 0.002
@@ -40,8 +43,35 @@ class Ended:
 
 
 def main() -> None:
-    requests = sys.stdin.buffer
-    policy = json.loads(requests.readline())
+    """The template: make a sandbox of each pair of pipes that comes, until nobody can send one any more."""
+    policy = json.loads(sys.stdin.buffer.readline())
+    for name in program.MODULES:  # of which programs then find most loaded
+        __import__(name)
+    prepare_filter()
+    control = socket.socket(fileno=os.dup(0))
+    control.send(b"u")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        told, ends, _, _ = socket.recv_fds(control, 1, 2)
+        if not told:
+            return
+        if os.fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number, end in enumerate(ends):
+                os.dup2(end, number)
+            os.closerange(3, 64)
+            try:
+                _run_one(policy)
+            finally:
+                os._exit(0)
+        for end in ends:
+            os.close(end)
+
+
+def _run_one(policy: dict[str, Any]) -> None:
+    """A sandbox, from its locks to its end."""
+    requests = open(0, "rb", closefd=False)
     had = lock_runner(policy)
     say({"ready": had})
     line = requests.readline()
@@ -137,10 +167,11 @@ def _watched(child: int, ours: dict[str, int], stdin: bytes, request: dict[str, 
         os.set_blocking(end, False)
     if not left:
         os.close(ours.pop("in"))
-    status = None
+    status, outside = None, select.poll()
+    outside.register(1, 0)
     while status is None:
         left_s = request["until"] - time.monotonic()
-        if left_s <= 0:
+        if left_s <= 0 or outside.poll(0):  # or nobody reads any more
             why = "timeout"
         elif any(len(text) > most for text in texts.values()):
             why = "output"

@@ -13,6 +13,7 @@ import ctypes
 import os
 import platform
 import struct
+from functools import cache
 
 _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -80,6 +81,24 @@ def known_architecture() -> bool:
 
 def filter_program() -> bytes:
     """The filter for this process, in the kernel's form. KeyError on an architecture that is not known."""
+    column, _ = _ARCHITECTURES[platform.machine()]
+    steps = []
+    for numbers, rules in _conditional(os.getpid()).items():
+        if numbers[column] >= 0:
+            body = [step for rule in rules for step in _checked(rule)] + [(_RETURN, 0, 0, _ALLOW)]
+            steps += [(_EQUAL, 0, len(body), numbers[column]), *body]
+    steps += [(_AT_LEAST, 0, 1, _NEWER), (_RETURN, 0, 0, _ENOSYS), (_RETURN, 0, 0, _EPERM)]
+    return _plain_part() + _packed(steps)
+
+
+def prepare_filter() -> None:
+    """Compute what every filter begins with, for the processes that are forked from this one."""
+    if known_architecture():
+        _plain_part()
+
+
+@cache
+def _plain_part() -> bytes:
     column, arch = _ARCHITECTURES[platform.machine()]
     steps = [
         (_LOAD, 0, 0, _ARCH),
@@ -93,11 +112,10 @@ def filter_program() -> bytes:
         number = int(entry.split()[1 + column])
         if number >= 0:
             steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
-    for numbers, rules in _conditional(os.getpid()).items():
-        if numbers[column] >= 0:
-            body = [step for rule in rules for step in _checked(rule)] + [(_RETURN, 0, 0, _ALLOW)]
-            steps += [(_EQUAL, 0, len(body), numbers[column]), *body]
-    steps += [(_AT_LEAST, 0, 1, _NEWER), (_RETURN, 0, 0, _ENOSYS), (_RETURN, 0, 0, _EPERM)]
+    return _packed(steps)
+
+
+def _packed(steps: list[tuple[int, int, int, int]]) -> bytes:
     return b"".join(struct.pack("HBBI", *step) for step in steps)
 
 

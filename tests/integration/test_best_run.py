@@ -130,6 +130,20 @@ def test_a_run_that_ended_early_says_so_and_goes_on_with_more_patience(
     assert code == 0 and means(tmp_path) == [0.5, 0.1, 0.2, 0.3, 0.8] and checkpoints(tmp_path) == [4]
 
 
+def test_without_an_evaluation_at_the_start_the_first_one_after_it_is_the_best_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found(monkeypatch, 0.9, 0.9, 0.3, 0.9, 0.2)
+    options = {"eval": {"at_start": False, "every_steps": 2, "metric": "sources/task/mean"}}
+    recipe = write(tmp_path, 4, checkpoint={"keep_best": True}, **options)
+    code, said = endings.train(capsys, recipe)
+    assert code == 0 and means(tmp_path) == [0.3, 0.2] and checkpoints(tmp_path) == [4]
+    assert said.count("Until then no evaluation is the best one") == 1, "known too late to end the run"
+    assert "0.200" in said and "-0.100" not in said, (
+        "there is nothing before the training that it could be compared with"
+    )
+
+
 def test_a_metric_that_is_not_there_ends_the_run_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,10 +44,11 @@ class EvalConfig(Table):
     )
     every_steps: int = option(
         0,
-        "Steps between two evaluations; 0 = only before and after training.",
+        "Steps between two evaluations; 0 = only before (at_start) and after training.",
         ge=0,
         only_if=("eval.num_tasks",),
     )
+    at_start: bool = option(True, "Evaluate before the first step, too.", only_if=("eval.num_tasks",))
     temperature: float = option(
         1.0, "Sampling temperature of evaluation; 0 = greedy.", ge=0, only_if=("eval.num_tasks",)
     )

@@ -102,6 +102,15 @@ class HeldOut:
     def _is_wanted(self) -> bool:
         return self.is_possible and self.config.eval.num_tasks > 0
 
+    def _check_metric(self, result: dict[str, Any], version: int) -> None:
+        """Before the first step a metric that is not there ends the run; later it must not cost what was trained."""
+        try:
+            check_metric(result, self.config.eval.metric)
+        except ValueError as error:
+            if not version:
+                raise
+            self.trackers.on_message(f"{error}. Until then no evaluation is the best one")
+
     @property
     def _looks_at_metric(self) -> bool:
         config = self.config
@@ -144,8 +153,8 @@ class HeldOut:
         result = summarised(found, config)
         if not version:
             check_roles(found, config.workflow.roles)
-        if not version and self._looks_at_metric:
-            check_metric(result, config.eval.metric)
+        if self._looks_at_metric and not self.directory.evals.rows():
+            self._check_metric(result, version)
         seconds = time.perf_counter() - started
         self.trackers.on_eval({"step": version, "policy_version": version, "seconds": seconds, **result})
         say(f"held-out mean reward after {version} steps: {result['mean']:.3f}")

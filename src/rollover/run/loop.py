@@ -130,8 +130,8 @@ class Run:
     async def steps(self) -> AsyncGenerator[Step, None]:
         """All steps and evaluations that are left. A stop ends it early; so may whoever asks for no more of them."""
         trainer, config = self.parts.trainer, self.config
-        every = config.eval.every_steps
-        if trainer.policy_version == 0 or (every and trainer.policy_version % every == 0):
+        every, version = config.eval.every_steps, trainer.policy_version
+        if config.eval.at_start if version == 0 else every and version % every == 0:
             await self._evaluate()  # a stop may have cut off the evaluation of the last step
         self.rows.begin()
         while trainer.policy_version < config.train.num_steps and not (self.stop.requested or self.enough):

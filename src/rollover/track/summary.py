@@ -70,7 +70,10 @@ def run_summary(
     enough: str = "",
 ) -> RunSummary:
     """The summary of a whole run, resumptions included, from the rows of metrics.jsonl and eval.jsonl."""
-    before, after = (evals[0], evals[-1]) if len(evals) >= 2 else (None, None)
+    before = evals[0] if evals and evals[0].get("step", 0) == 0 else None  # not with eval.at_start = false
+    after = evals[-1] if evals and evals[-1] is not before else None
+    if after is None:
+        before = None
     answers = {s["prompt"]: s for s in after["samples"]} if after is not None else {}
     samples = [
         SampleAnswer(s["prompt"], s["completion"], a["completion"], s["score"], a["score"])

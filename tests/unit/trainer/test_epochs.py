@@ -268,6 +268,29 @@ def test_the_first_update_is_always_made_and_the_kl_is_to_the_start_whatever_is_
     assert "kl/step_start" not in expected
 
 
+def test_a_critic_is_trained_in_every_epoch_on_the_returns_of_the_start_and_stops_with_the_policy() -> None:
+    algorithm = {"advantage": "gae"}
+    free, stopped, once = (
+        trainer(algorithm, epochs_per_step=epochs, max_kl=max_kl) for epochs, max_kl in ((2, 0.0), (2, 1e-9), (1, 0.0))
+    )
+    updates = recorded(free)
+    assert free.train_step(Batch(SAMPLES))["train/updates"] == 2
+    for name in ("values", "returns"):
+        for key, stream in updates[0][1][name].items():
+            np.testing.assert_array_equal(updates[1][1][name][key], stream)
+    assert stopped.train_step(Batch(SAMPLES))["train/updates"] == 1
+    once.train_step(Batch(SAMPLES))
+
+    def of_critic(t: Trainer) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in t.backend.save_state()[0].items() if name.startswith("critic/")}
+
+    found, expected, other = of_critic(stopped), of_critic(once), of_critic(free)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-7, rtol=1e-6)
+    assert any(not torch.equal(other[name], tensor) for name, tensor in found.items())
+
+
 def test_a_backend_that_does_not_count_the_kl_says_so() -> None:
     t = trainer(epochs_per_step=2, max_kl=1.0)
     original = t.backend.forward_backward

@@ -206,13 +206,14 @@ def test_a_run_on_a_ray_of_its_own_ends_by_ctrl_c_and_goes_on(tmp_path: Path) ->
         training.process.kill()
 
 
-def test_a_run_whose_own_ray_dies_ends_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_run_whose_own_ray_dies_ends_and_goes_on(number: int, tmp_path: Path) -> None:
     """Nobody can give that one another node."""
     training = Training(tmp_path)
     try:
         training.trains(2)
         [raylet] = [p for p in training.look() if command(p).split()[0].endswith("/raylet")]
-        raylet.kill()
+        raylet.send_signal(number)
         assert training.process.wait(LIMIT_S) == 1, training.said()
         assert "the Ray that this run started has ended" in training.said()
         assert "--resume" in (tmp_path / "log").read_text()

@@ -46,6 +46,7 @@ from rollover.rewards.spread import SpreadPool
 from rollover.trainer.ranks.group import Ranks
 
 _STORE_BYTES = 100 * 2**20  # of the node that is started here; what is larger goes to disk
+_LEAVE_S = 15.0
 _NOTICES_DEATH = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 500,
@@ -141,9 +142,14 @@ class RayCluster:
         return alive
 
     def _leave(self) -> None:
-        with _signals_kept():
-            ray.shutdown()
+        """In bounded time: a Ray of which a process is stopped, or cannot be reached, would be waited for for ever."""
+        leaving = threading.Thread(target=ray.shutdown, daemon=True, name="ray.shutdown")
+        leaving.start()
+        leaving.join(_LEAVE_S)
         if self._session is not None:
+            if leaving.is_alive():
+                self._session.kill()
+                leaving.join(_LEAVE_S)
             self._session.end(self.logs)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 from pathlib import Path
 
 from rollover.cluster.warden import end_warden, start_warden
+from rollover.processes import descendants
 
 _PREFIX = "rollover-ray-"
 
@@ -20,6 +22,17 @@ class OwnSession:
         self.folder = Path("/tmp") / f"{_PREFIX}{os.getpid()}"
         shutil.rmtree(self.folder, ignore_errors=True)  # of a process of that number, before this one
         self._warden = start_warden(str(self.folder))
+
+    def kill(self) -> None:
+        """Ray's processes, which do not end when they are told to, and all that these have started."""
+        found = set[int]()
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                if os.fsencode(self.folder) in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found |= {pid, *descendants(pid)}
+        for pid in found - {self._warden.pid}:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
     def end(self, logs: Path) -> None:
         """Keep what Ray wrote, as `logs`/ray."""

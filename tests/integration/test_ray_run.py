@@ -15,6 +15,8 @@ import runs
 from ray_nodes import RayNode, RayNodes, descendants, listening, lives, wait_until
 from test_journal_run import check_whole
 
+from rollover.config import Config
+
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.ray
 
@@ -221,3 +223,14 @@ def test_a_run_whose_own_ray_dies_ends_and_goes_on(number: int, tmp_path: Path) 
         training.goes_on()
     finally:
         training.process.kill()
+
+
+def test_the_ray_of_a_program_is_refused_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollover.cluster.ray import RayCluster, ray
+
+    left: list[bool] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: left.append(True))
+    with pytest.raises(ValueError, match="connected to a Ray already"):
+        RayCluster(Config.model_validate({"cluster": {"type": "ray"}}), tmp_path)
+    assert not left

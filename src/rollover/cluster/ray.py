@@ -59,6 +59,11 @@ class RayCluster:
     """A Cluster. See `open_cluster`. `logs`: the folder of what the roles print, on each node under this path."""
 
     def __init__(self, config: Config, logs: Path) -> None:
+        if ray.is_initialized():  # and it is not ours to leave
+            raise ValueError(
+                'cluster.type = "ray": this process is connected to a Ray already. Call ray.shutdown() before, or start'
+                " the run in a process of its own"
+            )
         self.config, self.logs = config, logs
         self._session = None if config.cluster.address else OwnSession()
         self._actors: dict[str, RayActor] = {}  # by the name of the role
@@ -213,11 +218,6 @@ def _connect(address: str, session: OwnSession | None) -> None:
 
     In the main thread: what Ray starts ends with the thread that started it.
     """
-    if ray.is_initialized():
-        raise ValueError(
-            'cluster.type = "ray": this process is connected to a Ray already. Call ray.shutdown() before, or start the'
-            " run in a process of its own"
-        )
     # Or what a dying node had logged is printed here. In 2.60 there is no other way; who notices a loss tells of it.
     vars(importlib.import_module("ray._private.worker"))["_worker_logs_enabled"] = False
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}

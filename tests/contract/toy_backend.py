@@ -46,6 +46,9 @@ class Bigrams:
         with torch.no_grad():
             return {s.rollout_id: self._forward([s])[1].numpy() for s in samples if s.mask.any()}
 
+    def compute_statistics(self, samples: list[Sample]) -> Stream:
+        raise ValueError("there are no statistics")
+
     def compute_values(self, samples: list[Sample]) -> Stream:
         raise ValueError("there is no value head")
 

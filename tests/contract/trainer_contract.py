@@ -81,6 +81,21 @@ async def check_logprobs_are_those_of_the_loss_tokens(subject: Subject) -> None:
     assert backend.policy_version == 0 and backend.flops > 0
 
 
+async def check_statistics_are_of_the_distributions_of_the_loss_tokens(subject: Subject) -> None:
+    backend = subject.make_backend()
+    try:
+        found = backend.compute_statistics(subject.samples)
+    except ValueError:
+        return  # a backend need not know them
+    logprobs = backend.compute_logprobs(subject.samples)
+    subject.assert_same({rollout_id: values[:, 0] for rollout_id, values in found.items()}, logprobs)
+    for values in found.values():
+        _, entropy_M, squares_M = values.T
+        assert values.dtype == np.float32 and (entropy_M >= 0).all() and (squares_M > 0).all()
+        # Jensen's inequality: -log sum p^2 <= -sum p log p.
+        assert (squares_M <= 1 + 1e-6).all() and (-np.log(squares_M) <= entropy_M + 1e-3).all()
+
+
 async def check_a_forward_pass_leaves_no_gradient(subject: Subject) -> None:
     backend = subject.make_backend()
     before = backend.compute_logprobs(subject.samples)
@@ -216,6 +231,7 @@ async def check_samples_are_of_the_current_weights(subject: Subject) -> None:
 
 CHECKS = [
     check_logprobs_are_those_of_the_loss_tokens,
+    check_statistics_are_of_the_distributions_of_the_loss_tokens,
     check_a_forward_pass_leaves_no_gradient,
     check_without_proximal_logprobs_the_ratio_is_one,
     check_gradients_add_up,

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from rollover.algorithms import advantage
+from rollover.algorithms.token_advantage import optimal_token_baseline
 
 verl = pytest.importorskip("verl.trainer.ppo.core_algos")
 trl = pytest.importorskip("trl")
@@ -191,6 +192,52 @@ def test_gdpo_of_verl(weights: list[float] | None, by_std: bool, std, seed: int)
     lengths_N = data.lengths_N
     got = advantage.gdpo(data.rewards_NR, data.group_N, weights_R, std=std, lengths_N=lengths_N, eps=1e-6)
     torch.testing.assert_close(data.spread(got), theirs, **CLOSE)
+
+
+@SEEDS
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("name", "align"), [("optimal_token_baseline", "positions"), ("tir_optimal_token_baseline", "loss_tokens")]
+)
+def test_optimal_token_baseline_of_verl(name: str, align: Any, weighted: bool, seed: int) -> None:
+    """With rewards of tokens. Masks without gaps for the first, which takes a row's end from its number of tokens."""
+    data = Data(seed)
+    if name == "optimal_token_baseline":
+        data.mask_NT = torch.arange(data.T) < data.lengths_N[:, None]
+    generator = torch.Generator().manual_seed(seed)
+    logprobs, squares = (
+        -2 * torch.rand(data.N, data.T, generator=generator),
+        torch.rand(data.N, data.T, generator=generator),
+    )
+    rho = 0.5 + torch.rand(data.N, data.T, generator=generator) if weighted else None
+    for rewards in (data.dense_NT * data.mask_NT, data.dense_NT.cumsum(-1) * data.mask_NT):
+        theirs, _ = verl.get_adv_estimator_fn(name)(
+            token_level_rewards=rewards,
+            response_mask=data.mask_NT.float(),
+            index=data.index,
+            old_log_probs=logprobs,
+            sum_pi_squared=squares,
+            rollout_is_weights=rho,
+        )
+        got = optimal_token_baseline(
+            rewards, data.mask_NT, data.group_N, logprobs, squares, weights_BT=rho, align=align
+        )
+        torch.testing.assert_close(got, theirs, **CLOSE)
+        assert got.any()
+
+
+def test_deliberate_a_row_alone_has_no_optimal_baseline_and_with_gaps_ends_at_its_last_token() -> None:
+    data = Data(0, singletons=True)
+    ones = torch.full((data.N, data.T), 0.5)
+    arguments = dict(index=data.index, old_log_probs=ones.log(), sum_pi_squared=ones)
+    theirs, returns = verl.get_adv_estimator_fn("optimal_token_baseline")(
+        token_level_rewards=data.outcome_NT, response_mask=data.mask_NT.float(), **arguments
+    )
+    got = optimal_token_baseline(data.outcome_NT, data.mask_NT, data.group_N, ones.log(), ones)
+    single = data.single_N
+    assert not got[single].any()
+    torch.testing.assert_close(theirs[single], (returns * data.mask_NT)[single], **CLOSE)
+    assert not torch.allclose(got[~single], theirs[~single])  # verl counts the tokens of a row for their places
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_vectorized", "rloo", "opo"])

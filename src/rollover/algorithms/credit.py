@@ -94,8 +94,8 @@ class Credit:
     ) -> Credited:
         """The advantages of a batch at trainer `version`. `oldest`: group id -> the oldest policy version in its loss.
         `left_out`: ids of Rollouts whose rewards count as missing. `penalties`: rollout_id -> what each token after its
-        prompt takes off the rewards [n], after all shaping (a critic gets rewards per token, and takes it off itself).
-        `replayed`: ids of the groups that were trained before.
+        prompt takes off the rewards [n], after all shaping (estimators over tokens get rewards per token, from which it
+        is taken off there). `replayed`: ids of the groups that were trained before.
 
         A TrajectoryGroup with fewer than two valid trajectories has nothing to compare, and leaves the loss where its
         Group has others (a Group of one is kept or dropped whole: rewards.min_valid). ValueError as of `Grouping` and
@@ -168,7 +168,7 @@ class Credit:
                     self._take(trajectory, credited)
                     continue
                 missing = not trajectory.ids.isdisjoint(left_out)
-                of_tokens = {} if _traits(estimator).critic else penalties
+                of_tokens = {} if _traits(estimator).over_tokens else penalties
                 baseline = greedy.get((group_id, trajectory.role), float("nan"))
                 parts.setdefault(trajectory.role, []).extend(
                     _Part(trajectory, turn, Unit(reward, number, num, baseline, trajectory.named))

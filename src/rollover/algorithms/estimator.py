@@ -75,8 +75,8 @@ class Estimator:
         self._estimate = _built_in(algorithm, name) if name in ADVANTAGES else _own(name)
 
     def __call__(self, scored: Scored) -> torch.Tensor:
-        """float32 [N]. With a critic (`AdvantageTraits.critic`) it is the rewards. FunctionError where a function of
-        the user's own raises or returns anything else."""
+        """float32 [N]. Where the step estimates advantages of tokens (`AdvantageTraits.over_tokens`) it is the rewards.
+        FunctionError where a function of the user's own raises or returns anything else."""
         return self._estimate(scored)
 
 
@@ -109,21 +109,19 @@ def rewards_of(rewards: Sequence[Reward | None], named: Sequence[str], algorithm
 # Private
 
 
-def _reward_itself(rewards_N: torch.Tensor) -> torch.Tensor:
-    """What a critic turns into advantages per token; 0 where it is missing."""
-    return torch.nan_to_num(rewards_N)
-
-
-# Each name in the configuration is that of a function of advantage.py, unless a critic does the estimating.
+# Each name in the configuration is that of a function of advantage.py, unless the step does the estimating.
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    name: _reward_itself if traits.critic else getattr(advantage, name)
+    name: getattr(advantage, name)
     for name, traits in ADVANTAGES.items()
-    if not traits.precomputed
+    if not (traits.precomputed or traits.over_tokens)
 }
 
 
 def _built_in(algorithm: AlgorithmConfig, name: str) -> Callable[[Scored], torch.Tensor]:
-    function, traits = _FUNCTIONS[name], ADVANTAGES[name]
+    traits = ADVANTAGES[name]
+    if traits.over_tokens:
+        return lambda scored: torch.nan_to_num(scored.rewards_N)
+    function = _FUNCTIONS[name]
     options = {name: getattr(algorithm, option) for name, option in traits.options.items()}
     by_tokens = traits.counts and (algorithm.advantage_counts or traits.counts) == "tokens"
     reads = (*traits.reads, "lengths_N") if by_tokens else traits.reads

@@ -23,7 +23,7 @@ from rollover.config.table import (
     option,
     refuse,
 )
-from rollover.config.traits import ADVANTAGES, LOSSES, OWN_ADVANTAGE, OWN_LOSS, AdvantageTraits, Aggregation, LossTraits
+from rollover.config.traits import ADVANTAGES, LOSSES, OWN_LOSS, AdvantageTraits, Aggregation, LossTraits
 
 Presets = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "cispo", "gmpo", "sapo", "luspo", "vespo", "rloo", "opo", "gpg", "reinforce++",
@@ -40,6 +40,7 @@ _WITH_STD = _advantages(lambda traits: "advantage_std" in traits.options.values(
 _WITH_K = _advantages(lambda traits: "passk" in traits.options.values())
 _WITH_COUNTS = _advantages(lambda traits: traits.counts is not None)
 _WITH_SEVERAL = _advantages(lambda traits: "weights_R" in traits.reads)
+_WITH_GAMMA = _advantages(lambda traits: "gamma" in traits.options)
 _WITH_CRITIC = _advantages(lambda traits: traits.critic)
 _BOUNDED = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.bounds), OWN)
 _DUAL_CLIPPED = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.dual_clip), OWN)
@@ -47,7 +48,7 @@ _WITH_KL = ("algorithm.kl_coef",)
 _WEIGHING = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.weighs))
 
 
-class AlgorithmConfig(reference.ReferencePolicy, Table):
+class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
     """[algorithm]: advantages, loss and off-policy correction. A preset sets them below every file."""
 
     preset: Presets = option("grpo", "Named set of the values below.")
@@ -78,7 +79,7 @@ class AlgorithmConfig(reference.ReferencePolicy, Table):
         " reward function returned. Empty: score alone.",
         only_if=_WITH_SEVERAL,
     )
-    gamma: float = option(1.0, "Discount of a token.", gt=0, le=1, only_if=_WITH_CRITIC)
+    gamma: float = option(1.0, "Discount of a token.", gt=0, le=1, only_if=_WITH_GAMMA)
     gae_lambda: float = option(1.0, "Decay of the temporal differences.", ge=0, le=1, only_if=_WITH_CRITIC)
 
     after_scoring: str = option(
@@ -116,6 +117,13 @@ class AlgorithmConfig(reference.ReferencePolicy, Table):
         only_if=("algorithm.aggregation", "seq-mean-token-sum-norm"),
     )
     entropy_coef: float = option(0.0, "Weight of the entropy bonus; 0 = off.", ge=0)
+    top_entropy_share: float = option(
+        1.0,
+        "The share of a minibatch's tokens whose policy loss counts: those of highest entropy at the start of the step;"
+        " 1 = all.",
+        gt=0,
+        le=1,
+    )
 
     proximal: Literal["step_start", "behavior", "interpolated", "snapshot"] = option(
         "step_start",
@@ -131,6 +139,11 @@ class AlgorithmConfig(reference.ReferencePolicy, Table):
         " version.",
     )
     correction_cap: float = option(2.0, "Cap of the importance weight.", gt=1)
+    correction_normalize: bool = option(
+        False,
+        "Divide the importance weights by their mean over the step's tokens (sequences, with sequence_truncate and"
+        " sequence_mask), at the weights of its start.",
+    )
     correction_floor: Annotated[float, Field(ge=0, lt=1)] = option(
         0.0, "Floor of the importance weight; 0 = none.", unless=_WEIGHING
     )
@@ -228,19 +241,6 @@ class AlgorithmConfig(reference.ReferencePolicy, Table):
 
     def neutral(self, name: str) -> tuple[Any, ...]:
         return ("", reference.default_kl_kind(self.kl_in)) if name == "kl_kind" else super().neutral(name)
-
-    @property
-    def advantage_traits(self) -> AdvantageTraits:
-        return ADVANTAGES.get(self.advantage, OWN_ADVANTAGE)
-
-    @property
-    def needs_critic(self) -> bool:
-        return self.advantage_traits.critic
-
-    @property
-    def compares_siblings(self) -> bool:
-        """Whether a group of equal rewards teaches nothing."""
-        return self.advantage_traits.compares_siblings
 
     # What the loss does. Rules, derived values and the trainer all ask here.
 

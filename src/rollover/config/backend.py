@@ -74,6 +74,10 @@ _LOGITS = LogitsConfig.model_fields
 # What the service cannot do: the option, the values that it can have, and why it has no others.
 TINKER_REFUSES: dict[str, tuple[tuple[Any, ...], str]] = {
     "algorithm.entropy_coef": ((0.0,), "the service tells log-probs of given tokens, of which no entropy can be made"),
+    "algorithm.top_entropy_share": (
+        (1.0,),
+        "the service tells log-probs of given tokens, of which no entropy can be made",
+    ),
     "algorithm.proximal": (
         ("auto", "step_start", "behavior", "current", "interpolated"),
         "log-probs under earlier weights are not to be had from it",
@@ -162,6 +166,14 @@ RULES: tuple[Rule, ...] = (
         ("model.lora.rank", "backend.type"),
         lambda c: is_tinker(c) and not c.model.lora.rank,
         lambda c: 'backend.type = "tinker" trains adapters: set model.lora.rank to the rank that they shall have',
+    ),
+    Refused(
+        ("algorithm.advantage", "backend.type"),
+        lambda c: is_tinker(c) and c.algorithm.advantage_traits.statistics,
+        lambda c: (
+            f'algorithm.advantage = "{c.algorithm.advantage}" with backend.type = "tinker": the service tells log-probs'
+            " of given tokens, and nothing else of their distributions. Use another estimator, such as grpo"
+        ),
     ),
     Refused(
         ("algorithm.advantage", "backend.type"),

@@ -3,12 +3,13 @@
 They are about [algorithm], and about whatever makes rollouts off-policy.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any, Literal
 
 from rollover.alike import did_you_mean
 from rollover.config.logits import LogitsConfig
-from rollover.config.table import Inert, Refused, Rule
+from rollover.config.table import Inert, Refused, Rule, value_of
 from rollover.functions import is_number
 
 Correction = Literal[
@@ -108,7 +109,36 @@ def _uncorrected(
     )
 
 
+_OF_WEIGHTS = (
+    *("algorithm.correction_cap", "algorithm.correction_floor", "algorithm.correction_normalize"),
+    "algorithm.ess_step_scaling",
+)
+_WHOLE_STEP = {
+    "algorithm.correction_normalize": lambda c: c.algorithm.correction_normalize,
+    "algorithm.top_entropy_share": lambda c: c.algorithm.top_entropy_share < 1,
+}
+"""What is taken over the tokens of a whole step or minibatch, and when it is on."""
+
 RULES: tuple[Rule, ...] = (
+    *(
+        Refused(
+            (key, "train.streaming_min_groups"),
+            lambda c, on=on: on(c) and c.train.streaming_min_groups > 0,
+            lambda c, key=key: (
+                f"{key} = {json.dumps(value_of(c, key))} with train.streaming_min_groups: it depends on all tokens of"
+                " the step, which are not known yet. Set one of the two back to its default"
+            ),
+        )
+        for key, on in _WHOLE_STEP.items()
+    ),
+    Refused(
+        ("algorithm.correction_normalize", "algorithm.loss"),
+        lambda c: c.algorithm.correction_normalize and c.algorithm.loss == "vespo",
+        lambda c: (
+            'algorithm.correction_normalize with algorithm.loss = "vespo": its weights are inside of a function, not a'
+            " factor that a mean could divide. Set it to false"
+        ),
+    ),
     Inert(
         ("algorithm.proximal",),
         ("algorithm.loss",),
@@ -130,13 +160,13 @@ RULES: tuple[Rule, ...] = (
         "Use loss = clip for another correction",
     ),
     Inert(
-        ("algorithm.correction_cap", "algorithm.correction_floor", "algorithm.ess_step_scaling"),
+        _OF_WEIGHTS,
         ("algorithm.proximal",),
         lambda c: c.algorithm.proximal_policy == "behavior",
         'with algorithm.proximal = "behavior": the importance weight proximal/behavior is 1 everywhere',
     ),
     Inert(
-        ("algorithm.correction_cap", "algorithm.correction_floor", "algorithm.ess_step_scaling"),
+        _OF_WEIGHTS,
         ("algorithm.correction",),
         lambda c: c.algorithm.weight == "none" and c.algorithm.proximal_policy != "behavior",
         'with algorithm.correction = "none": all weights are 1',

@@ -4,8 +4,35 @@ from typing import Any
 
 from rollover.alike import did_you_mean
 from rollover.config.table import Inert, Refused, Rule, is_own
-from rollover.config.traits import ADVANTAGES
+from rollover.config.traits import ADVANTAGES, OWN_ADVANTAGE, AdvantageTraits
 from rollover.functions import is_number
+
+
+class Estimation:
+    """What algorithm.advantage, and what comes with it, asks of a step: a part of the table."""
+
+    @property
+    def advantage_traits(self: Any) -> AdvantageTraits:
+        return ADVANTAGES.get(self.advantage, OWN_ADVANTAGE)
+
+    @property
+    def needs_critic(self: Any) -> bool:
+        return self.advantage_traits.critic
+
+    @property
+    def estimates_tokens(self: Any) -> bool:
+        """Whether the training step estimates advantages of tokens: until then samples carry rewards in their place."""
+        return self.advantage_traits.over_tokens
+
+    @property
+    def needs_statistics(self: Any) -> bool:
+        """Whether statistics of the policy's distribution at each token are asked for, at the start of a step."""
+        return self.advantage_traits.statistics or self.top_entropy_share < 1
+
+    @property
+    def compares_siblings(self: Any) -> bool:
+        """Whether a group of equal rewards teaches nothing."""
+        return self.advantage_traits.compares_siblings
 
 
 def _never_negative(config: Any) -> bool:
@@ -76,6 +103,14 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             f'rewards.min_valid = {c.rewards.min_valid} with algorithm.advantage = "{c.algorithm.advantage}": one'
             " reward has no sibling to be compared with. Set rewards.min_valid to 2 or more"
+        ),
+    ),
+    Refused(
+        ("algorithm.advantage", "workflow.group_by"),
+        lambda c: c.algorithm.advantage_traits.statistics and bool(c.workflow.group_by),
+        lambda c: (
+            f'algorithm.advantage = "{c.algorithm.advantage}" with workflow.group_by: its baselines are over the'
+            " rollouts of a group and role. Remove workflow.group_by, or use another estimator"
         ),
     ),
     Refused(

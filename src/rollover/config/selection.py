@@ -1,6 +1,7 @@
 """[filters], [replay] and [reroll]: which groups are trained, once more, or not at all; and the rules about them."""
 
 from rollover.config.table import Inert, Refused, Rule, Table, option
+from rollover.config.traits import ADVANTAGES
 
 
 class FiltersConfig(Table):
@@ -50,7 +51,7 @@ class FiltersConfig(Table):
     mask_in_baseline: bool = option(
         True,
         "The rewards of masked rollouts count in their group's statistics.",
-        unless=("algorithm.advantage", "remax", "gae"),
+        unless=("algorithm.advantage", "remax", *(name for name, traits in ADVANTAGES.items() if traits.over_tokens)),
     )
 
     @property
@@ -202,10 +203,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("replay.size", "algorithm.advantage"),
-        lambda c: c.replay.size > 0 and c.algorithm.needs_critic,
+        lambda c: c.replay.size > 0 and c.algorithm.estimates_tokens,
         lambda c: (
-            'replay.size with algorithm.advantage = "gae": the critic finds a signal in every group, so that none is'
-            " replaced. Remove replay.size"
+            f'replay.size with algorithm.advantage = "{c.algorithm.advantage}": whether a group has a signal is known'
+            " once the step has estimated its tokens. Remove replay.size"
         ),
     ),
     Refused(

@@ -26,8 +26,13 @@ class AdvantageTraits:
     """An advantage depends on all groups of the step, and not on its own group alone."""
     precomputed: bool = False
     """Advantages come with the trajectories; there is no function of this name."""
+    over_tokens: bool = False
+    """Advantages are estimated per token in the training step, of rewards per token; `reads` and `options` are then
+    what the rules ask for, and the function is called by trainer/token_estimates.py."""
+    statistics: bool = False
+    """It reads statistics of the policy's distribution at each token (`TrainerBackend.compute_statistics`)."""
     critic: bool = False
-    """A critic makes advantages per token of the rewards; there is no function of this name per rollout."""
+    """A critic makes the advantages; there is no function of this name per rollout."""
 
     @property
     def compares_siblings(self) -> bool:
@@ -36,7 +41,7 @@ class AdvantageTraits:
 
 
 _SEVERAL = ("rewards_NR", "group_N", "weights_R")
-# Each is the function of that name in algorithms/advantage.py.
+# Each is the function of that name in algorithms/advantage.py; those over tokens: trainer/token_estimates.py.
 ADVANTAGES = {
     "grpo": AdvantageTraits(options={"std": "advantage_std"}),
     "dr_grpo": AdvantageTraits(),
@@ -51,7 +56,12 @@ ADVANTAGES = {
     "grpo_passk": AdvantageTraits(options={"k": "passk", "std": "passk_std"}),
     "max_rl": AdvantageTraits(),
     "precomputed": AdvantageTraits((), precomputed=True),
-    "gae": AdvantageTraits(("rewards_N",), over_the_batch=True, critic=True),
+    "gae": AdvantageTraits(("rewards_N",), {"gamma": "gamma"}, over_the_batch=True, over_tokens=True, critic=True),
+    "reinforce_plus_plus_tokens": AdvantageTraits(
+        ("rewards_N",), {"gamma": "gamma"}, over_the_batch=True, over_tokens=True
+    ),
+    "optimal_token_baseline": AdvantageTraits(over_the_batch=True, over_tokens=True, statistics=True),
+    "tir_optimal_token_baseline": AdvantageTraits(over_the_batch=True, over_tokens=True, statistics=True),
 }
 OWN_ADVANTAGE = AdvantageTraits()  # a function of the user's own is called with rewards and groups
 

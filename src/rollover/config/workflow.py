@@ -195,6 +195,10 @@ def _other(config: Any) -> set[str]:
     return {name for name, role in roles if role.advantage not in ("", config.algorithm.advantage)}
 
 
+def _over_tokens(name: str) -> bool:
+    return name in ADVANTAGES and ADVANTAGES[name].over_tokens
+
+
 def _players(config: Any) -> list[str]:
     """What answers the policy, or asks it: "key = value" of each."""
     named = {key: value_of(config, key) for key in (*_AGENTS, "workflow.environment", "rollout.environment")}
@@ -240,14 +244,11 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("workflow.roles", "algorithm.advantage"),
         lambda c: (
-            bool(_other(c))
-            and any(
-                name in ADVANTAGES and ADVANTAGES[name].critic for name in (*_advantages(c), c.algorithm.advantage)
-            )
+            bool(_other(c)) and any(map(_over_tokens, (*_advantages(c), c.algorithm.advantage)))
         ),
         lambda c: (
-            f'workflow.roles.{min(_other(c))}.advantage beside algorithm.advantage = "{c.algorithm.advantage}": a'
-            " critic's advantages cannot be mixed with others. Give all roles one estimator"
+            f'workflow.roles.{min(_other(c))}.advantage beside algorithm.advantage = "{c.algorithm.advantage}":'
+            " advantages over tokens cannot be mixed with others. Give all roles one estimator"
         ),
     ),
     Refused(
@@ -285,8 +286,8 @@ RULES: tuple[Rule, ...] = (
             ),
             (
                 "algorithm.advantage",
-                lambda c: any(name in ("gae", "remax") for name in _advantages(c)),
-                "gae and remax compare whole rollouts. Use another estimator",
+                lambda c: any(name == "remax" or _over_tokens(name) for name in _advantages(c)),
+                "remax compares whole rollouts, and gae and others over tokens begin with their rewards. Use another",
             ),
         )
     ),

@@ -242,6 +242,27 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
 
 
+@torch.no_grad()
+def chunked_squares(
+    hidden_NE: torch.Tensor, head: Head, temperature_N: torch.Tensor, *, chunk_bytes: int = 0
+) -> torch.Tensor:
+    """Sum over the vocabulary of the squared probabilities that each token was drawn by (float32 [N]): the chance that
+    two draws are the same. Without a gradient; `chunk_bytes` as for `chunked_logprobs`."""
+    chunk = _chunk_of(hidden_NE, head, chunk_bytes)
+    out_N = torch.empty(len(hidden_NE), dtype=torch.float32, device=hidden_NE.device)
+    for start in range(0, len(hidden_NE), chunk):
+        part = slice(start, start + chunk)
+        logits_CV = head.kept.logits(hidden_NE[part]) / temperature_N[part, None]
+        out_N[part] = logits_CV.softmax(-1).square().sum(-1)
+    return out_N
+
+
+def _chunk_of(hidden_NE: torch.Tensor, head: Head, chunk_bytes: int) -> int:
+    """Tokens of a chunk whose float32 logits have at most `chunk_bytes` (0: as the device likes it)."""
+    chunk_bytes = chunk_bytes or (CHUNK_BYTES if hidden_NE.device.type == "cpu" else _CHUNK_BYTES_ON_GPU)
+    return max(1, chunk_bytes // (4 * head.weight_VE.shape[0]))
+
+
 def chunked_logprobs(
     hidden_NE: torch.Tensor,
     head: Head,
@@ -256,8 +277,7 @@ def chunked_logprobs(
     At most `chunk_bytes` of float32 logits exist at once (0: as the device likes it). `unit`: all temperatures are 1,
     which saves a pass over the logits. Differentiable in hidden_NE and the head's weight and bias.
     """
-    chunk_bytes = chunk_bytes or (CHUNK_BYTES if hidden_NE.device.type == "cpu" else _CHUNK_BYTES_ON_GPU)
-    chunk = max(1, chunk_bytes // (4 * head.weight_VE.shape[0]))
+    chunk = _chunk_of(hidden_NE, head, chunk_bytes)
     out = _ChunkedLogprobs.apply(
         hidden_NE, head.weight_VE, head.bias_V, targets_N, temperature_N, head.kept, chunk, unit
     )

@@ -121,7 +121,7 @@ class Rows:
             "tokens/step_trained": float(batch.num_loss_tokens),
             **mask_metrics(batch),
             **batch.shaped.metrics,
-            **role_metrics(groups, batch, self.grouping, by_critic=self.config.algorithm.needs_critic),
+            **role_metrics(groups, batch, self.grouping, by_critic=self.config.algorithm.estimates_tokens),
             "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),
             "tasks/skipped_long_prompt": parts.prompts.num_skipped,
             "tasks/left_out": parts.prompts.num_left_out,

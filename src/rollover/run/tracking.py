@@ -22,7 +22,7 @@ class Tracking:
         self.records = Records(
             trackers,
             parts.loaded.tokenizer.decode,
-            lambda sample: not (config.algorithm.needs_critic or config.distill.replaces_for(sample.role)),
+            lambda sample: not (config.algorithm.estimates_tokens or config.distill.replaces_for(sample.role)),
         )
 
     def on_event(self, event: Event) -> None:

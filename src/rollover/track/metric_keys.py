@@ -319,6 +319,7 @@ METRICS: list[Metric] = [
     Metric("mismatch/logprob_abs_max", "max", "nats", "Its maximum."),
     Metric("importance/below_share", "mean", "share", "Share of tokens whose weight was below its floor."),
     Metric("importance/weight_mean", "mean", "", "Mean importance weight as applied: capped, masked ones 0."),
+    Metric("importance/normalizer", "mean", "", "What algorithm.correction_normalize divided the weights by."),
     Metric("importance/ess", "mean", "share", "Effective sample size of the weights as applied, by loss tokens."),
     Metric("importance/ess_token_ratio", "mean", "share", "The same of proximal/behavior per token, before any cap."),
     Metric("importance/ess_sequence_ratio", "mean", "share", "The same of whole sequences' proximal/behavior."),

@@ -92,6 +92,15 @@ class TrainerBackend(Protocol):
         """
         ...
 
+    def compute_statistics(self, samples: list[Sample]) -> Stream:
+        """Of the distribution that each loss token was drawn from, under the current weights: float32 [loss tokens, 3],
+        the log-prob of the token, the entropy (nats) and the sum of the squared probabilities of the vocabulary.
+
+        Asked for with algorithm.top_entropy_share and the optimal token baselines alone. ValueError where it cannot be
+        told.
+        """
+        ...
+
     def forward_backward(
         self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
     ) -> Tally:
@@ -99,9 +108,10 @@ class TrainerBackend(Protocol):
 
         `counts`: what the whole minibatch holds, of which `samples` may be a part: losses are divided by it, unless
         `counts.divided` is False. `known`: streams that were computed before: "proximal" and "reference" log-probs,
-        those at the "start" of the step (train.max_kl), "values" and "returns" of a critic. Without "proximal" the
-        current log-probs take its place: the ratio is then exactly 1, and costs no forward pass. Without a loss token
-        in `samples`, and with some in `counts`, the gradient is 0 rather than absent: the optimizer's momentum goes on.
+        those at the "start" of the step (train.max_kl), "values" and "returns" of a critic, "weights" that multiply
+        the policy loss. Without "proximal" the current log-probs take its place: the ratio is then exactly 1, and costs
+        no forward pass. Without a loss token in `samples`, and with some in `counts`, the gradient is 0 rather than
+        absent: the optimizer's momentum goes on.
         ValueError for a sample that the model cannot be given.
         """
         ...

@@ -8,7 +8,7 @@ Losses are named by the configuration and computed by objective.py; nothing here
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -143,22 +143,22 @@ class LocalBackend:
         others = (self._teacher, self.critic)
         return self._passes.flops + sum(other.flops for other in others if other is not None)
 
-    def _evaluate(self, samples: list[Sample], what: Callable[[Packed], torch.Tensor]) -> Stream:
-        """rollout_id -> `what` [loss tokens] under the current weights, without dropout."""
-        self._train_mode(False)
-        return self._passes.evaluate(samples, what)
-
     def compute_logprobs(self, samples: list[Sample], version: Version | None = None) -> Stream:
         if version == TEACHER and self._teacher is not None:
             return self._teacher.logprobs(samples)
         with self._versions.under(version, self.policy_version):
-            return self._evaluate(samples, lambda packed: self._passes.forward(packed)[0])
+            self._train_mode(False)
+            return self._passes.logprobs(samples)
 
     def compute_values(self, samples: list[Sample]) -> Stream:
         if self.critic is None:
             raise ValueError('there is no value head: set algorithm.advantage = "gae"')
         self._train_mode(False)
         return self.critic.evaluate(samples, self._passes)
+
+    def compute_statistics(self, samples: list[Sample]) -> Stream:
+        self._train_mode(False)
+        return self._passes.statistics(samples)
 
     def forward_backward(
         self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
@@ -217,6 +217,7 @@ class LocalBackend:
             group_B=packed.group_B,
             sequences=packed.sequences,
             start_BT=given("start"),
+            weights_BT=given("weights"),
         )
         return *self.objective(streams, counts), hidden_ME
 

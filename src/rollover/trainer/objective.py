@@ -83,7 +83,7 @@ class Streams:
     """Per-token streams of a micro-batch, 0 outside the mask. `staleness_BT`: trainer version - policy version.
 
     Differentiable: logprobs_BT and entropy_BT. `proximal_BT` None: the current ones, detached. `group_B`: group ids, on
-    the CPU. `sequences`: what sequence each row is of.
+    the CPU. `sequences`: what sequence each row is of. `weights_BT`: factors of the policy loss; None: 1.
     """
 
     logprobs_BT: torch.Tensor
@@ -99,6 +99,7 @@ class Streams:
     sequences: Sequence[str]
     start_BT: torch.Tensor | None = None
     """Under the weights at the start of the step, where their KL to the current ones is asked for (train.max_kl)."""
+    weights_BT: torch.Tensor | None = None
 
 
 class Objective:
@@ -125,6 +126,8 @@ class Objective:
         )
         weights_BT = self._weights(streams, proximal_BT, sums)
         loss_BT = loss_BT * weights_BT
+        if streams.weights_BT is not None:
+            loss_BT = loss_BT * streams.weights_BT
         if streams.reference_BT is not None:
             kl_BT = self._reference_kl(streams, streams.reference_BT)
             loss_BT = loss_BT + cfg.kl_coef * kl_BT

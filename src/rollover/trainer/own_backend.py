@@ -31,6 +31,8 @@ _MUST = {
     "flops": "be a property with the FLOPs so far, a number",
     "compute_logprobs": "return a dict: rollout id -> float32 array with a log-prob for each loss token",
     "compute_values": "return a dict: rollout id -> float32 array with a value for each loss token",
+    "compute_statistics": "return a dict: rollout id -> float32 array [loss tokens, 3] with log-prob, entropy and sum"
+    " of squared probabilities",
     "forward_backward": "add the gradient of the samples, and return a Tally",
     "optim_step": "step, and return a dict of numbers with grad_norm, learning_rate and train/skipped_steps",
     "forget_gradients": "forget the gradient, and may raise nothing",
@@ -84,6 +86,11 @@ class OwnBackend:
         with self._calling("compute_values"):
             found = self.backend.compute_values(samples)
         return self._stream("compute_values", found, samples)
+
+    def compute_statistics(self, samples: list[Sample]) -> Stream:
+        with self._calling("compute_statistics"):
+            found = self.backend.compute_statistics(samples)
+        return self._stream("compute_statistics", found, samples, 3)
 
     def forward_backward(
         self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
@@ -144,14 +151,14 @@ class OwnBackend:
             f"backend.type = {self.spec!r}: its {verb} {how}. Mend it: it must {_MUST[verb]} (trainer/backend.py)"
         )
 
-    def _stream(self, verb: str, found: object, samples: list[Sample]) -> Stream:
-        """FunctionError unless there is a number for each loss token of the samples."""
+    def _stream(self, verb: str, found: object, samples: list[Sample], *width: int) -> Stream:
+        """FunctionError unless there is a number (`width` of them) for each loss token of the samples."""
         if not isinstance(found, Mapping):
             raise self._failed(verb, f"returned {described(found)}")
         for s in samples:
             if num := int(s.mask.sum()):
                 values = found.get(s.rollout_id)
-                if not isinstance(values, np.ndarray) or values.shape != (num,):
+                if not isinstance(values, np.ndarray) or values.shape != (num, *width):
                     what = f"returned {described(values)} for rollout {s.rollout_id}, which has {num} loss tokens"
                     raise self._failed(verb, what)
         return dict(found)

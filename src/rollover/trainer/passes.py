@@ -19,7 +19,7 @@ from rollover.models.attention import hidden_states
 from rollover.models.flex import packed_attention
 from rollover.models.flops import ModelFlops
 from rollover.models.limits import Limits
-from rollover.models.logprobs import Head, TrainedHead, chunked_logprobs
+from rollover.models.logprobs import Head, TrainedHead, chunked_logprobs, chunked_squares
 from rollover.models.team import Team
 from rollover.trainer.backend import Stream
 from rollover.trainer.packing import Packed, micro_batches, pack
@@ -58,12 +58,15 @@ class Policy(torch.nn.Module):
         super().__init__()
         self.model, self._head = model, head
 
-    def forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens."""
+    def forward(self, packed: Packed, *, squares: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens. `squares`: in the place of the last,
+        the sums of squared probabilities [M], without a gradient."""
         hidden_ME = _hidden(self.model, packed)
         logprobs_M, entropy_M = chunked_logprobs(
             hidden_ME, self._head(), packed.targets_M, packed.temperature_M, unit=packed.unit
         )
+        if squares:
+            return logprobs_M, entropy_M, chunked_squares(hidden_ME, self._head(), packed.temperature_M)
         return logprobs_M, entropy_M, hidden_ME
 
 
@@ -112,9 +115,10 @@ class Passes:
             limits = replace(limits, positions=positions + 1)
         return pack(micro or [_NOTHING], self.device, limits)
 
-    def forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens under the current weights."""
-        out = self._policy(packed)
+    def forward(self, packed: Packed, *, squares: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens under the current weights. `squares`:
+        as of `Policy`."""
+        out = self._policy(packed, squares=squares)
         if packed.sequences != [""]:
             self.flops += self._of_model.forward(packed.lengths, packed.prefixes, len(packed.targets_M))
         return out
@@ -132,6 +136,11 @@ class Passes:
     def logprobs(self, samples: list[Sample]) -> Stream:
         """Log-probs of the loss tokens, each at the temperature of its sample; no gradient."""
         return self.evaluate(samples, lambda packed: self.forward(packed)[0])
+
+    def statistics(self, samples: list[Sample]) -> Stream:
+        """rollout_id -> of each loss token [loss tokens, 3]: log-prob, entropy of its distribution, sum of its squared
+        probabilities; no gradient."""
+        return self.evaluate(samples, lambda packed: torch.stack(self.forward(packed, squares=True), -1))
 
     @torch.no_grad()
     def evaluate(

@@ -72,6 +72,9 @@ class TinkerBackend:
     def compute_values(self, samples: list[Sample]) -> Stream:
         raise ValueError("there is no value head at the service")
 
+    def compute_statistics(self, samples: list[Sample]) -> Stream:
+        raise ValueError("the service tells log-probs of given tokens, and nothing else of their distributions")
+
     def forward_backward(
         self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
     ) -> Tally:
@@ -253,6 +256,7 @@ def _streams(
         group_B=torch.tensor([s.group_id for s in samples]),
         sequences=[s.sequence_id for s in samples],
         start_BT=stream("start"),
+        weights_BT=stream("weights"),
     )
 
 

@@ -24,6 +24,8 @@ from rollover.trainer.packing import split_groups
 from rollover.trainer.rejection import rejections, restricted, rewritten, why_none_is_left
 from rollover.trainer.reward_kl import RewardKL
 from rollover.trainer.tally import Tally, totals_of
+from rollover.trainer.token_estimates import LOGPROB, STATISTICS, estimate_tokens, sampling_logprobs
+from rollover.trainer.token_weights import weights_of_step
 from rollover.trainer.updates import Update, updates_of
 from rollover.types import Sample
 
@@ -80,6 +82,7 @@ class Trainer:
         minibatches = split_groups(samples, self.config.minibatches_per_step)
         minibatches, known = self._reject(minibatches, known)
         minibatches, known = self._distill(minibatches, known)
+        known, mean_of_weights = self._weigh(minibatches, known)
         rejected = batch.num_loss_tokens - sum(Counts.of(part).tokens for part in minibatches)
         if rejected and rejected == batch.num_loss_tokens:
             why = why_none_is_left(self.algorithm, rejected)
@@ -99,6 +102,8 @@ class Trainer:
             metrics |= self.reward_kl.after_step(batch.penalties)
         if self.algorithm.rejection:
             metrics["off_policy/rejected_share"] = rejected / max(1, batch.num_loss_tokens)
+        if self.algorithm.correction_normalize:
+            metrics["importance/normalizer"] = mean_of_weights
         if self.distill.teacher:
             metrics |= self._divergence.metrics() | {"time/teacher_s": self._teacher_s}
             self._divergence, self._teacher_s = Divergence(), 0.0
@@ -106,7 +111,7 @@ class Trainer:
 
     def accumulate(self, samples: list[Sample]) -> None:
         """Add the gradient of whole groups of the step to come, before the rest of it is known (`train_step`)."""
-        assert self.config.updates_per_step == 1 and not self.algorithm.needs_critic
+        assert self.config.updates_per_step == 1 and not self.algorithm.estimates_tokens
         given = {s.rollout_id: s.advantages for s in samples}
         ((samples,), known) = self._reject([samples], {})
         ((samples,), known) = self._distill([samples], known)
@@ -178,11 +183,16 @@ class Trainer:
             self.backend.optim_step(0.0, ends_step=index == left - 1)
 
     def _estimate(self, samples: list[Sample]) -> tuple[list[Sample], dict[str, Stream]]:
-        """With a critic: the samples with its advantages, its values and the returns. Else the samples as they are."""
+        """With a critic: the samples with its advantages, its values and the returns. Else the samples, with advantages
+        of tokens where algorithm.advantage estimates them, and the statistics of these that the step needs."""
+        known = {STATISTICS: self.backend.compute_statistics(samples)} if self.algorithm.needs_statistics else {}
         if not self.algorithm.needs_critic:
-            return samples, {}
+            if self.algorithm.estimates_tokens:
+                samples = estimate_tokens(self.algorithm, samples, known.get(STATISTICS, {}))
+            return samples, known
         values = self.backend.compute_values(beyond(samples) if self.critic.bootstrap_truncated else samples)
-        return estimate(self.algorithm, samples, values)
+        samples, of_critic = estimate(self.algorithm, samples, values)
+        return samples, known | of_critic
 
     def _reject(
         self, minibatches: list[list[Sample]], known: dict[str, Stream]
@@ -194,13 +204,30 @@ class Trainer:
         if not self.algorithm.rejection:
             return minibatches, known
         fresh = [[s for s in part if s.rollout_id not in self._accumulated] for part in minibatches]
-        policy = self.algorithm.proximal_policy
-        start = self._sampling_logprobs(fresh) if policy == "snapshot" else self._logprobs(fresh)
+        start, known = self._start(fresh, known)
         kept = rejections(self.algorithm, [s for part in fresh for s in part], start, self.policy_version)
-        if policy in ("snapshot", "step_start"):
-            known = known | {"proximal": start}
         left = [[self._accumulated.get(s.rollout_id) or rewritten(s, kept) for s in part] for part in minibatches]
         return left, {name: restricted(stream, kept) for name, stream in known.items()}
+
+    def _start(self, minibatches: list[list[Sample]], known: dict[str, Stream]) -> tuple[Stream, dict[str, Stream]]:
+        """Log-probs at the start of the step (with proximal = "snapshot" under the weights that sampled), and the
+        streams with these, where they are the proximal ones."""
+        policy = self.algorithm.proximal_policy
+        if "proximal" in known:
+            return known["proximal"], known
+        if policy == "snapshot":
+            start = sampling_logprobs(self.backend, minibatches)
+        elif STATISTICS in known:
+            start = {rollout_id: values[:, LOGPROB].copy() for rollout_id, values in known[STATISTICS].items()}
+        else:
+            start = self._logprobs(minibatches)
+        return start, known | ({"proximal": start} if policy in ("snapshot", "step_start") else {})
+
+    def _weigh(self, minibatches: list[list[Sample]], known: dict[str, Stream]) -> tuple[dict[str, Stream], float]:
+        """The streams with the weights of tokens (token_weights.py) and without statistics; the mean that these had."""
+        start, known = self._start(minibatches, known) if self.algorithm.correction_normalize else (None, known)
+        found = weights_of_step(self.algorithm, minibatches, start, known.get(STATISTICS), self.policy_version)
+        return {name: stream for name, stream in known.items() if name != STATISTICS} | found.streams, found.mean
 
     def _distill(
         self, minibatches: list[list[Sample]], known: dict[str, Stream]
@@ -232,7 +259,7 @@ class Trainer:
         found: dict[str, Stream] = {}
         updates = len(minibatches) * self.config.epochs_per_step
         if "proximal" not in known and self.algorithm.proximal_policy == "snapshot":
-            found["proximal"] = self._sampling_logprobs(minibatches)
+            found["proximal"] = sampling_logprobs(self.backend, minibatches)
         elif "proximal" not in known and self.algorithm.proximal_policy == "step_start" and updates > 1:
             found["proximal"] = self._logprobs(minibatches if self.config.epochs_per_step > 1 else minibatches[1:])
         if self.config.max_kl and updates > 1:
@@ -244,20 +271,6 @@ class Trainer:
 
     def _logprobs(self, minibatches: list[list[Sample]], version: Version | None = None) -> Stream:
         return {k: v for part in minibatches for k, v in self.backend.compute_logprobs(part, version).items()}
-
-    def _sampling_logprobs(self, minibatches: list[list[Sample]]) -> Stream:
-        """Log-probs of every loss token under the trainer's weights of the version that sampled it."""
-        out = {s.rollout_id: np.zeros(int(s.mask.sum()), np.float32) for part in minibatches for s in part}
-        for part in minibatches:
-            versions = {int(v) for s in part for v in np.unique(s.versions[s.mask])}
-            for version in sorted(versions):
-                current = version == self.policy_version
-                found = self.backend.compute_logprobs(part, None if current else version)
-                for s in part:
-                    if s.mask.any():
-                        own = s.versions[s.mask] == version
-                        out[s.rollout_id][own] = found[s.rollout_id][own]
-        return out
 
     def _for_minibatch(self, index: int, known: Mapping[str, Stream]) -> Mapping[str, Stream]:
         """The streams for the update of that index. The first meets the weights of the step's start: its current

@@ -567,7 +567,7 @@ CONFIGURED: dict[str, Callable[[Scored], torch.Tensor]] = {
     "opo": lambda s: opo(s.rewards_N, s.lengths_N, s.group_N),
     "grpo_passk": lambda s: grpo_passk(s.rewards_N, s.group_N, k=3, std="sample"),
     "max_rl": lambda s: max_rl(s.rewards_N, s.group_N),
-    "gae": lambda s: s.rewards_N.nan_to_num(0.0),
+    **{name: lambda s: s.rewards_N.nan_to_num(0.0) for name, traits in ADVANTAGES.items() if traits.over_tokens},
 }
 
 

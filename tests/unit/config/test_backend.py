@@ -17,6 +17,7 @@ from rollover.config.schema import default_of, leaves
 PAGE = Path(__file__).parents[3] / "docs" / "backends.md"
 WRONG: dict[str, Any] = {
     "algorithm.entropy_coef": 0.1,
+    "algorithm.top_entropy_share": 0.2,
     "algorithm.proximal": "snapshot",
     "algorithm.reference_path": "/another/model",
     "algorithm.reference_refresh_steps": 2,

@@ -32,7 +32,7 @@ def test_an_option_without_effect_is_an_error(tmp_path, text, key):
             '[rollout]\ninterrupt = "when_enough"\nin_flight_groups = 12\nmax_staleness = 4\n[replay]\nsize = 4',
             "replay.max_staleness = 4 is not above the bound of fresh rollouts, which is 4",
         ),
-        ('[replay]\nsize = 4\n[algorithm]\nadvantage = "gae"', "the critic finds a signal in every group"),
+        ('[replay]\nsize = 4\n[algorithm]\nadvantage = "gae"', "once the step has estimated its tokens"),
         (
             '[replay]\nsize = 4\n[rollout]\ngroup_size = 1\n[rewards]\nmin_valid = 1\n[algorithm]\nadvantage = "remax"',
             "without a spread of its rewards",

@@ -30,14 +30,17 @@ from unit.config.written import load
             '[workflow]\ncredit = "turn_returns"\n[algorithm]\nadvantage = "gdpo"\nreward_weights = { a = 1.0 }',
             "with algorithm.reward_weights: a turn has one reward",
         ),
-        ('[workflow]\ncredit = "turn_returns"\n[algorithm]\npreset = "ppo"', "gae and remax compare whole rollouts"),
+        (
+            '[workflow]\ncredit = "turn_returns"\n[algorithm]\npreset = "ppo"',
+            "gae and others over tokens begin",
+        ),
         (
             '[workflow.roles.a]\nadvantage = "grpo"\n[workflow.roles.b]\n[algorithm]\npreset = "ppo"',
-            "a critic's advantages cannot be mixed",
+            "advantages over tokens cannot be mixed",
         ),
         (  # though no role has the critic's: the trainer has one
             '[workflow]\nfunction = "a.py:f"\n[workflow.roles.a]\nadvantage = "grpo"\n[algorithm]\npreset = "ppo"',
-            "a critic's advantages cannot be mixed",
+            "advantages over tokens cannot be mixed",
         ),
         (
             '[workflow]\nfunction = "a.py:f"\n[workflow.roles.a]\n[workflow.roles.b]\ntrained = false\nweight = 2.0',

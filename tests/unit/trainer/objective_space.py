@@ -28,6 +28,8 @@ from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.critic import Critic, beyond, estimate
 from rollover.trainer.objective import Counts, Objective, Streams, rate_scale
 from rollover.trainer.rejection import rejections, restricted, rewritten
+from rollover.trainer.token_estimates import estimate_tokens
+from rollover.trainer.token_weights import mean_weight, token_weights
 from rollover.types import Group, Reward, Rollout, RolloutState, Sample, SamplingParams, Segment, StopReason, Task
 
 HERE = "objective_space"
@@ -54,12 +56,13 @@ def shift(rollouts: list[Rollout], advantages_N: torch.Tensor) -> torch.Tensor:
 
 
 # By the estimate: for small ones k2 and k3 are the same.
-BOUNDS = {"k1": (0.05, 0.3), "k2": (0.02, 0.2), "k3": (0.005, 0.08)}
+BOUNDS = {"k1": (0.05, 0.3), "k2": (0.02, 0.12), "k3": (0.05, 0.3)}
 # The values that a key is drawn from.
 VALUES: dict[str, tuple[Any, ...]] = {
     "algorithm.advantage": (
         "grpo", "dr_grpo", "rloo", "gdpo", "sum_then_normalize", "remax", "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline", "opo", "grpo_passk", "max_rl", "gpg", "gae", f"{HERE}:own_advantage",
+        "reinforce_plus_plus_baseline", "opo", "grpo_passk", "max_rl", "gpg", "gae", "reinforce_plus_plus_tokens",
+        "optimal_token_baseline", "tir_optimal_token_baseline", f"{HERE}:own_advantage",
     ),
     "algorithm.advantage_std": ("sample", "population", "batch", "none"),
     "algorithm.advantage_counts": ("", "rollouts", "tokens"),
@@ -90,6 +93,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     ),
     "algorithm.aggregation_norm": (0.0, 8.0),
     "algorithm.entropy_coef": (0.0, 0.01, 0.1),
+    "algorithm.top_entropy_share": (1.0, 0.2, 0.6),
     "algorithm.proximal": ("step_start", "behavior", "interpolated", "snapshot"),
     "algorithm.correction": (
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop", "segment_truncate",
@@ -97,6 +101,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     ),
     "algorithm.correction_cap": (2.0, 1.1, 1.5),
     "algorithm.correction_floor": (0.0, 0.7, 0.9),
+    "algorithm.correction_normalize": (False, True),
     "algorithm.allow_uncorrected": (False, True),
     "algorithm.rejection": (
         {}, *({name: bound} for name in REJECTIONS for bound in BOUNDS[name[-2:]]), {"token_k1": [-0.05, 0.3]},
@@ -121,7 +126,8 @@ COMPANIONS: dict[str, list[Values]] = {
     "algorithm.passk": [{"advantage": "grpo_passk"}],
     "algorithm.passk_std": [{"advantage": "grpo_passk"}],
     "algorithm.reward_weights": [{"advantage": "gdpo"}, {"advantage": "sum_then_normalize"}],
-    **{k: [{"advantage": "gae"}] for k in ("algorithm.gamma", "algorithm.gae_lambda", *CRITIC)},
+    "algorithm.gamma": [{"advantage": "gae"}, {"advantage": "reinforce_plus_plus_tokens"}],
+    **{k: [{"advantage": "gae"}] for k in ("algorithm.gae_lambda", *CRITIC)},
     "algorithm.dual_clip": [{"loss": "clip"}, {"loss": "decoupled"}],
     "algorithm.aggregation_norm": [{"aggregation": "seq-mean-token-sum-norm"}],
     "algorithm.loss_options": [
@@ -296,6 +302,8 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
             values[s.rollout_id] = np.append(values[s.rollout_id], np.full(num_more, 0.4, np.float32))
         samples, of_critic = estimate(algorithm, samples, values)
         known |= of_critic
+    elif algorithm.estimates_tokens:
+        samples = estimate_tokens(algorithm, samples, _statistics(samples, policies))
     objective = Objective(algorithm, 16)
     start = {s.rollout_id: log_probs(s, "snapshot" if algorithm.proximal == "snapshot" else "start") for s in samples}
     known["proximal"] = start
@@ -306,6 +314,11 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
     samples = [s for s in samples if s.mask.any()]
     if not samples:
         return np.zeros(1)
+    if algorithm.correction_normalize or algorithm.top_entropy_share < 1:
+        mean = mean_weight(algorithm, samples, known["proximal"], VERSION) if algorithm.correction_normalize else 1.0
+        entropies = {s.rollout_id: 0.5 + log_probs(s, "start") ** 2 for s in samples}
+        chosen = entropies if algorithm.top_entropy_share < 1 else None
+        known["weights"] = token_weights([samples], chosen, algorithm.top_entropy_share, mean)
     torch.default_generator.manual_seed(0)  # clip_cov draws
     current_BT = _padded(samples, [log_probs(s, "current") for s in samples]).requires_grad_(True)
     entropy_BT = _padded(samples, [0.5 + log_probs(s, "start") ** 2 for s in samples]).requires_grad_(True)
@@ -324,6 +337,7 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
         staleness_BT=staleness(versions_BT, VERSION),
         group_B=torch.tensor([s.group_id for s in samples]),
         sequences=[s.sequence_id for s in samples],
+        weights_BT=_padded(samples, [known["weights"][s.rollout_id] for s in samples]) if "weights" in known else None,
     )
     loss, sums = objective(streams, Counts.of(samples))
     gradients = torch.autograd.grad(loss, (current_BT, entropy_BT), allow_unused=True)
@@ -332,6 +346,16 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
     if critic is not None:
         parts += _critic_step(critic, samples, known, seed)
     return np.concatenate([p.astype(np.float64) for p in parts])
+
+
+def _statistics(samples: list[Sample], policies: Policies) -> Stream:
+    """As a backend would tell them, of distributions over two tokens."""
+    out: Stream = {}
+    for s in samples:
+        logprobs = policies["start"][s.rollout_id][s.mask]
+        p = np.exp(logprobs)
+        out[s.rollout_id] = np.stack([logprobs, -p * logprobs, p**2 + (1 - p) ** 2], -1).astype(np.float32)
+    return out
 
 
 def _critic_step(critic: Critic, samples: list[Sample], known: dict[str, Stream], seed: int) -> list[np.ndarray]:

@@ -16,6 +16,7 @@ from rollover import Played, ready_episodes
 from rollover.algorithms.filters import rollout_filters
 from rollover.algorithms.kl import AdaptiveKL
 from rollover.config import AlgorithmConfig, FiltersConfig, TrainConfig, WorkflowConfig
+from rollover.config.traits import ADVANTAGES
 from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.build import local_trainer
 from rollover.trainer.reward_kl import Penalties, RewardKL
@@ -121,9 +122,10 @@ def test_rewards_of_turns_lose_the_kl_of_their_own_turn() -> None:
     }
 
 
-def test_a_critic_gets_rewards_per_token() -> None:
+@pytest.mark.parametrize("advantage", [name for name, traits in ADVANTAGES.items() if traits.over_tokens])
+def test_a_critic_and_others_over_tokens_get_rewards_per_token(advantage: str) -> None:
     of = group([1.0, None], turns)
-    builder = BatchBuilder(kl_config(advantage="gae"))
+    builder = BatchBuilder(kl_config(advantage=advantage))
     batch = builder.build([of], penalties=penalties({"0-0": [0.25, -0.5, 9.0, 1.0], "0-1": [0.25, -0.5, 9.0, 1.0]}))
     assert advantages(batch) == {"0-0": [-0.25, 0.5, 0.0]}, "the score at the last token; a missing one is not trained"
     assert batch.samples[0].advantages.tolist() == [-0.25, 0.5, 0.0, 0.0], "and nothing at the environment's token"

@@ -105,6 +105,10 @@ class RanksBackend(ShardedState):
         found = self._call("compute_logprobs", [{"samples": samples_to_json(p), "version": version} for p in parts])
         return {key: values for answer in found for key, values in answer["stream"].items()}
 
+    def compute_statistics(self, samples: list[Sample]) -> Stream:
+        found = self._call("compute_statistics", [{"samples": samples_to_json(p)} for p in self._spread(samples)])
+        return {key: values for answer in found for key, values in answer["stream"].items()}
+
     def compute_values(self, samples: list[Sample]) -> Stream:
         raise ValueError('there is no value head: backend.type = "ranks" has none')
 

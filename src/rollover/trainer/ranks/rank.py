@@ -169,6 +169,10 @@ def _compute_logprobs(backend: RankBackend, samples: list[dict[str, Any]], versi
     return {"stream": backend.compute_logprobs(samples_from_json(samples), version)}
 
 
+def _compute_statistics(backend: RankBackend, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"stream": backend.compute_statistics(samples_from_json(samples))}
+
+
 def _forward_backward(
     backend: RankBackend, samples: list[dict[str, Any]], counts: dict[str, Any], known: dict[str, Any]
 ) -> dict[str, Any]:
@@ -181,6 +185,7 @@ def _optim_step(backend: RankBackend, rate_scale: float, **options: Any) -> dict
 
 _VERBS: dict[str, Callable[..., dict[str, Any] | None]] = {
     "compute_logprobs": _compute_logprobs,
+    "compute_statistics": _compute_statistics,
     "forward_backward": _forward_backward,
     "optim_step": _optim_step,
     "forget_gradients": lambda backend: backend.forget_gradients(),

@@ -84,8 +84,10 @@ class PlainCritic:
         clip: float,
         gae: Gae = plain_gae,
         value_loss: ValueLoss = plain_value_loss,
+        epochs: int = 1,
     ) -> list[float]:
-        """The gradient norms. The rewards per token are the samples' advantages."""
+        """The gradient norms, of the same minibatches in every epoch. The rewards per token are the samples'
+        advantages."""
         samples = [s for part in minibatches for s in part]
         with torch.no_grad():
             old = {s.rollout_id: self.values(s) for s in samples}
@@ -93,7 +95,7 @@ class PlainCritic:
             _, found = gae(rewards, list(old.values()), gamma, lam)
             returns = dict(zip(old, found, strict=True))
         norms = []
-        for part in minibatches:
+        for part in minibatches * epochs:
             values = [self.values(s) for s in part]
             of = [s.rollout_id for s in part]
             value_loss(values, [old[i] for i in of], [returns[i] for i in of], clip).backward()

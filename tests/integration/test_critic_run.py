@@ -21,7 +21,8 @@ OWN: dict[str, Any] = {"model": "policy", "learning_rate": 1e-3, "head_learning_
 
 
 def write(folder: Path, steps: int = 4, rollout: dict[str, Any] = SYNC, **tables: Any) -> Path:
-    return runs.write(folder, steps=steps, rollout=rollout, algorithm=PPO, rewards={"num_workers": 1}, **tables)
+    tables = {"algorithm": PPO, "rewards": {"num_workers": 1}, **tables}
+    return runs.write(folder, steps=steps, rollout=rollout, **tables)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -69,7 +70,10 @@ def test_stopped_and_resumed_is_as_uninterrupted(
 
 
 def test_a_partial_run_with_a_model_of_its_own_tells_of_it(tmp_path: Path) -> None:
-    recipe = write(tmp_path, steps=6, rollout={}, critic=OWN | {"policy_waits_steps": 2, "bootstrap_truncated": True})
+    """With a KL in the reward of every token, too."""
+    critic = OWN | {"policy_waits_steps": 2, "bootstrap_truncated": True}
+    of_tokens = PPO | {"kl_in": "reward", "kl_coef": 0.1}
+    recipe = write(tmp_path, steps=6, rollout={}, critic=critic, algorithm=of_tokens)
     assert cli.main(["train", str(recipe)]) == 0
     table = rows(tmp_path)
     for row in table:

@@ -103,6 +103,31 @@ def test_the_whole_update_is_that_of_a_plain_loop(family: str, tied: bool, clip:
     assert all(not torch.allclose(found[name], start[name], atol=1e-4) for name in found if "proj.weight" in name)
 
 
+def test_every_epoch_of_a_step_is_towards_the_same_returns() -> None:
+    of_critic = tiny.loaded(seed=1)
+    plain = PlainCritic(
+        of_critic.model, learning_rate=1e-3, head_learning_rate=1e-2, weight_decay=0.0, max_grad_norm=1.0,
+        betas=(0.9, 0.99), eps=1e-6,
+    )  # fmt: skip
+    t = trainer(of_critic=of_critic, minibatches_per_step=2, epochs_per_step=2, reshuffle=False, adam_eps=1e-6)
+    for step in range(2):
+        given = samples(step)
+        norms = plain.train_step(split_groups(given, 2), 1.0, 1.0, 0.2, epochs=2)
+        assert t.train_step(Batch(given))["critic/grad_norm"] == pytest.approx(max(norms), rel=1e-3)
+    for name, value in plain.weights().items():
+        torch.testing.assert_close(weights(t)[name], value, atol=2e-5, rtol=1e-4)
+    assert t.policy_version == 2
+
+
+def test_updates_that_train_max_kl_ends_are_ended_for_the_critic_too() -> None:
+    t = trainer({"schedule": "linear"}, epochs_per_step=3, max_kl=1e-9, learning_rate=1e-2)
+    t.train_step(Batch(samples()))
+    once, rest = trainer({"schedule": "linear"}, learning_rate=1e-2), critic_of(t).state()[1]
+    once.train_step(Batch(samples()))
+    # Its schedule goes on as if they had been made. Of the first update the rates are the same.
+    assert {part["step_count"] for part in rest.values()} == {3} and same(weights(once), weights(t))
+
+
 def test_it_learns_what_the_policys_hidden_states_do_not_tell() -> None:
     t = trainer(learning_rate=0.0)
     rows = [t.train_step(Batch(samples())) for _ in range(25)]

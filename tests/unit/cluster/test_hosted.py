@@ -120,7 +120,7 @@ def test_a_function_of_a_program_travels_once_and_what_cannot_is_refused_in_word
         for _ in range(2):
             await node.score([ScoreRequest(task(held[0]), "x")])
         first, second = (asked[2] for asked in actors.actors[0].asked if asked[0] == "score")
-        assert set(first) == {held[0]} and "function" in first[held[0]] and second == {}
+        assert set(first) == {held[0]} and "functions" in first[held[0]] and second == {}
         await node.score([ScoreRequest(task(held[1]), "x")])
         refused = actors.actors[0].asked[-1][2][held[1]]
         assert "lock" in refused["refused"] and "put the function into a file" in refused["refused"]

@@ -18,6 +18,7 @@ from rollover.cluster.roles import request_of, request_to_json
 from rollover.config import Config
 from rollover.engine.remote.wire import ServerFailed
 from rollover.engine.server.guard import check_open_to
+from rollover.rewards.built_in import several_of
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.spread import NodeLost
 from rollover.rewards.worker import RewardProbeError
@@ -120,7 +121,10 @@ def test_a_function_of_a_program_travels_once_and_what_cannot_is_refused_in_word
         for _ in range(2):
             await node.score([ScoreRequest(task(held[0]), "x")])
         first, second = (asked[2] for asked in actors.actors[0].asked if asked[0] == "score")
-        assert set(first) == {held[0]} and "functions" in first[held[0]] and second == {}
+        assert set(first) == {held[0]} == set(first[held[0]]["functions"]) and second == {}
+        several = several_of([{"function": held[0]}, {"function": "json"}])
+        await node.score([ScoreRequest(task(several), "x")])
+        assert set(actors.actors[0].asked[-1][2][several]["functions"]) == {held[0]}, "one of several"
         await node.score([ScoreRequest(task(held[1]), "x")])
         refused = actors.actors[0].asked[-1][2][held[1]]
         assert "lock" in refused["refused"] and "put the function into a file" in refused["refused"]

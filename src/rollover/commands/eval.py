@@ -77,7 +77,8 @@ async def answers_to_all(config: Config, model: str | None) -> Answers:
         assert parts.environment is not None
         tasks = held_out_tasks(config, to_stderr)
         encode = encoder(parts.tokenizer, parts.environment)
-        held_out = encode_tasks(tasks, encode, longest_prompt(config, parts.engine.max_tokens))
+        longest = longest_prompt(config, parts.engine.max_tokens)
+        held_out = encode_tasks(tasks, encode, longest, config.tasks.truncation)
         return await answers_of(
             held_out, parts.engine, parts.environment, parts.tokenizer, config, parts.stop_token_ids, to_stderr
         )

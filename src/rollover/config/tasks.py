@@ -10,6 +10,8 @@ from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
 AnswerRule = Literal["last_number", "last_line", "answer_tag", "boxed", "full_text"]
 
+Truncation = Literal["skip", "left", "right", "middle"]
+
 
 class SourceKind(NamedTuple):
     """A kind of source: the function of a `SourceSetup` that makes one, the key that it cannot do without, the keys
@@ -152,7 +154,12 @@ class TasksConfig(Table):
         gt=0,
         lt=1,
     )
-    max_prompt_tokens: int = option(1024, "A task with a longer prompt is skipped, and counted.", ge=1)
+    max_prompt_tokens: int = option(1024, "A longer prompt is dealt with as tasks.truncation says, and counted.", ge=1)
+    truncation: Truncation = option(
+        "skip",
+        "What becomes of a task with a prompt above tasks.max_prompt_tokens. skip: it is passed over. left, right,"
+        " middle: that part of its tokens is cut off, chat template included, as with verl's data.truncation.",
+    )
 
 
 def _may_end(config: Any) -> bool:

@@ -71,6 +71,9 @@ class ModelConfig(Table):
         'Where it trains, and generates unless engine.device is set: "auto" (CUDA if there is one),'
         ' "cpu", "cuda", "cuda:1" or "mps" (a GPU in an Apple computer).',
     )
+    chat_template_kwargs: dict[str, Any] = option(
+        {}, "Arguments of the model's chat template wherever it is applied: { enable_thinking = false }, say."
+    )
     trust_remote_code: bool = option(False, "Run Python code that comes with the model. Off unless you set it.")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
 

@@ -51,7 +51,7 @@ def load_model(
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         config = AutoConfig.from_pretrained(path, **source)
-        tokenizer = _tokenizer(path, source)
+        tokenizer = _tokenizer(cfg, path, source)
         with _loading:
             found: Any = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -92,7 +92,7 @@ def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel
 
     path, source = _source_of(cfg, needs_weights=False)
     try:
-        tokenizer, config = _tokenizer(path, source), AutoConfig.from_pretrained(path, **source)
+        tokenizer, config = _tokenizer(cfg, path, source), AutoConfig.from_pretrained(path, **source)
         with _loading, torch.device("meta"):
             like_loaded: dict[str, Any] = {"attn_implementation": attention.IMPLEMENTATION, "dtype": torch.float32}
             model = AutoModelForCausalLM.from_config(
@@ -156,12 +156,16 @@ def _hub_source(cfg: ModelConfig, hub_id: str) -> dict[str, Any]:
     return {"local_files_only": True} if away else {}
 
 
-def _tokenizer(path: str, source: dict[str, Any]) -> Any:
-    """The tokenizer, before the weights, which take longer."""
+def _tokenizer(cfg: ModelConfig, path: str, source: dict[str, Any]) -> Any:
+    """The tokenizer, before the weights, which take longer. Its chat template has the arguments of the configuration
+    wherever it is applied."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, **source)
+        tokenizer = AutoTokenizer.from_pretrained(path, **source)
+        if cfg.chat_template_kwargs:
+            tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **cfg.chat_template_kwargs)
+        return tokenizer
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         folder = Path(path)
         if not folder.is_dir() or (folder / "tokenizer.json").is_file():

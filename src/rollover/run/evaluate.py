@@ -10,12 +10,13 @@ from typing import Any
 
 from rollover.alike import did_you_mean
 from rollover.config import Config, EvalSettingConfig
+from rollover.config.tasks import Truncation
 from rollover.engine.protocol import Engine
 from rollover.envs.protocol import Environment
 from rollover.rewards.answers import answer_key, answer_of, extract_answer, reference_answer
 from rollover.run.playing import Playing, together
 from rollover.tasks.build import held_out_names, labels_of
-from rollover.tasks.prompts import Encode, prompt_limit
+from rollover.tasks.prompts import Encode, prompt_limit, shortened_to
 from rollover.tasks.stream import TaskStream
 from rollover.track.answers import Answer, RoleScore, summary_of
 from rollover.trajectories import Episode, episodes_of
@@ -62,13 +63,14 @@ def longest_prompt(config: Config, max_tokens: int) -> int:
     return min(limit, max_tokens - most)
 
 
-def encode_tasks(tasks: list[Task], encode: Encode, max_prompt_tokens: int) -> EvalTasks:
-    """The tasks with their prompts, without those whose prompt is too long. ValueError if none is left."""
-    prompts = [encode(t) for t in tasks]
-    kept = [i for i, p in enumerate(prompts) if len(p) <= max_prompt_tokens]
+def encode_tasks(tasks: list[Task], encode: Encode, max_prompt_tokens: int, truncation: Truncation) -> EvalTasks:
+    """The tasks with their prompts, cut as those of training, without those that are passed over for their length.
+    ValueError if none is left."""
+    prompts = [shortened_to(encode(task), max_prompt_tokens, truncation) for task in tasks]
+    kept = [(task, prompt) for task, prompt in zip(tasks, prompts, strict=True) if prompt is not None]
     if not kept:
         raise ValueError("every held-out task has a prompt above tasks.max_prompt_tokens: raise it")
-    return EvalTasks([tasks[i] for i in kept], [prompts[i] for i in kept])
+    return EvalTasks([task for task, _ in kept], [prompt for _, prompt in kept])
 
 
 def summarised(found: Answers, config: Config) -> dict[str, Any]:

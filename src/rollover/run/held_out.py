@@ -140,7 +140,10 @@ class HeldOut:
         tokenizer = parts.loaded.tokenizer
         if self._tasks is None:
             self._tasks = encode_tasks(
-                held_out_tasks(config, say), parts.prompts.encode, longest_prompt(config, parts.engine.max_tokens)
+                held_out_tasks(config, say),
+                parts.prompts.encode,
+                longest_prompt(config, parts.engine.max_tokens),
+                config.tasks.truncation,
             )
         found = await self.stop.unless_requested(
             answers_of(self._tasks, parts.engine, parts.environment, tokenizer, config, parts.stop_token_ids, say),

@@ -125,6 +125,7 @@ class Rows:
             "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),
             "tasks/skipped_long_prompt": parts.prompts.num_skipped,
             "tasks/left_out": parts.prompts.num_left_out,
+            "tasks/truncated_prompt": parts.prompts.num_truncated,
             "tasks/failed": parts.prompts.stream.num_failed,
             **self._owners_counters(),
             **times,

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from rollover.config import Config
+from rollover.config.tasks import Truncation
 from rollover.envs.protocol import HoldsObjects
 from rollover.functions import OwnFunction, described, own_function
 from rollover.tasks.stream import TaskStream
@@ -48,8 +49,20 @@ def encode_prompt(task: Task, tokenizer: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def shortened_to(prompt_ids: tuple[int, ...], most: int, truncation: Truncation) -> tuple[int, ...] | None:
+    """At most `most` of the tokens; None where the task is passed over instead."""
+    over = len(prompt_ids) - most
+    if over <= 0:
+        return prompt_ids
+    if truncation == "skip":
+        return None
+    kept = {"left": 0, "right": most, "middle": most // 2}[truncation]  # of its beginning
+    return prompt_ids[:kept] + prompt_ids[kept + over :]
+
+
 class PromptSource:
-    """The next (task, prompt ids) of a stream whose prompt is short enough, None at the end. Reroll asks it.
+    """The next (task, prompt ids) of a stream whose prompt is short enough, or cut to be, None at the end. Reroll asks
+    it.
 
     `encode`: the prompt of a task, of training and held-out ones alike.
     """
@@ -60,11 +73,14 @@ class PromptSource:
         encode: Encode,
         max_prompt_tokens: int,
         replace: Callable[[Task, int], Task | None] | None = None,
+        truncation: Truncation = "skip",
     ) -> None:
         self.stream, self.encode, self.max_prompt_tokens = stream, encode, max_prompt_tokens
         self.replace = replace and OwnFunction.over(replace, "tasks.before_produce", TASK_OR_NONE)
         self.version = 0  # of the trainer: set by the loop, for `replace` alone
+        self.truncation: Truncation = truncation
         self.num_skipped = 0
+        self.num_truncated = 0
         self.num_left_out = 0
 
     def __call__(self) -> tuple[Task, tuple[int, ...]] | None:
@@ -85,14 +101,16 @@ class PromptSource:
                 if task is None:
                     self.num_left_out += 1
                     continue
-            prompt_ids = self.encode(task)
-            if len(prompt_ids) <= self.max_prompt_tokens:
+            whole = self.encode(task)
+            prompt_ids = shortened_to(whole, self.max_prompt_tokens, self.truncation)
+            if prompt_ids is not None:
+                self.num_truncated += len(prompt_ids) < len(whole)
                 return task, prompt_ids
             self.num_skipped += 1
         raise ValueError(
             f"{_MAX_SKIPS} tasks in a row have prompts above {self.max_prompt_tokens} tokens, or were left out by"
             " tasks.before_produce: raise tasks.max_prompt_tokens, or lower rollout.max_new_tokens if the model's"
-            " positions are the limit"
+            " positions are the limit; or let prompts be cut (tasks.truncation)"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,12 +118,14 @@ class PromptSource:
             "stream": self.stream.state_dict(),
             "num_skipped": self.num_skipped,
             "num_left_out": self.num_left_out,
+            "num_truncated": self.num_truncated,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state["stream"])
         self.num_skipped = state["num_skipped"]
         self.num_left_out = state.get("num_left_out", 0)
+        self.num_truncated = state.get("num_truncated", 0)
 
 
 def build_prompts(config: Config) -> Callable[[Encode, int], PromptSource]:
@@ -116,7 +136,9 @@ def build_prompts(config: Config) -> Callable[[Encode, int], PromptSource]:
     stream = TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards)
     name = config.tasks.before_produce
     before_produce = own_function("tasks.before_produce", name, TASK_OR_NONE) if name else None
-    return lambda encode, max_prompt_tokens: PromptSource(stream, encode, max_prompt_tokens, before_produce)
+    return lambda encode, max_prompt_tokens: PromptSource(
+        stream, encode, max_prompt_tokens, before_produce, config.tasks.truncation
+    )
 
 
 def prompt_limit(config: Config, max_tokens: int) -> int:

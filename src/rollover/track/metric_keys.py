@@ -117,6 +117,7 @@ METRICS: list[Metric] = [
     Metric("reroll/given", "counter", "tasks", "Failed tasks given again."),
     Metric("reroll/solved", "counter", "tasks", "Of them: trained since, and not failed again."),
     Metric("reroll/dropped", "counter", "tasks", "Failed tasks that found reroll.size of them waiting."),
+    Metric("tasks/truncated_prompt", "counter", "tasks", "Tasks whose prompt was cut (tasks.truncation), cumulative."),
     Metric("tasks/skipped_long_prompt", "counter", "tasks", "Tasks skipped by tasks.max_prompt_tokens, cumulative."),
     # Rollouts
     Metric("turns/mean", "mean", "turns", "Mean number of the policy's turns in a trained trajectory."),

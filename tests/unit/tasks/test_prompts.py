@@ -1,0 +1,87 @@
+"""Long prompts: passed over or cut, counted, and the same after a resume; the chat template's arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tiny
+from rollover.config import Config, ModelConfig
+from rollover.config.load import load_config
+from rollover.config.tasks import Truncation
+from rollover.models.load import load_model, load_outline
+from rollover.run.evaluate import encode_tasks
+from rollover.tasks.prompts import PromptSource, build_prompts, encode_prompt, encoder
+from rollover.types import Task
+
+LONG, SHORT = "0123456789", "abc"
+
+
+def prompts(folder: Path, truncation: str, most: int = 5) -> PromptSource:
+    """Of a configuration as a user writes it: two long problems and two short ones."""
+    rows = [{"prompt": text, "answer": "1"} for text in (LONG, SHORT, LONG + "!", SHORT + "d")]
+    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "run.toml").write_text(
+        f'[tasks]\nchat = false\nshuffle = false\nepochs = 1\nmax_prompt_tokens = {most}\ntruncation = "{truncation}"\n'
+        f'eval_fraction = 1e-9\n[[tasks.sources]]\nkind = "dataset"\npath = "{folder}/tasks.jsonl"\n'
+    )
+    config = load_config([folder / "run.toml"], []).config
+    return build_prompts(config)(encoder(tiny.tokenizer(), None), config.tasks.max_prompt_tokens)
+
+
+def texts(source: PromptSource) -> list[str]:
+    return [str(tiny.tokenizer().decode(ids)) for _, ids in iter(source, None)]
+
+
+@pytest.mark.parametrize(
+    ("truncation", "most", "expected"),
+    [
+        ("skip", 5, ["abc", "abcd"]),
+        ("left", 5, ["56789", "abc", "6789!", "abcd"]),
+        ("right", 5, ["01234", "abc", "01234", "abcd"]),
+        ("middle", 5, ["01789", "abc", "0189!", "abcd"]),  # verl: most // 2 of the beginning, the rest of the end
+        ("middle", 4, ["0189", "abc", "019!", "abcd"]),
+        ("left", 11, [LONG, SHORT, LONG + "!", "abcd"]),
+    ],
+)
+def test_long_prompts(tmp_path: Path, truncation: str, most: int, expected: list[str]) -> None:
+    source = prompts(tmp_path, truncation, most)
+    assert texts(source) == expected
+    cut = sum(len(text) > most for text in (LONG, SHORT, LONG + "!", "abcd"))
+    assert (source.num_skipped, source.num_truncated) == ((cut, 0) if truncation == "skip" else (0, cut))
+
+
+def test_the_count_goes_on_after_a_resume(tmp_path: Path) -> None:
+    source = prompts(tmp_path, "left")
+    source()
+    state = json.loads(json.dumps(source.state_dict()))
+    again = prompts(tmp_path, "left")
+    again.load_state_dict(state)
+    assert texts(again) == ["abc", "6789!", "abcd"] and again.num_truncated == 2
+    del state["num_truncated"]  # of an older version
+    again.load_state_dict(state)
+    assert again.num_truncated == 0
+
+
+@pytest.mark.parametrize(("truncation", "expected"), [("skip", [SHORT]), ("right", ["01234", SHORT])])
+def test_held_out_prompts_are_dealt_with_alike(truncation: Truncation, expected: list[str]) -> None:
+    tasks = [Task(str(i), "s", "r", prompt=text) for i, text in enumerate((LONG, SHORT))]
+    found = encode_tasks(tasks, encoder(tiny.tokenizer(), None), 5, truncation)
+    assert [tiny.tokenizer().decode(ids) for ids in found.prompts] == expected and len(found.tasks) == len(expected)
+
+
+def test_the_chat_template_has_its_arguments_wherever_it_is_applied(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "m")
+    (file,) = folder.glob("chat_template*")
+    plain = file.read_text()
+    file.write_text("{% if think is defined and think %}{{ '(think)' }}{% endif %}" + plain)
+    task = Task("t", "s", "r", messages=({"role": "user", "content": "hi"},))
+    made = Config.model_validate({"model": {"path": str(folder), "chat_template_kwargs": {"think": True}}})
+    for loaded in (load_model(made.model), load_outline(made.model)):
+        assert str(loaded.tokenizer.decode(encode_prompt(task, loaded.tokenizer))) == "(think)u:hi\na:"
+        ids = loaded.tokenizer.apply_chat_template([dict(m) for m in task.messages or ()], tokenize=False, think=False)
+        assert ids == "u:hi\n"
+    loaded = load_model(ModelConfig(path=str(folder)))
+    assert str(loaded.tokenizer.decode(encode_prompt(task, loaded.tokenizer))) == "u:hi\na:"

@@ -343,7 +343,7 @@ METRICS: list[Metric] = [
     ),
     Metric("kl/reference", "mean", "nats", "KL to the reference policy, as in the loss (algorithm.kl_coef)."),
     Metric(
-        "kl/in_reward", "mean", "nats", "With kl_in = reward: its mean over the tokens of a rollout, over rollouts."
+        "kl/in_reward", "mean", "nats", "With kl_in = reward: its mean over tokens, then rollouts, policy-weighted."
     ),
     Metric("kl/coef", "last", "", "With kl_in = reward: the coefficient of the step, which kl_target may move."),
     Metric(

@@ -26,13 +26,16 @@ from rollover.config import AlgorithmConfig
 from rollover.trainer.backend import TrainerBackend, reference_of
 from rollover.types import Sample
 
+_MAX_LOG_RATIO = float(np.log(2.0))
+
 
 @dataclass(frozen=True)
 class Penalties:
     """What is taken off the rewards of a step's rollouts.
 
     `tokens`: rollout_id -> coef * KL of each token after the prompt [n], 0 for those that were not sampled. `kl`: mean
-    over `num_rollouts` rollouts of the mean over their tokens.
+    over `num_rollouts` rollouts of the mean over their tokens, each weighted by policy/behavior, up to 2: so it is the
+    policy's of stale tokens, too (without, tokens of the reference itself would tell a negative one by k1).
     """
 
     tokens: Mapping[str, np.ndarray]
@@ -78,7 +81,8 @@ class RewardKL:
             of_rollout = np.zeros(len(s.mask), np.float32)
             of_rollout[s.mask] = self.coef * kl_M
             tokens[s.rollout_id] = of_rollout
-            means.append(float(kl_M.mean(dtype=np.float64)))
+            ratio_M = np.exp(np.minimum(policy[s.rollout_id] - s.behavior_logprobs[s.mask], _MAX_LOG_RATIO))
+            means.append(float((ratio_M * kl_M).mean(dtype=np.float64)))
         return Penalties(tokens, sum(means) / max(1, len(means)), self.coef, len(means))
 
     def after_step(self, penalties: Penalties) -> dict[str, float]:

@@ -76,7 +76,8 @@ def test_what_is_taken_off_by_hand() -> None:
         {"0-0": [-1.0, -2.0, -1.0], "0-1": [-1.0, -1.0, -1.0]}, {"0-0": [-1.5, -1.0, -3.0], "0-1": [-1.0, -1.0, -4.0]}
     ).penalties(samples)
     assert made.tokens["0-0"].tolist() == [0.25, -0.5, 0.0, 1.0] and made.tokens["0-1"].tolist() == [0.0, 0.0, 0.0, 1.5]
-    assert made.kl == pytest.approx(((0.5 - 1 + 2) / 3 + 3 / 3) / 2) and made.num_rollouts == 2 and made.coef == 0.5
+    # The mean has the weights policy/behavior, which are at the bound of 2 here.
+    assert made.kl == pytest.approx(2 * ((0.5 - 1 + 2) / 3 + 3 / 3) / 2) and made.num_rollouts == 2 and made.coef == 0.5
     batch = BatchBuilder(kl_config()).build([of], penalties=made)
     # 1 - 0.75 = 0.25 and 0 - 1.5 = -1.5: 0.875 from their mean.
     assert advantages(batch) == {"0-0": [0.875] * 3, "0-1": [-0.875] * 3}
@@ -164,6 +165,19 @@ def test_the_expected_gradient_is_that_of_reward_less_kl_though_tokens_are_stale
     (away,) = torch.autograd.grad(kl_to_behavior, logits, retain_graph=True)
     torch.testing.assert_close(found(behavior_NT), wanted + coef * away, atol=1e-6, rtol=1e-5)
     assert away.abs().max() > 0.1, "the sampler's log-probs would have led elsewhere"
+
+
+def test_the_mean_of_stale_tokens_is_the_kl_of_the_policy() -> None:
+    """Enumerated over three tokens that the reference sampled: unweighted it would be -KL(reference || policy)."""
+    policy, reference = (torch.tensor(p).log().numpy() for p in ([0.5, 0.3, 0.2], [0.35, 0.35, 0.3]))
+    found = plain = 0.0
+    for token in range(3):
+        (sample,) = BatchBuilder(kl_config()).sampled([group([0.0], lambda _: [segment(10)])])
+        sample = replace(sample, behavior_logprobs=reference[token : token + 1])
+        d = known({"0-0": [policy[token]]}, {"0-0": [reference[token]]}).penalties([sample])
+        found += float(np.exp(reference[token])) * d.kl
+        plain += float(np.exp(reference[token]) * d.tokens["0-0"][0]) / 0.5
+    assert found == pytest.approx(float((np.exp(policy) * (policy - reference)).sum()), abs=1e-6) and plain < 0 < found
 
 
 def test_the_coefficient_follows_the_target_and_survives_a_restart() -> None:

@@ -1,0 +1,63 @@
+"""verl's prime_code and the reward `code` give the same score to the same programs and tests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rollover.rewards.sandbox.cases import cases_of, code_of
+from rollover.rewards.sandbox.guarantees import chosen
+from rollover.rewards.sandbox.judge import Judge
+
+pytest.importorskip("verl")
+STDIN = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+CALLS = {"fn_name": "f", "inputs": ["[3, 1]\n2", "[]\n0"], "outputs": ["[1, 3, 2]", "[0]"]}
+SIGNATURE = "class Solution:\n    def f(self, a: List[int], b: int):\n        "
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "share"),
+    [
+        ("a, b = map(int, input().split())\nprint(a + b)", STDIN, 1.0),
+        ("import sys\nprint(sum(map(int, sys.stdin.read().split())), ' ')", STDIN, 1.0),
+        ("if __name__ == '__main__':\n    print(sum(map(int, input().split())))", STDIN, 1.0),
+        ("input()\nprint(3.0000001)", {"inputs": ["x"], "outputs": ["3.0"]}, 1.0),
+        ("input()\nprint(3)", STDIN, 0.5),
+        ("no program", STDIN, 0.0),
+        ("def f(a, b):\n    return tuple(sorted(a) + [b])", CALLS, 1.0),
+        (SIGNATURE + "return list(chain(sorted(a), [b]))", CALLS, 1.0),
+        ("def g():\n    pass", CALLS, 0.0),
+    ],
+)
+def test_the_share_of_tests_is_verls(code: str, tests: dict[str, Any], share: float) -> None:
+    from verl.utils.reward_score import prime_code
+
+    completion = f"So:\n```python\n{code}\n```"
+    theirs, _ = prime_code.compute_score(completion, json.dumps(tests), continuous=True)
+    assert float(theirs) == share
+    assert ours(completion, tests) == share
+
+
+def test_a_program_may_call_exit_here() -> None:
+    """verl takes it away, so that such a program fails there."""
+    from verl.utils.reward_score import prime_code
+
+    completion = "```python\nprint(sum(map(int, input().split())))\nexit()\n```"
+    assert float(prime_code.compute_score(completion, json.dumps(STDIN), continuous=True)[0]) == 0
+    assert ours(completion, STDIN) == 1
+
+
+def ours(completion: str, tests: dict[str, Any]) -> float:
+    try:
+        launch, _ = chosen("auto", allow_weak=False)
+    except ValueError as error:
+        pytest.skip(str(error))
+    code = code_of(completion)
+    assert code is not None
+    judge = Judge(launch, ahead=False)
+    try:
+        return judge.judge(code, cases_of({"reward_model": {"ground_truth": json.dumps(tests)}})).share
+    finally:
+        judge.close()

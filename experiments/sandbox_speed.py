@@ -5,6 +5,7 @@ python experiments/sandbox_speed.py [calls]
 
 from __future__ import annotations
 
+import argparse
 import resource
 import statistics
 import subprocess
@@ -45,7 +46,9 @@ def _cpu_s() -> float:
 
 
 def main() -> None:
-    num = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("calls", type=int, nargs="?", default=50)
+    num = parser.parse_args().calls
     bare = [sys.executable, "-I", "-S", "-c", "pass"]
     print(f"{'a bare Python':40s} {measured(lambda: subprocess.run(bare, check=True), num)}")
     for launch in (Launch("bubblewrap"), Launch("process"), Launch("process", namespaces=False)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from transformers import TrainerCallback
 
 import tiny
-from rollover.config import AlgorithmConfig, TrainConfig
+from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
 from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.build import local_trainer
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
@@ -34,6 +35,7 @@ Gradients = list[dict[str, torch.Tensor]]
 """Of each optimizer step: name of a weight -> its gradient."""
 GROUPS, SIBLINGS = 4, 3
 RATE = 0.3
+CRITIC_SEED = 3
 CAP = 1.2
 
 
@@ -56,8 +58,8 @@ def plain() -> Any:
     return model
 
 
-def logprobs_of(model: Any, rows: list[Row], length: int = 0) -> torch.Tensor:
-    """[B, T] by verl's function of logits; prompts padded from the left, answers from the right (to `length`)."""
+def padded(rows: list[Row], length: int) -> tuple[dict[str, torch.Tensor], int]:
+    """A model's inputs, prompts padded from the left and answers from the right (to `length`); the prompts' width."""
     width, length = max(len(r.prompt) for r in rows), length or max(len(r.ids) for r in rows)
     ids = torch.zeros(len(rows), width + length).long()
     attention = torch.zeros_like(ids)
@@ -66,8 +68,21 @@ def logprobs_of(model: Any, rows: list[Row], length: int = 0) -> torch.Tensor:
         ids[i, start : width + len(r.ids)] = torch.tensor(r.prompt + r.ids)
         attention[i, start : width + len(r.ids)] = 1
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
-    logits = model(input_ids=ids, attention_mask=attention, position_ids=positions).logits[:, width - 1 : -1]
-    return torch_functional.logprobs_from_logits(logits, ids[:, width:])
+    return {"input_ids": ids, "attention_mask": attention, "position_ids": positions}, width
+
+
+def logprobs_of(model: Any, rows: list[Row], length: int = 0) -> torch.Tensor:
+    """[B, T] by verl's function of logits."""
+    inputs, width = padded(rows, length)
+    logits = model(**inputs).logits[:, width - 1 : -1]
+    return torch_functional.logprobs_from_logits(logits, inputs["input_ids"][:, width:])
+
+
+def values_of(model: Any, head: torch.nn.Linear, rows: list[Row], length: int) -> torch.Tensor:
+    """[B, T]: of the hidden states before each token, at unit mean square."""
+    inputs, width = padded(rows, length)
+    hidden = model.model(**inputs).last_hidden_state[:, width - 1 : -1]
+    return head(hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6)).squeeze(-1)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +106,17 @@ def rows() -> list[Row]:
     ]
 
 
-def ours(rows: list[Row], minibatches: int, **algorithm: Any) -> Gradients:
+def gradients_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def begin(head: torch.nn.Linear) -> None:
+    """Values that are not all 0."""
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-0.1, 0.1, head.in_features)[None])
+
+
+def groups_of(rows: list[Row]) -> list[Group]:
     groups = []
     for g in range(GROUPS):
         task = Task(f"t{g}", "test", "reward", prompt="x")
@@ -108,24 +133,43 @@ def ours(rows: list[Row], minibatches: int, **algorithm: Any) -> Gradients:
             rollouts.append(Rollout(g, i, task, segments, RolloutState.READY, StopReason.EOS, Reward(r.reward)))
         prompt = next(tuple(r.prompt) for r in rows if r.group == g)
         groups.append(Group(g, task, prompt, rollouts))
+    return groups
+
+
+def ours(rows: list[Row], minibatches: int, **algorithm: Any) -> Gradients:
+    return with_critic(rows, minibatches, **algorithm)[0]
+
+
+def with_critic(rows: list[Row], minibatches: int, **algorithm: Any) -> tuple[Gradients, Gradients]:
+    """The gradients of the policy, and those of a critic, which is a model of its own."""
     capped = {} if algorithm.get("correction") == "none" else {"correction_cap": CAP}
     config = AlgorithmConfig.model_validate({**capped, **algorithm})
     train = TrainConfig(
         optimizer="sgd", momentum=0.0, learning_rate=RATE, max_grad_norm=0.0, num_steps=1, micro_batch_tokens=60,
         minibatches_per_step=minibatches, warmup_steps=0,
     )  # fmt: skip
-    t = local_trainer(tiny.loaded(), train, config, dtype=torch.float32, max_new_tokens=16)
+    critic_model = tiny.loaded(seed=CRITIC_SEED) if config.needs_critic else None
+    t = local_trainer(
+        tiny.loaded(), train, config, dtype=torch.float32, max_new_tokens=16, critic_model=critic_model,
+        critic=CriticConfig(model="policy", max_grad_norm=0.0) if config.needs_critic else None,
+    )  # fmt: skip
     found: Gradients = []
+    of_critic: Gradients = []
     backend = tiny.local(t)
+    if backend.critic is not None:
+        begin(backend.critic.head)
     step = backend.optim_step
 
     def spy(*args: Any, **options: Any) -> Any:
-        found.append({n: p.grad.clone() for n, p in backend.model.named_parameters() if p.grad is not None})
+        found.append(gradients_of(backend.model))
+        if backend.critic is not None and backend.critic.own is not None:
+            of_head = {f"head.{name}": g for name, g in gradients_of(backend.critic.head).items()}
+            of_critic.append(gradients_of(backend.critic.own.model) | of_head)
         return step(*args, **options)
 
     backend.optim_step = spy  # type: ignore[method-assign]
-    t.train_step(BatchBuilder(config).build(groups))
-    return found
+    t.train_step(BatchBuilder(config).build(groups_of(rows)))
+    return found, of_critic
 
 
 def assert_same(got: Gradients, peer: Gradients) -> None:
@@ -255,7 +299,14 @@ class Told(dict[str, Any]):
         return self
 
 
-def verls(rows: list[Row], minibatches: int, correction: dict[str, Any], reference: bool, **options: Any) -> Gradients:
+def verls(
+    rows: list[Row],
+    minibatches: int,
+    correction: dict[str, Any],
+    reference: bool,
+    advantages: torch.Tensor | None = None,
+    **options: Any,
+) -> Gradients:
     """As its trainer: log-probs, correction, rejection, advantages of the whole batch; then its loss by minibatch."""
     model = plain()
     length = max(len(r.ids) for r in rows)
@@ -271,9 +322,9 @@ def verls(rows: list[Row], minibatches: int, correction: dict[str, Any], referen
     if correction:
         found, mask, _ = corr.compute_rollout_correction_and_rejection_mask(old, behavior, mask, **correction)
         weights = None if found is None else found.batch["rollout_is_weights"]
-    advantages, _ = core_algos.compute_grpo_outcome_advantage(
-        scores, mask, np.array([r.group for r in rows]), epsilon=1e-4
-    )
+    if advantages is None:
+        groups = np.array([r.group for r in rows])
+        advantages, _ = core_algos.compute_grpo_outcome_advantage(scores, mask, groups, epsilon=1e-4)
     mode = options.pop("loss_mode", "vanilla")
     config = actor.FSDPActorConfig(
         ppo_micro_batch_size_per_gpu=1, rollout_n=1, clip_ratio_c=1e9, use_kl_loss=reference, kl_loss_coef=0.5,
@@ -343,3 +394,37 @@ def test_a_step_is_that_of_verls_actor(
     monkeypatch.setattr(losses, "no_padding_2_padding", lambda values, _: values)
     got = ours(rows, minibatches, **algorithm, **({"kl_coef": 0.5} if kl else {}))
     assert_same(got, verls(rows, minibatches, correction, kl, **options))
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_step_of_ppo_is_that_of_verls_actor_and_critic(
+    rows: list[Row], minibatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The critic is a model of its own. Its second update follows AdamW's first, so its first gradient is compared."""
+    monkeypatch.setattr(losses, "no_padding_2_padding", lambda values, _: values)
+    got, of_critic = with_critic(rows, minibatches, advantage="gae", gamma=0.95, gae_lambda=0.9, correction="none")
+    critic = tiny.model(seed=CRITIC_SEED)
+    critic.set_attn_implementation("eager")
+    head = torch.nn.Linear(64, 1)
+    torch.nn.init.zeros_(head.bias)
+    begin(head)
+    length = max(len(r.ids) for r in rows)
+    mask, scores = torch.zeros(len(rows), length), torch.zeros(len(rows), length)
+    for i, r in enumerate(rows):
+        mask[i, : len(r.ids)] = torch.tensor(r.sampled).float()
+        scores[i, max(k for k, s in enumerate(r.sampled) if s)] = r.reward
+    with torch.no_grad():
+        values = values_of(critic, head, rows, length)
+    advantages, returns = core_algos.compute_gae_advantage_return(scores, values, mask, 0.95, 0.9)
+    # The deviation that advantages are divided by has 1e-4 added to it here, in verl 1e-8 to its square.
+    std = (returns - values)[mask.bool()].std()
+    advantages = advantages * torch.sqrt(std**2 + 1e-8) / (std + 1e-4)
+    assert_same(got, verls(rows, minibatches, {}, False, advantages=advantages))
+    part = torch.arange(len(rows)).chunk(minibatches)[0]
+    told = {"values": values[part], "returns": returns[part], "response_mask": mask[part]}
+    told |= {"batch_num_tokens": mask[part].sum(), "global_batch_size": len(part)}
+    config = SimpleNamespace(cliprange_value=0.2, loss_agg_mode="token-mean", loss_scale_factor=None)
+    new_values = values_of(critic, head, [rows[i] for i in part.tolist()], length)
+    losses.value_loss(config, {"values": new_values}, Told(told, dp_size=1))[0].backward()
+    of_head = {f"head.{name}": g for name, g in gradients_of(head).items()}
+    assert_same(of_critic[:1], [gradients_of(critic) | of_head])

@@ -13,7 +13,7 @@ NAN = float("nan")
 ALIGN = pytest.mark.parametrize("align", ["positions", "loss_tokens"])
 
 
-def batch(seed: int = 0) -> dict[str, torch.Tensor]:
+def batch(seed: int = 0) -> dict[str, Any]:
     """Three groups with gaps in their rows; a reward at the last loss token of each."""
     generator = torch.Generator().manual_seed(seed)
     mask_BT = torch.rand(7, 9, generator=generator) < 0.7
@@ -57,11 +57,13 @@ def test_a_row_that_moved_the_policy_more_weighs_more() -> None:
 def test_a_missing_reward_and_what_is_masked_change_nothing(align: Any) -> None:
     data = batch()
     expected = optimal_token_baseline(**data, align=align)
-    noise = {name: torch.where(data["mask_BT"], data[name], NAN) for name in data if name not in ("mask_BT", "group_B")}
+    noise: dict[str, Any] = {
+        name: torch.where(data["mask_BT"], data[name], NAN) for name in data if name not in ("mask_BT", "group_B")
+    }
     torch.testing.assert_close(optimal_token_baseline(**(data | noise), align=align), expected)
     assert not expected[~data["mask_BT"]].any()
     lost = data | {"rewards_BT": data["rewards_BT"].index_fill(0, torch.tensor([1]), NAN)}
-    without = {name: values[[0, 2, 3, 4, 5, 6]] for name, values in data.items()}
+    without: dict[str, Any] = {name: values[[0, 2, 3, 4, 5, 6]] for name, values in data.items()}
     got = optimal_token_baseline(**lost, align=align)
     torch.testing.assert_close(got[[0, 2, 3, 4, 5, 6]], optimal_token_baseline(**without, align=align))
     assert not got[1].any() and not torch.allclose(got[0], expected[0])
@@ -77,7 +79,7 @@ def test_alignment_is_by_place_or_by_number() -> None:
     data = batch()
     by_place, by_number = (optimal_token_baseline(**data, align=align) for align in ("positions", "loss_tokens"))
     assert not torch.allclose(by_place, by_number)
-    whole = data | {"mask_BT": torch.arange(9) < torch.tensor([9, 3, 7, 7, 2, 8, 5])[:, None]}
+    whole: dict[str, Any] = data | {"mask_BT": torch.arange(9) < torch.tensor([9, 3, 7, 7, 2, 8, 5])[:, None]}
     by_place, by_number = (optimal_token_baseline(**whole, align=align) for align in ("positions", "loss_tokens"))
     torch.testing.assert_close(by_place, by_number)
     with pytest.raises(ValueError, match="align = 'rows'"):
@@ -89,7 +91,9 @@ def test_order_of_rows_and_padding_do_not_matter(align: Any) -> None:
     data = batch()
     expected = optimal_token_baseline(**data, align=align)
     order = torch.tensor([5, 2, 6, 0, 3, 1, 4])
-    moved = optimal_token_baseline(**{name: values[order] for name, values in data.items()}, align=align)
+    moved = optimal_token_baseline(
+        **dict[str, Any]({name: values[order] for name, values in data.items()}), align=align
+    )
     torch.testing.assert_close(moved, expected[order])
-    padded = {n: v if v.ndim == 1 else torch.nn.functional.pad(v, (0, 3)) for n, v in data.items()}
+    padded: dict[str, Any] = {n: v if v.ndim == 1 else torch.nn.functional.pad(v, (0, 3)) for n, v in data.items()}
     torch.testing.assert_close(optimal_token_baseline(**padded, align=align)[:, :9], expected)

@@ -22,6 +22,7 @@ SYNONYMS = (
     {"grpo", "sum_then_normalize"},  # the score alone
     {"grpo", "dr_grpo"},  # advantage_std = "none"
     {"sum_then_normalize", "dr_grpo"},
+    {"optimal_token_baseline", "tir_optimal_token_baseline"},  # answers without gaps
 )
 
 
@@ -103,7 +104,7 @@ def is_synonym(key: str, drawn: Drawn, value: object) -> bool:
     if key == "algorithm.advantage_counts":
         own = algorithm.advantage_traits.counts
         return {algorithm.advantage_counts or own} == {value or own}
-    if key in WEIGHTS and any(name.startswith(("token", "sequence_max")) for name in algorithm.rejection):
+    if key in WEIGHTS and algorithm.rejection:
         # What is kept is near the behavior policy: nothing of it may be above the cap, or below the floor.
         return True
     return isinstance(value, str) and {getattr(algorithm, key.partition(".")[2], None), value} in SYNONYMS

@@ -8,7 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from rollover.cluster.warden import end_warden, start_warden
+from rollover.cluster.warden import end_warden, processes_of, start_warden
 from rollover.processes import descendants
 
 _PREFIX = "rollover-ray-"
@@ -25,12 +25,8 @@ class OwnSession:
 
     def kill(self) -> None:
         """Ray's processes, which do not end when they are told to, and all that these have started."""
-        found = set[int]()
-        for pid in descendants(os.getpid()):
-            with contextlib.suppress(OSError):
-                if os.fsencode(self.folder) in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found |= {pid, *descendants(pid)}
-        for pid in found - {self._warden.pid}:
+        found = processes_of(str(self.folder))
+        for pid in found | {pid for root in found for pid in descendants(root)}:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -2,7 +2,8 @@
 
 Ray's daemons end with the driver; two agents of each node do so a minute or more later, as they try to reach the
 daemons first, and keep their ports until then. What the driver started, and what that started, is looked at while the
-driver lives; what of it still lives after the driver's death is killed. Owns nothing else; imports nothing heavy.
+driver lives; what of it still lives after the driver's death is killed, and so is what a daemon started since and left
+behind, which has the folder of that Ray among its options. Owns nothing else; imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from rollover.processes import child_environment, descendants, started_at
 
@@ -49,6 +51,7 @@ def main(driver: str, folder: str) -> None:
         time.sleep(_LOOK_EVERY_S)
     deadline = time.monotonic() + _KILL_S
     while time.monotonic() < deadline:
+        _note(seen, processes_of(folder))  # that were started since, and have no parent any more
         left = [pid for pid, began in seen.items() if started_at(pid) == began]
         if not left:
             break
@@ -60,8 +63,23 @@ def main(driver: str, folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def processes_of(folder: str) -> set[int]:
+    """Those with an option (--name=PATH) that names a file of this folder, as all that Ray starts has at first. Not who
+    reads a log there."""
+    found = set[int]()
+    for pid in filter(str.isdigit, os.listdir("/proc")) if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError):
+            if os.fsencode(f"={folder}/") in Path("/proc", pid, "cmdline").read_bytes():
+                found.add(int(pid))
+    return found
+
+
 def _look(seen: dict[int, int], roots: list[int]) -> None:
-    for pid in {pid for root in roots for pid in descendants(root)} - {os.getpid()}:
+    _note(seen, {pid for root in roots for pid in descendants(root)})
+
+
+def _note(seen: dict[int, int], pids: set[int]) -> None:
+    for pid in pids - {os.getpid()}:
         if (began := started_at(pid)) is not None:
             seen[pid] = began
 

@@ -36,6 +36,9 @@ def test_what_a_killed_driver_started_is_killed_and_its_folder_removed(tmp_path:
     )
     assert driver.stdout is not None
     pids = [int(driver.stdout.readline()) for _ in range(2)]
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    orphan = subprocess.Popen([*sleep, f"--socket={folder}/raylet"])  # of no family: its parent has ended
+    reader = subprocess.Popen([*sleep, f"{folder}/log"])
     warden = next(p for p in psutil.Process(driver.pid).children() if "rollover.cluster.warden" in p.cmdline())
     try:
         time.sleep(3)  # so that the warden has looked
@@ -44,10 +47,15 @@ def test_what_a_killed_driver_started_is_killed_and_its_folder_removed(tmp_path:
         driver.kill()
         driver.wait()
         deadline = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline and (folder.exists() or not all(map(has_ended, [*pids, warden.pid]))):
+        ended = [*pids, orphan.pid, warden.pid]
+        while time.monotonic() < deadline and (folder.exists() or not all(map(has_ended, ended))):
             time.sleep(0.05)
-        assert not folder.exists() and all(map(has_ended, pids)) and has_ended(warden.pid)
+        assert not folder.exists() and all(map(has_ended, ended))
+        assert reader.poll() is None, "who reads what Ray wrote is not Ray's"
     finally:
+        for process in (orphan, reader):
+            process.kill()
+            process.wait()
         for pid in pids:
             if not has_ended(pid):
                 os.kill(pid, signal.SIGKILL)

@@ -56,3 +56,11 @@ def test_every_preset_trains_over_the_quickstart_recipe(tmp_path: Path, model: P
         assert ("critic/loss" in row) == (preset == "ppo")
     # A greedy rollout of each task is generated, compared with and not trained.
     assert (rows[-1]["dropped/baseline/tokens"] > 0) == (preset == "remax")
+
+
+@pytest.mark.parametrize("advantage", ["optimal_token_baseline", "reinforce_plus_plus_tokens"])
+def test_estimators_over_tokens_train_with_weights_of_tokens(tmp_path: Path, model: Path, advantage: str) -> None:
+    options = {"algorithm.advantage": advantage, "algorithm.top_entropy_share": "0.5"}
+    rows = train(tmp_path, model, **options, **{"algorithm.correction_normalize": "true"})
+    assert [row["step"] for row in rows] == [1, 2, 3] and any(row["grad_norm"] > 0 for row in rows)
+    assert all(0.5 < row["importance/normalizer"] < 2 for row in rows)

@@ -17,6 +17,7 @@ from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.config.presets import PRESETS
 from rollover.config.schema import field_at, tables
+from rollover.convert.systems import SYSTEMS
 
 # What a usage line says in place of a value.
 VALUES = {"N": "3", "SEED": "0", "VALUE": "3", "--table.key": "--train.num_steps"}
@@ -152,6 +153,7 @@ def test_a_usage_line_means_each_of_its_choices() -> None:
 
 def test_keys_that_are_named_exist() -> None:
     known = {name for name, _ in tables()}
+    theirs = {name for system in SYSTEMS.values() for row in system.rows for name in (row.option, *row.also)}
     wrong = []
     for page in PAGES:
         for span in spans(page):
@@ -159,6 +161,8 @@ def test_keys_that_are_named_exist() -> None:
             first = key.partition(".")[0]
             if re.fullmatch(r"[a-z]+(\.[a-z_0-9]+)+", key) and first in Config.model_fields and key not in FILES:
                 if key in known or field_at(key) or field_at(key.replace("tasks.sources.", "tasks.sources.0.")):
+                    continue
+                if page.name == "coming-from.md" and key in theirs:
                     continue
                 wrong.append(f"{page.name}: {span}")
     assert not wrong, wrong

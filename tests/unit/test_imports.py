@@ -28,7 +28,7 @@ LEVELS = [
         "processes",
         "system",
     },
-    {"models"},
+    {"models", "convert"},
     {"algorithms", "engine", "envs", "rewards", "tasks", "weights", "workflows"},
     {"rollout", "recipes"},
     {"track", "checkpoint"},

@@ -1,0 +1,104 @@
+"""What an option of another system is here: rows, and how a system's options become values of ours.
+
+Owns the conversion of options that are read already; who reads files is a module of its system. Never loads our
+configuration: who calls does, and finds out what does not go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+
+class Unanswered(ValueError):
+    """An option that cannot be converted without changing what is learned."""
+
+
+class Options:
+    """A system's options by name: those given, else the system's defaults (None where a row has none)."""
+
+    def __init__(self, given: Mapping[str, Any], rows: Sequence[Row]) -> None:
+        self.given = given
+        self._defaults = {row.option: row.default for row in rows}
+
+    def __call__(self, option: str) -> Any:
+        return self.given[option] if option in self.given else self._defaults.get(option)
+
+
+To = Callable[[Any, Options], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One option of another system, or all whose name has a pattern (`*`).
+
+    keys: ours; none = no counterpart. to(value, options): values of ours; without it the value is that of the one key.
+    It raises Unanswered for a value that has no counterpart. default: the other system's, which is written out where a
+    file says nothing (None: nothing is). example: a value that changes the resolved run, beside those of `beside`.
+    note: what is different, or why there is no counterpart. neutral: values without which as much is learned; None of
+    a row without keys: all are (the option changes no result).
+    """
+
+    option: str
+    keys: tuple[str, ...] = ()
+    to: To | None = None
+    default: Any = None
+    example: Any = None
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+    note: str = ""
+    neutral: tuple[Any, ...] | None = None
+
+    def names(self, option: str) -> bool:
+        """Whether `option` is this row's."""
+        return any(fnmatchcase(option, name) for name in (self.option, *self.also))
+
+    def values(self, value: Any, options: Options) -> Mapping[str, Any]:
+        """Values of ours, by dotted key."""
+        return self.to(value, options) if self.to else {self.keys[0]: value}
+
+
+@dataclass(frozen=True)
+class System:
+    """A system: its name and release, and its rows. base: options that make a whole configuration of the least."""
+
+    name: str
+    rows: tuple[Row, ...]
+    base: Mapping[str, Any]
+
+
+@dataclass
+class Conversion:
+    """values: ours -> (value, the other's option as it was written). without: option -> why it has no counterpart, and
+    nothing is lost. questions: option -> what would be lost, which is to be answered."""
+
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    without: dict[str, str] = field(default_factory=dict)
+    questions: dict[str, str] = field(default_factory=dict)
+
+
+def convert(system: System, options: Mapping[str, Any]) -> Conversion:
+    """The conversion of options of `system`, by their names there."""
+    rows = {name: next((row for row in system.rows if row.names(name)), None) for name in options}
+    given = {row.option if row and "*" not in row.option else name: options[name] for name, row in rows.items()}
+    of = Options(given, system.rows)
+    done = Conversion()
+    for name, row in rows.items():
+        if row is None:
+            done.questions[name] = "is not known here"
+        elif not row.keys:
+            harmless = row.neutral is None or options[name] in row.neutral
+            (done.without if harmless else done.questions)[name] = row.note
+    for row in system.rows:
+        if not row.keys or (row.option not in given and row.default is None):
+            continue
+        shown = f"{row.option} = {of(row.option)}" + ("" if row.option in given else ", the default")
+        try:
+            for key, value in row.values(of(row.option), of).items():
+                if row.option in given or key not in done.values:
+                    done.values[key] = (value, shown)
+        except Unanswered as error:
+            done.questions[row.option] = str(error)
+    return done

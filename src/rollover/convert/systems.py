@@ -1,0 +1,8 @@
+"""The systems whose configurations can be converted."""
+
+from __future__ import annotations
+
+from rollover.convert.mapping import System
+from rollover.convert.verl import VERL
+
+SYSTEMS: dict[str, System] = {"verl": VERL}

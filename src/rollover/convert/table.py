@@ -1,0 +1,55 @@
+"""The tables of docs/coming-from.md, made from the mappings: `python -m rollover.convert.table docs/coming-from.md`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from rollover.convert.mapping import Row, System
+from rollover.convert.systems import SYSTEMS
+from rollover.files import atomic_write_text
+
+
+def as_markdown(system: System) -> str:
+    """The rows of a system as a table: its options, ours, and what is different or why there is none."""
+    with_ours = [row for row in system.rows if row.keys]
+    without = _by_reason([row for row in system.rows if not row.keys])
+    lines = [f"| {system.name} | here | |", "|---|---|---|"]
+    lines += [f"| {_names((row.option, *row.also))} | {_names(row.keys)} | {row.note} |" for row in with_ours]
+    lines += ["", f"Of {system.name}, without a counterpart:", "", f"| {system.name} | why |", "|---|---|"]
+    lines += [f"| {_names(tuple(options))} | {_reason(reason, asks)} |" for (reason, asks), options in without.items()]
+    return "\n".join(lines) + "\n"
+
+
+def in_document(text: str) -> str:
+    """The document with the tables as they are now, between its markers `<!-- table: NAME -->` and `<!-- end -->`."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{as_markdown(SYSTEMS[match[2]])}{match[3]}"
+
+    return re.sub(r"(<!-- table: (\w+) -->)\n.*?(<!-- end -->)", table, text, flags=re.S)
+
+
+def _by_reason(rows: list[Row]) -> dict[tuple[str, str], list[str]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        asks = "" if row.neutral is None else ", ".join(f"`{value}`" for value in row.neutral)
+        key = (row.note, "any" if row.neutral == () else asks)
+        found.setdefault(key, []).extend((row.option, *row.also))
+    return found
+
+
+def _reason(reason: str, asks: str) -> str:
+    if not asks:
+        return reason
+    return f"{reason}. Asked about{'' if asks == 'any' else f', unless it is {asks}'}"
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    atomic_write_text(path, in_document(path.read_text(encoding="utf-8")))

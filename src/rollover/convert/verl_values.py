@@ -1,0 +1,274 @@
+"""How values of verl's options become values of ours: the functions of the rows of verl.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rollover.config.traits import LOSSES
+from rollover.convert.mapping import Options, Unanswered
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+IS = "algorithm.rollout_correction"
+_ADVANTAGES = {name: name for name in (
+    "gae", "grpo", "rloo", "remax", "opo", "grpo_passk", "gpg", "gdpo", "reinforce_plus_plus_baseline",
+    "optimal_token_baseline", "tir_optimal_token_baseline",
+)} | {
+    "reinforce_plus_plus": "reinforce_plus_plus_tokens", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo",
+}  # fmt: skip
+_LOSSES = {name: name for name in ("gspo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro", "cispo")} | {
+    "vanilla": "clip", "gpg": "reinforce", "geo_mean": "gmpo",
+}  # fmt: skip
+_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_KL |= {"kl+": "k1+", "k1+": "k1+", "low_var_kl+": "k3+", "k3+": "k3+"}
+
+
+def of(table: dict[str, str], value: Any, what: str) -> str:
+    if value not in table:
+        raise Unanswered(f"{value} is no {what} that there is here")
+    return table[value]
+
+
+def loss(options: Options) -> str:
+    return of(_LOSSES, options(f"{ACTOR}.policy_loss.loss_mode"), "policy loss")
+
+
+def critic(options: Options) -> bool:
+    return options("algorithm.adv_estimator") == "gae"
+
+
+def advantage(value: Any, options: Options) -> dict[str, Any]:
+    name = of(_ADVANTAGES, value, "advantage estimator")
+    by_std = options("algorithm.norm_adv_by_std_in_grpo")
+    if name == "grpo":
+        return {"algorithm.advantage": "grpo" if by_std else "dr_grpo"}
+    if name == "grpo_passk":
+        return {"algorithm.advantage": name, "algorithm.passk_std": "sample" if by_std else "none"}
+    return {"algorithm.advantage": name}
+
+
+def bound(ours: str) -> Any:
+    def to(value: Any, options: Options) -> dict[str, Any]:
+        if not LOSSES[loss(options)].bounds:
+            return {}
+        return {ours: value}
+
+    return to
+
+
+def loss_values(value: Any, options: Options) -> dict[str, Any]:
+    values: dict[str, Any] = {"algorithm.loss": of(_LOSSES, value, "policy loss")}
+    names = {
+        "sapo": {"tau_pos": "tau_positive", "tau_neg": "tau_negative"},
+        "clip_cov": {"policy_loss.clip_cov_ratio": "share", "policy_loss.clip_cov_lb": "cov_low",
+                     "policy_loss.clip_cov_ub": "cov_high"},
+        "kl_cov": {"policy_loss.kl_cov_ratio": "share", "policy_loss.ppo_kl_coef": "kl_coef"},
+        "dro": {"policy_loss.dro_beta": "beta"},
+    }.get(value, {})  # fmt: skip
+    further = {ours: options(f"{ACTOR}.{theirs}") for theirs, ours in names.items()}
+    further = {name: item for name, item in further.items() if item is not None}
+    return values | ({"algorithm.loss_options": further} if further else {})
+
+
+def further(value: Any, options: Options) -> dict[str, Any]:
+    return loss_values(options(f"{ACTOR}.policy_loss.loss_mode"), options)
+
+
+def kl_in_loss(value: Any, options: Options) -> dict[str, Any]:
+    if not options(f"{ACTOR}.use_kl_loss") or not options(f"{ACTOR}.kl_loss_coef"):
+        return {}
+    if options("algorithm.use_kl_in_reward") and options("algorithm.kl_ctrl.kl_coef"):
+        raise Unanswered("a KL in the loss and one in the reward: here it is in one of them (algorithm.kl_in)")
+    kind = of(_KL, options(f"{ACTOR}.kl_loss_type"), "estimator of the KL")
+    if kind == "k1":
+        raise Unanswered("the gradient of k1 in the loss is 0 on average: name k3 or k1+ (algorithm.kl_kind)")
+    values = {"algorithm.kl_coef": options(f"{ACTOR}.kl_loss_coef"), "algorithm.kl_in": "loss"}
+    return values | {"algorithm.kl_kind": kind} | ({"algorithm.kl_max": 10.0} if kind.startswith("k3") else {})
+
+
+def kl_in_reward(value: Any, options: Options) -> dict[str, Any]:
+    if not options("algorithm.use_kl_in_reward") or not options("algorithm.kl_ctrl.kl_coef"):
+        return {}
+    kind = of(_KL, options("algorithm.kl_penalty"), "estimator of the KL").removesuffix("+")
+    values = {"algorithm.kl_coef": options("algorithm.kl_ctrl.kl_coef"), "algorithm.kl_in": "reward"}
+    values |= {"algorithm.kl_kind": kind} | ({"algorithm.kl_max": 10.0} if kind == "k3" else {})
+    if options("algorithm.kl_ctrl.type") == "adaptive":
+        values["algorithm.kl_target"] = options("algorithm.kl_ctrl.target_kl")
+        values["algorithm.kl_horizon"] = options("algorithm.kl_ctrl.horizon")
+    return values
+
+
+def updates(options: Options) -> int:
+    return minibatches(options) * options(f"{ACTOR}.ppo_epochs")
+
+
+def minibatches(options: Options) -> int:
+    groups, size = options("data.train_batch_size"), options(f"{ACTOR}.ppo_mini_batch_size")
+    if groups % size:
+        raise Unanswered(
+            f"{groups} groups a step in minibatches of {size}: the last one is smaller there; here all have as many"
+            f" groups. Set --train.minibatches_per_step {math.ceil(groups / size)}, say"
+        )
+    return groups // size
+
+
+def correction(value: Any, options: Options) -> dict[str, Any]:
+    if options(f"{IS}.bypass_mode"):
+        return {"algorithm.proximal": "behavior"}
+    cap, level = options(f"{IS}.rollout_is_threshold"), options(f"{IS}.rollout_is")
+    if level in (None, "null", "none", "off"):
+        return {"algorithm.correction": "none"}
+    if "_" in str(cap):
+        if level != "token":
+            raise Unanswered("two bounds of the weights of sequences: there are those of tokens alone (icepop)")
+        low, high = map(float, str(cap).split("_"))
+        values = {"algorithm.correction": "icepop", "algorithm.correction_floor": low, "algorithm.correction_cap": high}
+    else:
+        values = {"algorithm.correction": f"{level}_truncate", "algorithm.correction_cap": float(cap)}
+    if options(f"{IS}.rollout_is_batch_normalize"):
+        values["algorithm.correction_normalize"] = True
+    return values
+
+
+def rejection(value: Any, options: Options) -> dict[str, Any]:
+    if value in (None, "null", "none"):
+        return {}
+    kinds = str(value).split(",")
+    bounds = str(options(f"{IS}.rollout_rs_threshold")).split(",")
+    bounds = bounds * len(kinds) if len(bounds) == 1 else bounds
+    rejection: dict[str, Any] = {}
+    for kind, bound in zip(kinds, bounds, strict=True):
+        name = kind.strip().replace("seq_", "sequence_")
+        numbers = [float(part) for part in bound.split("_")]
+        if name.endswith("k1"):  # verl bounds the ratio, ours its logarithm
+            numbers = [round(math.log(number), 6) for number in numbers]
+        rejection[name] = numbers if len(numbers) > 1 else numbers[0]
+    return {"algorithm.rejection": rejection}
+
+
+def uncorrected(value: Any, options: Options) -> dict[str, Any]:
+    """verl trains what was sampled with top_p or top_k, and losses without a ratio, without a correction."""
+    if options(f"{IS}.rollout_is") not in (None, "null", "none", "off") or options(f"{IS}.bypass_mode"):
+        return {}
+    truncated = options(f"{ROLLOUT}.top_p") < 1 or int(options(f"{ROLLOUT}.top_k")) > 0
+    without_ratio = loss(options) == "reinforce" and updates(options) > 1
+    return {"algorithm.allow_uncorrected": True} if truncated or without_ratio else {}
+
+
+def files(value: Any) -> list[str]:
+    return [str(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def sources(value: Any, options: Options) -> dict[str, Any]:
+    train, held_out = files(value), files(options("data.val_files") or [])
+    column = options("data.prompt_key")
+    common = {"kind": "dataset"} | ({"prompt_column": column} if column != "prompt" else {})
+    sources = [common | {"path": path} for path in train]
+    for source, path in zip(sources, held_out, strict=False):
+        source["eval_path"] = path
+    sources += [common | {"path": path, "weight": 0.0} for path in held_out[len(train) :]]
+    return {"tasks.sources": sources}
+
+
+def truncation(value: Any, options: Options) -> dict[str, Any]:
+    skip = options("data.filter_overlong_prompts") or value == "error"
+    return {"tasks.truncation": "skip" if skip else value}
+
+
+def reward(value: Any, options: Options) -> dict[str, Any]:
+    name = options("reward.custom_reward_function.name")
+    return {"rewards.function": f"{value}:{name}"} if value not in (None, "null") else {}
+
+
+def overlong(value: Any, options: Options) -> dict[str, Any]:
+    prefix = "reward.reward_kwargs.overlong_buffer_cfg"
+    if not options(f"{prefix}.enable") or not options(f"{prefix}.len"):
+        return {}
+    return {
+        "rewards.overlong_buffer_tokens": options(f"{prefix}.len"),
+        "rewards.overlong_penalty": options(f"{prefix}.penalty_factor"),
+    }
+
+
+def metric(value: Any, options: Options) -> dict[str, Any]:
+    if not options("algorithm.filter_groups.enable"):
+        return {}
+    names = {"seq_reward": "score", "seq_final_reward": "score", "reward": "score"}
+    return {"filters.metric": names.get(value, value)}
+
+
+def give_up(value: Any, options: Options) -> dict[str, Any]:
+    if not options("algorithm.filter_groups.enable") or not value:
+        return {}
+    share = (options("data.gen_batch_size") or options("data.train_batch_size")) / options("data.train_batch_size")
+    return {"filters.give_up_after_steps": math.ceil(value * share)}
+
+
+def warmup(value: Any, options: Options) -> dict[str, Any]:
+    return {"train.warmup_steps": value * updates(options)} if value > 0 else {}
+
+
+def with_critic(key: str) -> Any:
+    return lambda value, options: {key: value} if critic(options) else {}
+
+
+def critic_model(value: Any, options: Options) -> dict[str, Any]:
+    same = value == options(f"{MODEL}.path")
+    return {"critic.model": "policy" if same else value} if critic(options) else {}
+
+
+def critic_warmup(value: Any, options: Options) -> dict[str, Any]:
+    if not critic(options) or value < 2:
+        return {}
+    return {"critic.policy_waits_steps": value - 1}
+
+
+def adam(value: Any, options: Options) -> dict[str, Any]:
+    return {"train.adam_beta1": value[0], "train.adam_beta2": value[1]}
+
+
+def every(key: str) -> Any:
+    return lambda value, options: {key: max(int(value), 0)}
+
+
+def lora(key: str) -> Any:
+    def to(value: Any, options: Options) -> dict[str, Any]:
+        if not options(f"{MODEL}.lora_rank") or value in (None, "null"):
+            return {}
+        return {key: [value] if isinstance(value, str) and not key.endswith("path") else value}
+
+    return to
+
+
+def eval_temperature(value: Any, options: Options) -> dict[str, Any]:
+    if not eval_tasks(-1, options):
+        return {}
+    sampled = options(f"{ROLLOUT}.val_kwargs.do_sample")
+    return {"eval.temperature": float(options(f"{ROLLOUT}.val_kwargs.temperature")) if sampled else 0.0}
+
+
+def eval_top_p(value: Any, options: Options) -> dict[str, Any]:
+    return {"eval.top_p": value} if eval_temperature(None, options).get("eval.temperature") else {}
+
+
+def eval_tasks(value: Any, options: Options) -> dict[str, Any]:
+    asked = int(options("trainer.test_freq") or -1) > 0
+    return {"eval.num_tasks": value if value > 0 else 100_000} if asked and options("data.val_files") else {}
+
+
+def schedule(value: Any, options: Options) -> dict[str, Any]:
+    return {"train.schedule": of({"constant": "constant", "cosine": "cosine"}, value, "schedule")}
+
+
+def reshuffle(value: Any, options: Options) -> dict[str, Any]:
+    several = options(f"{ACTOR}.ppo_epochs") > 1 and minibatches(options) > 1
+    return {"train.reshuffle": value} if several else {}
+
+
+def gamma(value: Any, options: Options) -> dict[str, Any]:
+    with_gamma = options("algorithm.adv_estimator") in ("gae", "reinforce_plus_plus")
+    return {"algorithm.gamma": value} if with_gamma else {}
+
+
+def group_size(value: Any, options: Options) -> dict[str, Any]:
+    return {"rollout.group_size": value} | ({"rewards.min_valid": 1} if value == 1 else {})

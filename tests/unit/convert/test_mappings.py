@@ -1,0 +1,53 @@
+"""Every row of every mapping: our names exist, and the option changes the resolved run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.config.load import load_config
+from rollover.config.schema import field_at
+from rollover.config.table import value_of
+from rollover.convert.mapping import Row, System, convert
+from rollover.convert.systems import SYSTEMS
+from rollover.convert.table import in_document
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "coming-from.md"
+ROWS = [(system, row) for system in SYSTEMS.values() for row in system.rows]
+WITH_OURS = [pytest.param(system, row, id=f"{system.name}-{row.option}") for system, row in ROWS if row.keys]
+WITHOUT = [pytest.param(system, row, id=f"{system.name}-{row.option}") for system, row in ROWS if not row.keys]
+
+
+def resolved(system: System, options: dict[str, Any]) -> Any:
+    done = convert(system, options)
+    assert not done.questions
+    return load_config([{key: value for key, (value, _) in done.values.items()}]).config
+
+
+@pytest.mark.parametrize(("system", "row"), WITH_OURS)
+def test_each_of_our_names_exists_and_changes_the_resolved_run(system: System, row: Row) -> None:
+    base = dict(system.base) | dict(row.beside)
+    before = resolved(system, base)
+    after = resolved(system, base | {row.option: row.example})
+    changed = set()
+    for key in row.keys:
+        assert field_at(key) is not None, key
+        if value_of(before, key) != value_of(after, key):
+            changed.add(key)
+    assert changed
+
+
+@pytest.mark.parametrize(("system", "row"), WITHOUT)
+def test_what_has_no_counterpart_has_a_reason_and_is_named(system: System, row: Row) -> None:
+    assert row.note
+    option = row.option.replace("*", "x")
+    done = convert(system, dict(system.base) | {option: "some value"})
+    assert (done.without if row.neutral is None else done.questions)[option] == row.note
+
+
+def test_the_document_holds_the_tables_of_the_mappings() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert all(f"<!-- table: {name} -->" in text for name in SYSTEMS)
+    assert in_document(text) == text, "run: python -m rollover.convert.table docs/coming-from.md"

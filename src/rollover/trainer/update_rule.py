@@ -154,12 +154,12 @@ def _adamw_8bit(masters: list[torch.Tensor], options: UpdateOptions) -> torch.op
     """Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861). Weights of less than
     4096 numbers have moments of 32 bits."""
     try:
-        import bitsandbytes  # pyright: ignore[reportMissingImports]
+        from bitsandbytes.optim.adamw import AdamW8bit  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(
             'train.optimizer = "adamw_8bit" needs the package bitsandbytes: pip install "bitsandbytes>=0.50"'
         ) from error
-    return bitsandbytes.optim.AdamW8bit(_by_decay(masters, options), **_adam_options(options))
+    return AdamW8bit(_by_decay(masters, options), **_adam_options(options))
 
 
 def _muon(masters: list[torch.Tensor], options: UpdateOptions) -> torch.optim.Optimizer:

@@ -149,7 +149,7 @@ def test_what_another_rule_keeps_is_refused() -> None:
 
 
 def test_the_missing_package_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
     with pytest.raises(ValueError, match='train.optimizer = "adamw_8bit" needs .* pip install "bitsandbytes>=0.50"'):
         UpdateRule({"a": torch.ones(2, 2)}, TrainConfig(optimizer="adamw_8bit"))
 

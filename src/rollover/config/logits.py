@@ -121,6 +121,14 @@ def _no_bias(config: Any) -> str:
     return ""
 
 
+def _shortest_evaluated(config: Any) -> int | None:
+    """The lowest limit of an evaluation's answers; None where there is no evaluation, or agents play its episodes,
+    which rollout.max_new_tokens limits."""
+    if not config.eval.num_tasks or config.workflow.agent:
+        return None
+    return min(config.eval.tokens_of(of, config.rollout.max_new_tokens) for of in config.eval.every_setting)
+
+
 def _banned_and_forced(config: Any) -> set[int]:
     return set(config.rollout.logits.banned_token_ids) & set(config.rollout.logits.forced_token_ids)
 
@@ -177,6 +185,18 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             f"rollout.logits.min_new_tokens = {c.rollout.logits.min_new_tokens} is above rollout.max_new_tokens ="
             f" {c.rollout.max_new_tokens}: no answer could end. Lower it"
+        ),
+    ),
+    Refused(
+        ("rollout.logits.min_new_tokens", "eval.max_new_tokens", "eval.settings"),
+        lambda c: (
+            (shortest := _shortest_evaluated(c)) is not None
+            and shortest < c.rollout.logits.min_new_tokens <= c.rollout.max_new_tokens
+        ),
+        lambda c: (
+            f"rollout.logits.min_new_tokens = {c.rollout.logits.min_new_tokens} is above the {_shortest_evaluated(c)}"
+            " tokens of an evaluation's answers, none of which could end. Lower it, or raise eval.max_new_tokens (also"
+            " in [[eval.settings]])"
         ),
     ),
     Refused(

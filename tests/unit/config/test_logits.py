@@ -71,6 +71,12 @@ LORA = {"model": {"lora": {"rank": 4}}, "backend": {"type": "tinker"}}
         ({"banned_token_ids": [4, 5], "forced_token_ids": [5]}, {}, "both have the token 5"),
         ({"banned_token_ids": [-1]}, {}, "a token's id is 0 or more"),
         ({"min_new_tokens": 300}, {}, "above rollout.max_new_tokens = 256"),
+        ({"min_new_tokens": 9}, {"eval": {"num_tasks": 1, "max_new_tokens": 8}}, "above the 8 tokens of an evaluation"),
+        (
+            {"min_new_tokens": 9},
+            {"eval": {"num_tasks": 1, "settings": [{"name": "short", "max_new_tokens": 4}]}},
+            "above the 4 tokens of an evaluation",
+        ),
         ({"forced_token_ids": [3], "regex": "a"}, {}, "forced_token_ids has no effect with a structure"),
         ({"presence_penalty": 1}, REMOTE, 'presence_penalty with engine.kind = "remote"'),
         ({"frequency_penalty": 1}, REMOTE, "is not told where it began"),

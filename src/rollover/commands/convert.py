@@ -1,0 +1,33 @@
+"""`rollover convert`: another system's configuration, as TOML with the other's option behind each key."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rollover.commands.verb import Overrides, Verb, to_stderr
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", type=Path, help="a verl launch script (.sh), or a YAML of its options")
+    add(
+        "--accept",
+        metavar="OPTION",
+        action="append",
+        default=[],
+        help="leave out this option of the other system, though it changes what is learned (may be repeated)",
+    )
+
+
+def run(args: argparse.Namespace, overrides: Overrides) -> int:
+    from rollover.convert.written import converted
+
+    text, notices = converted(args.file, overrides, args.accept)
+    for notice in notices:
+        to_stderr(f"rollover: notice: {notice}")
+    print(text, end="")
+    return 0
+
+
+VERB = Verb("Print a verl launch script as TOML, and what of it has no counterpart.", run, arguments, files="")

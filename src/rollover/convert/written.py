@@ -1,0 +1,98 @@
+"""A file of another system, converted and checked, as TOML with the other's option behind each key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from rollover.config.describe import toml_value
+from rollover.config.load import load_config
+from rollover.config.table import ConfigError, value_of
+from rollover.convert.mapping import Conversion, System, convert
+from rollover.convert.systems import SYSTEMS
+from rollover.convert.verl_script import flat, options_of_script
+
+_STEPS = "train.num_steps"
+
+
+def converted(
+    path: Path, overrides: Sequence[tuple[str, str]] = (), accepted: Sequence[str] = ()
+) -> tuple[str, list[str]]:
+    """The TOML, and a line for each option without a counterpart. `overrides`: of our keys, as on the command line.
+
+    accepted: options of the other system that are left out though they change what is learned. ValueError for a file
+    that cannot be read, questions that are not answered, and a configuration that is refused.
+    """
+    system, options = read(path)
+    done = convert(system, options)
+    answered = {key for key, _ in overrides}
+    _check(system, done, answered, accepted, path)
+    try:
+        config = load_config([{key: value for key, (value, _) in done.values.items()}], overrides).config
+    except ConfigError as error:
+        raise ValueError(
+            f"{path}: what it says is refused here; set --table.key VALUE to change it:\n{error}"
+        ) from error
+    for key in answered:
+        if not key.startswith("tasks.sources."):
+            done.values[key] = (value_of(config, key), "command line")
+    notices = [f"{name} is left out: {reason}" for name, reason in sorted(done.without.items())]
+    return _as_toml(done, f"{path.name}, of {system.name}"), notices
+
+
+def read(path: Path) -> tuple[System, dict[str, Any]]:
+    """The system that a file is of, and its options. ValueError for a file that is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            tables = yaml.safe_load(text)
+            if not isinstance(tables, dict):
+                raise ValueError("no tables are in it")
+            return SYSTEMS["verl"], flat(tables)
+        return SYSTEMS["verl"], options_of_script(text)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _check(system: System, done: Conversion, answered: set[str], accepted: Sequence[str], path: Path) -> None:
+    """ValueError for the questions that neither `answered` nor `accepted` answers; the latter are noted as left out."""
+    keys = {row.option: row.keys for row in system.rows}
+    if _STEPS not in done.values:
+        reason = f"how many steps its epochs are depends on the rows of the data: set --{_STEPS} N"
+        done.questions["trainer.total_training_steps"] = reason
+    open_questions = []
+    for option, reason in done.questions.items():
+        if answered & set(keys.get(option, ())):
+            continue
+        if option != "trainer.total_training_steps" and any(fnmatchcase(option, pattern) for pattern in accepted):
+            done.without[option] = f"accepted; {reason}"
+            continue
+        answers = [f"--{key} VALUE" for key in keys.get(option, ())] + [f"--accept {option}"]
+        how = "" if f"--{_STEPS}" in reason else f" (answer with {' or '.join(answers)})"
+        open_questions.append(f"  {option}: {reason}{how}")
+    if open_questions:
+        raise ValueError(f"{path}: this changes what is learned, and has to be answered:\n" + "\n".join(open_questions))
+
+
+def _as_toml(done: Conversion, source: str) -> str:
+    tables: dict[str, list[str]] = {}
+    for key, (value, shown) in done.values.items():
+        table, _, name = key.rpartition(".")
+        if key != "tasks.sources":
+            tables.setdefault(table, []).append(f"{name} = {toml_value(value)}  # {' '.join(shown.split())}")
+    lines = [f"# {source}. Behind each key: the option that it is there."]
+    for table in sorted(tables):
+        lines += ["", f"[{table}]", *tables[table]]
+    rows, shown = done.values.get("tasks.sources", ([], ""))
+    for row in rows:
+        lines += ["", f"[[tasks.sources]]  # {shown}", *(f"{name} = {toml_value(item)}" for name, item in row.items())]
+    if done.without:
+        lines += ["", "# Left out:", *(f"# {name}: {reason}" for name, reason in sorted(done.without.items()))]
+    return "\n".join(lines) + "\n"

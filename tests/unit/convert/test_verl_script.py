@@ -1,0 +1,136 @@
+"""`rollover convert` of verl's launch scripts: what of bash is read, what is asked about, and what is written."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rollover import cli
+from rollover.config.load import load_config
+from rollover.convert.verl_script import options_of_script
+
+SCRIPT = """#!/usr/bin/env bash
+set -x
+# a comment's "quote
+NODES=${NODES:-2}
+folder=${FOLDER:-"$HOME/data"}
+length=$((1024 * 2))
+longer=$((length + 512))
+files="['$folder/a.parquet', '$folder/b.parquet']"
+COMMON=(
+    algorithm.adv_estimator=grpo
+    # actor_rollout_ref.rollout.n=99
+    actor_rollout_ref.rollout.n=16
+)
+python3 -m verl.trainer.main_ppo "${COMMON[@]}" \\
+    data.train_files="$files" \\
+    data.train_batch_size=512 \\
+    data.max_prompt_length=${length} data.max_response_length=$((longer - 512 + 18432)) \\
+    actor_rollout_ref.model.path='me/mine' \\
+    actor_rollout_ref.actor.optim.lr=2e-6 \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 \\
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+    +actor_rollout_ref.actor.use_dynamic_bsz=True \\
+    algorithm.filter_groups.enable=True \\
+    algorithm.filter_groups.metric=acc \\
+    trainer.logger=['console','wandb'] \\
+    trainer.nnodes="${NODES}" $@
+"""
+
+
+def script(tmp_path: Path, text: str = SCRIPT) -> str:
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    return str(path)
+
+
+def test_variables_sums_lists_and_arrays_are_read() -> None:
+    options = options_of_script(SCRIPT, {"FOLDER": "/d"})
+    assert options["data.train_files"] == ["/d/a.parquet", "/d/b.parquet"]
+    assert options["data.max_prompt_length"] == 2048
+    assert options["data.max_response_length"] == 2048 + 18432
+    assert options["actor_rollout_ref.rollout.n"] == 16
+    assert options["actor_rollout_ref.model.path"] == "me/mine"
+    assert options["trainer.logger"] == ["console", "wandb"]
+    assert options["trainer.nnodes"] == 2
+    assert options["actor_rollout_ref.actor.use_dynamic_bsz"] is True
+    assert options_of_script(SCRIPT, {"NODES": "5"})["trainer.nnodes"] == 5
+
+
+def test_a_name_without_a_value_is_named_with_its_line() -> None:
+    with pytest.raises(ValueError, match=r"line 2: \$MISSING has no value"):
+        options_of_script("a=1\npython x data.train_batch_size=$MISSING\n", {})
+
+
+def test_the_toml_loads_and_says_where_each_value_is_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["convert", script(tmp_path), "--train.num_steps", "30"]) == 0
+    out, err = capsys.readouterr()
+    config = load_config([tomllib.loads(out)]).config
+    assert config.rollout.groups_per_step == 512
+    assert config.rollout.group_size == 16
+    assert config.rollout.max_new_tokens == 20480
+    assert config.train.minibatches_per_step == 4
+    assert config.train.warmup_steps == 40  # verl counts training steps, here they are updates
+    assert config.train.num_steps == 30
+    assert config.algorithm.clip_high == 0.28
+    assert config.algorithm.clip_low == 0.2
+    assert config.algorithm.dual_clip == 3.0  # verl's own default
+    assert config.algorithm.correction == "none"
+    assert config.filters.metric == "acc"
+    assert [source.path[-9:] for source in config.tasks.sources] == ["a.parquet", "b.parquet"]
+    assert "group_size = 16  # actor_rollout_ref.rollout.n = 16\n" in out
+    assert "dual_clip = 3.0  # actor_rollout_ref.actor.clip_ratio_c = 3.0, the default\n" in out
+    assert "trainer.logger is left out" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        ("algorithm.use_pf_ppo=True", ["--accept", "algorithm.use_pf_ppo"]),
+        ("actor_rollout_ref.actor.surprise=3", ["--accept", "actor_rollout_ref.actor.surprise"]),
+        ("data.train_max_samples=7", ["--accept", "data.*"]),
+        (
+            "actor_rollout_ref.actor.ppo_mini_batch_size=100",
+            ["--train.minibatches_per_step", "4", "--train.warmup_steps", "40"],
+        ),
+    ],
+)
+def test_what_would_change_learning_has_to_be_answered(
+    option: str, answer: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = SCRIPT.replace("trainer.nnodes=", f"{option} trainer.nnodes=")
+    steps = ["--train.num_steps", "30"]
+    assert cli.main(["convert", script(tmp_path, text), *steps]) == 2
+    assert option.partition("=")[0] in capsys.readouterr().err
+    assert cli.main(["convert", script(tmp_path, text), *steps, *answer]) == 0
+
+
+def test_the_number_of_steps_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["convert", script(tmp_path)]) == 2
+    assert "--train.num_steps" in capsys.readouterr().err
+    text = SCRIPT.replace("trainer.nnodes=", "trainer.total_training_steps=5 trainer.nnodes=")
+    assert cli.main(["convert", script(tmp_path, text)]) == 0
+
+
+def test_a_yaml_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "data:\n  train_files: a.parquet\nactor_rollout_ref:\n  model: {path: me/mine}\n  rollout: {n: 4}\n"
+        "algorithm: {adv_estimator: rloo}\ntrainer: {total_training_steps: 3}\n"
+    )
+    assert cli.main(["convert", str(path)]) == 0
+    config = load_config([tomllib.loads(capsys.readouterr().out)]).config
+    assert (config.algorithm.advantage, config.rollout.group_size, config.train.num_steps) == ("rloo", 4, 3)
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.sh", "echo hello\n"), ("a.yaml", "- 1\n"), ("a.sh", None)])
+def test_a_file_that_holds_no_options_is_refused(
+    name: str, text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert cli.main(["convert", str(tmp_path / name)]) == 2
+    assert name in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollover.convert.mapping import System
+from rollover.convert.trl import TRL
 from rollover.convert.verl import VERL
 
-SYSTEMS: dict[str, System] = {"verl": VERL}
+SYSTEMS: dict[str, System] = {"verl": VERL, "trl": TRL}

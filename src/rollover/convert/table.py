@@ -17,6 +17,8 @@ def as_markdown(system: System) -> str:
     without = _by_reason([row for row in system.rows if not row.keys])
     lines = [f"| {system.name} | here | |", "|---|---|---|"]
     lines += [f"| {_names((row.option, *row.also))} | {_names(row.keys)} | {row.note} |" for row in with_ours]
+    if not without:
+        return "\n".join(lines) + "\n"
     lines += ["", f"Of {system.name}, without a counterpart:", "", f"| {system.name} | why |", "|---|---|"]
     lines += [f"| {_names(tuple(options))} | {_reason(reason, asks)} |" for (reason, asks), options in without.items()]
     return "\n".join(lines) + "\n"

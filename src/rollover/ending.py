@@ -29,6 +29,7 @@ GRACE_S = 30.0
 """What hangs at the end has so long where nothing else is known (watchdog.grace_s)."""
 _QUIET_S = 1.0  # of a wait that is not worth a line
 _LOOK_S = 0.02
+_CANCEL_AGAIN_S = 1.0
 _MOST_NAMED = 5
 _numbers = itertools.count()
 _grace_s = GRACE_S  # of the last run of this process
@@ -70,6 +71,15 @@ def run_bounded(work: Coroutine[Any, Any, Result], grace_s: float) -> Result:
             _leave_behind(loop)
             asyncio.set_event_loop(None)
             loop.close()
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks of our own until they have ended: a library may forget a cancellation that comes as its own time-out
+    is up, as where the event loop stood still."""
+    while left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
 
 
 def bound_end(code: int) -> None:

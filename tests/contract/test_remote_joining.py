@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from contract.test_remote_engine import WEIGHTS, Made, config, made, request, run, same, text_of
 from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
-from rollover.engine.remote.hosts import ProcessHost
+from rollover.engine.remote.hosts import ProcessHost, UrlHost
+from rollover.engine.remote.server import Server
 
 __all__ = ["made"]
 
@@ -99,3 +101,26 @@ def test_a_server_of_ours_that_ends_before_it_answers_is_started_again(
     assert (tmp_path / "starts").read_text().count("start") == 3
     asyncio.run(engine.close())
     assert not host.pid
+
+
+class Deaf(UrlHost):
+    """Forgets that it was cancelled, once: as libraries do whose time-out is up at the same moment."""
+
+    async def ready(self) -> Server:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+        await asyncio.sleep(3600)
+        return await super().ready()
+
+
+def test_an_engine_is_closed_also_where_a_cancellation_is_forgotten(made: Made) -> None:
+    server = made.server()
+
+    async def work() -> None:
+        setup = RemoteSetup(config(server), lambda: WEIGHTS, text_of, made.said.append, hosts=[Deaf(server.url)])
+        engine = RemoteEngine(setup)
+        await engine.load_weights(0, WEIGHTS)
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(engine.close(), 60)
+
+    asyncio.run(work())

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from rollover.back_off import BackOff
 from rollover.config import RewardsConfig
+from rollover.ending import end_tasks
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
 from rollover.rewards.worker import COUNTERS
@@ -136,10 +137,7 @@ class SpreadPool:
 
     async def close(self) -> None:
         """End all nodes; calls that wait are cancelled."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await end_tasks(self._tasks)
         for _, place in self._waiting:
             place.cancel()
         await asyncio.gather(*(node.close() for node in self.nodes))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollover.back_off import BackOff
+from rollover.ending import end_tasks
 from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.delivery import Deliveries, resume
 from rollover.engine.remote.endpoints import check_generates, lacking
@@ -71,10 +72,7 @@ class Fleet:
                 task.add_done_callback(self._on_end)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await end_tasks(self._tasks)
         for server in list(self._servers.values()):
             await self._part_with(server, "the engine is closed")
         for host in self.hosts:

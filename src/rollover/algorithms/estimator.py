@@ -108,6 +108,7 @@ def rewards_of(rewards: Sequence[Reward | None], named: Sequence[str], algorithm
 
 # Private
 
+_SEVERAL = "functions/"  # what the spec of rewards.functions begins with; the names of its functions are in it
 
 # Each name in the configuration is that of a function of advantage.py, unless the step does the estimating.
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -165,6 +166,8 @@ def _reward(reward: Reward | None, name: str, named: str) -> float:
     if name == "score" or reward is None or reward.missing:
         return score_of(reward)
     if name not in reward.extras:
+        if named.startswith(_SEVERAL) and name.partition(".")[0] in named:
+            return float("nan")  # of several functions one that does not apply to the task
         have = ", ".join(["score", *reward.extras])
         raise ValueError(
             f"algorithm.reward_weights names {name!r}, which the reward {named!r} does not return: it has {have}"

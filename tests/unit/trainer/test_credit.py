@@ -195,9 +195,9 @@ def gradient(samples: list[Sample], **algorithm: Any) -> torch.Tensor:
     return torch.cat([g.flatten() for g in tiny.local(of).optimizer.gradients()])
 
 
-# gspo, luspo and gmpo have one ratio a row, clip_cov and kl_cov choose among the tokens of a micro-batch: the row is
-# what they are about.
-TOKEN_LOSSES = sorted(LOSSES.keys() - {"gspo", "luspo", "gmpo", "clip_cov", "kl_cov"})
+# gspo, luspo, gmpo and vespo have one ratio a row, clip_cov and kl_cov choose among the tokens of a micro-batch: the
+# row is what they are about.
+TOKEN_LOSSES = sorted(LOSSES.keys() - {"gspo", "luspo", "gmpo", "vespo", "clip_cov", "kl_cov"})
 
 
 def one_gradient(**algorithm: Any) -> torch.Tensor:

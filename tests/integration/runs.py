@@ -15,6 +15,7 @@ from launcher import Run as Run
 from launcher import environment as environment
 
 import tiny
+from rollover.config.describe import toml_value
 from rollover.track.trace import TRACE, TraceEvent, read_trace
 
 REWARD = '''
@@ -55,7 +56,7 @@ def write(folder: Path, *, steps: int = 4, rows: int = 400, family: str = "llama
     lines = []
     for table, fields in values.items():
         lines.append(f"[{table}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in fields.items() if value is not None]
+        lines += [f"{key} = {toml_value(value)}" for key, value in fields.items() if value is not None]
     lines += ["[[tasks.sources]]", 'kind = "dataset"', f"path = {json.dumps(str(folder / 'tasks.jsonl'))}"]
     path = folder / "recipe.toml"
     path.write_text("\n".join(lines) + "\n")

@@ -50,6 +50,7 @@ def test_the_table_has_every_mode_once_in_order() -> None:
         "code.toml",
         "grpo_kl.toml",
         "guess_number.toml",
+        "ppo_gae.toml",
         "solver_judge.toml",
         "vllm.toml",
     }

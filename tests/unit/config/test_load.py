@@ -211,8 +211,8 @@ def test_wrong_values_name_file_key_and_fix(write, text, parts):
         ('[[tasks.sources]]\nkind = "dataset"\npth = "x"', "Did you mean tasks.sources.0.path?"),
         ('[[tasks.sources]]\nkind = "dataset"\npath = "x"\nanswer_rule = "box"', "tasks.sources.0.answer_rule"),
         (
-            '[[tasks.sources]]\nkind = "dataset"\npath = "x"\nweight = 0',
-            "tasks.sources.0.weight = 0: expected a number, above 0",
+            '[[tasks.sources]]\nkind = "dataset"\npath = "x"\nweight = -1',
+            "tasks.sources.0.weight = -1: expected a number, at least 0",
         ),
         ('[tasks]\nsources = "x"', "write [[tasks.sources]]"),
         (

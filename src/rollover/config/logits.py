@@ -200,6 +200,14 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Refused(
+        ("rollout.logits.forced_token_ids", "rollout.max_new_tokens"),
+        lambda c: len(c.rollout.logits.forced_token_ids) >= c.rollout.max_new_tokens,
+        lambda c: (
+            f"rollout.logits.forced_token_ids names {len(c.rollout.logits.forced_token_ids)} tokens, and"
+            f" rollout.max_new_tokens = {c.rollout.max_new_tokens} leaves none to be sampled. Shorten it"
+        ),
+    ),
+    Refused(
         ("rollout.logits.json_schema", "rollout.logits.regex"),
         lambda c: bool(c.rollout.logits.json_schema and c.rollout.logits.regex),
         lambda c: (

@@ -77,6 +77,7 @@ LORA = {"model": {"lora": {"rank": 4}}, "backend": {"type": "tinker"}}
             {"eval": {"num_tasks": 1, "settings": [{"name": "short", "max_new_tokens": 4}]}},
             "above the 4 tokens of an evaluation",
         ),
+        ({"forced_token_ids": [3] * 256}, {}, "names 256 tokens, and rollout.max_new_tokens = 256 leaves none"),
         ({"forced_token_ids": [3], "regex": "a"}, {}, "forced_token_ids has no effect with a structure"),
         ({"presence_penalty": 1}, REMOTE, 'presence_penalty with engine.kind = "remote"'),
         ({"frequency_penalty": 1}, REMOTE, "is not told where it began"),

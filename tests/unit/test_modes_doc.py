@@ -48,9 +48,11 @@ def test_the_table_has_every_mode_once_in_order() -> None:
         "calculator.toml",
         "calculator_agent.toml",
         "code.toml",
+        "dapo.toml",
         "grpo_kl.toml",
         "guess_number.toml",
         "ppo_gae.toml",
+        "remax.toml",
         "solver_judge.toml",
         "vllm.toml",
     }

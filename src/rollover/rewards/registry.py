@@ -172,7 +172,12 @@ def _name(key: Any) -> str:
 def _number(value: Any) -> float | None:
     if getattr(value, "shape", None) == ():  # numpy scalar, or array or tensor without dimensions
         value = value.item()
-    return float(value) if isinstance(value, bool | int | float) else None
+    if not isinstance(value, bool | int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # of an int
+        return math.inf if value > 0 else -math.inf
 
 
 def _short(value: Any) -> str:

@@ -2,12 +2,14 @@
 
 Owns the spec of several, and how their results become one: a function that returns None does not apply to the sample
 and is left out of its sum; where none applies, or where one fails, the reward is missing. What a function of shaping
-returns is no part of the score. Runs in the reward worker.
+returns is no part of the score. None sees what another did to its arguments. Runs in the reward worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +46,7 @@ class LoadedSum:
 
     def score_one(self, item: Item) -> Result:
         """Score one item with every member."""
-        return self._sum([_one(member.reward, item) for member in self.members])
+        return self._sum([_one(member.reward, _own(member.reward, item)) for member in self.members])
 
     def score_all(self, items: list[Item]) -> list[Result]:
         """Score all items with every member. What a batch function raises passes through: no item has its score."""
@@ -66,10 +68,13 @@ class LoadedSum:
             total, num = total + member.weight * result["score"], num + 1
         if not num:
             return {"error": RETURNED_NONE}
+        if not all(map(math.isfinite, (total, *shaping.values()))):
+            return {"error": "the weighted sum of the functions' scores is not finite"}
         return {"score": total, "extras": extras} | ({"shaping": shaping} if shaping else {})
 
 
 def _scored(reward: LoadedReward, items: list[Item]) -> list[Result]:
+    items = [_own(reward, item) for item in items]
     if reward.mode == "batch":
         return reward.score_all(items)
     if reward.mode == "each":
@@ -81,10 +86,17 @@ def _scored(reward: LoadedReward, items: list[Item]) -> list[Result]:
     async def one(item: Item) -> Result:
         try:
             return await reward.score_async(item)
+        except MemoryError:
+            raise  # the worker has to be replaced
         except Exception as error:  # boundary: the user's function
             return {"error": explained(error)}
 
     return runner().run(together())
+
+
+def _own(reward: LoadedReward, item: Item) -> Item:
+    """The item, of which a function of the user's own may do with the task's columns as it likes."""
+    return item if reward.kind == "builtin" else {**item, "columns": copy.deepcopy(item["columns"])}
 
 
 def _one(reward: LoadedReward, item: Item) -> Result:

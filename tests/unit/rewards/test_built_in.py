@@ -219,6 +219,42 @@ def test_a_row_gives_arguments_to_a_function_of_ones_own(tmp_path: Path) -> None
         several({"function": "r.py:verl", "params": {"bonnus": 1}}, folder=str(tmp_path))
 
 
+def test_a_sum_that_is_not_finite_is_no_score(tmp_path: Path) -> None:
+    """What goes to the run has to be finite: the worker would be ended as one that answers nonsense."""
+    (tmp_path / "r.py").write_text("def f(solution_str): return float(solution_str)\ndef g(solution_str): return 1e308")
+    rows = [{"function": "r.py:f"}, {"function": "r.py:g"}]
+    for more in ({}, {"weight": 1e300}, {"weight": 1e300, "shaping": True}):
+        reward = several(rows[0] | more, rows[1], folder=str(tmp_path))
+        assert "not finite" in reward.score_one(item("1e308"))["error"], more
+        assert "score" in reward.score_one(item("1.0")), more
+
+
+def test_one_member_of_a_group_that_is_too_large_costs_that_alone(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def f(completions): return [int(text) for text in completions]")
+    reward = several({"function": "r.py:f"}, folder=str(tmp_path))
+    too_large, sound = reward.score_all([item("1" + "0" * 400), item("2")])
+    assert "not finite" in too_large["error"] and sound["score"] == 2.0
+
+
+def test_none_of_several_sees_what_another_did_to_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(
+        "def one(solution_str, extra_info): return extra_info.pop('n')\n"
+        "def group(completions, extra_info): return [info.pop('n') for info in extra_info]\n"
+        "async def asked(solution_str, extra_info): return extra_info.pop('n')\n"
+    )
+    for names in (("one", "one"), ("one", "group", "group"), ("asked", "one", "asked")):
+        reward = several(*({"function": f"r.py:{name}"} for name in names), folder=str(tmp_path))
+        results = reward.score_all([item("x", extra_info={"n": 2}), item("x", extra_info={"n": 3})])
+        assert [result.get("score") for result in results] == [2.0 * len(names), 3.0 * len(names)], results
+
+
+def test_a_coroutine_of_several_without_memory_is_told_as_any(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("async def f(solution_str): raise MemoryError\ndef g(solution_str): return 1")
+    reward = several({"function": "r.py:f"}, {"function": "r.py:g"}, folder=str(tmp_path))
+    with pytest.raises(MemoryError):
+        reward.score_all([item("x")])
+
+
 # By data_source
 
 

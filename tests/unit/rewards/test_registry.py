@@ -28,7 +28,7 @@ def load(tmp_path, code, name="f"):
         (np.float32(0.5), {"score": 0.5, "extras": {}}),
         (np.array(2), {"score": 2.0, "extras": {}}),
         (
-            {"score": 0.5, "acc": True, "n": 2, "pred": "x", "bad": math.inf},
+            {"score": 0.5, "acc": True, "n": 2, "pred": "x", "bad": math.inf, "large": 10**400},
             {"score": 0.5, "extras": {"acc": 1, "n": 2}},
         ),
     ],
@@ -43,6 +43,8 @@ def test_scores(value, result):
         (None, "returned None"),
         (math.nan, "not finite"),
         (math.inf, "not finite"),
+        (10**400, "not finite"),
+        ({"score": -(10**400)}, "not finite"),
         ("1.0", "str '1.0', expected a number"),
         ({"acc": 1}, "without 'score'"),
         ({"score": None}, "returned None"),

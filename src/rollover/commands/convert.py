@@ -10,7 +10,19 @@ from rollover.commands.verb import Overrides, Verb, to_stderr
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("file", metavar="FILE", type=Path, help="a verl launch script (.sh), or a YAML of its options")
+    add(
+        "file",
+        metavar="FILE",
+        type=Path,
+        help="a launch script of verl (.sh), or a YAML of its options or of Axolotl's",
+    )
+    add(
+        "--from",
+        dest="system",
+        choices=("verl", "axolotl"),
+        default="",
+        help="the system that FILE is of, where its content does not tell",
+    )
     add(
         "--accept",
         metavar="OPTION",
@@ -23,11 +35,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.convert.written import converted
 
-    text, notices = converted(args.file, overrides, args.accept)
+    text, notices = converted(args.file, overrides, args.accept, args.system)
     for notice in notices:
         to_stderr(f"rollover: notice: {notice}")
     print(text, end="")
     return 0
 
 
-VERB = Verb("Print a verl launch script as TOML, and what of it has no counterpart.", run, arguments, files="")
+VERB = Verb(
+    "Print another system's configuration as TOML, and what of it has no counterpart.", run, arguments, files=""
+)

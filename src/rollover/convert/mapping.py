@@ -62,11 +62,13 @@ class Row:
 
 @dataclass(frozen=True)
 class System:
-    """A system: its name and release, and its rows. base: options that make a whole configuration of the least."""
+    """A system: its name and release, and its rows. base: options that make a whole configuration of the least. steps:
+    the option that says how many steps there are."""
 
     name: str
     rows: tuple[Row, ...]
     base: Mapping[str, Any]
+    steps: str
 
 
 @dataclass

@@ -86,4 +86,4 @@ ROWS = (
     Row("max_steps", ("train.num_steps",), example=20, note="TRL counts updates: with several a step, divide"),
 )
 # fmt: on
-TRL = System("trl", ROWS, {"train_dataset": "train.jsonl", "max_steps": 10})
+TRL = System("trl", ROWS, {"train_dataset": "train.jsonl", "max_steps": 10}, "max_steps")

@@ -280,5 +280,5 @@ ROWS = (
 
 BASE = {"data.train_files": "train.parquet", f"{MODEL}.path": "smollm2-135m", "trainer.total_training_steps": 10,
     f"{ROLLOUT}.n": 8}
-VERL = System("verl", ROWS, BASE)
+VERL = System("verl", ROWS, BASE, "trainer.total_training_steps")
 # fmt: on

@@ -5,27 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from rollover.config.describe import toml_value
 from rollover.config.load import load_config
 from rollover.config.table import ConfigError, value_of
 from rollover.convert.mapping import Conversion, System, convert
-from rollover.convert.systems import SYSTEMS
-from rollover.convert.verl_script import flat, options_of_script
+from rollover.convert.read import read
 
 _STEPS = "train.num_steps"
 
 
 def converted(
-    path: Path, overrides: Sequence[tuple[str, str]] = (), accepted: Sequence[str] = ()
+    path: Path, overrides: Sequence[tuple[str, str]] = (), accepted: Sequence[str] = (), of_system: str = ""
 ) -> tuple[str, list[str]]:
     """The TOML, and a line for each option without a counterpart. `overrides`: of our keys, as on the command line.
 
-    accepted: options of the other system that are left out though they change what is learned. ValueError for a file
-    that cannot be read, questions that are not answered, and a configuration that is refused.
+    accepted: options of the other system that are left out though they change what is learned. of_system: whose file it
+    is; empty: by its content. ValueError for a file that cannot be read, questions that are not answered, and a
+    configuration that is refused.
     """
-    system, options = read(path)
+    system, options = read(path, of_system)
     done = convert(system, options)
     answered = {key for key, _ in overrides}
     _check(system, done, answered, accepted, path)
@@ -42,36 +41,17 @@ def converted(
     return _as_toml(done, f"{path.name}, of {system.name}"), notices
 
 
-def read(path: Path) -> tuple[System, dict[str, Any]]:
-    """The system that a file is of, and its options. ValueError for a file that is none."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    try:
-        if path.suffix in (".yaml", ".yml"):
-            import yaml
-
-            tables = yaml.safe_load(text)
-            if not isinstance(tables, dict):
-                raise ValueError("no tables are in it")
-            return SYSTEMS["verl"], flat(tables)
-        return SYSTEMS["verl"], options_of_script(text)
-    except (ValueError, ImportError) as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
 def _check(system: System, done: Conversion, answered: set[str], accepted: Sequence[str], path: Path) -> None:
     """ValueError for the questions that neither `answered` nor `accepted` answers; the latter are noted as left out."""
     keys = {row.option: row.keys for row in system.rows}
     if _STEPS not in done.values:
         reason = f"how many steps its epochs are depends on the rows of the data: set --{_STEPS} N"
-        done.questions["trainer.total_training_steps"] = reason
+        done.questions[system.steps] = reason
     open_questions = []
     for option, reason in done.questions.items():
         if answered & set(keys.get(option, ())):
             continue
-        if option != "trainer.total_training_steps" and any(fnmatchcase(option, pattern) for pattern in accepted):
+        if option != system.steps and any(fnmatchcase(option, pattern) for pattern in accepted):
             done.without[option] = f"accepted; {reason}"
             continue
         answers = [f"--{key} VALUE" for key in keys.get(option, ())] + [f"--accept {option}"]

@@ -1,0 +1,92 @@
+"""Reads another system's file: whose it is, by its content, and its options by name. Nothing in it is run.
+
+Add a system: its `Form` here, its rows in systems.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollover.convert.axolotl_file import is_axolotl, options_of_axolotl
+from rollover.convert.mapping import System
+from rollover.convert.systems import SYSTEMS
+from rollover.convert.verl_script import flat, options_of_script
+
+_YAML = (".yaml", ".yml")
+_OVERRIDE = re.compile(r"(?<![\w.-])\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_model)\.[\w.]+=")
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form that the files of a system have. content: the tables of a YAML, the text of any other file.
+
+    holds: whether content is of it, by what no other system has. options: those of content that is; ValueError where
+    there are none, or for what cannot be read.
+    """
+
+    system: str
+    suffixes: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    options: Callable[[Any], dict[str, Any]]
+
+
+def _is_verl(tables: Mapping[str, Any]) -> bool:
+    return any(name in tables for name in ("actor_rollout_ref", "critic", "reward_model", "algorithm", "trainer"))
+
+
+def _holds_overrides(text: str) -> bool:
+    return bool(_OVERRIDE.search(text))
+
+
+FORMS = (
+    Form("verl", _YAML, _is_verl, flat),
+    Form("axolotl", _YAML, is_axolotl, options_of_axolotl),
+    Form("verl", (".sh", ".txt", ""), _holds_overrides, options_of_script),
+)
+
+
+def read(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
+    """The system that a file is of (`system`, unless that is empty), and its options. ValueError for a file that cannot
+    be read, and one whose system cannot be told."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    try:
+        content = _tables(text) if path.suffix in _YAML else text
+        form = _form(path.suffix, content, system)
+        return SYSTEMS[form.system], form.options(content)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _tables(text: str) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        tables = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tables, dict):
+        raise ValueError("no tables are in it")
+    return tables
+
+
+def _form(suffix: str, content: Any, system: str) -> Form:
+    of_suffix = [form for form in FORMS if suffix in form.suffixes] or [f for f in FORMS if "" in f.suffixes]
+    if system:
+        found: Sequence[Form] = [form for form in of_suffix if form.system == system]
+        if not found:
+            forms = ", ".join(sorted({s or "no suffix" for f in FORMS if f.system == system for s in f.suffixes}))
+            raise ValueError(f"a file of {system} is one of {forms}")
+        return found[0]
+    found = [form for form in of_suffix if form.holds(content)]
+    if len(found) == 1:
+        return found[0]
+    what = "more than one system has" if found else "no system has"
+    names = " or ".join(f"--from {form.system}" for form in found or of_suffix)
+    raise ValueError(f"{what} such options: say which one's it is with {names}")

@@ -1,0 +1,181 @@
+"""`rollover convert` of Axolotl's YAML: what is read, what its own trainer is here, and what is asked about."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover import cli
+from rollover.config import Config
+from rollover.config.load import load_config
+
+ASYNCHRONOUS = """
+base_model: me/mine
+rl: grpo
+chat_template: tokenizer_default
+adapter: lora
+lora_r: 32
+lora_alpha: 64
+lora_target_linear: true
+vllm:
+  port: 8000
+  gpu_memory_utilization: 0.85
+  max_model_len: 2048
+trl:
+  use_vllm: true
+  use_data_producer: true
+  async_prefetch: true
+  prefetch_depth: 2
+  vllm_sync_interval: 4
+  num_generations: 8
+  max_completion_length: 512
+  temperature: 0.7
+  num_iterations: 2
+  reward_funcs:
+    - rewards.accuracy
+    - rewards.form
+  reward_weights: [1.0, 0.5]
+  vllm_importance_sampling_mode: sequence_truncate
+  off_policy_mask_threshold: 0.5
+datasets:
+  - path: openai/gsm8k
+    name: main
+    split: train
+val_set_size: 0.0
+early_stopping_patience:
+micro_batch_size: 4
+gradient_accumulation_steps: 8
+max_steps: 200
+learning_rate: 5e-6
+warmup_steps: 10
+save_steps: 0.5
+logging_steps: 1
+special_tokens:
+  pad_token: "<|endoftext|>"
+"""
+
+
+def file(tmp_path: Path, text: str = ASYNCHRONOUS, name: str = "mine.yaml") -> str:
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+def converted(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Config, str]:
+    assert cli.main(["convert", *argv]) == 0
+    out, err = capsys.readouterr()
+    return load_config([tomllib.loads(out)]).config, out + err
+
+
+def test_the_asynchronous_trainer_is_generation_ahead_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, text = converted([file(tmp_path)], capsys)
+    assert (config.rollout.groups_per_step, config.rollout.group_size) == (4, 8)
+    assert config.rollout.overlap
+    assert config.rollout.interrupt == "never"
+    assert config.rollout.in_flight_groups == 12
+    assert config.train.epochs_per_step == 2
+    assert config.train.publish_every == 2  # 4 updates are 2 steps
+    assert config.rollout.max_staleness == 3  # two batches ahead, of weights that are a step old
+    assert config.train.num_steps == 100  # of 200 updates
+    assert config.checkpoint.every_steps == 50
+    assert config.algorithm.correction == "sequence_truncate"
+    assert config.algorithm.correction_cap == 3.0
+    assert config.algorithm.correction_floor == pytest.approx(1 / 3, abs=1e-5)
+    assert config.algorithm.off_policy_mask_threshold == 0.5
+    assert config.tasks.max_prompt_tokens == 2048 - 512
+    assert config.train.learning_rate == 5e-6
+    assert [(row.function, row.weight) for row in config.rewards.functions] == [
+        ("rewards:accuracy", 1.0),
+        ("rewards:form", 0.5),
+    ]
+    assert config.model.lora.target_modules == ["all-linear"]
+    (source,) = config.tasks.sources
+    assert (source.path, source.subset, source.split) == ("openai/gsm8k", "main", "train")
+    assert "group_size = 8  # trl.num_generations = 8\n" in text
+    assert "logging_steps is left out" in text
+    assert "early_stopping_patience" not in text  # a key without a value sets nothing
+
+
+def test_without_vllm_nothing_is_corrected_and_with_it_as_trl_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "".join(
+        line
+        for line in ASYNCHRONOUS.splitlines(keepends=True)
+        if not any(name in line for name in ("use_data_producer", "async_prefetch", "importance_sampling"))
+    )
+    config, _ = converted([file(tmp_path, text)], capsys)
+    assert (config.algorithm.correction, config.algorithm.correction_floor) == ("sequence_mask", 0.0)
+    assert not config.rollout.overlap
+    assert config.train.publish_every == 1
+    config, _ = converted([file(tmp_path, text.replace("use_vllm: true", "use_vllm: false"))], capsys)
+    assert config.algorithm.correction == "none"
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("plugins: [mine.Plugin]", ["--accept", "plugins"]),
+        ("nemo_gym_enabled: true", ["--accept", "nemo_gym_*"]),
+        ("chat_template: chatml", ["--accept", "chat_template"]),
+        ("surprise: 3", ["--accept", "surprise"]),
+        ("lr_scheduler: rex", ["--train.schedule", "cosine"]),
+        ("optimizer: lion_8bit", ["--train.optimizer", "adamw"]),
+        ("gradient_accumulation_steps: 3", ["--rollout.groups_per_step", "4"]),
+        ("num_epochs: 1.5\nmax_steps: 0", ["--tasks.epochs", "2", "--train.num_steps", "9"]),
+        ("val_set_size: 32", ["--tasks.eval_fraction", "0.2", "--accept", "val_set_size"]),
+    ],
+)
+def test_what_would_change_learning_has_to_be_answered(
+    line: str, answer: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = file(tmp_path, ASYNCHRONOUS + line + "\n")
+    assert cli.main(["convert", path]) == 2
+    assert line.partition(":")[0] in capsys.readouterr().err
+    assert cli.main(["convert", path, *answer]) == 0
+
+
+def test_rows_that_go_through_a_function_are_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = file(tmp_path, ASYNCHRONOUS.replace("    name: main\n", "    name: main\n    type: rewards.transform\n"))
+    assert cli.main(["convert", path]) == 2
+    err = capsys.readouterr().err
+    assert "datasets: its rows go through rewards.transform" in err
+    assert "adapter" not in err
+
+
+def test_a_model_of_the_hub_is_a_reward_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ASYNCHRONOUS.replace("rewards.form", "me/reward-model")
+    config, _ = converted([file(tmp_path, text)], capsys)
+    assert config.rewards.functions[1].function == "reward_model"
+    assert config.rewards.functions[1].params == {"path": "me/reward-model"}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("base_model: me/mine\nrl: dpo\n", "rl: dpo trains on no rollouts"),
+        ("base_model: me/mine\n", "rl: None trains on no rollouts"),
+        ("hello: 1\n", "--from"),
+        ("trl: [\n", "no YAML"),
+        ("base_model: me/mine\nrl: grpo\ntrainer: {total_epochs: 1}\n", "more than one system"),
+    ],
+)
+def test_what_is_no_such_file_is_refused(
+    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["convert", file(tmp_path, text)]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_the_system_may_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both: dict[str, Any] = {"text": ASYNCHRONOUS + "trainer: {total_epochs: 1}\n"}
+    path = file(tmp_path, **both)
+    assert cli.main(["convert", path, "--from", "axolotl", "--accept", "trainer.*"]) == 0
+    assert "of axolotl" in capsys.readouterr().out
+    assert cli.main(["convert", file(tmp_path, "x", "a.sh"), "--from", "axolotl"]) == 2
+    assert "a file of axolotl is one of .yaml, .yml" in capsys.readouterr().err

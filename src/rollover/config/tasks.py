@@ -150,8 +150,8 @@ class TasksConfig(Table):
     eval_fraction: float = option(
         0.1,
         "Share of all distinct problems held out for evaluation (by a hash of what makes them the same:"
-        " tasks.sources.problem_key).",
-        gt=0,
+        " tasks.sources.problem_key); 0 = none.",
+        ge=0,
         lt=1,
     )
     max_prompt_tokens: int = option(1024, "A longer prompt is dealt with as tasks.truncation says, and counted.", ge=1)
@@ -257,6 +257,15 @@ RULES: tuple[Rule, ...] = (
         ("tasks.sources",),
         _all_have_answer_rules,
         "as every source sets its own answer_rule",
+    ),
+    Refused(
+        ("tasks.eval_fraction", "eval.num_tasks", "tasks.sources"),
+        lambda c: bool(c.tasks.eval_fraction == 0 and c.eval.num_tasks and _first(c, lambda s: not s.names_held_out)),
+        lambda c: (
+            f"tasks.eval_fraction = 0 with eval.num_tasks = {c.eval.num_tasks}: nothing is held out of"
+            f" {_first(c, lambda s: not s.names_held_out)}. Raise tasks.eval_fraction, or give held-out rows"
+            " (eval_path, eval_split)"
+        ),
     ),
     Refused(
         ("tasks.sources",),

@@ -16,6 +16,13 @@ class Unanswered(ValueError):
     """An option that cannot be converted without changing what is learned."""
 
 
+@dataclass(frozen=True)
+class Unread:
+    """The value of an option that its file does not say outright. reason: what is there instead, in words."""
+
+    reason: str
+
+
 class Options:
     """A system's options by name: those given, else the system's defaults (None where a row has none)."""
 
@@ -85,11 +92,15 @@ def convert(system: System, options: Mapping[str, Any]) -> Conversion:
     """The conversion of options of `system`, by their names there."""
     rows = {name: next((row for row in system.rows if row.names(name)), None) for name in options}
     given = {row.option if row and "*" not in row.option else name: options[name] for name, row in rows.items()}
+    given = {name: value for name, value in given.items() if not isinstance(value, Unread)}
     of = Options(given, system.rows)
     done = Conversion()
     for name, row in rows.items():
+        value = options[name]
         if row is None:
             done.questions[name] = "is not known here"
+        elif isinstance(value, Unread) and (row.keys or row.neutral is not None):
+            done.questions[row.option] = value.reason
         elif not row.keys:
             harmless = row.neutral is None or options[name] in row.neutral
             (done.without if harmless else done.questions)[name] = row.note
@@ -103,4 +114,6 @@ def convert(system: System, options: Mapping[str, Any]) -> Conversion:
                     done.values[key] = (value, shown)
         except Unanswered as error:
             done.questions[row.option] = str(error)
+        except (TypeError, AttributeError) as error:  # a text where a number belongs, say
+            done.questions[row.option] = f"{of(row.option)!r} is not understood ({error})"
     return done

@@ -317,6 +317,7 @@ def test_refused(write, rollout, algorithm, part):
         ('[algorithm]\nkl_coef = 0.1\nkl_kind = "k2"\nkl_bias_correction = true', "only k1 and k3"),
         ("[workflow]\ntimeout_s = 9", "workflow.timeout_s has no effect as nothing answers the policy"),
         ('[rollout]\nenvironment = "a:B"\n[workflow]\ntimeout_score = 1', 'unless workflow.on_timeout = "score"'),
+        ("[tasks]\neval_fraction = 0\n[eval]\nnum_tasks = 5", "nothing is held out of tasks.sources.0"),
     ],
 )
 def test_refused_in_other_tables(write, text, part):

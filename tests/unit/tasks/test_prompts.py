@@ -25,7 +25,7 @@ def prompts(folder: Path, truncation: str, most: int = 5) -> PromptSource:
     (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "run.toml").write_text(
         f'[tasks]\nchat = false\nshuffle = false\nepochs = 1\nmax_prompt_tokens = {most}\ntruncation = "{truncation}"\n'
-        f'eval_fraction = 1e-9\n[[tasks.sources]]\nkind = "dataset"\npath = "{folder}/tasks.jsonl"\n'
+        f'eval_fraction = 0\n[[tasks.sources]]\nkind = "dataset"\npath = "{folder}/tasks.jsonl"\n'
     )
     config = load_config([folder / "run.toml"], []).config
     return build_prompts(config)(encoder(tiny.tokenizer(), None), config.tasks.max_prompt_tokens)

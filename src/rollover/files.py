@@ -143,12 +143,17 @@ def fsync_dir(path: str | Path) -> None:
 
 
 def atomic_write_text(path: str | Path, text: str) -> None:
-    """Replace the file at `path` (UTF-8): a reader, or a restart after a crash, sees the old text or the new one."""
+    """`atomic_write_bytes` of a text, as UTF-8."""
+    atomic_write_bytes(path, text.encode("utf-8"))
+
+
+def atomic_write_bytes(path: str | Path, content: bytes | memoryview) -> None:
+    """Replace the file at `path`: a reader, or a restart after a crash, sees the old content or the new one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        with naming(path), open(temporary, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with naming(path), open(temporary, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

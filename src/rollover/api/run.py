@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollover.files import read_tables
-from rollover.track.recorder import read_records, read_rollouts
-from rollover.track.sinks import read_rows
-from rollover.track.trace import TRACE, TraceEvent, read_trace
+from rollover.reading.run_files import RunFiles
+from rollover.track.recorded import read_rollouts, step_files
+from rollover.track.trace import TraceEvent
 from rollover.types import Group
 
 if TYPE_CHECKING:
@@ -30,40 +29,34 @@ class Run:
 
     def __init__(self, directory: str | os.PathLike[str], live: Mapping[str, Any] | None = None) -> None:
         """`live`: functions and tasks that the run was given as objects, by their names; `resume` needs them."""
-        self.directory = Path(directory).expanduser()
+        self._files = RunFiles(directory)
+        self.directory = self._files.directory
         self._live = dict(live or {})
-        if not (self.directory / "config.resolved.json").is_file():
-            if not (self.directory / "metrics.jsonl").is_file():
-                raise ValueError(
-                    f"{str(self.directory)!r} is not the directory of a run: it has no config.resolved.json"
-                )
 
     @property
     def config(self) -> dict[str, Any]:
         """Every value that the run uses, as in config.resolved.json. {} before the run has begun."""
-        path = self.directory / "config.resolved.json"
-        return read_tables(path) if path.is_file() else {}
+        return self._files.config
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One dict a training step (docs/metrics.md)."""
-        return read_rows(self.directory / "metrics.jsonl")
+        return self._files.metrics()
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """One dict an evaluation: step, mean, ci, pass@k, sources, samples."""
-        return read_rows(self.directory / "eval.jsonl")
+        return self._files.evaluations()
 
     @property
     def trace(self) -> list[TraceEvent]:
         """What happened to every rollout, and when (docs/trace.md); [] where track.trace is off."""
-        path = self.directory / TRACE
-        return read_trace(path) if path.is_file() else []
+        return list(self._files.events())
 
     @property
     def finished(self) -> bool:
         """Whether it has made all its steps."""
-        return (self.directory / "finished").is_file()
+        return self._files.finished
 
     @property
     def model_path(self) -> Path:
@@ -83,13 +76,13 @@ class Run:
 
         ValueError for a file that is damaged.
         """
-        for groups in read_rollouts(self.directory / "rollouts", include_dropped=dropped) if self._recorded else ():
+        for groups in read_rollouts(self._files.rollouts.dir, include_dropped=dropped) if self._recorded else ():
             yield from groups
 
     def records(self) -> Iterator[dict[str, Any]]:
         """One dict a rollout, trained or dropped, as in rollouts/ (docs/running.md): with "step", "prompt" or
         "messages", "completion", "score", "advantage", "outcome", "segments" and more."""
-        return read_records(self.directory / "rollouts") if self._recorded else iter(())
+        return self._files.rollouts.records() if self._recorded else iter(())
 
     def to_pandas(self, what: Literal["metrics", "evaluations", "rollouts"] = "metrics") -> pandas.DataFrame:
         """A frame with a row for each step, evaluation or rollout. ImportError where pandas is not installed."""
@@ -136,7 +129,7 @@ class Run:
         return after_training(*train_and_wait(arguments))
 
     def __repr__(self) -> str:
-        rows, num_steps = self.metrics, self.config.get("train", {}).get("num_steps", "?")
+        rows, num_steps = self.metrics, self._files.value("train.num_steps", "?")
         step = rows[-1]["step"] if rows else 0
         state = "finished" if self.finished else f"not finished: {self._how_to_go_on()}"
         return f"<Run {str(self.directory)!r}: {step} of {num_steps} steps, {state}>"
@@ -147,10 +140,9 @@ class Run:
     @property
     def _recorded(self) -> bool:
         """Whether there is a record. ValueError where there never will be."""
-        if self.config.get("track", {}).get("rollouts") is False:
+        if self._files.value("track.rollouts") is False:
             raise ValueError(f"{str(self.directory)!r} records no rollouts: track.rollouts is off")
-        folder = self.directory / "rollouts"
-        return folder.is_dir() and any(folder.glob("step-*.jsonl"))
+        return bool(step_files(self._files.rollouts.dir))
 
 
 def after_training(directory: Path, live: Mapping[str, Any]) -> Run:

@@ -20,7 +20,20 @@ if TYPE_CHECKING:
 GROUP = "rollover.verbs"
 VERBS = {
     name: f"rollover.commands.{name}"
-    for name in ("train", "demo", "init", "eval", "sample", "config", "convert", "plan", "trace", "serve", "bench")
+    for name in (
+        "train",
+        "demo",
+        "init",
+        "eval",
+        "sample",
+        "config",
+        "convert",
+        "plan",
+        "show",
+        "trace",
+        "serve",
+        "bench",
+    )
 }
 
 

@@ -101,10 +101,13 @@ def print_eval(result: dict[str, Any]) -> None:
     and of all in the setting of [eval] itself."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from rollover.track.live import decimal
+    from rollover.track.shown import shown
     from rollover.track.statistics import parts_of
 
+    console = Console()
     rows = [*parts_of(result).items(), ("all", result)]
     names = list(dict.fromkeys(k for _, row in reversed(rows) for k in row if re.fullmatch(r"(pass|maj)@\d+", k)))
     table = Table("source", "tasks", "mean reward", *names)
@@ -114,8 +117,8 @@ def print_eval(result: dict[str, Any]) -> None:
         for name in names:
             ci = row.get(f"{name}_ci")
             cells.append(decimal(row.get(name)) + (f" [{ci[0]:.3f}, {ci[1]:.3f}]" if ci else ""))
-        table.add_row(source, str(row["tasks"]), decimal(row["mean"]) + interval, *cells)
-    Console().print(table)
+        table.add_row(Text(shown(source, console)), str(row["tasks"]), decimal(row["mean"]) + interval, *cells)
+    console.print(table)
 
 
 VERB = Verb("Evaluate on held-out tasks: mean reward, pass@1 and pass@k per source.", run, arguments)

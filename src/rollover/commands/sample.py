@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 from rollover.commands.verb import Overrides, Verb, load, positive, to_stderr
@@ -24,6 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     config = load(args.files, overrides, require_sources=False).config
     from rollover.ending import run_bounded
+    from rollover.track.shown import printable_lines
 
     workflow, grace_s = config.workflow, config.watchdog.grace_s
     if workflow.agent or workflow.environment or config.rollout.environment != "single_turn":
@@ -32,6 +34,8 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
         raise ValueError("a run of single turns is asked with --prompt TEXT, and without --columns: nothing is scored")
     else:
         texts = [answer.text for answer in run_bounded(answers(config, args.prompt, args.num), grace_s)]
+    if sys.stdout.isatty():  # what is piped stays as it is
+        texts = [printable_lines(text) for text in texts]
     for i, text in enumerate(texts):
         print(f"--- {i + 1} of {args.num}" if args.num > 1 else "", text, sep="\n" if args.num > 1 else "")
     return 0

@@ -82,15 +82,13 @@ def summary(title: str, events: Sequence[TraceEvent]) -> str:
 
 def read(run_dir: Path) -> list[TraceEvent]:
     """The trace of a run. ValueError where there is none."""
-    from rollover.files import did_you_mean_path
-    from rollover.track.trace import TRACE, read_trace
+    from rollover.reading.run_files import RunFiles
+    from rollover.track.trace import TRACE
 
-    path = run_dir / TRACE
-    if not path.is_file():
-        if not run_dir.is_dir():
-            raise ValueError(f"there is no folder {run_dir}{did_you_mean_path(run_dir)}")
-        raise ValueError(f"{run_dir} has no {TRACE}: it is no run directory, or the run had track.trace = false")
-    return read_trace(path)
+    files = RunFiles(run_dir)
+    if not (run_dir / TRACE).is_file():
+        raise ValueError(f"{run_dir} has no {TRACE}: the run had track.trace = false, or has made no step yet")
+    return list(files.events())
 
 
 def write(path: Path, text: str) -> None:

@@ -14,8 +14,10 @@ import socket
 import time
 import warnings
 from pathlib import Path
+from typing import TextIO
 
 LOCK = "lock"
+_LOOKS, _LOOK_S = 5, 0.02
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -28,10 +30,9 @@ class DirectoryLock:
     def __init__(self, folder: Path, key: str) -> None:
         self._file = open(folder / LOCK, "a+", encoding="utf-8")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock()
         except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip() or "another process"
+            holder = _named(self._file)
             self._file.close()
             raise ValueError(
                 f"{key} = {str(folder)!r} is in use by {holder}: wait until that run has ended, stop it (Ctrl-C), or"
@@ -48,3 +49,30 @@ class DirectoryLock:
 
     def release(self) -> None:
         self._file.close()
+
+    def _lock(self) -> None:
+        """BlockingIOError where another run has it. Who only looks (`holder_of`) has it for an instant."""
+        for _ in range(_LOOKS):
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_LOOK_S)
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def holder_of(folder: Path) -> str:
+    """The process whose run has the folder now, in words; "" where none has, or no lock can say so."""
+    try:
+        with open(folder / LOCK, encoding="utf-8", errors="replace") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _named(file)
+    except OSError:  # no such file, or no locks there
+        pass
+    return ""
+
+
+def _named(file: TextIO) -> str:
+    file.seek(0)
+    return file.read().strip() or "another process"

@@ -22,7 +22,7 @@ from rollover.files import did_you_mean_path
 from rollover.functions import OwnFunction, described, own_function
 from rollover.run.stop import Stop
 from rollover.staleness import group_staleness
-from rollover.track.recorder import read_rollouts
+from rollover.track.recorded import read_rollouts
 from rollover.trajectories import divided, turns_of
 from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task, why_not_in_vocabulary
 

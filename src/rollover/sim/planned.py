@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,12 @@ from rollover.config import Config
 from rollover.config.cluster import planned_devices
 from rollover.config.load import Resolved
 from rollover.config.schema import default_of
-from rollover.files import did_you_mean_path
+from rollover.reading.run_files import RunFiles
 from rollover.sim.plan import Plan, make_plan, speeds_of_run
 from rollover.sim.played import Played
 from rollover.sim.timeline import timeline
 from rollover.system import cores
-from rollover.track.recorder import read_rollouts
-from rollover.track.trace import TRACE
+from rollover.track.recorded import read_rollouts
 
 _OBSERVED_GROUPS = 20_000
 
@@ -61,15 +59,14 @@ def _nodes(config: Config) -> dict[str, Any]:
 
 def _read_run(directory: Path, say: Callable[[str], None]) -> tuple[list[list[int]], dict[str, Any]]:
     """The lengths of its groups, and what its metrics say about speeds."""
-    metrics = directory / "metrics.jsonl"
-    if not metrics.is_file():
-        if not directory.is_dir():
-            raise ValueError(f"--from-run {directory}: there is no such folder{did_you_mean_path(directory)}")
-        raise ValueError(f"--from-run {directory}: there is no metrics.jsonl. Give the directory of a run")
+    try:
+        files = RunFiles(directory)
+    except ValueError as error:
+        raise ValueError(f"--from-run: {error}") from error
     observed: list[list[int]] = []
     prompts: list[int] = []
     played = Played()
-    for groups in read_rollouts(directory / "rollouts", include_dropped=True):
+    for groups in read_rollouts(files.rollouts.dir, include_dropped=True):
         observed += [played.lengths(group) for group in groups]
         prompts += [len(g.prompt_ids) for g in groups]
         if len(observed) >= _OBSERVED_GROUPS:
@@ -77,21 +74,14 @@ def _read_run(directory: Path, say: Callable[[str], None]) -> tuple[list[list[in
     if not observed:
         raise ValueError(f"--from-run {directory}: no group was recorded (track.rollouts was off, or no step was made)")
     prompt_tokens = sum(prompts) / len(prompts)
-    values: dict[str, Any] = {"prompt_tokens": max(1, round(prompt_tokens)), **played.turns(directory / TRACE)}
-    if _overlapped(directory):
+    values: dict[str, Any] = {"prompt_tokens": max(1, round(prompt_tokens)), **played.turns(files.events)}
+    if files.value("rollout.overlap"):  # its seconds of generation are only those that the trainer waited
         say(f"{directory} generated while it trained: its metrics tell no speeds, only its lengths are taken")
         return observed, values
-    rows = [json.loads(line) for line in metrics.read_bytes().splitlines()]
-    return observed, values | speeds_of_run(rows, prompt_tokens)
+    return observed, values | speeds_of_run(files.metrics(), prompt_tokens)
 
 
 def _names_turns(config: Config) -> str:
     """What may have episodes of several turns; "": nothing."""
     workflow = config.workflow
     return workflow.agent or ("workflow.environment" if workflow.environment else "")
-
-
-def _overlapped(directory: Path) -> bool:
-    """Whether the seconds of generation in that run's metrics are only those that the trainer waited."""
-    config = directory / "config.resolved.json"
-    return config.is_file() and json.loads(config.read_bytes())["rollout"]["overlap"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from rollover.track.trace import acts, read_trace
+from rollover.track.trace import TraceEvent, acts
 from rollover.trajectories import turns_of
 from rollover.types import Group
 
@@ -26,12 +26,12 @@ class Played:
         self._episodes += len(lengths)
         return [max(1, length) for length in lengths.values()]
 
-    def turns(self, trace: Path) -> dict[str, Any]:
+    def turns(self, events: Callable[[], Iterable[TraceEvent]]) -> dict[str, Any]:
         """Values of [plan], of the episodes so far and of the trace of their run; {} where they had one turn each."""
         turns = round(self._turns / max(1, self._episodes))
         if turns < 2:
             return {}
         between = self._turns - self._episodes
         values: dict[str, Any] = {"turns": turns, "tool_tokens": max(1, round(self._told / between))}
-        worked = [act.seconds for act in acts(read_trace(trace)) if act.goes_on] if trace.is_file() else []
+        worked = [act.seconds for act in acts(list(events())) if act.goes_on]
         return values | ({"tool_s": sum(worked) / len(worked)} if worked else {})

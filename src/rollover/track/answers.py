@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.text import Text
 
 from rollover.files import atomic_write_text
+from rollover.functions import printable
 from rollover.track.live import decimal
+from rollover.track.shown import excerpt, printable_lines
 from rollover.track.sinks import to_json
 from rollover.track.statistics import summarise_eval
-from rollover.track.summary import excerpt
 
 _WHERE_THERE = ("roles", "setting", "vote")
 
@@ -73,14 +74,15 @@ def write_answers(path: Path, answers: Sequence[Answer]) -> None:
 
 
 def _to_read(answer: Answer) -> str:
-    """In Markdown: a heading with score and stop reason, then prompt and answer as they are."""
+    """In Markdown: a heading with score and stop reason, then prompt and answer as a terminal may have them."""
     score = f"no score: {answer.error}" if answer.score is None else f"score {decimal(answer.score, 2)}"
     expected = "" if answer.expected is None else f", expected {answer.expected!r}"
     setting = f" ({answer.setting})" if answer.setting else ""
     title = f"## {answer.task_id}, answer {answer.sibling}{setting}: {score}{expected}"
-    texts = [textwrap.indent(text.strip("\n") or "(nothing)", "    ") for text in (answer.prompt, answer.answer)]
+    texts = [printable_lines(text).strip("\n") or "(nothing)" for text in (answer.prompt, answer.answer)]
+    texts = [textwrap.indent(text, "    ") for text in texts]
     end = f"{answer.stop_reason} after {answer.num_tokens} tokens"
-    return f"{title}\n\nprompt:\n\n{texts[0]}\n\nanswer ({end}):\n\n{texts[1]}\n\n"
+    return f"{printable(title)}\n\nprompt:\n\n{texts[0]}\n\nanswer ({end}):\n\n{texts[1]}\n\n"
 
 
 def worst(answers: Sequence[Answer], num: int) -> list[Answer]:

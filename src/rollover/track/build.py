@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollover.config import Config
 from rollover.functions import own_function
-from rollover.track.health import Health
+from rollover.track.health import Health, passed_over
 from rollover.track.history import RunHistory
 from rollover.track.live import LiveView
 from rollover.track.recorder import RolloutRecorder
@@ -45,14 +45,8 @@ TRACKERS: dict[str, Callable[[TrackerSetup], Tracker]] = {
     "evaluations": lambda setup: EvalFile(setup.path / "eval.jsonl"),
     "trace": _history,
     "live": lambda setup: LiveView(setup.config.track.live, setup.config.train.num_steps, title=setup.config.run.name),
-    "health": lambda setup: Health(_no_matter(setup.config), setup.say),
+    "health": lambda setup: Health(passed_over(setup.config), setup.say),
 }
-
-
-def _no_matter(config: Config) -> list[str]:
-    """Figures that say nothing of what this run learns."""
-    keys = [] if config.equal_scores_teach_nothing else ["groups/zero_variance"]
-    return [*keys, "reward/mean"] if config.distill.replaces else keys
 
 
 def build_trackers(config: Config, path: Path) -> Trackers:

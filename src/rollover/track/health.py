@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from rollover.config import Config
 from rollover.track.tracker import Cut, Row, Tracker
 
 PATIENCE = 5  # steps in a row
@@ -87,6 +88,12 @@ RANGES = (
     ),
     Range("length/truncated", 0.0, 0.3, "many answers are cut off: try a larger rollout.max_new_tokens"),
 )  # fmt: skip
+
+
+def passed_over(config: Config) -> list[str]:
+    """Keys of figures that say nothing of what a run of this configuration learns."""
+    keys = [] if config.equal_scores_teach_nothing else ["groups/zero_variance"]
+    return [*keys, "reward/mean"] if config.distill.replaces else keys
 
 
 class Health(Tracker):

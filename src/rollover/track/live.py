@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollover.track.shown import shown_lines
 from rollover.track.tracker import Cut, Row, RunInfo, Tracker
 from rollover.track.waits import Verdict, verdict
 
@@ -166,7 +167,7 @@ class LiveView(Tracker):
 
     def _print(self, text: str) -> None:
         try:
-            self._console.print(Text(text), soft_wrap=True)
+            self._console.print(Text(shown_lines(text, self._console)), soft_wrap=True)
         except BrokenPipeError:
             raise  # the reader went away, as it may
         except OSError:

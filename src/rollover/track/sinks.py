@@ -43,7 +43,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     # Bytes are split: a string's splitlines would also cut at U+2028 inside an answer.
-    return [_row(path, line) for line in path.read_bytes().split(b"\n")[:-1]]
+    return [row_of_line(path, line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 class JsonlSink(Tracker):
@@ -94,7 +94,7 @@ class JsonlSink(Tracker):
         with open(self.path, "rb") as file:
             for line in file:
                 try:
-                    of_line = _row(self.path, line)["step"]
+                    of_line = row_of_line(self.path, line)["step"]
                     whole = line.endswith(b"\n") and of_line <= step
                 except (ValueError, KeyError, TypeError):  # torn by a crash: what follows is not whole either
                     break
@@ -132,7 +132,8 @@ class EvalFile(JsonlSink):
         self.write(row)
 
 
-def _row(path: Path, line: bytes) -> dict[str, Any]:
+def row_of_line(path: Path, line: bytes) -> dict[str, Any]:
+    """The row that a line of the file at `path` is. ValueError where it is none."""
     try:
         row = json.loads(line)
     except ValueError as error:

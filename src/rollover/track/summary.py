@@ -16,11 +16,11 @@ from rich.text import Text
 
 from rollover.track.live import count, decimal, duration, percent
 from rollover.track.metrics import aggregate
+from rollover.track.shown import excerpt, shown
 from rollover.track.statistics import parts_of
 from rollover.track.waits import Verdict, verdict
 
 _DROPPED_TOKENS = re.compile(r"dropped/(.+)/tokens")
-_MAX_ANSWER_CHARS = 400
 _PHASES = ("generate", "score", "schedule", "train", "weights", "checkpoint", "eval", "other")
 
 
@@ -44,6 +44,7 @@ class RunSummary:
     phase. `waits`: who waited for whom, over all steps. `partial_share`: share of all trained rollouts with segments of
     >= 2 policy versions. `paths`: by label. `reward_errors`: how many rewards failed, and the most frequent error.
     `enough`: why it ended before its last step, "" if it did not. `resume_command` is shown if the run can go on.
+    `now`: by label, where a run stands that somebody looks at.
     """
 
     title: str
@@ -59,6 +60,7 @@ class RunSummary:
     reward_errors: str = ""
     enough: str = ""
     resume_command: str = ""
+    now: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_summary(
@@ -74,16 +76,17 @@ def run_summary(
     after = evals[-1] if evals and evals[-1] is not before else None
     if after is None:
         before = None
-    answers = {s["prompt"]: s for s in after["samples"]} if after is not None else {}
+    answers = {s["prompt"]: s for s in after.get("samples") or ()} if after is not None else {}
     samples = [
         SampleAnswer(s["prompt"], s["completion"], a["completion"], s["score"], a["score"])
-        for s in (before["samples"] if before is not None else ())
+        for s in (before.get("samples") or () if before is not None else ())
         if (a := answers.get(s["prompt"])) is not None
     ]
     time_s = {phase: sum(row.get(f"time/{phase}_s") or 0.0 for row in rows) for phase in _PHASES} if rows else {}
     time_s["eval"] = sum(e.get("seconds", 0.0) for e in evals)
-    consumed = [0.0, *(row["groups/consumed"] for row in rows)]
-    partial = sum((b - a) * r["rollouts/partial_share"] for a, b, r in zip(consumed, consumed[1:], rows, strict=False))
+    consumed = [0.0, *(row.get("groups/consumed") or 0.0 for row in rows)]  # a run of an older version may have none
+    shares = [row.get("rollouts/partial_share") or 0.0 for row in rows]
+    partial = sum((b - a) * share for a, b, share in zip(consumed, consumed[1:], shares, strict=False))
     return RunSummary(
         title=title,
         steps=rows[-1]["step"] if rows else 0,
@@ -112,6 +115,7 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     if summary.enough:
         _print(console, Text(f"It ended early: {summary.enough}"))
     for title, header, rows in (
+        ("Run", (), list(summary.now.items())),
         ("Held-out tasks", ("", "before", "after", "change"), _eval_rows(summary)),
         ("Tokens", ("", "tokens", "share of generated"), _waste_rows(summary)),
         ("Time", ("", "time", "share"), _time_rows(summary)),
@@ -119,7 +123,7 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     ):
         if rows:
             # Paths stay whole: a table would fold them, and they could not be copied.
-            _print_table(console, title, header, rows, plain or title == "Files")
+            _print_table(console, title, header, rows, plain or title in ("Run", "Files"))
         if title == "Held-out tasks":
             _print_samples(console, summary.samples, plain)
         if title == "Time" and summary.waits is not None:
@@ -138,7 +142,7 @@ def _print(console: Console, text: Text) -> None:
 def _print_table(
     console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], plain: bool
 ) -> None:
-    rows = [[_printable(cell, console) for cell in row] for row in rows]
+    rows = [[shown(cell, console) for cell in row] for row in rows]
     if plain:
         table = [list(header), *rows] if header else rows
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
@@ -235,16 +239,3 @@ def _print_samples(console: Console, samples: Sequence[SampleAnswer], plain: boo
             _print(
                 console, Text.assemble(f"    {label:6} ", (f"[{decimal(score, 2)}] ", style), excerpt(answer, console))
             )
-
-
-def excerpt(text: str, console: Console) -> str:
-    """The beginning of a text on one line, as this console can show it."""
-    line = _printable(" ".join(text.split()), console)
-    return line if len(line) <= _MAX_ANSWER_CHARS else line[: _MAX_ANSWER_CHARS - 3] + "..."
-
-
-def _printable(text: str, console: Console) -> str:
-    """A model can write anything, also what a terminal obeys or cannot encode."""
-    shown = "".join(c if c.isprintable() else "?" for c in text)
-    encoding = console.encoding
-    return shown.encode(encoding, "replace").decode(encoding)

@@ -170,14 +170,23 @@ class TraceFile:
 
 
 def read_trace(path: str | Path) -> list[TraceEvent]:
-    """The events of a trace.jsonl; half a line, left by a killed writer, is none. ValueError names a wrong line."""
-    events = []
-    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            events.append(TraceEvent.from_line(line))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: not a trace event ({error}): restore the file") from error
-    return events
+    """All of `trace_events`."""
+    return list(trace_events(path))
+
+
+def trace_events(path: str | Path) -> Iterator[TraceEvent]:
+    """The events of a trace.jsonl, read as they are wanted; half a line, left by a killed writer, is none.
+
+    ValueError names a wrong line.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield TraceEvent.from_line(line)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}:{number}: not a trace event ({error}): restore the file") from error
 
 
 # What the events say together

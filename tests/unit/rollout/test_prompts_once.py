@@ -15,7 +15,8 @@ from rollover.engine.process.wire import requests_from_json, requests_to_json
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.group_state import groups_from_state, groups_to_state
 from rollover.rollout.requests import Requests
-from rollover.track.recorder import RolloutRecorder, read_records, read_rollouts
+from rollover.track.recorded import read_records, read_rollouts
+from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
 from rollover.trainer.batch import build_batch
 from rollover.trainer.replay_buffer import Kept, ReplayBuffer

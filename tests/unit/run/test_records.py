@@ -13,7 +13,8 @@ import pytest
 from rollover.config import AlgorithmConfig, WorkflowConfig
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.run.records import Records
-from rollover.track.recorder import RolloutRecorder, read_records, read_rollouts
+from rollover.track.recorded import read_records, read_rollouts
+from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
 from rollover.trainer.batch import BatchBuilder
 from rollover.types import DropReason, Group, Reward, Rollout, StopReason

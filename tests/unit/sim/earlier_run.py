@@ -34,6 +34,7 @@ def write_run(
         decode_steps += steps_now
         rows.append(
             {
+                "step": step,
                 "engine/decode_steps": decode_steps,
                 "tokens/step_generated": tokens,
                 "tokens/step_trained": tokens,

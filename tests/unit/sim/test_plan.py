@@ -189,7 +189,9 @@ def test_what_environments_took_is_no_time_of_decode_steps() -> None:
     assert speeds_of_run(rows, 3)["decode_step_s"] == pytest.approx([0.1, 0.1])
 
 
-@pytest.mark.parametrize(("files", "message"), [({}, "no metrics.jsonl"), ({"metrics.jsonl": ""}, "has no step-")])
+@pytest.mark.parametrize(
+    ("files", "message"), [({}, "is not the directory of a run"), ({"metrics.jsonl": ""}, "has no step-")]
+)
 def test_a_run_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], files, message) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.track.recorder import RolloutRecorder, read_rollouts
+from rollover.track.recorded import read_rollouts
+from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import Cut, RecordedGroup
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 

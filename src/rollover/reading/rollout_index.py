@@ -1,0 +1,191 @@
+"""All rollouts that a run recorded, at some hundred bytes each: what there is to sort and choose by, and where it lies.
+
+    rollouts/step-*.jsonl, .parquet ──the short values of each──▶ numbers (one array) ──place──▶ record (read again)
+
+Owns what is known of a rollout without reading its text. A file that did not change is not read again, so an index of a
+live run is asked again and again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollover.track.recorded import SHARED, StepFile, not_recorded, records_of, step_files
+from rollover.track.rollout_table import read_columns, read_table_rows
+
+# A rollout as numbers. `place`: where its line begins, or the number of its row. `head`: the place of its group's first
+# line. `outcome`, `source`, `stop`: places in `RolloutIndex.words`. `oldest`, `newest`: policy versions of what was
+# sampled, -1 of nothing. `score`, `advantage`: nan where there is none.
+ENTRY = np.dtype(
+    [
+        ("file", "i4"), ("place", "i8"), ("head", "i8"), ("step", "i4"), ("group_id", "i8"), ("sibling", "i4"),
+        ("trajectory", "i4"), ("context", "i4"), ("num_tokens", "i4"), ("segments", "i4"), ("oldest", "i4"),
+        ("newest", "i4"), ("score", "f8"), ("advantage", "f8"), ("outcome", "i2"), ("source", "i2"), ("stop", "i2"),
+    ]
+)  # fmt: skip
+_COLUMNS = (
+    "step", "group_id", "sibling", "trajectory", "context", "num_tokens", "segments", "score", "advantage", "outcome",
+    "source", "stop_reason",
+)  # fmt: skip
+_TOKENS = b', "token_ids": ['  # nothing after it is of interest here, and most of a line is; no string has such a quote
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # the same only where it was not read again
+class Seen:
+    """A file as it was read: (its size, when it was written), and its part of the index."""
+
+    stamp: tuple[int, int]
+    entries: np.ndarray
+
+
+class RolloutIndex:
+    """Of the folder `rollouts/` of a run. It may not be there (yet), and grow."""
+
+    def __init__(self, dir: Path) -> None:
+        self.dir = dir
+        self.words: list[str] = []  # "trained", "dropped:stale", "eos", names of sources
+        self._word_at: dict[str, int] = {}
+        self._files: list[StepFile] = []
+        self._seen: dict[Path, Seen] = {}
+        self._entries: np.ndarray | None = None
+
+    def entries(self) -> np.ndarray:
+        """An array of ENTRY, in the order in which the rollouts left the run: those that are there now.
+
+        ValueError for a file that is damaged.
+        """
+        files = step_files(self.dir)
+        before = self._seen
+        seen = {file.path: self._look(file) for file in files}
+        seen = {path: of for path, of in seen.items() if of is not None}
+        same = self._entries is not None and [*seen.values()] == [*before.values()]
+        self._seen, self._files = seen, [file for file in files if file.path in seen]
+        if not same:
+            parts = []
+            for number, file in enumerate(self._files):
+                part = seen[file.path].entries
+                part["file"] = number
+                parts.append(part)
+            self._entries = np.concatenate([np.zeros(0, ENTRY), *parts])
+        assert self._entries is not None
+        return self._entries
+
+    def record(self, entry: np.void) -> dict[str, Any]:
+        """One dict with texts and tokens, as `Run.records` gives it, of one of `entries()`.
+
+        ValueError where its file is gone since.
+        """
+        path, place, head = self._files[int(entry["file"])].path, int(entry["place"]), int(entry["head"])
+        try:
+            if path.suffix == ".parquet":
+                (record,) = read_table_rows(path, [place])
+                return record | {"columns": json.loads(record["columns"])}
+            with open(path, "rb") as file:
+                record, first = _line_at(file, place), {}
+                if place != head:
+                    first = _line_at(file, head)
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"{path}: the rollout cannot be read any more ({error}): look again") from error
+        shared = {key: first[key] for key in SHARED} if first else {}
+        own = {} if record["prompt_ids"] is None else {"prompt_ids": record["prompt_ids"]}
+        record = record | shared | own
+        return record | {"columns": json.loads(record["columns"])}
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """All records, one after the other."""
+        for file in step_files(self.dir):
+            yield from records_of(file.path)
+
+    def word(self, number: int) -> str:
+        """What stands in "outcome", "source" or "stop" of an entry."""
+        return self.words[number]
+
+    def _look(self, file: StepFile) -> Seen | None:
+        """The part of a file; None where it is gone, as a step is that is made again."""
+        try:
+            status = file.path.stat()
+            stamp = status.st_size, status.st_mtime_ns
+            before = self._seen.get(file.path)
+            if before is not None and before.stamp == stamp:
+                return before
+            rows = _table_heads(file.path) if file.path.suffix == ".parquet" else _line_heads(file.path)
+            return Seen(stamp, np.array([self._entry(*row) for row in rows], ENTRY))
+        except FileNotFoundError:
+            return None
+
+    def _entry(self, place: int, head: int, record: Mapping[str, Any]) -> tuple[Any, ...]:
+        versions = [s["policy_version"] for s in record["segments"] if s["trainable"]]
+        score, advantage = record["score"], record["advantage"]
+        return (
+            0, place, head, record["step"], record["group_id"], record["sibling"], record.get("trajectory") or 0,
+            record.get("context") or 0, record["num_tokens"], len(record["segments"]), min(versions, default=-1),
+            max(versions, default=-1), np.nan if score is None else score, np.nan if advantage is None else advantage,
+            self._number(record["outcome"]), self._number(record["source"]), self._number(record["stop_reason"] or ""),
+        )  # fmt: skip
+
+    def _number(self, word: str) -> int:
+        if word not in self._word_at:
+            self._word_at[word] = len(self.words)
+            self.words.append(word)
+        return self._word_at[word]
+
+
+def rollout_id(entry: np.void) -> str:
+    """The id of the rollout, as records have it."""
+    name = f"{entry['group_id']}-{entry['sibling']}"
+    inner = entry["trajectory"], entry["context"]
+    return name if inner == (0, 0) else f"{name}.{inner[0]}.{inner[1]}"
+
+
+def staleness(entries: np.ndarray) -> np.ndarray:
+    """Of each rollout: trainer version at the step that it left with, less the oldest version that sampled of it; 0
+    where nothing was sampled. A step of number n is made at version n - 1."""
+    return np.where(entries["oldest"] < 0, 0, np.maximum(entries["step"] - 1 - entries["oldest"], 0))
+
+
+_Head = tuple[int, int, Mapping[str, Any]]  # place, head, values
+
+
+def _line_heads(path: Path) -> Iterator[_Head]:
+    heads: dict[int, int] = {}
+    place = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = _short(line)
+                head = heads.setdefault(record["group_id"], place)
+                yield place, head, record
+            except (ValueError, KeyError, TypeError) as error:
+                if isinstance(error, ValueError) and not line.endswith(b"\n"):
+                    return  # half a line, of a copy that is being made
+                raise not_recorded(path, number, error) from error
+            place += len(line)
+
+
+def _short(line: bytes) -> dict[str, Any]:
+    """A line without its tokens."""
+    cut = line.find(_TOKENS) if line.endswith(b"\n") else -1  # half a line must be found out
+    try:
+        return json.loads(line if cut < 0 else line[:cut] + b"}")
+    except ValueError:
+        return json.loads(line)
+
+
+def _table_heads(path: Path) -> Iterable[_Head]:
+    columns = read_columns(path, _COLUMNS)
+    rows: Sequence[tuple[Any, ...]] = list(zip(*columns.values(), strict=True))
+    return ((place, place, dict(zip(_COLUMNS, row, strict=True))) for place, row in enumerate(rows))
+
+
+def _line_at(file: Any, place: int) -> dict[str, Any]:
+    file.seek(place)
+    record = json.loads(file.readline())
+    if not isinstance(record, dict):
+        raise TypeError("no object")
+    return record

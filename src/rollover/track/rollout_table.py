@@ -1,0 +1,153 @@
+"""Rollouts as Parquet: one table a step under rollouts/, one row a rollout, of one schema in every run.
+
+Owns that schema (docs/parquet.md), and how a record becomes a row and a row the record again. The keys are those of a
+line of JSONL (track/recorder.py), but what siblings share is in every row, `messages` is JSON inside a string as
+`columns` is, and `extras` and `shaping` are maps: whatever a run records, all its files have one schema. pyarrow is
+loaded where a table is written or read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollover.files import atomic_write_bytes
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ROLLOUTS, VERSION = "rollouts", 1  # under METADATA of every file; a change that a reader would notice counts up
+METADATA = b"rollover.schema"
+_AS_JSON, _MAPS = ("messages",), ("extras", "shaping")
+_MOST_ROWS = 256  # of a row group: what a reader of a few rows has to unpack
+
+
+def pyarrow_module(name: str = "pyarrow") -> Any:
+    """A module of pyarrow. ValueError where that is not installed."""
+    from importlib import import_module
+
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ValueError(f"Parquet needs the package pyarrow ({error}): pip install 'rollover[parquet]'") from error
+
+
+@cache
+def schema() -> pa.Schema:
+    """Of every file of rollouts."""
+    pa = pyarrow_module()
+    numbers = pa.map_(pa.string(), pa.float64())
+    sampling = {"temperature": pa.float64(), "top_p": pa.float64(), "top_k": pa.int32(), "min_p": pa.float64()}
+    segment = {
+        "policy_version": pa.int64(),
+        "num_tokens": pa.int32(),
+        "stop_reason": pa.string(),
+        "trainable": pa.bool_(),
+        "sampling": pa.struct(list(sampling.items())),
+    }
+    fields = {
+        "rollout_id": pa.string(),
+        "group_id": pa.int64(),
+        "sibling": pa.int32(),
+        "role": pa.string(),
+        "trajectory": pa.int32(),
+        "context": pa.int32(),
+        "group_size": pa.int32(),
+        "task_id": pa.string(),
+        "attempt": pa.int32(),
+        "source": pa.string(),
+        "reward": pa.string(),
+        "step": pa.int64(),
+        "outcome": pa.string(),
+        "messages": pa.string(),
+        "prompt": pa.string(),
+        "plain": pa.bool_(),
+        "columns": pa.string(),
+        "prompt_ids": pa.list_(pa.int32()),
+        "completion": pa.string(),
+        "score": pa.float64(),
+        "extras": numbers,
+        "shaping": numbers,
+        "error": pa.string(),
+        "turns": pa.list_(pa.float64()),
+        "advantage": pa.float64(),
+        "stop_reason": pa.string(),
+        "num_tokens": pa.int32(),
+        "segments": pa.list_(pa.struct(list(segment.items()))),
+        "token_ids": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float32()),
+    }
+    return pa.schema(list(fields.items()), metadata={METADATA: f"{ROLLOUTS}/{VERSION}".encode()})
+
+
+def add_rows(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write the file, or put the rows behind those that it has. Each record has what siblings share.
+
+    The file is replaced as a whole: a kill leaves the one before.
+    """
+    pa = pyarrow_module()
+    table = pa.Table.from_pylist([_row(record) for record in records], schema=schema())
+    _write(path, pa.concat_tables([_read(path), table]) if path.exists() else table)
+
+
+def leave_out(path: Path, comes_again: Callable[[int], bool]) -> None:
+    """Write the file anew without the groups for which that is so, if it has any."""
+    table = _read(path)
+    kept = [not comes_again(group_id) for group_id in table["group_id"].to_pylist()]
+    if not all(kept):
+        _write(path, table.filter(pyarrow_module().array(kept, "bool")))
+
+
+def read_table_rows(path: Path, rows: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
+    """The records of a file as JSONL has them, but for what siblings share, which is in each; or those at these places.
+
+    ValueError for what is no such file.
+    """
+    table = _read(path)
+    for row in (table if rows is None else table.take(list(rows))).to_pylist():
+        shown = {name: json.loads(row[name]) for name in _AS_JSON if row[name] is not None}
+        shown |= {name: dict(row[name]) for name in _MAPS if row[name] is not None}
+        yield row | shown
+
+
+def read_columns(path: Path, names: Collection[str]) -> dict[str, list[Any]]:
+    """Some columns of a file, the others are not read. ValueError for what is no such file."""
+    table = _read(path, list(names))
+    return {name: table[name].to_pylist() for name in names}
+
+
+def _read(path: Path, names: list[str] | None = None) -> pa.Table:
+    parquet = pyarrow_module("pyarrow.parquet")
+    try:
+        file = parquet.ParquetFile(path)
+        told = (file.schema_arrow.metadata or {}).get(METADATA, b"nothing").decode()
+        if told != f"{ROLLOUTS}/{VERSION}":
+            raise ValueError(f"its schema is {told}, and {ROLLOUTS}/{VERSION} is what this version reads")
+        return file.read(columns=names)
+    except (pyarrow_module().ArrowException, ValueError) as error:
+        raise ValueError(f"{path}: not recorded rollouts: {error}") from error
+
+
+def _write(path: Path, table: pa.Table) -> None:
+    buffer = io.BytesIO()
+    pyarrow_module("pyarrow.parquet").write_table(table, buffer, compression="zstd", row_group_size=_MOST_ROWS)
+    atomic_write_bytes(path, buffer.getbuffer())
+
+
+def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {name: json.dumps(record[name], ensure_ascii=False) for name in _AS_JSON if record[name] is not None}
+    shown |= {name: list(record[name].items()) for name in _MAPS if record[name] is not None}
+    return {name: _utf8(shown.get(name, value)) for name, value in record.items()}
+
+
+def _utf8(value: Any) -> Any:
+    """A lone surrogate is not UTF-8, and the recording of it is not worth the run."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, list) and value and isinstance(value[0], tuple):
+        return [(_utf8(name), number) for name, number in value]
+    return value

@@ -1,0 +1,104 @@
+"""RolloutIndex: what is known of all rollouts, and each of them again, of either format."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from recorded_run import group, recorded, write_run
+from rollover.reading.rollout_index import RolloutIndex, rollout_id, staleness
+from rollover.track.recorded import read_records
+from rollover.track.recorder import Format, RolloutRecorder
+from rollover.track.tracker import Cut
+from rollover.types import DropReason
+
+EITHER = pytest.mark.parametrize("formats", [("jsonl",), ("parquet",), ("jsonl", "parquet")], ids="-".join)
+
+
+@EITHER
+def test_an_entry_says_what_its_record_says(tmp_path: Path, formats: tuple[Format, ...]) -> None:
+    folder = write_run(tmp_path, formats=formats) / "rollouts"
+    index, records = RolloutIndex(folder), list(read_records(folder))
+    entries = index.entries()
+    assert len(entries) == len(records) == 15
+    for entry, record in zip(entries, records, strict=True):
+        assert index.record(entry) == record
+        assert rollout_id(entry) == record["rollout_id"]
+        for name in ("step", "group_id", "sibling", "num_tokens"):
+            assert entry[name] == record[name]
+        assert (math.nan if record["score"] is None else record["score"]) == pytest.approx(entry["score"], nan_ok=True)
+        assert index.word(entry["outcome"]) == record["outcome"] and index.word(entry["source"]) == "sums"
+        versions = [s["policy_version"] for s in record["segments"]]
+        assert [entry["segments"], entry["oldest"], entry["newest"]] == [len(versions), min(versions), max(versions)]
+    assert list(staleness(entries)) == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 2]
+
+
+@EITHER
+def test_what_siblings_share_is_in_each_record(tmp_path: Path, formats: tuple[Format, ...]) -> None:
+    index = RolloutIndex(write_run(tmp_path, formats=formats) / "rollouts")
+    second = index.record(index.entries()[1])
+    assert second["messages"] == [{"role": "user", "content": "3 + 1?"}]
+    assert (second["prompt_ids"], second["columns"], second["prompt"]) == ([7, 8], {}, None)
+
+
+@EITHER
+def test_files_that_come_grow_and_go_are_seen(tmp_path: Path, formats: tuple[Format, ...]) -> None:
+    index, recorder = RolloutIndex(tmp_path / "rollouts"), RolloutRecorder(tmp_path / "rollouts", formats=formats)
+
+    def ids() -> list[int]:
+        return [int(of) for of in index.entries()["group_id"]]
+
+    assert ids() == []
+    recorder.write(1, [recorded(group(0, [1.0]))])
+    assert ids() == [0]
+    recorder.write(1, [recorded(group(1, [1.0]), DropReason.STALE)])
+    recorder.write(2, [recorded(group(2, [1.0])), recorded(group(3, [1.0]))])
+    assert ids() == [0, 1, 2, 3]
+    recorder.truncate(Cut(1, held={1}))
+    assert ids() == [0]
+    recorder.write(2, [recorded(group(4, [0.5]))])
+    assert ids() == [0, 4]
+    assert [index.record(entry)["score"] for entry in index.entries()] == [1.0, 0.5]
+
+
+def test_a_file_that_did_not_change_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path) / "rollouts"
+    index = RolloutIndex(folder)
+    before = index.entries()
+    monkeypatch.setattr("builtins.open", lambda *args, **more: pytest.fail(f"{args} is opened"))
+    assert index.entries() is before
+
+
+def test_a_name_among_extras_that_is_the_one_of_the_tokens(tmp_path: Path) -> None:
+    """The short values of a line end where its tokens begin; what only looks like that is read whole."""
+    path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [1.0]), text='x", "token_ids": [1')])
+    line = path.read_text().replace('"role": "user", ', '"role": "user", "token_ids": [1, 2], ')
+    path.write_text(line)
+    index = RolloutIndex(tmp_path)
+    (entry,) = index.entries()
+    assert entry["num_tokens"] == 3 and index.record(entry)["completion"] == 'x", "token_ids": [1 0'
+
+
+def test_half_a_line_at_the_end_is_no_rollout(tmp_path: Path) -> None:
+    path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [1.0, 0.0]))])
+    path.write_bytes(path.read_bytes()[:-40])
+    index = RolloutIndex(tmp_path)
+    assert len(index.entries()) == 1 and len(list(read_records(tmp_path))) == 1
+
+
+def test_a_damaged_line_names_file_and_line(tmp_path: Path) -> None:
+    path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [1.0]))])
+    path.write_bytes(path.read_bytes() + b'{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"step-000001\.jsonl:2: not a recorded rollout"):
+        RolloutIndex(tmp_path).entries()
+
+
+def test_a_rollout_whose_file_is_gone_is_said(tmp_path: Path) -> None:
+    path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [1.0]))])
+    index = RolloutIndex(tmp_path)
+    (entry,) = index.entries()
+    path.unlink()
+    with pytest.raises(ValueError, match="cannot be read any more"):
+        index.record(entry)

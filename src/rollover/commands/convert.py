@@ -14,12 +14,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         metavar="FILE",
         type=Path,
-        help="a launch script of verl (.sh), or a YAML of its options or of Axolotl's",
+        help="a launch script of verl or LightRFT (.sh), or a YAML of verl's options or of Axolotl's",
     )
     add(
         "--from",
         dest="system",
-        choices=("verl", "axolotl"),
+        choices=("verl", "axolotl", "lightrft"),
         default="",
         help="the system that FILE is of, where its content does not tell",
     )

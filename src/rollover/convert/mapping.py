@@ -13,7 +13,11 @@ from typing import Any
 
 
 class Unanswered(ValueError):
-    """An option that cannot be converted without changing what is learned."""
+    """An option that cannot be converted without changing what is learned. values: of ours, which hold in any case."""
+
+    def __init__(self, question: str, values: Mapping[str, Any] | None = None) -> None:
+        super().__init__(question)
+        self.values = values or {}
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Row:
 
     keys: ours; none = no counterpart. to(value, options): values of ours; without it the value is that of the one key.
     It raises Unanswered for a value that has no counterpart. default: the other system's, which is written out where a
-    file says nothing (None: nothing is). example: a value that changes the resolved run, beside those of `beside`.
+    file says nothing (None: nothing is). example: a value that changes the resolved run, beside those of `beside`
+    (None: any value is asked about, and the keys answer it).
     note: what is different, or why there is no counterpart. neutral: values without which as much is learned; None of
     a row without keys: all are (the option changes no result).
     """
@@ -109,11 +114,14 @@ def convert(system: System, options: Mapping[str, Any]) -> Conversion:
             continue
         shown = f"{row.option} = {of(row.option)}" + ("" if row.option in given else ", the default")
         try:
-            for key, value in row.values(of(row.option), of).items():
-                if row.option in given or key not in done.values:
-                    done.values[key] = (value, shown)
+            values = row.values(of(row.option), of)
         except Unanswered as error:
             done.questions[row.option] = str(error)
+            values = error.values
         except (TypeError, AttributeError) as error:  # a text where a number belongs, say
             done.questions[row.option] = f"{of(row.option)!r} is not understood ({error})"
+            values = {}
+        for key, value in values.items():
+            if row.option in given or key not in done.values:
+                done.values[key] = (value, shown)
     return done

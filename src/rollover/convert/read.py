@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.convert.axolotl_file import is_axolotl, options_of_axolotl
+from rollover.convert.lightrft_script import is_lightrft, options_of_flags
 from rollover.convert.mapping import System
 from rollover.convert.systems import SYSTEMS
 from rollover.convert.verl_script import flat, options_of_script
@@ -46,6 +47,7 @@ FORMS = (
     Form("verl", _YAML, _is_verl, flat),
     Form("axolotl", _YAML, is_axolotl, options_of_axolotl),
     Form("verl", (".sh", ".txt", ""), _holds_overrides, options_of_script),
+    Form("lightrft", (".sh", ".txt", ""), is_lightrft, options_of_flags),
 )
 
 

@@ -47,6 +47,7 @@ def _check(system: System, done: Conversion, answered: set[str], accepted: Seque
     if _STEPS not in done.values:
         reason = f"how many steps its epochs are depends on the rows of the data: set --{_STEPS} N"
         done.questions[system.steps] = reason
+        keys[system.steps] = (_STEPS,)
     open_questions = []
     for option, reason in done.questions.items():
         if answered & set(keys.get(option, ())):

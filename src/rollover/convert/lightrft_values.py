@@ -1,0 +1,189 @@
+"""How values of LightRFT's flags become values of ours: the functions of the rows of lightrft.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollover.convert.mapping import Options, Unanswered
+
+BUDGET = 1024  # its trainer reads max_token_budget, which no flag sets
+_ADVANTAGES = {
+    "gae": "gae",
+    "group_norm": "grpo",
+    "reinforce": "reinforce_plus_plus_tokens",
+    "reinforce_baseline": "reinforce_plus_plus_baseline",
+}
+_OVER_TOKENS = ("gae", "reinforce")  # rewards are not compared with siblings, and a KL is taken off each token's
+
+
+def advantage(value: Any, options: Options) -> dict[str, Any]:
+    if value == "rloo":
+        raise Unanswered(
+            "its advantages are normalised over the batch besides, which those of rloo are not here: set"
+            " --algorithm.advantage reinforce_plus_plus_baseline (which are) or rloo"
+        )
+    if value not in _ADVANTAGES:
+        raise Unanswered(f"{value} is no advantage estimator that there is here")
+    return {"algorithm.advantage": _ADVANTAGES[value]}
+
+
+def has_critic(options: Options) -> bool:
+    return options("advantage_estimator") == "gae"
+
+
+def with_critic(*keys: str) -> Any:
+    return lambda value, options: dict.fromkeys(keys, value) if has_critic(options) else {}
+
+
+def critic_model(value: Any, options: Options) -> dict[str, Any]:
+    same = value == options("pretrain")
+    return {"critic.model": "policy" if same else value} if has_critic(options) else {}
+
+
+def critic_rate(value: Any, options: Options) -> dict[str, Any]:
+    if not has_critic(options):
+        return {}
+    own = {"critic.learning_rate": value} if options("critic_pretrain") else {}
+    return own | {"critic.head_learning_rate": value, "critic.schedule": "cosine", "critic.min_lr_ratio": 0.1}
+
+
+def over_tokens(key: str) -> Any:
+    return lambda value, options: {key: value} if options("advantage_estimator") in _OVER_TOKENS else {}
+
+
+def kl(value: Any, options: Options) -> dict[str, Any]:
+    coef, kind, target = options("init_kl_coef"), options("kl_estimator"), options("kl_target")
+    if not coef:
+        return {}
+    values: dict[str, Any] = {"algorithm.kl_coef": coef, "algorithm.kl_kind": kind}
+    if options("use_kl_loss"):
+        values |= {"algorithm.kl_in": "loss"}
+        if kind == "k1":
+            raise Unanswered(
+                "the gradient of k1 in the loss is 0 on average: set --algorithm.kl_kind k3 or k1+", values
+            )
+        if target is not None:
+            raise Unanswered("kl_target steers the KL of a reward alone here: set --algorithm.kl_target 0", values)
+        return values
+    values |= {"algorithm.kl_in": "reward"}
+    if options("advantage_estimator") not in _OVER_TOKENS:
+        raise Unanswered(
+            "there a KL is taken off when rewards have been compared with their siblings', here before that: set"
+            " --algorithm.kl_in reward or loss",
+            values,
+        )
+    return values | ({"algorithm.kl_target": target, "algorithm.kl_horizon": 10000} if target is not None else {})
+
+
+def minibatches(options: Options) -> int:
+    groups, size, samples = (
+        int(options(name)) for name in ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
+    )
+    if groups * size % samples or groups % (groups * size // samples):
+        raise Unanswered(
+            f"{groups} groups of {size} in minibatches of {samples} samples: here minibatches are of whole groups, all"
+            " of as many. Set --train.minibatches_per_step"
+        )
+    return groups * size // samples
+
+
+def batches(value: Any, options: Options) -> dict[str, Any]:
+    several = minibatches(options) > 1
+    unshuffled = {"train.reshuffle": False} if several and int(options("max_epochs")) > 1 else {}
+    return {"train.minibatches_per_step": minibatches(options)} | unshuffled
+
+
+def group_size(value: Any, options: Options) -> dict[str, Any]:
+    return {"rollout.group_size": value} | ({"rewards.min_valid": 1} if value == 1 else {})
+
+
+def truncated(value: Any, options: Options) -> dict[str, Any]:
+    """LightRFT corrects for nothing: not for truncated sampling, and not for tokens of older versions."""
+    wanting = float(options("top_p")) < 1 or bool(options("use_partial"))
+    values = {"rollout.top_p": float(options("top_p")), "algorithm.correction": "none"}
+    return values | ({"algorithm.allow_uncorrected": True} if wanting else {})
+
+
+def partial(value: Any, options: Options) -> dict[str, Any]:
+    if not options("use_partial"):
+        return {}
+    values: dict[str, Any] = {
+        "rollout.interrupt": "token_budget",
+        "rollout.complete_fraction": options("partial_percent"),
+        "rollout.max_continuations": 1,
+        "rollout.order": "fifo",
+        "rollout.in_flight_groups": 2 * int(options("rollout_batch_size")),
+        "rollout.max_staleness": 1,
+        **truncated(value, options),
+    }
+    if options("generate_max_len") <= BUDGET:
+        raise Unanswered(
+            f"the budget of its first pass is {BUDGET} tokens, no less than generate_max_len: set"
+            " --rollout.token_budget below that",
+            values,
+        )
+    return values | {"rollout.token_budget": BUDGET}
+
+
+def sources(value: Any, options: Options) -> dict[str, Any]:
+    paths = [path.strip() for path in str(options("prompt_data")).split(",")]
+    shares = [float(share) for share in str(options("prompt_data_probs")).split(",")]
+    common: dict[str, Any] = {"prompt_column": options("input_key"), "split": options("prompt_split")}
+    if options("reference_key") is not None:
+        common["answer_column"] = options("reference_key")
+    if options("eval_data"):
+        common["eval_path"] = options("eval_data")
+    rows = [{"kind": "dataset", "path": path} | common | {"eval_split": options("eval_split")} for path in paths]
+    if len(paths) > 1:
+        if len(shares) != len(paths):
+            raise Unanswered(f"{len(paths)} data sets have {len(shares)} shares (prompt_data_probs)")
+        for row, share in zip(rows, shares, strict=True):
+            row["weight"] = share
+    return {"tasks.sources": rows}
+
+
+def overlong(value: Any, options: Options) -> dict[str, Any]:
+    if not options("overlong_buffer"):
+        return {}
+    factor = options("overlong_buffer_penalty_factor")
+    return {"rewards.overlong_buffer_tokens": options("overlong_buffer_len"), "rewards.overlong_penalty": factor}
+
+
+def before_comparing(make: Any) -> Any:
+    """Of rewards as they come: with group_norm and the like LightRFT changes what has been compared with siblings."""
+
+    def to(value: Any, options: Options) -> dict[str, Any]:
+        values = make(value, options)
+        if values and options("advantage_estimator") not in _OVER_TOKENS:
+            raise Unanswered(
+                "there it is done when rewards have been compared with their siblings', here before", values
+            )
+        return values
+
+    return to
+
+
+def running_norm(value: Any, options: Options) -> dict[str, Any]:
+    if not options("reward_running_norm"):
+        return {}
+    return {"rewards.running_norm": "whiten" if options("reward_running_norm_minus_mean") else "scale"}
+
+
+def clip_range(value: Any, options: Options) -> dict[str, Any]:
+    return {"rewards.clip_range": [-float(value), float(value)]} if value else {}
+
+
+def lora(key: str) -> Any:
+    def to(value: Any, options: Options) -> dict[str, Any]:
+        if not options("lora_rank"):
+            return {}
+        return {key: [value] if isinstance(value, str) else value}
+
+    return to
+
+
+def asked(question: str) -> Any:
+    def to(value: Any, options: Options) -> dict[str, Any]:
+        raise Unanswered(question)
+
+    return to

@@ -1,22 +1,21 @@
 """The reward `llm_judge`: a model behind an OpenAI-compatible endpoint is asked for a score of the completion.
 
-What it answered is kept in a SQLite file, by a hash of all that it was asked: a run that goes on, or another with the
-same judge, pays for nothing twice. The file counts what was spent, too, over all workers of a run. Where there is no
-score (the endpoint fails, the budget is spent, the answer holds none) the reward is missing, never 0.
+What it answered is kept in a SQLite file (judged.py): a run that goes on, or another with the same judge, pays for
+nothing twice. The file counts what was spent, too, over all workers of a run. Where there is no score (the endpoint
+fails, the budget is spent, the answer holds none) the reward is missing, never 0.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
-import sqlite3
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from rollover.rewards.answers import answer_of
+from rollover.rewards.judged import Ask, Judged
 from rollover.rewards.service import Again, Service
 
 _PROMPT = """Judge the answer to the question below.
@@ -32,12 +31,8 @@ _PROMPT = """Judge the answer to the question below.
 
 How good is the answer, from {lowest} (useless or wrong) to {highest} (right and complete)? Say in a sentence why, then
 end with a line "Score: " and the number."""
-_PATTERN = r"[Ss]core\**\s*:\s*\**\s*(-?\d+(?:\.\d+)?)"
-_WAIT_S = 30.0  # for another worker's write to the file
-
-
-class BudgetSpent(RuntimeError):
-    """No more may be asked."""
+_PATTERN = r"[Ss]core\**\s*:[\s*]*(-?\d+(?:\.\d+)?)"
+_MOST_TOKENS = 2**40  # of one answer: what an endpoint says beyond is no count
 
 
 def llm_judge(
@@ -77,16 +72,17 @@ def llm_judge(
     if not scored.groups:
         raise ValueError(f"{what}: pattern = {pattern!r} has no group: put the score in parentheses")
     template = _template(prompt, Path(base_dir))
-    key = os.environ.get(api_key_env, "")
     service = Service(
         what,
         url.rstrip("/") + "/chat/completions",
         timeout_s=timeout_s,
         concurrency=concurrency,
         retries=retries,
-        headers={"Authorization": f"Bearer {key}"} if key else {},
+        token=os.environ.get(api_key_env, ""),
     )
-    kept = Kept(Path(base_dir) / cache, max_tokens_spent) if cache else None
+    kept = Judged(Path(base_dir) / cache, max_tokens_spent) if cache else None
+
+    asked = _asker(service)
 
     async def score(item: dict[str, Any]) -> dict[str, float]:
         values = {
@@ -99,52 +95,26 @@ def llm_judge(
         text = re.sub(r"\{(prompt|completion|answer|lowest|highest)\}", lambda m: values[m[1]], template)
         messages = [{"role": "user", "content": text}]
         body = {"model": model, "messages": messages, "temperature": 0, **(options or {})}
-        said = None if kept is None else kept.answer(body)
-        if said is None:
-            if kept is not None:
-                kept.check_budget()
-            said, num_tokens = await service.post(body, _said)
-            if kept is not None:
-                kept.keep(body, said, num_tokens)
+        said = await (asked(body, lambda _: None) if kept is None else kept.said(body, asked))
         return {"score": (_score_in(said, scored, lowest, highest) - lowest) / (highest - lowest)}
 
     return score
 
 
-def hash_of(body: dict[str, Any]) -> str:
-    """Of all that is asked: the same text in any process, on any machine."""
-    return hashlib.sha256(json.dumps(body, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+def _asker(service: Service) -> Ask:
+    """Asks the judge by this service for a text."""
 
+    async def asked(body: dict[str, Any], paid: Callable[[int], None]) -> str:
+        def read(answer: bytes) -> str:
+            said, num_tokens = _said(answer)
+            paid(num_tokens)  # also where it says nothing
+            if not said:
+                raise Again("an answer without a text")
+            return said
 
-class Kept:
-    """What the judge answered, and how many tokens that took, in a SQLite file that all workers have open."""
+        return await service.post(body, read)
 
-    def __init__(self, path: Path, most_tokens: int) -> None:
-        self._path, self._most_tokens = path, most_tokens
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None)
-            self._file.execute("CREATE TABLE IF NOT EXISTS answers (hash TEXT PRIMARY KEY, said TEXT, tokens INTEGER)")
-        except (OSError, sqlite3.Error) as error:
-            raise ValueError(f"the reward llm_judge: cache = {path} cannot be used ({error})") from None
-
-    def answer(self, body: dict[str, Any]) -> str | None:
-        """What it said to this before; None: it was not asked."""
-        row = self._file.execute("SELECT said FROM answers WHERE hash = ?", (hash_of(body),)).fetchone()
-        return row[0] if row else None
-
-    def keep(self, body: dict[str, Any], said: str, num_tokens: int) -> None:
-        self._file.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", (hash_of(body), said, num_tokens))
-
-    def check_budget(self) -> None:
-        """BudgetSpent where no more may be asked. What is under way in other calls comes on top."""
-        if self._most_tokens and (spent := self.spent) >= self._most_tokens:
-            raise BudgetSpent(f"max_tokens_spent = {self._most_tokens} is used up ({spent} tokens, {self._path})")
-
-    @property
-    def spent(self) -> int:
-        """Tokens of all answers that were kept."""
-        return self._file.execute("SELECT COALESCE(SUM(tokens), 0) FROM answers").fetchone()[0]
+    return asked
 
 
 def _template(prompt: str, base_dir: Path) -> str:
@@ -170,16 +140,16 @@ def _text(prompt: str | list[dict[str, str]]) -> str:
 
 
 def _said(answer: bytes) -> tuple[str, int]:
-    """Its text, and how many tokens the request took."""
+    """Its text, empty where it has none, and how many tokens the request took."""
     try:
         parsed = json.loads(answer)
         said = parsed["choices"][0]["message"]["content"]
         num_tokens = int((parsed.get("usage") or {}).get("total_tokens") or 0)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
         raise Again("an answer that is none") from None
-    if not isinstance(said, str) or not said:
-        raise Again("an answer without a text")
-    return said, num_tokens
+    # Half of a pair of surrogates is no text that a file takes.
+    text = said.encode("utf-8", "replace").decode() if isinstance(said, str) else ""
+    return text, min(max(num_tokens, 0), _MOST_TOKENS)
 
 
 def _score_in(said: str, pattern: re.Pattern[str], lowest: float, highest: float) -> float:

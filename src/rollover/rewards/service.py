@@ -1,7 +1,8 @@
 """A service over HTTP that a reward asks: JSON out, an answer back, and the same again where it failed.
 
 Owns what may pass (429, 5xx, a connection that breaks or stays silent, half an answer), how long is waited before the
-next try, and how many requests are under way. Never reads what an answer means.
+next try, how many requests are under way, and the token that they carry, which no answer of the service brings into a
+file or a message. Never reads what an answer means.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 _MAX_ANSWER_BYTES = 16 << 20
+_SHORTEST_SECRET = 12  # characters: what servers of one's own are given ("EMPTY") is none
 _Answer = TypeVar("_Answer")
 
 
@@ -26,7 +28,8 @@ class Again(Exception):
 
 class Service:
     """POSTs to `url`, at most `concurrency` requests at a time, each with a limit of `timeout_s` and up to `retries`
-    further tries. `what`: of the reward, for messages. ValueError where aiohttp is missing, or the url is none."""
+    further tries. `what`: of the reward, for messages. `token`: that it wants; "" = none. ValueError where aiohttp is
+    missing, or the url is none."""
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class Service:
         timeout_s: float,
         concurrency: int,
         retries: int,
-        headers: Mapping[str, str] | None = None,
+        token: str = "",
     ) -> None:
         try:
             import aiohttp
@@ -50,7 +53,9 @@ class Service:
         self._aiohttp: Any = aiohttp
         self.what, self.url = what, url
         self._limit = aiohttp.ClientTimeout(total=timeout_s)
-        self._headers, self._concurrency, self._retries = dict(headers or {}), concurrency, retries
+        self._concurrency, self._retries = concurrency, retries
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._secret = token.encode("utf-8", "surrogateescape") if len(token) >= _SHORTEST_SECRET else b""
         self._session: Any = None
         self.first_pause_s = _FIRST_PAUSE_S
 
@@ -83,10 +88,13 @@ class Service:
 
     async def _once(self, body: Mapping[str, Any]) -> bytes:
         try:
-            async with self._session.post(self.url, json=body) as response:
+            # Elsewhere it would be another question: a redirect turns it into one without a body.
+            async with self._session.post(self.url, json=body, allow_redirects=False) as response:
                 if response.status == 429 or response.status >= 500:
                     raise Again(f"status {response.status}")
                 answer = await _read(response)
+                if self._secret:
+                    answer = answer.replace(self._secret, b"***")
                 if response.status != 200:
                     start = answer[:200].decode("utf-8", "replace")
                     raise ServiceFailed(f"{self.what}: {self.url} refused: status {response.status}: {start}")

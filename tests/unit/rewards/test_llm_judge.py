@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from aiohttp import web
 
 from rollover.config import RewardsConfig
 from rollover.rewards.built_in import spec_of
-from rollover.rewards.llm_judge import hash_of
+from rollover.rewards.judged import Judged, hash_of
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Reward, Task
@@ -21,7 +22,10 @@ from rollover.types import Reward, Task
 
 class Endpoint:
     """An OpenAI-compatible server. `says`: the text of its next answers, the last for ever; a number is a status, and
-    half, silent and break are what they say."""
+    half, silent, break and echo (the headers of the request, refused) are what they say. `tokens`: of each answer, as
+    JSON."""
+
+    tokens = "10"
 
     def __init__(self, *says: str) -> None:
         self.says, self.requests, self.headers = list(says), [], []
@@ -40,7 +44,12 @@ class Endpoint:
         if say == "break":
             assert request.transport is not None
             request.transport.abort()
-        return web.json_response({"choices": [{"message": {"content": say}}], "usage": {"total_tokens": 10}})
+        if say == "echo":
+            return web.Response(status=401, text=str(dict(request.headers)))
+        if say == "elsewhere":
+            raise web.HTTPSeeOther("/v1/other")
+        text = json.dumps({"choices": [{"message": {"content": say}}], "usage": {"total_tokens": 0}})
+        return web.Response(text=text.replace('"total_tokens": 0', f'"total_tokens": {self.tokens}'))
 
 
 def scored(endpoint: Endpoint, completions: list[str], prompt: Any = "What is 2 + 2?", **params: Any) -> list[Reward]:
@@ -96,6 +105,22 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert "secret" not in json.dumps(endpoint.requests)
 
 
+@pytest.mark.parametrize("say", ["echo", "Authorization: Bearer sk-0123456789, and no number"])
+def test_a_judge_that_repeats_the_key_brings_it_into_no_message_and_no_file(
+    say: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-0123456789")
+    (reward,) = scored(Endpoint(say), ["a"], api_key_env="MY_KEY", cache=str(tmp_path / "judge.sqlite"))
+    assert reward.score is None and "Bearer ***" in str(reward.error) and "0123456789" not in str(reward.error)
+    assert all(b"0123456789" not in file.read_bytes() for file in tmp_path.iterdir())
+
+
+def test_an_answer_from_elsewhere_is_none() -> None:
+    """A redirect makes another question of it."""
+    (reward,) = scored(Endpoint("elsewhere"), ["a"])
+    assert reward.score is None and "refused: status 303" in str(reward.error)
+
+
 @pytest.mark.parametrize("fault", ["429", "500", "503", "half", "break"])
 def test_what_may_pass_is_tried_again(fault: str) -> None:
     endpoint = Endpoint(fault, "Score: 1")
@@ -112,6 +137,7 @@ def test_what_may_pass_is_tried_again(fault: str) -> None:
         ("401", {}, "refused: status 401: not now"),
         ("It is good.", {}, "holds no score"),
         ("Score: 11", {"highest": 10}, "not between 0 and 10"),
+        ("Score:" + " " * 40_000 + "high", {}, "holds no score"),  # in time: no search of quadratic length
     ],
 )
 def test_without_a_score_the_reward_is_missing(says: str, params: dict[str, Any], why: str) -> None:
@@ -130,6 +156,56 @@ def test_what_was_answered_is_kept_and_paid_for_once(tmp_path: Path) -> None:
     assert scored(other, ["a"], cache=cache, options={"top_p": 0.5})[0].score == 1
 
 
+def test_what_is_asked_several_times_at_once_is_paid_for_once(tmp_path: Path) -> None:
+    endpoint = Endpoint("Score: 0.5")
+    rewards = scored(endpoint, ["a", "a", "b", "a"], cache=str(tmp_path / "judge.sqlite"))
+    assert [r.score for r in rewards] == [0.5] * 4 and len(endpoint.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("says", "tokens", "score", "spent"),
+    [
+        ("Score: 1 \ud800", "10", 1, 10),
+        ("Score: 1", "-1000", 1, 0),
+        ("Score: 1", "9" * 30, 1, 2**40),
+        ("", "10", None, 30),  # thrice asked, and thrice paid for
+    ],
+)
+def test_every_answer_that_is_paid_for_counts(
+    says: str, tokens: str, score: float | None, spent: int, tmp_path: Path
+) -> None:
+    endpoint, cache = Endpoint(says), tmp_path / "judge.sqlite"
+    endpoint.tokens = tokens
+    (reward,) = scored(endpoint, ["a"], cache=str(cache), retries=2)
+    assert reward.score == score and Judged(cache, 0).spent == spent
+
+
+def test_a_file_that_cannot_be_written_loses_no_score_and_nothing_is_spent_beyond_the_budget(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def ask(body: dict[str, Any], paid: Callable[[int], None]) -> str:
+        asked.append(body["text"])
+        paid(10)
+        return body["text"]
+
+    async def main(most_tokens: int, path: Path) -> list[str | Exception]:
+        kept = Judged(path, most_tokens)
+        other = sqlite3.connect(path, isolation_level=None)
+        full = "CREATE TRIGGER full BEFORE INSERT ON answers BEGIN SELECT RAISE(FAIL, 'disk is full'); END"
+        found: list[str | Exception] = []
+        for text, what in (("a", full), ("b", ""), ("a", ""), ("b", "DROP TRIGGER full"), ("c", "")):
+            other.execute(what)
+            found += await asyncio.gather(kept.said({"text": text}, ask), return_exceptions=True)  # type: ignore[arg-type]
+        assert kept.spent == 10 * len(asked) and Judged(path, 0).spent == kept.spent, "it was written later"
+        return found
+
+    assert asyncio.run(main(0, tmp_path / "free")) == ["a", "b", "a", "b", "c"] and asked == ["a", "b", "c"]
+    asked.clear()
+    first, second, *rest = asyncio.run(main(100, tmp_path / "bounded"))
+    assert first == "a" and "what is spent cannot be written to" in str(second) and "disk is full" in str(second)
+    assert rest == ["a", "b", "c"] and asked == ["a", "b", "c"]
+
+
 def test_no_more_than_the_budget_is_spent(tmp_path: Path) -> None:
     cache = str(tmp_path / "judge.sqlite")
     endpoint = Endpoint("Score: 1")
@@ -144,6 +220,14 @@ def test_the_hash_is_of_what_is_asked_and_nothing_else() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "é"}]}
     assert hash_of(body) == hash_of(dict(reversed(list(body.items()))))
     assert hash_of(body) != hash_of(body | {"model": "n"})
+
+
+def test_a_file_of_another_kind_is_refused_before_anything_is_asked(tmp_path: Path, made: Callable[..., Any]) -> None:
+    sqlite3.connect(tmp_path / "other").execute("CREATE TABLE answers (a)")
+    (tmp_path / "text").write_text("no database" * 100)
+    for name in ("other", "text"):
+        with pytest.raises(ValueError, match=f"cache = .*{name} cannot be used"):
+            made(url="http://127.0.0.1:1", model="m", cache=str(tmp_path / name))
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,12 @@ class TasksConfig(Table):
     )
     epochs: int = option(0, "Passes over the datasets; 0 = endless. Generators are always endless.", ge=0)
     shuffle: bool = option(True, "Shuffle datasets each epoch (seeded).")
+    mixing_temperature: float = option(
+        0.0,
+        "Sources are trained in proportion to weight * size^(1/T), with T this: 1 = every problem as often, large ="
+        " every source as often; 0 = by weight alone.",
+        ge=0,
+    )
     eval_fraction: float = option(
         0.1,
         "Share of all distinct problems held out for evaluation (by a hash of what makes them the same:"
@@ -213,6 +219,14 @@ def _streamed_and_named(config: Any) -> str:
     return _first(config, lambda s: s.streaming and s.names_held_out)
 
 
+def _trained(config: Any) -> list[TaskSourceConfig]:
+    return [source for source in config.tasks.sources if source.weight]
+
+
+def _not_counted(config: Any) -> str:
+    return _first(config, lambda s: bool(s.weight) and (s.kind == "reasoning_gym" or s.streaming))
+
+
 NO_SOURCES = Refused(
     ("tasks.sources",),
     lambda c: not c.tasks.sources,
@@ -251,6 +265,20 @@ RULES: tuple[Rule, ...] = (
         ("tasks.sources",),
         lambda c: bool(c.tasks.sources) and not _may_end(c),
         'without a source of kind "dataset": generators have no order to shuffle',
+    ),
+    Inert(
+        ("tasks.mixing_temperature",),
+        ("tasks.sources",),
+        lambda c: bool(c.tasks.sources) and len(_trained(c)) < 2,
+        "with one source that is trained: there is nothing to mix",
+    ),
+    Refused(
+        ("tasks.mixing_temperature", "tasks.sources"),
+        lambda c: bool(c.tasks.mixing_temperature and len(_trained(c)) > 1 and _not_counted(c)),
+        lambda c: (
+            f"tasks.mixing_temperature = {c.tasks.mixing_temperature:g} with {_not_counted(c)}: how many problems a"
+            " generator or a stream has is not known. Remove it, and mix by tasks.sources.weight"
+        ),
     ),
     Inert(
         ("tasks.answer_rule",),

@@ -17,6 +17,7 @@ from typing import Any
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.rewards.chosen import chosen_for
 from rollover.tasks.build import build_source, labels_of
+from rollover.tasks.mixing import shares_of
 from rollover.tasks.same import Same, problem_text, same_by
 from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, problems_of
 from rollover.tasks.split import Split, SplitName, key_of
@@ -38,6 +39,7 @@ class _Cursor:
     same: Same
     max_epochs: int  # of a source that has an end; 0: any number
     shuffle: bool
+    share: float = 1.0  # how often the source is asked, in proportion to those of the others; 0: it is never trained
     epoch: int = 0
     position: int = 0
     exhausted: bool = False
@@ -70,10 +72,6 @@ class _Cursor:
         """The keys by which split.py compares problems: of what makes it the same as another, then of its text."""
         texts = [self.same(problem)] if self.same is problem_text else [self.same(problem), problem_text(problem)]
         return tuple(map(key_of, texts))
-
-    @property
-    def weight(self) -> float:
-        return self.setup.config.weight
 
     @property
     def by_file(self) -> bool:
@@ -138,11 +136,16 @@ class TaskStream:
         self._seen: set[int] = set()  # eval only: texts already given
         self._on_neither_side: set[int] = set()  # eval only: keys of what came up and is trained as a row
         self._cursors = [self._cursor(setup) for setup in self._setups(base_dir, rewards)]
+        temperature = tasks.mixing_temperature if split == "train" else 0.0
+        for cursor, share in zip(
+            self._cursors, shares_of([(c.setup, c.source) for c in self._cursors], temperature), strict=True
+        ):
+            cursor.share = share
         self._rule = self._make_split()
 
     def next(self) -> Task | None:
         """The next task; None when every source is finite and at its end (or, for eval, has no new problem)."""
-        while active := [c for c in self._cursors if not c.exhausted and (c.weight or self.split == "eval")]:
+        while active := [c for c in self._cursors if not c.exhausted and (c.share or self.split == "eval")]:
             cursor = self._choose(active)
             failed_before = self.num_failed
             for tried, problem in enumerate(cursor.candidates(), start=1):
@@ -231,9 +234,9 @@ class TaskStream:
         return self._known_fingerprint
 
     def _choose(self, active: list[_Cursor]) -> _Cursor:
-        """A cursor, chosen by weight with draw number `_draws` of a counter-based generator."""
+        """A cursor, chosen by its share with draw number `_draws` of a counter-based generator."""
         # Of the held-out tasks one that is never trained has as large a share as one of the usual weight.
-        bounds = list(itertools.accumulate(cursor.weight or 1.0 for cursor in active))
+        bounds = list(itertools.accumulate(cursor.share or 1.0 for cursor in active))
         draw = key_of(f"{self.seed}/{self.split}/mix/{self._draws}") / 2**64
         self._draws += 1
         return active[min(bisect.bisect_right(bounds, draw * bounds[-1]), len(active) - 1)]

@@ -37,6 +37,7 @@ from rollover.rollout.order import RolloutView, load_order
 from rollover.run.own_metrics import own_metrics
 from rollover.run.producer import OwnProducer, Played, ready_episodes
 from rollover.tasks.build import build_source
+from rollover.tasks.curriculum import Curriculum, Seen, build_curriculum
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
 from rollover.tasks.same import same_by
 from rollover.tasks.source import SourceSetup
@@ -143,6 +144,23 @@ def check_before_produce(spec: str) -> None:
         prompts = PromptSource(Stream(), encoder(tiny.tokenizer(), None), 500, own)  # type: ignore[arg-type]
         prompts.version = version
         assert [task.task_id for task, _ in iter(prompts, None)] == expected
+
+
+def check_curriculum(spec: str) -> None:
+    def made() -> Curriculum:
+        curriculum = build_curriculum(Config.model_validate({"tasks": {"curriculum": {"kind": spec}}}))
+        assert curriculum is not None
+        return curriculum
+
+    short, long = (Task(f"t{n}", "docs", "reward", prompt="x" * n) for n in (100, 110))
+    first = made()
+    assert [first.weigher.weight(task, None) for task in (short, long)] == [1.0, 0.01]
+    first.saw(Group(0, short, (1,), []), 1.0)
+    first.on_step(1)
+    later = made()
+    later.load_state_dict(first.state_dict())
+    assert [later.weigher.weight(task, None) for task in (short, long)] == [1.0, 1.0]
+    assert later.weigher.weight(short, Seen(1.0)) == 0.1
 
 
 def check_producer(spec: str) -> None:
@@ -411,6 +429,7 @@ CHECKS: dict[tuple[str, str], Callable[[str], None]] = {
     (PAGE, "Counted"): check_engine,
     (PAGE, "AskedTwice"): check_environment,
     (PAGE, "Doubles"): check_source,
+    (PAGE, "LongerLater"): check_curriculum,
     (PAGE, "by_its_numbers"): check_problem_key,
     ("trainer.md", "Guard"): check_hooks,
     ("backends.md", "Timed"): check_backend,

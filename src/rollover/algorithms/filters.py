@@ -127,10 +127,9 @@ def pass_rate(
         raise ValueError(f"low = {low} and high = {high}: pass rates between them need 0 <= low < high <= 1")
 
     def why(group: Group) -> str | None:
-        values = _values(group, metric)
-        if not values:
+        rate = pass_rate_of(group, threshold=threshold, metric=metric)
+        if rate is None:
             return f"no trajectory has a {metric}"
-        rate = sum(v >= threshold for v in values) / len(values)
         if low is not None and rate <= low:
             return f"pass rate {rate:g} is not above {low:g}"
         if high is not None and rate >= high:
@@ -261,6 +260,17 @@ def mask_overlong(max_tokens: int, *, in_baseline: bool = True) -> RolloutFilter
         return f"{rollout.num_tokens} tokens, more than {max_tokens}" if rollout.num_tokens > max_tokens else None
 
     return RolloutFilter("overlong", why, in_baseline)
+
+
+def pass_rate_of(group: Group, *, threshold: float, metric: str, untrained: Collection[str] = ()) -> float | None:
+    """Share of the trajectories whose `metric` is at least `threshold`, among those that have one; None if none has.
+
+    Greedy baselines are left out, and roles that are `untrained`.
+    """
+    if untrained:
+        group = replace(group, rollouts=[r for r in group.rollouts if r.role not in untrained])
+    values = _values(group, metric)
+    return sum(v >= threshold for v in values) / len(values) if values else None
 
 
 def _values(group: Group, metric: str) -> list[float]:

@@ -13,10 +13,11 @@ class FiltersConfig(Table):
     )
     pass_rate_above: float = option(-1.0, "Keep groups whose pass rate is above this; below 0: no bound.", ge=-1, lt=1)
     pass_rate_below: float = option(2.0, "Keep groups whose pass rate is below this; above 1: no bound.", gt=0, le=2)
-    pass_threshold: float = option(1.0, "pass rate: a rollout passes with at least this.")
+    pass_threshold: float = option(1.0, "pass rate, tasks.curriculum: a rollout passes with at least this.")
     metric: str = option(
         "score",
-        "zero_variance, pass rate: what they look at: score, or another entry of what the reward function returned.",
+        "zero_variance, pass rate, tasks.curriculum: what they look at: score, or another entry of what the reward"
+        " function returned.",
     )
     max_truncated_share: float = option(
         1.0,
@@ -141,16 +142,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Inert(
         ("filters.metric",),
-        _BY_METRIC,
-        lambda c: not c.filters.by_metric,
-        "without filters.zero_variance or a bound of the pass rate",
+        (*_BY_METRIC, "tasks.curriculum.kind"),
+        lambda c: not (c.filters.by_metric or c.tasks.curriculum.kind),
+        "without filters.zero_variance, a bound of the pass rate or tasks.curriculum",
         "Set filters.zero_variance, say",
     ),
     Inert(
         ("filters.pass_threshold",),
-        ("filters.pass_rate_above", "filters.pass_rate_below"),
-        lambda c: not c.filters.by_pass_rate,
-        "without a bound of the pass rate",
+        ("filters.pass_rate_above", "filters.pass_rate_below", "tasks.curriculum.kind"),
+        lambda c: not (c.filters.by_pass_rate or c.tasks.curriculum.kind),
+        "without a bound of the pass rate or tasks.curriculum",
         "Set filters.pass_rate_above, say",
     ),
     Inert(

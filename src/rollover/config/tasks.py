@@ -4,7 +4,11 @@ import json
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from pydantic import Field
+
 from rollover.alike import did_you_mean
+from rollover.config import curriculum
+from rollover.config.curriculum import CurriculumConfig
 from rollover.config.rollout import GENERATION
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
@@ -166,6 +170,9 @@ class TasksConfig(Table):
         "What becomes of a task with a prompt above tasks.max_prompt_tokens. skip: it is passed over. left, right,"
         " middle: that part of its tokens is cut off, chat template included, as with verl's data.truncation.",
     )
+    curriculum: CurriculumConfig = Field(
+        default_factory=CurriculumConfig, description="How often a task is given, by its pass rate."
+    )
 
 
 def _may_end(config: Any) -> bool:
@@ -237,6 +244,7 @@ NO_SOURCES = Refused(
 )
 
 RULES: tuple[Rule, ...] = (
+    *curriculum.RULES,
     Inert(
         (
             *(f"rollout.{name}" for name in GENERATION if name != "max_staleness"),

@@ -123,7 +123,7 @@ class Resume:
             needs_weights = self.config.algorithm.proximal == "snapshot"
             num = replay.give_up(self.config.staleness_bound, needs_weights=needs_weights)
             held_again = replay.of_lost_steps & parts.lifecycle.cache.groups.keys()
-            parts.reuse.reroll.on_roll_back(replay.version, held_again)
+            parts.reuse.on_roll_back(replay.version, held_again)
             why = f", since {', '.join(change.key for change in otherwise)} changed" if otherwise else ""
             self.trackers.on_message(
                 f"{replay.num_steps} steps after the checkpoint are rolled back{why}: their groups are held again, but"
@@ -144,8 +144,7 @@ class Resume:
         self._trained_again = groups, batch, trained, version
 
     def _lose(self, groups: list[Group], version: int) -> None:
-        """The tasks that come next depend on what failed in the step at `version`, though its weights are lost."""
-        self.parts.reuse.reroll.on_step(groups, version + 1)
+        self.parts.reuse.on_lost_step(groups, version)
 
     def _cut_files(self, version: int, replay: Replay) -> None:
         """Cut the run's files to what it goes on from; write the row of the last step, if the kill was before it."""

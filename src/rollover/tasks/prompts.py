@@ -16,6 +16,7 @@ from rollover.config import Config
 from rollover.config.tasks import Truncation
 from rollover.envs.protocol import HoldsObjects
 from rollover.functions import OwnFunction, described, own_function
+from rollover.tasks.curriculum import build_curriculum
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task
 
@@ -133,7 +134,10 @@ def build_prompts(config: Config) -> Callable[[Encode, int], PromptSource]:
     not there: that is found here, before a model is loaded for its tokenizer."""
     if config.tasks.sources and not any(source.weight for source in config.tasks.sources):
         raise ValueError("tasks.sources: every source has weight = 0, and is never trained. Raise the weight of one")
-    stream = TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards)
+    curriculum = build_curriculum(config)
+    stream = TaskStream(
+        config.tasks, seed=config.run.seed, split="train", rewards=config.rewards, curriculum=curriculum
+    )
     name = config.tasks.before_produce
     before_produce = own_function("tasks.before_produce", name, TASK_OR_NONE) if name else None
     return lambda encode, max_prompt_tokens: PromptSource(

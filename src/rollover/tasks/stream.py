@@ -17,6 +17,7 @@ from typing import Any
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.rewards.chosen import chosen_for
 from rollover.tasks.build import build_source, labels_of
+from rollover.tasks.curriculum import Curriculum, PassedOver
 from rollover.tasks.mixing import shares_of
 from rollover.tasks.same import Same, problem_text, same_by
 from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, problems_of
@@ -43,6 +44,7 @@ class _Cursor:
     epoch: int = 0
     position: int = 0
     exhausted: bool = False
+    spent: bool = False  # exhausted, as the curriculum gives none of its problems any more
     order: tuple[tuple[int, range], list[int]] | None = None  # (epoch, rows) that were shuffled last, and the result
 
     def candidates(self) -> Iterator[Task | FailedProblem]:
@@ -112,7 +114,8 @@ class TaskStream:
 
     A row's own system message is kept in place of tasks.system_prompt. Raises ValueError for sources that cannot be
     used, and when no problem is left for the side. A problem that its generator fails to make is left out: `num_failed`
-    counts them, and `say` is told of the first.
+    counts them, and `say` is told of the first. `curriculum` says of a training problem whose turn it is whether it is
+    given; where it gives none in a whole pass, the one of the largest weight is.
     """
 
     def __init__(
@@ -123,11 +126,13 @@ class TaskStream:
         base_dir: str | os.PathLike[str] = ".",
         *,
         rewards: RewardsConfig,
+        curriculum: Curriculum | None = None,
     ) -> None:
         if not tasks.sources:
             raise ValueError("tasks.sources is empty: add a [[tasks.sources]] table")
         self.tasks, self.seed = tasks, seed
         self.split: SplitName = split
+        self.curriculum = curriculum
         self._draws = 0
         self._known_fingerprint: dict[str, Any] | None = None
         self.num_failed = 0
@@ -141,22 +146,17 @@ class TaskStream:
             self._cursors, shares_of([(c.setup, c.source) for c in self._cursors], temperature), strict=True
         ):
             cursor.share = share
+        if curriculum is not None:
+            curriculum.once = {c.source.label for c in self._cursors if c.source.endless or c.max_epochs == 1}
         self._rule = self._make_split()
 
     def next(self) -> Task | None:
         """The next task; None when every source is finite and at its end (or, for eval, has no new problem)."""
-        while active := [c for c in self._cursors if not c.exhausted and (c.share or self.split == "eval")]:
+        while active := [(c, share) for c in self._cursors if not c.exhausted and (share := self._share(c))]:
             cursor = self._choose(active)
-            failed_before = self.num_failed
-            for tried, problem in enumerate(cursor.candidates(), start=1):
-                if isinstance(problem, FailedProblem):
-                    self._leave_out(problem, self.num_failed - failed_before)
-                elif self._take_if_wanted(problem, cursor):
-                    return decorated(cursor.setup.rewarded(problem), self.tasks)
-                if tried >= cursor.max_candidates:
-                    if self.split == "train":
-                        raise ValueError(self._nothing_left(cursor, tried, self.num_failed - failed_before))
-                    break
+            problem = self._next_of(cursor)
+            if problem is not None:
+                return decorated(cursor.setup.rewarded(problem), self.tasks)
             cursor.exhausted = True
         return None
 
@@ -164,7 +164,10 @@ class TaskStream:
         """The next `num_tasks` tasks, or as many as there are. Raises ValueError if that is none."""
         taken = list(itertools.islice(iter(self.next, None), num_tasks))
         if num_tasks > 0 and not taken:
-            raise ValueError(self._nothing_left(self._cursors[0], self._cursors[0].max_candidates, self.num_failed))
+            first = self._cursors[0]
+            raise ValueError(
+                _nothing_left(self, first.source.label, first.max_candidates, self.num_failed, self._last_failed)
+            )
         return taken
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,7 +177,13 @@ class TaskStream:
             "num_failed": self.num_failed,
             "fingerprint": self._fingerprint(),
             "sources": [
-                {"label": c.source.label, "epoch": c.epoch, "position": c.position, "exhausted": c.exhausted}
+                {
+                    "label": c.source.label,
+                    "epoch": c.epoch,
+                    "position": c.position,
+                    "exhausted": c.exhausted,
+                    "spent": self.tasks.curriculum.model_dump() if c.spent else None,
+                }
                 for c in self._cursors
             ],
             "seen": sorted(self._seen),
@@ -219,9 +228,10 @@ class TaskStream:
         self.num_failed = state.get("num_failed", 0)  # absent in a checkpoint of an earlier version
         for cursor, source in zip(self._cursors, state["sources"], strict=True):
             cursor.epoch, cursor.position = source["epoch"], source["position"]
-            # tasks.epochs may have been raised since.
+            # tasks.epochs may have been raised since, and the curriculum may be another.
             more = not cursor.source.endless and not 0 < cursor.max_epochs <= cursor.epoch
-            cursor.exhausted = source["exhausted"] and not more
+            cursor.spent = source.get("spent") == self.tasks.curriculum.model_dump()
+            cursor.exhausted = cursor.spent or (source["exhausted"] and not more)
 
     def _fingerprint(self) -> dict[str, Any]:
         """JSON: what the order and the side of every problem depend on, by the name of the option that sets it."""
@@ -233,13 +243,44 @@ class TaskStream:
             self._known_fingerprint = {"run.seed": self.seed, **settings, **digests}
         return self._known_fingerprint
 
-    def _choose(self, active: list[_Cursor]) -> _Cursor:
+    def _next_of(self, cursor: _Cursor) -> Task | None:
+        """The next problem of a source; None if there is none (left)."""
+        failed_before, passed = self.num_failed, PassedOver()
+        for tried, problem in enumerate(cursor.candidates(), start=1):
+            if isinstance(problem, FailedProblem):
+                self._leave_out(problem, self.num_failed - failed_before)
+            elif self._take_if_wanted(problem, cursor):
+                if self.curriculum is None or self.curriculum.gives(problem, passed):
+                    return problem
+            if tried < cursor.max_candidates:
+                continue
+            if self.split == "eval":
+                return None
+            if passed.best is None or self.curriculum is None:
+                raise ValueError(
+                    _nothing_left(self, cursor.source.label, tried, self.num_failed - failed_before, self._last_failed)
+                )
+            if passed.weight > 0:  # nothing better comes
+                self.curriculum.give(passed.best)
+                return passed.best
+            if tried >= 2 * cursor.max_candidates:  # a whole pass is among them, wherever they began
+                self.say(f"tasks.curriculum: no problem of {cursor.source.label} is given any more, all have weight 0")
+                cursor.spent = True
+                return None
+        return None
+
+    def _share(self, cursor: _Cursor) -> float:
+        """How often the source is asked now, in proportion to the others."""
+        if self.split == "eval":  # one that is never trained has as large a share as one of the usual weight
+            return cursor.share or 1.0
+        return cursor.share * (self.curriculum.of_source(cursor.source.label) if self.curriculum else 1.0)
+
+    def _choose(self, active: list[tuple[_Cursor, float]]) -> _Cursor:
         """A cursor, chosen by its share with draw number `_draws` of a counter-based generator."""
-        # Of the held-out tasks one that is never trained has as large a share as one of the usual weight.
-        bounds = list(itertools.accumulate(cursor.share or 1.0 for cursor in active))
+        bounds = list(itertools.accumulate(share for _, share in active))
         draw = key_of(f"{self.seed}/{self.split}/mix/{self._draws}") / 2**64
         self._draws += 1
-        return active[min(bisect.bisect_right(bounds, draw * bounds[-1]), len(active) - 1)]
+        return active[min(bisect.bisect_right(bounds, draw * bounds[-1]), len(active) - 1)][0]
 
     def _take_if_wanted(self, problem: Task, cursor: _Cursor) -> bool:
         keys = cursor.keys(problem)
@@ -308,24 +349,27 @@ class TaskStream:
         trained = (row for kind in kinds for row in rows(by_file=kind) if rule.accepts(row, "train", kind))
         return replace(rule, trained_keys=keys(trained))
 
-    def _nothing_left(self, cursor: _Cursor, tried: int, num_failed: int) -> str:
-        """Why there is no task, where `tried` problems of a source were tried and `num_failed` of them failed."""
-        label, fraction = cursor.source.label, self.tasks.eval_fraction
-        if num_failed >= tried:
-            return (
-                f"tasks.sources: no problem of {label!r} can be used: all of {tried} in a row failed, the last with:"
-                f" {self._last_failed}. Mend the source, or change tasks.sources.params"
-            )
-        if self.split == "train":
-            why = f"all of {tried} in a row are held out"
-            if num_failed:
-                why = f"of {tried} in a row {num_failed} failed, and all others are held out"
-            return (
-                f"tasks.eval_fraction = {fraction:g} leaves no problem of {label!r} for training: {why}. Lower it, or"
-                " use a source with more distinct problems"
-            )
-        rows = f" but for {num}, which are rows that are trained" if (num := self.num_on_neither_side) else ""
+
+def _nothing_left(
+    stream: TaskStream, label: str, tried: int, num_failed: int, last_failed: FailedProblem | None
+) -> str:
+    """Why a stream has no task, where `tried` problems of a source were tried and `num_failed` of them failed."""
+    fraction = stream.tasks.eval_fraction
+    if num_failed >= tried:
         return (
-            f"tasks.eval_fraction = {fraction:g} holds no problem out for evaluation: none of {tried} of {label!r}"
-            f" is{rows}. Raise it, use a source with more distinct problems, or set eval.num_tasks = 0"
+            f"tasks.sources: no problem of {label!r} can be used: all of {tried} in a row failed, the last with:"
+            f" {last_failed}. Mend the source, or change tasks.sources.params"
         )
+    if stream.split == "train":
+        why = f"all of {tried} in a row are held out"
+        if num_failed:
+            why = f"of {tried} in a row {num_failed} failed, and all others are held out"
+        return (
+            f"tasks.eval_fraction = {fraction:g} leaves no problem of {label!r} for training: {why}. Lower it, or"
+            " use a source with more distinct problems"
+        )
+    rows = f" but for {num}, which are rows that are trained" if (num := stream.num_on_neither_side) else ""
+    return (
+        f"tasks.eval_fraction = {fraction:g} holds no problem out for evaluation: none of {tried} of {label!r}"
+        f" is{rows}. Raise it, use a source with more distinct problems, or set eval.num_tasks = 0"
+    )

@@ -117,6 +117,19 @@ METRICS: list[Metric] = [
     Metric("reroll/given", "counter", "tasks", "Failed tasks given again."),
     Metric("reroll/solved", "counter", "tasks", "Of them: trained since, and not failed again."),
     Metric("reroll/dropped", "counter", "tasks", "Failed tasks that found reroll.size of them waiting."),
+    # Curriculum (only when on)
+    Metric("curriculum/known", "last", "tasks", "Tasks (sources, levels) with a pass rate from visits."),
+    Metric("curriculum/easy", "last", "tasks", "Of them: easy (tasks.curriculum.easy_from)."),
+    Metric("curriculum/normal", "last", "tasks", "Of them: neither easy nor hard."),
+    Metric("curriculum/hard", "last", "tasks", "Of them: hard (tasks.curriculum.hard_to)."),
+    Metric("curriculum/pass_rate", "last", "share", "Mean of the pass rates known."),
+    Metric(
+        "curriculum/given_pass_rate",
+        "mean",
+        "share",
+        "Mean of the pass rates known of the tasks given since the step before; left out where none was known.",
+    ),
+    Metric("curriculum/passed_over", "counter", "tasks", "Times that a task's turn came and it was not given."),
     Metric("tasks/truncated_prompt", "counter", "tasks", "Tasks whose prompt was cut (tasks.truncation), cumulative."),
     Metric("tasks/skipped_long_prompt", "counter", "tasks", "Tasks skipped by tasks.max_prompt_tokens, cumulative."),
     # Rollouts

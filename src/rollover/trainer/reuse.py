@@ -1,6 +1,8 @@
-"""What becomes of groups after their step: some are kept to be trained again, some tasks are given again.
+"""What becomes of groups after their step: some are kept to be trained again, some tasks are given again, and
+pass rates say how often the others are.
 
     after_step:  groups of high signal ──▶ replay buffer      failed groups ──▶ re-roll queue ──▶ the driver's next_task
+                 pass rates ──▶ curriculum ──▶ the task stream
 
 Owns the replay buffer and the counts of what was replayed. Never builds a batch (step_batch.py does), never generates.
 """
@@ -13,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from rollover.algorithms.estimator import rewards_of
+from rollover.algorithms.filters import pass_rate_of
 from rollover.config import Config
 from rollover.rollout.group_state import Arrays
+from rollover.tasks.curriculum import Curriculum
 from rollover.tasks.reroll import Reroll
 from rollover.trainer.batch import Batch
 from rollover.trainer.replay_buffer import Kept, ReplayBuffer, signal
@@ -23,14 +27,15 @@ from rollover.types import Group
 
 
 class Reuse:
-    """Replay and re-roll of one run, as [replay] and [reroll] say; with both off it does nothing.
+    """Replay, re-roll and curriculum of one run, as [replay], [reroll] and [tasks.curriculum] say; with all of them off
+    it does nothing.
 
     Counters, cumulative: `replayed_groups`, trained again in place of a fresh one; `replayed_tokens`, the loss tokens
     of those groups.
     """
 
-    def __init__(self, config: Config, reroll: Reroll) -> None:
-        self.config, self.reroll = config, reroll
+    def __init__(self, config: Config, reroll: Reroll, curriculum: Curriculum | None = None) -> None:
+        self.config, self.reroll, self.curriculum = config, reroll, curriculum
         self.buffer = ReplayBuffer(config.replay, config.run.seed)
         self.replayed_groups = 0
         self.replayed_tokens = 0
@@ -42,15 +47,28 @@ class Reuse:
         self.replayed_tokens += sum(int(s.mask.sum()) for s in batch.samples if s.group_id in batch.replayed)
         if self.config.replay.size:
             self._keep(groups, batch, version)
-        self.reroll.on_step(groups, version + 1)
+        self._look_at(groups, version)
+
+    def on_lost_step(self, groups: list[Group], version: int) -> None:
+        """The step at trainer `version` is lost, though the tasks that came next depend on its groups."""
+        self._look_at(groups, version)
+
+    def on_roll_back(self, version: int, held_again: set[int]) -> None:
+        """The trainer is back at `version`. `held_again`: ids of groups of lost steps, which are trained again."""
+        self.reroll.on_roll_back(version, held_again)
+        if self.curriculum is not None:
+            self.curriculum.on_roll_back(held_again)
 
     def on_filtered(self, group: Group) -> None:
-        """A filter dropped a scored group: its task may have failed, too."""
+        """A filter dropped a scored group: its task may have failed, too, and has a pass rate."""
         self.reroll.look(group)
+        self._tell_curriculum(group)
 
     def metrics(self) -> dict[str, float]:
         """The metrics of what is switched on."""
         metrics = self.reroll.metrics()
+        if self.curriculum is not None:
+            metrics |= self.curriculum.metrics()
         if self.config.replay.size:
             metrics |= {
                 "tokens/replayed": self.replayed_tokens,
@@ -65,7 +83,10 @@ class Reuse:
         """(JSON-able meta, arrays)."""
         buffer, arrays = self.buffer.state_dict()
         counters = {"replayed_groups": self.replayed_groups, "replayed_tokens": self.replayed_tokens}
-        return {"buffer": buffer, "reroll": self.reroll.state_dict(), **counters}, arrays
+        state = {"buffer": buffer, "reroll": self.reroll.state_dict(), **counters}
+        if self.curriculum is not None:
+            state["curriculum"] = self.curriculum.state_dict()
+        return state, arrays
 
     def load_state_dict(
         self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], version: int, max_prompt_tokens: int
@@ -77,8 +98,24 @@ class Reuse:
             self.buffer.drop_stale(version)
         if self.config.reroll.max_groups:
             self.reroll.load_state_dict(state["reroll"], max_prompt_tokens)
+        if self.curriculum is not None and "curriculum" in state:
+            self.curriculum.load_state_dict(state["curriculum"])
 
     # Private
+
+    def _look_at(self, groups: list[Group], version: int) -> None:
+        """What comes next depends on the groups of the step at trainer `version`."""
+        self.reroll.on_step(groups, version + 1)
+        if self.curriculum is not None:
+            for group in groups:
+                self._tell_curriculum(group)
+            self.curriculum.on_step(version + 1)
+
+    def _tell_curriculum(self, group: Group) -> None:
+        if self.curriculum is not None:
+            filters, untrained = self.config.filters, self.config.workflow.untrained
+            rate = pass_rate_of(group, threshold=filters.pass_threshold, metric=filters.metric, untrained=untrained)
+            self.curriculum.saw(group, rate)
 
     def _keep(self, groups: list[Group], batch: Batch, version: int) -> None:
         """Put the groups that the step trained into the buffer, each with its score."""

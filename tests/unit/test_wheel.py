@@ -76,14 +76,16 @@ def test_it_works_without_a_checkout(installed: Path, tmp_path: Path) -> None:
 
 EVERY_MODULE = """
 import importlib, importlib.util, pkgutil, rollover
+from rollover.config.run import TOOLS
 for extra in ("datasets", "peft", "reasoning_gym", "gguf", "trl", "starlette", "openai", "tinker", "verifiers", "ray"):
     assert importlib.util.find_spec(extra) is None, extra
 names = [m.name for m in pkgutil.walk_packages(rollover.__path__, "rollover.") if not m.name.endswith("__main__")]
 for name in names:
     # Servers, for which the extras `agents` and `remote` are, a class of verifiers, for which that is, and Ray.
     server = *(f"rollover.engine.server.{name}" for name in ("app", "embedded", "texts")), "rollover.http_server"
+    tools = tuple(f"rollover.track.trackers.{tool}" for tool in TOOLS)  # each for an extra of its own
     others = "rollover.workflows.gateway.", "rollover.workflows.verifiers.harness", "rollover.cluster.ray"
-    if not name.startswith((*others, *server)):
+    if not name.startswith((*others, *server, *tools)):
         importlib.import_module(name)
 print(rollover.__file__, len(names))
 """

@@ -1,11 +1,16 @@
 """[run], [checkpoint], [track], [watchdog] and [plan], and the rules about them."""
 
+import json
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rollover.config.rollout import GENERATION, SAMPLING
-from rollover.config.table import Inert, Rule, Table, option
+from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
+
+_TRACKERS = ("track.trackers",)
+TOOLS = ("tensorboard",)
+"""What track.trackers may name beside classes of the user's own."""
 
 
 class RunConfig(Table):
@@ -91,8 +96,31 @@ class TrackConfig(Table):
     )
     trackers: list[str] = Field(
         default_factory=list,
-        description="Your own classes of trackers (module:Class or path.py:Class), told of every step, evaluation and"
-        " group. One that fails does not end the run.",
+        description="Where the run is shown beside its own files: tensorboard"
+        " (docs/trackers.md), or by your own classes (module:Class or path.py:Class), told of every step, evaluation"
+        " and group. One that fails does not end the run.",
+    )
+    project: str = option(
+        "",
+        "Project of the run in its trackers, mlflow's experiment. Empty: as the tool's own variable says, else"
+        " rollover.",
+        only_if=_TRACKERS,
+    )
+    group: str = option("", "Group of the run in its trackers.", only_if=_TRACKERS)
+    tags: list[str] = Field(
+        default_factory=list,
+        description="Tags of the run in its trackers.",
+        json_schema_extra={"only_if": {"track.trackers": "set"}},
+    )
+    tracker_rollouts: int = option(
+        4, "So many rollouts of each step, and answers of each evaluation, go to the trackers as a table.", ge=0,
+        only_if=_TRACKERS,
+    )  # fmt: skip
+    finish_s: float = option(
+        30.0,
+        "At the end of the run the tools of track.trackers have so long to take what is left; then they are ended.",
+        ge=0,
+        only_if=_TRACKERS,
     )
 
 
@@ -195,6 +223,19 @@ class PlanConfig(Table):
 
 
 RULES: tuple[Rule, ...] = (
+    Refused(
+        ("track.trackers",),
+        lambda c: any(not is_own(name) and name not in TOOLS for name in c.track.trackers),
+        lambda c: (
+            f"track.trackers = {json.dumps(c.track.trackers)}: there are {', '.join(TOOLS)}, and classes of your own"
+            " (module:Class or path.py:Class)"
+        ),
+    ),
+    Refused(
+        ("track.trackers",),
+        lambda c: len(set(c.track.trackers)) < len(c.track.trackers),
+        lambda c: f"track.trackers = {json.dumps(c.track.trackers)}: name each once",
+    ),
     Inert(
         ("plan.tool_s", "plan.tool_tokens"),
         ("plan.turns",),

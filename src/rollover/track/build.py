@@ -1,4 +1,5 @@
-"""The trackers of a run: ours, by the table TRACKERS, and those of the user's own that `track.trackers` names."""
+"""The trackers of a run: ours, by the table TRACKERS, and those that `track.trackers` names: the user's own, and tools
+of others (trackers/)."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.trace import TRACE, TraceFile
 from rollover.track.tracker import OwnTracker, Tracker, Trackers
+from rollover.track.trackers.names import TOOLS, check_installed
+from rollover.track.trackers.tools import Tools
 
 OWN = "a rollover.Tracker"
 
@@ -50,12 +53,18 @@ TRACKERS: dict[str, Callable[[TrackerSetup], Tracker]] = {
 
 
 def build_trackers(config: Config, path: Path) -> Trackers:
-    """All of a run in the directory `path`, the user's own before ours. ValueError for an entry of track.trackers that
-    names no tracker; OSError where a file cannot be opened."""
+    """All of a run in the directory `path`, the user's own before ours, tools of others after them. ValueError for an
+    entry of track.trackers that names no tracker, or a tool that is not installed; OSError where a file cannot be
+    opened."""
     trackers = Trackers()
+    tools = [name for name in config.track.trackers if name in TOOLS]
+    for name in tools:
+        check_installed(name)
     setup = TrackerSetup(config, path, trackers.on_message)
     # What our files have is not told again, after a kill: so it has been told to the user's own by then.
     for spec in config.track.trackers:
+        if spec in TOOLS:
+            continue
         make_own = own_function("track.trackers", spec, OWN)
         tracker = make_own()
         if not isinstance(tracker, Tracker):
@@ -63,4 +72,6 @@ def build_trackers(config: Config, path: Path) -> Trackers:
         trackers.add(spec, OwnTracker(tracker, spec, trackers.on_message))
     for name, make in TRACKERS.items():
         trackers.add(name, make(setup))
+    if tools:  # they read what they missed in our files, which have it by then
+        trackers.add("tools", Tools(tools, config.track, trackers.on_message))
     return trackers

@@ -9,6 +9,7 @@ from __future__ import annotations
 from rollover.track.engine_keys import ENGINE
 from rollover.track.metric import Metric
 from rollover.track.reward_keys import REWARDS
+from rollover.track.tracker_keys import TRACKERS
 
 METRICS: list[Metric] = [
     # Progress
@@ -385,7 +386,7 @@ METRICS: list[Metric] = [
     Metric("journal/failed", "counter", "", "Times that the journal could not be written (full disk), and ended."),
     Metric("journal/cut_bytes", "counter", "bytes", "Of journals read back, what was not trusted: torn, damaged."),
     Metric("mirror/failed", "counter", "", "Times that the run could not be copied to a remote checkpoint.dir."),
-    Metric("trackers/failed", "counter", "", "Failures of your own trackers; what they missed is not told again."),
+    *TRACKERS,
     *ENGINE,
     Metric("memory/peak_rss_bytes", "max", "bytes", "Peak resident memory of the process."),
     Metric("memory/servers_rss_bytes", "last", "bytes", "Resident memory of all servers. On a cluster only."),

@@ -1,6 +1,7 @@
 """Who is told what happens in a run: `Tracker`, which ours and the user's own extend, and `Trackers`, all of a run.
 
-    the run ──one call for each event──▶ Trackers ──▶ metrics, evaluations, rollouts, trace, live, health, your own
+    the run ──one call for each event──▶ Trackers ──▶ metrics, evaluations, rollouts, trace, live, health, your own,
+                                                      and tools of others, in processes of their own (trackers/)
 
 Owns what the events are, their order, and what becomes of a tracker that fails: one of ours raises; one of the user's
 own is reported once and counted, and the run goes on. Which trackers a run has: track/build.py. None changes a run.
@@ -103,7 +104,15 @@ class Tracker:
         return type(self).on_groups is not Tracker.on_groups
 
 
-class OwnTracker(Tracker):
+class Counted(Tracker):
+    """A tracker that counts something about itself, for the row of each step."""
+
+    def stats(self) -> dict[str, float]:
+        """Counters by key. What several trackers have by one key is summed."""
+        raise NotImplementedError
+
+
+class OwnTracker(Counted):
     """A tracker of the user's own, which `track.trackers` names as `spec`. Whatever it raises is reported once and
     counted: the run goes on, and goes on telling it. It gets copies of rows and groups."""
 
@@ -144,6 +153,9 @@ class OwnTracker(Tracker):
         except BaseException as error:  # boundary: the user's tracker
             self._fail(error)
             return False
+
+    def stats(self) -> dict[str, float]:
+        return {"trackers/failed": self.failed}
 
     def _tell(self, event: Callable[[], object]) -> None:
         try:
@@ -227,9 +239,12 @@ class Trackers(Tracker):
         return any(tracker.wants_groups for tracker in self.named.values())
 
     def stats(self) -> dict[str, float]:
-        """trackers/failed, if there are trackers of the user's own."""
-        own = [tracker for tracker in self.named.values() if isinstance(tracker, OwnTracker)]
-        return {"trackers/failed": sum(tracker.failed for tracker in own)} if own else {}
+        """What those count that `track.trackers` names; nothing without them."""
+        sums: dict[str, float] = {}
+        for tracker in self.named.values():
+            for key, value in tracker.stats().items() if isinstance(tracker, Counted) else ():
+                sums[key] = sums.get(key, 0) + value
+        return sums
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,26 @@
+"""The tools of others that `track.trackers` may name, and what each needs."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Named:
+    """`tracker`: module:Class of ours; `library`: what it imports, and the name of our extra is the tool's own."""
+
+    tracker: str
+    library: str
+
+
+_HERE = "rollover.track.trackers"
+TOOLS = {
+    "tensorboard": Named(f"{_HERE}.tensorboard:TensorBoard", "tensorboard"),
+}
+
+
+def check_installed(name: str) -> None:
+    """ValueError with the line for pip where the tool's library is missing. It is not imported: that takes seconds."""
+    if importlib.util.find_spec(TOOLS[name].library) is None:
+        raise ValueError(f'track.trackers: {name} is not installed: pip install "rollover[{name}]"')

@@ -1,0 +1,123 @@
+"""What a tool of others is told of a run, and how: `Tool`, which each of them extends in a file of its own.
+
+A tool works in a process of its own (child.py), so it may wait, fail and import what it likes. Owns what all of them
+share: what a row's numbers are called, and how a text that a model wrote becomes one that nobody obeys.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollover.track.tracker import Cut, Row, Tracker
+
+MOST_CHARS = 10_000
+"""Of one text."""
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_LEAST_SECRET = 8  # characters: shorter values are words such as "true"
+_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+# What a terminal obeys, as the pictures that Unicode has of it; what turns the direction of a text, by its number.
+_SHOWN = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: 0x2421,
+    **{code: f"[U+{code:04X}]" for code in (*range(0x80, 0xA0), 0x61C, 0x200E, 0x200F)},
+    **{code: f"[U+{code:04X}]" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029)},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """The run that a tool shows. `id`: the same over all processes of the run. `project`, `group`: "" where
+    none is chosen. `config`: by table, without credentials."""
+
+    id: str
+    name: str
+    directory: Path
+    project: str
+    group: str
+    tags: Sequence[str]
+    config: Mapping[str, Any]
+
+    def project_or(self, variable: str) -> str:
+        """The project that is chosen, or that the environment's `variable` names, or "rollover"."""
+        return self.project or os.environ.get(variable) or "rollover"
+
+
+class Newest(NamedTuple):
+    """The newest steps that a tool has a row and an evaluation of; -1: none."""
+
+    row: int = -1
+    eval: int = -1
+
+
+class Tool(Tracker):
+    """A tracker of others. `truncate` opens it, or opens it again, and sets `newest`: what is after that is told from
+    the run's own files. Whatever it raises is reported, and tried again with the next step."""
+
+    def __init__(self, about: About) -> None:
+        self.about, self.newest = about, Newest()
+        self.place = ""
+        """Where it shows the run, once it is open: an address or a folder."""
+        self.failed = False
+        """Whether the run ended by an error, when it is closed."""
+
+    def truncate(self, cut: Cut) -> None:
+        raise NotImplementedError
+
+    def on_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A sample of the rollouts that left the run with `step`; all have the same keys."""
+
+    def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A sample of the answers of the evaluation after `step`; all have the same keys."""
+
+
+def numbers_of(row: Row) -> dict[str, float]:
+    """What a step's row measures, by key; None is no measurement."""
+    return {key: value for key, value in row.items() if value is not None and key != "step"}
+
+
+def numbers_of_eval(row: Mapping[str, Any]) -> dict[str, float]:
+    """What an evaluation measures: eval/mean, eval/ci/0, eval/sources/NAME/mean ..."""
+    return {f"eval/{key}": value for key, value in flat(row).items() if isinstance(value, int | float)}
+
+
+def flat(values: Mapping[str, Any] | Sequence[Any], under: str = "") -> dict[str, Any]:
+    """Every leaf of tables and lists, by the keys on the way to it, joined by slashes."""
+    found: dict[str, Any] = {}
+    pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
+    for key, value in pairs:
+        if isinstance(value, Mapping | list | tuple):
+            found |= flat(value, f"{under}{key}/")
+        elif value is not None:
+            found[f"{under}{key}"] = value
+    return found
+
+
+def plain(text: str, most: int = MOST_CHARS) -> str:
+    """The text so that whoever shows it shows text: control and direction characters by name, half characters as
+    U+FFFD, and what is longer than `most` cut, with a note of how long it was."""
+    note = f" [cut here: {len(text):,} characters]" if len(text) > most else ""
+    whole = text[:most].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return whole.translate(_SHOWN) + note
+
+
+def redacted(text: str) -> str:
+    """The text without what variables of the environment hold that are named as secrets are, and without the user and
+    password of an address."""
+    for name, value in os.environ.items():
+        if _SECRET.search(name) and len(value) >= _LEAST_SECRET:
+            text = text.replace(value, "***")
+    return _IN_ADDRESS.sub("***", text)
+
+
+def without_secrets(value: Any) -> Any:
+    """A JSON value with each of its strings `redacted`."""
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, Mapping):
+        return {key: without_secrets(item) for key, item in value.items()}
+    return [without_secrets(item) for item in value] if isinstance(value, list | tuple) else value

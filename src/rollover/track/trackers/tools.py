@@ -1,0 +1,171 @@
+"""All tools of others that a run is shown in: `Tools`, the tracker that hands each event on to the process of each.
+
+Owns what is handed on (rows as they are, a sample of the rollouts), and what is said of a tool that fails, hangs or
+does not keep up. None of them holds the run up, but for track.finish_s seconds at its end.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollover.config import TrackConfig
+from rollover.files import atomic_write_text
+from rollover.track.sinks import to_json
+from rollover.track.tracker import Counted, Cut, RecordedGroup, Row, RunInfo
+from rollover.track.trackers.apart import Apart
+from rollover.track.trackers.names import TOOLS
+from rollover.track.trackers.tool import plain, without_secrets
+from rollover.types import Rollout, Task
+
+ID_FILE = "tracked_as"
+_SILENT_S = 60.0
+
+
+class Tools(Counted):
+    """The tools `names` of `track.trackers`. `say` tells the user a line."""
+
+    def __init__(self, names: Sequence[str], config: TrackConfig, say: Callable[[str], None]) -> None:
+        self._config, self._say = config, say
+        self.tools = [Apart(name, TOOLS[name].tracker, config.tracker_rollouts) for name in names]
+        self._silent: set[str] = set()
+        self._lossy: set[str] = set()
+        self._failed = False
+
+    @property
+    def wants_groups(self) -> bool:
+        return self._config.tracker_rollouts > 0
+
+    def on_start(self, run: RunInfo) -> None:
+        about = {
+            "id": run_id(run.directory),
+            "name": run.name,
+            "directory": str(run.directory.absolute()),
+            "project": self._config.project,
+            "group": self._config.group,
+            "tags": list(self._config.tags),
+            "config": without_secrets(to_json(run.config)),
+        }
+        for tool in self.tools:
+            tool.start()
+        self._tell({"about": about}, always=True)
+
+    def truncate(self, cut: Cut) -> None:
+        self._tell({"cut": cut.step}, always=True)
+
+    def on_step(self, row: Row) -> None:
+        self._tell({"row": to_json(row)})
+        now = time.monotonic()
+        for tool in self.tools:
+            if not tool.under_way or now < tool.last_sign + _SILENT_S:
+                self._silent.discard(tool.name)
+            elif tool.name not in self._silent:
+                self._silent.add(tool.name)
+                self._say(
+                    f"track.trackers: {tool.name} has taken nothing for {now - tool.last_sign:.0f} s"
+                    f" ({tool.under_way} messages wait for it); the run goes on without waiting"
+                )
+            if tool.lost and tool.name not in self._lossy:
+                self._lossy.add(tool.name)
+                self._say(
+                    f"track.trackers: {tool.name} does not keep up, or is gone: what it misses is counted"
+                    " (trackers/lost). Rows and evaluations are told again as soon as it goes on, or with --resume;"
+                    " rollouts are under rollouts/"
+                )
+        self._relay()
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        self._tell({"eval": to_json(row)})
+
+    def on_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:
+        if rows := sample_of(step, groups, self._config.tracker_rollouts):
+            self._tell({"rollouts": rows, "step": step})
+
+    def on_phase(self, name: str) -> None:
+        self._failed = name == "stopped"
+        self._relay()
+
+    def close(self) -> None:
+        deadline = time.monotonic() + self._config.finish_s
+        try:
+            self._tell({"close": self._failed}, always=True)
+            for tool in self.tools:
+                if not tool.wait(max(0.0, deadline - time.monotonic())) and tool.under_way:
+                    tool.heard.append(
+                        f"track.trackers: {tool.name} had not taken {tool.under_way} messages"
+                        f" {self._config.finish_s:g} s after the end (track.finish_s), and was ended"
+                    )
+        finally:
+            for tool in self.tools:
+                tool.kill()
+        self._relay()
+
+    def stats(self) -> dict[str, float]:
+        """How often tools failed, and what they lost."""
+        return {
+            "trackers/failed": sum(tool.failures for tool in self.tools),
+            "trackers/lost": sum(tool.lost for tool in self.tools),
+        }
+
+    def _tell(self, message: dict[str, Any], *, always: bool = False) -> None:
+        for tool in self.tools:
+            tool.tell(message, always=always)
+
+    def _relay(self) -> None:
+        """What was heard of the tools since, in the thread of the run."""
+        for tool in self.tools:
+            while tool.heard:
+                self._say(tool.heard.popleft())
+
+
+def run_id(directory: Path) -> str:
+    """What tools know the run by, over all its processes: 16 hexadecimal digits, in a file of the run."""
+    path = directory / ID_FILE
+    if not path.exists():
+        atomic_write_text(path, secrets.token_hex(8) + "\n")
+    return path.read_text().strip()
+
+
+def sample_of(step: int, groups: Sequence[RecordedGroup], most: int) -> list[dict[str, Any]]:
+    """At most so many of the rollouts that left the run with a step, evenly over all of them in their order."""
+    each = [
+        (recorded, *of)
+        for recorded in groups
+        for of in zip(recorded.group.rollouts, recorded.completions, recorded.advantages, strict=True)
+    ]
+    num = min(most, len(each))
+    return [_shown(step, *each[i * len(each) // num]) for i in range(num)]
+
+
+def _shown(
+    step: int, recorded: RecordedGroup, rollout: Rollout, completion: str, advantage: float | None
+) -> dict[str, Any]:
+    versions = [segment.policy_version for segment in rollout.segments if segment.trainable]
+    row = {
+        "step": step,
+        "rollout_id": rollout.rollout_id,
+        "task_id": plain(rollout.task.task_id),
+        "outcome": "trained" if recorded.dropped is None else f"dropped:{recorded.dropped.value}",
+        "score": rollout.reward.score if rollout.reward else None,
+        "advantage": advantage,
+        "tokens": rollout.num_tokens,
+        "policy_versions": f"{min(versions)}-{max(versions)}" if versions else "",
+        "stop_reason": rollout.stop_reason.value if rollout.stop_reason else "",
+        "prompt": plain(_prompt_of(rollout.task)),
+        "completion": plain(completion),
+    }
+    return to_json(row)
+
+
+def _prompt_of(task: Task) -> str:
+    if task.messages is None:
+        return task.prompt or ""
+    return "\n\n".join(f"{of.get('role')}: {_text_of(of.get('content'))}" for of in task.messages)
+
+
+def _text_of(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(content, default=str)

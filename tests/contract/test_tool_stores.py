@@ -1,0 +1,208 @@
+"""Each tool of `track.trackers` with its real library, without a network: what it stores is what the run's files have.
+
+A process of the run is killed and another goes on: one run, no step twice, none left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rollover.config import TrackConfig
+from rollover.track.sinks import EvalFile, MetricsFile, read_rows
+from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Trackers
+from rollover.track.trackers.names import TOOLS
+from rollover.track.trackers.tool import numbers_of, numbers_of_eval
+from rollover.track.trackers.tools import Tools
+from samples import group, rollout, segment
+
+SECRET = "f00dfeedf00dfeedf00dfeedf00dfeedf00dfeed"
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "\x1b[2J\x00",
+    "a\u202eb",
+    "\ud800 half",
+    "y" * (1 << 20),
+    "plain \u00e9\nlines",
+]
+SHOWN = ["<script>alert(1)</script>", "\u241b[2J\u2400", "a[U+202E]b", "\ufffd half", "[cut here: 1,048,576", "lines"]
+Points = dict[tuple[int, str], float]
+
+
+@dataclass
+class Stored:
+    """What a tool has of all runs: the values of each point (several, where a step is there twice), and texts."""
+
+    runs: int
+    points: dict[tuple[int, str], list[float]]
+    texts: str
+    config: str
+
+
+def read_tensorboard(folder: Path) -> Stored:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    read = accumulator.EventAccumulator(str(folder / "run" / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    read.Reload()
+    points: dict[tuple[int, str], list[float]] = {}
+    texts = {tag: [t.tensor_proto.string_val[0].decode() for t in read.Tensors(tag)] for tag in read.Tags()["tensors"]}
+    assert {"config", "rollouts"} <= texts.keys() <= {"config", "rollouts", "answers"}
+    for tag in read.Tags()["scalars"]:
+        for point in read.Scalars(tag):
+            points.setdefault((point.step, tag), []).append(point.value)
+    return Stored(1, points, "\n".join(texts["rollouts"] + texts.get("answers", [])), texts["config"][0])
+
+
+READ: dict[str, Callable[[Path], Stored]] = {"tensorboard": read_tensorboard}
+
+
+@pytest.fixture(params=list(READ))
+def tool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    pytest.importorskip(TOOLS[request.param].library, reason=f'pip install "rollover[{request.param}]"')
+    monkeypatch.chdir(tmp_path)
+    for name in ("WANDB_API_KEY", "SWANLAB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_TOKEN"):
+        monkeypatch.setenv(name, SECRET)
+    return request.param
+
+
+class RunOf:
+    """A process of the run in `folder`/run: its files, and one tool."""
+
+    def __init__(self, tool: str, folder: Path, *, resumed: bool, cut: int) -> None:
+        self.path, self.heard = folder / "run", []
+        self.path.mkdir(exist_ok=True)
+        config = TrackConfig(
+            trackers=[tool], project="shown", group="g", tags=["a"], finish_s=300.0, tracker_rollouts=len(HOSTILE)
+        )
+        self.files, self.tools = Trackers(), Tools([tool], config, self.heard.append)
+        self.files.add("metrics", MetricsFile(self.path / "metrics.jsonl"))
+        self.files.add("evals", EvalFile(self.path / "eval.jsonl"))
+        for trackers in (self.files, self.tools):
+            trackers.on_start(RunInfo("demo run", self.path, {"train": {"learning_rate": 1e-3}}, resumed=resumed))
+            trackers.truncate(Cut(cut))
+
+    def step(self, step: int, salt: float = 0.0) -> None:
+        row = {
+            "step": step, "policy_version": step, "reward/mean": step / 3 + salt, "loss": -1.5 * step,
+            "entropy": math.nan, "tokens/generated": 10**9 + step, "grad_norm": None,
+        }  # fmt: skip
+        for trackers in (self.files, self.tools):
+            of = group(step, [rollout(step, s, 0.5, [segment([1, 2])]) for s in range(len(HOSTILE))])
+            trackers.on_groups(step, [RecordedGroup(of, HOSTILE, [0.5] * len(HOSTILE))])
+            trackers.on_step(row)
+
+    def evaluate(self, step: int) -> None:
+        folder = self.path / "evaluations"
+        folder.mkdir(exist_ok=True)
+        answer = {"task_id": "t", "prompt": "two and two", "answer": f"answer after {step}\x1b[1m", "score": 0.5}
+        (folder / f"step-{step:06d}.jsonl").write_text(json.dumps(answer) + "\n")
+        row = {
+            "step": step,
+            "policy_version": step,
+            "mean": step / 7,
+            "ci": [0.1, None],
+            "sources": {"a b": {"mean": 1}},
+        }
+        for trackers in (self.files, self.tools):
+            trackers.on_eval(row)
+
+    def end(self) -> None:
+        self.tools.on_phase("done")
+        for trackers in (self.files, self.tools):
+            trackers.close()
+        assert self.tools.stats() == {"trackers/failed": 0, "trackers/lost": 0}, self.heard
+
+    def kill(self) -> None:
+        self.until_taken()
+        for tool in self.tools.tools:
+            tool.kill()
+        self.files.close()
+
+    def until_taken(self) -> None:
+        deadline = time.monotonic() + 300
+        while self.tools.tools[0].under_way:
+            assert time.monotonic() < deadline, self.heard
+            time.sleep(0.05)
+
+
+def expected(folder: Path) -> Points:
+    points: Points = {}
+    for row in read_rows(folder / "run" / "metrics.jsonl"):
+        points |= {(row["step"], key): value for key, value in numbers_of(row).items()}
+    for row in read_rows(folder / "run" / "eval.jsonl"):
+        points |= {(row["step"], key): value for key, value in numbers_of_eval(row).items()}
+    return points
+
+
+def check(tool: str, folder: Path) -> Stored:
+    stored, want = READ[tool](folder), expected(folder)
+    assert stored.runs == 1
+    single = 1e-6 if tool == "tensorboard" else 0.0  # its numbers are of single precision
+    for point, value in want.items():
+        assert [pytest.approx(value, rel=single, abs=0)] == stored.points.get(point), point
+    ours = {key for _, key in want}
+    assert {point for point in stored.points if point[1] in ours} == set(want)
+    return stored
+
+
+def test_it_has_what_the_files_have(tool: str, tmp_path: Path) -> None:
+    run = RunOf(tool, tmp_path, resumed=False, cut=-1)
+    run.evaluate(0)
+    for step in (1, 2, 3):
+        run.step(step)
+    run.evaluate(3)
+    run.end()
+    stored = check(tool, tmp_path)
+    assert "learning_rate" in stored.config
+    for text in ("answer after 0\u241b[1m", "answer after 3", *SHOWN):
+        assert text in stored.texts, text
+    assert not any(character in stored.texts for character in "\x1b\x00\u202e\ud800")
+    leaks = [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert not leaks, "a credential is in a file"
+
+
+@pytest.mark.parametrize("cut", [2, 4], ids=["back", "on"])
+def test_a_run_that_was_killed_goes_on_as_one_run(tool: str, tmp_path: Path, cut: int) -> None:
+    """Back: two steps are undone, and come again with other values. On: one step is in the files alone."""
+    first = RunOf(tool, tmp_path, resumed=False, cut=-1)
+    first.evaluate(0)
+    for step in (1, 2):
+        first.step(step)
+    first.evaluate(2)
+    first.step(3)
+    if cut == 2:
+        first.step(4)
+    first.kill()
+    if cut == 4:
+        late = MetricsFile(tmp_path / "run" / "metrics.jsonl")
+        late.on_step({"step": 4, "reward/mean": 0.75})
+        late.close()
+    second = RunOf(tool, tmp_path, resumed=True, cut=cut)
+    for step in range(cut + 1, 7):
+        second.step(step, salt=0.01)
+    second.evaluate(6)
+    second.end()
+    stored = check(tool, tmp_path)
+    assert {step for step, _ in stored.points if step > 0} == {1, 2, 3, 4, 5, 6}
+    third = RunOf(tool, tmp_path, resumed=True, cut=6)
+    third.step(7)
+    third.end()
+    check(tool, tmp_path)
+
+
+def test_the_backend_is_lost_in_the_midst(tool: str, tmp_path: Path) -> None:
+    run = RunOf(tool, tmp_path, resumed=False, cut=-1)
+    for step in (1, 2, 3):
+        run.step(step)
+    run.until_taken()
+    for trackers in (run.files, run.tools):
+        trackers.truncate(Cut(1))
+    for step in (2, 3):
+        run.step(step, salt=0.01)
+    run.end()
+    check(tool, tmp_path)

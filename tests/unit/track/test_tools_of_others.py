@@ -1,0 +1,351 @@
+"""Tools of others in processes of their own: they are told all, and neither a hang nor an end costs the run a step."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.config import TrackConfig
+from rollover.config.load import load_config
+from rollover.config.run import TOOLS
+from rollover.track.build import build_trackers
+from rollover.track.sinks import EvalFile, MetricsFile
+from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Tracker, Trackers
+from rollover.track.trackers import apart, names
+from rollover.track.trackers.names import Named
+from rollover.track.trackers.tool import plain, redacted, without_secrets
+from rollover.track.trackers.tools import Tools, sample_of
+from samples import group, rollout, segment
+
+REPOSITORY = Path(__file__).parents[3]
+FAKE = """
+import json, os, time
+from rollover.track.trackers.tool import Newest, Tool
+
+class Kept(Tool):
+    '''Writes down what it is told. A file "raise", "hang" or "die" beside that makes it do so at the next step.'''
+
+    def truncate(self, cut):
+        self.file = self.about.directory / "told.jsonl"
+        told = [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
+        told = [what for what in told if what[1] <= cut.step]
+        self.file.write_text("".join(json.dumps(what) + chr(10) for what in told))
+        steps = lambda kind: max([what[1] for what in told if what[0] == kind], default=-1)
+        self.newest, self.place = Newest(steps("row"), steps("eval")), "a folder"
+
+    def tell(self, *what):
+        with self.file.open("a") as file:
+            file.write(json.dumps(what) + chr(10))
+
+    def on_step(self, row):
+        folder = self.about.directory
+        if (folder / "raise").exists():
+            raise ConnectionError("no route with " + os.environ["FAKE_API_KEY"])
+        if (folder / "die").exists():
+            os.write(2, b"out of memory")
+            os._exit(3)
+        while (folder / "hang").exists():
+            time.sleep(0.01)
+        self.tell("row", row["step"], row["loss"])
+
+    def on_eval(self, row):
+        self.tell("eval", row["step"], row["mean"])
+
+    def on_rollouts(self, step, rows):
+        self.tell("rollouts", step, rows)
+
+    def close(self):
+        self.tell("close", -1, self.failed)
+"""
+
+
+class Heard(Tracker):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+class RunOf:
+    """The trackers of one process of a run in `folder`."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder, self.heard, self.trackers = folder, Heard(), Trackers()
+        self.trackers.add("heard", self.heard)
+        self.trackers.add("metrics", MetricsFile(folder / "metrics.jsonl"))
+        self.trackers.add("evals", EvalFile(folder / "eval.jsonl"))
+        config = TrackConfig(trackers=["fake"], **{"finish_s": 120.0, **options})
+        self.tools = Tools(["fake"], config, self.trackers.on_message)
+        self.trackers.add("tools", self.tools)
+        self.trackers.on_start(RunInfo("demo", folder, {"run": {"name": "demo"}}, resumed=False))
+
+    def step(self, step: int) -> None:
+        self.trackers.on_step({"step": step, "loss": step / 3})
+
+    def told(self, kind: str = "") -> list[Any]:
+        path = self.folder / "told.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [what for what in map(json.loads, lines) if what[0] == kind or not kind]
+
+    def end(self) -> None:
+        self.trackers.on_phase("done")
+        self.trackers.close()
+
+    def kill(self) -> None:
+        """As where the run is killed: its children go with it."""
+        for tool in self.tools.tools:
+            tool.kill()
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "fake_tool.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"), prepend=":")
+    monkeypatch.setenv("FAKE_API_KEY", "s3cr3t-of-the-user")
+    monkeypatch.setitem(names.TOOLS, "fake", Named("fake_tool:Kept", "json"))
+
+
+def test_it_is_told_all_in_order_and_closed(tmp_path: Path) -> None:
+    run = RunOf(tmp_path)
+    run.trackers.truncate(Cut(-1))
+    run.trackers.on_eval({"step": 0, "mean": 0.25})
+    run.step(1)
+    run.step(2)
+    run.trackers.on_eval({"step": 2, "mean": 0.5})
+    run.end()
+    assert run.told() == [
+        ["eval", 0, 0.25], ["row", 1, 1 / 3], ["row", 2, 2 / 3], ["eval", 2, 0.5], ["close", -1, False],
+    ]  # fmt: skip
+    assert run.heard.lines == ["fake: this run is shown at a folder"]
+    assert run.trackers.stats() == {"trackers/failed": 0, "trackers/lost": 0}
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+def test_one_that_was_killed_is_told_what_it_missed_and_forgets_what_is_undone(tmp_path: Path, cut: int) -> None:
+    first = RunOf(tmp_path)
+    first.trackers.truncate(Cut(-1))
+    first.step(1)
+    first.step(2)
+    until(lambda: len(first.told("row")) == 2)
+    first.kill()
+    first.step(3)  # into the files alone
+    first.trackers.on_eval({"step": 3, "mean": 0.5})
+    second = RunOf(tmp_path)
+    second.trackers.truncate(Cut(cut))
+    for step in range(cut + 1, 5):
+        second.step(step)
+    second.end()
+    assert second.told("row") == [["row", step, step / 3] for step in (1, 2, 3, 4)]
+    assert second.told("eval") == ([["eval", 3, 0.5]] if cut == 3 else [])
+    assert len((tmp_path / "tracked_as").read_text().strip()) == 16
+
+
+def test_one_that_hangs_is_not_waited_for_and_misses_nothing_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apart, "MOST_UNDER_WAY", 4)
+    (tmp_path / "hang").touch()
+    run = RunOf(tmp_path)
+    run.trackers.truncate(Cut(-1))
+    for step in range(1, 21):
+        run.step(step)
+    lost = run.trackers.stats()["trackers/lost"]
+    assert lost == 18, "about, the cut, and two rows were under way"
+    assert [line for line in run.heard.lines if "does not keep up" in line], "it is said"
+    assert not run.told("row")
+    (tmp_path / "hang").unlink()
+    until(lambda: len(run.told("row")) == 2)
+    until(lambda: not run.tools.tools[0].under_way)
+    run.step(21)
+    run.end()
+    assert run.told("row") == [["row", step, step / 3] for step in range(1, 22)], "told from metrics.jsonl"
+
+
+def test_one_that_hangs_is_ended_after_its_time(tmp_path: Path) -> None:
+    (tmp_path / "hang").touch()
+    run = RunOf(tmp_path, finish_s=0.2)
+    run.trackers.truncate(Cut(-1))
+    run.step(1)
+    run.end()
+    assert run.tools.tools[0].wait(0), "its process is gone"
+    (line,) = [line for line in run.heard.lines if "track.finish_s" in line]
+    assert "fake had not taken" in line and "0.2 s after the end" in line
+
+
+def test_the_silence_of_one_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollover.track.trackers.tools._SILENT_S", 0.0)
+    (tmp_path / "hang").touch()
+    run = RunOf(tmp_path, finish_s=0.0)
+    run.trackers.truncate(Cut(-1))
+    for step in (1, 2, 3):
+        run.step(step)
+    run.end()
+    assert len([line for line in run.heard.lines if "has taken nothing for" in line]) == 1
+
+
+def test_one_that_fails_is_said_once_without_secrets_and_told_again(tmp_path: Path) -> None:
+    (tmp_path / "raise").touch()
+    run = RunOf(tmp_path)
+    run.trackers.truncate(Cut(-1))
+    run.step(1)
+    run.step(2)
+    until(lambda: run.trackers.stats()["trackers/failed"] == 2)
+    (tmp_path / "raise").unlink()
+    run.step(3)
+    run.end()
+    assert run.told("row") == [["row", step, step / 3] for step in (1, 2, 3)]
+    (line,) = [line for line in run.heard.lines if "failed" in line]
+    assert (
+        line.startswith("track.trackers: fake failed: ConnectionError: no route with ***") and "the run goes on" in line
+    )
+
+
+def test_what_it_never_takes_does_not_keep_it_from_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "raise").touch()
+    run = RunOf(tmp_path)
+    run.trackers.truncate(Cut(-1))
+    for step in (1, 2, 3):
+        run.step(step)
+    until(lambda: run.trackers.stats()["trackers/failed"] == 3)
+    (tmp_path / "raise").unlink()
+    run.step(4)
+    run.end()
+    assert [step for _, step, _ in run.told("row")] == [2, 3, 4], "three tries of the first"
+
+
+def test_one_whose_process_ends_is_said_and_counted(tmp_path: Path) -> None:
+    run = RunOf(tmp_path)
+    run.trackers.truncate(Cut(-1))
+    run.step(1)
+    until(lambda: run.told("row"))
+    (tmp_path / "die").touch()
+    run.step(2)
+    until(lambda: run.trackers.stats()["trackers/failed"])
+    run.step(3)
+    run.end()
+    assert run.trackers.stats() == {"trackers/failed": 1, "trackers/lost": 2}, "step 3, and the end"
+    assert any("its process ended (out of memory); the run goes on without it" in line for line in run.heard.lines)
+
+
+def test_a_class_that_cannot_be_loaded_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(names.TOOLS, "fake", Named("fake_tool:Nothing", "json"))
+    run = RunOf(tmp_path)
+    run.trackers.truncate(Cut(-1))
+    run.step(1)
+    run.end()
+    assert any("track.trackers: fake failed: AttributeError" in line for line in run.heard.lines)
+
+
+def test_hostile_texts_arrive_as_text_and_long_ones_are_cut(tmp_path: Path) -> None:
+    texts = [
+        "<script>alert(1)</script>",
+        "\x1b[2J\x00\x9b1m",
+        "a\u202eb\u2066",
+        "\ud800 half",
+        "x" * (1 << 20),
+        "a\tb\nc\U0001f600",
+    ]
+    of = group(1, [rollout(1, sibling, 0.5, [segment([1, 2])]) for sibling in range(len(texts))])
+    run = RunOf(tmp_path, tracker_rollouts=len(texts))
+    assert run.tools.wants_groups
+    run.trackers.truncate(Cut(-1))
+    run.trackers.on_groups(1, [RecordedGroup(of, texts, [0.5] * len(texts))])
+    run.end()
+    ((_, step, rows),) = run.told("rollouts")
+    assert step == 1 and [row["completion"] for row in rows] == [
+        "<script>alert(1)</script>",
+        "\u241b[2J\u2400[U+009B]1m",
+        "a[U+202E]b[U+2066]",
+        "\ufffd half",
+        "x" * 10_000 + " [cut here: 1,048,576 characters]",
+        "a\tb\nc\U0001f600",
+    ]
+    assert rows[0]["score"] == 0.5 and rows[0]["outcome"] == "trained" and rows[0]["tokens"] == 2
+
+
+def test_a_sample_is_taken_evenly() -> None:
+    groups = [
+        RecordedGroup(group(n, [rollout(n, s, 0.5, [segment([1])]) for s in range(4)]), ["a"] * 4, [None] * 4)
+        for n in (1, 2)
+    ]
+    ids = [row["rollout_id"] for row in sample_of(3, groups, 4)]
+    assert ids == [groups[g].group.rollouts[s].rollout_id for g, s in ((0, 0), (0, 2), (1, 0), (1, 2))]
+    assert sample_of(3, groups, 0) == [] and len(sample_of(3, groups, 99)) == 8
+
+
+def test_a_cut_in_a_pair_of_halves_is_no_half() -> None:
+    assert plain("ab\U0001f600", most=3) == "ab\U0001f600" and plain("abcd", most=3) == "abc [cut here: 4 characters]"
+
+
+def test_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "abcdefgh")
+    monkeypatch.setenv("SOME_PASSWORD", "true")
+    assert redacted("abcdefgh is true at http://me:word@host/x") == "*** is true at http://***@host/x"
+    assert without_secrets({"a": ["abcdefgh", 1, None], "b": {"c": "ok"}}) == {"a": ["***", 1, None], "b": {"c": "ok"}}
+
+
+def test_no_group_is_wanted_where_no_rollout_is_shown(tmp_path: Path) -> None:
+    assert not Tools(["fake"], TrackConfig(trackers=["fake"], tracker_rollouts=0), print).wants_groups
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([("track.trackers", '["comet"]')], "there are .*tensorboard.*, and classes"),
+        ([("track.trackers", '["tensorboard", "tensorboard"]')], "name each once"),
+        ([("track.project", "mine")], "track.project has no effect"),
+        ([("track.tags", '["a"]')], "track.tags has no effect"),
+    ],
+)
+def test_options_without_effect_are_refused(overrides: list[tuple[str, str]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config([], overrides, require_sources=False)
+
+
+def test_a_tool_that_is_not_installed_is_refused_with_the_line_for_pip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(names.TOOLS, "tensorboard", Named("x:Y", "no_such_library"))
+    config = load_config([], [("track.trackers", '["tensorboard"]')], require_sources=False).config
+    said = 'track.trackers: tensorboard is not installed: pip install "rollover[tensorboard]"'
+    with pytest.raises(ValueError, match=re.escape(said)):
+        build_trackers(config, tmp_path)
+
+
+def test_each_tool_is_an_option_an_extra_and_a_short_file() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    names_of_tools = [name for name in names.TOOLS if name != "fake"]
+    assert tuple(names_of_tools) == TOOLS
+    for name in names_of_tools:
+        module, _, kind = names.TOOLS[name].tracker.partition(":")
+        file = REPOSITORY / "src" / f"{module.replace('.', '/')}.py"
+        assert len(file.read_text().splitlines()) < 100 and f"class {kind}(Tool)" in file.read_text()
+        assert name in project["optional-dependencies"]
+
+
+def test_the_options_reach_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(apart.Apart, "start", lambda self: None)
+    monkeypatch.setattr(apart.Apart, "tell", lambda self, message, always=False: told.append(message))
+    options = {"project": "p", "group": "g", "tags": ["a", "b"]}
+    tools = Tools(["fake"], TrackConfig(trackers=["fake"], **options), print)
+    tools.on_start(RunInfo("demo", tmp_path, {"key": "s3cr3t-of-the-user"}, resumed=False))
+    about = told[0]["about"]
+    assert {key: about[key] for key in options} == options and about["config"] == {"key": "***"}
+    assert about["name"] == "demo" and about["directory"] == str(tmp_path)

@@ -244,6 +244,7 @@ async def check_wrong_bodies_are_refused_by_the_field(client: Client, subject: S
         "cache_salt": [good | {"cache_salt": ""}],
         "temperature": [asked([5], temperature=-1.0)],
         "max_tokens": [asked([5], max_tokens=0)],
+        "min_tokens": [asked([5], max_tokens=3, min_tokens=7)],
         "top_p": [asked([5], top_p=2.0)],
         "min_p": [asked([5], min_p=-0.5)],
     }

@@ -88,19 +88,20 @@ def request_body(
             "logprobs": 0,
             "ignore_eos": True,  # the stop tokens are those of the request
             "stop_token_ids": sorted(request.stop_token_ids),
-            **_processing(request, len(request.generated_ids) + len(new_tokens) - request.text_start),
+            **_processing(request, len(request.generated_ids) + len(new_tokens) - request.text_start, max_tokens),
         },
     }
     return body if salt is None else body | {"cache_salt": salt}
 
 
-def _processing(request: ExtendRequest, num_answer: int) -> dict[str, Any]:
-    """What is done to the logits, after `num_answer` tokens of the answer: all that config/logits.py lets through."""
+def _processing(request: ExtendRequest, num_answer: int, max_tokens: int) -> dict[str, Any]:
+    """What is done to the logits of the `max_tokens` after the answer's `num_answer`: all that config/logits.py lets
+    through."""
     asked, out = request.processing, {}
     if asked.repetition_penalty != 1:  # of the prompt's tokens and the answer's alike: all that the server is given
         out["repetition_penalty"] = asked.repetition_penalty
     if asked.min_new_tokens > num_answer:
-        out["min_tokens"] = asked.min_new_tokens - num_answer
+        out["min_tokens"] = min(asked.min_new_tokens - num_answer, max_tokens)  # vLLM refuses more than max_tokens
     if asked.logit_bias:
         out["logit_bias"] = {str(token): max(bias, _LEAST_BIAS) for token, bias in asked.logit_bias}
     return out

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import ExtendRequest
@@ -70,6 +70,13 @@ class SamplingFields(Fields):
     allowed_token_ids: None = None
     bad_words: None = None
     structured_outputs: None = None
+
+    @model_validator(mode="after")
+    def _fewest_within_most(self) -> SamplingFields:
+        """As vLLM, which lets no request want more tokens at least than at most."""
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
+        return self
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -49,6 +49,7 @@ def test_the_table_has_every_mode_once_in_order() -> None:
         "calculator_agent.toml",
         "code.toml",
         "dapo.toml",
+        "dapo_qwen2.5_32b.toml",
         "grpo_kl.toml",
         "guess_number.toml",
         "ppo_gae.toml",

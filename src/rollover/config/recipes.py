@@ -34,15 +34,15 @@ def located(word: Path | str) -> tuple[str, Path]:
     """(the name for messages, the path) of a FILE on the command line.
 
     A word without a folder and without a suffix is the file of that name, that file with .toml, or a recipe, whichever
-    there is first. Anything else is the path that it is.
+    there is first. So is the name of a recipe with a dot in it. Anything else is the path that it is.
     """
     path = Path(word)
-    if path.suffix or path.parent != Path(".") or path.is_file():
+    shipped = recipes().get(str(word))
+    if (path.suffix and shipped is None) or path.parent != Path(".") or path.is_file():
         return str(path), path
-    beside = path.with_suffix(".toml")
+    beside = Path(f"{path}.toml")
     if beside.is_file():
         return str(beside), beside
-    shipped = recipes().get(path.name)
     return (str(path), path) if shipped is None else (f"recipe {path}", shipped)
 
 

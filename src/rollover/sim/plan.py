@@ -22,6 +22,7 @@ JSON_FORMAT = 1
 _WARM_UP = 0.2  # share of the steps, at the start, whose pipeline is still filling
 _TWIN_ROLLOUTS = 80_000  # the synchronous twin's steps are all alike: fewer are enough where they are large
 _VARIANT_ENGINES, _VARIANT_STEPS = 8, 40
+_VARIANT_ROLLOUTS = 1024  # of a step, as long as an engine is left
 _STALENESSES = (1, 2, 4, 8)
 
 
@@ -169,7 +170,8 @@ def synchronous(rollout: RolloutConfig) -> RolloutConfig:
 def _variants(config: Config, workload: Workload) -> list[Variant]:
     """In-flight groups x staleness x engines and trainers, fastest first."""
     plan = config.plan
-    shrink = max(1.0, plan.engines / _VARIANT_ENGINES)
+    size = config.rollout.groups_per_step * config.rollout.rollouts_per_group
+    shrink = max(1.0, plan.engines / _VARIANT_ENGINES, min(plan.engines, size / _VARIANT_ROLLOUTS))
     groups = max(2, round(config.rollout.groups_per_step / shrink))
     out = []
     base: Figures | None = None

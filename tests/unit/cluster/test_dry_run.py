@@ -90,6 +90,19 @@ def test_the_recipe_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-2].startswith("refused     without --dry-run: ") and "without cluster.address" in lines[-2]
 
 
+def test_the_recipe_of_sixteen_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "train", "dapo_qwen2.5_32b", "--dry-run")
+    assert lines[:3] == [
+        "training    Qwen/Qwen2.5-32B: 320 steps of 512 groups x 16 rollouts",
+        "nodes       16 nodes of 8 GPUs and 32 CPUs (cluster.num_nodes)",
+        "  node-1   controller, ranks 0 to 7, reward pool of 16 workers; 8 of 8 GPUs, 16 of 32 CPUs",
+    ]
+    trains = [f"  node-{i + 1:<3} ranks {8 * i} to {8 * i + 7}; 8 of 8 GPUs" for i in range(1, 8)]
+    generates = [f"  node-{i + 9:<3} vllm servers {2 * i} to {2 * i + 1}; 8 of 8 GPUs" for i in range(8)]
+    assert lines[3:-2] == trains + generates
+    assert lines[-2].startswith("refused     without --dry-run: ") and "without cluster.address" in lines[-2]
+
+
 def test_a_laptop_is_a_cluster_of_one_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, *VLLM, "--cluster.type", "ray")[1:-1] == [
         "nodes       1 node of 4 CPUs (cluster.num_nodes)",
@@ -120,7 +133,7 @@ def test_the_configuration_is_checked(capsys: pytest.CaptureFixture[str]) -> Non
     assert "rollout.grup_size" in refused(capsys, "train", "quickstart", "--dry-run", "--rollout.grup_size", "4")
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", "apr_qwen3_4b_2node"])
+@pytest.mark.parametrize("recipe", ["quickstart", "apr_qwen3_4b_2node", "dapo_qwen2.5_32b"])
 def test_nothing_heavy_is_loaded_and_nothing_is_written(tmp_path: Path, recipe: str) -> None:
     code = (
         f"import sys; from rollover import cli; code = cli.main(['train', '{recipe}', '--dry-run'])\n"

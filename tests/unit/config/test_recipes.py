@@ -151,6 +151,7 @@ WITH_TASKS = {
     "calculator",
     "calculator_agent",
     "code",
+    "dapo_qwen2.5_32b",
     "guess_number",
     "solver_judge",
 }
@@ -268,6 +269,30 @@ def test_a_file_in_the_working_directory_wins(tmp_path: Path, monkeypatch: pytes
     assert recipes_module.located("april") == ("april", Path("april"))
     assert recipes_module.word_for("apr") == FOLDER / "apr.toml"
     assert recipes_module.located("mine/apr") == ("mine/apr", Path("mine/apr")), "what names a folder is a path"
+
+
+def test_the_name_of_a_recipe_may_have_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "dapo_qwen2.5_32b"
+    assert recipes_module.located(name) == (f"recipe {name}", FOLDER / f"{name}.toml")
+    (tmp_path / f"{name}.toml").write_text("")
+    assert recipes_module.located(name) == (f"{name}.toml", Path(f"{name}.toml"))
+    assert recipes_module.located("mine2.5_32b") == ("mine2.5_32b", Path("mine2.5_32b")), "no recipe: a path"
+
+
+def test_dapo_at_full_scale_is_the_papers() -> None:
+    """Section 4.1 of arXiv 2503.14476; a warm-up counts updates here, and steps there."""
+    c = load_config(["dapo_qwen2.5_32b"]).config
+    assert (c.rollout.groups_per_step, c.rollout.group_size, c.rollout.max_new_tokens) == (512, 16, 16_384 + 4096)
+    assert c.train.updates_per_step == 16 and c.train.warmup_steps == 20 * 16
+    assert (c.train.learning_rate, c.train.schedule, c.train.optimizer) == (1e-6, "constant", "adamw")
+    algorithm = c.algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef) == (0.2, 0.28, 0.0)
+    assert (algorithm.advantage, algorithm.loss, algorithm.aggregation) == ("grpo", "clip", "token-mean")
+    assert c.filters.zero_variance and c.rewards.overlong_buffer_tokens == 4096
+    assert (c.eval.samples_per_task, c.eval.temperature, c.eval.top_p) == (32, 1.0, 0.7)
+    assert c.cluster.num_nodes * c.cluster.gpus_per_node == 128
+    assert c.backend.num_ranks + c.engine.num_servers * c.cluster.gpus_per_server == 128
 
 
 def test_messages_name_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

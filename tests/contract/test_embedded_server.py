@@ -100,6 +100,23 @@ def test_what_is_not_honoured_is_refused_by_name(folder: Path, changes: dict[str
     served(folder, body)
 
 
+def test_a_text_that_is_no_unicode_is_refused_wherever_it_stands(folder: Path) -> None:
+    """The answer would repeat an id, and every later answer the label of the weights."""
+
+    async def body(url: str, service: Service) -> None:
+        async with Client(url) as client:
+            for path, of in (
+                ("/inference/v1/generate", asked([5]) | {"request_id": "\ud800"}),
+                ("/update_weight_version", {"new_version": "\ud800"}),
+                ("/finish_weight_update", {"weight_version": "\ud800"}),
+            ):
+                status, answer = await client.post(path, of)
+                assert status == 400 and "no Unicode" in answer["error"]["message"], path
+            assert len((await client.generate(asked([5, 6]))).tokens) == 12
+
+    served(folder, body)
+
+
 def test_a_stop_string_ends_it_and_is_named(folder: Path) -> None:
     async def body(url: str, service: Service) -> None:
         async with Client(url) as client:

@@ -237,3 +237,19 @@ def test_a_benchmark_of_lm_evaluation_harness_finds_what_transformers_finds(
     exact = sum(t.strip() == row["answer"].strip() for t, row in zip(texts, rows, strict=True)) / 6
     assert found["results"]["tiny_until"]["exact_match,none"] == pytest.approx(exact, abs=0.01)
     assert os.environ["OPENAI_API_KEY"] == "none"
+
+
+def test_what_cannot_be_answered_is_refused_with_its_field(folder: Path) -> None:
+    """And not with the server's own error, which says nothing."""
+    found = asked(
+        folder,
+        "/v1/completions",
+        *({"prompt": prompt} for prompt in ([-1], [[5], [-1]], [10**9], "a\ud800", ["a", "\udfff"])),
+        {"prompt": ["a"] * 33, "n": 128},
+        {"prompt": "a", "user": "\ud800"},
+        {"prompt": "a\u00e9", "max_tokens": 1},
+    )
+    assert [status for status, _ in found] == [400] * 7 + [200]
+    said = [answer["error"]["message"] for _, answer in found[:-1]]
+    assert all(text.startswith("prompt") for text in said[:2]) and "4,224 answers" in said[5]
+    assert all("no Unicode" in text for text in (*said[3:5], said[6]))

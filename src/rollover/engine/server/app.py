@@ -277,10 +277,16 @@ async def _json(request: Request) -> Any:
             chunks.append(chunk)
     if num > MOST_BODY_BYTES:
         raise Refusal(f"body: {num:,} bytes, and {MOST_BODY_BYTES:,} are the most that are read", "body")
+    text = b"".join(chunks)
     try:
-        return json.loads(b"".join(chunks))
+        value = json.loads(text)
+        if b"\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of a pair of surrogates: no answer could repeat it, and no tokenizer reads it
+        raise Refusal("body: a text in it is no Unicode", "body") from None
     except (ValueError, RecursionError) as error:  # the second where it is nested too deeply
         raise Refusal(f"body: no JSON ({error})", "body") from error
+    return value
 
 
 async def _object(request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:

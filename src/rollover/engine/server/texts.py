@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from jinja2 import TemplateError
 from pydantic import Field
@@ -28,8 +28,10 @@ from rollover.engine.server.service import Service
 from rollover.engine.server.stream import Chunk, Stream
 from rollover.http_server import until_gone
 
+_MOST_ANSWERS = 4096  # of one request: it is no way to hold the others up for hours
 _COMPLETION_TOKENS = 16  # where a completion's request does not say how many
 _Body = TypeVar("_Body", bound="_Asked")
+_Id = Annotated[int, Field(ge=0)]
 Json = dict[str, Any]
 
 
@@ -76,7 +78,7 @@ class _Asked(Fields):
 class CompletionBody(_Asked):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[_Id] | list[list[_Id]]
     max_tokens: int = Field(_COMPLETION_TOKENS, ge=0)
     logprobs: int | None = Field(None, ge=0, le=1)
     echo: bool = False
@@ -134,6 +136,10 @@ class TextEndpoints:
     async def completions(self, value: Any) -> Response:
         """Of /v1/completions."""
         body = _body(CompletionBody, value, self.service.model_name)
+        if (num := len(body.prompts) * body.n) > _MOST_ANSWERS:
+            raise Refusal(
+                f"prompt: {num:,} answers are asked for, and {_MOST_ANSWERS:,} are the most at a time", "prompt"
+            )
         prompts = [self._ids(prompt) for prompt in body.prompts]
         if not prompts:
             raise Refusal("prompt: there is none", "prompt")

@@ -14,12 +14,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         metavar="FILE",
         type=Path,
-        help="a launch script of verl or LightRFT (.sh), or a YAML of verl's options or of Axolotl's",
+        help="a launch script of verl, LightRFT or TRL (.sh), a YAML of verl, Axolotl or TRL, or a script that makes"
+        " TRL's GRPOTrainer (.py)",
     )
     add(
         "--from",
         dest="system",
-        choices=("verl", "axolotl", "lightrft"),
+        choices=("verl", "axolotl", "lightrft", "trl"),
         default="",
         help="the system that FILE is of, where its content does not tell",
     )

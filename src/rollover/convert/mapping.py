@@ -105,7 +105,7 @@ def convert(system: System, options: Mapping[str, Any]) -> Conversion:
         if row is None:
             done.questions[name] = "is not known here"
         elif isinstance(value, Unread) and (row.keys or row.neutral is not None):
-            done.questions[row.option] = value.reason
+            done.questions[row.option] = value.reason + ("" if row.keys or not row.note else f"; {row.note}")
         elif not row.keys:
             harmless = row.neutral is None or options[name] in row.neutral
             (done.without if harmless else done.questions)[name] = row.note

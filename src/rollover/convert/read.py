@@ -15,6 +15,8 @@ from rollover.convert.axolotl_file import is_axolotl, options_of_axolotl
 from rollover.convert.lightrft_script import is_lightrft, options_of_flags
 from rollover.convert.mapping import System
 from rollover.convert.systems import SYSTEMS
+from rollover.convert.trl_flags import is_trl_command, is_trl_yaml, options_of_trl_command, options_of_trl_flags
+from rollover.convert.trl_script import calls_grpo_trainer, options_of_trl_script
 from rollover.convert.verl_script import flat, options_of_script
 
 _YAML = (".yaml", ".yml")
@@ -26,13 +28,14 @@ class Form:
     """A form that the files of a system have. content: the tables of a YAML, the text of any other file.
 
     holds: whether content is of it, by what no other system has. options: those of content that is; ValueError where
-    there are none, or for what cannot be read.
+    there are none, or for what cannot be read. by_path: `options` takes the file's path, too.
     """
 
     system: str
     suffixes: tuple[str, ...]
     holds: Callable[[Any], bool]
-    options: Callable[[Any], dict[str, Any]]
+    options: Callable[..., dict[str, Any]]
+    by_path: bool = False
 
 
 def _is_verl(tables: Mapping[str, Any]) -> bool:
@@ -46,6 +49,9 @@ def _holds_overrides(text: str) -> bool:
 FORMS = (
     Form("verl", _YAML, _is_verl, flat),
     Form("axolotl", _YAML, is_axolotl, options_of_axolotl),
+    Form("trl", _YAML, is_trl_yaml, options_of_trl_flags),
+    Form("trl", (".py",), calls_grpo_trainer, options_of_trl_script, by_path=True),
+    Form("trl", (".sh", ".txt", ""), is_trl_command, options_of_trl_command, by_path=True),
     Form("verl", (".sh", ".txt", ""), _holds_overrides, options_of_script),
     Form("lightrft", (".sh", ".txt", ""), is_lightrft, options_of_flags),
 )
@@ -61,7 +67,7 @@ def read(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
     try:
         content = _tables(text) if path.suffix in _YAML else text
         form = _form(path.suffix, content, system)
-        return SYSTEMS[form.system], form.options(content)
+        return SYSTEMS[form.system], form.options(content, *([path] if form.by_path else []))
     except (ValueError, ImportError) as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -78,6 +78,8 @@ _ASKED = (
     ("callbacks", (None, []), "a class whose methods a run calls: `run.hooks` (docs/trainer.md)"),
     ("optimizers", (None, (None, None)), "the optimizer is `train.optimizer`, the schedule `train.schedule`"),
     ("quantization_config", (None,), "there are no weights of 4 or 8 bits"),
+    ("args", (None,), "it is the `GRPOConfig`, whose fields are these rows"),
+    ("rows", (None,), "the rows of a data set are those of its file"),
     ("processing_class", (None,), "the tokenizer is that of the model's folder"),
     ("reward_processing_classes", (None, []), "the tokenizer of a reward model is that of its folder"),
 )

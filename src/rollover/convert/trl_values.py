@@ -278,7 +278,7 @@ def reward_rows(options: Options) -> list[dict[str, Any]]:
     """[[rewards.functions]] of reward_funcs: names of functions (FILE:NAME), of models, or whole rows."""
     given, weights = options("reward_funcs") or [], options("reward_weights")
     given = given if isinstance(given, list | tuple) else [given]
-    if weights is not None and len(weights) != len(given):
+    if given and weights is not None and len(weights) != len(given):
         raise Unanswered(f"{len(weights)} weights of {len(given)} reward functions")
     rows = []
     for i, one in enumerate(given):

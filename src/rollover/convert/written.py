@@ -13,6 +13,7 @@ from rollover.convert.mapping import Conversion, System, convert
 from rollover.convert.read import read
 
 _STEPS = "train.num_steps"
+_SOURCES = "tasks.sources"
 
 
 def converted(
@@ -28,6 +29,9 @@ def converted(
     done = convert(system, options)
     answered = {key for key, _ in overrides}
     _check(system, done, answered, accepted, path)
+    of_sources = any(key.startswith(_SOURCES) for key in answered)
+    if of_sources:
+        done.values.setdefault(_SOURCES, ([{"kind": "dataset"}], "command line"))
     try:
         config = load_config([{key: value for key, (value, _) in done.values.items()}], overrides).config
     except ConfigError as error:
@@ -35,8 +39,11 @@ def converted(
             f"{path}: what it says is refused here; set --table.key VALUE to change it:\n{error}"
         ) from error
     for key in answered:
-        if not key.startswith("tasks.sources."):
+        if not key.startswith(_SOURCES):
             done.values[key] = (value_of(config, key), "command line")
+    if of_sources:
+        rows = [row.model_dump(exclude_defaults=True) for row in config.tasks.sources]
+        done.values[_SOURCES] = (rows, done.values[_SOURCES][1])
     notices = [f"{name} is left out: {reason}" for name, reason in sorted(done.without.items())]
     return _as_toml(done, f"{path.name}, of {system.name}"), notices
 
@@ -46,16 +53,19 @@ def _check(system: System, done: Conversion, answered: set[str], accepted: Seque
     keys = {row.option: row.keys for row in system.rows}
     if _STEPS not in done.values:
         reason = f"how many steps its epochs are depends on the rows of the data: set --{_STEPS} N"
-        done.questions[system.steps] = reason
+        unread = done.questions.get(system.steps)
+        done.questions[system.steps] = f"{unread}: set --{_STEPS} N" if unread else reason
         keys[system.steps] = (_STEPS,)
     open_questions = []
     for option, reason in done.questions.items():
-        if answered & set(keys.get(option, ())):
+        ours = keys.get(option, ())
+        if any(key == one or key.startswith(f"{one}.") for key in answered for one in ours):
             continue
         if option != system.steps and any(fnmatchcase(option, pattern) for pattern in accepted):
             done.without[option] = f"accepted; {reason}"
             continue
-        answers = [f"--{key} VALUE" for key in keys.get(option, ())] + [f"--accept {option}"]
+        answers = [f"--{key} VALUE".replace(f"{_SOURCES} ", f"{_SOURCES}.0.path ") for key in ours]
+        answers.append(f"--accept {option}")
         how = "" if f"--{_STEPS}" in reason else f" (answer with {' or '.join(answers)})"
         open_questions.append(f"  {option}: {reason}{how}")
     if open_questions:
@@ -66,12 +76,12 @@ def _as_toml(done: Conversion, source: str) -> str:
     tables: dict[str, list[str]] = {}
     for key, (value, shown) in done.values.items():
         table, _, name = key.rpartition(".")
-        if key != "tasks.sources":
+        if key != _SOURCES:
             tables.setdefault(table, []).append(f"{name} = {toml_value(value)}  # {' '.join(shown.split())}")
     lines = [f"# {source}. Behind each key: the option that it is there."]
     for table in sorted(tables):
         lines += ["", f"[{table}]", *tables[table]]
-    rows, shown = done.values.get("tasks.sources", ([], ""))
+    rows, shown = done.values.get(_SOURCES, ([], ""))
     for row in rows:
         lines += ["", f"[[tasks.sources]]  # {shown}", *(f"{name} = {toml_value(item)}" for name, item in row.items())]
     if done.without:

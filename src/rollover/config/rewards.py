@@ -1,11 +1,15 @@
 """[rewards], and the rules about it."""
 
+import json
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from rollover.config.table import Inert, Refused, Rule, Table, memory_rules, option
 from rollover.system import cores
 
+CODE_TIMEOUT_S = 10.0  # of the reward code, where its parameters do not say
+_CODE_SPARE_S = 2.0  # of a call, beside what the tests may take: the sandbox itself, and its grace
 _TERMS = ("overlong", "repetition")  # of shaping, beside the functions that are
 
 
@@ -167,7 +171,50 @@ def _wrong_range(config: Any) -> bool:
     return bool(limits) and (len(limits) != 2 or not limits[0] < limits[1])
 
 
+def _written(config: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """(its key, what is written, further parameters) of every reward that the configuration names."""
+    rewards = config.rewards
+    yield "rewards.function", rewards.function, {}
+    for i, row in enumerate(rewards.functions):
+        yield f"rewards.functions.{i}", row.function, row.params
+    for name, spec in rewards.by_data_source.items():
+        yield f'rewards.by_data_source."{name}"', spec if isinstance(spec, str) else "", {}
+    for i, source in enumerate(config.tasks.sources):
+        yield f"tasks.sources.{i}.reward", source.reward, {}
+
+
+def _slow_code(config: Any) -> str:
+    """The first reward `code` whose tests may take as long as its worker has; "" if none may."""
+    for key, spec, params in _written(config):
+        name, _, rest = spec.partition("/")
+        if name != "code":
+            continue
+        try:
+            seconds = {**json.loads(rest or "{}"), **params}.get("timeout_s", CODE_TIMEOUT_S)
+        except (ValueError, TypeError):  # who reads the parameters says so
+            continue
+        limit = config.rewards.timeout_s
+        if isinstance(seconds, int | float) and seconds + _CODE_SPARE_S > limit:
+            return (
+                f"{key}: the reward code may run a program for timeout_s = {seconds:g} s, and rewards.timeout_s ="
+                f" {limit:g} would end the worker before, its reward missing in place of 0. Set rewards.timeout_s to"
+                f" {seconds + _CODE_SPARE_S:g} or more, or lower timeout_s of the reward"
+            )
+    return ""
+
+
 RULES: tuple[Rule, ...] = (
+    Refused(
+        (
+            "rewards.timeout_s",
+            "rewards.function",
+            "rewards.functions",
+            "rewards.by_data_source",
+            "tasks.sources",
+        ),
+        lambda c: bool(_slow_code(c)),
+        _slow_code,
+    ),
     Inert(
         ("rewards.function", "rewards.functions", "rewards.by_data_source"),
         ("tasks.sources",),

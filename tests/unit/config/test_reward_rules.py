@@ -83,3 +83,32 @@ def test_shaping_is_the_controllers_whatever_trains(tmp_path, backend):
     shaping = 'overlong_buffer_tokens = 64\nrunning_norm = "scale"\nclip_range = [-1.0, 1.0]'
     rewards = load(tmp_path, f'{lora}[backend]\ntype = "{backend}"\n[rewards]\n{shaping}').config.rewards
     assert rewards.overlong_buffer_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "enough"),
+    [
+        ("[rewards]\nfunction = 'code/{\"timeout_s\": 29}'", "rewards.function", ("29", "28")),
+        ('[rewards]\nfunction = "code"\ntimeout_s = 11.0', "rewards.function", ("11.0", "12.0")),
+        (
+            ROW + '[[rewards.functions]]\nfunction = "code"\nparams = { timeout_s = 28.5 }',
+            "rewards.functions.1",
+            ("28.5", "28"),
+        ),
+        (
+            "[rewards.by_data_source]\napps = 'code/{\"timeout_s\": 40}'",
+            'rewards.by_data_source."apps"',
+            ("40", "4"),
+        ),
+        (
+            '[[tasks.sources]]\nkind = "dataset"\npath = "x.jsonl"\nreward = \'code/{"timeout_s": 30}\'',
+            "tasks.sources.0.reward",
+            ("30", "3"),
+        ),
+    ],
+)
+def test_a_program_may_not_run_as_long_as_its_worker_has(tmp_path, text, key, enough):
+    """The worker would be ended, and the reward missing, where the program is worth 0."""
+    with pytest.raises(ConfigError, match=f"{key}: the reward code may run a program for timeout_s = "):
+        load(tmp_path, text)
+    load(tmp_path, text.replace(*enough))

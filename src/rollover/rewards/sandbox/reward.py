@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rollover.config.rewards import CODE_TIMEOUT_S
 from rollover.rewards.sandbox.cases import Cases, cases_of, code_of
 from rollover.rewards.sandbox.fusion import FusionClient, FusionJudge
 from rollover.rewards.sandbox.guarantees import chosen
@@ -22,7 +23,7 @@ def code(
     allow_weak: bool = False,
     all_or_nothing: bool = False,
     max_tests: int = 0,
-    timeout_s: float = 10.0,
+    timeout_s: float = CODE_TIMEOUT_S,
     memory_mb: int = 1024,
     output_kb: int = 1024,
     url: str = "",

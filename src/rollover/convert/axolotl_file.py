@@ -23,7 +23,7 @@ def options_of_axolotl(tables: Mapping[str, Any]) -> dict[str, Any]:
     kind = tables.get("rl")
     if kind not in ("grpo", "gdpo"):
         raise ValueError(f"rl: {kind} trains on no rollouts of the policy; rl: grpo and rl: gdpo can be converted")
-    return {name: _number(value) for name, value in flat(tables).items() if value is not None}
+    return {name: _number(value) for name, value in flat(tables, whole="kwargs").items() if value is not None}
 
 
 def _number(value: Any) -> Any:

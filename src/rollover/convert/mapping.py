@@ -96,8 +96,12 @@ class Conversion:
 def convert(system: System, options: Mapping[str, Any]) -> Conversion:
     """The conversion of options of `system`, by their names there."""
     rows = {name: next((row for row in system.rows if row.names(name)), None) for name in options}
-    given = {row.option if row and "*" not in row.option else name: options[name] for name, row in rows.items()}
-    given = {name: value for name, value in given.items() if not isinstance(value, Unread)}
+    given = {}
+    for name, row in rows.items():
+        of_row = row.option if row and "*" not in row.option else name
+        older = of_row != name and options[name] is None and of_row in options  # an older name that is left empty
+        if not older and not isinstance(options[name], Unread):
+            given[of_row] = options[name]
     of = Options(given, system.rows)
     done = Conversion()
     for name, row in rows.items():

@@ -29,10 +29,10 @@ def options_of_script(text: str, environment: Mapping[str, str] = os.environ) ->
     return options
 
 
-def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of a YAML by dotted names."""
+def flat(tables: Mapping[str, Any], prefix: str = "", whole: str = "chat_template_kwargs") -> dict[str, Any]:
+    """Values of a YAML by dotted names. whole: how the names of tables end that are values."""
     out: dict[str, Any] = {}
     for name, value in tables.items():
-        inner = isinstance(value, Mapping) and value and not str(name).endswith("kwargs")
-        out |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+        inner = isinstance(value, Mapping) and value and not str(name).endswith(whole)
+        out |= flat(value, f"{prefix}{name}.", whole) if inner else {f"{prefix}{name}": value}
     return {name: value for name, value in out.items() if not name.endswith("_target_") and name != "defaults"}

@@ -205,7 +205,25 @@ def give_up(value: Any, options: Options) -> dict[str, Any]:
 
 
 def warmup(value: Any, options: Options) -> dict[str, Any]:
-    return {"train.warmup_steps": value * updates(options)} if value > 0 else {}
+    return {"train.warmup_steps": value * updates(options)} if (value or 0) > 0 else {}
+
+
+def warmup_ratio(value: Any, options: Options) -> dict[str, Any]:
+    """Of all training steps, as ours is of all updates; a number of steps goes before it."""
+    return (
+        {"train.warmup_ratio": value}
+        if value and not warmup(options(f"{ACTOR}.optim.lr_warmup_steps"), options)
+        else {}
+    )
+
+
+def critic_warmup_steps(value: Any, options: Options) -> dict[str, Any]:
+    above = critic(options) and (value or 0) > 0
+    return {"critic.warmup_steps": value * updates(options)} if above else {}
+
+
+def optimizer(value: Any, options: Options) -> dict[str, Any]:
+    return {"train.optimizer": of({"AdamW": "adamw", "adam": "adamw", "AdamW8bit": "adamw_8bit"}, value, "optimizer")}
 
 
 def with_critic(key: str) -> Any:

@@ -126,6 +126,24 @@ def test_a_yaml_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (config.algorithm.advantage, config.rollout.group_size, config.train.num_steps) == ("rloo", 4, 3)
 
 
+def test_tables_inside_of_kwargs_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "data: {train_files: a.parquet, val_files: b.parquet, apply_chat_template_kwargs: {enable_thinking: false}}\n"
+        "actor_rollout_ref:\n  rollout: {n: 4, val_kwargs: {n: 3, do_sample: true, temperature: 0.6}}\n"
+        "  actor: {optim: {lr_warmup_steps: null, lr_warmup_steps_ratio: 0.1, lr_scheduler_type: cosine,"
+        " warmup_style: null}}\n"
+        "reward: {reward_kwargs: {overlong_buffer_cfg: {enable: true, len: 64}}}\n"
+        "algorithm: {adv_estimator: grpo}\ntrainer: {total_training_steps: 3, test_freq: 1}\n"
+    )
+    assert cli.main(["convert", str(path)]) == 0
+    config = load_config([tomllib.loads(capsys.readouterr().out)]).config
+    assert (config.eval.samples_per_task, config.eval.temperature) == (3, 0.6)
+    assert config.rewards.overlong_buffer_tokens == 64
+    assert config.model.chat_template_kwargs == {"enable_thinking": False}
+    assert (config.train.warmup_steps, config.train.warmup_ratio, config.train.schedule) == (0, 0.1, "cosine")
+
+
 @pytest.mark.parametrize(("name", "text"), [("a.sh", "echo hello\n"), ("a.yaml", "- 1\n"), ("a.sh", None)])
 def test_a_file_that_holds_no_options_is_refused(
     name: str, text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

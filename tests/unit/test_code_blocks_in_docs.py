@@ -15,6 +15,7 @@ import pytest
 import own_functions
 import tiny
 from documents import PAGES, ROOT, Block, blocks
+from recorded_run import write_run
 from rollover.config import Config, RewardsConfig
 from rollover.config.load import load_config
 from rollover.functions import load_function
@@ -142,7 +143,14 @@ def check_decorated(spec: str) -> None:
         assert [r.score for i, r in rewards.items() if host.rollouts[i].role == "titler"] == [score]
 
 
+def check_score_by_source(spec: str) -> None:
+    pytest.importorskip("pandas")
+    write_run(Path("run"), formats=["parquet"])
+    assert load_function(spec, ".")("run") == {"sums": 0.5}
+
+
 CHECKS = {
+    ("parquet.md", "score_by_source"): check_score_by_source,
     **own_functions.CHECKS,
     ("own-functions.md", "has_answer"): check_trl,
     ("README.md", "accuracy"): check_trl,

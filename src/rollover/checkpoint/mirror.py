@@ -22,7 +22,14 @@ from rollover.checkpoint.entries import is_plain_name
 METRICS = "metrics.jsonl"
 # Files that only grow are copied in parts, others whole. The journal is looked at first and copied last: what it tells
 # was written down elsewhere before.
-_WHOLE = ("config.resolved*.json", "checkpointed", "finished", "tracked_as", "evaluations/step-*.jsonl")
+_WHOLE = (
+    "config.resolved*.json",
+    "checkpointed",
+    "finished",
+    "tracked_as",
+    "evaluations/step-*.jsonl",
+    "rollouts/step-*.parquet",
+)
 _GROWING = ("eval.jsonl", "trace.jsonl", "rollouts/step-*.jsonl", METRICS)
 _JOURNAL = "journal/*.journal"
 _COMPLETE = "complete"  # a copy without it was never whole

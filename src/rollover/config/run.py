@@ -75,7 +75,13 @@ class TrackConfig(Table):
     live: Literal["auto", "rich", "plain", "off"] = option(
         "auto", "Terminal view: rich on a TTY, plain lines elsewhere (auto)."
     )
-    rollouts: bool = option(True, "Record every trained or dropped rollout under rollouts/ (JSONL).")
+    rollouts: bool = option(True, "Record every trained or dropped rollout under rollouts/.")
+    format: list[Literal["jsonl", "parquet"]] = Field(
+        default_factory=lambda: ["jsonl"],
+        description="How rollouts/ is written: as JSON lines, Parquet, or both. With parquet there is metrics.parquet,"
+        " too, beside metrics.jsonl (docs/parquet.md).",
+        min_length=1,
+    )
     answers: bool = option(
         True,
         "Write every answer of every evaluation to evaluations/step-*.jsonl.",

@@ -36,7 +36,7 @@ _CONFIG = "config.resolved.json"
 _CHECKPOINTED = "checkpointed"
 _FINISHED = "finished"
 _SHARED = "on_their_way"  # files of remote checkpoints, where ranks on other machines see them
-_FILES = (_CONFIG, "metrics.jsonl", "eval.jsonl", TRACE, LOCK, _CHECKPOINTED, _FINISHED)
+_FILES = (_CONFIG, "metrics.jsonl", "metrics.parquet", "eval.jsonl", TRACE, LOCK, _CHECKPOINTED, _FINISHED)
 
 
 class RunDirectory:

@@ -12,6 +12,7 @@ from rollover.functions import own_function
 from rollover.track.health import Health, passed_over
 from rollover.track.history import RunHistory
 from rollover.track.live import LiveView
+from rollover.track.metrics_table import MetricsTable
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.trace import TRACE, TraceFile
@@ -37,14 +38,26 @@ def _history(setup: TrackerSetup) -> RunHistory:
     return history
 
 
+def _metrics_table(setup: TrackerSetup) -> Tracker | None:
+    if "parquet" not in setup.config.track.format:
+        return None
+    try:
+        return MetricsTable(setup.path / "metrics.parquet", setup.path / "metrics.jsonl")
+    except ValueError as error:
+        raise ValueError(f"track.format: {error}") from error
+
+
 # In the order in which they are told: files before what is shown, since a reader that went away ends the run there.
-TRACKERS: dict[str, Callable[[TrackerSetup], Tracker]] = {
+# None: the configuration asks for none.
+TRACKERS: dict[str, Callable[[TrackerSetup], Tracker | None]] = {
     "rollouts": lambda setup: RolloutRecorder(
         setup.path / "rollouts",
         # Rollouts that were read from records are not recorded again.
         enabled=setup.config.track.rollouts and not setup.config.run.train_on_recorded,
+        formats=setup.config.track.format,
     ),
     "metrics": lambda setup: MetricsFile(setup.path / "metrics.jsonl"),
+    "metrics table": lambda setup: _metrics_table(setup),
     "evaluations": lambda setup: EvalFile(setup.path / "eval.jsonl"),
     "trace": _history,
     "live": lambda setup: LiveView(setup.config.track.live, setup.config.train.num_steps, title=setup.config.run.name),
@@ -71,7 +84,8 @@ def build_trackers(config: Config, path: Path) -> Trackers:
             raise make_own.refused(repr(tracker))
         trackers.add(spec, OwnTracker(tracker, spec, trackers.on_message))
     for name, make in TRACKERS.items():
-        trackers.add(name, make(setup))
+        if (tracker := make(setup)) is not None:
+            trackers.add(name, tracker)
     if tools:  # they read what they missed in our files, which have it by then
         trackers.add("tools", Tools(tools, config.track, trackers.on_message))
     return trackers

@@ -16,6 +16,7 @@ from rollover.files import did_you_mean_path, read_tables
 from rollover.reading.accounts import Accounts, accounts_of
 from rollover.reading.rollout_index import RolloutIndex
 from rollover.reading.tail import Tail
+from rollover.reading.trace_index import TraceIndex
 from rollover.reading.warnings import HealthWarning, warnings_of
 from rollover.run.lock import holder_of
 from rollover.track.trace import TRACE, TraceEvent, trace_events
@@ -33,7 +34,7 @@ State = Literal["running", "finished", "stopped"]
 class RunFiles:
     """The run in `directory`. ValueError where there is none.
 
-    `rollouts`: the index of what was recorded.
+    `rollouts`: the index of what was recorded. `trace`: that of what happened when.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -47,6 +48,7 @@ class RunFiles:
         self._metrics = Tail(self.directory / METRICS)
         self._evaluations = Tail(self.directory / EVALUATIONS)
         self.rollouts = RolloutIndex(self.directory / ROLLOUTS)
+        self.trace = TraceIndex(self.directory / TRACE)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +63,11 @@ class TraceEvent(NamedTuple):
     @classmethod
     def from_line(cls, line: str | bytes) -> TraceEvent:
         """The inverse of `to_line`. Raises ValueError for anything else."""
-        values = json.loads(line)
+        return cls.from_values(json.loads(line))
+
+    @classmethod
+    def from_values(cls, values: object) -> TraceEvent:
+        """Of what a line says as JSON. ValueError for what no line says."""
         if not isinstance(values, list) or len(values) not in (3, 7, 8):
             raise ValueError("not an array of 3, 7 or 8 values")
         event, last = cls(*values[:7]), values[7] if len(values) == 8 else ""
@@ -235,40 +239,48 @@ class Span(NamedTuple):
     end: float
 
 
-def engine_visits(events: Sequence[TraceEvent]) -> list[EngineVisit]:
-    """In order of their ends. What ran when the trace began or broke off is left out."""
-    dropped = {e.group for e in events if e.kind == EventKind.DROP.value}
-    running: dict[tuple[int | None, int | str | None], tuple[TraceEvent, int]] = {}
-    free: dict[int, list[int]] = {}
-    num_slots: dict[int, int] = {}
-    out = []
-    for event in events:
+class Visits:
+    """Pairs events up to visits, as they come. `dropped`: the groups that were dropped, as far as that is known."""
+
+    def __init__(self, dropped: Collection[int | None] = ()) -> None:
+        self._dropped = dropped
+        # What runs: how its visit began, and in which slot.
+        self.running: dict[tuple[int | None, int | str | None], tuple[TraceEvent, int]] = {}
+        self._free: dict[int, list[int]] = {}
+        self._num_slots: dict[int, int] = {}
+
+    def add(self, event: TraceEvent) -> EngineVisit | None:
+        """The visit that the event ends, if it ends one."""
         rollout = (event.group, event.sibling)
         if event.kind in _BEGINS_VISIT:
-            slots = free.setdefault(event.engine, [])
-            slot = heapq.heappop(slots) if slots else num_slots.get(event.engine, 0)
-            num_slots[event.engine] = max(slot + 1, num_slots.get(event.engine, 0))
-            running[rollout] = event, slot
-        elif event.kind in _ENDS_VISIT and rollout in running:
-            begin, slot = running.pop(rollout)
-            heapq.heappush(free[begin.engine], slot)
-            assert event.group is not None and event.sibling is not None
-            out.append(
-                EngineVisit(
-                    event.group,
-                    event.sibling,
-                    begin.engine,
-                    slot,
-                    begin.seconds,
-                    event.seconds,
-                    begin.version,
-                    event.segments,
-                    resumed=begin.kind == EventKind.RESUME.value,
-                    parked=event.kind == EventKind.PARK.value,
-                    dropped=event.group in dropped,
-                )
-            )
-    return out
+            slots = self._free.setdefault(event.engine, [])
+            slot = heapq.heappop(slots) if slots else self._num_slots.get(event.engine, 0)
+            self._num_slots[event.engine] = max(slot + 1, self._num_slots.get(event.engine, 0))
+            self.running[rollout] = event, slot
+        if event.kind not in _ENDS_VISIT or rollout not in self.running:
+            return None
+        begin, slot = self.running.pop(rollout)
+        heapq.heappush(self._free[begin.engine], slot)
+        assert event.group is not None and event.sibling is not None
+        return EngineVisit(
+            event.group,
+            event.sibling,
+            begin.engine,
+            slot,
+            begin.seconds,
+            event.seconds,
+            begin.version,
+            event.segments,
+            resumed=begin.kind == EventKind.RESUME.value,
+            parked=event.kind == EventKind.PARK.value,
+            dropped=event.group in self._dropped,
+        )
+
+
+def engine_visits(events: Sequence[TraceEvent]) -> list[EngineVisit]:
+    """In order of their ends. What ran when the trace began or broke off is left out."""
+    visits = Visits({e.group for e in events if e.kind == EventKind.DROP.value})
+    return [visit for event in events if (visit := visits.add(event)) is not None]
 
 
 class Act(NamedTuple):
@@ -313,16 +325,25 @@ def _is_of(rollout: tuple[int | None, int | str | None], event: TraceEvent) -> b
     return group == event.group and event.sibling in (None, sibling, int(str(sibling).partition(".")[0]))
 
 
+class Spans:
+    """Pairs events of the loop up to spans, as they come."""
+
+    def __init__(self) -> None:
+        self.begun: dict[str, TraceEvent] = {}
+
+    def add(self, event: TraceEvent) -> Span | None:
+        """The span that the event ends, if it ends one."""
+        if event.kind.endswith(SPAN_START):
+            self.begun[event.kind.removesuffix(SPAN_START)] = event
+        elif event.kind.endswith(SPAN_END) and (begin := self.begun.pop(event.kind.removesuffix(SPAN_END), None)):
+            return Span(event.kind.removesuffix(SPAN_END), begin.version, begin.seconds, event.seconds)
+        return None
+
+
 def spans(events: Sequence[TraceEvent]) -> list[Span]:
     """In order of their ends. One that was cut off by the end of a process is left out."""
-    begun: dict[str, TraceEvent] = {}
-    out = []
-    for event in events:
-        if event.kind.endswith(SPAN_START):
-            begun[event.kind.removesuffix(SPAN_START)] = event
-        elif event.kind.endswith(SPAN_END) and (begin := begun.pop(event.kind.removesuffix(SPAN_END), None)):
-            out.append(Span(event.kind.removesuffix(SPAN_END), begin.version, begin.seconds, event.seconds))
-    return out
+    pairing = Spans()
+    return [span for event in events if (span := pairing.add(event)) is not None]
 
 
 def busy_share(events: Sequence[TraceEvent]) -> float:

@@ -1,0 +1,148 @@
+"""TraceIndex: what a trace says, without reading it again."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from rollover.reading.trace_index import PARKED, RESUMED, TraceIndex
+from rollover.track.trace import TRACE, TraceEvent, TraceFile, engine_visits, read_trace, spans
+
+EVENTS = [
+    TraceEvent("generate_start", 0.0, 0),
+    TraceEvent("admit", 0.1, 0, 0),
+    TraceEvent("admit", 0.1, 0, 11),
+    TraceEvent("start", 0.2, 0, 0, 0),
+    TraceEvent("start", 0.3, 0, 0, "1.0.1"),
+    TraceEvent("start", 0.4, 0, 11, 0),
+    TraceEvent("park", 1.0, 0, 0, 0, tokens=5, segments=((0, 5),)),
+    TraceEvent("finish", 1.5, 0, 0, "1.0.1", tokens=4, segments=((0, 4),)),
+    TraceEvent("generate_end", 2.0, 0),
+    TraceEvent("train_start", 2.0, 0),
+    TraceEvent("train_end", 3.0, 0),
+    TraceEvent("publish", 3.5, 1),
+    TraceEvent("resume", 4.0, 1, 0, 0, tokens=5),
+    TraceEvent("finish", 6.0, 1, 0, 0, tokens=4, segments=((1, 1), (2, 3))),
+    TraceEvent("ready", 6.5, 1, 0, tokens=13),
+    TraceEvent("consume", 7.0, 1, 0, tokens=13),
+    TraceEvent("drop", 7.5, 1, 11, tokens=0, reason="stale"),
+    TraceEvent("train_start", 8.0, 1),
+]
+
+
+def index_of(path: Path, events: list[TraceEvent] = EVENTS) -> TraceIndex:
+    TraceFile(path).write(events)
+    index = TraceIndex(path)
+    index.look()
+    return index
+
+
+def told(index: TraceIndex) -> list[object]:
+    """All that it says."""
+    groups = {event.group for event in EVENTS if event.group is not None}
+    arrays = index.bars(), index.open_bars(), index.published(), index.drops()
+    return [
+        [array.tolist() for array in arrays],
+        list(index.spans()),
+        index.open_spans(),
+        {group: list(index.events_of(group)) for group in groups},
+        index.siblings,
+        index.reasons,
+        index.consumed,
+        index.seconds,
+    ]
+
+
+def test_a_visit_of_several_versions_is_a_bar_for_each(tmp_path: Path) -> None:
+    index = index_of(tmp_path / TRACE)
+    bars = index.bars()
+    assert bars["version"].tolist() == [0, 0, 1, 2] and bars["tokens"].tolist() == [5, 4, 1, 3]
+    assert bars["start"].tolist() == [0.2, 0.3, 4.0, 4.5] and bars["end"].tolist() == [1.0, 1.5, 4.5, 6.0]
+    assert bars["slot"].tolist() == [0, 1, 0, 0]
+    assert bars["how"].tolist() == [PARKED, 0, RESUMED, 0]
+    assert [index.siblings[number] for number in bars["sibling"]] == ["0", "1.0.1", "0", "0"]
+    (running,) = index.open_bars()
+    assert (running["group"], running["slot"], running["start"], running["end"]) == (11, 2, 0.4, 8.0)
+
+
+def test_the_loop_and_what_left(tmp_path: Path) -> None:
+    index = index_of(tmp_path / TRACE)
+    assert [(span.name, span.start, span.end) for span in index.spans()] == [("generate", 0, 2), ("train", 2, 3)]
+    assert [(span.name, span.start, span.end) for span in index.open_spans()] == [("train", 8, 8)]
+    assert index.published().tolist() == [(3.5, 1)]
+    (drop,) = index.drops()
+    assert (drop["group"], index.reasons[drop["reason"]], drop["seconds"]) == (11, "stale", 7.5)
+    assert index.consumed == {0} and index.seconds == 8.0
+
+
+def test_the_events_of_a_group_are_all_of_them(tmp_path: Path) -> None:
+    index = index_of(tmp_path / TRACE)
+    for group in (0, 11):
+        assert list(index.events_of(group)) == [event for event in EVENTS if event.group == group]
+    assert list(index.events_of(1)) == []
+
+
+def test_it_is_the_same_however_the_file_grew(tmp_path: Path) -> None:
+    whole = told(index_of(tmp_path / "whole.jsonl"))
+    text = (tmp_path / "whole.jsonl").read_bytes()
+    cuts = random.Random(0).sample(range(len(text)), 60)
+    growing = TraceIndex(tmp_path / TRACE)
+    growing.look()
+    for cut in [*sorted(cuts), len(text)]:
+        growing.path.write_bytes(text[:cut])
+        growing.look()
+    assert told(growing) == whole
+
+
+def test_a_file_that_was_cut_back_and_written_on_is_read_anew(tmp_path: Path) -> None:
+    index = index_of(tmp_path / TRACE)
+    again = [*EVENTS[:7], TraceEvent("finish", 1.25, 0, 0, "1.0.1", tokens=9, segments=((0, 9),)), *EVENTS[8:]]
+    index.path.unlink()
+    TraceFile(index.path).write(again)
+    index.look()
+    assert told(index) == told(index_of(tmp_path / "other.jsonl", again))
+    index.path.unlink()
+    index.look()
+    assert told(index) == told(index_of(tmp_path / "none.jsonl", []))
+
+
+def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = index_of(tmp_path / TRACE)
+    read = []
+    monkeypatch.setattr(TraceEvent, "from_values", lambda values: read.append(values) or TraceEvent(*values))
+    TraceFile(index.path).write([TraceEvent("train_end", 9.0, 1)])
+    index.look()
+    assert read == [["train_end", 9.0, 1]] and index.spans()[-1].end == 9.0
+
+
+def test_a_damaged_line_is_named_each_time_it_is_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / TRACE
+    TraceFile(path).write(EVENTS)
+    for wrong in (b"[1, 2]\n", b"no\n", b"1,2\n", b"\n", b'["start"\n,"x"]\n'):
+        path.write_bytes(b"".join(event.to_line().encode() + b"\n" for event in EVENTS) + wrong)
+        index = TraceIndex(path)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"{TRACE}:{len(EVENTS) + 1}: not a trace event"):
+                index.look()
+
+
+def test_it_agrees_with_the_trace_that_is_read_at_once(tmp_path: Path) -> None:
+    rng, events, now, running = random.Random(1), [], 0.0, set()
+    for _ in range(3000):
+        now += rng.random()
+        rollout = (rng.randrange(40), rng.randrange(4))
+        if rollout in running:
+            running.remove(rollout)
+            segments = tuple((version, rng.randrange(1, 9)) for version in range(rng.randrange(4)))
+            events.append(TraceEvent(rng.choice(("park", "finish", "act")), now, 3, *rollout, segments=segments))
+        else:
+            running.add(rollout)
+            events.append(TraceEvent(rng.choice(("start", "resume")), now, 3, *rollout))
+    index = index_of(tmp_path / TRACE, events)
+    visits = engine_visits(read_trace(index.path))
+    expected = [(v.group, v.slot, *bar) for v in visits for bar in v.bars()]
+    names = "group", "slot", "version", "tokens", "start", "end"
+    assert [tuple(bar[name].item() for name in names) for bar in index.bars()] == expected
+    assert spans(events) == [] and len(index.open_bars()) == len(running)

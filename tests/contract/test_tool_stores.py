@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,13 +61,100 @@ def read_tensorboard(folder: Path) -> Stored:
     return Stored(1, points, "\n".join(texts["rollouts"] + texts.get("answers", [])), texts["config"][0])
 
 
-READ: dict[str, Callable[[Path], Stored]] = {"tensorboard": read_tensorboard}
+def wandb_records(file: Path) -> Iterator[Any]:
+    """Of an offline file: records of LevelDB's log format behind a header of 7 bytes."""
+    record_type = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
+    data, at, parts = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # the rest of a block
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            yield record_type.FromString(parts)
+            parts = b""
 
 
-@pytest.fixture(params=list(READ))
+def read_wandb(folder: Path) -> Stored:
+    (file,) = (folder / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    points: dict[tuple[int, str], list[float]] = {}
+    runs, config = set(), ""
+    for record in wandb_records(file):
+        if record.HasField("run"):
+            runs.add(record.run.run_id)
+            assert (record.run.project, record.run.display_name, record.run.run_group) == ("shown", "demo run", "g")
+            config += str(record.run.config)
+        elif record.HasField("history"):
+            values = {
+                (item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item
+            }
+            for key, value in values.items():
+                if not key.startswith("_") and isinstance(value, int | float):
+                    points.setdefault((values["_step"], key), []).append(value)
+    tables = [json.loads(path.read_text()) for path in file.parent.glob("files/media/table/*.json")]
+    cells = [str(cell) for table in tables for row in table["data"] for cell in row]
+    return Stored(len(runs), points, "\n".join(cells), config)
+
+
+def read_trackio(folder: Path) -> Stored:
+    (file,) = (folder / "trackio").glob("*.db")
+    with sqlite3.connect(file) as store:
+        ids = {run for (run,) in store.execute("SELECT DISTINCT run_id FROM metrics")}
+        points: dict[tuple[int, str], list[float]] = {}
+        for step, values in store.execute("SELECT step, metrics FROM metrics"):
+            for key, value in json.loads(values).items():
+                if isinstance(value, int | float):
+                    points.setdefault((step, key), []).append(value)
+        texts = [text for row in store.execute("SELECT messages FROM traces") for text in _leaves(json.loads(row[0]))]
+        config = "".join(str(row[0]) for row in store.execute("SELECT config FROM configs"))
+    return Stored(len(ids), points, "\n".join(texts), config)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value if isinstance(value, list) else value.values():
+            yield from _leaves(item)
+
+
+def read_mlflow(folder: Path) -> Stored:
+    client = pytest.importorskip("mlflow").MlflowClient()
+    runs = client.search_runs([client.get_experiment_by_name("shown").experiment_id])
+    points: dict[tuple[int, str], list[float]] = {}
+    for key in runs[0].data.metrics:
+        for point in client.get_metric_history(runs[0].info.run_id, key):
+            points.setdefault((point.step, key), []).append(point.value)
+    assert runs[0].data.tags["a"] == "true" and runs[0].info.run_name == "demo run"
+    place = Path(runs[0].info.artifact_uri.removeprefix("file://"))
+    tables = [json.loads(path.read_text()) for path in place.glob("*/step-*.json")]
+    cells = [str(cell) for table in tables for row in table["data"] for cell in row]
+    assert "learning_rate" in (place / "config.json").read_text()
+    return Stored(len(runs), points, "\n".join(cells), str(runs[0].data.params))
+
+
+READ: dict[str, Callable[[Path], Stored]] = {
+    "tensorboard": read_tensorboard,
+    "wandb": read_wandb,
+    "trackio": read_trackio,
+    "mlflow": read_mlflow,
+}
+
+
+# The others take seconds to be imported, in every process of a run.
+PARAMS = [pytest.param(name, marks=[] if name == "tensorboard" else pytest.mark.slow) for name in READ]
+
+
+@pytest.fixture(params=PARAMS)
 def tool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     pytest.importorskip(TOOLS[request.param].library, reason=f'pip install "rollover[{request.param}]"')
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for name in ("WANDB_API_KEY", "SWANLAB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_TOKEN"):
         monkeypatch.setenv(name, SECRET)
     return request.param

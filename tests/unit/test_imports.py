@@ -43,7 +43,7 @@ LEVELS = [
 ]
 LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 
-OF_AN_EXTRA = tuple(f"track/trackers/{tool}.py" for tool in TOOLS)
+OF_AN_EXTRA = tuple(f"track/trackers/{tool}_tool.py" for tool in TOOLS)
 MAY_ASYNCIO = (
     "ending.py",
     "functions.py",

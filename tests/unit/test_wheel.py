@@ -83,7 +83,7 @@ names = [m.name for m in pkgutil.walk_packages(rollover.__path__, "rollover.") i
 for name in names:
     # Servers, for which the extras `agents` and `remote` are, a class of verifiers, for which that is, and Ray.
     server = *(f"rollover.engine.server.{name}" for name in ("app", "embedded", "texts")), "rollover.http_server"
-    tools = tuple(f"rollover.track.trackers.{tool}" for tool in TOOLS)  # each for an extra of its own
+    tools = tuple(f"rollover.track.trackers.{tool}_tool" for tool in TOOLS)  # each for an extra of its own
     others = "rollover.workflows.gateway.", "rollover.workflows.verifiers.harness", "rollover.cluster.ray"
     if not name.startswith((*others, *server, *tools)):
         importlib.import_module(name)

@@ -9,8 +9,9 @@ from rollover.config.rollout import GENERATION, SAMPLING
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
 _TRACKERS = ("track.trackers",)
-TOOLS = ("tensorboard",)
+TOOLS = ("wandb", "tensorboard", "trackio", "mlflow")
 """What track.trackers may name beside classes of the user's own."""
+_WITH_ENTITY = {"wandb"}
 
 
 class RunConfig(Table):
@@ -102,17 +103,18 @@ class TrackConfig(Table):
     )
     trackers: list[str] = Field(
         default_factory=list,
-        description="Where the run is shown beside its own files: tensorboard"
+        description="Where the run is shown beside its own files: wandb, tensorboard, trackio, mlflow"
         " (docs/trackers.md), or by your own classes (module:Class or path.py:Class), told of every step, evaluation"
         " and group. One that fails does not end the run.",
     )
     project: str = option(
         "",
-        "Project of the run in its trackers, mlflow's experiment. Empty: as the tool's own variable says, else"
+        "Project of the run in its trackers, MLflow's experiment. Empty: as the tool's own variable says, else"
         " rollover.",
         only_if=_TRACKERS,
     )
     group: str = option("", "Group of the run in its trackers.", only_if=_TRACKERS)
+    entity: str = option("", "Team or user that the project belongs to, as in W&B's entity.", only_if=_TRACKERS)
     tags: list[str] = Field(
         default_factory=list,
         description="Tags of the run in its trackers.",
@@ -241,6 +243,13 @@ RULES: tuple[Rule, ...] = (
         ("track.trackers",),
         lambda c: len(set(c.track.trackers)) < len(c.track.trackers),
         lambda c: f"track.trackers = {json.dumps(c.track.trackers)}: name each once",
+    ),
+    Inert(
+        ("track.entity",),
+        ("track.trackers",),
+        lambda c: not _WITH_ENTITY & {*c.track.trackers},
+        f"without {' or '.join(sorted(_WITH_ENTITY))} in track.trackers",
+        'Set track.trackers = ["wandb"]',
     ),
     Inert(
         ("plan.tool_s", "plan.tool_tokens"),

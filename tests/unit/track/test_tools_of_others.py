@@ -310,6 +310,7 @@ def test_no_group_is_wanted_where_no_rollout_is_shown(tmp_path: Path) -> None:
         ([("track.trackers", '["comet"]')], "there are .*tensorboard.*, and classes"),
         ([("track.trackers", '["tensorboard", "tensorboard"]')], "name each once"),
         ([("track.project", "mine")], "track.project has no effect"),
+        ([("track.trackers", '["tensorboard"]'), ("track.entity", "us")], "track.entity has no effect"),
         ([("track.tags", '["a"]')], "track.tags has no effect"),
     ],
 )
@@ -343,7 +344,7 @@ def test_the_options_reach_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     told: list[dict[str, Any]] = []
     monkeypatch.setattr(apart.Apart, "start", lambda self: None)
     monkeypatch.setattr(apart.Apart, "tell", lambda self, message, always=False: told.append(message))
-    options = {"project": "p", "group": "g", "tags": ["a", "b"]}
+    options = {"project": "p", "group": "g", "entity": "e", "tags": ["a", "b"]}
     tools = Tools(["fake"], TrackConfig(trackers=["fake"], **options), print)
     tools.on_start(RunInfo("demo", tmp_path, {"key": "s3cr3t-of-the-user"}, resumed=False))
     about = told[0]["about"]

@@ -34,8 +34,10 @@ _ANSWER = ("task_id", "source", "setting", "prompt", "answer", "expected", "scor
 
 def main(name: str, tracker: str, num_answers: str) -> None:
     """What the process does. `tracker`: the tool's, as module:Class; `num_answers`: of an evaluation are shown."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no answer
+    told, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no answer, and what it asks for nobody types
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
 
     def answer(**what: Any) -> None:
         answers.write(json.dumps(what) + "\n")
@@ -44,7 +46,7 @@ def main(name: str, tracker: str, num_answers: str) -> None:
     with contextlib.suppress(OSError):
         os.nice(_NICE)  # training comes first
     teller = Teller(name, tracker, int(num_answers), answer)
-    for line in sys.stdin.buffer:
+    for line in told:
         message = json.loads(line)
         try:
             teller.take(message)

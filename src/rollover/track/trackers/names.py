@@ -16,7 +16,10 @@ class Named:
 
 _HERE = "rollover.track.trackers"
 TOOLS = {
-    "tensorboard": Named(f"{_HERE}.tensorboard:TensorBoard", "tensorboard"),
+    "wandb": Named(f"{_HERE}.wandb_tool:Wandb", "wandb"),
+    "tensorboard": Named(f"{_HERE}.tensorboard_tool:TensorBoard", "tensorboard"),
+    "trackio": Named(f"{_HERE}.trackio_tool:Trackio", "trackio"),
+    "mlflow": Named(f"{_HERE}.mlflow_tool:MLflow", "mlflow"),
 }
 
 

@@ -31,7 +31,7 @@ _SHOWN = {
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The run that a tool shows. `id`: the same over all processes of the run. `project`, `group`: "" where
+    """The run that a tool shows. `id`: the same over all processes of the run. `project`, `group`, `entity`: "" where
     none is chosen. `config`: by table, without credentials."""
 
     id: str
@@ -39,6 +39,7 @@ class About:
     directory: Path
     project: str
     group: str
+    entity: str
     tags: Sequence[str]
     config: Mapping[str, Any]
 

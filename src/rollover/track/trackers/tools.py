@@ -47,6 +47,7 @@ class Tools(Counted):
             "directory": str(run.directory.absolute()),
             "project": self._config.project,
             "group": self._config.group,
+            "entity": self._config.entity,
             "tags": list(self._config.tags),
             "config": without_secrets(to_json(run.config)),
         }

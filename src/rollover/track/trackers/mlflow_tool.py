@@ -1,0 +1,92 @@
+"""MLflow: one run of an experiment, found again by the tag rollover.id.
+
+Store and credentials are those of MLflow's own variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME). A value once
+logged can be neither changed nor removed there. So where a run goes back, it becomes a new MLflow run, with all steps
+before; the old one is deleted, which MLflow can undo.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+
+from rollover.track.tracker import Cut, Row
+from rollover.track.trackers.tool import About, Newest, Tool, flat, numbers_of, numbers_of_eval
+
+_ID = "rollover.id"
+_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)
+_MOST_METRICS, _MOST_PARAMS, _MOST_CHARS = 1000, 100, 500  # of one request; of a parameter's value, everywhere
+
+
+class MLflow(Tool):
+    """`place`: the store and the run's number there."""
+
+    def __init__(self, about: About) -> None:
+        super().__init__(about)
+        self._client: MlflowClient | None = None
+        self._run = ""
+
+    def truncate(self, cut: Cut) -> None:
+        self._client = client = MlflowClient()
+        name = self.about.project_or("MLFLOW_EXPERIMENT_NAME")
+        experiment = client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else client.create_experiment(name)
+        self._run = ""
+        for run in client.search_runs([number], f"tags.`{_ID}` = '{self.about.id}'"):
+            last = {kind: int(run.data.metrics.get(f"{kind}policy_version", -1)) for kind in ("", "eval/")}
+            if max(last.values()) > cut.step:
+                client.delete_run(run.info.run_id)
+            else:
+                self._run, self.newest = run.info.run_id, Newest(last[""], last["eval/"])
+                client.update_run(self._run, status="RUNNING")
+        if not self._run:
+            self._run, self.newest = self._begin(client, number), Newest()
+        client.log_dict(self._run, dict(self.about.config), "config.json")
+        self.place = f"{client.tracking_uri}, run {self._run}"
+
+    def on_step(self, row: Row) -> None:
+        self._log(row["step"], numbers_of(row))
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        self._log(row["step"], numbers_of_eval(row))
+
+    def on_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._table(f"rollouts/step-{step:06d}.json", rows)
+
+    def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._table(f"answers/step-{step:06d}.json", rows)
+
+    def close(self) -> None:
+        if self._client is not None and self._run:
+            self._client.set_terminated(self._run, "FAILED" if self.failed else "FINISHED")
+
+    def _begin(self, client: MlflowClient, experiment: str) -> str:
+        about = self.about
+        tags = {_ID: about.id, **({"group": about.group} if about.group else {}), **dict.fromkeys(about.tags, "true")}
+        run = client.create_run(experiment, run_name=about.name, tags=tags).info.run_id
+        params = [
+            Param(_NOT_IN_NAMES.sub("_", key).replace("/", "."), str(value)[:_MOST_CHARS])
+            for key, value in flat(about.config).items()
+            if value != ""
+        ]
+        for start in range(0, len(params), _MOST_PARAMS):
+            client.log_batch(run, params=params[start : start + _MOST_PARAMS])
+        return run
+
+    def _log(self, step: Any, numbers: Mapping[str, float]) -> None:
+        assert self._client is not None
+        now = int(time.time() * 1000)
+        metrics = [Metric(_NOT_IN_NAMES.sub("_", key), value, now, step) for key, value in numbers.items()]
+        for start in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._run, metrics=metrics[start : start + _MOST_METRICS])
+
+    def _table(self, file: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """As MLflow's own tables are written."""
+        assert self._client is not None
+        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+        self._client.log_dict(self._run, table, file)

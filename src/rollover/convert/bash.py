@@ -15,9 +15,19 @@ from typing import Any
 _ASSIGNMENT = re.compile(r"(?:export\s+|readonly\s+|local\s+)?([A-Za-z_]\w*)=(.*)", re.S)
 _NAME = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\}|([A-Za-z_]\w*))")
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
+_MOST_CHARS = 1 << 16  # that names stand for in a word: names of names multiply
+
+
+def _power(base: int, exponent: int) -> int:
+    """ValueError for more than bash's 64 bits hold."""
+    if not 0 <= exponent < 64:
+        raise ValueError(f"{base}**{exponent} is beyond bash's whole numbers")
+    return base**exponent
+
+
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power,
 }  # fmt: skip
 _COMMAND = re.compile(r"\$\((?!\()|`")
 _NOW = re.compile(r"\$\(date\b[^()]*\)|`date\b[^`]*`")
@@ -113,7 +123,7 @@ def _parts(text: str) -> list[str]:
 def _lines(text: str) -> list[tuple[int, str]]:
     """Commands with the number of their first line: continued lines and open quotes are joined."""
     found: list[tuple[int, str]] = []
-    held, start = "", 0
+    held, start, is_open = "", 0, False
     for number, line in enumerate(text.splitlines(), 1):
         if not held:
             start = number
@@ -121,9 +131,10 @@ def _lines(text: str) -> list[tuple[int, str]]:
             continue
         held += line
         if held.endswith("\\"):
-            held = held[:-1] + " "
+            held, is_open = held[:-1] + " ", False
             continue
-        if _is_open(held):
+        is_open = _is_open(held) if not is_open or any(char in line for char in "\"')") else True
+        if is_open:
             held += "\n"
             continue
         if held.strip():
@@ -162,12 +173,19 @@ def _expand(text: str, known: Mapping[str, str]) -> str:
 
 
 def _names(text: str, known: Mapping[str, str], *, bare: bool = False) -> str:
+    left = _MOST_CHARS
+
     def value(match: re.Match[str]) -> str:
+        nonlocal left
         name = match[1] or match[3]
-        if name in known and (known[name] or match[2] is None):
-            return known[name]
-        if match[2] is not None:
-            return match[2].strip("\"'")
+        found = known.get(name)
+        if not found and match[2] is not None:
+            found = match[2].strip("\"'")
+        if found is not None:
+            left -= len(found)
+            if left < 0:
+                raise ValueError(f"${name}: what it stands for has more than {_MOST_CHARS:,} characters")
+            return found
         raise ValueError(f"${name} has no value: set it in the environment, `{name}=... rollover convert FILE`")
 
     text = _NAME.sub(value, text)

@@ -122,7 +122,8 @@ def convert(system: System, options: Mapping[str, Any]) -> Conversion:
         except Unanswered as error:
             done.questions[row.option] = str(error)
             values = error.values
-        except (TypeError, AttributeError) as error:  # a text where a number belongs, say
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            # A text where a number belongs, say, also as the value of another option.
             done.questions[row.option] = f"{of(row.option)!r} is not understood ({error})"
             values = {}
         for key, value in values.items():

@@ -20,6 +20,8 @@ from rollover.convert.trl_script import calls_grpo_trainer, options_of_trl_scrip
 from rollover.convert.verl_script import flat, options_of_script
 
 _YAML = (".yaml", ".yml")
+_MOST_BYTES = 1 << 20  # a launch script has some kilobytes
+_MOST_VALUES = 100_000  # of a YAML, whose aliases can stand for any number of them
 _OVERRIDE = re.compile(r"(?<![\w.-])\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_model)\.[\w.]+=")
 
 
@@ -61,15 +63,21 @@ def read(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
     """The system that a file is of (`system`, unless that is empty), and its options. ValueError for a file that cannot
     be read, and one whose system cannot be told."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        text = data.decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{path} is no configuration: it has more than {_MOST_BYTES:,} bytes")
     try:
         content = _tables(text) if path.suffix in _YAML else text
         form = _form(path.suffix, content, system)
         return SYSTEMS[form.system], form.options(content, *([path] if form.by_path else []))
     except (ValueError, ImportError) as error:
         raise ValueError(f"{path}: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{path}: what it says is nested too deeply") from None
 
 
 def _tables(text: str) -> Mapping[str, Any]:
@@ -81,7 +89,20 @@ def _tables(text: str) -> Mapping[str, Any]:
         raise ValueError(f"it is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tables, dict):
         raise ValueError("no tables are in it")
+    _check_size(tables)
     return tables
+
+
+def _check_size(tables: Mapping[str, Any]) -> None:
+    """ValueError where there are too many values, each counted where it stands; one within itself has no end."""
+    left, num = [tables], 0
+    while left:
+        value = left.pop()
+        inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+        left += inner
+        num += len(inner)
+        if num > _MOST_VALUES:
+            raise ValueError(f"it has more than {_MOST_VALUES:,} values: do its aliases (*) multiply them?")
 
 
 def _form(suffix: str, content: Any, system: str) -> Form:

@@ -11,6 +11,7 @@ from rollover.config.load import load_config
 from rollover.config.table import ConfigError, value_of
 from rollover.convert.mapping import Conversion, System, convert
 from rollover.convert.read import read
+from rollover.functions import printable
 
 _STEPS = "train.num_steps"
 _SOURCES = "tasks.sources"
@@ -44,7 +45,7 @@ def converted(
     if of_sources:
         rows = [row.model_dump(exclude_defaults=True) for row in config.tasks.sources]
         done.values[_SOURCES] = (rows, done.values[_SOURCES][1])
-    notices = [f"{name} is left out: {reason}" for name, reason in sorted(done.without.items())]
+    notices = [f"{_line(name)} is left out: {reason}" for name, reason in sorted(done.without.items())]
     return _as_toml(done, f"{path.name}, of {system.name}"), notices
 
 
@@ -77,13 +78,26 @@ def _as_toml(done: Conversion, source: str) -> str:
     for key, (value, shown) in done.values.items():
         table, _, name = key.rpartition(".")
         if key != _SOURCES:
-            tables.setdefault(table, []).append(f"{name} = {toml_value(value)}  # {' '.join(shown.split())}")
-    lines = [f"# {source}. Behind each key: the option that it is there."]
+            tables.setdefault(table, []).append(f"{name} = {toml_value(value)}  # {_line(shown)}")
+    lines = [f"# {_line(source)}. Behind each key: the option that it is there."]
     for table in sorted(tables):
         lines += ["", f"[{table}]", *tables[table]]
     rows, shown = done.values.get(_SOURCES, ([], ""))
     for row in rows:
-        lines += ["", f"[[tasks.sources]]  # {shown}", *(f"{name} = {toml_value(item)}" for name, item in row.items())]
+        lines += [
+            "",
+            f"[[tasks.sources]]  # {_line(shown)}",
+            *(f"{name} = {toml_value(item)}" for name, item in row.items()),
+        ]
     if done.without:
-        lines += ["", "# Left out:", *(f"# {name}: {reason}" for name, reason in sorted(done.without.items()))]
+        lines += [
+            "",
+            "# Left out:",
+            *(f"# {_line(f'{name}: {reason}')}" for name, reason in sorted(done.without.items())),
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _line(text: str) -> str:
+    """As it can stand in a comment, whatever names and values are in it."""
+    return printable(" ".join(text.split()))

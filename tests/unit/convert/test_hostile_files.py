@@ -1,0 +1,71 @@
+"""Files that mean harm, or are none at all: a conversion ends soon, with a sentence, and runs nothing."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rollover import cli
+
+_SOUND = "trainer:\n  total_training_steps: 5\ndata:\n  train_files: a.parquet\n  train_batch_size: 256\n"
+_RUN = "python3 -m verl.trainer.main_ppo data.train_files=a trainer.total_training_steps="
+
+
+def _multiplied(first: str, row: str) -> str:
+    return first + "".join(row.format(of=i, last=i - 1) for i in range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("a.yaml", "a: [1, 2\nb: }", "no YAML"),
+        ("a.yaml", "a: !!python/object/apply:os.system ['exit 1']", "no YAML"),
+        ("a.yaml", "trainer: &a {b: *a}", "values"),
+        ("a.yaml", _multiplied("trainer: {}\na0: &a0 {x: 1}\n",
+                               "a{of}: &a{of} {{p: *a{last}, q: *a{last}, r: *a{last}}}\n"), "values"),
+        ("a.yaml", "trainer: " + "[" * 2000, "nested too deeply"),
+        ("a.sh", _RUN + "$((9**9**9))", "beyond bash's whole numbers"),
+        ("a.sh", _RUN + "$((" + "-" * 3000 + "1))", "nested too deeply"),
+        ("a.sh", _multiplied("A0=xxxxxxxx\n", "A{of}=$A{last}$A{last}$A{last}$A{last}\n") + _RUN + "$A12", "A12"),
+        ("a.sh", _RUN + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("a.sh", _RUN + "$(exit 1)", "what a command prints"),
+        ("a.sh", _RUN + "5 x='" + "a.b=1\n" * 10_000, "No closing quotation"),
+        ("a.sh", _RUN + "5 " + "x" * 2**20, "more than 1,048,576 bytes"),
+        ("a.sh", _RUN + "5 data.train_batch_size=inf", "is not understood"),
+        ("a.sh", _RUN + "5 data.train_batch_size=[8]", "is not understood"),
+        ("a.sh", _RUN + "5 actor_rollout_ref.actor.ppo_mini_batch_size=0", "is not understood"),
+        ("a.yaml", _SOUND + "algorithm: {adv_estimator: [1]}", "is not understood"),
+    ],
+)  # fmt: skip
+def test_it_is_refused_with_a_sentence(
+    name: str, text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert cli.main(["convert", str(tmp_path / name)]) == 2
+    out, err = capsys.readouterr()
+    assert why in err and not out
+
+
+def test_a_file_without_an_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["convert", "/dev/zero"]) == 2
+    assert "bytes" in capsys.readouterr().err
+
+
+def test_no_name_of_an_option_ends_its_comment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = '"x\\n[run]\\ndir = 5 \\x07 # a_workers"'
+    (tmp_path / "a.yaml").write_text(f"{_SOUND}{name}: 3\n")
+    assert cli.main(["convert", str(tmp_path / "a.yaml")]) == 0, capsys.readouterr()
+    out, err = capsys.readouterr()
+    assert "run" not in tomllib.loads(out) and "a_workers" in out
+    assert "\x07" not in err and "a_workers is left out" in err
+
+
+def test_what_is_open_over_continued_lines_ends_where_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"X='5\nb' \\\n\n{_RUN}6 \\\n data.train_batch_size=256\n"
+    (tmp_path / "a.sh").write_text(text)
+    assert cli.main(["convert", str(tmp_path / "a.sh")]) == 0, capsys.readouterr()
+    assert tomllib.loads(capsys.readouterr().out)["train"]["num_steps"] == 6

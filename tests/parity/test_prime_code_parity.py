@@ -49,6 +49,21 @@ def test_a_program_may_call_exit_here() -> None:
     assert ours(completion, STDIN) == 1
 
 
+def test_a_function_that_passes_half_of_its_tests_has_half_the_score_here() -> None:
+    """verl runs all tests at once, and where one fails each by itself, without the name of the function that they call:
+    then no test passes, right or wrong. With the name it has the share that is ours."""
+    from verl.utils.reward_score import prime_code
+    from verl.utils.reward_score.prime_code.utils import check_correctness
+
+    code = "def f(a, b):\n    return [0]"  # right for the second call alone
+    completion = f"```python\n{code}\n```"
+    assert float(prime_code.compute_score(completion, json.dumps(CALLS), continuous=True)[0]) == 0
+    single = {"inputs": CALLS["inputs"][1:], "outputs": CALLS["outputs"][1:]}
+    assert check_correctness(single | {"fn_name": "f"}, code, timeout=10, debug=False)[0] == [True]
+    assert check_correctness(single, code, timeout=10, debug=False)[0] != [True]
+    assert ours(completion, CALLS) == 0.5
+
+
 def ours(completion: str, tests: dict[str, Any]) -> float:
     try:
         launch, _ = chosen("auto", allow_weak=False)

@@ -45,8 +45,8 @@ class RewardsConfig(Table):
     by_data_source: dict[str, Any] = option(
         {},
         "Reward of a task by its column data_source, where neither its source nor rewards.function names one: name (*"
-        " for any part) -> reward. They come before verl's own table, which holds in any case; where there are some, a"
-        " task whose data_source has none is an error.",
+        " for any part) -> reward. They come before verl's own table, which holds in any case. A task whose data_source"
+        " is in neither is an error, as in verl.",
     )
     timeout_s: float = option(30.0, "Limit of one call; then the worker is killed and the reward is missing.", gt=0)
     startup_timeout_s: float = option(120.0, "Limit of loading the function in its worker.", gt=0)

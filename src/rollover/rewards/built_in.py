@@ -136,22 +136,19 @@ def statements(spec: str) -> list[str]:
     return out
 
 
-def by_data_source(data_source: str, own: Mapping[str, str]) -> str | None:
-    """The reward of a data_source as the configuration writes it: by the table `own`, else by verl's; None: by none.
-
-    ValueError for one that cannot be scored without being told how.
-    """
+def by_data_source(data_source: str, own: Mapping[str, str]) -> str:
+    """The reward of a data_source as the configuration writes it: by the table `own`, else by verl's. ValueError for
+    one that neither names, as in verl."""
     for table in (own, BY_DATA_SOURCE):
         if data_source in table:
             return table[data_source]
         if found := next((spec for name, spec in table.items() if fnmatch.fnmatchcase(data_source, name)), None):
             return found
-    cure = f'name a reward for it, for instance rewards.by_data_source = {{ "{data_source}" = "path.py:function" }}'
-    if what := NOT_BUILT_IN.get(data_source):
-        raise ValueError(f"data_source {data_source!r} is of {what}, for which no reward is built in: {cure}")
-    if own:
-        raise ValueError(f"data_source {data_source!r} is not in rewards.by_data_source: {cure}")
-    return None
+    about = f" (it is of {what}, for which none is built in)" if (what := NOT_BUILT_IN.get(data_source)) else ""
+    raise ValueError(
+        f"there is no reward for data_source {data_source!r}{about}: name one, for all rows in rewards.function or for"
+        f' these, for instance rewards.by_data_source = {{ "{data_source}" = "path.py:function" }}'
+    )
 
 
 def unknown(spec: str, key: str) -> str:

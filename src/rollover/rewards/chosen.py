@@ -16,7 +16,7 @@ from rollover.types import Task
 
 @dataclass(frozen=True)
 class Chosen:
-    """`spec`: of every task that `by_data_source` does not give another; that is asked where `asks` holds."""
+    """`spec`: of every task; where `asks` holds, of those without a data_source, which by_data_source gives theirs."""
 
     spec: str
     asks: bool = False
@@ -28,8 +28,7 @@ class Chosen:
         name = task.columns.get("data_source") if self.asks else None
         if not isinstance(name, str):
             return self.spec
-        found = by_data_source(name, self.own)
-        return self.spec if found is None else _checked(found, "rewards.by_data_source", self.rule)
+        return _checked(by_data_source(name, self.own), "rewards.by_data_source", self.rule)
 
 
 def chosen_for(source: TaskSourceConfig, rewards: RewardsConfig, answer_rule: str = "last_number") -> Chosen:

@@ -274,9 +274,15 @@ def rewards_of(folder: Path, *data_sources: Any, reward: str = "", **rewards: An
 
 
 def test_a_file_of_verls_is_scored_as_its_data_sources_say(tmp_path: Path) -> None:
-    assert rewards_of(tmp_path, "openai/gsm8k", "aime2024", "numina_cn_k12", "mine", None) == [
-        "gsm8k", "math_dapo", "math", "exact_match/last_number", "exact_match/last_number",
+    assert rewards_of(tmp_path, "openai/gsm8k", "aime2024", "numina_cn_k12", None) == [
+        "gsm8k", "math_dapo", "math", "exact_match/last_number",
     ]  # fmt: skip
+
+
+def test_a_data_source_that_nobody_knows_is_refused_as_verl_does(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data_source 'mine': .* rewards.by_data_source = \{ \"mine\" = "):
+        rewards_of(tmp_path, "openai/gsm8k", "mine")
+    assert rewards_of(tmp_path, "mine", function="exact_match") == ["exact_match/last_number"]
 
 
 def test_a_parquet_file_of_verls_layout_is_scored_in_the_pool(tmp_path: Path) -> None:
@@ -319,7 +325,7 @@ def test_the_own_table_comes_before_verls_and_names_all(tmp_path: Path) -> None:
     assert rewards_of(tmp_path, "openai/gsm8k", "my_set", "apps", "aime", by_data_source=own) == [
         "exact_match/last_number", "a.py:f", "a.py:code", "math_dapo",
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="data_source 'other' is not in rewards.by_data_source"):
+    with pytest.raises(ValueError, match="no reward for data_source 'other': .* rewards.by_data_source"):
         rewards_of(tmp_path, "other", by_data_source=own)
     assert rewards_of(tmp_path, "other", by_data_source={"*": "json"}) == ["json"]
     with pytest.raises(ValueError, match="rewards.by_data_source: 'jsson' is neither built in .*did you mean 'json'"):
@@ -327,7 +333,7 @@ def test_the_own_table_comes_before_verls_and_names_all(tmp_path: Path) -> None:
 
 
 def test_a_data_source_of_images_is_refused_without_a_reward_for_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'hiyouga/geometry3k' is of answers about images.*rewards.by_data_source"):
+    with pytest.raises(ValueError, match="'hiyouga/geometry3k' .it is of answers about images.*rewards.by_data_source"):
         rewards_of(tmp_path, "hiyouga/geometry3k")
 
 

@@ -30,7 +30,7 @@ class Pool:
     [("data_source", {"gsm8k", "math_dapo", "exact_match/last_number"}), ("kind", {"exact_match/last_number"})],
 )
 def test_every_reward_that_data_sources_give_is_called(tmp_path: Path, column: str, expected: set[str]) -> None:
-    names = ["openai/gsm8k", "aime2024", "mine"]
+    names = ["openai/gsm8k", "aime2024", None]
     rows = [{"prompt": f"q {i}", column: names[i % 3], "answer": str(i)} for i in range(30)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"kind": "dataset", "path": str(tmp_path / "d.jsonl")}

@@ -111,6 +111,18 @@ def test_steps_that_are_rolled_back_are_visits_once(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.slow
+def test_it_goes_on_with_ranks(tmp_path: Path) -> None:
+    ranks = {"backend": {"type": "ranks", "num_ranks": 2}}
+    train(write(tmp_path / "whole", SYNC, BUCKETS, steps=5, **ranks))
+    file = write(tmp_path / "stopped", SYNC, BUCKETS, steps=5, **ranks)
+    train(file, "--train.num_steps", 3)
+    train(file, "--resume")
+    assert curricula(tmp_path / "stopped") == curricula(tmp_path / "whole")
+    assert given(tmp_path / "stopped") == given(tmp_path / "whole")
+    assert rows(tmp_path / "stopped")[-1]["curriculum/passed_over"] > 0
+
+
 def test_it_may_begin_and_end_in_the_middle_of_a_run(tmp_path: Path) -> None:
     without = write(tmp_path, SYNC, {}, steps=9)
     train(without, "--train.num_steps", 3)

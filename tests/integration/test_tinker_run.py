@@ -118,3 +118,10 @@ def test_without_a_key_it_is_asked_for(
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     assert main(["train", str(recipe(tmp_path, "http://127.0.0.1:9", SYNC))]) == 2
     assert "needs the key of the service: set TINKER_API_KEY in the environment" in capsys.readouterr().err
+
+
+def test_tasks_are_given_by_their_pass_rates(tmp_path: Path, service: tuple[FakeTinker, str]) -> None:
+    curriculum = {"tasks.curriculum": {"kind": "buckets", "easy_weight": 0.0}}
+    assert main(["train", str(recipe(tmp_path, service[1], SYNC, **curriculum))]) == 0
+    (*_, last) = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert last["curriculum/known"] == last["curriculum/hard"] + last["curriculum/normal"] > 0

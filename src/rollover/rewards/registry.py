@@ -86,7 +86,8 @@ class LoadedReward:
 
     def _call_on_all(self, items: list[Item]) -> Any:
         """With TRL's arguments."""
-        names = dict.fromkeys(name for item in items for name in item["columns"])
+        columns = dict.fromkeys(name for item in items for name in item["columns"])
+        names = [name for name in columns if name not in ("completion", "completion_ids")]  # as TRL
         arguments = {
             "completion_ids": [item.get("completion_ids", []) for item in items],
             **{name: [item["columns"].get(name) for item in items] for name in names},

@@ -31,7 +31,10 @@ def reference_of(item: Item, name: str) -> Any:
     """The answer column of an item. ValueError without one."""
     reference = answer_of(item["columns"])
     if reference is None:
-        raise ValueError(f"{name} needs an answer; the task's columns are {', '.join(item['columns']) or 'none'}")
+        raise ValueError(
+            f"{name} needs an answer (reward_model.ground_truth, answer, solution or ground_truth); the task's columns"
+            f" are {', '.join(item['columns']) or 'none'}. If another has it, set tasks.sources.answer_column"
+        )
     return reference
 
 

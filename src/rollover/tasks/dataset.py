@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import re
 from typing import Any
 
 from rollover.rewards.built_in import needs_answer
@@ -17,6 +18,8 @@ from rollover.tasks.source import SourceSetup
 from rollover.types import Task
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
+_SEEN = ("image", "images", "video", "videos", "audio", "audios")
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
 
 
@@ -111,6 +114,12 @@ class DatasetSource:
         row = self._rows[index]
         prompt = row.pop(self.prompt_column)
         where = place_of_row(self._place, index)
+        if seen := [name for name in _SEEN if row.get(name)]:
+            raise ValueError(
+                f"{where}: column {seen[0]!r} holds what a prompt shows (TRL's and verl's column for it), and it would"
+                " be left out: models are trained on text here. Use rows of text; or remove the column, if the text is"
+                " enough"
+            )
         columns = {name: _jsonable(value, where, name) for name, value in row.items()}
         if self.answer_column:
             columns["answer"] = _jsonable(
@@ -120,6 +129,11 @@ class DatasetSource:
                 columns["reward_model"]["ground_truth"] = columns["answer"]
         task_id = f"{self.task_prefix}/{index}"
         if isinstance(prompt, str) and prompt.strip():
+            if _MESSAGES_AS_TEXT.match(prompt):
+                raise ValueError(
+                    f"{where}: column {self.prompt_column!r} holds chat messages as the text of JSON: store them as a"
+                    " list of tables with role and content"
+                )
             return Task(task_id, self.label, self.reward, prompt=prompt, columns=columns)
         if not self.chat and not isinstance(prompt, str):
             raise ValueError(f"{where}: column {self.prompt_column!r} holds chat messages; set tasks.chat = true")
@@ -137,12 +151,28 @@ class DatasetSource:
                 f"{where}: column {self.prompt_column!r} holds {prompt!r}; expected a text that is not empty or a list"
                 " of chat messages (set tasks.sources.prompt_column if another column has it)"
             )
-        for message in prompt:
-            if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-                raise ValueError(
-                    f"{where}: {message!r} in {self.prompt_column!r} is not a message with role and content"
-                )
-        return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
+        return tuple(self._message(message, where) for message in prompt)
+
+    def _message(self, message: Any, where: str) -> dict[str, str]:
+        """A message with all of its keys; parts that are texts are one text. Keys without a value are Arrow's."""
+        found = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
+        if isinstance(parts := found.get("content"), list) and parts and all(map(_is_text, parts)):
+            found["content"] = "".join(part["text"] for part in parts)
+        if not all(isinstance(found.get(key), str) for key in ("role", "content")):
+            raise ValueError(
+                f"{where}: {message!r} in {self.prompt_column!r} is not a message with role and content, both texts"
+                " (content may be a list of parts of type text)"
+            )
+        if other := next((key for key, value in found.items() if not isinstance(value, str)), None):
+            raise ValueError(
+                f"{where}: a message in {self.prompt_column!r} has {other} = {found[other]!r:.100}, which is no text"
+                " and would not reach the chat template: write it into its content, or remove it"
+            )
+        return found
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _jsonable(value: Any, where: str, column: str) -> Any:

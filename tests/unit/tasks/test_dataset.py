@@ -116,3 +116,48 @@ def test_bad_files_name_the_key(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=error):
             make(tmp_path, path)
+
+
+def test_a_message_keeps_its_keys_and_parts_of_text_are_one(tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": "a", "name": "bob"}, {"role": "assistant", "content": "b"}]},
+        {"prompt": [{"role": "user", "content": "c"}]},
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))  # Arrow: every message has every key
+    source = make(tmp_path, "a.parquet")
+    assert [list(source.problem(i).messages) for i in (0, 1)] == [row["prompt"] for row in rows]
+    parts = [{"type": "text", "text": "2 +"}, {"type": "text", "text": " 2"}]
+    path = jsonl(tmp_path, {"prompt": [{"role": "user", "content": parts}]}, name="b.jsonl")
+    assert make(tmp_path, path).problem(0).messages == ({"role": "user", "content": "2 + 2"},)
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        (
+            {"prompt": CHAT, "images": [{"path": "a.png"}]},
+            "column 'images' holds what a prompt shows.*Use rows of text",
+        ),
+        ({"prompt": "p", "image": "a.png"}, "column 'image' holds what a prompt shows"),
+        (
+            {"prompt": [*CHAT, CALL]},
+            r"a message in 'prompt' has tool_calls = \[.*write it into its content, or remove it",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "is not a message with role and content, both",
+        ),
+        ({"prompt": json.dumps(CHAT)}, "'prompt' holds chat messages as the text of JSON: store them as a list"),
+        ({"prompt": str(CHAT)}, "'prompt' holds chat messages as the text of JSON: store them as a list"),
+    ],
+)
+def test_what_would_be_left_out_of_a_prompt_is_refused(tmp_path, row, error):
+    with pytest.raises(ValueError, match=f"data.jsonl', line 1: .*{error}"):
+        make(tmp_path, jsonl(tmp_path, row)).problem(0)
+
+
+def test_a_column_of_media_without_any_is_no_matter(tmp_path):
+    assert make(tmp_path, jsonl(tmp_path, {"prompt": "p", "images": []})).problem(0).columns == {"images": []}

@@ -19,11 +19,15 @@ from rollover.rewards.sandbox.launch import Launch, SandboxFailed, Template
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
+def launch() -> Launch:
     try:
-        launch, _ = chosen("auto", allow_weak=False)
+        return chosen("auto", allow_weak=False)[0]
     except ValueError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def judge(launch: Launch) -> Iterator[Judge]:
     judge = Judge(launch, Limits(30.0))
     yield judge
     judge.close()
@@ -53,6 +57,51 @@ def test_calls_of_functions_and_of_solutions(judge: Judge) -> None:
     assert ends(judge, code, tests=rows) == ("passed", "passed")
     assert ends(judge, "def g(): pass", tests=rows) == ("error", "error")
     assert ends(judge, "def f(a, b):\n    return [1, 3, 2]", tests=rows) == ("passed", "wrong")
+
+
+CALLS = {"fn_name": "f", "inputs": ["0", "1", "2"], "outputs": ["1", "2", "3"]}
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        # Each call meets the program loaded anew, in the process of the calls before it.
+        ("n = 0\ndef f(x):\n    global n\n    n += 1\n    return x + n", ("passed", "passed", "passed")),
+        ("import math\ndef f(x):\n    math.n = getattr(math, 'n', 0) + 1\n    return math.n", ("passed",) * 3),
+        # One that ends the process fails alone.
+        ("import os\ndef f(x):\n    x != 1 or os._exit(0)\n    return x + 1", ("passed", "error", "passed")),
+        ("import sys\ndef f(x):\n    x != 1 or sys.exit(3)\n    return x + 1", ("passed", "error", "passed")),
+        ("import os\ndef f(x):\n    x != 1 or os.abort()\n    return x + 1", ("passed", "died", "passed")),
+        ("def f(x):\n    if x == 1: raise ValueError\n    return x + 1", ("passed", "error", "passed")),
+        # What the calls before it kept is none of its memory, and what they printed none of its output.
+        ("import math\ndef f(x):\n    vars(math)[str(x)] = bytearray(100 << 20)\n    return x + 1", ("passed",) * 3),
+        ("def f(x):\n    print('a' * 40000)\n    return x + 1", ("passed",) * 3),
+        ("def f(x):\n    print('a' * (40000 if x != 1 else 400000))\n    return x + 1", ("passed", "output", "passed")),
+        # It may say what it likes of other calls: there is nothing to know, and nothing is taken for another's.
+        ("import os\ndef f(x):\n    os.write(4, b'no\\n{\"test\": 7, \"ended\": \"ok\"}\\n[]\\n')\n    return x + 1",
+         ("passed",) * 3),
+    ],
+)  # fmt: skip
+def test_calls_follow_each_other_in_a_process_and_fail_alone(
+    launch: Launch, code: str, wanted: tuple[str, ...]
+) -> None:
+    judge = Judge(launch, Limits(memory_bytes=220 << 20, output_bytes=60_000), ahead=False)
+    try:
+        assert judge.judge(code, cases_of({"tests": CALLS})).ends == wanted
+    finally:
+        judge.close()
+
+
+def test_a_call_whose_thread_does_not_end_is_out_of_time(launch: Launch) -> None:
+    code = (
+        "import threading, time\ndef f(x):\n    if x == 2:\n"
+        "        threading.Thread(target=time.sleep, args=(1000,)).start()\n    return x + 1"
+    )
+    judge = Judge(launch, Limits(seconds=4.0), ahead=False)
+    try:
+        assert judge.judge(code, cases_of({"tests": CALLS})).ends == ("passed", "passed", "timeout")
+    finally:
+        judge.close()
 
 
 def test_what_python_can_is_there(judge: Judge) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -60,6 +61,22 @@ class Source:
         function = self.function(self.run("program"), name)
         return to_json(function(*map(from_json, arguments)))
 
+    def calls(self, name: str, rows: list[list[Any]], first: int, end: int) -> None:
+        """Call it with each of `rows` from `first` on, and write a line of each. What is no Exception ends it."""
+        gc.freeze()  # all but what the program makes
+        for index in range(first, len(rows)):
+            try:
+                value = self.call(name, rows[index])
+                _join_threads()
+                sys.stdout.flush()
+                line = json.dumps({"test": index, "ended": "ok", "value": value})
+            except MemoryError:
+                raise
+            except Exception as error:  # boundary: code of the policy
+                line = json.dumps({"test": index, "ended": "error", "detail": told(error)})
+            _write(end, line.encode() + b"\n")
+            gc.collect()  # its modules are cycles
+
     def function(self, found: dict[str, Any], name: str) -> Callable[..., Any]:
         """NameError where the program has no such function."""
         if name in found:
@@ -100,7 +117,11 @@ def _public(module: types.ModuleType) -> list[str]:
 
 
 def write(end: int, message: Any, after: bytes = b"") -> None:
-    data = memoryview(json.dumps(message).encode() + after)
+    _write(end, json.dumps(message).encode() + after)
+
+
+def _write(end: int, text: bytes) -> None:
+    data = memoryview(text)
     while data:
         data = data[os.write(end, data) :]
 
@@ -116,6 +137,14 @@ def standard_streams() -> None:
 
 def _stream(number: int, mode: str) -> TextIO:
     return open(number, mode, encoding="utf-8", errors="replace", closefd=False)  # type: ignore[return-value]
+
+
+def _join_threads() -> None:
+    """Wait for what a call left running, but for threads that need not end."""
+    if threading := sys.modules.get("threading"):
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
 
 
 def wait_for_threads() -> None:

@@ -10,8 +10,9 @@ sandbox. Lines of JSON in these:
     in   {"mode": "tests", "code", "tests", "name"}     out  what testing.py says, then {"ended", "detail"}
 
 each request with its "limits". "ended": ok, error (an exception, or an exit code that is not 0), timeout, memory,
-output (more than allowed) or died (a signal). Each test of the first two is a process of its own, which
-ends with it. Nothing that the program could want to know is in this sandbox: expected outputs stay outside.
+output (more than allowed) or died (a signal). Each text is a process of its own, which ends with it. Calls follow each
+other in one, in which the program is loaded anew for each; where it ends, the next has another. Nothing that the
+program could want to know is in this sandbox: expected outputs stay outside.
 """
 
 from __future__ import annotations
@@ -98,18 +99,28 @@ def _stdin(request: dict[str, Any], _: BinaryIO) -> None:
 
 
 def _calls(request: dict[str, Any], _: BinaryIO) -> None:
-    loaded = program.Source(request["code"])
-    for index, arguments in enumerate(request["inputs"]):
+    loaded, rows = program.Source(request["code"]), request["inputs"]
+    num_told = 0
 
-        def call(result: int, arguments: Any = arguments) -> None:
-            program.write(result, loaded.call(request["name"], arguments))
-
-        ended = run_child(request, call, b"")
+    def tell(line: bytes) -> None:
+        """What the child says of a call. Of another than the next one, it is nothing."""
+        nonlocal num_told
         try:
-            value = json.loads(ended.result) if ended.ended == "ok" else None
-        except (ValueError, RecursionError):
-            ended.ended, ended.detail, value = "error", "it gave no value", None
-        say({"test": index, "ended": ended.ended, "detail": ended.detail, "value": value})
+            said = json.loads(line)
+            if num_told < len(rows) and said["test"] == num_told and said["ended"] in ("ok", "error"):
+                say({key: said.get(key) for key in ("test", "ended", "detail", "value")})
+                num_told += 1
+        except (ValueError, RecursionError, KeyError, TypeError):
+            return
+
+    while num_told < len(rows):
+        first = num_told
+        ended = run_child(request, lambda end, at=first: loaded.calls(request["name"], rows, at, end), b"", took=tell)
+        if num_told == len(rows) or (num_told > first and ended.ended in ("memory", "died")):
+            continue  # what calls before it left in the process is no fault of this one: it has another
+        how = ("error", "it gave no value") if ended.ended == "ok" else (ended.ended, ended.detail)
+        say({"test": num_told, "ended": how[0], "detail": how[1], "value": None})
+        num_told += 1
 
 
 def _serve(request: dict[str, Any], requests: BinaryIO) -> None:
@@ -138,9 +149,16 @@ _MODES: dict[str, Callable[[dict[str, Any], BinaryIO], None]] = {
 # A child
 
 
-def run_child(request: dict[str, Any], body: Callable[[Any], object], stdin: bytes, channel: bool = False) -> Ended:
+def run_child(
+    request: dict[str, Any],
+    body: Callable[[Any], object],
+    stdin: bytes,
+    channel: bool = False,
+    took: Callable[[bytes], None] | None = None,
+) -> Ended:
     """Run `body` in a child that is locked in, until it ends or `request["until"]`. It is given the end of the pipe
-    that its result goes to, or with `channel` the sandbox's own input and output."""
+    that its result goes to, or with `channel` the sandbox's own input and output. `took`: called with each line of the
+    result as it comes; what may be written is then that between two lines."""
     if time.monotonic() >= request["until"]:
         return Ended("timeout", "no time was left", b"", b"")
     pipes = {name: os.pipe() for name in ("in", "out", "err", "result")}
@@ -150,20 +168,33 @@ def run_child(request: dict[str, Any], body: Callable[[Any], object], stdin: byt
     ours = {"in": pipes["in"][1]} | {name: pipes[name][0] for name in ("out", "err", "result")}
     for name, ends in pipes.items():
         os.close(ends[name != "in"])
+    if (told := _told_of_end(child)) is not None:
+        ours["end"] = told
     try:
-        return _watched(child, ours, stdin, request)
+        return _watched(child, ours, stdin, request, took)
     finally:
         for end in ours.values():
             with contextlib.suppress(OSError):
                 os.close(end)
 
 
-def _watched(child: int, ours: dict[str, int], stdin: bytes, request: dict[str, Any]) -> Ended:
+def _told_of_end(child: int) -> int | None:
+    """A descriptor that can be read once the child has ended; None where the kernel has none."""
+    try:
+        return os.pidfd_open(child)
+    except (AttributeError, OSError):
+        return None
+
+
+def _watched(
+    child: int, ours: dict[str, int], stdin: bytes, request: dict[str, Any], took: Callable[[bytes], None] | None
+) -> Ended:
     """Feed the child, read what it writes, and end it where it passes a limit."""
     most, why = request["limits"]["output_bytes"], ""
     texts = {ours[name]: bytearray() for name in ("out", "err", "result")}
     reading, left = set(texts), memoryview(stdin)
-    for end in ours.values():
+    at_end = {ours["end"]} if "end" in ours else set()
+    for end in (ours["in"], *texts):
         os.set_blocking(end, False)
     if not left:
         os.close(ours.pop("in"))
@@ -179,10 +210,11 @@ def _watched(child: int, ours: dict[str, int], stdin: bytes, request: dict[str, 
             os.kill(child, signal.SIGKILL)
             status = os.waitpid(child, 0)[1]
             break
-        if not reading:  # it closed its ends, and may go on
+        waiting = reading | at_end
+        if not waiting:  # it closed its ends, and may go on
             time.sleep(_POLL_S)
         writable = [ours["in"]] if "in" in ours else []
-        readable, ready, _ = select.select(list(reading), writable, [], min(left_s, 0.05) if reading else 0)
+        readable, ready, _ = select.select(list(waiting), writable, [], min(left_s, 0.05) if waiting else 0)
         if ready:
             try:
                 left = left[os.write(ours["in"], left[:65536]) :]
@@ -192,19 +224,34 @@ def _watched(child: int, ours: dict[str, int], stdin: bytes, request: dict[str, 
                 left = memoryview(b"")
             if not left:
                 os.close(ours.pop("in"))
-        for end in readable:
+        found = reading.intersection(readable)
+        for end in found:
             data = os.read(end, 65536)
             texts[end] += data
             if not data:
                 reading.discard(end)
-        if not readable:
+        if took is not None:
+            _pass_on(texts, ours["result"], took)
+        if not found:
             pid, ended = os.waitpid(child, os.WNOHANG)
             status = ended if pid else None
     for end in reading:  # what is left of a child that has ended
         with contextlib.suppress(BlockingIOError):
             texts[end] += os.read(end, most)
+    if took is not None:
+        _pass_on(texts, ours["result"], took)
     detail = _last_line(bytes(texts[ours["err"]]))
     return Ended(*_how(status, why, detail), bytes(texts[ours["out"]][:most]), bytes(texts[ours["result"]]))
+
+
+def _pass_on(texts: dict[int, bytearray], result: int, took: Callable[[bytes], None]) -> None:
+    """The whole lines of the result; with each, what was written beside it is done with."""
+    lines = texts[result].split(b"\n")
+    texts[result] = lines.pop()
+    for line in lines:
+        took(bytes(line))
+        for end in texts.keys() - {result}:
+            texts[end].clear()
 
 
 def _how(status: int, why: str, detail: str) -> tuple[str, str]:

@@ -103,7 +103,7 @@ def print_eval(result: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from rollover.track.live import decimal
+    from rollover.track.figures import decimal
     from rollover.track.shown import shown
     from rollover.track.statistics import parts_of
 

@@ -62,7 +62,7 @@ def summary_of(files: RunFiles) -> Any:
 
 def now(files: RunFiles) -> dict[str, str]:
     """Where it stands, in words."""
-    from rollover.track.live import count, decimal, duration
+    from rollover.track.figures import count, decimal, duration
 
     rows, num_steps = files.metrics(), files.value("train.num_steps")
     state, holder = files.state, files.holder
@@ -136,7 +136,7 @@ def print_rollouts(files: RunFiles, num: int, console: Console) -> None:
 
 def _told(files: RunFiles, entry: Any, record: dict[str, Any]) -> str:
     from rollover.reading.rollout_index import staleness
-    from rollover.track.live import decimal
+    from rollover.track.figures import decimal
 
     score = decimal(record["score"]) if record["error"] is None else f"none ({record['error']})"
     versions = "no tokens"

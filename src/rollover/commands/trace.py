@@ -51,7 +51,7 @@ def show_traces(run_dirs: Sequence[Path], to_perfetto: Path | None, to_svg: Path
 def summary(title: str, events: Sequence[TraceEvent]) -> str:
     """A few lines of text: what happened, and where the time went."""
     from rollover.rollout.lifecycle import EventKind
-    from rollover.track.live import count, percent
+    from rollover.track.figures import count, percent
     from rollover.track.trace import acts, busy_share, engine_visits, spans
 
     visits, of_spans = engine_visits(events), spans(events)

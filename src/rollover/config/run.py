@@ -73,8 +73,8 @@ class CheckpointConfig(Table):
 class TrackConfig(Table):
     """[track]: what is shown and recorded."""
 
-    live: Literal["auto", "rich", "plain", "off"] = option(
-        "auto", "Terminal view: rich on a TTY, plain lines elsewhere (auto)."
+    live: Literal["auto", "rich", "plain", "verbose", "off"] = option(
+        "auto", "Terminal view: rich on a TTY, plain lines elsewhere (auto). verbose: longer lines, with all figures."
     )
     rollouts: bool = option(True, "Record every trained or dropped rollout under rollouts/.")
     format: list[Literal["jsonl", "parquet"]] = Field(

@@ -40,7 +40,8 @@ from rollover.run.profile import profiled
 from rollover.run.resume import Resume
 from rollover.run.stateful import stateful_parts
 from rollover.run.stop import Stop
-from rollover.run.tracking import Tracking
+from rollover.run.tracking import Tracking, step_progress
+from rollover.track.live import LiveView
 from rollover.track.summary import RunSummary, run_summary
 from rollover.trainer.batch import Batch
 from rollover.trainer.reward_kl import Penalties
@@ -87,6 +88,7 @@ class Run:
         needs_weights, overlaps = self.producer.uses_engine, config.rollout.overlap and self.producer.generates
         self.stateful = stateful_parts(parts, self.producer)
         self.journaling = Journaling(config, parts, directory, self.producer)
+        trackers.the(LiveView).watch(step_progress(config, parts))
         self.rows = Rows(config, parts, self.journaling, trackers, losses, overlaps=overlaps)
         self.own_metrics = own_metrics(config.track.metrics)
         self.overlap = Overlap(config, parts, self.rows, self.blocked)

@@ -5,10 +5,13 @@ Owns the last check: a step that breaks a promise (the ledger, the bound of stal
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rollover.config import Config
 from rollover.rollout.lifecycle import Event
 from rollover.run.parts import Parts
 from rollover.run.records import Records
+from rollover.track.live import Progress
 from rollover.track.tracker import Trackers
 from rollover.trainer.batch import Batch
 from rollover.types import Group
@@ -42,3 +45,13 @@ class Tracking:
         bound = self.config.staleness_bound
         assert self.recorded or row["staleness/max"] <= bound, f"staleness {row['staleness/max']} is above {bound}"
         assert row.get("staleness/replayed_max", 0) <= self.config.replay.max_staleness, "replayed above its bound"
+
+
+def step_progress(config: Config, parts: Parts) -> Callable[[], Progress]:
+    """How far the step is that is being made. It may be asked from any thread: it looks, and waits for nothing."""
+
+    def progress() -> Progress:
+        ready = sum(group.ready for group in list(parts.lifecycle.cache.groups.values()))
+        return Progress(ready, config.rollout.groups_per_step, parts.lifecycle.ledger.generated_tokens)
+
+    return progress

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.track.answers import Answer
-from rollover.track.live import decimal
+from rollover.track.figures import decimal
 from rollover.track.paired import sign_flip_p
 from rollover.track.statistics import mean_interval
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from rollover.files import atomic_write_text
 from rollover.functions import printable
-from rollover.track.live import decimal
+from rollover.track.figures import decimal
 from rollover.track.shown import excerpt, printable_lines
 from rollover.track.sinks import to_json
 from rollover.track.statistics import summarise_eval

@@ -1,7 +1,7 @@
-"""The live view of a run in the terminal: a panel on a TTY, one plain line a step elsewhere.
+"""The live view of a run in the terminal: a panel on a TTY, one plain line a step (step_line.py) elsewhere.
 
-Owns how metric rows look while a run goes on. It computes no metric beyond a trend and an ETA, and a key that a row
-does not have is shown as a dash.
+Owns how metric rows look while a run goes on, and what it is busy with. It computes no metric beyond a trend and an
+ETA, and a key that a row does not have is shown as a dash.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,84 +19,35 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollover.track.figures import DASH, TIME_SPLIT, count, decimal, duration, percent, sparkline, time_split
 from rollover.track.shown import shown_lines
+from rollover.track.step_line import full_line, staleness, step_line
+from rollover.track.still import Still
 from rollover.track.tracker import Cut, Row, RunInfo, Tracker
 from rollover.track.waits import Verdict, verdict
 
-Mode = Literal["auto", "rich", "plain", "off"]
+Mode = Literal["auto", "rich", "plain", "verbose", "off"]
+_MAKES_A_STEP = ("generating", "training")
 
-_SPARKS = "▁▂▃▄▅▆▇█"
-_DASH = "-"
 _EMA_DECAY = 0.8
 _ETA_STEPS = 20
-# (label, key, colour) of the time split; what is left of time/step_s is "other".
-TIME_SPLIT = (
-    ("generate", "time/generate_s", "cyan"),
-    ("score", "time/score_s", "magenta"),
-    ("train", "time/train_s", "green"),
-    ("weights", "time/weights_s", "yellow"),
-    ("checkpoint", "time/checkpoint_s", "blue"),
-    ("eval", "time/eval_s", "blue"),
-)
-_NOT_EVERY_STEP = ("checkpoint", "eval")  # shown in the steps that have them
 _SHARES_A_LINE = 5  # of the time split, in a panel of 80 columns
 
 
-def count(value: float | None) -> str:
-    """1234567 as 1.23M; None as a dash."""
-    if value is None or not math.isfinite(value):
-        return _DASH
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            scaled = value / (1e3 if unit == "k" else limit)
-            return f"{scaled:.3g}{unit}" if abs(scaled) < 999.5 else f"{scaled:.0f}{unit}"
-    return f"{value:,.0f}"
+class Progress(NamedTuple):
+    """Of the step being made: `ready` of the `wanted` groups; and the sampled tokens of the whole run so far."""
 
-
-def decimal(value: float | None, digits: int = 3) -> str:
-    return _DASH if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
-def percent(share: float | None) -> str:
-    return _DASH if share is None or not math.isfinite(share) else f"{100 * share:.0f}%"
-
-
-def duration(seconds: float | None) -> str:
-    """75 as 1:15, 4000 as 1:06:40; None as a dash."""
-    if seconds is None or not math.isfinite(seconds):
-        return _DASH
-    minutes, secs = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
-
-
-def sparkline(values: list[float], width: int) -> str:
-    """The last `width` values as bars between their smallest and largest."""
-    shown = values[-width:]
-    if not shown:
-        return ""
-    low, span = min(shown), max(shown) - min(shown)
-    return "".join(_SPARKS[int((v - low) / span * (len(_SPARKS) - 1) + 0.5)] if span > 0 else _SPARKS[0] for v in shown)
-
-
-def time_split(row: Row) -> list[tuple[str, float]]:
-    """Shares of time/step_s by label, "other" last; empty if the row has no times.
-
-    Checkpoint and evaluation are left out of a step that had none.
-    """
-    total = row.get("time/step_s")
-    if not total:
-        return []
-    seconds = [(label, row.get(key) or 0.0) for label, key, _ in TIME_SPLIT]
-    shares = [(label, s / total) for label, s in seconds if s or label not in _NOT_EVERY_STEP]
-    return [*shares, ("other", max(0.0, 1 - sum(share for _, share in shares)))]
+    ready: int
+    wanted: int
+    generated: int
 
 
 class LiveView(Tracker):
     """Shows a run as it goes.
 
-    `mode` is track.live: "auto" is "rich" on a terminal that can show it, otherwise "plain"; "off" shows only messages.
-    `num_steps` is the last step's number; `clock` gives seconds.
+    `mode` is track.live: "auto" is "rich" on a terminal that can show it, otherwise "plain"; "verbose" is "plain" with
+    longer lines; "off" shows only messages. `num_steps` is the last step's number; `clock` gives seconds. Where lines
+    are plain, one says every now and then what takes so long (from `still_s` on).
     """
 
     def __init__(
@@ -106,6 +57,7 @@ class LiveView(Tracker):
         title: str = "",
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        still_s: float = 30.0,
     ) -> None:
         self._console = console or Console()
         if mode == "auto":
@@ -124,6 +76,9 @@ class LiveView(Tracker):
         self._previous_trend: float | None = None
         self._step_times: deque[float] = deque(maxlen=_ETA_STEPS)
         self._live: Live | None = None
+        self._still = Still(self._say_still, still_s)
+        self._progress_of: Callable[[], Progress] | None = None
+        self._generated_before = 0.0
 
     def on_start(self, run: RunInfo) -> None:
         if self.mode == "rich":
@@ -133,16 +88,25 @@ class LiveView(Tracker):
             )
             self._live.start()
 
+    def watch(self, progress: Callable[[], Progress]) -> None:
+        """`progress` tells of the step that is being made; it is asked from any thread."""
+        self._progress_of = progress
+
     def close(self) -> None:
+        self._still.end()
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def on_phase(self, name: str) -> None:
-        """Shown with its duration, on a terminal only."""
+        """Shown with its duration; in plain lines if it takes long."""
         if name != self._phase:
             self._phase = name
             self._phase_start = self._clock()
+            if not self._row and self._progress_of is not None:  # a run that goes on has generated before
+                self._generated_before = self._progress_of().generated
+            if self.mode in ("plain", "verbose"):
+                self._still.begin()
 
     def truncate(self, cut: Cut) -> None:
         self._row, self._verdict, self._trend, self._previous_trend = {}, None, None, None
@@ -151,6 +115,7 @@ class LiveView(Tracker):
 
     def on_step(self, row: Row) -> None:
         self._row, self._verdict = row, verdict(row)
+        self._generated_before = row.get("tokens/generated") or 0.0
         reward = row.get("reward/mean")
         if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
@@ -158,8 +123,9 @@ class LiveView(Tracker):
             self._trend = reward if self._trend is None else _EMA_DECAY * self._trend + (1 - _EMA_DECAY) * reward
         if step_time := row.get("time/step_s"):
             self._step_times.append(step_time)
-        if self.mode == "plain":
-            self._print(self._plain_line())
+        if self.mode in ("plain", "verbose"):
+            line = step_line if self.mode == "plain" else full_line
+            self._print(line(row, self._num_steps, self._trend, self.eta_s))
 
     def on_message(self, text: str) -> None:
         """Printed above the view if there is one, where it stays."""
@@ -184,45 +150,32 @@ class LiveView(Tracker):
     def _get(self, key: str) -> float | None:
         return self._row.get(key)
 
-    def _trend_change(self) -> float | None:
-        if self._trend is None or self._previous_trend is None:
-            return None
-        return self._trend - self._previous_trend
+    def _say_still(self, seconds: float) -> None:
+        """In a thread: a line of what has taken so long already."""
+        made = self._made()
+        so_far = f": {made.ready} of {made.wanted} groups ready, {self._tokens_of(made)}" if made is not None else ""
+        self._print(f"{self._phase} ({duration(seconds)}){so_far}")
 
-    def _staleness(self) -> str:
-        return f"{count(self._get('staleness/max'))}/{count(self._get('staleness/bound'))}"
+    def _made(self) -> Progress | None:
+        """How far the step is; None while none is made."""
+        return self._progress_of() if self._progress_of is not None and self._phase in _MAKES_A_STEP else None
 
-    def _plain_line(self) -> str:
-        split = " ".join(f"{label} {percent(share)}" for label, share in time_split(self._row)) or _DASH
-        parts = [
-            f"step {count(self._get('step'))}/{self._num_steps}",
-            f"reward {decimal(self._get('reward/mean'))} (trend {decimal(self._trend)})",
-            f"{count(self._get('speed/generated_tokens_per_s'))} tok/s",
-            f"generated {count(self._get('tokens/generated'))} trained {count(self._get('tokens/trained'))}"
-            f" dropped {count(self._get('tokens/dropped'))} held {count(self._get('tokens/held'))}",
-            f"staleness {self._staleness()}",
-            *([f"acting {count(acting)}"] if (acting := self._get("rollouts/acting")) is not None else []),
-            f"resumed {count(self._get('rollouts/resumed'))} partial {percent(self._get('rollouts/partial_share'))}",
-            split,
-            self._verdict.text if self._verdict is not None else _DASH,
-            f"{decimal(self._get('time/step_s'), 1)} s",
-            f"ETA {duration(self.eta_s)}",
-        ]
-        return " | ".join(parts)
+    def _tokens_of(self, made: Progress) -> str:
+        return f"{count(max(0.0, made.generated - self._generated_before))} tokens"
 
     # ---- the panel
 
     def render(self) -> RenderableType:
         """The panel as it is now."""
         width = self._console.width
-        rows = Table.grid(padding=(0, 2))
+        rows = Table.grid(padding=(0, 2), expand=True)
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-        rows.add_row("now", Text(f"{self._phase} ({duration(self._clock() - self._phase_start)})", "bold"))
+        rows.add_row("now", self._now())
         rows.add_row("reward", self._reward(width))
-        rows.add_row("speed", self._speed())
-        rows.add_row("tokens", self._tokens())
-        rows.add_row("staleness", self._partial())
+        rows.add_row("speed", _speed(self._row))
+        rows.add_row("tokens", _tokens(self._row))
+        rows.add_row("staleness", _partial(self._row))
         for label, line in zip(("time", ""), self._time(), strict=False):
             rows.add_row(label, line)
         if self._verdict is not None:
@@ -231,6 +184,19 @@ class LiveView(Tracker):
                 rows.add_row("try", Text(self._verdict.advice))
         title = Text.assemble(("rollover", "bold"), f"  {self._title}" if self._title else "")
         return Panel(Group(self._progress(), Text(), rows), title=title, title_align="left", width=min(width, 120))
+
+    def _now(self) -> RenderableType:
+        """What it is busy with, and a bar for the step being made."""
+        doing = Text(f"{self._phase} ({duration(self._clock() - self._phase_start)})", "bold")
+        if (made := self._made()) is None:
+            return doing
+        grid = Table.grid(padding=(0, 2), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True)
+        bar = ProgressBar(total=max(1, made.wanted), completed=min(made.ready, made.wanted))
+        grid.add_row(doing, bar, f"{made.ready} of {made.wanted} groups   {self._tokens_of(made)}")
+        return grid
 
     def _progress(self) -> RenderableType:
         step = int(self._get("step") or 0)
@@ -247,7 +213,8 @@ class LiveView(Tracker):
         return grid
 
     def _reward(self, width: int) -> Text:
-        change = self._trend_change()
+        known = self._trend is not None and self._previous_trend is not None
+        change = self._trend - self._previous_trend if known else None  # type: ignore[operator]
         text = Text.assemble((decimal(self._get("reward/mean")), "bold"), f"   trend {decimal(self._trend)} ")
         if change is not None:
             arrow, colour = ("▲", "green") if change > 0 else ("▼", "red") if change < 0 else ("=", "dim")
@@ -255,34 +222,37 @@ class LiveView(Tracker):
         text.append("   " + sparkline(list(self._rewards), 60 if width >= 110 else 24), "green")
         return text
 
-    def _speed(self) -> Text:
-        return Text(
-            f"{count(self._get('speed/generated_tokens_per_s'))} tok/s generating"
-            f"   {count(self._get('speed/trained_tokens_per_s'))} training"
-            f"   {count(self._get('speed/step_tokens_per_s'))} overall"
-        )
-
-    def _tokens(self) -> Text:
-        dropped = self._get("tokens/dropped")
-        return Text.assemble(
-            f"{count(self._get('tokens/generated'))} generated = {count(self._get('tokens/trained'))} trained + ",
-            (f"{count(dropped)} dropped", "red" if dropped else ""),
-            f" + {count(self._get('tokens/held'))} held",
-        )
-
-    def _partial(self) -> Text:
-        acting = self._get("rollouts/acting")
-        return Text(
-            f"max/bound {self._staleness()}   mean {decimal(self._get('staleness/mean'), 2)}"
-            f"   resumed {count(self._get('rollouts/resumed'))}"
-            f"   partial {percent(self._get('rollouts/partial_share'))}"
-            + (f"   acting {count(acting)}" if acting is not None else "")
-        )
-
     def _time(self) -> list[Text]:
         """The time split, on one line or two."""
         colours = {label: colour for label, _, colour in TIME_SPLIT}
         split = time_split(self._row)
         shares = [Text(f"{label} {percent(share)}", colours.get(label, "dim")) for label, share in split]
         lines = [shares[:_SHARES_A_LINE], shares[_SHARES_A_LINE:]]
-        return [Text("  ").join(line) for line in lines if line] or [Text(_DASH)]
+        return [Text("  ").join(line) for line in lines if line] or [Text(DASH)]
+
+
+def _speed(row: Row) -> Text:
+    return Text(
+        f"{count(row.get('speed/generated_tokens_per_s'))} tok/s generating"
+        f"   {count(row.get('speed/trained_tokens_per_s'))} training"
+        f"   {count(row.get('speed/step_tokens_per_s'))} overall"
+    )
+
+
+def _tokens(row: Row) -> Text:
+    dropped = row.get("tokens/dropped")
+    return Text.assemble(
+        f"{count(row.get('tokens/generated'))} generated = {count(row.get('tokens/trained'))} trained + ",
+        (f"{count(dropped)} dropped", "red" if dropped else ""),
+        f" + {count(row.get('tokens/held'))} held",
+    )
+
+
+def _partial(row: Row) -> Text:
+    acting = row.get("rollouts/acting")
+    return Text(
+        f"max/bound {staleness(row)}   mean {decimal(row.get('staleness/mean'), 2)}"
+        f"   resumed {count(row.get('rollouts/resumed'))}"
+        f"   partial {percent(row.get('rollouts/partial_share'))}"
+        + (f"   acting {count(acting)}" if acting is not None else "")
+    )

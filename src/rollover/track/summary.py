@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollover.track.live import count, decimal, duration, percent
+from rollover.track.figures import count, decimal, duration, percent
 from rollover.track.metrics import aggregate
 from rollover.track.shown import excerpt, shown
 from rollover.track.statistics import parts_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from rollover.track.live import LiveView, count, decimal, duration, percent, sparkline, time_split
+from rollover.track.figures import count, decimal, duration, percent, sparkline, time_split
+from rollover.track.live import LiveView, Mode, Progress
 from rollover.track.metrics import validate
+from rollover.track.still import Still
 from rollover.track.tracker import RunInfo, Trackers
 
 ROW = {
@@ -157,9 +160,8 @@ def test_plain_is_one_line_a_step() -> None:
     lines = output(console).splitlines()
     assert len(lines) == 3
     assert lines[1] == (
-        "step 12/100 | reward 0.412 (trend 0.482) | 812 tok/s | generated 1.23M trained 1.1M dropped 4,567 held 130k"
-        " | staleness 2/3 | resumed 14 partial 22% | generate 62% score 3% train 30% weights 2% other 3%"
-        " | in turns: generation 6.2 of 10.0 s; overlap saves at most 3.3 s | 10.0 s | ETA 14:40"
+        "step 12/100 | reward 0.412 (trend 0.482) | 10.0 s, ETA 14:40 | 812 tok/s | staleness 2/3 | partial 22%"
+        " | dropped 0%"
     )
     assert lines[1].isascii()
     assert lines[2] == "a [bold]message[/bold] " + "x" * 100
@@ -168,8 +170,84 @@ def test_plain_is_one_line_a_step() -> None:
 def test_plain_line_of_an_empty_row() -> None:
     console = plain_console()
     LiveView("plain", 5, console=console).on_step({"step": 1, "reward/mean": None, "loss": float("nan")})
-    assert output(console).startswith("step 1/5 | reward - (trend -) | - tok/s |")
-    assert output(console).endswith(" | - | - | - s | ETA -\n")
+    expected = "step 1/5 | reward - (trend -) | - s, ETA - | - tok/s | staleness -/- | partial - | dropped -\n"
+    assert output(console) == expected
+
+
+def test_verbose_is_one_line_a_step_with_all_figures() -> None:
+    console = plain_console()
+    view = LiveView("verbose", 100, console=console)
+    view.on_step({**ROW, "step": 11, "reward/mean": 0.5})
+    view.on_step(ROW)
+    assert output(console).splitlines()[1] == (
+        "step 12/100 | reward 0.412 (trend 0.482) | 812 tok/s | generated 1.23M trained 1.1M dropped 4,567 held 130k"
+        " | staleness 2/3 | resumed 14 partial 22% | generate 62% score 3% train 30% weights 2% other 3%"
+        " | in turns: generation 6.2 of 10.0 s; overlap saves at most 3.3 s | 10.0 s | ETA 14:40"
+    )
+
+
+@given(st.dictionaries(st.sampled_from(sorted(ROW)), st.none() | st.floats(-1e12, 1e12)), st.integers(1, 10**7))
+def test_the_step_line_fits_120_columns(changes: dict[str, float | None], num_steps: int) -> None:
+    console = plain_console()
+    view = LiveView("plain", num_steps, console=console)
+    view.on_step({**ROW, **changes, "step": num_steps})
+    (line,) = output(console).splitlines()
+    assert len(line) <= 120 and line.startswith("step ")
+
+
+def test_a_bar_shows_how_far_the_step_is() -> None:
+    console = rich_console(100)
+    view = LiveView("rich", 100, console=console)
+    generated = 1_000_000
+    view.watch(lambda: Progress(3, 8, generated))
+    view.on_phase("generating")  # of a run that goes on: the first million is not this step's
+    generated += 1234
+    text = "\n".join(panel(view, console))
+    assert "generating (0:00)" in text and "3 of 8 groups   1,234 tokens" in text and "━" in text and "…" not in text
+    view.on_step({**ROW, "tokens/generated": generated - 34})
+    assert "3 of 8 groups   34 tokens" in "\n".join(panel(view, console))
+    view.on_phase("evaluating")
+    text = "\n".join(panel(view, console))
+    assert "evaluating (0:00)" in text and "groups" not in text.partition("reward")[0]
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_plain_lines_say_what_takes_long() -> None:
+    console = plain_console()
+    view = LiveView("plain", 100, console=console, still_s=0.02)
+    view.watch(lambda: Progress(3, 8, 500))
+    view.on_phase("evaluating")
+    eventually(lambda: output(console).count("evaluating (0:00)\n") >= 2)
+    view.on_phase("generating")
+    eventually(lambda: "generating (0:00): 3 of 8 groups ready, 0 tokens\n" in output(console))
+    view.close()
+    said = output(console)
+    time.sleep(0.2)
+    assert output(console).count("\n") <= said.count("\n") + 1, "at most what was being said"
+
+
+@pytest.mark.parametrize("mode", ["rich", "off"])
+def test_nothing_is_said_where_the_panel_shows_it_or_nobody_wants_it(mode: Mode) -> None:
+    console = plain_console()
+    view = LiveView(mode, 100, console=console, still_s=0.01)
+    view.on_phase("evaluating")
+    time.sleep(0.1)
+    assert output(console) == ""
+
+
+def test_the_pauses_grow() -> None:
+    said: list[float] = []
+    still = Still(said.append, first_s=0.01)
+    still.begin()
+    eventually(lambda: len(said) >= 4)
+    still.end()
+    assert said[:4] == pytest.approx([0.01, 0.02, 0.04, 0.08])
 
 
 def test_auto_is_rich_on_a_terminal_that_can_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +302,7 @@ def test_sparkline() -> None:
 def test_evaluation_and_checkpoint_have_names_of_their_own() -> None:
     row = {**ROW, "time/step_s": 20.0, "time/eval_s": 7.0, "time/checkpoint_s": 2.0}
     console = plain_console()
-    LiveView("plain", 100, console=console).on_step(row)
+    LiveView("verbose", 100, console=console).on_step(row)
     assert "generate 31% score 2% train 15% weights 1% checkpoint 10% eval 35% other 7% |" in output(console)
     for width in (80, 120):
         console = rich_console(width)

@@ -1,0 +1,70 @@
+"""How figures of a run are written: counts, shares, times, a sparkline, and how a step's time is split. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from rollover.track.tracker import Row
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+DASH = "-"
+# (label, key, colour) of the time split; what is left of time/step_s is "other".
+TIME_SPLIT = (
+    ("generate", "time/generate_s", "cyan"),
+    ("score", "time/score_s", "magenta"),
+    ("train", "time/train_s", "green"),
+    ("weights", "time/weights_s", "yellow"),
+    ("checkpoint", "time/checkpoint_s", "blue"),
+    ("eval", "time/eval_s", "blue"),
+)
+_NOT_EVERY_STEP = ("checkpoint", "eval")  # shown in the steps that have them
+
+
+def count(value: float | None) -> str:
+    """1234567 as 1.23M; None as a dash."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            scaled = value / (1e3 if unit == "k" else limit)
+            return f"{scaled:.3g}{unit}" if abs(scaled) < 999.5 else f"{scaled:.0f}{unit}"
+    return f"{value:,.0f}"
+
+
+def decimal(value: float | None, digits: int = 3) -> str:
+    return DASH if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    return DASH if share is None or not math.isfinite(share) else f"{100 * share:.0f}%"
+
+
+def duration(seconds: float | None) -> str:
+    """75 as 1:15, 4000 as 1:06:40; None as a dash."""
+    if seconds is None or not math.isfinite(seconds):
+        return DASH
+    minutes, secs = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The last `width` values as bars between their smallest and largest."""
+    shown = values[-width:]
+    if not shown:
+        return ""
+    low, span = min(shown), max(shown) - min(shown)
+    return "".join(_SPARKS[int((v - low) / span * (len(_SPARKS) - 1) + 0.5)] if span > 0 else _SPARKS[0] for v in shown)
+
+
+def time_split(row: Row) -> list[tuple[str, float]]:
+    """Shares of time/step_s by label, "other" last; empty if the row has no times.
+
+    Checkpoint and evaluation are left out of a step that had none.
+    """
+    total = row.get("time/step_s")
+    if not total:
+        return []
+    seconds = [(label, row.get(key) or 0.0) for label, key, _ in TIME_SPLIT]
+    shares = [(label, s / total) for label, s in seconds if s or label not in _NOT_EVERY_STEP]
+    return [*shares, ("other", max(0.0, 1 - sum(share for _, share in shares)))]

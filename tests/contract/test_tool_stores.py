@@ -61,9 +61,8 @@ def read_tensorboard(folder: Path) -> Stored:
     return Stored(1, points, "\n".join(texts["rollouts"] + texts.get("answers", [])), texts["config"][0])
 
 
-def wandb_records(file: Path) -> Iterator[Any]:
-    """Of an offline file: records of LevelDB's log format behind a header of 7 bytes."""
-    record_type = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
+def records(file: Path, record_type: Any) -> Iterator[Any]:
+    """Of an offline file of W&B or SwanLab: LevelDB's log format behind a header of 7 bytes."""
     data, at, parts = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:  # the rest of a block
@@ -81,7 +80,7 @@ def read_wandb(folder: Path) -> Stored:
     (file,) = (folder / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     points: dict[tuple[int, str], list[float]] = {}
     runs, config = set(), ""
-    for record in wandb_records(file):
+    for record in records(file, pytest.importorskip("wandb.proto.wandb_internal_pb2").Record):
         if record.HasField("run"):
             runs.add(record.run.run_id)
             assert (record.run.project, record.run.display_name, record.run.run_group) == ("shown", "demo run", "g")
@@ -135,11 +134,26 @@ def read_mlflow(folder: Path) -> Stored:
     return Stored(len(runs), points, "\n".join(cells), str(runs[0].data.params))
 
 
+def read_swanlab(folder: Path) -> Stored:
+    (file,) = (folder / "run" / "swanlog").glob("run-*/run-*.swanlab")
+    points: dict[tuple[int, str], list[float]] = {}
+    runs = set()
+    for record in records(file, pytest.importorskip("swanlab.proto.swanlab.record.v1.record_pb2").Record):
+        if record.HasField("start"):
+            runs.add(record.start.id)
+            assert (record.start.project, record.start.name, record.start.group) == ("shown", "demo run", "g")
+        elif record.HasField("scalar") and not record.scalar.key.startswith("__swanlab__"):
+            points.setdefault((record.scalar.step, record.scalar.key), []).append(record.scalar.value.number)
+    texts = [path.read_text() for path in file.parent.glob("media/text/*")]
+    return Stored(len(runs), points, "\n".join(texts), (file.parent / "files" / "config.yaml").read_text())
+
+
 READ: dict[str, Callable[[Path], Stored]] = {
     "tensorboard": read_tensorboard,
     "wandb": read_wandb,
     "trackio": read_trackio,
     "mlflow": read_mlflow,
+    "swanlab": read_swanlab,
 }
 
 
@@ -152,6 +166,7 @@ def tool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     pytest.importorskip(TOOLS[request.param].library, reason=f'pip install "rollover[{request.param}]"')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

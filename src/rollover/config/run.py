@@ -9,9 +9,9 @@ from rollover.config.rollout import GENERATION, SAMPLING
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
 
 _TRACKERS = ("track.trackers",)
-TOOLS = ("wandb", "tensorboard", "trackio", "mlflow")
+TOOLS = ("wandb", "tensorboard", "trackio", "mlflow", "swanlab")
 """What track.trackers may name beside classes of the user's own."""
-_WITH_ENTITY = {"wandb"}
+_WITH_ENTITY = {"wandb", "swanlab"}
 
 
 class RunConfig(Table):
@@ -103,7 +103,7 @@ class TrackConfig(Table):
     )
     trackers: list[str] = Field(
         default_factory=list,
-        description="Where the run is shown beside its own files: wandb, tensorboard, trackio, mlflow"
+        description="Where the run is shown beside its own files: wandb, tensorboard, trackio, mlflow, swanlab"
         " (docs/trackers.md), or by your own classes (module:Class or path.py:Class), told of every step, evaluation"
         " and group. One that fails does not end the run.",
     )
@@ -114,7 +114,9 @@ class TrackConfig(Table):
         only_if=_TRACKERS,
     )
     group: str = option("", "Group of the run in its trackers.", only_if=_TRACKERS)
-    entity: str = option("", "Team or user that the project belongs to, as in W&B's entity.", only_if=_TRACKERS)
+    entity: str = option(
+        "", "Team or user that the project belongs to: W&B's entity, SwanLab's workspace.", only_if=_TRACKERS
+    )
     tags: list[str] = Field(
         default_factory=list,
         description="Tags of the run in its trackers.",

@@ -44,7 +44,7 @@ _LORA = _ADAPTER | {"lora_target_linear": True}
 _SEVERAL = {"trl.reward_funcs": ["mine.accuracy", "mine.form"]}
 
 _WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
-_SHOWN = "what is shown and stored of a run, and where: `[track]`, docs/running.md"
+_SHOWN = "what is shown and stored of a run, and where: `[track]`; W&B and others: docs/trackers.md"
 _OTHER = "no part of training by rollouts: other kinds of training read it"
 _DATA = "how the data are prepared and stored before training"
 NO_RESULT = {

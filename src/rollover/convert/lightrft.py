@@ -33,7 +33,7 @@ _OVERLONG = {"overlong_buffer": True, "overlong_buffer_len": 64}
 _NORM = _GAE | {"reward_running_norm": True}
 
 _WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
-_SHOWN = "what is shown and stored of a run, and where: `[track]`, docs/running.md"
+_SHOWN = "what is shown and stored of a run, and where: `[track]`; W&B and others: docs/trackers.md"
 _IMAGES = "there are no images"
 NO_RESULT = {
     _WHERE: (

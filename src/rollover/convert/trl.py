@@ -19,7 +19,7 @@ _EVAL = ("eval.num_tasks", "eval.every_steps")
 
 # No result depends on these: they say where and how fast something is computed, or what is shown of it.
 _WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
-_SHOWN = "what is shown of a run, and where: `[track]`, docs/running.md"
+_SHOWN = "what is shown of a run, and where: `[track]`; W&B and others: docs/trackers.md"
 _HUB = "nothing is uploaded: `model/` of the run is a folder as `from_pretrained` reads it"
 _OTHERS = "of other trainers: GRPOTrainer does not read it"
 _ADAPTIVE = "goes with `use_adaptive_entropy`"

@@ -99,7 +99,7 @@ ASKED = {
     "skip.*.enable": ("set `run.train_on_recorded` to train recorded rollouts", (False,)),
 }
 _WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
-_SHOWN = "what is shown and stored of a run, and where: `[track]`, docs/running.md"
+_SHOWN = "what is shown and stored of a run, and where: `[track]`; W&B and others: docs/trackers.md"
 _ENGINES = (ROLLOUT, "reward.reward_model.rollout", "reward_model.rollout")
 NO_RESULT = {
     _WHERE: (

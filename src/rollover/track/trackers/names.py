@@ -20,6 +20,7 @@ TOOLS = {
     "tensorboard": Named(f"{_HERE}.tensorboard_tool:TensorBoard", "tensorboard"),
     "trackio": Named(f"{_HERE}.trackio_tool:Trackio", "trackio"),
     "mlflow": Named(f"{_HERE}.mlflow_tool:MLflow", "mlflow"),
+    "swanlab": Named(f"{_HERE}.swanlab_tool:SwanLab", "swanlab"),
 }
 
 

@@ -221,7 +221,14 @@ class PlanConfig(Table):
         0.05, "Seconds of the shortest prefill; what joins together is prefilled together.", ge=0
     )
     train_tokens_per_s: float = option(
-        250, "Tokens, prompts included, that one trainer device trains per second.", gt=0
+        250,
+        "Tokens, prompts included, that one trainer device trains per second, in one of train.epochs_per_step.",
+        gt=0,
+    )
+    parameters_b: float = option(
+        0.0,
+        "Parameters of the model in billions, for what the trainer holds in memory; 0 = it is stated for a parameter.",
+        ge=0,
     )
     weight_sync_s: float = option(0.2, "Seconds from the end of a step to live weights.", ge=0)
     reward_s: float = option(0.0, "Seconds to score a group.", ge=0)

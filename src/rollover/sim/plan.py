@@ -15,6 +15,7 @@ from typing import Any
 
 from rollover.config import Config, PlanConfig
 from rollover.config.rollout import RolloutConfig
+from rollover.sim.memory import Memory, trainer_memory
 from rollover.sim.simulate import Outcome, Simulation
 from rollover.sim.workload import Workload
 
@@ -102,6 +103,7 @@ class Variant:
 class Plan:
     """The whole answer. `best`: the fastest variant within the staleness that the configuration allows.
 
+    `memory`: what the trainer holds. `epochs`: passes over a step's groups, whose time is in the figures.
     `nodes`: the roles that each node of [cluster] would have, and `placed`, the same in one line; empty where
     everything is on this machine, or [plan] has other engines and trainers than the rest of the configuration.
     """
@@ -113,6 +115,8 @@ class Plan:
     synchronous: Figures
     variants: list[Variant]
     best: Variant
+    memory: Memory
+    epochs: int = 1
     nodes: dict[str, list[str]] = field(default_factory=dict)
     placed: str = ""
 
@@ -128,6 +132,8 @@ class Plan:
             "assumed": self.assumed.model_dump(mode="json"),
             "slots_per_engine": self.slots_per_engine,
             "nodes": self.nodes,
+            "epochs_per_step": self.epochs,
+            "memory": self.memory.as_json(),
             "figures": asdict(self.figures),
             "synchronous": asdict(self.synchronous),
             "speedup": self.speedup,
@@ -142,7 +148,7 @@ def make_plan(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Simulate `config`. `observed`: group lengths of an earlier run, in place of the assumed distribution."""
-    rollout, plan, slots = config.rollout, config.plan, config.engine.max_running
+    rollout, plan, slots = config.rollout, with_epochs(config), config.engine.max_running
     workload = Workload(plan, rollout.rollouts_per_group, rollout.max_new_tokens, observed or ())
     size = rollout.groups_per_step * rollout.rollouts_per_group
     progress(f"simulating {plan.steps} steps of {size:,} rollouts on {plan.engines:,} engines")
@@ -151,10 +157,17 @@ def make_plan(
     twin_steps = min(plan.steps, max(5, _TWIN_ROLLOUTS // size))
     twin = _simulate(synchronous(rollout), plan.model_copy(update={"steps": twin_steps}), slots, workload)
     progress("simulating variants")
-    variants = _variants(config, workload)
+    variants = _variants(config, plan, workload)
     allowed = [v for v in variants if v.max_staleness <= rollout.max_staleness] or variants
     best = max(allowed, key=lambda v: v.speedup)
-    return Plan(rollout, plan, slots, figures, twin, variants, best)
+    memory, epochs = trainer_memory(config), config.train.epochs_per_step
+    return Plan(rollout, config.plan, slots, figures, twin, variants, best, memory, epochs)
+
+
+def with_epochs(config: Config) -> PlanConfig:
+    """[plan], whose trainers pass over a step's groups as often as train.epochs_per_step says."""
+    rate = config.plan.train_tokens_per_s / config.train.epochs_per_step
+    return config.plan.model_copy(update={"train_tokens_per_s": rate})
 
 
 def synchronous(rollout: RolloutConfig) -> RolloutConfig:
@@ -167,9 +180,8 @@ def synchronous(rollout: RolloutConfig) -> RolloutConfig:
     )
 
 
-def _variants(config: Config, workload: Workload) -> list[Variant]:
+def _variants(config: Config, plan: PlanConfig, workload: Workload) -> list[Variant]:
     """In-flight groups x staleness x engines and trainers, fastest first."""
-    plan = config.plan
     size = config.rollout.groups_per_step * config.rollout.rollouts_per_group
     shrink = max(1.0, plan.engines / _VARIANT_ENGINES, min(plan.engines, size / _VARIANT_ROLLOUTS))
     groups = max(2, round(config.rollout.groups_per_step / shrink))

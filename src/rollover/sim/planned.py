@@ -78,7 +78,9 @@ def _read_run(directory: Path, say: Callable[[str], None]) -> tuple[list[list[in
     if files.value("rollout.overlap"):  # its seconds of generation are only those that the trainer waited
         say(f"{directory} generated while it trained: its metrics tell no speeds, only its lengths are taken")
         return observed, values
-    return observed, values | speeds_of_run(files.metrics(), prompt_tokens)
+    speeds = speeds_of_run(files.metrics(), prompt_tokens)
+    speeds["train_tokens_per_s"] *= files.value("train.epochs_per_step") or 1  # a rate of one of its epochs
+    return observed, values | speeds
 
 
 def _names_turns(config: Config) -> str:

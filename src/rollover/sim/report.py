@@ -22,6 +22,7 @@ def _assumptions(plan: Plan, sources: dict[str, str]) -> list[str]:
     speeds = ", ".join(f"{b}: {s * 1e3:.3g} ms" for b, s in zip(a.decode_batches, a.decode_step_s, strict=True))
     together = "at half the speed each meanwhile" if r.overlap else "in turns"
     trainers = f"{a.trainers:,} trainers" if a.trainers else f"which train too, {together}"
+    epochs = f", {plan.epochs} times over a step's groups" if plan.epochs > 1 else ""
     if where["lengths"] == "run":
         lengths = "lengths of the run's own groups"
     else:
@@ -34,9 +35,10 @@ def _assumptions(plan: Plan, sources: dict[str, str]) -> list[str]:
         f" ({where['trainers']})",
         *([f"Nodes        {plan.placed}"] if plan.placed else []),
         f"Decode step  {speeds} by batch size ({where['decode_step_s']})",
-        f"Training     {a.train_tokens_per_s:,.0f} tokens/s a device ({where['train_tokens_per_s']}); weights live"
-        f" after {a.weight_sync_s:g} s ({where['weight_sync_s']}); prefill {a.prefill_tokens_per_s:,.0f} tokens/s"
-        f" ({where['prefill_tokens_per_s']})",
+        f"Training     {a.train_tokens_per_s:,.0f} tokens/s a device ({where['train_tokens_per_s']}){epochs};"
+        f" weights live after {a.weight_sync_s:g} s ({where['weight_sync_s']});"
+        f" prefill {a.prefill_tokens_per_s:,.0f} tokens/s ({where['prefill_tokens_per_s']})",
+        *plan.memory.lines(),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollover.config import Config, PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event
-from rollover.sim.plan import synchronous
+from rollover.sim.plan import synchronous, with_epochs
 from rollover.sim.simulate import Simulation
 from rollover.sim.workload import Workload
 from rollover.track.picture import draw
@@ -17,7 +17,7 @@ MOST_SLOTS = 512
 
 def timeline(config: Config, observed: list[list[int]] | None = None) -> str:
     """SVG of the first steps. ValueError where there are too many slots to see any."""
-    rollout, plan, slots = config.rollout, config.plan, config.engine.max_running
+    rollout, plan, slots = config.rollout, with_epochs(config), config.engine.max_running
     if plan.engines * slots > MOST_SLOTS:
         raise ValueError(
             f"--svg draws every slot: {plan.engines} engines x {slots} are more than {MOST_SLOTS}. Give fewer --engines"

@@ -1,0 +1,92 @@
+"""What the trainer holds for each parameter of the model: weights, gradients, moments, copies. Pure.
+
+Owns the sums for `rollover plan`; the trainer's own modules (optimizer.py, kept_weights.py, critic.py) are what they
+follow. Not counted: activations, adapters (model.lora), a teacher of its own, and what an engine holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollover.config import Config
+from rollover.config.cluster import num_ranks
+from rollover.config.critic import POLICY
+
+_MOMENTS = {"adamw": 8, "adamw_8bit": 2, "muon": 4, "sgd": 4}  # of the layers' matrices (docs/trainer.md)
+_MASTER, _GRADIENT = 4, 4  # float32
+
+
+@dataclass(frozen=True)
+class Part:
+    """`size`: bytes for each parameter, and of what they are; `of_policy`: whether it has as many as the policy."""
+
+    what: str
+    size: int
+    made_of: str
+    of_policy: bool = True
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`spread_over`: ranks that share it evenly. `total_gb`, `each_gb`: of the parts of the policy's size, together and
+    of one rank; 0 where plan.parameters_b is not set."""
+
+    parts: list[Part]
+    spread_over: int
+    total_gb: float
+    each_gb: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people; none where nobody here holds anything."""
+        if not self.parts:
+            return []
+        parts = "; ".join(f"{part.what} {part.size} bytes a parameter ({part.made_of})" for part in self.parts)
+        where = f", spread over {self.spread_over} ranks" if self.spread_over > 1 else ""
+        total = f": {self.total_gb:,.1f} GB{where}" if self.total_gb else where
+        each = f", {self.each_gb:,.1f} GB each" if self.total_gb and self.spread_over > 1 else ""
+        return [f"Trainer      holds {parts}{total}{each}, and activations"]
+
+
+def trainer_memory(config: Config) -> Memory:
+    """Of a service, or a backend of the user's own, nothing is known."""
+    parts = _parts(config) if config.backend.type in ("local", "ranks") else []
+    ranks = max(1, num_ranks(config))
+    total = config.plan.parameters_b * sum(part.size for part in parts if part.of_policy)
+    return Memory(parts, ranks, total, total / ranks)
+
+
+def _parts(config: Config) -> list[Part]:
+    algorithm, critic = config.algorithm, config.critic
+    computed = 2 if config.model.dtype == "bfloat16" else 4
+    if config.model.lora.rank:  # the base is the reference, too, and earlier versions are of adapters
+        parts = [Part("policy", computed, f"weights in {config.model.dtype}, which are not trained")]
+    else:
+        parts = [_trained("policy", config, _moments(config), config.train.optimizer)]
+        if algorithm.needs_reference:
+            mixed = algorithm.reference_refresh_steps > 0 and algorithm.reference_mixup < 1
+            kept = "mixed in float32" if mixed else f"a copy in {config.model.dtype}"
+            parts.append(Part("reference", 4 if mixed else computed, kept))
+        if algorithm.proximal_policy == "snapshot":
+            num = config.rollout.max_staleness + 1
+            parts.append(Part("earlier versions", num * computed, f"{num} copies in {config.model.dtype}"))
+    if algorithm.needs_critic and critic.model:
+        of_policy = critic.model == POLICY
+        parts.append(_trained("critic" if of_policy else "critic (of its own)", config, 8, "adamw", of_policy))
+    return parts
+
+
+def _trained(what: str, config: Config, moments: int, optimizer: str, of_policy: bool = True) -> Part:
+    """A model that is trained whole: its masters, and in bfloat16 what it computes with, unless ranks gather that."""
+    copy = 2 if config.model.dtype == "bfloat16" and not num_ranks(config) else 0
+    made = [f"weights {_MASTER} + {copy}" if copy else f"weights {_MASTER}", f"gradients {_GRADIENT}"]
+    made += [f"{optimizer} {moments}"] if moments else []
+    return Part(what, _MASTER + copy + _GRADIENT + moments, ", ".join(made), of_policy)
+
+
+def _moments(config: Config) -> int:
+    none = config.train.optimizer == "sgd" and config.train.momentum == 0
+    return 0 if none else _MOMENTS[config.train.optimizer]

@@ -62,6 +62,7 @@ def summary_of(files: RunFiles) -> Any:
 
 def now(files: RunFiles) -> dict[str, str]:
     """Where it stands, in words."""
+    from rollover.reading.pace import seconds_a_step
     from rollover.track.figures import count, decimal, duration
 
     rows, num_steps = files.metrics(), files.value("train.num_steps")
@@ -80,9 +81,7 @@ def now(files: RunFiles) -> dict[str, str]:
         told["reward"] += f" (means of the first and the last {len(last)} steps)"
     told["staleness"] = f"{count(row.get('staleness/max'))} at most in the last step"
     told["staleness"] += f", bound {count(row.get('staleness/bound'))}"
-    times = [r["time/step_s"] for r in rows[-2 * _LATEST :] if r.get("time/step_s")]
-    if times:
-        pace = sum(times) / len(times)
+    if (pace := seconds_a_step(rows)) is not None:
         told["pace"] = f"{decimal(pace, 1)} s a step, {count(row.get('speed/generated_tokens_per_s'))} tok/s generating"
         if state == "running" and num_steps is not None:
             told["pace"] += f", ETA {duration(max(0, num_steps - row['step']) * pace)}"

@@ -81,7 +81,7 @@ class RolloutIndex:
 
         ValueError where its file is gone since.
         """
-        path, place, head = self._files[int(entry["file"])].path, int(entry["place"]), int(entry["head"])
+        path, place, head = self.path(entry), int(entry["place"]), int(entry["head"])
         try:
             if path.suffix == ".parquet":
                 (record,) = read_table_rows(path, [place])
@@ -96,6 +96,10 @@ class RolloutIndex:
         own = {} if record["prompt_ids"] is None else {"prompt_ids": record["prompt_ids"]}
         record = record | shared | own
         return record | {"columns": json.loads(record["columns"])}
+
+    def path(self, entry: np.void) -> Path:
+        """The file that one of `entries()` lies in."""
+        return self._files[int(entry["file"])].path
 
     def records(self) -> Iterator[dict[str, Any]]:
         """All records, one after the other."""
@@ -143,9 +147,9 @@ def rollout_id(entry: np.void) -> str:
     return name if inner == (0, 0) else f"{name}.{inner[0]}.{inner[1]}"
 
 
-def staleness(entries: np.ndarray) -> np.ndarray:
-    """Of each rollout: trainer version at the step that it left with, less the oldest version that sampled of it; 0
-    where nothing was sampled. A step of number n is made at version n - 1."""
+def staleness(entries: np.ndarray | np.void) -> np.ndarray:
+    """Of each rollout, or of one: trainer version at the step that it left with, less the oldest version that sampled
+    of it; 0 where nothing was sampled. A step of number n is made at version n - 1."""
     return np.where(entries["oldest"] < 0, 0, np.maximum(entries["step"] - 1 - entries["oldest"], 0))
 
 
@@ -158,7 +162,7 @@ def _line_heads(path: Path) -> Iterator[_Head]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                record = _short(line)
+                record = short_line(line)
                 head = heads.setdefault(record["group_id"], place)
                 yield place, head, record
             except (ValueError, KeyError, TypeError) as error:
@@ -168,7 +172,7 @@ def _line_heads(path: Path) -> Iterator[_Head]:
             place += len(line)
 
 
-def _short(line: bytes) -> dict[str, Any]:
+def short_line(line: bytes) -> dict[str, Any]:
     """A line without its tokens."""
     cut = line.find(_TOKENS) if line.endswith(b"\n") else -1  # half a line must be found out
     try:

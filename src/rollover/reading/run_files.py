@@ -21,12 +21,13 @@ from rollover.reading.warnings import HealthWarning, warnings_of
 from rollover.run.lock import holder_of
 from rollover.track.trace import TRACE, TraceEvent, trace_events
 
-CONFIG, METRICS, EVALUATIONS, FINISHED, ROLLOUTS = (
+CONFIG, METRICS, EVALUATIONS, FINISHED, ROLLOUTS, EVALUATED = (
     "config.resolved.json",
     "metrics.jsonl",
     "eval.jsonl",
     "finished",
     "rollouts",
+    "evaluations",
 )
 State = Literal["running", "finished", "stopped"]
 

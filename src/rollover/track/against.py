@@ -54,25 +54,25 @@ class Comparison:
         )
 
 
-def read_recorded(path: Path) -> list[dict[str, Any]]:
+def read_recorded(path: Path, option: str = "--against ") -> list[dict[str, Any]]:
     """The rows of a file that --answers wrote, or of the newest evaluation of a run's directory. ValueError where there
-    are none."""
+    are none; it begins with the `option` that named the path."""
     if path.is_dir():
         files = sorted((path / "evaluations").glob("step-*.jsonl"))
         if not files:
-            raise ValueError(f"--against {path}: this folder has no evaluations/step-*.jsonl; name a file of answers")
+            raise ValueError(f"{option}{path}: this folder has no evaluations/step-*.jsonl; name a file of answers")
         path = files[-1]
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
-        raise ValueError(f"--against {path}: it cannot be read ({error.strerror})") from error
+        raise ValueError(f"{option}{path}: it cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise ValueError(f"--against {path}: a line of it is no JSON ({error})") from error
+        raise ValueError(f"{option}{path}: a line of it is no JSON ({error})") from error
     for number, row in enumerate(rows, start=1):
         if not (isinstance(row, dict) and {"task_id", "prompt", "score"} <= row.keys()):
-            raise ValueError(f"--against {path}: line {number} is no answer: it lacks task_id, prompt or score")
+            raise ValueError(f"{option}{path}: line {number} is no answer: it lacks task_id, prompt or score")
     if not rows:
-        raise ValueError(f"--against {path}: it has no answers")
+        raise ValueError(f"{option}{path}: it has no answers")
     return rows
 
 
@@ -82,17 +82,30 @@ def compared(answers: Sequence[Answer], recorded: Sequence[Mapping[str, Any]]) -
     Tasks are the same where task_id and prompt are.
     """
     now = _by_setting((a.setting, (a.task_id, a.prompt), a.score) for a in answers)
-    then = _by_setting((r.get("setting", ""), (r["task_id"], r["prompt"]), r["score"]) for r in recorded)
-    found = [_compared(setting, now[setting], then[setting]) for setting in now if setting in then]
-    if not any(found):
+    found = _of_settings(now, _recorded_scores(recorded))
+    if not found:
         raise ValueError(
             "--against: no task has a score in both evaluations (the same task_id and prompt, in the same setting):"
             " evaluate the same held-out tasks (tasks.*, eval.seed, eval.num_tasks)"
         )
-    return [comparison for comparison in found if comparison is not None]
+    return found
+
+
+def compared_recorded(rows: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, Any]]) -> list[Comparison]:
+    """As `compared`, of two recorded evaluations; [] where no task has a score in both."""
+    return _of_settings(_recorded_scores(rows), _recorded_scores(recorded))
 
 
 _Scores = dict[tuple[str, str], list[float]]  # of each task: those that are there
+
+
+def _of_settings(now: Mapping[str, _Scores], then: Mapping[str, _Scores]) -> list[Comparison]:
+    found = [_compared(setting, now[setting], then[setting]) for setting in now if setting in then]
+    return [comparison for comparison in found if comparison is not None]
+
+
+def _recorded_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, _Scores]:
+    return _by_setting((r.get("setting", ""), (r["task_id"], r["prompt"]), r["score"]) for r in rows)
 
 
 def _by_setting(rows: Iterable[tuple[str, tuple[str, str], float | None]]) -> dict[str, _Scores]:

@@ -1,0 +1,161 @@
+"""One run as the page asks for it: every question, and its answer as JSON.
+
+    GET /api/runs/0/<name>?<query>  ──▶  RunData.answer(name, query)
+
+Owns the names of the questions and of their values. Answers are made of RunFiles, which reads only what is new; a lock
+keeps two questions at a time apart. "state" is cheap, and asked every second: it says with which files' revisions the
+other answers would be, so that the page asks again only for what changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollover.reading.pace import seconds_a_step
+from rollover.reading.run_files import EVALUATIONS, METRICS, RunFiles
+from rollover.track.trace import TRACE
+from rollover.track.waits import verdict
+from rollover.view.balance import ledger
+from rollover.view.found import Wanted, choices, page
+from rollover.view.lanes import window
+from rollover.view.numbers import number
+from rollover.view.series import keys_of, series
+from rollover.view.told import Pieces, told
+
+Query = Mapping[str, str]
+_POINTS = 800
+
+
+class RunData:
+    """Of the run in `directory`. ValueError where there is none. `pieces`: told.py."""
+
+    def __init__(self, directory: str | Path, pieces: Pieces | None = None) -> None:
+        self.files = RunFiles(directory)
+        self.pieces = pieces
+        self._lock = threading.Lock()
+        self._questions: dict[str, Callable[[Query], Any]] = {
+            "state": self._state,
+            "keys": self._keys,
+            "metrics": self._metrics,
+            "evaluations": self._evaluations,
+            "warnings": self._warnings,
+            "choices": lambda query: choices(self.files.rollouts),
+            "rollouts": lambda query: page(self.files.rollouts, Wanted.of_query(query)),
+            "rollout": self._rollout,
+            "lanes": self._lanes,
+            "ledger": lambda query: ledger(self.files),
+            "config": lambda query: self.files.config,
+        }
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(self._questions)
+
+    def answer(self, name: str, query: Query) -> Any:
+        """JSON-able. KeyError where there is no such question, or what it asks for is not there; ValueError for a value
+        that cannot be meant, and for files that are damaged."""
+        question = self._questions[name]
+        with self._lock:
+            return question(query)
+
+    def revisions(self) -> dict[str, str]:
+        """Of what the run writes: another word where there may be something new."""
+        directory = self.files.directory
+        names = {"metrics": METRICS, "evaluations": EVALUATIONS, "trace": TRACE}
+        # A file of rollouts is replaced as a whole: the folder changes with each.
+        return {of: _revision(directory / name) for of, name in names.items()} | {
+            "rollouts": _revision(self.files.rollouts.dir)
+        }
+
+    # Questions
+
+    def _state(self, query: Query) -> dict[str, Any]:
+        files, rows = self.files, self.files.metrics()
+        num_steps, step, state = files.value("train.num_steps"), rows[-1]["step"] if rows else 0, files.state
+        pace = seconds_a_step(rows)
+        left = None if state != "running" or num_steps is None or pace is None else max(0, num_steps - step) * pace
+        waits = verdict(rows[-1]) if rows else None
+        return {
+            "name": files.name,
+            "directory": str(files.directory),
+            "state": state,
+            "holder": files.holder if state == "running" else "",
+            "ended_early": files.ended_early,
+            "step": step,
+            "num_steps": num_steps,
+            "seconds_a_step": number(pace),
+            "seconds_left": number(left),
+            "waits": None if waits is None else {"bound": waits.bound, "text": waits.text, "advice": waits.advice},
+            "revisions": self.revisions(),
+        }
+
+    def _keys(self, query: Query) -> list[dict[str, Any]]:
+        return keys_of(self.files.metrics())
+
+    def _metrics(self, query: Query) -> dict[str, Any]:
+        keys = [key for key in query.get("keys", "").split(",") if key]
+        return series(
+            self.files.metrics(),
+            keys,
+            integer(query, "points", _POINTS) or _POINTS,
+            integer(query, "from"),
+            integer(query, "to"),
+            query.get("x", "step"),
+            self.files.value("rollout.group_size"),
+        )
+
+    def _evaluations(self, query: Query) -> list[dict[str, Any]]:
+        rows = self.files.evaluations()
+        return [{key: value for key, value in row.items() if key != "samples"} for row in rows]
+
+    def _warnings(self, query: Query) -> list[dict[str, Any]]:
+        return [warning._asdict() for warning in self.files.warnings()]
+
+    def _rollout(self, query: Query) -> dict[str, Any]:
+        step, of = integer(query, "step"), query.get("id", "")
+        if step is None or not of:
+            raise ValueError("rollout: give the id of the rollout, and the step that it left with")
+        first, count = integer(query, "first", 0) or 0, integer(query, "count", 2000) or 0
+        return told(self.files, step, of, first, count, self.pieces)
+
+    def _lanes(self, query: Query) -> dict[str, Any]:
+        index = self.files.trace
+        index.look()
+        start, end = seconds(query, "from", 0.0), seconds(query, "to", max(index.seconds, 1e-3))
+        return window(index, start, end, integer(query, "columns", _POINTS) or _POINTS)
+
+
+def integer(query: Query, name: str, default: int | None = None) -> int | None:
+    """ValueError names it where it is none, or below 0."""
+    text = query.get(name, "")
+    if not text:
+        return default
+    if not text.isdecimal() or len(text) > 15:
+        raise ValueError(f"{name}: {text!r} is no number from 0")
+    return int(text)
+
+
+def seconds(query: Query, name: str, default: float) -> float:
+    """ValueError names it where it is no time."""
+    text = query.get(name, "")
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not abs(value) < 1e12:
+        raise ValueError(f"{name}: {text!r} is no number of seconds")
+    return value
+
+
+def _revision(path: Path) -> str:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return ""
+    return f"{status.st_size}-{status.st_mtime_ns}"

@@ -1,0 +1,109 @@
+"""The metrics of a run as columns over its steps, thinned out to what a screen can show. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollover.track.metrics import find
+from rollover.view.numbers import number, numbers
+
+Rows = Sequence[Mapping[str, Any]]
+MOST_POINTS = 20_000
+AXES = {
+    "step": "training steps",
+    "tokens": "tokens generated",
+    "samples": "rollouts trained",
+    "time": "seconds in steps",
+}
+"""What a curve may be drawn over, and in what it is counted."""
+
+
+def column(rows: Rows, key: str) -> np.ndarray:
+    """[step] float64 of a metric, nan where a step has none."""
+    return np.array([row.get(key) for row in rows], dtype=np.float64)
+
+
+def axis(rows: Rows, name: str, group_size: int | None = None) -> np.ndarray:
+    """[step] float64: where each step lies on one of AXES. ValueError for another name.
+
+    "time" is the sum of the steps' times, so that an interruption takes none. "samples" counts groups where nobody
+    knows `group_size`.
+    """
+    if name == "step":
+        return column(rows, "step")
+    if name == "tokens":
+        return column(rows, "tokens/generated")
+    if name == "samples":
+        return column(rows, "groups/consumed") * (group_size or 1)
+    if name == "time":
+        return np.cumsum(np.nan_to_num(column(rows, "time/step_s")))
+    raise ValueError(f"x: {name!r} is no axis: give one of {', '.join(AXES)}")
+
+
+def keys_of(rows: Rows) -> list[dict[str, Any]]:
+    """Every key that some step has, in the order of their first steps: its latest value, unit and meaning."""
+    latest: dict[str, Any] = {}
+    for row in rows:
+        latest |= row
+    found = []
+    for key, value in latest.items():
+        metric = find(key)
+        unit, doc, kind = (metric.unit, metric.doc, metric.kind) if metric else ("", "", "")
+        found.append({"key": key, "last": number(value), "unit": unit, "doc": doc, "kind": kind})
+    return found
+
+
+def series(
+    rows: Rows,
+    keys: Sequence[str],
+    points: int,
+    first: int | None = None,
+    last: int | None = None,
+    x: str = "step",
+    group_size: int | None = None,
+) -> dict[str, Any]:
+    """Columns of `keys` over the steps from `first` to `last`, of some `points` values each.
+
+    Where there are more steps than that, consecutive ones are one bucket, of which the least and the largest value are
+    left: a spike of one step stays a spike. "steps" are those of the values; "x" where they lie on the axis;
+    "thinned": how many steps are in a bucket, 1 where every step is there.
+    """
+    place = axis(rows, x, group_size)
+    steps = column(rows, "step")
+    chosen = np.ones(len(steps), bool)
+    if first is not None:
+        chosen &= steps >= first
+    if last is not None:
+        chosen &= steps <= last
+    columns = {key: column(rows, key)[chosen] for key in keys}
+    steps, place = steps[chosen], place[chosen]
+    count = len(steps)
+    buckets = max(1, min(points, MOST_POINTS) // 2)
+    thinned = 1
+    if count > 2 * buckets:
+        begins = np.unique(np.linspace(0, count, buckets, endpoint=False).astype(np.int64))
+        ends = np.append(begins[1:], count) - 1
+        steps, place = _pairs(steps[begins], steps[ends]), _pairs(place[begins], place[ends])
+        columns = {key: _extremes(values, begins, ends) for key, values in columns.items()}
+        thinned = -(-count // buckets)
+    return {
+        "steps": numbers(steps),
+        "x": numbers(place),
+        "columns": {key: numbers(values) for key, values in columns.items()},
+        "of": count,
+        "thinned": thinned,
+    }
+
+
+def _pairs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.stack([a, b], axis=1).reshape(-1)
+
+
+def _extremes(values: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Of each bucket its least and its largest value, in the order in which the bucket goes."""
+    low, high = np.fmin.reduceat(values, begins), np.fmax.reduceat(values, begins)
+    falls = values[ends] < values[begins]
+    return _pairs(np.where(falls, high, low), np.where(falls, low, high))

@@ -1,0 +1,166 @@
+"""What a run answers to a page: every question, live and damaged, with texts that nobody should run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recorded_run import HOSTILE, group, recorded, row, segment, write_run
+from rollover.run.lock import DirectoryLock
+from rollover.track.recorder import Format, RolloutRecorder
+from rollover.track.sinks import MetricsFile
+from rollover.track.trace import TRACE, TraceEvent, TraceFile
+from rollover.view.run_data import RunData
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def of_format(request: pytest.FixtureRequest) -> Format:
+    return request.param
+
+
+def asked(data: RunData, name: str, **query: Any) -> Any:
+    """The answer, as JSON makes it."""
+    return json.loads(json.dumps(data.answer(name, {k: str(v) for k, v in query.items()}), allow_nan=False))
+
+
+def test_every_question_has_an_answer_in_a_run_without_anything(tmp_path: Path) -> None:
+    (tmp_path / "config.resolved.json").write_text("{}")
+    data = RunData(tmp_path)
+    for name in data.questions:
+        if name != "rollout":
+            asked(data, name)
+    with pytest.raises(KeyError):
+        data.answer("rollout", {"step": "1", "id": "3-0"})
+    with pytest.raises(KeyError):
+        data.answer("secrets", {})
+
+
+def test_the_state_of_a_live_run(tmp_path: Path) -> None:
+    lock = DirectoryLock(write_run(tmp_path), "run.dir")
+    state = asked(RunData(tmp_path), "state")
+    assert (state["name"], state["state"], state["step"], state["num_steps"]) == ("told", "running", 3, 5)
+    assert state["seconds_a_step"] == 2 and state["seconds_left"] == 4 and "process" in state["holder"]
+    assert state["waits"]["bound"] == "generation"
+    lock.release()
+    assert asked(RunData(tmp_path), "state")["state"] == "stopped"
+    assert asked(RunData(tmp_path), "state")["seconds_left"] is None
+
+
+def test_revisions_change_with_what_is_written_and_with_nothing_else(tmp_path: Path) -> None:
+    data = RunData(write_run(tmp_path))
+    before = asked(data, "state")["revisions"]
+    assert asked(data, "state")["revisions"] == before and all(before.values())
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(row(4))
+    RolloutRecorder(tmp_path / "rollouts").write(4, [recorded(group(50, [1.0]))])
+    TraceFile(tmp_path / TRACE).write([TraceEvent("publish", 9.0, 4)])
+    after = asked(data, "state")["revisions"]
+    assert {of for of in before if before[of] != after[of]} == {"metrics", "rollouts", "trace"}
+    assert asked(data, "metrics", keys="reward/mean")["columns"]["reward/mean"] == [0.1, 0.2, 0.3, 0.4]
+    assert asked(data, "rollouts", text="50-0")["rows"][0]["step"] == 4
+
+
+def test_metrics_over_an_axis_and_a_window(tmp_path: Path) -> None:
+    data = RunData(write_run(tmp_path))
+    assert asked(data, "metrics", keys="reward/mean,time/step_s", x="time", **{"from": 2}) == {
+        "steps": [2, 3], "x": [4, 6], "columns": {"reward/mean": [0.2, 0.3], "time/step_s": [2, 2]}, "of": 2,
+        "thinned": 1,
+    }  # fmt: skip
+    assert [of["step"] for of in asked(data, "evaluations")] == [0]
+
+
+def test_a_rollout_with_its_segments_siblings_and_life(tmp_path: Path, of_format: Format) -> None:
+    write_run(tmp_path, formats=(of_format,))
+    events = [
+        TraceEvent("start", 10.0, 0, 7, 0),
+        TraceEvent("start", 10.0, 0, 7, 1),
+        TraceEvent("park", 11.0, 0, 7, 0, tokens=3, segments=((0, 3),)),
+        TraceEvent("resume", 12.0, 1, 7, 0, tokens=3),
+        TraceEvent("consume", 13.0, 1, 7, tokens=12),
+    ]
+    TraceFile(tmp_path / TRACE).write(events)
+    told = asked(RunData(tmp_path, pieces=lambda ids: [f"<{token}>" for token in ids]), "rollout", step=2, id="7-0")
+    assert told["messages"] == [{"role": "user", "content": "7 + 1?"}] and told["completion"] == "the answer 0"
+    assert [(s["policy_version"], s["first"], s["num_tokens"], s["staleness"]) for s in told["segments"]] == [
+        (0, 0, 3, 1), (1, 3, 3, 0)
+    ]  # fmt: skip
+    tokens = told["tokens"]
+    assert tokens["ids"] == [0, 1, 2, 0, 1, 2] and tokens["texts"] == ["<0>", "<1>", "<2>"] * 2
+    assert tokens["logprobs"] == pytest.approx([0, -1 / 7, -2 / 7] * 2) and (tokens["first"], tokens["of"]) == (0, 6)
+    assert [(s["id"], s["score"]) for s in told["siblings"]] == [("7-0", 0.5), ("7-1", None)]
+    assert [of["kind"] for of in told["life"]] == ["admit", "start", "park", "resume", "consume"]
+    assert told["life"][2]["segments"] == [[0, 3]] and told["life"][4]["whole_group"] is True
+    second = asked(RunData(tmp_path), "rollout", step=2, id="7-1")
+    assert second["messages"] == told["messages"] and second["error"] == "it raised"
+    assert second["tokens"]["texts"] is None and second["prompt_tokens"] == 2
+
+
+def test_tokens_come_in_parts(tmp_path: Path) -> None:
+    RolloutRecorder(write_run(tmp_path) / "rollouts").write(4, [recorded(group(50, [1.0], num_tokens=100))])
+    asked_for: list[Sequence[int]] = []
+
+    def pieces(ids: Sequence[int]) -> list[str]:
+        asked_for.append(ids)
+        return [str(token) for token in ids]
+
+    part = asked(RunData(tmp_path, pieces), "rollout", step=4, id="50-0", first=60, count=3)["tokens"]
+    assert part["ids"] == [60, 61, 62] and part["texts"] == ["60", "61", "62"] and part["of"] == 100
+    assert len(asked_for[0]) < 30
+    assert asked(RunData(tmp_path, pieces), "rollout", step=4, id="50-0", first=200)["tokens"]["ids"] == []
+
+
+def test_what_an_environment_wrote_has_no_staleness(tmp_path: Path) -> None:
+    of = group(50, [1.0], versions=[2])
+    of.rollouts[0].segments.append(segment(2, 4, trainable=False))
+    RolloutRecorder(write_run(tmp_path) / "rollouts").write(4, [recorded(of)])
+    segments = asked(RunData(tmp_path), "rollout", step=4, id="50-0")["segments"]
+    assert [(s["trainable"], s["staleness"], s["first"]) for s in segments] == [(True, 1, 0), (False, None, 3)]
+
+
+def test_the_ledger_adds_up_in_tokens_and_seconds(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    events = [TraceEvent("start", 10.0, 0, number, 0) for number in (3, 5, 99)]
+    events += [TraceEvent("finish", 10.0 + n, 0, g, 0, tokens=3) for n, g in enumerate((3, 5, 99), start=1)]
+    events += [TraceEvent("consume", 20.0, 1, 3), TraceEvent("drop", 20.0, 1, 5, reason="stale")]
+    TraceFile(tmp_path / TRACE).write(events)
+    told = asked(RunData(tmp_path), "ledger")
+    accounts = told["accounts"]
+    dropped = sum(of["tokens"] for of in accounts["dropped"].values())
+    held, trained = accounts["held"]["tokens"], accounts["trained"]["tokens"]
+    assert accounts["generated"]["tokens"] == trained + held + dropped and told["missing_tokens"] == 0
+    assert told["slot_seconds"] == {"trained": 1.0, "dropped:stale": 2.0, "held": 3.0}
+    lengths = told["lengths"]
+    assert {of: sum(counts) for of, counts in lengths["counts"].items()} == {"trained": 12, "dropped:stale": 3}
+    assert lengths["means"] == {"trained": 4, "dropped:stale": 5} and lengths["edges"][-1] > 6
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_hostile_texts_are_texts(tmp_path: Path, of_format: Format, name: str) -> None:
+    write_run(tmp_path, formats=(of_format,), text=lambda step: HOSTILE[name])
+    data = RunData(tmp_path)
+    told = asked(data, "rollout", step=1, id="3-0")
+    assert told["completion"] == f"{HOSTILE[name]} 0".encode("utf-8", "replace").decode()
+    assert len(json.dumps(asked(data, "rollouts"))) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "says"),
+    [
+        ("rollout", {}, "give the id of the rollout"),
+        ("rollout", {"step": "-1", "id": "3-0"}, "step: '-1' is no number"),
+        ("rollout", {"step": "1" * 20, "id": "3-0"}, "step: '1+' is no number"),
+        ("metrics", {"points": "many"}, "points: 'many' is no number"),
+        ("metrics", {"x": "miles"}, "x: 'miles' is no axis"),
+        ("lanes", {"from": "inf"}, "from: 'inf' is no number of seconds"),
+        ("lanes", {"from": "5", "to": "4"}, "from, to: 5 to 4"),
+        ("lanes", {"columns": "100000"}, "columns: 100000"),
+        ("rollouts", {"sort": "beauty"}, "sort: 'beauty'"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(tmp_path: Path, name: str, query: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        RunData(write_run(tmp_path)).answer(name, query)

@@ -130,15 +130,18 @@ def held_out(value: Any, options: Options) -> dict[str, Any]:
 
 
 def sources(value: Any, options: Options) -> dict[str, Any]:
-    train = [_source(row) for row in options("datasets") or []]
-    tests = options("test_datasets") or []
-    if not tests:
-        return {"tasks.sources": train}
-    held_out = [_source(row) | {"weight": 0.0} for row in tests]
-    return {"tasks.sources": train + held_out, "eval.num_tasks": 100_000}
+    """The data sets as they are; what Axolotl makes of their rows is asked about."""
+    questions: list[str] = []
+    values: dict[str, Any] = {"tasks.sources": [_source(row, questions) for row in options("datasets") or []]}
+    if tests := options("test_datasets"):
+        values["tasks.sources"] += [_source(row, questions) | {"weight": 0.0} for row in tests]
+        values["eval.num_tasks"] = 100_000
+    if questions:
+        raise Unanswered("; ".join(dict.fromkeys(questions)), values)
+    return values
 
 
-def _source(row: Any) -> dict[str, Any]:
+def _source(row: Any, questions: list[str]) -> dict[str, Any]:
     names = {"path": "path", "name": "subset", "split": "split"}
     made: dict[str, Any] = {"kind": "dataset"}
     for name, value in row.items():
@@ -149,12 +152,12 @@ def _source(row: Any) -> dict[str, Any]:
         elif name in names:
             made.setdefault(names[name], value)
         elif name == "type":
-            raise Unanswered(
+            questions.append(
                 f"its rows go through {value}, a function or rule of Axolotl's: give a file of what comes out (columns"
                 " prompt and answer) in its place"
             )
         else:
-            raise Unanswered(f"{name} of a data set is not known here")
+            questions.append(f"{name} of a data set is not known here")
     return made
 
 

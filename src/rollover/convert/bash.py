@@ -1,5 +1,6 @@
 """Reads bash as far as launch scripts need it: assignments, `$NAME`, `${NAME:-default}`, `$((...))`, arrays, quotes and
-continued lines. Nothing is run: `$(date ...)` is the word `now`, any other command has no value.
+continued lines. Nothing is run: `$(date ...)` is the word `now`, any other command has no value, and what is assigned
+under a condition is in doubt.
 """
 
 from __future__ import annotations
@@ -30,7 +31,17 @@ _OPERATORS = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power,
 }  # fmt: skip
 _COMMAND = re.compile(r"\$\((?!\()|`")
+_OPENS = re.compile(r"(?:if|case|for|while|until)\b")
+_CLOSES = re.compile(r"(?:^|[;\s])(?:fi|esac|done)\s*(?:$|[;)&|>])")
+_INSIDE = re.compile(
+    r"(?:&&|\|\||\bthen|\belse|\bdo|;)\s*(?:export\s+)?([A-Za-z_]\w*)="
+)  # of a line with more than that
+_DOUBT = "\0"  # ends a value that depends on a condition, and stays in what is made of it
 _NOW = re.compile(r"\$\(date\b[^()]*\)|`date\b[^`]*`")
+
+
+class InDoubt(ValueError):
+    """What a text stands for depends on a condition of the script."""
 
 
 class Script:
@@ -40,16 +51,30 @@ class Script:
         self._text, self._environment = text, environment
         self._known = {"HOME": "~", "PWD": ".", **environment}
         self._arrays: dict[str, str] = {}
+        self._depth = 0  # of conditions and loops
+        self._doubtful: set[str] = set()
 
     def commands(self) -> Iterator[tuple[int, list[str]]]:
         """The number of a command's first line, and its words, whose names are not expanded yet."""
         for number, line in _lines(self._text):
-            if words := self._words(line):
+            self._depth += bool(_OPENS.match(line))
+            for name in _INSIDE.findall(line):
+                self._doubt(name)
+            words = self._words(line)
+            self._depth = max(0, self._depth - bool(_CLOSES.search(line)))
+            if words:
                 yield number, words
 
     def expand(self, text: str) -> str:
-        """The text with what its names stand for now. ValueError for one without a value, and a command's output."""
+        """The text with what its names stand for now. ValueError for one without a value, and for a command's output.
+        InDoubt for what was assigned under a condition, which the environment may settle."""
         expanded = _expand(text, self._known)
+        if _DOUBT in expanded:
+            own = [name for name in self._doubtful if re.search(rf"\$\{{?{name}\b", text)]
+            of = own or sorted(self._doubtful)[:3] if "$" in text else []
+            names = " ".join(f"{name}=..." for name in of)
+            settle = f": settle it in the environment, `{names} rollover convert FILE`" if names else ""
+            raise InDoubt(f"{expanded.replace(_DOUBT, '')} is under a condition of the script{settle}")
         if _COMMAND.search(expanded):
             raise ValueError(f"{expanded}: what a command prints is not known. Write the value in its place")
         return expanded
@@ -58,7 +83,10 @@ class Script:
         """Of a command; none of an assignment, which is kept."""
         if array := re.fullmatch(r"(\w+)(\+?)=\((.*)\)", line, re.S):
             before = self._arrays.get(array[1], "") if array[2] else ""
-            self._arrays[array[1]] = f"{before} {_without_comments(array[3])}"
+            words = _without_comments(array[3])
+            self._arrays[array[1]] = f"{before} {words}"
+            if self._depth:
+                self._doubt(array[1])
             return []
         line = _NOW.sub("now", line)
         line = re.sub(r"\"?\$\{(\w+)\[@\]\}\"?", lambda match: self._arrays.get(match[1], ""), line)
@@ -73,11 +101,26 @@ class Script:
         try:
             if _COMMAND.search(text):
                 raise ValueError("what a command prints")
-            self._known[name] = _expanded(shlex.split(text, comments=True), text, self._known)
+            value = _expanded(shlex.split(text, comments=True), text, self._known)
+            before = self._known.get(name)
+            self._known[name] = value
+            if self._depth and value != before:
+                self._doubt(name)
         except ValueError:  # told where it is needed, unless the environment has it
             self._known.pop(name, None)
             if name in self._environment:
                 self._known[name] = self._environment[name]
+
+    def _doubt(self, name: str) -> None:
+        """Of a name that may have another value as well."""
+        if name in self._arrays:
+            words = self._arrays[name].replace(_DOUBT, "")
+            self._arrays[name] = re.sub(r"(?<=\S)(?=\s|$)", _DOUBT, words)
+        if name in self._environment:
+            self._known[name] = self._environment[name]
+        elif name in self._known and _DOUBT not in self._known[name]:
+            self._known[name] += _DOUBT
+            self._doubtful.add(name)
 
 
 def _is_one(assignment: re.Match[str], line: str) -> bool:
@@ -165,7 +208,7 @@ def _without_comments(text: str) -> str:
 def _expand(text: str, known: Mapping[str, str]) -> str:
     for _ in range(10):
         before = text
-        text = _SUM.sub(lambda match: str(_sum(_names(match[1], known, bare=True))), text)
+        text = _SUM.sub(lambda match: _summed(_names(match[1], known, bare=True)), text)
         text = _names(text, known)
         if text == before:
             return text
@@ -190,6 +233,10 @@ def _names(text: str, known: Mapping[str, str], *, bare: bool = False) -> str:
 
     text = _NAME.sub(value, text)
     return re.sub(r"[A-Za-z_]\w*", lambda match: known.get(match[0], match[0]), text) if bare else text
+
+
+def _summed(text: str) -> str:
+    return str(_sum(text.replace(_DOUBT, ""))) + (_DOUBT if _DOUBT in text else "")
 
 
 def _sum(text: str) -> int:

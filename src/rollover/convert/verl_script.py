@@ -7,13 +7,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rollover.convert.bash import Script, value_of
+from rollover.convert.bash import InDoubt, Script, value_of
+from rollover.convert.mapping import Unread
 
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:[./@][\w.\-]+)*)=(.*)", re.S)
 
 
 def options_of_script(text: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The overrides by name, with their values. ValueError where there are none, or for what cannot be expanded."""
+    """The overrides by name, with their values, `Unread` where a condition decides. ValueError where there are none,
+    and for what cannot be expanded."""
     script = Script(text, environment)
     options: dict[str, Any] = {}
     for number, words in script.commands():
@@ -22,6 +24,8 @@ def options_of_script(text: str, environment: Mapping[str, str] = os.environ) ->
             if match and not word.startswith("-") and ("." in match[1] or match[1] in ("model_engine",)):
                 try:
                     options[match[1]] = value_of(script.expand(match[2]))
+                except InDoubt as error:
+                    options[match[1]] = Unread(f"line {number}: {error}")
                 except ValueError as error:
                     raise ValueError(f"line {number}: {error}") from error
     if not options:

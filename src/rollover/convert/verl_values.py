@@ -30,7 +30,14 @@ def of(table: dict[str, str], value: Any, what: str) -> str:
 
 
 def loss(options: Options) -> str:
+    if _unclipped(options):
+        return "reinforce"
     return of(_LOSSES, options(f"{ACTOR}.policy_loss.loss_mode"), "policy loss")
+
+
+def _unclipped(options: Options) -> bool:
+    """Whether verl's bypass mode takes the weighed loss without a clip, in the place of `loss_mode`."""
+    return bool(options(f"{IS}.bypass_mode")) and options(f"{IS}.loss_type") == "reinforce"
 
 
 def critic(options: Options) -> bool:
@@ -57,6 +64,8 @@ def bound(ours: str) -> Any:
 
 
 def loss_values(value: Any, options: Options) -> dict[str, Any]:
+    if _unclipped(options):
+        return {"algorithm.loss": "reinforce"}
     values: dict[str, Any] = {"algorithm.loss": of(_LOSSES, value, "policy loss")}
     names = {
         "sapo": {"tau_pos": "tau_positive", "tau_neg": "tau_negative"},
@@ -113,7 +122,7 @@ def minibatches(options: Options) -> int:
 
 
 def correction(value: Any, options: Options) -> dict[str, Any]:
-    if options(f"{IS}.bypass_mode"):
+    if options(f"{IS}.bypass_mode") and not _unclipped(options):
         return {"algorithm.proximal": "behavior"}
     cap, level = options(f"{IS}.rollout_is_threshold"), options(f"{IS}.rollout_is")
     if level in (None, "null", "none", "off"):
@@ -130,6 +139,11 @@ def correction(value: Any, options: Options) -> dict[str, Any]:
     return values
 
 
+_REJECTIONS = ("token_k1", "token_k2", "token_k3", "sequence_max_k2", "sequence_max_k3") + tuple(
+    f"sequence_{how}_{kind}" for how in ("sum", "mean") for kind in ("k1", "k2", "k3")
+)
+
+
 def rejection(value: Any, options: Options) -> dict[str, Any]:
     if value in (None, "null", "none"):
         return {}
@@ -139,6 +153,8 @@ def rejection(value: Any, options: Options) -> dict[str, Any]:
     rejection: dict[str, Any] = {}
     for kind, bound in zip(kinds, bounds, strict=True):
         name = kind.strip().replace("seq_", "sequence_")
+        if name not in _REJECTIONS:
+            raise Unanswered(f"verl 0.9.1 has no {kind.strip()}: set --algorithm.rejection")
         numbers = [float(part) for part in bound.split("_")]
         if name.endswith("k1"):  # verl bounds the ratio, ours its logarithm
             numbers = [round(math.log(number), 6) for number in numbers]
@@ -148,7 +164,8 @@ def rejection(value: Any, options: Options) -> dict[str, Any]:
 
 def uncorrected(value: Any, options: Options) -> dict[str, Any]:
     """verl trains what was sampled with top_p or top_k, and losses without a ratio, without a correction."""
-    if options(f"{IS}.rollout_is") not in (None, "null", "none", "off") or options(f"{IS}.bypass_mode"):
+    clipped = options(f"{IS}.bypass_mode") and not _unclipped(options)
+    if options(f"{IS}.rollout_is") not in (None, "null", "none", "off") or clipped:
         return {}
     truncated = options(f"{ROLLOUT}.top_p") < 1 or int(options(f"{ROLLOUT}.top_k")) > 0
     without_ratio = loss(options) == "reinforce" and updates(options) > 1

@@ -72,8 +72,6 @@ ASKED = {
     "critic.optim.num_cycles": ("the cosine is half a wave", (0.5,)),
     "critic.optim.lr_warmup_steps_ratio": ("set `critic.warmup_steps`", (0, 0.0)),
     "critic.optim.betas": ("a critic's betas are those of AdamW", ([0.9, 0.999],)),
-    f"{IS}.loss_type": ("with `bypass_mode`, `reinforce` is weighed and has no clip: set `algorithm.loss`",
-                        ("ppo_clip",)),
     f"{IS}.rollout_rs_threshold_lower": ("an older name: the bound is the first part of `rollout_rs_threshold`", _NULL),
     f"{IS}.rollout_token_veto_threshold": ("no release since 0.7 reads it: set `algorithm.rejection`", _NULL),
     "reward*.reward_model.enable": ("a reward model is the reward `reward_model` (docs/rewards.md)", (False,)),

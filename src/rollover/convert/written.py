@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -68,9 +69,23 @@ def _check(system: System, done: Conversion, answered: set[str], accepted: Seque
         answers = [f"--{key} VALUE".replace(f"{_SOURCES} ", f"{_SOURCES}.0.path ") for key in ours]
         answers.append(f"--accept {option}")
         how = "" if f"--{_STEPS}" in reason else f" (answer with {' or '.join(answers)})"
-        open_questions.append(f"  {option}: {reason}{how}")
+        open_questions.append((option, reason, how))
     if open_questions:
-        raise ValueError(f"{path}: this changes what is learned, and has to be answered:\n" + "\n".join(open_questions))
+        lines = "\n".join(_together(system, open_questions))
+        raise ValueError(f"{path}: this changes what is learned, and has to be answered:\n{lines}")
+
+
+def _together(system: System, questions: Sequence[tuple[str, str, str]]) -> list[str]:
+    """A line for each question; one for several options of a row whose name has a pattern."""
+    lines: dict[tuple[str, str], tuple[list[str], str]] = {}
+    for option, reason, how in questions:
+        pattern = next((row.option for row in system.rows if "*" in row.option and row.names(option)), option)
+        lines.setdefault((pattern, reason), ([], how))[0].append(option)
+    return [
+        f"  {', '.join(options)}: {reason}"
+        + (how if len(options) == 1 else f" (answer with --accept {shlex.quote(pattern)})")
+        for (pattern, reason), (options, how) in lines.items()
+    ]
 
 
 def _as_toml(done: Conversion, source: str) -> str:

@@ -146,6 +146,16 @@ def test_rows_that_go_through_a_function_are_asked_about(tmp_path: Path, capsys:
     err = capsys.readouterr().err
     assert "datasets: its rows go through rewards.transform" in err
     assert "adapter" not in err
+    config, _ = converted([path, "--accept", "datasets"], capsys)  # the rows as they are
+    assert config.tasks.sources[0].path == "openai/gsm8k"
+
+
+def test_options_of_one_thing_are_asked_about_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = file(tmp_path, ASYNCHRONOUS + "nemo_gym_dir: ~/Gym\nnemo_gym_enabled: true\n")
+    assert cli.main(["convert", path]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "nemo_gym" in line)
+    assert line.startswith("  nemo_gym_dir, nemo_gym_enabled: ")
+    assert line.endswith("(answer with --accept 'nemo_gym_*')")
 
 
 def test_a_model_of_the_hub_is_a_reward_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

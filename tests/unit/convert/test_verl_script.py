@@ -65,6 +65,51 @@ def test_a_name_without_a_value_is_named_with_its_line() -> None:
         options_of_script("a=1\npython x data.train_batch_size=$MISSING\n", {})
 
 
+CONDITIONS = """
+DEVICE=${DEVICE:-gpu}
+n=8
+memory=0.5
+seed=1
+if [ "$DEVICE" = gpu ]; then
+    n=16
+    memory=0.6
+    seed=1
+fi
+case "$DEVICE" in
+  npu) lr=1e-5 ;;
+esac
+[ "$DEVICE" = npu ] && length=512
+more=$((n * 2))
+RAY=(ray_kwargs.x=1)
+if true; then
+  RAY=(trainer.nnodes=2 data.truncation=left)
+fi
+python3 -m verl.trainer.main_ppo data.train_files=a.parquet data.seed=$seed actor_rollout_ref.rollout.n=$n \\
+    data.train_batch_size=$more actor_rollout_ref.rollout.gpu_memory_utilization=$memory "${RAY[@]}" \\
+    actor_rollout_ref.model.path=me/mine algorithm.adv_estimator=grpo trainer.total_training_steps=5
+"""
+
+
+def test_what_a_condition_decides_is_asked_about_where_it_matters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = script(tmp_path, CONDITIONS)
+    assert cli.main(["convert", path]) == 2
+    err = capsys.readouterr().err
+    assert "actor_rollout_ref.rollout.n: line 20: 16 is under a condition of the script: settle it" in err
+    assert "`n=... rollover convert FILE`" in err
+    assert "data.truncation" in err  # of an array
+    assert "trainer.nnodes" not in err
+    assert "data.train_batch_size: line 20: 32 is under a condition" in err
+    assert "gpu_memory_utilization" not in err  # no result depends on it
+    assert "data.seed" not in err  # the branch says what it is in any case
+    monkeypatch.setenv("n", "4")
+    answers = ["--train.minibatches_per_step", "1", "--tasks.truncation", "left"]
+    assert cli.main(["convert", path, *answers]) == 0
+    config = load_config([tomllib.loads(capsys.readouterr().out)]).config
+    assert (config.rollout.group_size, config.rollout.groups_per_step, config.run.seed) == (4, 8, 1)
+
+
 def test_the_toml_loads_and_says_where_each_value_is_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["convert", script(tmp_path), "--train.num_steps", "30"]) == 0
     out, err = capsys.readouterr()
@@ -142,6 +187,22 @@ def test_tables_inside_of_kwargs_are_read(tmp_path: Path, capsys: pytest.Capture
     assert config.rewards.overlong_buffer_tokens == 64
     assert config.model.chat_template_kwargs == {"enable_thinking": False}
     assert (config.train.warmup_steps, config.train.warmup_ratio, config.train.schedule) == (0, 0.1, "cosine")
+
+
+def test_the_weighed_loss_of_bypass_mode_is_reinforce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    correction = "algorithm.rollout_correction"
+    text = SCRIPT.replace(
+        "trainer.nnodes=",
+        f"{correction}.bypass_mode=True {correction}.loss_type=reinforce {correction}.rollout_is=sequence"
+        f" {correction}.rollout_is_threshold=4.0 trainer.nnodes=",
+    )
+    answers = ["--train.num_steps", "30"]
+    assert cli.main(["convert", script(tmp_path, text), *answers]) == 0
+    config = load_config([tomllib.loads(capsys.readouterr().out)]).config.algorithm
+    assert (config.loss, config.correction, config.correction_cap) == ("reinforce", "sequence_truncate", 4.0)
+    text = text.replace("loss_type=reinforce", "rollout_rs=geometric")
+    assert cli.main(["convert", script(tmp_path, text), *answers]) == 2
+    assert "verl 0.9.1 has no geometric: set --algorithm.rejection" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.sh", "echo hello\n"), ("a.yaml", "- 1\n"), ("a.sh", None)])

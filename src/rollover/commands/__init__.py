@@ -33,6 +33,7 @@ VERBS = {
         "trace",
         "serve",
         "bench",
+        "completion",
     )
 }
 

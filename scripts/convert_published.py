@@ -11,6 +11,7 @@ YAML.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -84,7 +85,9 @@ def tried(path: Path) -> str:
 
 
 def main() -> int:
-    clones = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Convert published files of verl, Axolotl and LightRFT.")
+    parser.add_argument("clones", type=Path, help="folder of git clones, OWNER/NAME")
+    clones = parser.parse_args().clones
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         for name in FILES:

@@ -25,6 +25,13 @@ TRL_FIELDS = {
     "trl.mask_truncated_completions": "mask_truncated_completions",
     "trl.off_policy_mask_threshold": "off_policy_mask_threshold",
 }
+# What the rows of these read besides.
+_BESIDE = {
+    "use_vllm": "trl.use_vllm",
+    "per_device_train_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "generation_batch_size": "trl.generation_batch_size",
+}
 _ROWS = {row.option: row for row in TRL.rows}
 _OPTIMIZERS = {name: "adamw" for name in (
     "adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "paged_adamw_32bit", "optimi_adamw",
@@ -39,7 +46,7 @@ def trl_row(option: str, **changed: Any) -> Row:
     names = {field: name for name, field in TRL_FIELDS.items()}
 
     def to(value: Any, options: Options) -> dict[str, Any]:
-        given = {field: options(name) for field, name in names.items()}
+        given = {field: options(name) for field, name in (names | _BESIDE).items()}
         theirs = Options({field: item for field, item in given.items() if item is not None}, TRL.rows)
         return dict(row.values(value, theirs))
 

@@ -68,7 +68,7 @@ _ASKED = (
     ("optim_target_modules", (None,), "there is no GaLore: layers are chosen by `model.lora.target_modules`"),
     ("neftune_noise_alpha", (None, 0), "there is no noise on embeddings"),
     ("auto_find_batch_size", (False,), "GRPOTrainer refuses it, too; `train.micro_batch_tokens` bounds the memory"),
-    ("resume_from_checkpoint", (None, False, ""), "`rollover train --resume` goes on with a run"),
+    ("resume_from_checkpoint", (None, False, ""), "`--resume` goes on with a run"),
     ("ignore_data_skip", (False,), "a run that goes on takes the tasks that were not trained yet"),
     ("restore_callback_states_from_checkpoint", (False,), "the state of hooks (docs/trainer.md) is their own"),
     ("max_tool_calling_iterations", (None,), "goes with `tools`"),

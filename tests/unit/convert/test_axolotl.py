@@ -117,6 +117,20 @@ def test_without_vllm_nothing_is_corrected_and_with_it_as_trl_does(
     assert config.algorithm.correction == "none"
 
 
+def test_what_trl_counts_in_updates_is_counted_in_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kl = "  beta: 0.04\n  sync_ref_model: true\n  ref_model_sync_steps: 24\n  ref_model_mixup_alpha: 1.0\n"
+    kl += "  repetition_penalty: 1.1\n"
+    path = file(tmp_path, ASYNCHRONOUS.replace("  temperature: 0.7\n", f"  temperature: 0.7\n{kl}"))
+    config, _ = converted([path], capsys)
+    assert config.algorithm.reference_refresh_steps == 12  # of 24 updates, two a step
+    assert not config.algorithm.allow_uncorrected  # with vLLM the penalty is corrected for
+    assert config.rollout.logits.repetition_penalty == 1.1
+    text = (tmp_path / "mine.yaml").read_text().replace("  num_iterations: 2\n", "  generation_batch_size: 96\n")
+    config, _ = converted([file(tmp_path, text)], capsys)
+    assert (config.train.minibatches_per_step, config.rollout.groups_per_step) == (3, 12)
+    assert config.algorithm.reference_refresh_steps == 8
+
+
 @pytest.mark.parametrize(
     ("line", "answer"),
     [

@@ -37,6 +37,7 @@ LEVELS = [
     {"trainer"},
     {"run", "cluster", "sim", "reading"},
     {"api", "view"},
+    {"compat"},
     {"bench"},
     {"commands"},
     {"cli", "__main__", "__init__"},
@@ -80,6 +81,7 @@ MAY_ASYNCIO = (
     "workflows/gateway/",
     "workflows/verifiers/",
     "api/",
+    "compat/trl/trainer.py",
     "bench/",
     "commands/",
 )

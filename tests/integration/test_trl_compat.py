@@ -1,0 +1,229 @@
+"""TRL's scripts over `rollover.compat.trl`: what its documentation shows, on a tiny model and rows of the test's own.
+
+Compared with TRL itself where it is installed: the same samples a step, and both learn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+import tiny
+from documents import blocks
+from rollover.compat import trl as ours
+from rollover.config import ConfigError
+
+LETTERS = "abcdefgh"
+TEXTS = [{"prompt": f"say {a}{b}", "letter": a} for a in LETTERS for b in LETTERS[:3]]
+CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}], "letter": row["letter"]} for row in TEXTS]
+FAST = {
+    "use_cpu": True, "bf16": False, "learning_rate": 2e-2, "per_device_train_batch_size": 8, "num_generations": 4,
+    "max_completion_length": 6, "max_steps": 3, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+    "gradient_checkpointing": False, "lr_scheduler_type": "constant",
+}  # fmt: skip
+
+
+def share_of_letters(completions: list[str], **kwargs: Any) -> list[float]:
+    """How many of the characters are lower-case letters."""
+    return [sum(c.islower() for c in text) / max(1, len(text)) for text in completions]
+
+
+def unique_chars(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(len(set(one[-1]["content"]))) for one in completions]
+
+
+async def has_letter(completions: list[Any], letter: list[str], log_metric: Any, **kwargs: Any) -> list[float | None]:
+    log_metric("asked", 2.0)
+    return [None if a == "a" else float(a in one[-1]["content"]) for one, a in zip(completions, letter, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(tmp_path_factory.mktemp("compat") / "model"))
+
+
+def dataset(rows: list[dict[str, Any]]) -> Any:
+    return pytest.importorskip("datasets").Dataset.from_list(rows)
+
+
+def test_the_program_of_the_page_runs(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    (block,) = [b for b in blocks() if b.page.name == "coming-from.md" and b.language == "python"]
+    exec(compile(block.text.replace("smollm2-135m", model), block.name, "exec"), {"__name__": "page"})
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_quick_start(model: str, tmp_path: Path) -> None:
+    args = ours.GRPOConfig(output_dir=str(tmp_path / "out"), **FAST)
+    trainer = ours.GRPOTrainer(model=model, reward_funcs=share_of_letters, args=args, train_dataset=dataset(TEXTS))
+    output = trainer.train()
+    assert output.global_step == trainer.state.global_step == 3
+    records = list(trainer.run.records())
+    assert [sum(r["step"] == n for r in records) for n in (1, 2, 3)] == [8, 8, 8]
+    assert {r["prompt"] for r in records} <= {row["prompt"] for row in TEXTS}  # as they are, without a chat template
+    steps = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert [entry["step"] for entry in steps] == [1, 2, 3]
+    assert steps[0]["rewards/share_of_letters/mean"] == steps[0]["reward"]
+    trainer.save_model(str(tmp_path / "saved"))
+    assert trainer.model.num_parameters() == tiny.model().num_parameters()
+    assert (tmp_path / "saved" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_several_rewards_with_weights_on_messages(model: str, tmp_path: Path) -> None:
+    args = ours.GRPOConfig(str(tmp_path / "out"), reward_weights=[0.5, 2.0], steps_per_generation=2, **FAST)
+    trainer = ours.GRPOTrainer(
+        model=tiny.model(), reward_funcs=[unique_chars, has_letter], args=args, train_dataset=dataset(CHATS),
+        eval_dataset=dataset(CHATS[:3]), processing_class=tiny.tokenizer(),
+    )  # fmt: skip
+    before = trainer.model.get_input_embeddings().weight.detach().clone()
+    trainer.train()
+    assert trainer.state.global_step == 4  # two updates a step
+    assert not before.equal(trainer.model.get_input_embeddings().weight)
+    records = list(trainer.run.records())
+    assert len(records) == 2 * 16
+    for record in records:
+        parts = {name: record["extras"].get(name) for name in ("unique_chars", "has_letter")}
+        assert record["score"] == pytest.approx(0.5 * parts["unique_chars"] + 2.0 * (parts["has_letter"] or 0.0))
+        assert (parts["has_letter"] is None) == (record["columns"]["letter"] == "a")
+    assert trainer.state.log_history[0]["has_letter.asked"] == 2.0
+    assert 0 < trainer.evaluate()["eval_reward"] < 10
+
+
+@pytest.mark.slow
+def test_adapters(model: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    args = ours.GRPOConfig(str(tmp_path / "out"), beta=0.04, loss_type="grpo", **FAST)
+    trainer = ours.GRPOTrainer(
+        model=model, reward_funcs=lambda completions, **_: [float(len(c)) for c in completions], args=args,
+        train_dataset=dataset(TEXTS), peft_config=peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.run.config["model"]["lora"]["rank"] == 4
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert (saved["r"], saved["lora_alpha"]) == (4, 8)
+
+
+class Stops(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self.seen.append(f"step {state.global_step}")
+        control.should_training_stop = state.global_step == 2
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.seen += ["log"] if "reward" in logs else []
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append("end")
+
+
+def test_a_callback_is_told_and_ends_the_run_and_a_reward_sees_the_step(model: str, tmp_path: Path) -> None:
+    def late(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
+        return [float(trainer_state.global_step) for _ in completions]
+
+    callback = Stops()
+    args = ours.GRPOConfig(str(tmp_path / "out"), **{**FAST, "max_steps": 9})
+    trainer = ours.GRPOTrainer(model, late, args, TEXTS, callbacks=[callback])
+    trainer.train()
+    assert callback.seen == ["step 1", "log", "step 2", "log", "end"]
+    assert [row["reward/mean"] for row in trainer.run.metrics] == [0.0, 1.0]
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "config.json").is_file()
+
+
+class Streamed:
+    """Rows without a length, as datasets.IterableDataset."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from TEXTS
+
+
+class NeedsMore(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments", "said"),
+    [
+        ({"use_adaptive_entropy": True}, {}, "use_adaptive_entropy: the weight of the entropy bonus is fixed"),
+        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
+        ({"loss_type": "surprise"}, {}, "loss_type: surprise is no loss"),
+        ({"reward_weights": [1.0, 2.0]}, {}, "2 weights of 1 reward functions"),
+        ({}, {"tools": [len]}, "tools: tools are methods of a class"),
+        ({}, {"environment_factory": object}, "environment_factory"),
+        ({}, {"rollout_func": len}, "rollout_func"),
+        ({}, {"quantization_config": object()}, "quantization_config"),
+        ({}, {"optimizers": (object(), None)}, "optimizers"),
+        ({}, {"callbacks": [NeedsMore()]}, "NeedsMore.on_pre_optimizer_step would never be called"),
+        ({}, {"train_dataset": [{"question": "1"}]}, "no column prompt"),
+        ({}, {"train_dataset": [{"prompt": "1", "image": 1}]}, "there are no images"),
+        ({"max_steps": -1}, {"train_dataset": Streamed()}, "set max_steps"),
+        ({}, {"train_dataset": iter(TEXTS)}, "which is read once"),
+        ({"max_steps": -1}, {"train_dataset": TEXTS[:1]}, "has 1 rows, and a step takes 2"),
+        ({}, {"eval_dataset": {"a": TEXTS}}, "eval_dataset is a dict of a"),
+        ({}, {"peft_config": object()}, "peft_config is a object"),
+        ({}, {"reward_funcs": [3]}, "reward_funcs has a int"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_by_name(
+    model: str, tmp_path: Path, fields: dict[str, Any], arguments: dict[str, Any], said: str
+) -> None:
+    given = {"model": model, "reward_funcs": share_of_letters, "train_dataset": TEXTS} | arguments
+    with pytest.raises(ConfigError, match=said):
+        ours.GRPOTrainer(args=ours.GRPOConfig(str(tmp_path), **{**FAST, **fields}), **given)
+
+
+def test_epochs_become_steps_and_enumerations_are_read(model: str, tmp_path: Path) -> None:
+    from transformers import SchedulerType
+
+    fields = {**FAST, "max_steps": -1, "num_train_epochs": 2, "lr_scheduler_type": SchedulerType.COSINE}
+    trainer = ours.GRPOTrainer(model, share_of_letters, ours.GRPOConfig(str(tmp_path), **fields), TEXTS)
+    assert trainer.state.max_steps == 2 * len(TEXTS) // 2
+    with pytest.raises(TypeError, match="not_a_field"):
+        ours.GRPOConfig(not_a_field=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.slow
+def test_it_learns_as_trl_does_of_as_many_samples(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One seed, 25 steps of 16 samples each: the share of letters rises by as much, give or take a third."""
+    trl = pytest.importorskip("trl")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    fields = {**FAST, "max_steps": 25, "per_device_train_batch_size": 16, "learning_rate": 5e-3, "seed": 7}
+
+    def learned(library: Any, make: Callable[[Any], Any]) -> tuple[list[float], Any]:
+        args = library.GRPOConfig(output_dir=str(tmp_path / library.__name__), disable_tqdm=True, **fields)
+        trainer = make(args)
+        trainer.train()
+        return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry], trainer
+
+    samples: list[int] = []
+
+    def counted(completions: list[str], **kwargs: Any) -> list[float]:
+        samples.append(len(completions))
+        return share_of_letters(completions)
+
+    theirs, _ = learned(
+        trl, lambda args: trl.GRPOTrainer(model, counted, args, dataset(TEXTS), processing_class=tiny.tokenizer())
+    )
+    mine, trainer = learned(ours, lambda args: ours.GRPOTrainer(model, share_of_letters, args, dataset(TEXTS)))
+    assert samples == [16] * 25
+    records = list(trainer.run.records())
+    assert [sum(r["step"] == n for r in records) for n in range(1, 26)] == samples
+
+    def rise(rewards: list[float]) -> float:
+        return sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5
+
+    print(f"rise of TRL {rise(theirs):.3f}, here {rise(mine):.3f}")
+    assert rise(theirs) > 0.15
+    assert rise(mine) == pytest.approx(rise(theirs), rel=1 / 3)

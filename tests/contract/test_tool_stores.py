@@ -5,6 +5,7 @@ A process of the run is killed and another goes on: one run, no step twice, none
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sqlite3
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from rollover.config import TrackConfig
 from rollover.track.sinks import EvalFile, MetricsFile, read_rows
 from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Trackers
 from rollover.track.trackers.names import TOOLS
-from rollover.track.trackers.tool import numbers_of, numbers_of_eval
+from rollover.track.trackers.tool import About, numbers_of, numbers_of_eval
 from rollover.track.trackers.tools import Tools
 from samples import group, rollout, segment
 
@@ -298,6 +300,46 @@ def test_a_run_that_was_killed_goes_on_as_one_run(tool: str, tmp_path: Path, cut
     third.step(7)
     third.end()
     check(tool, tmp_path)
+
+
+class Server:
+    """What W&B's server knows of one run, and `wandb.init` beside it. `rewinds`: whether it can."""
+
+    def __init__(self, last: int, rewinds: bool) -> None:
+        self.last, self.rewinds, self.asked = last, rewinds, []
+
+    def init(self, **how: Any) -> Any:
+        self.asked.append({key: how[key] for key in ("id", "resume", "resume_from") if key in how})
+        if "resume_from" in how:
+            if not self.rewinds:
+                raise RuntimeError("rewind is not enabled")
+            self.last = int(how["resume_from"].partition("=")[2])
+        return SimpleNamespace(step=self.last + 1, url="https://host/run", finish=lambda exit_code=0: None)
+
+
+@pytest.mark.parametrize(
+    ("last", "cut", "rewinds", "newest", "calls"),
+    [
+        (-1, -1, True, -1, 1),  # a new run
+        (5, 5, True, 5, 1),  # all is there
+        (4, 5, True, 4, 1),  # one step is told from the files
+        (7, 5, True, 5, 2),  # two steps are undone
+        (7, 5, False, 7, 3),  # they stay, where the server does not rewind
+    ],
+)
+def test_a_run_of_wandb_online_is_rewound_where_its_server_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, cut: int, rewinds: bool, newest: int, calls: int
+) -> None:
+    pytest.importorskip("wandb", reason='pip install "rollover[wandb]"')
+    ours = importlib.import_module("rollover.track.trackers.wandb_tool")
+    server = Server(last, rewinds)
+    settings = SimpleNamespace(settings=SimpleNamespace(mode="online"))
+    fake = SimpleNamespace(init=server.init, setup=lambda: settings, Settings=dict)
+    monkeypatch.setattr(ours, "wandb", fake)
+    tool = ours.Wandb(About("1d", "demo", tmp_path, "p", "", "", (), {}))
+    tool.truncate(Cut(cut))
+    assert tool.newest == (newest, newest) and len(server.asked) == calls
+    assert {asked["id"] for asked in server.asked} == {"1d"} and server.asked[0]["resume"] == "allow"
 
 
 def test_the_backend_is_lost_in_the_midst(tool: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
     config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  journal/  model/  logs/
     evaluations/ (every answer)  best_model/
+    tracked_as (by tools of others)
     lock (held while the run lives)  checkpointed (where its checkpoints are)  finished (at which step)
 
 Owns where things lie. Never decides what is written, nor when.

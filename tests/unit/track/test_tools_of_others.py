@@ -329,6 +329,14 @@ def test_a_tool_that_is_not_installed_is_refused_with_the_line_for_pip(
         build_trackers(config, tmp_path)
 
 
+def test_a_folder_of_the_name_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no_such_library").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(names.TOOLS, "wandb", Named("x:Y", "no_such_library"))
+    with pytest.raises(ValueError, match="wandb is not installed"):
+        names.check_installed("wandb")
+
+
 def test_each_tool_is_an_option_an_extra_and_a_short_file() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     names_of_tools = [name for name in names.TOOLS if name != "fake"]

@@ -26,5 +26,6 @@ TOOLS = {
 
 def check_installed(name: str) -> None:
     """ValueError with the line for pip where the tool's library is missing. It is not imported: that takes seconds."""
-    if importlib.util.find_spec(TOOLS[name].library) is None:
+    found = importlib.util.find_spec(TOOLS[name].library)
+    if found is None or found.origin is None:  # a mere folder of that name, as wandb makes one where it is used
         raise ValueError(f'track.trackers: {name} is not installed: pip install "rollover[{name}]"')

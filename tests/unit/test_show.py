@@ -177,3 +177,14 @@ def test_the_table_of_an_evaluation_prints_hostile_text_as_text(capsys, hostile:
     of = {"mean": 0.5, "ci": [0.4, 0.6], "tasks": 3}
     print_eval({**of, "sources": {hostile: of, "b": of}})
     assert is_harmless(capsys.readouterr().out)
+
+
+def test_names_of_somebody_else_s_run_are_text(tmp_path: Path, capsys, hostile: str) -> None:
+    write_run(tmp_path)
+    (tmp_path / "config.resolved.json").write_text(json.dumps({"run": {"name": hostile}, "train": {"num_steps": 9}}))
+    (tmp_path / "finished").write_text(json.dumps({"step": 3, "used_up": hostile}))
+    assert is_harmless(show(capsys, tmp_path))
+    lock = DirectoryLock(tmp_path, "run.dir")
+    (tmp_path / "lock").write_text(hostile, encoding="utf-8", errors="replace")
+    assert is_harmless(show(capsys, tmp_path))
+    lock.release()

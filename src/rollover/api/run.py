@@ -5,6 +5,7 @@ Owns nothing: everything is read from the files (docs/running.md) when it is ask
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 from collections.abc import Iterator, Mapping
@@ -46,7 +47,7 @@ class Run:
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """One dict an evaluation: step, mean, ci, pass@k, sources, samples."""
-        return self._files.evaluations()
+        return copy.deepcopy(self._files.evaluations())
 
     @property
     def trace(self) -> list[TraceEvent]:

@@ -91,10 +91,12 @@ def now(files: RunFiles) -> dict[str, str]:
 def print_warnings(files: RunFiles, console: Console) -> None:
     from rich.text import Text
 
+    from rollover.track.shown import shown
+
     if warnings := files.warnings():
         console.print(Text("\nHealth"))
         for step, _, text in warnings:
-            console.print(Text(f"  step {step}: {text}"), soft_wrap=True)
+            console.print(Text(shown(f"  step {step}: {text}", console)), soft_wrap=True)
 
 
 def chosen(files: RunFiles, num: int) -> dict[str, list[Any]]:

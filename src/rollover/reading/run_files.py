@@ -46,7 +46,7 @@ class RunFiles:
             else:
                 what = f"has no {CONFIG}"
             raise ValueError(f"{str(self.directory)!r} is not the directory of a run: it {what}")
-        self._metrics = Tail(self.directory / METRICS)
+        self._metrics = Tail(self.directory / METRICS, numbers=True)
         self._evaluations = Tail(self.directory / EVALUATIONS)
         self.rollouts = RolloutIndex(self.directory / ROLLOUTS)
         self.trace = TraceIndex(self.directory / TRACE)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rollover.functions import is_number
 from rollover.track.sinks import row_of_line
 
 
@@ -13,11 +14,11 @@ class Tail:
     """Rows with a key "step" of a file that grows, and is cut back or replaced where its run goes on from before.
 
     Half a line at its end, of a writer at work or killed, is no row yet. A step that was made again is there once: the
-    newer row stands.
+    newer row stands. `numbers`: each value of a row is a number, or None.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, numbers: bool = False) -> None:
+        self.path, self.numbers = path, numbers
         self._rows: list[dict[str, Any]] = []
         self._end, self._last = 0, b""  # how far it is parsed, and the line that ends there
 
@@ -36,11 +37,15 @@ class Tail:
                     self._end, self._last = self._end + len(line), line
         except FileNotFoundError:
             self._rows, self._end, self._last = [], 0, b""
-        return list(self._rows)
+        return [dict(row) for row in self._rows]
 
     def _add(self, row: dict[str, Any]) -> None:
-        if "step" not in row:
-            raise ValueError(f"{self.path} has a row without a step: restore the file")
+        if not is_number(row.get("step")):
+            raise ValueError(f"{self.path} has a row without a number of its step: restore the file")
+        if self.numbers:
+            for key, value in row.items():
+                if not (value is None or is_number(value)):
+                    raise ValueError(f"{self.path} has a row whose {key!r} is no number: restore the file")
         while self._rows and self._rows[-1]["step"] >= row["step"]:
             self._rows.pop()
         # The names are the same in every row: one copy of each.

@@ -41,7 +41,7 @@ def schema() -> pa.Schema:
     """Of every file of rollouts."""
     pa = pyarrow_module()
     numbers = pa.map_(pa.string(), pa.float64())
-    sampling = {"temperature": pa.float64(), "top_p": pa.float64(), "top_k": pa.int32(), "min_p": pa.float64()}
+    sampling = {"temperature": pa.float64(), "top_p": pa.float64(), "top_k": pa.int64(), "min_p": pa.float64()}
     segment = {
         "policy_version": pa.int64(),
         "num_tokens": pa.int32(),

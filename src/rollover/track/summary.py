@@ -16,7 +16,7 @@ from rich.text import Text
 
 from rollover.track.figures import count, decimal, duration, percent
 from rollover.track.metrics import aggregate
-from rollover.track.shown import excerpt, shown
+from rollover.track.shown import excerpt, shown, shown_lines
 from rollover.track.statistics import parts_of
 from rollover.track.waits import Verdict, verdict
 
@@ -136,6 +136,7 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
 
 
 def _print(console: Console, text: Text) -> None:
+    text.plain = shown_lines(text.plain, console)  # a run may be somebody else's
     console.print(text, soft_wrap=True)
 
 

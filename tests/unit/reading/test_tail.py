@@ -70,3 +70,18 @@ def test_a_line_that_is_no_row_names_the_file(tmp_path: Path, wrong: str) -> Non
     path.write_text(line(1) + wrong + line(2))
     with pytest.raises(ValueError, match="metrics.jsonl.*restore the file"):
         Tail(path).rows()
+
+
+@pytest.mark.parametrize("wrong", ['{"step": "2"}\n', '{"step": null}\n', '{"step": 2, "reward/mean": "\\u001b[2J"}\n'])
+def test_a_value_that_is_no_number_names_the_file_and_its_key(tmp_path: Path, wrong: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1) + wrong)
+    with pytest.raises(ValueError, match="metrics.jsonl.*(step|reward/mean).*restore the file"):
+        Tail(path, numbers=True).rows()
+
+
+def test_what_a_caller_does_to_a_row_is_not_in_the_next_one(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "metrics.jsonl")
+    tail.path.write_text(line(1, loss=2.0))
+    tail.rows()[0].clear()
+    assert tail.rows() == [{"step": 1, "loss": 2.0}]

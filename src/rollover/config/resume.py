@@ -40,7 +40,10 @@ FIXED = (
         ("tasks.eval_fraction", "tasks.shuffle"), "tasks would be repeated, skipped, or held out after being trained"
     ),
     Fixed(
-        tuple(f"tasks.sources.*.{name}" for name in ("kind", "name", "params*", "streaming", "prompt_column")),
+        tuple(
+            f"tasks.sources.*.{name}"
+            for name in ("kind", "name", "params*", "streaming", "prompt_column", "order_column")
+        ),
         "tasks would be repeated or skipped",
     ),
     Fixed(("algorithm.reference_path",), "the checkpoint holds the weights of that reference"),

@@ -41,6 +41,7 @@ SOURCES = {
             "streaming",
             "prompt_column",
             "answer_column",
+            "order_column",
         ),
     ),
     "verifiers": SourceKind("rollover.workflows.verifiers.source:taskset_source", "name", ("params", "eval_params")),
@@ -90,6 +91,11 @@ class TaskSourceConfig(Table):
     prompt_column: str = option("", "dataset: prompt column; empty = prompt, question, problem or messages.")
     answer_column: str = option(
         "", "dataset: answer column; empty = reward_model.ground_truth (verl), answer, solution or ground_truth."
+    )
+    order_column: str = option(
+        "",
+        "dataset: a column with a number, such as a difficulty (extra_info.difficulty for one in a table): each pass"
+        " has the rows from the smallest to the largest, and shuffles those that are alike. Not with streaming.",
     )
     problem_key: str = option(
         "",
@@ -234,6 +240,10 @@ def _not_counted(config: Any) -> str:
     return _first(config, lambda s: bool(s.weight) and (s.kind == "reasoning_gym" or s.streaming))
 
 
+def _streamed_in_order(config: Any) -> str:
+    return _first(config, lambda s: s.streaming and bool(s.order_column))
+
+
 NO_SOURCES = Refused(
     ("tasks.sources",),
     lambda c: not c.tasks.sources,
@@ -301,6 +311,14 @@ RULES: tuple[Rule, ...] = (
             f"tasks.eval_fraction = 0 with eval.num_tasks = {c.eval.num_tasks}: nothing is held out of"
             f" {_first(c, lambda s: not s.names_held_out)}. Raise tasks.eval_fraction, or give held-out rows"
             " (eval_path, eval_split)"
+        ),
+    ),
+    Refused(
+        ("tasks.sources",),
+        lambda c: bool(_streamed_in_order(c)),
+        lambda c: (
+            f"{_streamed_in_order(c)}.order_column with streaming: all rows would have to be read before the first"
+            " task. Remove one of the two, or sort the file itself and set tasks.shuffle = false"
         ),
     ),
     Refused(

@@ -170,7 +170,7 @@ class Parts:
             prompts = prompts_for(encode, prompt_limit(config, longest))
             reroll = Reroll(config.reroll, config.train.num_steps, prompts)
             driver = build_driver(config, engine, reroll, environment, group_filter, stops)
-            reuse = Reuse(config, reroll, prompts.stream.curriculum)
+            reuse = Reuse(config, reroll, prompts.curriculum)
             history = history or RunHistory()
             history.go_on()
             driver.say = observed.say = prompts.stream.say = say

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from rollover.config import Config
 from rollover.config.curriculum import CurriculumConfig
 from rollover.functions import OwnFunction, described, own_function
+from rollover.tasks.source import column_of
 from rollover.tasks.split import key_of
 from rollover.types import Group, Task
 
@@ -175,6 +176,14 @@ class Curriculum:
         """The weight of a source, where it is sources that have pass rates; else 1."""
         return self.weigher.weight(Task("", label, ""), self._seen.get(label)) if self._by_source else 1.0
 
+    def mark(self) -> tuple[int, int]:
+        """What `back_to` is given to forget what was given, and passed over, since."""
+        return self.passed_over, len(self._given)
+
+    def back_to(self, mark: tuple[int, int]) -> None:
+        self.passed_over = mark[0]
+        del self._given[mark[1] :]
+
     def gives(self, task: Task, passed: PassedOver) -> bool:
         """Whether a task is given whose turn has come: a draw that depends on the task and its pass (`attempt`) alone.
         It joins those that were `passed` over if not."""
@@ -269,7 +278,7 @@ class Curriculum:
         known = self._seen.get(self._key(task))
         if known is not None or not self.config.prior_column:
             return known
-        prior = self._column(task, self.config.prior_column, "tasks.curriculum.prior_column")
+        prior = column_of(task, self.config.prior_column, "tasks.curriculum.prior_column")
         if prior is None:
             return None
         if isinstance(prior, bool) or not isinstance(prior, int | float) or not 0 <= prior <= 1:
@@ -285,18 +294,7 @@ class Curriculum:
             return task.task_id
         if self.config.by == "source":
             return task.source
-        return json.dumps(self._column(task, self.config.by, "tasks.curriculum.by"), sort_keys=True)
-
-    def _column(self, task: Task, name: str, option: str) -> Any:
-        value: Any = task.columns
-        for part in name.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                raise ValueError(
-                    f"{option} = {name!r}: task {task.task_id} of {task.source!r} has no such column; its columns are"
-                    f" {', '.join(task.columns) or 'none'}. Correct it, or add the column to the data"
-                )
-            value = value[part]
-        return value
+        return json.dumps(column_of(task, self.config.by, "tasks.curriculum.by"), sort_keys=True)
 
 
 def build_curriculum(config: Config) -> Curriculum | None:

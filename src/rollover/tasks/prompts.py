@@ -16,7 +16,7 @@ from rollover.config import Config
 from rollover.config.tasks import Truncation
 from rollover.envs.protocol import HoldsObjects
 from rollover.functions import OwnFunction, described, own_function
-from rollover.tasks.curriculum import build_curriculum
+from rollover.tasks.curriculum import Curriculum, build_curriculum
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task
 
@@ -65,7 +65,7 @@ class PromptSource:
     """The next (task, prompt ids) of a stream whose prompt is short enough, or cut to be, None at the end. Reroll asks
     it.
 
-    `encode`: the prompt of a task, of training and held-out ones alike.
+    `encode`: the prompt of a task, of training and held-out ones alike. `curriculum`: that of the stream.
     """
 
     def __init__(
@@ -75,21 +75,25 @@ class PromptSource:
         max_prompt_tokens: int,
         replace: Callable[[Task, int], Task | None] | None = None,
         truncation: Truncation = "skip",
+        curriculum: Curriculum | None = None,
     ) -> None:
         self.stream, self.encode, self.max_prompt_tokens = stream, encode, max_prompt_tokens
         self.replace = replace and OwnFunction.over(replace, "tasks.before_produce", TASK_OR_NONE)
         self.version = 0  # of the trainer: set by the loop, for `replace` alone
         self.truncation: Truncation = truncation
+        self.curriculum = curriculum
         self.num_skipped = 0
         self.num_truncated = 0
         self.num_left_out = 0
 
     def __call__(self) -> tuple[Task, tuple[int, ...]] | None:
-        before = self.state_dict()
+        before, mark = self.state_dict(), self.curriculum and self.curriculum.mark()
         try:
             return self._next()
         except BaseException:  # a task that fails is not passed over: a resumed run comes to it again
             self.load_state_dict(before)
+            if self.curriculum and mark:
+                self.curriculum.back_to(mark)
             raise
 
     def _next(self) -> tuple[Task, tuple[int, ...]] | None:
@@ -141,7 +145,7 @@ def build_prompts(config: Config) -> Callable[[Encode, int], PromptSource]:
     name = config.tasks.before_produce
     before_produce = own_function("tasks.before_produce", name, TASK_OR_NONE) if name else None
     return lambda encode, max_prompt_tokens: PromptSource(
-        stream, encode, max_prompt_tokens, before_produce, config.tasks.truncation
+        stream, encode, max_prompt_tokens, before_produce, config.tasks.truncation, curriculum
     )
 
 

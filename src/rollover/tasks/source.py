@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollover.config import TaskSourceConfig
 from rollover.rewards.chosen import Chosen
@@ -83,6 +84,37 @@ class TaskSource(Protocol):
         """A text that changes when the problems do, as far as some of them show it: a run is not resumed on other
         problems. "" where only keys of the configuration can change them, which are compared in any case."""
         ...
+
+
+def column_of(task: Task, name: str, option: str) -> Any:
+    """A column of the task; `extra_info.level` is one in a table. ValueError, which names the option, without it."""
+    value: Any = task.columns
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ValueError(
+                f"{option} = {name!r}: task {task.task_id} of {task.source!r} has no such column; its columns are"
+                f" {', '.join(task.columns) or 'none'}. Correct it, or add the column to the data"
+            )
+        value = value[part]
+    return value
+
+
+def place_of(source: TaskSource, number: int, order_column: str) -> float:
+    """By what a problem is put in order (tasks.sources.order_column). One that its source fails to make is first.
+
+    ValueError without the column, or for what is no number.
+    """
+    try:
+        problem = source.problem(number)
+    except FailedProblem:
+        return -math.inf
+    place = column_of(problem, order_column, "tasks.sources.order_column")
+    if isinstance(place, bool) or not isinstance(place, int | float) or math.isnan(place):
+        raise ValueError(
+            f"tasks.sources.order_column = {order_column!r}: task {problem.task_id} has {place!r} there; expected a"
+            " number"
+        )
+    return place
 
 
 def problems_of(source: TaskSource, at_most: int | None = None) -> Iterator[Task]:

@@ -20,7 +20,7 @@ from rollover.tasks.build import build_source, labels_of
 from rollover.tasks.curriculum import Curriculum, PassedOver
 from rollover.tasks.mixing import shares_of
 from rollover.tasks.same import Same, problem_text, same_by
-from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, problems_of
+from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, place_of, problems_of
 from rollover.tasks.split import Split, SplitName, key_of
 from rollover.types import Task
 
@@ -40,12 +40,20 @@ class _Cursor:
     same: Same
     max_epochs: int  # of a source that has an end; 0: any number
     shuffle: bool
+    order_column: str = ""
     share: float = 1.0  # how often the source is asked, in proportion to those of the others; 0: it is never trained
     epoch: int = 0
     position: int = 0
     exhausted: bool = False
     spent: bool = False  # exhausted, as the curriculum gives none of its problems any more
     order: tuple[tuple[int, range], list[int]] | None = None  # (epoch, rows) that were shuffled last, and the result
+
+    def __post_init__(self) -> None:
+        if self.order_column and self.source.num_problems is None:
+            raise ValueError(
+                f"tasks.sources.order_column = {self.order_column!r}: the rows of {self.source.label} come one by one,"
+                " and cannot be sorted. Remove it, or give them as a list"
+            )
 
     def candidates(self) -> Iterator[Task | FailedProblem]:
         """The problems from here on. The cursor moves on with every one that is taken."""
@@ -67,6 +75,8 @@ class _Cursor:
             if self.shuffle and len(rows) > 1:
                 seed = f"{self.setup.seed}/{self.epoch}" + (f"/{rows.start}" if rows.start else "")
                 random.Random(seed).shuffle(numbers)
+            if self.order_column:  # stable: those that are alike stay shuffled
+                numbers.sort(key=lambda number: place_of(self.source, number, self.order_column))
             self.order = (self.epoch, rows), numbers
         return self.order[1]
 
@@ -317,7 +327,9 @@ class TaskStream:
     def _cursor(self, setup: SourceSetup) -> _Cursor:
         source = build_source(setup)
         same = same_by(setup.config.problem_key, source.same)
-        return _Cursor(setup, source, same, 1 if self.split == "eval" else self.tasks.epochs, self.tasks.shuffle)
+        if self.split == "eval":
+            return _Cursor(setup, source, same, 1, self.tasks.shuffle)
+        return _Cursor(setup, source, same, self.tasks.epochs, self.tasks.shuffle, setup.config.order_column)
 
     def _make_split(self) -> Split:
         def rows(by_file: bool, held_out: bool = False) -> Iterator[tuple[int, ...]]:

@@ -130,3 +130,11 @@ def test_the_line_about_tasks_knows_live_rows(stream: Any) -> None:
     made = stream(ROWS)
     config = Config.model_validate({"tasks": made.tasks, "eval": {"num_tasks": 3}})
     assert tasks_line(config).startswith("tasks: tasks has 100 rows: ")
+
+
+def test_a_list_may_come_in_the_order_of_a_column_and_an_iterable_may_not(stream: Any) -> None:
+    rows = [row | {"level": -i} for i, row in enumerate(ROWS[:10])]
+    by_level = {"order_column": "level"}
+    assert prompts(stream(rows, eval_fraction=1e-9, source=by_level), 3) == ["count to 9", "count to 8", "count to 7"]
+    with pytest.raises(ValueError, match=r"order_column = 'level': the rows of tasks come one by one.*as a list"):
+        stream(iter(rows), source=by_level)

@@ -1,4 +1,6 @@
-"""How long a call of the reward `code` takes, warm, one after the other: wall and CPU, beside a bare Python's start.
+"""How long a call of the reward `code` takes, warm, one after the other: wall and the judge's CPU, beside a Python's.
+
+Then the CPU of all processes of a sandbox, which the load of the machine changes least.
 
 python experiments/sandbox_speed.py [calls]
 """
@@ -6,6 +8,8 @@ python experiments/sandbox_speed.py [calls]
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import resource
 import statistics
 import subprocess
@@ -15,7 +19,10 @@ from collections.abc import Callable
 
 from rollover.rewards.sandbox.cases import cases_of
 from rollover.rewards.sandbox.guarantees import probed
-from rollover.rewards.sandbox.judge import Judge
+from rollover.rewards.sandbox.inside import program, runner
+from rollover.rewards.sandbox.inside.syscalls import prepare_filter
+from rollover.rewards.sandbox.inside.values import to_json
+from rollover.rewards.sandbox.judge import Judge, Limits
 from rollover.rewards.sandbox.launch import Launch
 
 ROWS = {
@@ -40,6 +47,45 @@ def measured(call: Callable[[], object], num: int) -> str:
     return f"{middle:6.1f} ms ({low:.1f} to {high:.1f}); CPU {1e3 * (_cpu_s() - before) / num:5.1f} ms"
 
 
+def sandbox_cpu(name: str, num: int) -> str:
+    """CPU of a sandbox, from its fork to its end, with all its processes: of kind process, without namespaces."""
+    code, columns = ROWS[name]
+    cases, policy = cases_of(columns), Launch("process", namespaces=False).policy()
+    rows = [list(map(to_json, row)) for row in cases.inputs] if cases.kind == "calls" else list(cases.inputs)
+    request = {"mode": cases.kind, "code": code, "name": cases.name, "inputs": rows, "limits": Limits().as_json()}
+    line = json.dumps(request).encode() + b"\n"
+    _run_in_sandbox(line, policy)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    said = [_run_in_sandbox(line, policy) for _ in range(num)][-1]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert said.count(b'"ended": "ok"') == len(cases), said
+    return f"CPU {1e3 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / num:5.1f} ms"
+
+
+def _run_in_sandbox(line: bytes, policy: dict[str, object]) -> bytes:
+    """What it says of a request; this process is its template."""
+    (reads, tells), (hears, says) = os.pipe(), os.pipe()
+    sandbox = os.fork()
+    if sandbox == 0:
+        os.dup2(reads, 0)
+        os.dup2(says, 1)
+        os.closerange(3, 64)
+        try:
+            runner._run_one(policy)  # pyright: ignore[reportPrivateUsage]
+        finally:
+            os._exit(0)
+    os.close(reads)
+    os.close(says)
+    os.write(tells, line)
+    said = b""
+    while data := os.read(hears, 1 << 16):
+        said += data
+    os.waitpid(sandbox, 0)
+    os.close(hears)
+    os.close(tells)
+    return said
+
+
 def _cpu_s() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
@@ -62,6 +108,11 @@ def main() -> None:
             label = f"{launch.kind}{'' if launch.namespaces else ' without namespaces'}, {name}"
             print(f"{label:40s} {measured(lambda: judge.judge(code, cases), num)}")  # noqa: B023
         judge.close()
+    for name in program.MODULES:
+        __import__(name)
+    prepare_filter()
+    for name in ("one text", "eight calls"):
+        print(f"{'a sandbox and all in it, ' + name:40s} {sandbox_cpu(name, num)}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from rollover.config.load import load_config
 from rollover.config.recipes import recipes
 from rollover.rewards.answers import answer_of
 from rollover.tasks.same import problem_text
+from rollover.tasks.split import SplitName
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task
 
@@ -43,7 +44,7 @@ def looks(task: Task) -> tuple[str, ...]:
     return (str(answer_of(task.columns)), *sorted(re.findall(r"\w+|[^\w\s]", problem_text(task))))
 
 
-def drawn(config: Config, side: str) -> list[Task]:
+def drawn(config: Config, side: SplitName) -> list[Task]:
     seed = config.run.seed if side == "train" else config.eval.seed
     stream = TaskStream(config.tasks, seed, side, rewards=config.rewards)
     return list(itertools.islice(iter(stream.next, None), NUM_TRAINED if side == "train" else NUM_HELD_OUT))

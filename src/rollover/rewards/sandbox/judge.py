@@ -23,7 +23,6 @@ ENDS = ("passed", "wrong", "error", "timeout", "memory", "output", "died")
 memory, with more output than allowed, or by a signal (died), as a crash of the interpreter is one."""
 _START_LIMIT_S = 20.0
 _GRACE_S = 1.0
-_CALLS_AHEAD = 2  # whose sandboxes are started: where the machine is busy, one takes as long as a call
 _ANSWER = ("value", "raised", "text", "changed", "none")
 
 
@@ -58,7 +57,7 @@ class Verdict:
 
 class Judge:
     """Not for several threads. `stop_at_failure`: tests behind the first that fails are not run, and count as it.
-    `ahead`: the sandboxes of the next calls are started when one ends."""
+    `ahead`: the sandboxes of the next call are started when one ends."""
 
     def __init__(
         self, launch: Launch, limits: Limits | None = None, stop_at_failure: bool = False, ahead: bool = True
@@ -98,8 +97,8 @@ class Judge:
             self._template = None
 
     def start_ahead(self) -> None:
-        """Start what the next calls need, if they are as the last one."""
-        while len(self._waiting) < _CALLS_AHEAD * self._used:
+        """Start what the next call needs, if it is as the last one."""
+        while len(self._waiting) < self._used:
             self._waiting.append(self._made())
 
     def _made(self) -> Sandbox:
@@ -113,7 +112,7 @@ class Judge:
         failures = 0
         while len(taken) < num:
             try:
-                taken.append(self._waiting.pop(0) if self._waiting else self._made())
+                taken.append(self._waiting.pop() if self._waiting else self._made())
                 taken[-1].locks(time.monotonic() + _START_LIMIT_S)
             except SandboxFailed:
                 for sandbox in taken:

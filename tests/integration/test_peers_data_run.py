@@ -130,7 +130,7 @@ def test_verl_and_trl_data_are_trained_as_they_are_and_resumed_in_an_epoch(tmp_p
         ({"prompt": ...}, "no prompt column .*its columns are data_source, ability.*set tasks.sources.prompt_column"),
         ({"reward_model": ...}, "no answer column .*needs; its columns are .*set tasks.sources.answer_column"),
         (
-            {"reward_model": {"style": "rule"}},
+            {"reward_model": {"style": "rule"}, "data_source": "openai/gsm8k"},
             r"needs an answer \(reward_model.ground_truth.*set tasks.sources.answer_c",
         ),
         ({"images": [{"path": "a.png"}]}, "column 'images' holds what a prompt shows"),

@@ -16,12 +16,15 @@ from rollover.config import TrackConfig
 from rollover.config.load import load_config
 from rollover.config.run import TOOLS
 from rollover.track.build import build_trackers
+from rollover.track.recorded import records_of
+from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Tracker, Trackers
 from rollover.track.trackers import apart, names
 from rollover.track.trackers.names import Named
+from rollover.track.trackers.sample import sample_of, sample_of_records
 from rollover.track.trackers.tool import plain, redacted, without_secrets
-from rollover.track.trackers.tools import Tools, sample_of
+from rollover.track.trackers.tools import Tools
 from samples import group, rollout, segment
 
 REPOSITORY = Path(__file__).parents[3]
@@ -287,6 +290,37 @@ def test_a_sample_is_taken_evenly() -> None:
     ids = [row["rollout_id"] for row in sample_of(3, groups, 4)]
     assert ids == [groups[g].group.rollouts[s].rollout_id for g, s in ((0, 0), (0, 2), (1, 0), (1, 2))]
     assert sample_of(3, groups, 0) == [] and len(sample_of(3, groups, 99)) == 8
+
+
+def test_the_record_of_a_step_gives_the_same_sample(tmp_path: Path) -> None:
+    groups = [
+        RecordedGroup(
+            group(n, [rollout(n, s, 0.25, [segment([1, 2])]) for s in range(3)]), ["a\x1b"] * 3, [0.5, None, -1]
+        )
+        for n in (1, 2)
+    ]
+    path = RolloutRecorder(tmp_path / "rollouts").write(3, groups)
+    assert sample_of_records(list(records_of(path)), 4) == sample_of(3, groups, 4) != []
+
+
+def test_rollouts_of_steps_that_are_told_from_files_are_told_too(tmp_path: Path) -> None:
+    def of(step: int) -> list[RecordedGroup]:
+        return [RecordedGroup(group(step, [rollout(step, 0, 0.5, [segment([1])])]), [f"of {step}"], [0.5])]
+
+    for step in (1, 2):
+        RolloutRecorder(tmp_path / "rollouts").write(step, of(step))
+    run = RunOf(tmp_path)
+    for step in (1, 2):
+        run.trackers.named["metrics"].on_step({"step": step, "loss": 0.5})
+    run.trackers.truncate(Cut(2))
+    run.trackers.on_groups(3, of(3))
+    run.step(3)
+    run.end()
+    told = [(kind, step, what[0]["completion"] if kind == "rollouts" else what) for kind, step, what in run.told()]
+    assert told[:-1] == [
+        ("rollouts", 1, "of 1"), ("row", 1, 0.5), ("rollouts", 2, "of 2"), ("row", 2, 0.5), ("rollouts", 3, "of 3"),
+        ("row", 3, 1.0),
+    ]  # fmt: skip
 
 
 def test_a_cut_in_a_pair_of_halves_is_no_half() -> None:

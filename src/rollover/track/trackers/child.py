@@ -15,25 +15,29 @@ import contextlib
 import importlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from rollover.functions import explained
+from rollover.track.recorded import records_of, step_files
 from rollover.track.sinks import read_rows
 from rollover.track.tracker import Cut
+from rollover.track.trackers.sample import sample_of_records
 from rollover.track.trackers.tool import About, Newest, Tool, plain, redacted
 
 _TRIES = 3  # of one row: what a tool will not take must not keep it from the next
 _OPEN_AGAIN_S = 30.0
 _NICE = 5
+_ALL = 1 << 62
+_MOST_SAMPLES = 100  # steps whose rollouts are read again, the newest ones: a step's record may be large
 _ANSWER = ("task_id", "source", "setting", "prompt", "answer", "expected", "score", "stop_reason", "num_tokens")
 
 
-def main(name: str, tracker: str, num_answers: str) -> None:
-    """What the process does. `tracker`: the tool's, as module:Class; `num_answers`: of an evaluation are shown."""
+def main(name: str, tracker: str, num_shown: str) -> None:
+    """What the process does. `tracker`: the tool's, as module:Class; `num_shown`: rollouts of a step, and answers of an
+    evaluation."""
     told, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer, and what it asks for nobody types
     with open(os.devnull, "rb") as nothing:
@@ -45,7 +49,7 @@ def main(name: str, tracker: str, num_answers: str) -> None:
 
     with contextlib.suppress(OSError):
         os.nice(_NICE)  # training comes first
-    teller = Teller(name, tracker, int(num_answers), answer)
+    teller = Teller(name, tracker, int(num_shown), answer)
     for line in told:
         message = json.loads(line)
         try:
@@ -61,14 +65,15 @@ def main(name: str, tracker: str, num_answers: str) -> None:
 class Teller:
     """Tells one tool. `answer(say=...)` is heard by the run."""
 
-    def __init__(self, name: str, tracker: str, num_answers: int, answer: Callable[..., None]) -> None:
-        self.name, self.tracker, self.num_answers, self.answer = name, tracker, num_answers, answer
+    def __init__(self, name: str, tracker: str, num_shown: int, answer: Callable[..., None]) -> None:
+        self.name, self.tracker, self.num_shown, self.answer = name, tracker, num_shown, answer
         self.tool: Tool | None = None  # None: it could not be loaded
         self._about: About | None = None
         self._is_open, self._tried_at = False, -_OPEN_AGAIN_S
         self._behind = True  # the files may have what the tool lacks
         self._newest = Newest()
         self._failures: dict[tuple[int, str], int] = {}
+        self._sampled: set[int] = set()  # steps whose rollouts were told since it was opened
         self._place = ""
 
     def take(self, message: dict[str, Any]) -> None:
@@ -92,8 +97,7 @@ class Teller:
             self._tell(row["step"], "eval", row)
         elif "rollouts" in message:
             self._catch_up(message["step"] - 1, message["step"] - 1)  # tools take steps in their order
-            if self._is_open and self.tool is not None:
-                self.tool.on_rollouts(message["step"], message["rollouts"])
+            self._rollouts(message["step"], message["rollouts"])
         elif "close" in message and self.tool is not None:
             self.tool.failed = message["close"]
             self._close()
@@ -109,6 +113,7 @@ class Teller:
         tool.truncate(Cut(step))
         self._is_open, self._behind, self._newest = True, True, tool.newest
         self._failures.clear()
+        self._sampled.clear()
         if tool.place != self._place:
             self._place = tool.place
             self.answer(say=redacted(f"{self.name}: this run is shown at {self._place}"))
@@ -128,9 +133,21 @@ class Teller:
         folder = self._about.directory
         rows = [(r["step"], "row", r) for r in read_rows(folder / "metrics.jsonl") if r["step"] <= row]
         evals = [(r["step"], "eval", r) for r in read_rows(folder / "eval.jsonl") if r["step"] <= eval]
+        newest = rows[-1][0] if rows else 0
+        recorded = {of.step: of.path for of in step_files(folder / "rollouts")} if self.num_shown else {}
         for step, kind, what in sorted([*rows, *evals], key=lambda told: (told[0], told[1] == "eval")):
+            lacks = kind == "row" and self._newest.row < step not in self._sampled
+            if lacks and step in recorded and newest - step < _MOST_SAMPLES:
+                with contextlib.suppress(ValueError):  # a damaged record is not worth the row
+                    shown = sample_of_records(list(records_of(recorded[step])), self.num_shown)
+                    self._rollouts(step, shown)
             self._tell(step, kind, what)
         self._behind = False
+
+    def _rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
+        if self._is_open and self.tool is not None and rows:
+            self._sampled.add(step)
+            self.tool.on_rollouts(step, rows)
 
     def _tell(self, step: int, kind: str, row: dict[str, Any]) -> None:
         """Tell the tool, if it has not that already. One that fails is behind: the file has the row."""
@@ -152,8 +169,8 @@ class Teller:
         assert self.tool is not None and self._about is not None
         self.tool.on_eval(row)
         file = self._about.directory / "evaluations" / f"step-{row['step']:06d}.jsonl"
-        if self.num_answers and file.exists():
-            answers = [{key: _cell(of.get(key)) for key in _ANSWER} for of in read_rows(file)[: self.num_answers]]
+        if self.num_shown and file.exists():
+            answers = [{key: _cell(of.get(key)) for key in _ANSWER} for of in read_rows(file)[: self.num_shown]]
             self.tool.on_answers(row["step"], answers)
 
     def _close(self) -> None:
@@ -161,7 +178,7 @@ class Teller:
         assert self.tool is not None
         try:
             if self._is_open:
-                self._catch_up(sys.maxsize, sys.maxsize)
+                self._catch_up(_ALL, _ALL)
         finally:
             self.tool.close()
 

@@ -6,7 +6,6 @@ does not keep up. None of them holds the run up, but for track.finish_s seconds 
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +18,8 @@ from rollover.track.sinks import to_json
 from rollover.track.tracker import Counted, Cut, RecordedGroup, Row, RunInfo
 from rollover.track.trackers.apart import Apart
 from rollover.track.trackers.names import TOOLS
-from rollover.track.trackers.tool import plain, without_secrets
-from rollover.types import Rollout, Task
+from rollover.track.trackers.sample import sample_of
+from rollover.track.trackers.tool import without_secrets
 
 ID_FILE = "tracked_as"
 _SILENT_S = 60.0
@@ -74,8 +73,8 @@ class Tools(Counted):
                 self._lossy.add(tool.name)
                 self._say(
                     f"track.trackers: {tool.name} does not keep up, or is gone: what it misses is counted"
-                    " (trackers/lost). Rows and evaluations are told again as soon as it goes on, or with --resume;"
-                    " rollouts are under rollouts/"
+                    " (trackers/lost). It is told again from the files of the run as soon as it goes on, or with"
+                    " --resume"
                 )
         self._relay()
 
@@ -129,44 +128,3 @@ def run_id(directory: Path) -> str:
     if not path.exists():
         atomic_write_text(path, secrets.token_hex(8) + "\n")
     return path.read_text().strip()
-
-
-def sample_of(step: int, groups: Sequence[RecordedGroup], most: int) -> list[dict[str, Any]]:
-    """At most so many of the rollouts that left the run with a step, evenly over all of them in their order."""
-    each = [
-        (recorded, *of)
-        for recorded in groups
-        for of in zip(recorded.group.rollouts, recorded.completions, recorded.advantages, strict=True)
-    ]
-    num = min(most, len(each))
-    return [_shown(step, *each[i * len(each) // num]) for i in range(num)]
-
-
-def _shown(
-    step: int, recorded: RecordedGroup, rollout: Rollout, completion: str, advantage: float | None
-) -> dict[str, Any]:
-    versions = [segment.policy_version for segment in rollout.segments if segment.trainable]
-    row = {
-        "step": step,
-        "rollout_id": rollout.rollout_id,
-        "task_id": plain(rollout.task.task_id),
-        "outcome": "trained" if recorded.dropped is None else f"dropped:{recorded.dropped.value}",
-        "score": rollout.reward.score if rollout.reward else None,
-        "advantage": advantage,
-        "tokens": rollout.num_tokens,
-        "policy_versions": f"{min(versions)}-{max(versions)}" if versions else "",
-        "stop_reason": rollout.stop_reason.value if rollout.stop_reason else "",
-        "prompt": plain(_prompt_of(rollout.task)),
-        "completion": plain(completion),
-    }
-    return to_json(row)
-
-
-def _prompt_of(task: Task) -> str:
-    if task.messages is None:
-        return task.prompt or ""
-    return "\n\n".join(f"{of.get('role')}: {_text_of(of.get('content'))}" for of in task.messages)
-
-
-def _text_of(content: Any) -> str:
-    return content if isinstance(content, str) else json.dumps(content, default=str)

@@ -10,6 +10,9 @@ import pytest
 from rollover import cli
 from rollover.config.load import load_config
 from rollover.sim.memory import trainer_memory
+from rollover.sim.plan import Figures
+from rollover.sim.simulate import Simulation
+from rollover.sim.workload import Workload
 from unit.sim.earlier_run import write_run
 
 PPO = [("algorithm.preset", "ppo"), ("critic.model", "policy")]
@@ -103,3 +106,16 @@ def test_the_rate_of_an_earlier_run_is_of_one_of_its_epochs(tmp_path: Path, caps
         assert cli.main(["plan", "quickstart", "--json", "--steps", "4", "--from-run", str(tmp_path)]) == 0
         rate = json.loads(capsys.readouterr().out)["assumed"]["train_tokens_per_s"]
         assert rate == pytest.approx(100.0 * epochs)
+
+
+def test_the_recipe_of_128_gpus_is_planned() -> None:
+    """Its scale, for two steps, and what its ranks hold: weights and moments of 32.5 billion parameters."""
+    config = load_config(["dapo_qwen2.5_32b"], [("plan.steps", "2")]).config
+    held = trainer_memory(config)
+    assert (held.spread_over, held.total_gb) == (64, 520) and held.each_gb == pytest.approx(8.1, abs=0.05)
+    plan, rollout = config.plan, config.rollout
+    assert (plan.engines, plan.trainers) == (16, 64)
+    workload = Workload(plan, rollout.rollouts_per_group, rollout.max_new_tokens)
+    outcome = Simulation(rollout, plan, config.engine.max_running, workload).run()
+    figures = Figures.of(outcome, plan)
+    assert outcome.trained_rollouts == 2 * 512 * 16 and 60 < figures.step_s < 3600

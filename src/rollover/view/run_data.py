@@ -2,17 +2,19 @@
 
     GET /api/runs/0/<name>?<query>  ──▶  RunData.answer(name, query)
 
-Owns the names of the questions and of their values. Answers are made of RunFiles, which reads only what is new; a lock
-keeps two questions at a time apart. "state" is cheap, and asked every second: it says with which files' revisions the
-other answers would be, so that the page asks again only for what changed.
+Owns the names of the questions and of their values. Answers are made of RunFiles, which reads only what is new. Locks
+keep two questions about one part of it apart: while 100,000 rollouts are read for the first time, metrics are
+answered. "state" is cheap, and asked every second: it says with which files' revisions the other answers would be, so
+that the page asks again only for what changed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from rollover.reading.pace import seconds_a_step
 from rollover.reading.run_files import EVALUATIONS, METRICS, RunFiles
@@ -22,32 +24,36 @@ from rollover.view.balance import ledger
 from rollover.view.found import Wanted, choices, page
 from rollover.view.lanes import window
 from rollover.view.numbers import number
+from rollover.view.pieces import RunTokens
 from rollover.view.series import keys_of, series
 from rollover.view.told import Pieces, told
 
 Query = Mapping[str, str]
+Part = Literal["rows", "rollouts", "trace"]
+PARTS: tuple[Part, ...] = get_args(Part)
 _POINTS = 800
 
 
 class RunData:
-    """Of the run in `directory`. ValueError where there is none. `pieces`: told.py."""
+    """Of the run in `directory`. ValueError where there is none. `pieces`: told.py; by default as its tokenizer
+    says."""
 
     def __init__(self, directory: str | Path, pieces: Pieces | None = None) -> None:
         self.files = RunFiles(directory)
-        self.pieces = pieces
-        self._lock = threading.Lock()
-        self._questions: dict[str, Callable[[Query], Any]] = {
-            "state": self._state,
-            "keys": self._keys,
-            "metrics": self._metrics,
-            "evaluations": self._evaluations,
-            "warnings": self._warnings,
-            "choices": lambda query: choices(self.files.rollouts),
-            "rollouts": lambda query: page(self.files.rollouts, Wanted.of_query(query)),
-            "rollout": self._rollout,
-            "lanes": self._lanes,
-            "ledger": lambda query: ledger(self.files),
-            "config": lambda query: self.files.config,
+        self.pieces = RunTokens(self.files) if pieces is None else pieces
+        self._locks = {part: threading.Lock() for part in PARTS}
+        self._questions: dict[str, tuple[Callable[[Query], Any], tuple[Part, ...]]] = {
+            "state": (self._state, ("rows",)),
+            "keys": (lambda query: keys_of(self.files.metrics()), ("rows",)),
+            "metrics": (self._metrics, ("rows",)),
+            "evaluations": (self._evaluations, ("rows",)),
+            "warnings": (lambda query: [of._asdict() for of in self.files.warnings()], ("rows",)),
+            "choices": (lambda query: choices(self.files.rollouts), ("rollouts",)),
+            "rollouts": (lambda query: page(self.files.rollouts, Wanted.of_query(query)), ("rollouts",)),
+            "rollout": (self._rollout, ("rollouts", "trace")),
+            "lanes": (self._lanes, ("trace",)),
+            "ledger": (lambda query: ledger(self.files), PARTS),
+            "config": (lambda query: self.files.config, ()),
         }
 
     @property
@@ -58,9 +64,20 @@ class RunData:
     def answer(self, name: str, query: Query) -> Any:
         """JSON-able. KeyError where there is no such question, or what it asks for is not there; ValueError for a value
         that cannot be meant, and for files that are damaged."""
-        question = self._questions[name]
-        with self._lock:
+        if name not in self._questions:
+            raise KeyError(f"there is no question {name}: there are {', '.join(self._questions)}")
+        question, parts = self._questions[name]
+        with self.reading(*parts):
             return question(query)
+
+    @contextmanager
+    def reading(self, *parts: Part) -> Iterator[RunFiles]:
+        """The run's files, of which nobody else reads these parts meanwhile."""
+        with ExitStack() as held:
+            for part in PARTS:  # in one order, or two could wait for each other
+                if part in parts:
+                    held.enter_context(self._locks[part])
+            yield self.files
 
     def revisions(self) -> dict[str, str]:
         """Of what the run writes: another word where there may be something new."""
@@ -93,9 +110,6 @@ class RunData:
             "revisions": self.revisions(),
         }
 
-    def _keys(self, query: Query) -> list[dict[str, Any]]:
-        return keys_of(self.files.metrics())
-
     def _metrics(self, query: Query) -> dict[str, Any]:
         keys = [key for key in query.get("keys", "").split(",") if key]
         return series(
@@ -111,9 +125,6 @@ class RunData:
     def _evaluations(self, query: Query) -> list[dict[str, Any]]:
         rows = self.files.evaluations()
         return [{key: value for key, value in row.items() if key != "samples"} for row in rows]
-
-    def _warnings(self, query: Query) -> list[dict[str, Any]]:
-        return [warning._asdict() for warning in self.files.warnings()]
 
     def _rollout(self, query: Query) -> dict[str, Any]:
         step, of = integer(query, "step"), query.get("id", "")

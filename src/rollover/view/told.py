@@ -23,8 +23,8 @@ _COPIED = (
     "reward", "step", "outcome", "messages", "prompt", "plain", "columns", "completion", "score", "extras", "shaping",
     "error", "turns", "advantage", "stop_reason", "num_tokens",
 )  # fmt: skip
-Pieces = Callable[[Sequence[int]], list[str]]
-"""The text of each token, so that together they are the text of all."""
+Pieces = Callable[[Sequence[int]], list[str] | None]
+"""The text of each token, so that together they are the text of all; None where nobody knows it."""
 
 
 def told(
@@ -33,8 +33,8 @@ def told(
     """The rollout of this id that left with `step`, with `count` of its tokens from the `first` on.
 
     KeyError where there is none. "segments" have their place among the tokens, and how stale each was as the rollout
-    left; "tokens": ids, log-probs as they were sampled, and texts, None without `pieces`; "siblings": all rollouts of
-    its group; "life": its own events and its group's, [] without a trace.
+    left; "tokens": ids, log-probs as they were sampled, and texts, None where `pieces` knows none; "siblings": all
+    rollouts of its group; "life": its own events and its group's, [] without a trace.
     """
     index = files.rollouts
     entries = index.entries()
@@ -81,7 +81,8 @@ def tokens_of(record: Mapping[str, Any], first: int, count: int, pieces: Pieces 
     if pieces is not None:
         # What a token says may hang on a few before it.
         begin = max(0, first - 16)
-        texts = pieces(ids[begin : first + count])[first - begin :]
+        known = pieces(ids[begin : first + count])
+        texts = None if known is None else known[first - begin :]
     return {
         "first": first,
         "of": len(ids),

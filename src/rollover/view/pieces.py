@@ -1,0 +1,73 @@
+"""What each token of an answer says, where the run's tokenizer is on this machine. No network, no weights, no torch.
+
+A token may be a part of a character: its bytes are told with the token that completes it, and it says nothing itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rollover.models.smollm2 import ALIAS, cache_root
+from rollover.reading.run_files import RunFiles
+
+_FILE = "tokenizer.json"
+_WAITING = "\ufffd"  # what a decoder writes for bytes that are no character yet
+
+
+def pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
+    """The text of each token: together that of all of them."""
+    texts: list[str] = []
+    known = told = 0  # what stands before `known` is told; from there to `told` it is the beginning to compare with
+    for end in range(1, len(ids) + 1):
+        before, now = decode(ids[known:told]), decode(ids[known:end])
+        if end < len(ids) and (now.endswith(_WAITING) or len(now) <= len(before)):
+            texts.append("")
+        else:
+            texts.append(now[len(before) :])
+            known, told = told, end
+    return texts
+
+
+class RunTokens:
+    """`pieces` by the tokenizer of a run, looked for when it is first asked; None where there is none."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._decode: Callable[[Sequence[int]], str] | None = None
+        self._looked = False
+
+    def __call__(self, ids: Sequence[int]) -> list[str] | None:
+        with self._lock:
+            if not self._looked:
+                self._decode, self._looked = self._load(), True
+        return None if self._decode is None else pieces(self._decode, ids)
+
+    def _load(self) -> Callable[[Sequence[int]], str] | None:
+        from tokenizers import Tokenizer
+
+        for path in self._places():
+            try:
+                tokenizer = Tokenizer.from_file(str(path))
+            except Exception:  # boundary: a file of another kind, for which the library has an exception of its own
+                continue
+            return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+        return None
+
+    def _places(self) -> list[Path]:
+        """Where it may be: beside the models that the run saved, or where its model came from."""
+        name = str(self._files.value("model.path") or "")
+        folders = [self._files.directory / folder for folder in ("model", "best_model")]
+        if name == ALIAS:
+            folders.append(cache_root() / "models" / ALIAS)
+        elif name:
+            folders.append(Path(name).expanduser())
+        found = [folder / _FILE for folder in folders]
+        if "/" in name and not name.startswith((".", "/", "~")) and "://" not in name:
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(name, _FILE)
+            found += [Path(cached)] if isinstance(cached, str) else []
+        return [path for path in found if path.is_file()]

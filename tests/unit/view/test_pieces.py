@@ -1,0 +1,60 @@
+"""What each token says."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from recorded_run import write_run
+from rollover.reading.run_files import RunFiles
+from rollover.view.pieces import RunTokens, pieces
+
+TEXT = "naïve 😀 日本語\n\ttab <|end|> \u202eabc"
+
+
+def by_bytes(ids: Sequence[int]) -> str:
+    """A tokenizer of 256 tokens, one a byte."""
+    return bytes(ids).decode("utf-8", "replace")
+
+
+def test_tokens_together_are_the_text() -> None:
+    told = pieces(by_bytes, list(TEXT.encode()))
+    assert "".join(told) == TEXT and len(told) == len(TEXT.encode())
+    assert "😀" in told and told[told.index("😀") - 3 : told.index("😀")] == ["", "", ""]
+
+
+def test_bytes_that_never_become_a_character_are_told_as_such() -> None:
+    assert "".join(pieces(by_bytes, [65, 0xF0, 0x9F])) == by_bytes([65, 0xF0, 0x9F])
+    assert "".join(pieces(by_bytes, [])) == ""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_bytes_are_nothing_after_them_is_lost(seed: int) -> None:
+    rng = random.Random(seed)
+    ids = [rng.randrange(256) for _ in range(60)] + list(b" the end")
+    assert "".join(pieces(by_bytes, ids)).endswith("the end") and len(pieces(by_bytes, ids)) == len(ids)
+
+
+def test_spaces_before_words_are_told_with_them(tmp_path: Path) -> None:
+    vocabulary = {"\u2581one": 0, "\u2581two": 1, "x": 2}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="x"))
+    tokenizer.decoder = decoders.Metaspace()
+    run = write_run(tmp_path)
+    (run / "model").mkdir()
+    tokenizer.save(str(run / "model" / "tokenizer.json"))
+    assert RunTokens(RunFiles(run))([0, 1, 2]) == ["one", " two", "x"]
+
+
+def test_a_run_whose_tokenizer_is_not_here_or_is_none(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    assert RunTokens(RunFiles(run))([0, 1]) is None
+    (run / "model").mkdir()
+    (run / "model" / "tokenizer.json").write_text("no tokenizer")
+    assert RunTokens(RunFiles(run))([0, 1]) is None
+    (run / "config.resolved.json").write_text(json.dumps({"model": {"path": "nobody/has-this-model-here"}}))
+    assert RunTokens(RunFiles(run))([0, 1]) is None

@@ -79,7 +79,7 @@ def main() -> None:
         for step in range(1, 1001):
             took = seconds(lambda step=step: table.on_step({"step": step, **row}))  # the clock stands: always written
             if step in (1, 100, 1000):
-                print(f"metrics.parquet of {step} steps of {KEYS} keys: {took * 1e3:.1f} ms, paused for 200 times that")
+                print(f"metrics.parquet of {step} steps of {KEYS} keys: {took * 1e3:.1f} ms, paused for 500 times that")
     print(f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB of memory")
 
 

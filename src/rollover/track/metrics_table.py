@@ -1,8 +1,8 @@
 """metrics.parquet: the rows of metrics.jsonl as one table, a column for each key, for whoever looks at many runs.
 
 metrics.jsonl stays what a run goes on from; the table is written anew from it at every start. Between two steps it is
-written at most so often that this takes a two hundredth of the time, and at the end of the process: after a kill it may
-be some steps behind, and never torn or twice the same step. Owns its schema (docs/parquet.md).
+written at most so often that this takes a five hundredth of the time, and at the end of the process: after a kill it
+may be some steps behind, and never torn or twice the same step. Owns its schema (docs/parquet.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 METRICS, VERSION = "metrics", 1
 _INTEGERS = ("step", "policy_version")
-_TIMES_ITS_COST = 200  # how much longer than a write the pause after it is, at least
+_TIMES_ITS_COST = 500  # how much longer than a write the pause after it is, at least
 
 
 class MetricsTable(Tracker):

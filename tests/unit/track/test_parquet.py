@@ -197,7 +197,7 @@ def test_after_a_kill_the_next_start_makes_it_whole(tmp_path: Path) -> None:
     assert [of["step"] for of in told(tmp_path / "metrics.parquet")] == [1, 2]
 
 
-def test_writing_takes_a_two_hundredth_of_the_time_at_most(tmp_path: Path) -> None:
+def test_writing_takes_a_five_hundredth_of_the_time_at_most(tmp_path: Path) -> None:
     """A clock that each look moves on: a write, between two looks, takes one second."""
     seconds, looks = [0.0], []
 
@@ -213,7 +213,7 @@ def test_writing_takes_a_two_hundredth_of_the_time_at_most(tmp_path: Path) -> No
         table.on_step(row(step))
         if told(table.path)[-1]["step"] == step:
             writes.append(step)
-    assert writes[0] == 1 and 20 <= len(writes) <= 30  # some 200 of 5,500 seconds apart
+    assert writes[0] == 1 and 9 <= len(writes) <= 12  # some 500 of 5,500 seconds apart
     table.close()
     assert told(table.path)[-1]["step"] == 500
 

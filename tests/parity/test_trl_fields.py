@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollover.compat.trl import GRPOConfig
 from rollover.config.load import load_config
 from rollover.convert.mapping import convert
 from rollover.convert.trl import ROWS, TRL
@@ -47,3 +48,19 @@ def test_the_names_of_losses_and_corrections_are_all_understood() -> None:
     for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
         done = convert(TRL, dict(TRL.base) | {"use_vllm": True, "vllm_importance_sampling_mode": mode})
         assert done.values["algorithm.correction"][0] == mode
+
+
+def test_the_configuration_of_the_same_name_has_the_same_fields_with_the_same_defaults() -> None:
+    assert GRPOConfig().to_dict() == FIELDS
+    assert GRPOConfig(**{name: value for name, value in FIELDS.items()}).given() == {}
+
+
+def test_a_script_that_reads_its_command_line_by_trls_parser_has_its_fields() -> None:
+    parser = trl.TrlParser((trl.ScriptArguments, GRPOConfig, trl.ModelConfig))
+    words = "--output_dir out --reward_weights 1 2 --scale_rewards none --bf16 False --report_to wandb --use_vllm"
+    words = [*words.split(), "--dataset_name", "d", "--chat_template_kwargs", '{"enable_thinking": false}']
+    _, args, _ = parser.parse_args_and_config(words)
+    assert args.given() == {
+        "output_dir": "out", "reward_weights": [1.0, 2.0], "scale_rewards": "none", "bf16": False,
+        "report_to": ["wandb"], "use_vllm": True, "chat_template_kwargs": {"enable_thinking": False},
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -40,9 +41,9 @@ class GRPOConfig:
     fp16_full_eval: bool = False
     tf32: bool | None = None
     activation_checkpointing: bool | None = None
-    activation_checkpointing_kwargs: dict[str, Any] | None = None
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = None
     gradient_checkpointing: bool = True
-    gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = None
     torch_compile: bool = False
     torch_compile_backend: str | None = None
     torch_compile_mode: str | None = None
@@ -61,7 +62,7 @@ class GRPOConfig:
     log_level: str = "passive"
     log_level_replica: str = "warning"
     disable_tqdm: bool | None = None
-    report_to: str | list[str] = "none"
+    report_to: list[str] | str = "none"
     run_name: str | None = None
     project: str = "huggingface"
     trackio_space_id: str | None = None
@@ -130,7 +131,7 @@ class GRPOConfig:
     resume_from_checkpoint: str | None = None
     local_rank: int = -1
     # Of GRPO.
-    model_init_kwargs: dict[str, Any] | None = None
+    model_init_kwargs: dict[str, Any] | str | None = None
     trust_remote_code: bool = False
     router_aux_loss_coef: float | None = None
     disable_dropout: bool = False
@@ -140,15 +141,15 @@ class GRPOConfig:
     max_completion_length: int | None = 512
     ds3_gather_for_generation: bool = True
     shuffle_dataset: bool = True
-    pad_to_multiple_of: str | bool | int = "auto"
+    pad_to_multiple_of: str = "auto"
     generation_batch_size: int | None = None
     steps_per_generation: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float | None = None
-    generation_kwargs: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    generation_kwargs: dict[str, Any] | str | None = None
+    chat_template_kwargs: dict[str, Any] | str | None = None
     repetition_penalty: float = 1.0
     cache_implementation: str | None = None
     use_vllm: bool = False
@@ -178,7 +179,7 @@ class GRPOConfig:
     importance_sampling_level: str = "token"
     reward_weights: list[float] | None = None
     multi_objective_aggregation: str = "sum_then_normalize"
-    scale_rewards: str | bool | int = "group"
+    scale_rewards: str = "group"
     loss_type: str = "dapo"
     mask_truncated_completions: bool = False
     sync_ref_model: bool = False
@@ -212,6 +213,8 @@ class GRPOConfig:
         for one in fields(self):
             if isinstance(value := getattr(self, one.name), Enum):  # transformers' own, such as IntervalStrategy.STEPS
                 setattr(self, one.name, value.value)
+            elif isinstance(value, str) and value.startswith("{"):  # of a command line
+                setattr(self, one.name, json.loads(value))
 
     def given(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""

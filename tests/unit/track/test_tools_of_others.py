@@ -323,6 +323,17 @@ def test_rollouts_of_steps_that_are_told_from_files_are_told_too(tmp_path: Path)
     ]  # fmt: skip
 
 
+def test_a_damaged_record_is_said_and_costs_no_row(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step-000001.jsonl").write_text("{}\n")
+    run = RunOf(tmp_path)
+    run.trackers.named["metrics"].on_step({"step": 1, "loss": 0.5})
+    run.trackers.truncate(Cut(1))
+    run.end()
+    assert run.told("row") == [["row", 1, 0.5]]
+    assert any("step-000001.jsonl:1: not a recorded rollout" in line for line in run.heard.lines)
+
+
 def test_a_cut_in_a_pair_of_halves_is_no_half() -> None:
     assert plain("ab\U0001f600", most=3) == "ab\U0001f600" and plain("abcd", most=3) == "abc [cut here: 4 characters]"
 

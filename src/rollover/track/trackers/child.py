@@ -138,11 +138,17 @@ class Teller:
         for step, kind, what in sorted([*rows, *evals], key=lambda told: (told[0], told[1] == "eval")):
             lacks = kind == "row" and self._newest.row < step not in self._sampled
             if lacks and step in recorded and newest - step < _MOST_SAMPLES:
-                with contextlib.suppress(ValueError):  # a damaged record is not worth the row
-                    shown = sample_of_records(list(records_of(recorded[step])), self.num_shown)
-                    self._rollouts(step, shown)
+                self._rollouts(step, self._sample(recorded[step]))
             self._tell(step, kind, what)
         self._behind = False
+
+    def _sample(self, path: Path) -> list[dict[str, Any]]:
+        """Of a step's record. One that is damaged is said, and is not worth the step's row."""
+        try:
+            return sample_of_records(list(records_of(path)), self.num_shown)
+        except ValueError as error:
+            self.answer(failed=redacted(explained(error)))
+            return []
 
     def _rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
         if self._is_open and self.tool is not None and rows:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,17 +64,28 @@ def read_recorded(path: Path, option: str = "--against ") -> list[dict[str, Any]
             raise ValueError(f"{option}{path}: this folder has no evaluations/step-*.jsonl; name a file of answers")
         path = files[-1]
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        # Bytes are split: a string's splitlines would also cut at U+2028 inside an answer.
+        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     except OSError as error:
         raise ValueError(f"{option}{path}: it cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{option}{path}: a line of it is no JSON ({error})") from error
     for number, row in enumerate(rows, start=1):
         if not (isinstance(row, dict) and {"task_id", "prompt", "score"} <= row.keys()):
             raise ValueError(f"{option}{path}: line {number} is no answer: it lacks task_id, prompt or score")
+        texts = (row["task_id"], row["prompt"], row.get("setting", ""))
+        if not (all(isinstance(text, str) for text in texts) and _is_score(row["score"])):
+            raise ValueError(
+                f"{option}{path}: line {number} is no answer: task_id, prompt and setting are texts, score is a"
+                " finite number or null"
+            )
     if not rows:
         raise ValueError(f"{option}{path}: it has no answers")
     return rows
+
+
+def _is_score(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
 
 
 def compared(answers: Sequence[Answer], recorded: Sequence[Mapping[str, Any]]) -> list[Comparison]:

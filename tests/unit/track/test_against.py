@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +52,28 @@ def test_the_newest_evaluation_of_a_run_is_taken_and_what_is_none_is_refused(tmp
             read_recorded(tmp_path / "x.jsonl")
     with pytest.raises(ValueError, match="cannot be read"):
         read_recorded(tmp_path / "none.jsonl")
+
+
+def test_what_was_written_is_read_again_whatever_an_answer_holds(tmp_path: Path) -> None:
+    texts = ["a\u2028b\x85c", "\x0b\x0c\x1c", "\ud800", "\r\n", "\0"]
+    now = [answer(i, 1.0, prompt=text) for i, text in enumerate(texts)]
+    write_answers(tmp_path / "x.jsonl", now)
+    [found] = compared(now, read_recorded(tmp_path / "x.jsonl"))
+    assert found.tasks == len(texts) - 1, "all but the one that is no Unicode, which was written with a question mark"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"score": "1"}, {"score": math.nan}, {"score": math.inf}, {"score": 10**400}, {"score": [1]}, {"task_id": [1]},
+     {"prompt": {}}, {"setting": None}, {"setting": [1]}],
+)  # fmt: skip
+def test_values_of_another_kind_are_refused_before_anything_is_generated(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [answer(0, 1.0).as_json(), answer(1, None).as_json() | change]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="line 2 is no answer: task_id, prompt and setting are texts"):
+        read_recorded(tmp_path / "x.jsonl")
 
 
 def test_a_text_to_read_has_every_answer(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ class Judge:
                 _converse(sandboxes, code, cases, self._limits, ends, until, self._stop)
             else:
                 _compare(sandboxes[0], code, cases, self._limits, ends, until, self._stop)
+            self._check_template(ends)
         finally:
             for sandbox in sandboxes:
                 sandbox.kill()
@@ -100,6 +101,12 @@ class Judge:
         """Start what the next call needs, if it is as the last one."""
         while len(self._waiting) < self._used:
             self._waiting.append(self._made())
+
+    def _check_template(self, ends: list[tuple[str, str]]) -> None:
+        """SandboxFailed where sandboxes ended as what made them was killed, which no program can do."""
+        lost = ("died", "the sandbox ended") in ends
+        if lost and self._template is not None and self._template.has_ended():
+            raise SandboxFailed("the sandbox was ended from outside")
 
     def _made(self) -> Sandbox:
         if self._template is None:

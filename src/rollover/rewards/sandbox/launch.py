@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 MAX_LINE_BYTES = 16 << 20
 _START_LIMIT_S = 20.0
+_ENDING_S = 0.2  # its sandboxes' pipes may close a little before it is gone
 _PACKAGE = "rollover.rewards.sandbox.inside"
 _MODULES = ("syscalls", "locks", "values", "program", "serving", "testing", "runner")  # each after what it imports
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
@@ -127,6 +128,14 @@ class Template:
             code = self._process.poll()
             how = str(error) if code is None else f"exit code {code}"
             raise SandboxFailed(f"the sandbox did not come up ({how})") from None
+
+    def has_ended(self) -> bool:
+        """Whether it has, or does so now."""
+        try:
+            self._process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def close(self) -> None:
         """End it, and all that is in its sandboxes. It ends by itself when nobody holds the other end: a bubblewrap

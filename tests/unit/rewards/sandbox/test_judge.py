@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import signal
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -287,3 +291,30 @@ def test_a_sandbox_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) 
         Judge(Launch("process"), ahead=False).judge("", cases_of({"tests": "assert f(1)"}))
     monkeypatch.setattr(Launch, "command", lambda self: ["/bin/false"])
     assert "did not come up" in probed(Launch("process")).failed
+
+
+def test_a_program_whose_sandbox_is_killed_from_outside_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By somebody who frees memory, say: it would be a silent 0 of a program that may be right."""
+    if shutil.which("bwrap") is None or not probed(Launch("bubblewrap")).holds:
+        pytest.skip("no bubblewrap")
+    started: list[int] = []
+    plain = subprocess.Popen
+
+    def noted(*args: Any, **options: Any) -> Any:
+        process = plain(*args, **options)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    judge = Judge(Launch("bubblewrap"), Limits(60.0), ahead=False)
+    try:
+        rows = cases_of({"tests": {"inputs": [""], "outputs": ["1"]}})
+        assert judge.judge("print(1)", rows).share == 1
+        killer = threading.Timer(1.0, lambda: os.kill(started[-1], signal.SIGKILL))
+        killer.start()
+        with pytest.raises(SandboxFailed, match="from outside"):
+            judge.judge("import time\ntime.sleep(50)\nprint(1)", rows)
+        killer.join()
+        assert judge.judge("print(1)", rows).share == 1
+    finally:
+        judge.close()

@@ -15,6 +15,7 @@ _NUMBER = re.compile(
 )
 _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOXED = "\\boxed{"
+_BRACE = re.compile(r"[{}]")
 
 RULES = ("last_number", "last_line", "answer_tag", "boxed", "full_text")
 
@@ -49,15 +50,14 @@ def _last_number(text: str) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     """What stands inside the last complete \\boxed{...}; nested braces are balanced. None without one."""
-    start = text.rfind(_BOXED)
-    while start >= 0:
-        depth, begin = 1, start + len(_BOXED)
-        for position in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[begin:position]
-        start = text.rfind(_BOXED, 0, start)
-    return None
+    opened: list[int] = []  # where the braces that are open begin, and what is in them
+    last, begin = -1, -1
+    for found in _BRACE.finditer(text):
+        if found[0] == "{":
+            opened.append(found.end())
+        elif opened and text.endswith(_BOXED, 0, start := opened.pop()) and start > begin:
+            begin, last = start, found.start()
+    return text[begin:last] if begin >= 0 else None
 
 
 def answer_of(columns: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ _REPLACED = (
     ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", ""),
 )  # fmt: skip
 _UNIT = "\\text{ "
-_FRACTION = re.compile(r"(-?\d+)/(-?\d+)")
+_FRACTION = re.compile(r"(-?\d{1,4000})/(-?\d{1,4000})")  # what Python's int reads
 
 
 class _Unreadable(Exception):

@@ -112,14 +112,16 @@ def multiple_choice(letters: str = _LETTERS) -> Score:
     if not letters or not letters.isalpha() or len(set(letters.upper())) != len(letters):
         raise ValueError(f"the reward multiple_choice: letters = {letters!r}: give different letters, such as 'ABCD'")
     known = letters.upper()
-    one = rf"(?:\\text(?:bf)?\{{)?\s*[*(]*([{known}{known.lower()}])(?![\w'])"
-    boxed = re.compile(rf"\\boxed\{{\s*{one}")
-    said = re.compile(rf"answer(?:\s+is)?\s*[:=]?\s*(?:option\s+|choice\s+)?\**\s*{one}", re.IGNORECASE)
-    alone = re.compile(rf"\s*{one}\s*(?:[).:*].*)?$")
+    # No quantifier gives back what it took: runs of spaces would take a time of their length to the fourth power.
+    one = rf"(?:\\text(?:bf)?+\{{)?+\s*+[*(]*+([{known}{known.lower()}])(?![\w'])"
+    boxed = re.compile(rf"\\boxed\{{\s*+{one}")
+    said = re.compile(rf"answer(?:\s++is)?+\s*+[:=]?+\s*+(?:option\s++|choice\s++)?+\**+\s*+{one}", re.IGNORECASE)
+    alone = re.compile(rf"\s*+{one}\s*+(?:[).:*].*)?")
 
     def choice(text: str) -> str | None:
         last_line = next((line for line in reversed(text.splitlines()) if line.strip()), "")
-        for found in (boxed.findall(text), said.findall(text), alone.findall(last_line)):
+        whole = alone.fullmatch(last_line)
+        for found in (boxed.findall(text), said.findall(text), whole.groups() if whole else ()):
             if found:
                 return found[-1].upper()
         return None

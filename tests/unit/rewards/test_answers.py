@@ -95,3 +95,16 @@ def test_the_reference_is_the_final_part_of_a_worked_solution():
 
 def test_the_rules_are_those_of_the_configuration() -> None:
     assert RULES == get_args(AnswerRule)
+
+
+@given(st.lists(st.sampled_from(["{", "}", "a", "\\boxed{"]), max_size=12).map("".join))
+def test_the_last_box_is_the_last_whose_braces_are_balanced(text: str) -> None:
+    expected = None
+    for start in range(len(text)):
+        depth = 0
+        for end in range(start + 6, len(text)) if text.startswith("\\boxed{", start) else ():
+            depth += (text[end] == "{") - (text[end] == "}")
+            if depth == 0:
+                expected = text[start + 7 : end].strip() or None
+                break
+    assert extract_answer(text, "boxed") == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import pytest
 from documents import ROOT
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.config.load import load_config
-from rollover.rewards.answers import answer_of
+from rollover.rewards.answers import RULES, answer_of
 from rollover.rewards.built_in import BUILT_IN, BY_DATA_SOURCE, NOT_BUILT_IN, made, parsed, shown, spec_of
 from rollover.rewards.chosen import spec_for
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import load_reward
+from rollover.rewards.sandbox.cases import code_of
 from rollover.rewards.several import LoadedSum, loaded
 from rollover.tasks.stream import TaskStream
 from rollover.types import Reward
@@ -71,12 +73,40 @@ def test_rules(spec: str, completion: str, answer: Any, expected: float) -> None
         ("The answer is Berlin.", 0),
         ("Because of it", 0),
         ("B is what I first thought of, but it is not so.", 0),
+        ("I like vitamin B", 0),
+        ("  **B**: Paris", 1),
         ("", 0),
     ],
 )
 def test_multiple_choice(completion: str, expected: float) -> None:
     for reference in ("B", "(b)", "B) Paris", 1):
         assert score("multiple_choice", completion, answer=reference) == expected
+
+
+@pytest.mark.parametrize(
+    "unit", ["\\boxed{", "answer", "answer ", "<answer>", "```", "``` ", " ", "\n", "1", "1/", "A ", "$"]
+)
+def test_what_a_policy_repeats_for_ever_is_scored_in_time(unit: str) -> None:
+    """A degenerate completion is worth 0. In a time of its length squared it would be missing, and its task barred."""
+    names = [
+        "boxed",
+        "gsm8k",
+        "math_dapo",
+        "multiple_choice",
+        "search_qa",
+        "json",
+        *map("exact_match/{}".format, RULES),
+    ]
+    begun = time.process_time()
+    for text in (unit * (60_000 // len(unit)), "answer" + unit * (60_000 // len(unit)) + "!"):
+        for name in names:
+            assert score(name, text, answer="C") <= 0, name
+        assert code_of("```python\nx = 1\n```" + text) is not None
+    assert time.process_time() - begun < 20
+
+
+def test_a_fraction_of_thousands_of_digits_is_wrong_and_no_error() -> None:
+    assert score("boxed", f"\\boxed{{{'1' * 5000}/2}}", answer="C") == 0
 
 
 def test_a_reference_without_a_letter_is_an_error() -> None:

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-_FENCE = re.compile(r"```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = re.compile(r"```[ \t]*+([\w+#.-]*+)[^\n`]*+\n(.*?)(?:```|\Z)", re.DOTALL)  # as CommonMark: no ` behind it
 _PYTHON = ("python", "py", "python3")
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8  # as numpy's allclose, which verl's prime_code compares with
 _FORMS = (

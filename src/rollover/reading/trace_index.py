@@ -32,7 +32,7 @@ RESUMED, PARKED = 1, 2
 # A group that was dropped. `reason`: a place in `reasons`.
 DROP = np.dtype([("seconds", "f8"), ("group", "i8"), ("reason", "i4"), ("tokens", "i8")])
 PUBLISHED = np.dtype([("seconds", "f8"), ("version", "i4")])
-_CHUNK = 1 << 20
+_CHUNK, _BLOCK = 1 << 18, 1 << 12  # objects of a chunk, or a block, that live long cost a collection each
 _DROP, _CONSUME = EventKind.DROP.value, EventKind.CONSUME.value
 
 
@@ -40,16 +40,23 @@ class _Numbers:
     """Rows of a dtype: as many as there are, in one array."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._array, self._new = np.zeros(0, dtype), []
+        self._dtype, self._blocks, self._new = dtype, [np.zeros(0, dtype)], []
 
     def add(self, row: tuple[Any, ...]) -> None:
         self._new.append(row)
+        if len(self._new) == _BLOCK:
+            self._close_block()
 
     def array(self) -> np.ndarray:
+        self._close_block()
+        if len(self._blocks) > 1:
+            self._blocks = [np.concatenate(self._blocks)]
+        return self._blocks[0]
+
+    def _close_block(self) -> None:
         if self._new:
-            self._array = np.concatenate([self._array, np.array(self._new, self._array.dtype)])
+            self._blocks.append(np.array(self._new, self._dtype))
             self._new = []
-        return self._array
 
 
 class TraceIndex:

@@ -70,10 +70,12 @@ class TraceEvent(NamedTuple):
         """Of what a line says as JSON. ValueError for what no line says."""
         if not isinstance(values, list) or len(values) not in (3, 7, 8):
             raise ValueError("not an array of 3, 7 or 8 values")
-        event, last = cls(*values[:7]), values[7] if len(values) == 8 else ""
+        if len(values) < 8:
+            return cls(*values)
+        *first, last = values
         if isinstance(last, str):
-            return event._replace(reason=last)
-        return event._replace(segments=tuple((version, tokens) for version, tokens in last))
+            return cls(*first, reason=last)
+        return cls(*first, segments=tuple([(version, tokens) for version, tokens in last]))
 
 
 class Trace:

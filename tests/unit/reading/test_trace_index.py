@@ -130,7 +130,7 @@ def test_a_damaged_line_is_named_each_time_it_is_looked_at(tmp_path: Path) -> No
 
 def test_it_agrees_with_the_trace_that_is_read_at_once(tmp_path: Path) -> None:
     rng, events, now, running = random.Random(1), [], 0.0, set()
-    for _ in range(3000):
+    for _ in range(12_000):
         now += rng.random()
         rollout = (rng.randrange(40), rng.randrange(4))
         if rollout in running:

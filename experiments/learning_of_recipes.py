@@ -48,7 +48,7 @@ SETS: dict[str, dict[str, tuple[list[str], str]]] = {
     },
     "methods": {
         "ppo, its own critic": (["quickstart", "ppo_gae"], "train.learning_rate=2e-5"),
-        "remax": (["quickstart", "remax"], "train.learning_rate=2e-5"),
+        "remax": (["quickstart", "remax"], "train.learning_rate=2e-5 train.minibatches_per_step=4"),
         "grpo, KL in the loss": (["grpo_kl"], ""),
         "grpo, KL in the reward": (["grpo_kl"], "algorithm.kl_in=reward"),
         "dapo, two epochs a step": (["quickstart"], "train.epochs_per_step=2"),

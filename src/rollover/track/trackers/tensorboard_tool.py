@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader  # pyright: ignore[reportMissingImports]
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportMissingImports]
-from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportMissingImports]
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore  (generated: unknown symbols)
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore  (generated: unknown symbols)
 from tensorboard.plugins.text.summary_v2 import text_pb  # pyright: ignore[reportMissingImports]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter  # pyright: ignore[reportMissingImports]
 

@@ -63,7 +63,7 @@ class Wandb(Tool):
     def close(self) -> None:
         self._end(1 if self.failed else 0)
 
-    def _begin(self, **how: str) -> Any:
+    def _begin(self, **how: Any) -> Any:
         about = self.about
         return wandb.init(
             id=about.id,

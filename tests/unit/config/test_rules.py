@@ -112,6 +112,7 @@ VALUES = (
     True,
     False,
     {"score": 2.0},
+    ["wandb"],
     ["q_proj"],
 )
 BESIDE = {  # what else an option needs
@@ -151,7 +152,7 @@ def other(key: str) -> Any:
 
 
 def is_met(condition: Needs, value: Any) -> bool:
-    met = value in condition.values if condition.values else value not in (0, "", "none")
+    met = value in condition.values if condition.values else value not in (0, "", "none", [])
     return met != condition.unless
 
 

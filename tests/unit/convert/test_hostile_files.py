@@ -54,7 +54,7 @@ def test_a_file_without_an_end_is_refused(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_no_name_of_an_option_ends_its_comment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = '"x\\n[run]\\ndir = 5 \\x07 # a_workers"'
+    name = '"skip.x\\n[run]\\ndir = 5 \\x07 # a_workers"'
     (tmp_path / "a.yaml").write_text(f"{_SOUND}{name}: 3\n")
     assert cli.main(["convert", str(tmp_path / "a.yaml")]) == 0, capsys.readouterr()
     out, err = capsys.readouterr()

@@ -234,7 +234,7 @@ def test_a_second_run_in_the_same_directory(recipe: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trace", "rnu"], "there is no folder rnu. Did you mean run?"),
+        (["trace", "rnu"], "'rnu' is not the directory of a run: it is not there. Did you mean run?"),
         (
             ["plan", "recipe.toml", "--from-run", "rnu"],
             "--from-run: 'rnu' is not the directory of a run: it is not there. Did you mean run?",

@@ -69,7 +69,7 @@ def test_generation_goes_on_while_the_trainer_trains(
     rows = train(
         tmp_path, rollout=AHEAD | {"interrupt": interrupt, "max_new_tokens": 160}, steps=8,
         engine={"kind": kind, "max_running": 2},  # slower than the trainer, or new weights would meet nothing
-        eval={"num_tasks": 2, "every_steps": 4},
+        eval={"num_tasks": 2, "every_steps": 4}, track={"live": "verbose"},
     )  # fmt: skip
     assert max(row["staleness/max"] for row in rows) == 1
     # With "never" no rollout is cut by new weights, but where a checkpoint or an evaluation parked it.

@@ -127,7 +127,9 @@ def test_trace_verb(finished: Path, tmp_path: Path) -> None:
     done = runs.rollover("trace", finished / "run")
     assert done.returncode == 0 and "6 steps" in done.stdout, done.stderr
     refused = runs.rollover("trace", finished)
-    assert refused.returncode == 2 and "trace.jsonl" in refused.stderr and "Traceback" not in refused.stderr
+    assert (
+        refused.returncode == 2 and "not the directory of a run" in refused.stderr and "Traceback" not in refused.stderr
+    )
 
 
 def test_final_model_is_the_trained_one(finished: Path) -> None:

@@ -40,7 +40,7 @@ class RunFiles:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory).expanduser()
-        if not any((self.directory / name).is_file() for name in (CONFIG, METRICS)):
+        if not any((self.directory / name).is_file() for name in (CONFIG, METRICS, TRACE)):
             if not self.directory.is_dir():
                 what = "is a file" if self.directory.exists() else f"is not there{did_you_mean_path(self.directory)}"
             else:

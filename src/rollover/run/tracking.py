@@ -50,8 +50,10 @@ class Tracking:
 def step_progress(config: Config, parts: Parts) -> Callable[[], Progress]:
     """How far the step is that is being made. It may be asked from any thread: it looks, and waits for nothing."""
 
+    lifecycle = parts.lifecycle  # not the parts: with them a backend that is lost would be held
+
     def progress() -> Progress:
-        ready = sum(group.ready for group in list(parts.lifecycle.cache.groups.values()))
-        return Progress(ready, config.rollout.groups_per_step, parts.lifecycle.ledger.generated_tokens)
+        ready = sum(group.ready for group in list(lifecycle.cache.groups.values()))
+        return Progress(ready, config.rollout.groups_per_step, lifecycle.ledger.generated_tokens)
 
     return progress

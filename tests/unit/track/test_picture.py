@@ -124,6 +124,9 @@ def test_what_the_verb_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_what_the_verb_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not the directory of a run"):
+        show_traces([tmp_path], None, None)
+    (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match="track.trace"):
         show_traces([tmp_path], None, None)
     TraceFile(tmp_path / TRACE).write(traced("sync", 1).trace)

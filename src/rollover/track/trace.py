@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -198,8 +197,7 @@ def trace_events(path: str | Path) -> Iterator[TraceEvent]:
 # What the events say together
 
 
-@dataclass(frozen=True, slots=True)
-class EngineVisit:
+class EngineVisit(NamedTuple):
     """What one rollout did on an engine from one start or resume to the park, act or finish after it.
 
     `slot`: the engine's smallest one that was free then. `resumed`: it had been interrupted before. `parked`: it was

@@ -10,7 +10,7 @@ STAMP := .venv/.stamp
 VLLM := .venv-vllm
 VERIFIERS := .venv-verifiers
 
-.PHONY: venv demo vllm verifiers test test-slow test-vllm test-ray test-verifiers test-gpu check format bench clean
+.PHONY: venv demo vllm verifiers test test-slow test-vllm test-ray test-verifiers test-browser test-gpu check format bench clean
 
 venv: $(STAMP)
 
@@ -59,6 +59,9 @@ test-verifiers: venv verifiers
 	@$(VERIFIERS)/bin/python -m pytest -m verifiers
 
 # On a machine with CUDA, torch and transformers: the interpreter's own packages, no venv.
+test-browser: venv
+	@$(BIN)/python -m pytest -m browser tests/browser
+
 test-gpu:
 	@PYTHONPATH=src $(or $(PYTHON),python3) -m pytest -m gpu tests/gpu
 

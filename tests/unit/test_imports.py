@@ -49,6 +49,7 @@ MAY_ASYNCIO = (
     "ending.py",
     "functions.py",
     "http_server.py",
+    "view/serving.py",
     "trainer/local_backend.py",
     "trainer/ranks/backend.py",
     "trainer/tinker_backend.py",

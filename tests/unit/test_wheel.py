@@ -83,6 +83,7 @@ names = [m.name for m in pkgutil.walk_packages(rollover.__path__, "rollover.") i
 for name in names:
     # Servers, for which the extras `agents` and `remote` are, a class of verifiers, for which that is, and Ray.
     server = *(f"rollover.engine.server.{name}" for name in ("app", "embedded", "texts")), "rollover.http_server"
+    server += "rollover.view.app", "rollover.view.serving"
     tools = tuple(f"rollover.track.trackers.{tool}_tool" for tool in TOOLS)  # each for an extra of its own
     others = "rollover.workflows.gateway.", "rollover.workflows.verifiers.harness", "rollover.cluster.ray"
     if not name.startswith((*others, *server, *tools)):
@@ -165,6 +166,7 @@ def test_what_is_imported_is_asked_for_and_what_is_asked_for_is_imported(importe
     assert modules <= imported, "asked for, and not used"
     by_another = {
         "huggingface_hub": "transformers",
+        "tokenizers": "transformers",
         "yaml": "transformers",
         "jinja2": "torch",
         "referencing": "jsonschema",

@@ -30,6 +30,8 @@ VERBS = {
         "convert",
         "plan",
         "show",
+        "view",
+        "report",
         "trace",
         "serve",
         "bench",

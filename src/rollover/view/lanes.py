@@ -17,6 +17,7 @@ from rollover.track.trace import Span
 from rollover.view.numbers import columns_of, times
 
 MOST_BARS, MOST_COLUMNS = 4000, 4000
+_MOST_CELLS, _FEWEST_COLUMNS = 60_000, 150  # before those that are alike become one
 _ENGINE = 1 << 32  # slots of an engine, in the number of a lane
 _BUSY_STEPS = 20  # shades of busy that are told apart
 
@@ -26,8 +27,8 @@ def window(index: TraceIndex, start: float, end: float, columns: int, most_bars:
 
     "lanes": [engine, slot] of each. "bars" or "cells" is None. A bar's "how" has RESUMED and PARKED
     (reading/trace_index.py), 4 where its group was dropped, and 8 where it still runs. Cells next to each other that
-    are alike are one, of some `length`; "busy" is in twentieths. "spans" of one name that no column tells apart are
-    one.
+    are alike are one, of some `length`, and with many lanes there are fewer columns than asked for; "busy" is in
+    twentieths. "spans" of one name that no column tells apart are one.
     """
     if not end > start:
         raise ValueError(f"from, to: {start:g} to {end:g} is no window of time")
@@ -44,6 +45,7 @@ def window(index: TraceIndex, start: float, end: float, columns: int, most_bars:
     bars, lane, still = bars[seen], lane[seen], still[seen]
     resolution = (end - start) / columns
     few = len(bars) <= most_bars
+    of_cells = min(columns, max(_FEWEST_COLUMNS, _MOST_CELLS // max(1, len(lanes))))
     of_window = _between(drops, start, end)
     return {
         "from": start,
@@ -51,7 +53,7 @@ def window(index: TraceIndex, start: float, end: float, columns: int, most_bars:
         "seconds": round(index.seconds, 6),
         "lanes": [[int(number // _ENGINE), int(number % _ENGINE)] for number in lanes],
         "bars": _bars(index, bars, lane, still, drops, resolution) if few else None,
-        "cells": None if few else _cells(bars, lane, start, end, columns),
+        "cells": None if few else _cells(bars, lane, start, end, of_cells),
         "spans": _spans([*index.spans(), *index.open_spans()], start, end, resolution),
         "published": _thinned(_between(published, start, end), ("version",), columns, resolution),
         "drops": _thinned(of_window, ("group", "reason", "tokens"), columns, resolution),

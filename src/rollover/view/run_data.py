@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,9 +22,11 @@ from rollover.track.trace import TRACE
 from rollover.track.waits import verdict
 from rollover.view.balance import ledger
 from rollover.view.found import Wanted, choices, page
+from rollover.view.intervals import reward_intervals
 from rollover.view.lanes import window
 from rollover.view.numbers import number
 from rollover.view.pieces import RunTokens
+from rollover.view.planned import plan_of
 from rollover.view.series import keys_of, series
 from rollover.view.told import Pieces, told
 
@@ -49,11 +51,13 @@ class RunData:
             "evaluations": (self._evaluations, ("rows",)),
             "warnings": (lambda query: [of._asdict() for of in self.files.warnings()], ("rows",)),
             "choices": (lambda query: choices(self.files.rollouts), ("rollouts",)),
+            "intervals": (lambda query: reward_intervals(self.files.rollouts), ("rollouts",)),
             "rollouts": (lambda query: page(self.files.rollouts, Wanted.of_query(query)), ("rollouts",)),
             "rollout": (self._rollout, ("rollouts", "trace")),
             "lanes": (self._lanes, ("trace",)),
             "ledger": (lambda query: ledger(self.files), PARTS),
             "config": (lambda query: self.files.config, ()),
+            "plan": (lambda query: plan_of(self.files), ()),
         }
 
     @property
@@ -69,6 +73,14 @@ class RunData:
         question, parts = self._questions[name]
         with self.reading(*parts):
             return question(query)
+
+    def read_ahead(self) -> None:
+        """Read what a first question about rollouts or the trace would wait for. What is damaged is told to that."""
+        with suppress(ValueError, OSError):
+            with self.reading("rollouts") as files:
+                files.rollouts.entries()
+            with self.reading("trace") as files:
+                files.trace.look()
 
     @contextmanager
     def reading(self, *parts: Part) -> Iterator[RunFiles]:

@@ -1,0 +1,160 @@
+// Overview: what the run learns, how long it takes, who waits for whom, and what it was warned of.
+
+import { el, replace, link, labelled, button, table, copyText } from "./dom.js";
+import { short, duration, percent, plural, quoted } from "./words.js";
+import { Chart } from "./charts.js";
+import { address, go, refine } from "./route.js";
+
+// Title, keys with their labels, and whether the axis is logarithmic. Only what the run has is shown.
+const PANELS = [
+  ["Reward", { "reward/mean": "mean" }],
+  ["Spread of rewards", { "reward/std": "standard deviation" }],
+  ["Length of answers", { "length/mean": "mean", "length/max": "longest" }],
+  ["Entropy", { entropy: "entropy" }],
+  ["Divergence", { "kl/reference": "KL to the reference", "mismatch/kl": "KL of engine and trainer", "mismatch/k3": "k3" }],
+  ["Importance ratios", { "ratio/mean": "ratio", "importance/mean": "importance", "importance/weight_mean": "weight", "importance/ess": "effective share" }],
+  ["Clipped and capped", { clip_fraction: "clipped", "importance/capped_share": "capped", "importance/below_share": "below", "length/truncated": "answers cut off" }],
+  ["Gradient norm", { grad_norm: "norm" }],
+  ["Staleness", { "staleness/mean": "mean", "staleness/p50": "p50", "staleness/p95": "p95", "staleness/p99": "p99", "staleness/max": "max", "staleness/bound": "bound" }],
+  ["Tokens a second", { "speed/generated_tokens_per_s": "generated", "speed/trained_tokens_per_s": "trained", "speed/step_tokens_per_s": "of the whole step" }],
+  ["Seconds of a step", { "time/step_s": "step", "time/generate_s": "generate", "time/score_s": "score", "time/train_s": "train", "time/weights_s": "weights", "time/checkpoint_s": "checkpoint", "time/eval_s": "evaluate" }],
+  ["Who waits", { "wait/engine_for_trainer_s": "engine for trainer", "wait/engine_for_rewards_s": "engine for rewards", "time/generate_s": "trainer for rollouts", "time/score_s": "trainer for rewards" }, "wait/engine_for_trainer_s"],
+  ["Memory", { "memory/peak_rss_bytes": "process", "memory/peak_gpu_bytes": "GPU", "kv/bytes": "KV cache" }],
+  ["Groups that teach nothing", { "groups/zero_variance": "all rewards equal" }],
+];
+
+export class Overview {
+  constructor(page) {
+    this.page = page;
+    this.charts = [];
+    this.band = null;
+    this.node = el("div", { class: "view" });
+  }
+
+  async open(route) {
+    this.route = route;
+    const { source, run } = this.page;
+    const [keys, evaluations, warnings] = await Promise.all(["keys", "evaluations", "warnings"].map((name) => source.ask(run, name)));
+    this.known = new Map(keys.map((of) => [of.key, of]));
+    this.cards = el("section", { class: "cards", "aria-label": "Where the run stands" });
+    this.warned = el("section", { class: "warnings", "aria-label": "Health" });
+    this.zoomed = el("p", { class: "zoomed" });
+    const grid = el("section", { class: "charts", "aria-label": "Curves" });
+    const chosen = (route.query.add ?? "").split(",").filter((key) => this.known.has(key));
+    const panels = PANELS.map(([title, labels, needed]) => [title, Object.entries(labels).filter(([key]) => this.known.has(key)), needed])
+      .filter(([, labels, needed]) => labels.length && (!needed || this.known.has(needed)));
+    for (const key of chosen) panels.push([key, [[key, key.split("/").pop()]]]);
+    for (const chart of this.charts) chart.close();
+    this.charts = panels.map(([title, labels]) => new Chart({
+      title,
+      hint: labels.map(([key]) => `${key}: ${this.known.get(key).doc}`).join("\n"),
+      keys: labels.map(([key]) => key),
+      labels: labels.map(([, label]) => label),
+      onPick: (step) => go("rollouts", run, { step_from: step, step_to: step }),
+      onZoom: (from, to) => this._zoom(from, to),
+    }));
+    grid.append(...this.charts.map((chart) => chart.node));
+    replace(this.node, this.cards, this.warned, this.zoomed, grid, this._more(keys), this._evaluations(evaluations));
+    await this._fill(evaluations, warnings);
+  }
+
+  /** What changed of the run: names of revisions. */
+  async update(changed) {
+    if (!changed.has("metrics") && !changed.has("evaluations")) return this._cards();
+    const { source, run } = this.page;
+    const keys = await source.ask(run, "keys");
+    if (keys.some((of) => !this.known.has(of.key))) return this.open(this.route);
+    const [evaluations, warnings] = await Promise.all([source.ask(run, "evaluations"), source.ask(run, "warnings")]);
+    for (const of of keys) this.known.set(of.key, of);
+    return this._fill(evaluations, warnings);
+  }
+
+  repaint() {
+    for (const chart of this.charts) chart.repaint();
+  }
+
+  close() {
+    for (const chart of this.charts) chart.close();
+  }
+
+  async _fill(evaluations, warnings) {
+    const { source, run } = this.page;
+    const keys = [...new Set(this.charts.flatMap((chart) => chart.keys))];
+    const { from, to } = this.route.query;
+    const told = await source.ask(run, "metrics", { keys: keys.join(","), points: 600, from, to });
+    for (const chart of this.charts) {
+      const marks = warnings.filter((warning) => chart.keys.includes(warning.key));
+      chart.set(told, { marks, ...(chart.keys[0] === "reward/mean" ? { points: evaluations, band: this.band } : {}) });
+    }
+    this._addBand(told, evaluations, warnings);
+    this._cards();
+    replace(this.warned, warnings.length ? el("h2", { text: "Health" }) : null, el("ul", {}, warnings.map((warning) => el("li", {},
+      link(`step ${warning.step}`, address("rollouts", run, { step_from: warning.step, step_to: warning.step })), " ", warning.text))));
+    replace(this.zoomed, from || to ? [`Steps ${from ?? "first"} to ${to ?? "last"}. `, button("Show all steps", () => this._zoom(null, null))] : null);
+  }
+
+  /** What waits for all rollouts to be read comes behind: nobody waits for it. */
+  async _addBand(told, evaluations, warnings) {
+    const chart = this.charts.find((of) => of.keys[0] === "reward/mean"), { source, run } = this.page;
+    if (!chart) return;
+    try {
+      this.band = await source.ask(run, "intervals");
+    } catch (error) {
+      this.page.failed(error);
+      return;
+    }
+    if (this.charts.includes(chart) && chart.told === told) chart.set(told, { marks: warnings.filter((of) => of.key === "reward/mean"), points: evaluations, band: this.band });
+  }
+
+  _cards() {
+    const { state } = this.page;
+    if (!state) return;
+    const last = (key) => this.known.get(key)?.last ?? null;
+    const cards = [
+      ["State", state.state, state.holder || state.ended_early],
+      ["Step", `${state.step}${state.num_steps ? ` of ${state.num_steps}` : ""}`, state.seconds_a_step ? `${duration(state.seconds_a_step, 0.1)} each` : ""],
+      ["Time left", state.seconds_left === null ? "–" : duration(state.seconds_left), ""],
+      ["Reward", short(last("reward/mean")), ""],
+      ["Staleness", short(last("staleness/mean")), `${short(last("staleness/max"))} at most, bound ${short(last("staleness/bound"))}`],
+      ["Tokens a second", short(last("speed/step_tokens_per_s")), `${short(last("speed/generated_tokens_per_s"))} while generating`],
+      ["Partial rollouts", percent(last("rollouts/partial_share")), "of several policy versions"],
+      ["Bound by", state.waits?.bound ?? "–", state.waits ? `${state.waits.text}${state.waits.advice ? `; try ${state.waits.advice}` : ""}` : ""],
+    ];
+    // A file of the configuration is not in the run's directory: whoever resumes names it.
+    const resume = `rollover train FILE.toml --run.dir ${quoted(state.directory)} --resume`;
+    replace(this.cards, cards.map(([name, value, more]) => el("div", { class: "card" }, el("h2", { text: name }), el("p", { class: "figure", text: value }), more ? el("p", { class: "more", text: more }) : null)),
+      state.state === "stopped" ? el("div", { class: "card" }, el("h2", { text: "To go on" }), el("code", { text: resume }), " ", button("Copy", () => copyText(resume, "the command"))) : null);
+  }
+
+  _more(keys) {
+    const input = el("input", { type: "search", list: "metrics", placeholder: "any key of metrics.jsonl" });
+    const add = () => {
+      if (!this.known.has(input.value)) return;
+      const query = { ...this.route.query, add: [...new Set([...(this.route.query.add ?? "").split(",").filter(Boolean), input.value])].join(",") };
+      go("overview", this.page.run, query);
+    };
+    input.addEventListener("change", add);
+    return el("section", { class: "more-metrics" }, el("h2", { text: "Another metric" }),
+      labelled("Metric", input), button("Add its curve", add),
+      el("datalist", { id: "metrics" }, keys.map((of) => el("option", { value: of.key }, of.doc))));
+  }
+
+  _evaluations(rows) {
+    if (!rows.length) return null;
+    const figures = [...new Set(rows.flatMap((row) => Object.keys(row).filter((key) => /^(pass|maj)@\d+$/.test(key))))];
+    return el("section", {}, table(`${plural(rows.length, "evaluation")} on held-out tasks`, [
+      { title: "Step", number: true, of: (row) => String(row.step) },
+      { title: "Mean reward", number: true, of: (row) => short(row.mean) },
+      { title: "95 % interval", number: true, of: (row) => (row.ci ? `${short(row.ci[0])} to ${short(row.ci[1])}` : "–") },
+      ...figures.map((key) => ({ title: key, number: true, of: (row) => short(row[key]) })),
+      { title: "Tasks", number: true, of: (row) => short(row.tasks) },
+    ], rows));
+  }
+
+  async _zoom(from, to) {
+    this.route = { ...this.route, query: { ...this.route.query, from, to } };
+    refine(this.route, this.route.query);
+    const { source, run } = this.page;
+    await this._fill(...(await Promise.all([source.ask(run, "evaluations"), source.ask(run, "warnings")])));
+  }
+}

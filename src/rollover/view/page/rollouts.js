@@ -1,0 +1,104 @@
+// All rollouts: filters, search, order and pages. Everything chosen stands in the address.
+
+import { el, replace, labelled, button, link, announce } from "./dom.js";
+import { short, plural, versions, visible } from "./words.js";
+import { versionBackground } from "./colours.js";
+import { address, go } from "./route.js";
+
+const SORTS = { "": "as they left the run", step: "step", score: "score", advantage: "advantage", tokens: "length", staleness: "staleness", versions: "versions spanned", segments: "segments" };
+const RANGES = { step: "Step", score: "Score", tokens: "Length", staleness: "Staleness", versions: "Versions spanned", version: "Newest version" };
+const WORDS = { outcome: "Outcome", source: "Source", stop: "Stopped by" };
+const PAGE = 50;
+
+export class Rollouts {
+  constructor(page) {
+    this.page = page;
+    this.node = el("div", { class: "view" });
+  }
+
+  async open(route) {
+    this.route = route;
+    const choices = await this.page.source.ask(this.page.run, "choices");
+    this.list = el("ol", { class: "rollouts" });
+    this.count = el("p", { class: "count", role: "status" });
+    this.foot = el("div", { class: "pages" });
+    replace(this.node, this._filters(choices), this.count, this.list, this.foot);
+    this.offsets = [0];
+    await this._load();
+  }
+
+  async update(changed) {
+    // Rows that somebody reads do not move: only how many there are is said.
+    if (!changed.has("rollouts")) return;
+    const { source, run } = this.page;
+    const told = await source.ask(run, "rollouts", { ...this.route.query, text: "", limit: 0 });
+    if (told.total !== this.total) replace(this.fresh, button(`${plural(told.total - this.total, "rollout")} more: show`, () => this.open(this.route)));
+  }
+
+  _filters(choices) {
+    const given = this.route.query;
+    const field = (name, label, properties = {}) => labelled(label, el("input", { name, type: "number", step: "any", value: given[name] ?? "", ...properties }));
+    const ranges = Object.entries(RANGES).filter(([name]) => choices.numbers[name]).map(([name, title]) => {
+      const [low, high] = choices.numbers[name];
+      return el("fieldset", {}, el("legend", { text: title }),
+        field(`${name}_from`, "from", { placeholder: short(low) }), field(`${name}_to`, "to", { placeholder: short(high) }));
+    });
+    const words = Object.entries(WORDS).filter(([name]) => Object.keys(choices.words[name]).length > 1).map(([name, title]) => labelled(title,
+      el("select", { name }, el("option", { value: "" }, "any"), Object.entries(choices.words[name]).map(([word, count]) =>
+        el("option", { value: word, selected: given[name] === word }, `${word || "not stopped"} (${short(count)})`)))));
+    const form = el("form", { class: "filters", role: "search", on: { submit: (event) => { event.preventDefault(); this._apply(form); } } },
+      labelled("Text in prompt, answer or names", el("input", { name: "text", type: "search", value: given.text ?? "" })),
+      words,
+      labelled("Score", el("select", { name: "scored" }, [["", "any"], ["yes", "there is one"], ["no", "missing"]].map(([value, text]) => el("option", { value, selected: (given.scored ?? "") === value }, text)))),
+      labelled("Sorted by", el("select", { name: "sort" }, Object.entries(SORTS).map(([value, text]) => el("option", { value, selected: (given.sort ?? "") === value }, text)))),
+      labelled("Order", el("select", { name: "order" }, [["up", "ascending"], ["down", "descending"]].map(([value, text]) => el("option", { value, selected: (given.order ?? "up") === value }, text)))),
+      el("details", { open: Object.keys(RANGES).some((name) => given[`${name}_from`] || given[`${name}_to`]) }, el("summary", { text: "Ranges" }), el("div", { class: "ranges" }, ranges)),
+      el("button", { type: "submit", class: "primary" }, "Show"),
+      link("Clear", address("rollouts", this.page.run)),
+    );
+    form.addEventListener("change", (event) => { if (event.target.tagName === "SELECT") this._apply(form); });
+    return form;
+  }
+
+  _apply(form) {
+    const query = Object.fromEntries([...new FormData(form)].filter(([name, value]) => value !== "" && !(name === "order" && value === "up")));
+    if (address("rollouts", this.page.run, query) === location.hash) this.open(this.route);
+    else go("rollouts", this.page.run, query);
+  }
+
+  async _load() {
+    const { source, run } = this.page;
+    const offset = this.offsets[this.offsets.length - 1];
+    this.count.textContent = "Looking…";
+    const told = await source.ask(run, "rollouts", { ...this.route.query, offset, limit: PAGE });
+    this.total = told.total;
+    this.fresh = el("span", {});
+    const searched = told.searched === null ? "" : `; searched ${short(offset + told.searched)} of them${told.next === null ? "" : " so far"}`;
+    const written = told.withText !== undefined && told.withText < told.total ? ` This report has the texts of ${short(told.withText)}.` : "";
+    replace(this.count, `${plural(told.passed, "rollout")} of ${short(told.total)}${searched}.${written} `, this.fresh);
+    replace(this.list, told.rows.map((row) => this._row(row)));
+    if (!told.rows.length) replace(this.list, el("li", { class: "none", text: told.next === null ? "None." : "None so far: look further." }));
+    const move = (offsets) => async () => { this.offsets = offsets; await this._load(); this.count.scrollIntoView(); };
+    replace(this.foot,
+      button("Earlier", move(this.offsets.slice(0, -1)), { disabled: this.offsets.length === 1 }),
+      button(told.searched === null ? "Further" : "Look further", move([...this.offsets, told.next]), { disabled: told.next === null }));
+    announce(this.count.textContent);
+  }
+
+  _row(row) {
+    const to = address("rollout", this.page.run, { step: row.step, id: row.id });
+    return el("li", {}, el("a", { class: "row", href: to },
+      el("span", { class: "facts" },
+        el("b", { text: row.id }),
+        el("span", { text: `step ${row.step}` }),
+        el("span", { class: row.score === null ? "missing" : "score", text: row.score === null ? "no score" : `score ${short(row.score)}` }),
+        el("span", { text: plural(row.tokens, "token") }),
+        el("span", { class: "versions", style: row.newest >= 0 ? { background: versionBackground(row.newest) } : {}, text: `version ${versions(row.oldest, row.newest)}` }),
+        row.staleness ? el("span", { text: `staleness ${row.staleness}` }) : null,
+        el("span", { class: row.outcome === "trained" ? "" : "dropped", text: row.outcome }),
+        el("span", { text: row.stop || "not stopped" }),
+        el("span", { class: "source", text: row.source })),
+      el("bdi", { class: "asked", text: visible(row.asked ?? "") }),
+      el("bdi", { class: "answered", text: visible(row.answered ?? "") })));
+  }
+}

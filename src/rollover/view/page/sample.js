@@ -1,0 +1,111 @@
+// The answers of a report: the same questions as a server's, of what was written into the file. A report has every
+// rollout's numbers up to a limit, and the texts of some; what it does not have it says.
+
+/** The filters of found.py, over the columns of a report. */
+const OF = {
+  step: (row) => row.step, score: (row) => row.score, advantage: (row) => row.advantage, tokens: (row) => row.tokens, segments: (row) => row.segments,
+  version: (row) => row.newest, versions: (row) => (row.oldest < 0 ? 0 : row.newest - row.oldest + 1), staleness: (row) => row.staleness, group: (row) => row.group,
+};
+const CHOSEN = ["outcome", "source", "stop"];
+
+export class Sample {
+  constructor(written) {
+    this.live = false;
+    this.written = written;
+    this.lists = new Map();
+  }
+
+  async runs() {
+    return this.written.runs.map((run) => run.answers.state);
+  }
+
+  async ask(run, name, query = {}) {
+    const of = this.written.runs[run];
+    if (!of) throw new Error(`There is no run ${run} in this report`);
+    if (name === "metrics") return this._metrics(of, query);
+    if (name === "rollouts") return this._page(of, query);
+    if (name === "rollout") return this._rollout(of, query);
+    if (name === "lanes") return this._lanes(of, query);
+    if (!(name in of.answers)) throw new Error(`The report has no answer to ${name}`);
+    return of.answers[name];
+  }
+
+  async compare(name, query = {}) {
+    const { compare } = this.written;
+    const numbers = (query.runs ?? "").split(",").filter(Boolean).map(Number);
+    if (name === "metrics") {
+      const keys = query.keys.split(",");
+      return (numbers.length ? numbers : this.written.runs.map((_, number) => number)).map((number) => this._over(this.written.runs[number], keys, query.x ?? "step"));
+    }
+    if (name === "config") {
+      const places = numbers.length ? numbers : this.written.runs.map((_, number) => number);
+      return compare.config.map((row) => ({ key: row.key, values: places.map((place) => row.values[place]) })).filter((row) => new Set(row.values).size > 1);
+    }
+    return numbers.length && numbers.join() !== this.written.runs.map((_, number) => number).join() ? [] : compare.evaluations;
+  }
+
+  _over(of, keys, x) {
+    const { metrics } = of.answers;
+    return { ...metrics, x: of.axes[x] ?? metrics.steps, columns: Object.fromEntries(keys.map((key) => [key, metrics.columns[key] ?? metrics.steps.map(() => null)])) };
+  }
+
+  _metrics(of, query) {
+    const keys = (query.keys ?? "").split(",").filter(Boolean);
+    const told = this._over(of, keys, query.x ?? "step");
+    const [from, to] = [Number(query.from || -Infinity), Number(query.to || Infinity)];
+    const kept = told.steps.map((step, place) => place).filter((place) => told.steps[place] >= from && told.steps[place] <= to);
+    const pick = (column) => kept.map((place) => column[place]);
+    return { steps: pick(told.steps), x: pick(told.x), columns: Object.fromEntries(keys.map((key) => [key, pick(told.columns[key])])), of: told.of, thinned: told.thinned };
+  }
+
+  _rows(of) {
+    if (!this.lists.has(of)) {
+      const { columns, words } = of.rollouts, names = Object.keys(columns);
+      const rows = columns.step.map((_, place) => {
+        const row = Object.fromEntries(names.map((name) => [name, columns[name][place]]));
+        for (const name of CHOSEN) row[name] = words[row[name]];
+        return { ...row, ...(of.excerpts[`${row.step}/${row.id}`] ?? { asked: "", answered: "(the text is not in this report)" }) };
+      });
+      this.lists.set(of, rows);
+    }
+    return this.lists.get(of);
+  }
+
+  _page(of, query) {
+    const text = (query.text ?? "").toLowerCase();
+    const passes = (row) => {
+      for (const [name, value] of Object.entries(OF)) {
+        const [low, high] = [query[`${name}_from`], query[`${name}_to`]], own = value(row);
+        if (low !== undefined && low !== "" && !(own !== null && own >= Number(low))) return false;
+        if (high !== undefined && high !== "" && !(own !== null && own <= Number(high))) return false;
+      }
+      if (CHOSEN.some((name) => query[name] && !query[name].split(",").includes(row[name]))) return false;
+      return !query.scored || (row.score !== null) === (query.scored === "yes");
+    };
+    let rows = this._rows(of).filter(passes);
+    const passed = rows.length;
+    if (text) rows = rows.filter((row) => [row.id, row.asked, row.answered, of.records[`${row.step}/${row.id}`]?.completion ?? ""].some((part) => part.toLowerCase().includes(text)));
+    const sign = query.order === "down" ? -1 : 1;
+    if (query.sort) {
+      const value = OF[query.sort];
+      rows = [...rows].sort((a, b) => (value(a) === null) - (value(b) === null) || sign * (value(a) - value(b)));
+    } else if (sign < 0) rows = [...rows].reverse();
+    const offset = Number(query.offset ?? 0), limit = Number(query.limit ?? 50), end = offset + limit;
+    return { rows: rows.slice(offset, end), total: of.rollouts.total, passed: text ? rows.length : passed, offset, next: end < rows.length ? end : null, searched: null, withText: of.rollouts.total - of.left_out };
+  }
+
+  _rollout(of, query) {
+    const record = of.records[`${query.step}/${query.id}`];
+    if (!record) throw new Error(`The text of rollout ${query.id} is not in this report: \`rollover view\` shows it`);
+    const siblings = this._rows(of).filter((row) => row.group === record.group_id && row.step === record.step);
+    return { ...record, siblings };
+  }
+
+  /** The finest of the windows in the report that reaches over what is wanted. */
+  _lanes(of, query) {
+    const whole = of.lanes[0], from = Number(query.from ?? 0), to = Number(query.to ?? whole.to);
+    const fitting = of.lanes.filter((window) => window.from <= Math.max(0, from) && window.to >= Math.min(whole.to, to));
+    const best = fitting.reduce((a, b) => (b.to - b.from < a.to - a.from ? b : a), whole);
+    return { ...best, shownFrom: from, shownTo: to };
+  }
+}

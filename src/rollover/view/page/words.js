@@ -1,0 +1,68 @@
+// Numbers and times in words, as the terminal says them.
+
+const DASH = "–";
+
+export function decimal(value, digits = 3) {
+  return value === null || value === undefined || !Number.isFinite(value) ? DASH : value.toFixed(digits);
+}
+
+/** As many digits as tell something. */
+export function short(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return DASH;
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e15)) return value.toExponential(2);
+  if (Number.isInteger(value)) return size < 10000 ? String(value) : count(value);
+  return size >= 10000 ? count(value) : String(Number(value.toPrecision(4)));
+}
+
+/** 1234567 as 1.23M. */
+export function count(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return DASH;
+  for (const [limit, unit, by] of [[1e12, "T", 1e12], [1e9, "G", 1e9], [1e6, "M", 1e6], [1e4, "k", 1e3]]) {
+    if (Math.abs(value) >= limit) return `${Number((value / by).toPrecision(3))}${unit}`;
+  }
+  return Math.round(value).toLocaleString("en");
+}
+
+export function percent(share) {
+  return share === null || share === undefined || !Number.isFinite(share) ? DASH : `${(100 * share).toFixed(share !== 0 && Math.abs(share) < 0.1 ? 1 : 0)}%`;
+}
+
+/** 75 as 1:15, 4000 as 1:06:40; below a minute with as many digits as `resolution` (seconds) shows. */
+export function duration(seconds, resolution = 1) {
+  if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return DASH;
+  if (resolution < 1) {
+    const digits = Math.min(6, Math.max(0, Math.ceil(-Math.log10(resolution))));
+    const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60);
+    const rest = (seconds - 60 * minutes).toFixed(digits);
+    if (!minutes) return `${rest} s`;
+    return `${hours ? `${hours}:${String(minutes % 60).padStart(2, "0")}` : minutes}:${rest.padStart(digits ? digits + 3 : 2, "0")}`;
+  }
+  const whole = Math.round(seconds);
+  const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
+  const two = (number) => String(number).padStart(2, "0");
+  return hours ? `${hours}:${two(minutes)}:${two(rest)}` : `${minutes}:${two(rest)}`;
+}
+
+export function plural(number, word) {
+  return `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+}
+
+/** Policy versions of a rollout: "3", "3 to 5", or a dash where nothing was sampled. */
+export function versions(oldest, newest) {
+  if (newest < 0) return DASH;
+  return oldest === newest ? String(newest) : `${oldest} to ${newest}`;
+}
+
+/** A path or a text as one word of a shell. */
+export function quoted(text) {
+  return /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
+}
+
+/** What stands for characters that are not seen, or that turn the reading order around: in a text that is shown. */
+export function visible(text) {
+  return text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g, (of) => {
+    const code = of.codePointAt(0);
+    return code < 0x20 ? String.fromCharCode(0x2400 + code) : `\u27e8${code.toString(16).toUpperCase().padStart(4, "0")}\u27e9`;
+  });
+}

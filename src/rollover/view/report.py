@@ -1,0 +1,168 @@
+"""The dashboard as one file that opens from a disk without a network: the same page, its parts inlined, and its
+answers.
+
+    RunData, Several ──answers──▶ written (JSON in the file) ──▶ page/sample.js, asked in place of a server
+
+Owns what a report has of a run, and how large it gets: every curve, thinned out; of every rollout its numbers, and of
+some whole groups all there is, the most telling first; the whole trace as a screen shows it. What did not fit is
+counted in the report. Nothing that a run says can become markup: it stands in a block of JSON without a single `<`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from rollover.reading.rollout_index import RolloutIndex, rollout_id, staleness
+from rollover.view.found import row_of
+from rollover.view.lanes import window
+from rollover.view.numbers import numbers
+from rollover.view.parts import one_script, page_files
+from rollover.view.run_data import RunData
+from rollover.view.series import AXES, keys_of, series
+from rollover.view.several import Several
+from rollover.view.told import told
+
+MOST_BYTES = 2_900_000
+_ANSWERS = ("state", "keys", "evaluations", "warnings", "choices", "intervals", "ledger", "config", "plan")
+_CURVES, _NUMBERS, _LANES = 0.25, 0.25, 0.15  # shares of a run's room; texts have what is left
+_POINT, _ROW, _BAR = 9, 70, 55  # bytes that one takes, about
+_MOST_POINTS, _COLUMNS = 600, 1200
+_TELLING = 4  # of each kind
+_TOKENS = 4000  # of a rollout
+_TOO_LARGE = 20  # rollouts that no longer fit, before no other is tried
+
+
+def make_report(runs: Sequence[RunData], most_bytes: int = MOST_BYTES) -> str:
+    """The file's text. ValueError where the settings and evaluations alone do not fit."""
+    empty = _html({})
+    room = (most_bytes - len(empty.encode())) // len(runs)
+    several = Several(runs)
+    compare = {name: several.answer(name, {}) for name in ("config", "evaluations")} if len(runs) > 1 else {}
+    room -= len(_block(compare)) // len(runs)
+    text = _html({"runs": [_written(run, room) for run in runs], "compare": compare})
+    if (size := len(text.encode())) > most_bytes:
+        raise ValueError(f"the report would have {size:,} bytes, and {most_bytes:,} are the most: give fewer runs")
+    return text
+
+
+def _written(run: RunData, room: int) -> dict[str, Any]:
+    answers = {name: run.answer(name, {}) for name in _ANSWERS}
+    room -= len(_block(answers).encode())
+    with run.reading("rows", "rollouts", "trace") as files:
+        rows, index = files.metrics(), files.rollouts
+        keys = [of["key"] for of in keys_of(rows)]
+        points = min(_MOST_POINTS, max(20, int(room * _CURVES / _POINT / max(1, len(keys)))))
+        metrics = series(rows, keys, points)
+        group_size = files.value("rollout.group_size")
+        axes = {name: series(rows, [], points, x=name, group_size=group_size)["x"] for name in AXES}
+        files.trace.look()
+        whole = max(files.trace.seconds, 1e-3)
+        lanes = [window(files.trace, 0.0, whole, _COLUMNS, int(room * _LANES / _BAR))]
+        entries = index.entries()
+        columns = _columns(index, entries, int(room * _NUMBERS / _ROW))
+        found = {"answers": answers | {"metrics": metrics}, "axes": axes, "lanes": lanes, "rollouts": columns}
+        left, too_large = room - len(_block(found).encode()), 0
+        found |= {"excerpts": {}, "records": {}, "left_out": 0}
+        for place in _telling(entries):
+            name = f"{entries[place]['step']}/{rollout_id(entries[place])}"
+            row = row_of(index, entries[place], with_text=True)
+            excerpt = {"asked": row["asked"], "answered": row["answered"]}
+            record = told(files, row["step"], row["id"], 0, _TOKENS, run.pieces) | {"siblings": []}
+            if (size := len(_block([name, record, name, excerpt]).encode())) > left:
+                too_large += 1
+                if too_large > _TOO_LARGE:
+                    break
+                continue
+            left -= size
+            found["excerpts"][name], found["records"][name] = excerpt, record
+        found["left_out"] = len(entries) - len(found["records"])
+    return found
+
+
+def _columns(index: RolloutIndex, entries: np.ndarray, most: int) -> dict[str, Any]:
+    """The numbers of rollouts, as row_of names them; of whole steps, evenly chosen, where all do not fit."""
+    total = len(entries)
+    if total > most:
+        steps, counts = np.unique(entries["step"], return_counts=True)
+        every = -(-total // max(1, most))
+        entries = entries[np.isin(entries["step"], steps[::every])][: max(most, int(counts.max()))]
+    return {
+        "total": total,
+        "words": list(index.words),
+        "columns": {
+            "id": [rollout_id(entry) for entry in entries],
+            "step": entries["step"].tolist(),
+            "group": entries["group_id"].tolist(),
+            "score": numbers(entries["score"]),
+            "advantage": numbers(entries["advantage"]),
+            "tokens": entries["num_tokens"].tolist(),
+            "segments": entries["segments"].tolist(),
+            "oldest": entries["oldest"].tolist(),
+            "newest": entries["newest"].tolist(),
+            "staleness": np.atleast_1d(staleness(entries)).tolist(),
+            "outcome": entries["outcome"].tolist(),
+            "source": entries["source"].tolist(),
+            "stop": entries["stop"].tolist(),
+        },
+    }
+
+
+def _telling(entries: np.ndarray) -> Iterator[int]:
+    """Places, whole groups together: those of the best, the worst, the longest and the stalest rollouts first, then one
+    of each step, first of steps that lie far apart; then the others."""
+    heads: list[int] = []
+    scored = np.flatnonzero(~np.isnan(entries["score"]))
+    by_score = scored[np.argsort(entries["score"][scored], kind="stable")]
+    longest, stalest = np.argsort(-entries["num_tokens"].astype("i8")), np.argsort(-staleness(entries))
+    for order in (by_score[::-1], by_score, longest, stalest):
+        heads += order[:_TELLING].tolist()
+    steps, first = np.unique(entries["step"], return_index=True)
+    order = sorted(range(len(steps)), key=lambda place: int(f"{place:032b}"[::-1], 2))
+    heads += [int(first[place]) for place in order]
+    told_of: set[tuple[int, int]] = set()
+    for head in chain(heads, range(len(entries))):
+        group = int(entries[head]["step"]), int(entries[head]["group_id"])
+        if group not in told_of:
+            told_of.add(group)
+            yield from np.flatnonzero((entries["step"] == group[0]) & (entries["group_id"] == group[1])).tolist()
+
+
+def _block(value: Any) -> str:
+    """JSON that is no markup, whatever is in it."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace").decode().replace("<", "\\u003c")
+
+
+def _html(written: Any) -> str:
+    files = {name: content.decode() for name, content in page_files().items()}
+    charts, script = files["vendor/uPlot.iife.min.js"], one_script()
+    style = files["vendor/uPlot.min.css"] + files["page.css"]
+    policy = (
+        f"default-src 'none'; script-src {_hash(charts)} {_hash(script)}; style-src {_hash(style)}; img-src data:;"
+        " base-uri 'none'; form-action 'none'"
+    )
+    for name, text in (("script", charts), ("script", script), ("style", style)):
+        assert f"</{name}" not in text.lower()
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<title>Rollover</title><link rel="icon" href="data:,"><style>{style}</style></head><body>',
+            f"<!--\nuPlot:\n{files['vendor/LICENSE.uPlot.txt']}\n-->",
+            f'<script type="application/json" id="written">{_block(written)}</script>',
+            f"<script>{charts}</script>",
+            f'<script type="module">{script}</script></body></html>\n',
+        ]
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

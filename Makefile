@@ -58,10 +58,11 @@ test-ray: venv
 test-verifiers: venv verifiers
 	@$(VERIFIERS)/bin/python -m pytest -m verifiers
 
-# On a machine with CUDA, torch and transformers: the interpreter's own packages, no venv.
+# In Chromium, which must be installed: `apt install chromium` on Debian.
 test-browser: venv
 	@$(BIN)/python -m pytest -m browser tests/browser
 
+# On a machine with CUDA, torch and transformers: the interpreter's own packages, no venv.
 test-gpu:
 	@PYTHONPATH=src $(or $(PYTHON),python3) -m pytest -m gpu tests/gpu
 

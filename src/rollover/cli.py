@@ -60,7 +60,9 @@ def run_verb(argv: Sequence[str]) -> int:
         parser = build_parser(argv)
         rest, overrides = split_overrides(argv, parser)
         args = parser.parse_args(rest)
-        return args.verb(args, overrides)
+        if overrides and not args.verb.keys:
+            raise ValueError(f"{args.prog} reads no configuration: leave out --{overrides[0][0]}")
+        return args.verb.run(args, overrides)
     except KeyboardInterrupt:
         to_stderr("rollover: interrupted")
         return 130
@@ -127,7 +129,7 @@ class _VerbParser(argparse.ArgumentParser):
 
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """All verbs and their options. Each verb's function is `args.verb(args, overrides) -> exit code`.
+    """All verbs and their options. The one that is asked for is `args.verb`, and `args.prog` its name.
 
     A verb of another package is loaded only where `argv` asks for it, or for no verb of ours: `--help` lists them all.
     ValueError where it asks for one that cannot be loaded.
@@ -161,7 +163,7 @@ def _add(verbs: argparse._SubParsersAction[_VerbParser], name: str, verb: Verb) 
     """One verb's parser."""
     epilog = _OVERRIDES if verb.keys else None
     sub = verbs.add_parser(name, help=_literal(verb.about), description=verb.about, epilog=epilog, allow_abbrev=False)
-    sub.set_defaults(verb=verb.run)
+    sub.set_defaults(verb=verb, prog=sub.prog)
     if verb.files:
         text = "configuration, or the name of a recipe (rollover init --list); later ones override earlier ones"
         sub.add_argument("files", nargs=verb.files, metavar="FILE.toml", type=Path, help=text)

@@ -20,8 +20,6 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.config import recipes
     from rollover.config.starter import write_starter
 
-    if overrides:
-        raise ValueError(f"rollover init writes a recipe as it is: leave out --{overrides[0][0]}, and edit the file")
     if args.list:
         for name, path in recipes.recipes().items():
             print(f"{name:18} {recipes.about(path)}")

@@ -16,8 +16,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
-    if overrides:
-        raise ValueError(f"rollover report reads no configuration: leave out --{overrides[0][0]}")
     if len(args.run_dirs) > MOST_RUNS:
         raise ValueError(f"rollover report takes {MOST_RUNS} runs at most, and these are {len(args.run_dirs)}")
     from rollover.files import atomic_write_text, check_output_file

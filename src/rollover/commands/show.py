@@ -26,8 +26,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
-    if overrides:
-        raise ValueError(f"rollover show reads no configuration: leave out --{overrides[0][0]}")
     from rollover.reading.run_files import RunFiles
 
     files = RunFiles(args.run_dir)

@@ -28,7 +28,8 @@ class Verb:
 
     about: one sentence for `--help`. run(args, overrides): does its work and returns the exit code; a ValueError is
     shown as the user's mistake (exit code 2). arguments(parser): adds its own. files: how many FILE.toml it takes ("":
-    none), which are `args.files`. keys: whether its help says that `--table.key VALUE` sets a key of the configuration.
+    none), which are `args.files`. keys: whether `--table.key VALUE` sets a key of the configuration, which
+    its help says; where not, one that is given is the user's mistake.
     """
 
     about: str

@@ -358,7 +358,7 @@ def test_init_takes_a_name_a_file_or_both(
         (["mine", "x.toml"], "there is no recipe 'mine'. The recipes are quickstart, apr, "),
         (["there.toml"], "rollover init: there.toml is there already: give the name of another file, or remove it"),
         (["apr", "no/x.toml"], "rollover init: no/x.toml: there is no folder no"),
-        (["apr", "--train.num_steps", "3"], "writes a recipe as it is: leave out --train.num_steps"),
+        (["apr", "--train.num_steps", "3"], "rollover init reads no configuration: leave out --train.num_steps"),
     ],
 )
 def test_what_init_refuses(

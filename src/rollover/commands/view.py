@@ -5,18 +5,38 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from rollover.commands.serve import port
 from rollover.commands.verb import Overrides, Verb
 
+if TYPE_CHECKING:
+    from rollover.view.run_data import RunData
+
 MOST_RUNS = 8
 
 
+def add_run_dirs(parser: argparse.ArgumentParser) -> None:
+    """The argument of `opened`."""
+    text = f"a run's directory; {MOST_RUNS} at most"
+    parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", type=Path, help=text)
+
+
+def opened(run_dirs: Sequence[Path]) -> list[RunData]:
+    """The runs in these directories. ValueError where there is none in one of them, or there are too many."""
+    from rollover.view.run_data import RunData
+
+    if len(run_dirs) > MOST_RUNS:
+        raise ValueError(f"RUN_DIR: {MOST_RUNS} runs at most are shown together, and these are {len(run_dirs)}")
+    return [RunData(directory) for directory in run_dirs]
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_dirs(parser)
     add = parser.add_argument
-    add("run_dirs", nargs="+", metavar="RUN_DIR", type=Path, help=f"a run's directory; {MOST_RUNS} at most")
     add(
         "--host",
         metavar="HOST",
@@ -28,13 +48,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
-    if len(args.run_dirs) > MOST_RUNS:
-        raise ValueError(f"rollover view takes {MOST_RUNS} runs at most, and these are {len(args.run_dirs)}")
     from rollover.ending import GRACE_S, run_bounded
     from rollover.engine.server.guard import is_loopback, token
-    from rollover.view.run_data import RunData
 
-    runs = [RunData(directory) for directory in args.run_dirs]
+    runs = opened(args.run_dirs)
     asked = token() or ("" if is_loopback(args.host) else secrets.token_urlsafe(24))
     try:
         from rollover.view.serving import serve

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rollover.commands.verb import Overrides, Verb
@@ -81,6 +81,10 @@ def bash(verbs: dict[str, Completed], of_keys: dict[str, list[str]]) -> str:
         f"        {name}) options={_words(of.options)} words={_words(of.words)} keys={int(of.keys)} ;;"
         for name, of in verbs.items()
     )
+    values = "\n".join(
+        f'        {pattern}) COMPREPLY=($(compgen -W {_words(words)} -- "$cur")); return ;;'
+        for pattern, words in _values(verbs, of_keys)
+    )
     return f"""# Completes rollover in bash. source <(rollover completion bash)
 _rollover() {{
     local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD - 1]}} verb= options= words= keys=0 i
@@ -98,7 +102,7 @@ _rollover() {{
         return
     fi
     case $verb/$prev in
-{_bash_values(verbs, of_keys)}
+{values}
     esac
     COMPREPLY=($(compgen -W "$words" -- "$cur"))
     local IFS=$'\\n'
@@ -109,23 +113,14 @@ complete -F _rollover rollover
 """
 
 
-def _bash_values(verbs: dict[str, Completed], of_keys: dict[str, list[str]]) -> str:
-    lines = [(f"{name}/{option}", values) for name, of in verbs.items() for option, values in of.values.items()]
-    lines += [(f"*/{key}", values) for key, values in of_keys.items() if values]
-    return "\n".join(
-        f'        {pattern}) COMPREPLY=($(compgen -W {_words(values)} -- "$cur")); return ;;'
-        for pattern, values in lines
-    )
-
-
 def zsh(verbs: dict[str, Completed], of_keys: dict[str, list[str]]) -> str:
     cases = "\n".join(
         f"        {name}) options=({' '.join(of.options)}) names=({' '.join(of.words)}) keys={int(of.keys)} ;;"
         for name, of in verbs.items()
     )
-    lines = [(f"{name}/{option}", values) for name, of in verbs.items() for option, values in of.values.items()]
-    lines += [(f"*/{key}", values) for key, values in of_keys.items() if values]
-    values = "\n".join(f"        {pattern}) compadd -- {' '.join(of)}; return ;;" for pattern, of in lines)
+    values = "\n".join(
+        f"        {pattern}) compadd -- {' '.join(words)}; return ;;" for pattern, words in _values(verbs, of_keys)
+    )
     return f"""#compdef rollover
 # Completes rollover in zsh. rollover completion zsh > a folder of $fpath, as _rollover
 _rollover() {{
@@ -168,6 +163,13 @@ def fish(verbs: dict[str, Completed], of_keys: dict[str, list[str]]) -> str:
         taken = f" -x -a {_words(values)}" if values else " -r"
         lines.append(f"complete -c rollover -n '__fish_seen_subcommand_from {with_keys}' -l {key[2:]}{taken}")
     return "\n".join(lines) + "\n"
+
+
+def _values(verbs: dict[str, Completed], of_keys: dict[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
+    """(verb/option, what it may be), as a pattern of `case`, of the options that take one of a few."""
+    for name, of in verbs.items():
+        yield from ((f"{name}/{option}", values) for option, values in of.values.items())
+    yield from ((f"*/{key}", values) for key, values in of_keys.items() if values)
 
 
 def _words(words: Iterable[str]) -> str:

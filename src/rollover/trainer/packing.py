@@ -6,7 +6,7 @@ Shapes: N tokens of the flattened row, M loss positions of it, B samples, T long
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,13 +124,6 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits) -> Packed:
             positions.append(num_prompt + np.arange(len(s.token_ids) - 1))
             prefixes.append(prompt_block)
             offset += len(s.token_ids) - 1
-    width = max(len(s.token_ids) for s in samples)
-
-    def padded(arrays: list[np.ndarray], dtype: type) -> torch.Tensor:
-        out = np.zeros((len(arrays), width), dtype=dtype)
-        for i, a in enumerate(arrays):
-            out[i, : len(a)] = a
-        return torch.from_numpy(out).to(device)
 
     def flat(arrays: list[np.ndarray], dtype: type = np.int64) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(arrays).astype(dtype)).to(device)
@@ -147,13 +140,21 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits) -> Packed:
         unit=all(s.temperature == 1 for s in samples),
         rows_M=flat([np.full(int(m.sum()), i) for i, m in enumerate(masks)]),
         columns_M=flat([np.flatnonzero(m) for m in masks]),
-        mask_BT=padded(masks, np.bool_),
-        behavior_logprobs_BT=padded([s.behavior_logprobs * s.mask for s in samples], np.float32),
-        advantages_BT=padded([s.advantages for s in samples], np.float32),
-        versions_BT=padded([s.versions for s in samples], np.int64),
+        mask_BT=padded(masks, np.bool_).to(device),
+        behavior_logprobs_BT=padded([s.behavior_logprobs * s.mask for s in samples]).to(device),
+        advantages_BT=padded([s.advantages for s in samples]).to(device),
+        versions_BT=padded([s.versions for s in samples], np.int64).to(device),
         group_B=torch.tensor([s.group_id for s in samples]),
         sequences=[s.sequence_id for s in samples],
     )
+
+
+def padded(arrays: Sequence[np.ndarray], dtype: type = np.float32) -> torch.Tensor:
+    """[B, T] on the CPU: each array from the left, 0 (False) behind it."""
+    out = np.zeros((len(arrays), max(map(len, arrays))), dtype)
+    for row, values in enumerate(arrays):
+        out[row, : len(values)] = values
+    return torch.from_numpy(out)
 
 
 def _prompt_key(sample: Sample) -> _PromptKey:

@@ -13,17 +13,18 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rollover.algorithms.correction import interpolated_proximal, rejection_mask
+from rollover.algorithms.correction import rejection_mask
 from rollover.config import AlgorithmConfig
-from rollover.staleness import staleness
 from rollover.trainer.backend import Stream
+from rollover.trainer.token_estimates import proximal_and_behavior
 from rollover.types import Sample
 
 
 def rejections(
     config: AlgorithmConfig, samples: Collection[Sample], start: Stream, trainer_version: int
 ) -> dict[str, np.ndarray]:
-    """rollout_id -> which of its loss tokens are kept, bool [loss tokens]. `start`: as for `kept_tokens`."""
+    """rollout_id -> which of its loss tokens are kept, bool [loss tokens]. `start`: as of
+    `proximal_and_behavior`, of each sample."""
     nothing = np.zeros(0, dtype=np.float32)
     return {s.rollout_id: kept_tokens(config, s, start.get(s.rollout_id, nothing), trainer_version) for s in samples}
 
@@ -31,13 +32,10 @@ def rejections(
 def kept_tokens(config: AlgorithmConfig, sample: Sample, start_M: np.ndarray, trainer_version: int) -> np.ndarray:
     """Which of the sample's loss tokens algorithm.rejection keeps, bool [loss tokens].
 
-    `start_M`: their log-probs at the start of the step; with proximal = "snapshot" under the weights that sampled.
+    `start_M`: as of `proximal_and_behavior`.
     """
-    behavior_1M, start_1M = (torch.from_numpy(x)[None] for x in (sample.behavior_logprobs[sample.mask], start_M))
+    start_1M, behavior_1M = proximal_and_behavior(config, sample, start_M, trainer_version)
     every_1M = torch.ones_like(start_1M, dtype=torch.bool)
-    if config.proximal_policy == "interpolated":
-        ages_1M = torch.from_numpy(staleness(sample.versions[sample.mask], trainer_version))[None]
-        start_1M = interpolated_proximal(behavior_1M, start_1M, ages_1M, mask_BT=every_1M)
     kept_1M = every_1M
     for name, bound in config.rejection.items():
         level, _, kind = name.rpartition("_")

@@ -28,6 +28,7 @@ from rollover.staleness import staleness
 from rollover.trainer.backend import BackendSetup, Stream, Version
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.trainer.optimizer import learning_rate
+from rollover.trainer.packing import padded
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 
@@ -223,16 +224,7 @@ def _streams(
     samples: list[Sample], logprobs: list[torch.Tensor], known: Mapping[str, Stream], trainer_version: int
 ) -> Streams:
     """All samples in one [B, T]. `logprobs`: of the loss tokens of each."""
-    width = max(len(s.mask) for s in samples)
-    mask_BT = torch.zeros(len(samples), width, dtype=torch.bool)
-    for row, s in enumerate(samples):
-        mask_BT[row, : len(s.mask)] = torch.from_numpy(s.mask)
-
-    def padded(arrays: list[np.ndarray]) -> torch.Tensor:
-        out = np.zeros((len(arrays), width), dtype=arrays[0].dtype)
-        for row, values in enumerate(arrays):
-            out[row, : len(values)] = values
-        return torch.from_numpy(out)
+    mask_BT = padded([s.mask for s in samples], np.bool_)
 
     def placed(values_M: torch.Tensor) -> torch.Tensor:
         return torch.zeros(mask_BT.shape).masked_scatter(mask_BT, values_M)
@@ -242,12 +234,12 @@ def _streams(
             return None
         return placed(torch.from_numpy(np.concatenate([known[name][s.rollout_id] for s in samples])))
 
-    versions_BT = padded([s.versions.astype(np.int64) for s in samples])
+    versions_BT = padded([s.versions for s in samples], np.int64)
     return Streams(
         logprobs_BT=placed(torch.cat(logprobs)),
         entropy_BT=torch.zeros(mask_BT.shape),
         proximal_BT=stream("proximal"),
-        behavior_BT=padded([(s.behavior_logprobs * s.mask).astype(np.float32) for s in samples]),
+        behavior_BT=padded([s.behavior_logprobs * s.mask for s in samples]),
         reference_BT=stream("reference"),
         advantages_BT=padded([s.advantages for s in samples]),
         mask_BT=mask_BT,

@@ -1,6 +1,7 @@
-"""What a step finds out about its tokens before its first update: advantages, and log-probs of those that sampled.
+"""What a step finds out about its tokens before its first update: advantages, and log-probs of the policies compared.
 
-B samples, T longest answer. The formulas are in algorithms/. With a critic advantages are critic.py's.
+B samples, T longest answer, M loss tokens of one. The formulas are in algorithms/. With a critic advantages are
+critic.py's.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import numpy as np
 import torch
 
 from rollover.algorithms.advantage import reinforce_plus_plus_tokens
-from rollover.algorithms.correction import importance_weights
+from rollover.algorithms.correction import importance_weights, interpolated_proximal
 from rollover.algorithms.token_advantage import optimal_token_baseline
 from rollover.config import AlgorithmConfig
+from rollover.staleness import staleness
 from rollover.trainer.backend import Stream, TrainerBackend
+from rollover.trainer.packing import padded
 from rollover.types import Sample
 
 LOGPROB, ENTROPY, SQUARES = range(3)
@@ -28,8 +31,7 @@ _ALIGNED = {"optimal_token_baseline": "positions", "tir_optimal_token_baseline":
 def estimate_tokens(config: AlgorithmConfig, samples: Sequence[Sample], statistics: Stream) -> list[Sample]:
     """The samples with advantages in the place of their rewards, by algorithm.advantage. `statistics`: of their loss
     tokens, where that reads them (`AlgorithmConfig.needs_statistics`)."""
-    rewards_BT = _padded([s.advantages for s in samples])
-    mask_BT = _padded([s.mask for s in samples]).bool()
+    rewards_BT, mask_BT = padded([s.advantages for s in samples]), padded([s.mask for s in samples], np.bool_)
     if config.advantage == "reinforce_plus_plus_tokens":
         advantages_BT, _ = reinforce_plus_plus_tokens(rewards_BT, mask_BT, gamma=config.gamma)
     else:
@@ -52,6 +54,20 @@ def sampling_logprobs(backend: TrainerBackend, minibatches: Sequence[list[Sample
                     own = s.versions[s.mask] == version
                     out[s.rollout_id][own] = found[s.rollout_id][own]
     return out
+
+
+def proximal_and_behavior(
+    config: AlgorithmConfig, sample: Sample, start_M: np.ndarray, trainer_version: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [1, M] of the sample's loss tokens under algorithm.proximal, at the start of the step, and under what
+    sampled them. `start_M`: those at the start of the step; with proximal = "snapshot" under the weights that sampled.
+    """
+    start_1M, behavior_1M = (torch.from_numpy(x)[None] for x in (start_M, sample.behavior_logprobs[sample.mask]))
+    if config.proximal_policy == "interpolated":
+        ages_1M = torch.from_numpy(staleness(sample.versions[sample.mask], trainer_version))[None]
+        every_1M = torch.ones_like(start_1M, dtype=torch.bool)
+        start_1M = interpolated_proximal(behavior_1M, start_1M, ages_1M, mask_BT=every_1M)
+    return start_1M, behavior_1M
 
 
 # Private
@@ -77,12 +93,12 @@ def _optimal_baseline(
     if config.weight != "none":
         weights_BT = importance_weights(
             logprobs_BT,
-            _padded([s.behavior_logprobs for s in samples]),
+            padded([s.behavior_logprobs for s in samples]),
             mask_BT,
             mode=config.weight,
             cap=config.correction_cap,
             floor=config.correction_floor or None,
-            versions_BT=_padded([s.versions for s in samples]).long(),
+            versions_BT=padded([s.versions for s in samples], np.int64),
         )
     return optimal_token_baseline(
         rewards_BT,
@@ -93,11 +109,3 @@ def _optimal_baseline(
         weights_BT=weights_BT,
         align=_ALIGNED[config.advantage],  # pyright: ignore[reportArgumentType]
     )
-
-
-def _padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
-    """[B, T] float32: each row from the left, 0 behind it."""
-    out = np.zeros((len(rows), max(map(len, rows))), np.float32)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return torch.from_numpy(out)

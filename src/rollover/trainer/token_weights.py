@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollover.algorithms.correction import importance_weights, interpolated_proximal
+from rollover.algorithms.correction import importance_weights
 from rollover.algorithms.loss import high_entropy_mask
 from rollover.config import AlgorithmConfig
-from rollover.staleness import staleness
 from rollover.trainer.backend import Stream
-from rollover.trainer.token_estimates import ENTROPY
+from rollover.trainer.token_estimates import ENTROPY, proximal_and_behavior
 from rollover.types import Sample
 
 _BY_SEQUENCE = ("sequence_truncate", "sequence_mask")
@@ -29,22 +28,17 @@ def mean_weight(config: AlgorithmConfig, samples: Sequence[Sample], start: Strea
     """The mean of the importance weights, bounded as they are applied: over the loss tokens, or over the sequences
     where each has one weight (verl's rollout_is_batch_normalize). 1 where no weight is above 0.
 
-    `start`: log-probs of the loss tokens at the start of the step; with proximal = "snapshot" under the weights that
-    sampled.
+    `start`: `start_M` of `proximal_and_behavior`, of each sample.
     """
     total, count = 0.0, 0
     for s in samples:
         if not s.mask.any():
             continue
-        start_1M, behavior_1M = (torch.from_numpy(x)[None] for x in (start[s.rollout_id], s.behavior_logprobs[s.mask]))
-        every_1M = torch.ones_like(start_1M, dtype=torch.bool)
-        if config.proximal_policy == "interpolated":
-            ages_1M = torch.from_numpy(staleness(s.versions[s.mask], trainer_version))[None]
-            start_1M = interpolated_proximal(behavior_1M, start_1M, ages_1M, mask_BT=every_1M)
+        start_1M, behavior_1M = proximal_and_behavior(config, s, start[s.rollout_id], trainer_version)
         weights_1M = importance_weights(
             start_1M,
             behavior_1M,
-            every_1M,
+            torch.ones_like(start_1M, dtype=torch.bool),
             mode=config.weight,  # pyright: ignore[reportArgumentType]
             cap=config.correction_cap,
             floor=config.correction_floor or None,

@@ -42,24 +42,26 @@ def optimal_token_baseline(
         raise ValueError(f'align = {align!r}: use "positions" or "loss_tokens"')
     mask_BT = mask_BT.bool()
     mask_BT = mask_BT & ~(torch.isnan(rewards_BT) & mask_BT).any(-1, keepdim=True)
-    given = [rewards_BT, logprobs_BT, squares_BT] + ([] if weights_BT is None else [weights_BT])
-    # Each row's order in which tokens are compared, what is masked behind them.
+    # Each row's order in which tokens are compared, what is masked behind them. All is in this order from here on.
     order_BT = torch.arange(mask_BT.shape[1], device=mask_BT.device).expand_as(mask_BT)
     if align == "loss_tokens":
         order_BT = (~mask_BT).int().argsort(dim=-1, stable=True)
-    ordered_BT = mask_BT.gather(-1, order_BT)
-    rewards_BT, logprobs_BT, squares_BT, *rho_BT = (masked(x.gather(-1, order_BT), ordered_BT) for x in given)
-    returns_BT = masked(rewards_BT.flip(-1).cumsum(-1).flip(-1), ordered_BT)
-    norms_BT = masked(1 - 2 * logprobs_BT.exp() + squares_BT, ordered_BT)
-    for weights in rho_BT:
-        norms_BT = norms_BT * weights.square()
-    weights_BT = masked(norms_BT.cumsum(-1), ordered_BT)
+    mask_BT = mask_BT.gather(-1, order_BT)
+
+    def ordered(stream_BT: torch.Tensor) -> torch.Tensor:
+        return masked(stream_BT.gather(-1, order_BT), mask_BT)
+
+    returns_BT = masked(ordered(rewards_BT).flip(-1).cumsum(-1).flip(-1), mask_BT)
+    norms_BT = masked(1 - 2 * ordered(logprobs_BT).exp() + ordered(squares_BT), mask_BT)
+    if weights_BT is not None:
+        norms_BT = norms_BT * ordered(weights_BT).square()
+    moved_BT = masked(norms_BT.cumsum(-1), mask_BT)
     advantages_BT = torch.zeros_like(returns_BT)
     for group in torch.unique(group_B):
-        rows_N = torch.nonzero((group_B == group) & ordered_BT.any(-1)).flatten()
+        rows_N = torch.nonzero((group_B == group) & mask_BT.any(-1)).flatten()
         if len(rows_N) > 1:
-            baseline_NT = _baselines(returns_BT[rows_N], weights_BT[rows_N], ordered_BT[rows_N], eps)
-            advantages_BT[rows_N] = masked(returns_BT[rows_N] - baseline_NT, ordered_BT[rows_N])
+            baseline_NT = _baselines(returns_BT[rows_N], moved_BT[rows_N], mask_BT[rows_N], eps)
+            advantages_BT[rows_N] = masked(returns_BT[rows_N] - baseline_NT, mask_BT[rows_N])
     return torch.zeros_like(advantages_BT).scatter(-1, order_BT, advantages_BT)
 
 

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_trainer import trainer, weights
 
-import tiny
 from rollover.algorithms.correction import rejection_mask
-from rollover.config import AlgorithmConfig, TrainConfig
+from rollover.config import AlgorithmConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.rejection import rejections
-from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import random_samples
 
@@ -34,17 +32,6 @@ ALGORITHMS = [
 ]
 
 
-def trainer(algorithm: dict[str, Any], **train: Any) -> Trainer:
-    values = {"learning_rate": 1e-2, "num_steps": 10, "micro_batch_tokens": 40, "adam_eps": 1e-3, **train}
-    return local_trainer(
-        tiny.loaded(),
-        TrainConfig.model_validate(values),
-        AlgorithmConfig.model_validate(algorithm),
-        dtype=torch.float32,
-        max_new_tokens=16,
-    )
-
-
 def masked_by_hand(level: str) -> list[Sample]:
     """The samples with rejected tokens taken out of the masks, by the untrained model."""
     known = trainer({}).backend.compute_logprobs(SAMPLES)
@@ -56,10 +43,6 @@ def masked_by_hand(level: str) -> list[Sample]:
         mask[s.mask] = rejection_mask(*args, every, kind="k2", level=level, high=HIGH)[0].numpy()  # type: ignore[arg-type]
         out.append(dataclasses.replace(s, mask=mask))
     return out
-
-
-def weights(t: Trainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in tiny.local(t).model.parameters()])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence_mean"])

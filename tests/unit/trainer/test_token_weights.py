@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny_trainer import trainer, weights
 
 import tiny
 from rollover.algorithms.advantage import reinforce_plus_plus_tokens
 from rollover.algorithms.correction import importance_weights
 from rollover.algorithms.loss import high_entropy_mask
 from rollover.algorithms.token_advantage import optimal_token_baseline
-from rollover.config import AlgorithmConfig, TrainConfig
+from rollover.config import AlgorithmConfig
 from rollover.config.load import ConfigError, load_config
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.packing import split_groups
 from rollover.trainer.token_estimates import estimate_tokens
 from rollover.trainer.token_weights import mean_weight, of_high_entropy
-from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import random_samples
 
 SAMPLES = random_samples(1)
-
-
-def trainer(algorithm: dict[str, Any], **train: Any) -> Trainer:
-    values = {"learning_rate": 1e-2, "num_steps": 10, "micro_batch_tokens": 40, "adam_eps": 1e-3, **train}
-    return local_trainer(
-        tiny.loaded(),
-        TrainConfig.model_validate(values),
-        AlgorithmConfig.model_validate(algorithm),
-        dtype=torch.float32,
-        max_new_tokens=16,
-    )
-
-
-def weights(t: Trainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in tiny.local(t).model.parameters()])
 
 
 def rewarded() -> list[Sample]:

@@ -170,7 +170,6 @@ def test_what_is_imported_is_asked_for_and_what_is_asked_for_is_imported(importe
         "yaml": "transformers",
         "jinja2": "torch",
         "referencing": "jsonschema",
-        "tokenizers": "transformers",
     }
     elsewhere = {"vllm"}  # in its own environment, which one file of ours is loaded in
     others = imported - set(sys.stdlib_module_names) - {"rollover"} - modules - by_another.keys() - elsewhere

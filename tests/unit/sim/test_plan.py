@@ -72,10 +72,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_options_override_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     out = json.loads(
-        run(capsys, "--json", "--engines", "4", "--trainers", "2", "--steps", "10", "--rollouts-per-engine", "32")
+        run(capsys, "--json", "--engines", "4", "--trainers", "2", "--steps", "10", "--rollouts-per-engine", "4")
     )
     assert (out["assumed"]["engines"], out["assumed"]["trainers"], out["assumed"]["steps"]) == (4, 2, 10)
-    assert out["rollout"]["groups_per_step"] == 16 and out["rollout"]["in_flight_groups"] == 48
+    assert out["rollout"]["groups_per_step"] == 2 and out["rollout"]["in_flight_groups"] == 6
 
 
 def test_devices_are_split(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,15 +249,21 @@ def test_a_planned_trace_has_the_tokens_of_the_plan() -> None:
 
 
 def test_turns_are_planned_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", QUICKSTART, "--plan.steps", "5", "--plan.turns", "3", "--plan.tool_s", "2", "--json"]
+    words = ["plan", QUICKSTART, *SMALL, "--plan.turns", "3", "--plan.tool_s", "2", "--json"]
     assert cli.main(words) == 0
     slow = json.loads(capsys.readouterr().out)
     assert slow["assumed"]["turns"] == 3 and slow["sources"]["tool_s"] == "command line"
     assert cli.main([*words[:-3], "--plan.tool_s", "0.01", "--plan.tool_tokens", "9"]) == 0
     said = capsys.readouterr().out
     assert "Episodes     3 turns (command line); 9 tokens are appended after 0.01 s (command line)" in said
-    quick = plan_of(("plan.turns", "3"), ("plan.tool_s", "0.01")).synchronous
-    assert plan_of(("plan.turns", "3"), ("plan.tool_s", "20")).synchronous.step_s > quick.step_s + 25
+    few = [
+        ("plan.turns", "3"),
+        ("plan.steps", "5"),
+        ("rollout.groups_per_step", "2"),
+        ("rollout.in_flight_groups", "6"),
+    ]
+    quick = plan_of(*few, ("plan.tool_s", "0.01")).synchronous
+    assert plan_of(*few, ("plan.tool_s", "20")).synchronous.step_s > quick.step_s + 25
     assert cli.main(["plan", QUICKSTART, "--plan.tool_s", "2"]) == 2
     assert "plan.tool_s has no effect as an episode has one turn" in capsys.readouterr().err
     assert cli.main(["plan", "calculator", "--plan.steps", "2"]) == 0

@@ -21,6 +21,7 @@ from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.build import local_trainer
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import micro_batches
+from rollover.trainer.trainer import Trainer
 from rollover.types import Group, Reward, Sample, SamplingParams, Segment, StopReason, Task
 
 TASK = Task("t0", "test", "mine", prompt="x")
@@ -184,15 +185,13 @@ def split_in_two(merged: bool) -> list[Sample]:
     return built([group, ready_episodes(1, TASK, [[short], [two]])]).samples
 
 
-def gradient(samples: list[Sample], **algorithm: Any) -> torch.Tensor:
-    train = TrainConfig(learning_rate=1e-3, num_steps=10, micro_batch_tokens=16)
-    of = local_trainer(
-        tiny.loaded(), train, AlgorithmConfig.model_validate(algorithm), dtype=torch.float32, max_new_tokens=16
-    )
+def gradient(of: Trainer, samples: list[Sample]) -> torch.Tensor:
     counts = Counts.of(samples)
     for part in micro_batches(samples, 16):
         of.backend.forward_backward(part, counts)
-    return torch.cat([g.flatten() for g in tiny.local(of).optimizer.gradients()])
+    found = torch.cat([g.flatten() for g in tiny.local(of).optimizer.gradients()])
+    of.backend.forget_gradients()
+    return found
 
 
 # gspo, luspo, gmpo and vespo have one ratio a row, clip_cov and kl_cov choose among the tokens of a micro-batch: the
@@ -201,7 +200,11 @@ TOKEN_LOSSES = sorted(LOSSES.keys() - {"gspo", "luspo", "gmpo", "vespo", "clip_c
 
 
 def one_gradient(**algorithm: Any) -> torch.Tensor:
-    together, apart = (gradient(split_in_two(merged), **algorithm) for merged in (True, False))
+    train = TrainConfig(learning_rate=1e-3, num_steps=10, micro_batch_tokens=16)
+    of = local_trainer(
+        tiny.loaded(), train, AlgorithmConfig.model_validate(algorithm), dtype=torch.float32, max_new_tokens=16
+    )
+    together, apart = (gradient(of, split_in_two(merged)) for merged in (True, False))
     assert together.norm() > 0
     assert float((together - apart).norm() / together.norm()) < 1e-5
     return together

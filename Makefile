@@ -9,8 +9,9 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 VLLM := .venv-vllm
 VERIFIERS := .venv-verifiers
+DOCS := .venv-docs
 
-.PHONY: venv demo vllm verifiers test test-slow test-vllm test-ray test-verifiers test-browser test-gpu check format bench clean
+.PHONY: venv demo vllm verifiers test test-slow test-vllm test-ray test-verifiers test-browser test-gpu check format docs bench clean
 
 venv: $(STAMP)
 
@@ -105,6 +106,20 @@ $(VERIFIERS)/.stamp: pyproject.toml | $(STAMP)
 	$(VERIFIERS)/bin/python -m pip install -q -c .venv/constraints.txt -e '.[verifiers]'; \
 	touch $(VERIFIERS)/.stamp
 
+# The documentation as a site, in site/: strict, so a link that leads nowhere ends it. In an environment of its own of some
+# 100 MB: what the pages are made of needs no torch.
+docs: $(DOCS)/.stamp
+	@PYTHONPATH=src NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+$(DOCS)/.stamp: pyproject.toml
+	@set -e; \
+	"$(or $(PYTHON),$(firstword $(wildcard $(BIN)/python) python3))" -m venv --clear $(DOCS); \
+	wanted='import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")'; \
+	$(DOCS)/bin/python -c "$$wanted" > $(DOCS)/requirements.txt; \
+	$(DOCS)/bin/python -m pip install -q -r $(DOCS)/requirements.txt numpy 'pydantic>=2'; \
+	touch $(DOCS)/.stamp
+
 bench: venv
 	@$(BIN)/python -m rollover bench engine --json
 	@$(BIN)/python -m rollover bench train --json
@@ -113,4 +128,4 @@ bench: venv
 	@$(BIN)/python -m rollover bench scale --json
 
 clean:
-	rm -rf .venv .venv-vllm .venv-verifiers build .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-vllm .venv-verifiers .venv-docs site build .pytest_cache .ruff_cache .hypothesis src/*.egg-info

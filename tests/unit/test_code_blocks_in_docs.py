@@ -84,7 +84,7 @@ def test_python_tells_right_from_wrong(block: Block, tmp_path: Path, monkeypatch
 def scores(spec: str, row: dict[str, object], *completions: str) -> list[float | None]:
     """What the reward `spec` gives for completions of one row of a data set: through the task stream and the pool."""
     Path("problems.jsonl").write_text("".join(json.dumps({**row, "n": i}) + "\n" for i in range(4)))
-    toml = next(b.text for b in BLOCKS if b.page.name == "README.md" and 'kind = "dataset"' in b.text)
+    toml = next(b.text for b in BLOCKS if b.page.name == "start.md" and 'kind = "dataset"' in b.text)
     Path("mine.toml").write_text(re.sub(r'^reward = "[^"]*"', f'reward = "{spec}"', toml, flags=re.MULTILINE))
     config = load_config(["mine.toml"], [("tasks.eval_fraction", "0.001")]).config
     task = TaskStream(config.tasks, seed=0, split="train", rewards=config.rewards).next()
@@ -155,8 +155,8 @@ CHECKS = {
     ("parquet.md", "score_by_source"): check_score_by_source,
     **own_functions.CHECKS,
     ("own-functions.md", "has_answer"): check_trl,
-    ("README.md", "accuracy"): check_trl,
-    ("README.md", "compute_score"): check_verl,
+    ("start.md", "accuracy"): check_trl,
+    ("start.md", "compute_score"): check_verl,
     ("modes.md", "fewest_tokens_first"): check_order,
     ("distillation.md", "told"): check_privileged,
     ("distillation.md", "answer_told"): check_answer_told,

@@ -23,17 +23,17 @@ def train(
 ) -> Run:
     """Train a model; returns the run, whose metrics, rollouts and model can then be looked at.
 
-    model: a folder, a hub id or a known name (`model.path`), or a dict of the table [model].
-    tasks: dicts with a prompt (a list, a `datasets.Dataset`, or an iterable without a length), or names: of
-        reasoning-gym's generators, or of files (JSONL, Parquet, CSV).
-    reward: a function with TRL's signature `f(prompts, completions, **columns)` or verl's, also a lambda or a closure;
-        a name as `path.py:function` or `exact_match`; or a list of these, whose scores are summed.
-    eval_tasks: held-out dicts, or a file; without them a share of `tasks` is held out (`tasks.eval_fraction`).
-    config: a TOML file, a dict, or a list of both; later ones override earlier ones.
-    resume: the directory of a run to go on with. Its settings are those of that run; functions and tasks that it was
-        given as objects are given again.
-    overrides: any key of the configuration: `num_steps=20` where one table alone has the name (or [run], [rollout]),
-        `train={"num_steps": 20}`, or `**{"train.num_steps": 20}`. Where a key names a function, it itself may stand.
+    - model: a folder, a hub id or a known name (`model.path`), or a dict of the table [model].
+    - tasks: dicts with a prompt (a list, a `datasets.Dataset`, or an iterable without a length), or names: of
+      reasoning-gym's generators, or of files (JSONL, Parquet, CSV).
+    - reward: a function with TRL's signature `f(prompts, completions, **columns)` or verl's, also a lambda or closure;
+      a name as `path.py:function` or `exact_match`; or a list of these, whose scores are summed.
+    - eval_tasks: held-out dicts, or a file; without them a share of `tasks` is held out (`tasks.eval_fraction`).
+    - config: a TOML file, a dict, or a list of both; later ones override earlier ones.
+    - resume: the directory of a run to go on with. Its settings are those of that run; functions and tasks that it was
+      given as objects are given again.
+    - overrides: any key of the configuration: `num_steps=20` where one table alone has the name (or [run], [rollout]),
+      `train={"num_steps": 20}`, or `**{"train.num_steps": 20}`. Where a key names a function, it itself may stand.
 
     Works inside a running event loop, too (a notebook): the run then has a thread of its own, for which this one waits.
     The first Ctrl-C (an interrupted cell) parks what is being generated and writes a checkpoint: the run that is

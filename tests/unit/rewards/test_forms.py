@@ -16,7 +16,7 @@ from rollover.rewards.protocol import ScoreRequest
 from rollover.tasks.stream import TaskStream
 from rollover.types import Reward, Task
 
-# As README has it; `seen` writes down what it was given.
+# As docs/start.md has it; `seen` writes down what it was given.
 REWARD = """
 def accuracy(prompts, completions, answer, **columns):
     return [float(a in c) for a, c in zip(answer, completions)]

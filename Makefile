@@ -54,7 +54,7 @@ test-vllm: venv vllm
 
 # Ray clusters of several nodes on this machine, one after the other.
 test-ray: venv
-	@$(BIN)/python -m pytest -m ray
+	@$(BIN)/python -m pytest -m ray tests/ray_cluster
 
 test-verifiers: venv verifiers
 	@$(VERIFIERS)/bin/python -m pytest -m verifiers

@@ -14,19 +14,20 @@ from test_workflow_run import recipe as of_games
 from rollover.cli import main
 
 CLASSES = """
-import asyncio, os, signal
+import asyncio, os, signal, threading
 from pathlib import Path
 from rollover.envs.tools import Call
 
-HERE = Path(__file__).parent
+HERE, COUNTED = Path(__file__).parent, threading.Lock()
 
 def point():
-    # SIGKILL at the call of this number, once.
-    point.num = getattr(point, "num", 0) + 1
-    file = HERE / "kill"
-    if file.exists() and point.num == int(file.read_text()):
-        file.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
+    # SIGKILL at the call of this number, once. Tools are called in several threads.
+    with COUNTED:
+        point.num = getattr(point, "num", 0) + 1
+        file = HERE / "kill"
+        if file.exists() and point.num == int(file.read_text()):
+            file.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 class EveryTurn:
     # Each digit of a turn is a call; a turn without one ends the episode.

@@ -12,9 +12,3 @@ pytest.importorskip("aiohttp")
 def test_nothing_is_lost_or_doubled_while_servers_ranks_and_reward_workers_die() -> None:
     found = soak(100, seed=3, every_s=10)
     assert found["steps"] >= 3 and sum(found["troubles"].values()) >= 5, found
-
-
-@pytest.mark.ray
-def test_nothing_is_lost_or_doubled_while_the_roles_of_a_ray_die() -> None:
-    found = soak(120, seed=7, every_s=20, ray=True)
-    assert found["steps"] >= 3 and sum(found["troubles"].values()) >= 3, found

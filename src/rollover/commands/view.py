@@ -25,13 +25,14 @@ def add_run_dirs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", type=Path, help=text)
 
 
-def opened(run_dirs: Sequence[Path]) -> list[RunData]:
-    """The runs in these directories. ValueError where there is none in one of them, or there are too many."""
+def opened(run_dirs: Sequence[Path], patience_s: float = float("inf")) -> list[RunData]:
+    """The runs in these directories; `patience_s`: view/run_data.py. ValueError where there is none in one of them, or
+    there are too many."""
     from rollover.view.run_data import RunData
 
     if len(run_dirs) > MOST_RUNS:
         raise ValueError(f"RUN_DIR: {MOST_RUNS} runs at most are shown together, and these are {len(run_dirs)}")
-    return [RunData(directory) for directory in run_dirs]
+    return [RunData(directory, patience_s=patience_s) for directory in run_dirs]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +51,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.ending import GRACE_S, run_bounded
     from rollover.engine.server.guard import is_loopback, token
+    from rollover.view.run_data import PATIENCE_S
 
-    runs = opened(args.run_dirs)
+    runs = opened(args.run_dirs, PATIENCE_S)
     asked = token() or ("" if is_loopback(args.host) else secrets.token_urlsafe(24))
     try:
         from rollover.view.serving import serve

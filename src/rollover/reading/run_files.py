@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from rollover.files import did_you_mean_path, read_tables
 from rollover.reading.accounts import Accounts, accounts_of
+from rollover.reading.columns import Columns
 from rollover.reading.rollout_index import RolloutIndex
 from rollover.reading.tail import Tail
 from rollover.reading.trace_index import TraceIndex
@@ -47,6 +48,7 @@ class RunFiles:
                 what = f"has no {CONFIG}"
             raise ValueError(f"{str(self.directory)!r} is not the directory of a run: it {what}")
         self._metrics = Tail(self.directory / METRICS, numbers=True)
+        self._columns = Columns(self.directory / METRICS)
         self._evaluations = Tail(self.directory / EVALUATIONS)
         self.rollouts = RolloutIndex(self.directory / ROLLOUTS)
         self.trace = TraceIndex(self.directory / TRACE)
@@ -70,6 +72,11 @@ class RunFiles:
     def metrics(self) -> list[dict[str, Any]]:
         """One dict a training step (docs/metrics.md), each step once."""
         return self._metrics.rows()
+
+    def columns(self) -> Columns:
+        """The same by key, for whoever stays: what they take of memory is a small part of what the rows do."""
+        self._columns.look()
+        return self._columns
 
     def evaluations(self) -> list[dict[str, Any]]:
         """One dict an evaluation: step, mean, ci, pass@k, sources, samples."""

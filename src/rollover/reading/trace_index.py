@@ -1,23 +1,25 @@
 """The trace of a run, paired up as it grows: which rollout had which slot when, what the loop did, and where the events
 of a group lie.
 
-    trace.jsonl ──only what is new──▶ bars, spans, publications, drops (numbers) ──group──▶ its events (read again)
+    trace.jsonl ──only what is new──▶ bars, acts, spans, publications, drops (numbers) ──group──▶ its events (again)
 
 Owns what is known of a trace without reading it again: some 60 bytes a segment. A file that was cut back, as where
-a run goes on from a checkpoint, is read from its beginning.
+a run goes on from a checkpoint, is read from its beginning. Lines become numbers without a TraceEvent in between where
+there are many of them: those of rollouts that get a slot and leave it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rollover.rollout.lifecycle import EventKind
-from rollover.track.trace import PUBLISH, EngineVisit, Span, Spans, TraceEvent, Visits
+from rollover.track.trace import BEGINS_VISIT, ENDS_VISIT, PUBLISH, Acts, Span, Spans, TraceEvent, Visits, bars_of
 
 # What one policy version sampled of a rollout while that was in a slot of an engine. `sibling`: a place in `siblings`.
 # `tokens`: 0 where nothing was sampled. `how`: RESUMED, PARKED.
@@ -29,11 +31,23 @@ BAR = np.dtype(
 )  # fmt: skip
 RESUMED, PARKED = 1, 2
 """Of a bar's `how`: the rollout had been interrupted before it; it was interrupted at the end of it, and rolls over."""
+# An environment or an agent was at work for a rollout. `lane`: the smallest one that was free then.
+ACT = np.dtype([("start", "f8"), ("end", "f8"), ("group", "i8"), ("sibling", "i4"), ("lane", "i4")])
 # A group that was dropped. `reason`: a place in `reasons`.
 DROP = np.dtype([("seconds", "f8"), ("group", "i8"), ("reason", "i4"), ("tokens", "i8")])
 PUBLISHED = np.dtype([("seconds", "f8"), ("version", "i4")])
 _CHUNK, _BLOCK = 1 << 18, 1 << 12  # objects of a chunk, or a block, that live long cost a collection each
-_DROP, _CONSUME = EventKind.DROP.value, EventKind.CONSUME.value
+_DROP, _CONSUME, _PARK, _RESUME, _ACT, _FINISH = (
+    kind.value
+    for kind in (
+        EventKind.DROP,
+        EventKind.CONSUME,
+        EventKind.PARK,
+        EventKind.RESUME,
+        EventKind.ACT,
+        EventKind.FINISH,
+    )
+)
 
 
 class _Numbers:
@@ -55,7 +69,11 @@ class _Numbers:
 
     def _close_block(self) -> None:
         if self._new:
-            self._blocks.append(np.array(self._new, self._dtype))
+            # As floats first, which all of these numbers are exactly: it takes a third of the time.
+            values, block = np.array(self._new, np.float64), np.zeros(len(self._new), self._dtype)
+            for place, name in enumerate(self._dtype.names or ()):
+                block[name] = values[:, place]
+            self._blocks.append(block)
             self._new = []
 
 
@@ -63,43 +81,62 @@ class TraceIndex:
     """Of the file at `path`, which may not be there (yet), and grow. Call `look` before anything else is asked.
 
     `seconds`: of the last event. `siblings`, `reasons`: the words that numbers stand for. `consumed`: the groups that
-    left for training.
+    left for training. `patience`: seconds of `clock` that a look may take; it takes in one chunk of the file at least,
+    and `share` says how much of the file that makes.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path, self.patience, self._clock = path, float("inf"), clock
         self._forget()
 
     def _forget(self) -> None:
         self._end, self._last, self._number = 0, b"", 0
-        self.seconds = 0.0
+        self.seconds, self.share = 0.0, 1.0
         self.siblings: list[str] = []
         self.reasons: list[str] = []
         self.consumed: set[int] = set()
-        self._word_at: dict[tuple[str, str], int] = {}
-        self._bars, self._drops, self._published = _Numbers(BAR), _Numbers(DROP), _Numbers(PUBLISHED)
+        self._sibling_at: dict[int | str, int] = {}
+        self._reason_at: dict[str, int] = {}
+        self._bars, self._acts = _Numbers(BAR), _Numbers(ACT)
+        self._drops, self._published = _Numbers(DROP), _Numbers(PUBLISHED)
         self._of_loop: list[Span] = []
-        self._visits, self._spans = Visits(), Spans()
-        self._lies: dict[int, tuple[int, int]] = {}  # group: where its first line begins, and its last one ends
+        self._visits, self._at_work, self._spans = Visits(), Acts(), Spans()
+        # Of each group where its first line begins, and its last one ends.
+        self._begins: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
 
     def look(self) -> None:
-        """Read what was written since. ValueError names a line that is no event."""
+        """Read what was written since, as far as patience goes. ValueError names a line that is no event."""
+        until = self._clock() + self.patience
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._end - len(self._last))
                 if file.read(len(self._last)) != self._last:  # cut back meanwhile, and perhaps written on
                     self._forget()
                     file.seek(0)
-                left = b""
+                left, whole_file = b"", True
                 while chunk := file.read(_CHUNK):
                     whole, newline, left = (left + chunk).rpartition(b"\n")
                     if newline:
-                        self._add_lines(whole.split(b"\n"))
+                        self._add_lines(whole)
+                    if self._clock() >= until and len(chunk) == _CHUNK:
+                        whole_file = False
+                        break
+                size = file.seek(0, 2)
+                self.share = 1.0 if whole_file or not size else min(self._end / size, 0.999)
         except FileNotFoundError:
             self._forget()
         except ValueError:
             self._forget()  # half of what a file says is nothing to go on from
             raise
+
+    def look_at_all(self) -> None:
+        """`look` with all patience."""
+        patience, self.patience = self.patience, float("inf")
+        try:
+            self.look()
+        finally:
+            self.patience = patience
 
     def bars(self) -> np.ndarray:
         """An array of BAR, in the order of their ends; what runs now is in `open_bars`."""
@@ -108,11 +145,18 @@ class TraceIndex:
     def open_bars(self) -> np.ndarray:
         """What runs at the last event, as BAR: of 0 tokens, and of the trainer's version at its start."""
         rows = [
-            (begin.seconds, self.seconds, begin.group, self._word("sibling", str(begin.sibling)), begin.engine, slot,
-             begin.version, 0, RESUMED if begin.kind == EventKind.RESUME.value else 0)
-            for begin, slot in self._visits.running.values()
-        ]  # fmt: skip
+            (start, self.seconds, group, self._sibling(sibling), engine, slot, version, 0, RESUMED if resumed else 0)
+            for (group, sibling), (start, version, engine, slot, resumed) in self._visits.running.items()
+        ]
         return np.array(rows, BAR)
+
+    def acts(self) -> np.ndarray:
+        """An array of ACT, in the order of their ends; what is at work at the last event comes behind them."""
+        at_work = [
+            (start, self.seconds, group, self._sibling(sibling), lane)
+            for (group, sibling), (start, lane) in self._at_work.begun.items()
+        ]
+        return np.concatenate([self._acts.array(), np.array(at_work, ACT)])
 
     def spans(self) -> Sequence[Span]:
         """What the loop did, in the order of the ends."""
@@ -133,7 +177,7 @@ class TraceIndex:
 
     def events_of(self, group: int) -> Iterator[TraceEvent]:
         """All events of a group and its rollouts, in order. Nothing of one that is not known."""
-        begin, end = self._lies.get(group, (0, 0))
+        begin, end = self._begins.get(group, 0), self._ends.get(group, 0)
         if begin == end:
             return
         with open(self.path, "rb") as file:
@@ -148,54 +192,81 @@ class TraceIndex:
 
     # Private
 
-    def _add_lines(self, lines: list[bytes]) -> None:
+    def _add_lines(self, whole: bytes) -> None:
+        lines = whole.split(b"\n")
         try:
-            told = json.loads(b"[" + b",".join(lines) + b"]")  # a call for each line takes thrice that
-            events = [TraceEvent.from_values(values) for values in told]
-        except (ValueError, TypeError):
-            events = []
-        if len(events) != len(lines):
-            events = [self._event(line, place) for place, line in enumerate(lines, start=1)]
-        for event, line in zip(events, lines, strict=True):
-            self._add(event, len(line) + 1)
+            told = json.loads(b"[" + whole.replace(b"\n", b",") + b"]")  # a call for each line takes thrice that
+        except ValueError:
+            told = []
+        one_each = len(told) == len(lines)
+        for place, line in enumerate(lines):
+            begin, self._end = self._end, self._end + len(line) + 1
+            try:
+                self._add(told[place] if one_each else json.loads(line), begin)
+            except (ValueError, TypeError) as error:
+                where = f"{self.path}:{self._number + place + 1}"
+                raise ValueError(f"{where}: not a trace event ({error}): restore the file") from error
         self._last, self._number = lines[-1] + b"\n", self._number + len(lines)
 
-    def _event(self, line: bytes, place: int) -> TraceEvent:
-        try:
-            return TraceEvent.from_line(line)
-        except (ValueError, TypeError) as error:
-            where = f"{self.path}:{self._number + place}"
-            raise ValueError(f"{where}: not a trace event ({error}): restore the file") from error
-
-    def _add(self, event: TraceEvent, length: int) -> None:
-        begin, self._end = self._end, self._end + length
-        self.seconds = max(self.seconds, event.seconds)
-        if event.group is None:
-            if event.kind == PUBLISH:
-                self._published.add((event.seconds, event.version))
-            elif (span := self._spans.add(event)) is not None:
-                self._of_loop.append(span)
+    def _add(self, values: Any, begin: int) -> None:
+        """What a line says as JSON that begins at this place of the file."""
+        if not isinstance(values, list) or len(values) not in (3, 7, 8):
+            raise ValueError("not an array of 3, 7 or 8 values")
+        kind, seconds = values[0], values[1]
+        if seconds > self.seconds:
+            self.seconds = seconds
+        if len(values) == 3:
+            self._add_of_loop(TraceEvent(*values))
             return
-        self._lies[event.group] = self._lies.get(event.group, (begin, begin))[0], self._end
+        group, sibling = values[3], values[4]
+        self._begins.setdefault(group, begin)
+        self._ends[group] = self._end
+        if kind in BEGINS_VISIT:
+            self._visits.begin((group, sibling), seconds, values[2], values[5], kind == _RESUME)
+        elif kind in ENDS_VISIT:
+            self._end_visit(kind, seconds, group, sibling, values[7] if len(values) == 8 else ())
+            if kind == _ACT or (kind == _FINISH and self._at_work.begun):
+                self._add_of_group(TraceEvent.from_values(values))
+        elif kind == _CONSUME:
+            self.consumed.add(group)
+        else:
+            self._add_of_group(TraceEvent.from_values(values))
+
+    def _end_visit(self, kind: str, seconds: float, group: int, sibling: int | str, segments: Sequence[Any]) -> None:
+        begun = self._visits.end((group, sibling))
+        if begun is None:
+            return
+        start, at_version, engine, slot, resumed = begun
+        word, how = self._sibling(sibling), RESUMED if resumed else 0
+        bars = bars_of(segments, at_version, start, seconds)
+        last = len(bars) - 1
+        for place, (version, tokens, begins, ends) in enumerate(bars):
+            if place == last and kind == _PARK:
+                how |= PARKED
+            self._bars.add((begins, ends, group, word, engine, slot, version, tokens, how))
+            how = 0
+
+    def _add_of_loop(self, event: TraceEvent) -> None:
+        if event.kind == PUBLISH:
+            self._published.add((event.seconds, event.version))
+        elif (span := self._spans.add(event)) is not None:
+            self._of_loop.append(span)
+
+    def _add_of_group(self, event: TraceEvent) -> None:
+        assert event.group is not None
+        if (act := self._at_work.add(event)) is not None:
+            self._acts.add((act.start, act.end, event.group, self._sibling(event.sibling), act.lane))
         if event.kind == _DROP:
-            reason = self._word("reason", event.reason)
+            self._visits.give_up(event.group)
+            reason = self._reason_at.setdefault(event.reason, len(self.reasons))
+            if reason == len(self.reasons):
+                self.reasons.append(event.reason)
             self._drops.add((event.seconds, event.group, reason, event.tokens))
-        elif event.kind == _CONSUME:
-            self.consumed.add(event.group)
-        elif (visit := self._visits.add(event)) is not None:
-            self._add_visit(visit)
 
-    def _add_visit(self, visit: EngineVisit) -> None:
-        sibling, bars = self._word("sibling", str(visit.sibling)), visit.bars()
-        for place, (version, tokens, start, end) in enumerate(bars):
-            how = (RESUMED if visit.resumed and place == 0 else 0) | (
-                PARKED if visit.parked and place == len(bars) - 1 else 0
-            )
-            self._bars.add((start, end, visit.group, sibling, visit.engine, visit.slot, version, tokens, how))
-
-    def _word(self, kind: str, word: str) -> int:
-        words = self.siblings if kind == "sibling" else self.reasons
-        if (kind, word) not in self._word_at:
-            self._word_at[kind, word] = len(words)
-            words.append(word)
-        return self._word_at[kind, word]
+    def _sibling(self, sibling: int | str | None) -> int:
+        """The place of its name."""
+        number = self._sibling_at.get(sibling or 0)
+        if number is None:
+            number = self._sibling_at[sibling or 0] = len(self.siblings)
+            self.siblings.append(str(sibling or 0))
+        return number

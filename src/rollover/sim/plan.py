@@ -239,6 +239,13 @@ def _simulate(
     return Figures.of(Simulation(rollout, plan, slots, workload, publish_every=publish_every).run(), plan)
 
 
+SPEED_KEYS = (
+    "engine/servers", "engine/decode_steps", "groups/consumed", "tokens/step_generated", "tokens/step_trained",
+    "time/generate_s", "time/train_s", "time/weights_s", "wait/environment_s",
+)  # fmt: skip
+"""The metrics that `speeds_of_run` reads."""
+
+
 def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str, Any]:
     """PlanConfig values that the metrics of a run tell: decode steps by batch size, training, weight hand-over.
 
@@ -246,7 +253,7 @@ def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str,
     environments alone is none of it (plan.tool_s has that). Servers do not tell their decode steps: of a run on servers
     there are none. ValueError if there are too few.
     """
-    of_servers = bool(rows) and "engine/servers" in rows[-1]
+    of_servers = bool(rows) and rows[-1].get("engine/servers") is not None
     decoding = {} if of_servers else _decode_steps(rows)
     tokens = sum(row["tokens/step_trained"] for row in rows)
     prompts = rows[-1]["groups/consumed"] * prompt_tokens  # of all steps: metrics.jsonl begins with the first
@@ -264,7 +271,7 @@ def _decode_steps(rows: list[dict[str, Any]]) -> dict[str, Any]:
         steps = row["engine/decode_steps"] - before
         before = row["engine/decode_steps"]
         if steps > 0 and row["tokens/step_generated"] > 0:
-            decoding = row["time/generate_s"] - row.get("wait/environment_s", 0.0)
+            decoding = row["time/generate_s"] - (row.get("wait/environment_s") or 0.0)
             points.append((row["tokens/step_generated"] / steps, decoding / steps))
     if len(points) < 2:
         raise ValueError("--from-run: the run's metrics.jsonl has fewer than two steps that generated something")

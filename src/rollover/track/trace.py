@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -24,8 +24,8 @@ from rollover.types import Rollout
 TRACE = "trace.jsonl"  # in the run directory
 PUBLISH = "publish"
 SPAN_START, SPAN_END = "_start", "_end"
-_BEGINS_VISIT = (EventKind.START.value, EventKind.RESUME.value)
-_ENDS_VISIT = (EventKind.PARK.value, EventKind.ACT.value, EventKind.FINISH.value)
+BEGINS_VISIT = (EventKind.START.value, EventKind.RESUME.value)
+ENDS_VISIT = (EventKind.PARK.value, EventKind.ACT.value, EventKind.FINISH.value)
 _BEGINS_ACT = (EventKind.ACT.value, EventKind.BEGIN.value)
 _ENDS_ACT = (EventKind.ANSWER.value, EventKind.OPEN.value, EventKind.FINISH.value)
 
@@ -100,7 +100,7 @@ class Trace:
         segments: tuple[tuple[int, int], ...] = ()
         if rollout is None:
             tokens = sum(r.num_sampled_tokens for r in group.rollouts)
-        elif kind in _BEGINS_VISIT:
+        elif kind in BEGINS_VISIT:
             self._segments_before[rollout.rollout_id] = len(rollout.segments)
             tokens = rollout.num_sampled_tokens
         else:
@@ -217,17 +217,25 @@ class EngineVisit(NamedTuple):
     dropped: bool
 
     def bars(self) -> list[tuple[int, int, float, float]]:
-        """(policy version, tokens, start, end) of each segment; one of 0 tokens if there is none.
+        return bars_of(self.segments, self.trainer_version, self.start, self.end)
 
-        The trace knows when a visit began and ended, not when weights changed in the middle of it: there the time is
-        split in proportion to the tokens.
-        """
-        segments = self.segments or ((self.trainer_version, 0),)
-        total, seen, cuts = sum(n for _, n in segments), 0, [self.start]
-        for _, tokens in segments[:-1]:
-            seen += tokens
-            cuts.append(self.start + (self.end - self.start) * seen / total)
-        return [(v, n, a, b) for (v, n), a, b in zip(segments, cuts, [*cuts[1:], self.end], strict=True)]
+
+def bars_of(
+    segments: Sequence[tuple[int, int]], trainer_version: int, start: float, end: float
+) -> list[tuple[int, int, float, float]]:
+    """(policy version, tokens, start, end) of each segment of a visit; one of 0 tokens if there is none.
+
+    The trace knows when a visit began and ended, not when weights changed in the middle of it: there the time is split
+    in proportion to the tokens.
+    """
+    if len(segments) < 2:
+        ((version, tokens),) = segments or [(trainer_version, 0)]
+        return [(version, tokens, start, end)]
+    total, seen, cuts = sum(n for _, n in segments), 0, [start]
+    for _, tokens in segments[:-1]:
+        seen += tokens
+        cuts.append(start + (end - start) * seen / total)
+    return [(v, n, a, b) for (v, n), a, b in zip(segments, cuts, [*cuts[1:], end], strict=True)]
 
 
 class Span(NamedTuple):
@@ -239,48 +247,64 @@ class Span(NamedTuple):
     end: float
 
 
-class Visits:
-    """Pairs events up to visits, as they come. `dropped`: the groups that were dropped, as far as that is known."""
+_Key = tuple[int | None, int | str | None]  # a rollout: its group, and its name in that
+Begun = tuple[float, int, int, int, bool]
 
-    def __init__(self, dropped: Collection[int | None] = ()) -> None:
-        self._dropped = dropped
-        # What runs: how its visit began, and in which slot.
-        self.running: dict[tuple[int | None, int | str | None], tuple[TraceEvent, int]] = {}
+
+class Visits:
+    """Which rollout is in which slot, by what begins and ends.
+
+    `running`: of each rollout in a slot, since when it is, the trainer's version then, engine, slot, and whether it had
+    been interrupted before.
+    """
+
+    def __init__(self) -> None:
+        self.running: dict[_Key, Begun] = {}
         self._free: dict[int, list[int]] = {}
         self._num_slots: dict[int, int] = {}
 
-    def add(self, event: TraceEvent) -> EngineVisit | None:
-        """The visit that the event ends, if it ends one."""
-        rollout = (event.group, event.sibling)
-        if event.kind in _BEGINS_VISIT:
-            slots = self._free.setdefault(event.engine, [])
-            slot = heapq.heappop(slots) if slots else self._num_slots.get(event.engine, 0)
-            self._num_slots[event.engine] = max(slot + 1, self._num_slots.get(event.engine, 0))
-            self.running[rollout] = event, slot
-        if event.kind not in _ENDS_VISIT or rollout not in self.running:
-            return None
-        begin, slot = self.running.pop(rollout)
-        heapq.heappush(self._free[begin.engine], slot)
-        assert event.group is not None and event.sibling is not None
-        return EngineVisit(
-            event.group,
-            event.sibling,
-            begin.engine,
-            slot,
-            begin.seconds,
-            event.seconds,
-            begin.version,
-            event.segments,
-            resumed=begin.kind == EventKind.RESUME.value,
-            parked=event.kind == EventKind.PARK.value,
-            dropped=event.group in self._dropped,
-        )
+    def begin(self, rollout: _Key, seconds: float, version: int, engine: int, resumed: bool) -> None:
+        """It has got a slot: the engine's smallest free one. A visit of it that has no end, as its process was killed
+        meanwhile, is forgotten."""
+        if rollout in self.running:
+            self.end(rollout)
+        if free := self._free.get(engine):
+            slot = heapq.heappop(free)
+        else:
+            slot = self._num_slots.get(engine, 0)
+            self._num_slots[engine] = slot + 1
+        self.running[rollout] = seconds, version, engine, slot, resumed
+
+    def end(self, rollout: _Key) -> Begun | None:
+        """It left its slot: how that visit began. None where it was in none."""
+        begun = self.running.pop(rollout, None)
+        if begun is not None:
+            heapq.heappush(self._free.setdefault(begun[2], []), begun[3])
+        return begun
+
+    def give_up(self, group: int) -> None:
+        """The group left: none of its rollouts is in a slot any more."""
+        for rollout in [rollout for rollout in self.running if rollout[0] == group]:
+            self.end(rollout)
 
 
 def engine_visits(events: Sequence[TraceEvent]) -> list[EngineVisit]:
     """In order of their ends. What ran when the trace began or broke off is left out."""
-    visits = Visits({e.group for e in events if e.kind == EventKind.DROP.value})
-    return [visit for event in events if (visit := visits.add(event)) is not None]
+    visits, found = Visits(), []
+    dropped = {e.group for e in events if e.kind == EventKind.DROP.value}
+    for event in events:
+        rollout = (event.group, event.sibling)
+        if event.kind in BEGINS_VISIT:
+            visits.begin(rollout, event.seconds, event.version, event.engine, event.kind == EventKind.RESUME.value)
+        elif event.kind == EventKind.DROP.value and event.group is not None:
+            visits.give_up(event.group)
+        elif event.kind in ENDS_VISIT and (begun := visits.end(rollout)) is not None:
+            start, version, engine, slot, resumed = begun
+            assert event.group is not None and event.sibling is not None
+            where, when = (event.group, event.sibling, engine, slot), (start, event.seconds)
+            how = resumed, event.kind == EventKind.PARK.value, event.group in dropped
+            found.append(EngineVisit(*where, *when, version, event.segments, *how))
+    return found
 
 
 class Act(NamedTuple):
@@ -299,27 +323,35 @@ class Act(NamedTuple):
         return self.end - self.start
 
 
-def acts(events: Sequence[TraceEvent]) -> list[Act]:
-    """In order of their ends. What was at work when the trace ended, or was given up, is left out."""
-    begun: dict[tuple[int | None, int | str | None], tuple[float, int]] = {}
-    free: list[int] = []
-    out = []
-    for event in events:
+class Acts:
+    """Pairs events up to acts, as they come. `begun`: of what is at work since when, and in which lane."""
+
+    def __init__(self) -> None:
+        self.begun: dict[_Key, tuple[float, int]] = {}
+        self._free: list[int] = []
+
+    def add(self, event: TraceEvent) -> Act | None:
+        """The act that the event ends, if it ends one."""
         rollout = (event.group, event.sibling)
         if event.kind in (EventKind.RESTART.value, EventKind.DROP.value):
-            for given_up in [key for key in begun if _is_of(key, event)]:
-                heapq.heappush(free, begun.pop(given_up)[1])
-        elif event.kind in _BEGINS_ACT and rollout not in begun:
-            begun[rollout] = event.seconds, heapq.heappop(free) if free else len(begun)
-        elif event.kind in _ENDS_ACT and rollout in begun:
-            start, lane = begun.pop(rollout)
-            heapq.heappush(free, lane)
-            goes_on = event.kind != EventKind.FINISH.value
-            out.append(Act(*rollout, lane, start, event.seconds, goes_on))
-    return out
+            for given_up in [key for key in self.begun if _is_of(key, event)]:
+                heapq.heappush(self._free, self.begun.pop(given_up)[1])
+        elif event.kind in _BEGINS_ACT and rollout not in self.begun:
+            self.begun[rollout] = event.seconds, heapq.heappop(self._free) if self._free else len(self.begun)
+        elif event.kind in _ENDS_ACT and rollout in self.begun:
+            start, lane = self.begun.pop(rollout)
+            heapq.heappush(self._free, lane)
+            return Act(*rollout, lane, start, event.seconds, event.kind != EventKind.FINISH.value)
+        return None
 
 
-def _is_of(rollout: tuple[int | None, int | str | None], event: TraceEvent) -> bool:
+def acts(events: Sequence[TraceEvent]) -> list[Act]:
+    """In order of their ends. What was at work when the trace ended, or was given up, is left out."""
+    pairing = Acts()
+    return [act for event in events if (act := pairing.add(event)) is not None]
+
+
+def _is_of(rollout: _Key, event: TraceEvent) -> bool:
     """Whether the event is about the rollout's Episode, or its whole group."""
     group, sibling = rollout
     return group == event.group and event.sibling in (None, sibling, int(str(sibling).partition(".")[0]))

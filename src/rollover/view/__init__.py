@@ -5,5 +5,6 @@ network.
 
 The page asks the same questions of both. run_data (what one run answers, and which question is whose), series
 (metrics), found (filters, order, pages, search), lanes (the trace as slots over time), told (one rollout), balance
-(the ledger), compare (several runs), numbers (JSON that is short).
+(the ledger), stale (staleness over steps), episodes (the contexts of one), answered (answers of evaluations), compare
+(several runs), numbers (JSON that is short).
 """

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from rollover.reading.accounts import accounts_of
+from rollover.reading.columns import Columns
 from rollover.reading.run_files import RunFiles
 from rollover.reading.trace_index import TraceIndex
 from rollover.view.numbers import number
@@ -16,19 +18,35 @@ _HELD = "held"
 
 
 def ledger(files: RunFiles) -> dict[str, Any]:
-    """ "accounts": as `rollover show --json` has them, None before the first step. "slot_seconds": by what became of
-    the group, None without a trace. "lengths": of the recorded rollouts, by outcome. "bias": what training takes of
-    lengths, as metrics.jsonl says."""
-    accounts, rows = files.accounts(), files.metrics()
+    """ "accounts": as `rollover show --json` has them, None before the first step. "waste": what was computed in vain
+    or twice, in tokens and (as metrics.jsonl estimates it) seconds. "slot_seconds": by what became of the group, None
+    without a trace. "lengths": of the recorded rollouts, by outcome. "bias": what training takes of lengths, as
+    metrics.jsonl says. "read": the share of the run's rollouts and trace that all this is of."""
+    columns = files.columns()
+    last, accounts = columns.last, accounts_of(columns.last)
     files.trace.look()
-    bias = {key: number(value) for key, value in (rows[-1] if rows else {}).items() if key.startswith("bias/")}
+    bias = {key: number(value) for key, value in last.items() if key.startswith("bias/")}
     return {
         "accounts": None if accounts is None else accounts.as_json(),
         "missing_tokens": None if accounts is None else accounts.missing.tokens,
+        "waste": waste(columns),
         "slot_seconds": slot_seconds(files.trace),
         "lengths": lengths(files),
         "bias": bias,
+        "read": min(files.rollouts.share, files.trace.share),
     }
+
+
+def waste(columns: Columns) -> dict[str, dict[str, float | int | None]]:
+    """ "dropped": sampled and never trained; "reprefilled": computed again as a rollout went on. Of all steps together,
+    "tokens" and "seconds"; a key that no step has is left out."""
+    found: dict[str, dict[str, float | int | None]] = {}
+    for of in ("dropped", "reprefilled"):
+        keys = {"tokens": f"waste/{of}_tokens", "seconds": f"waste/{of}_s"}
+        sums = {unit: columns.column(key) for unit, key in keys.items() if key in columns.latest}
+        if sums:
+            found[of] = {unit: number(float(np.nansum(values))) for unit, values in sums.items()}
+    return found
 
 
 def slot_seconds(index: TraceIndex) -> dict[str, float] | None:

@@ -26,7 +26,7 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def curves(runs: Sequence[RunFiles], keys: Sequence[str], x: str, points: int) -> list[dict[str, Any]]:
     """`series` of each run. ValueError for an axis that there is not."""
-    return [series(run.metrics(), keys, points, x=x, group_size=run.value("rollout.group_size")) for run in runs]
+    return [series(run.columns(), keys, points, x=x, group_size=run.value("rollout.group_size")) for run in runs]
 
 
 def evaluations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:

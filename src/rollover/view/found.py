@@ -8,6 +8,7 @@ answer says how far it got, and the next question goes on from there.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from rollover.view.numbers import number
 MOST_ROWS = 500
 _BLOCK = 1000
 _SEARCH_S = 1.0
-_EXCERPT = 200
+EXCERPT = 200
 
 _Values = Callable[[np.ndarray], np.ndarray]
 NUMBERS: dict[str, _Values] = {
@@ -34,6 +35,7 @@ NUMBERS: dict[str, _Values] = {
     "versions": lambda e: np.where(e["oldest"] < 0, 0, e["newest"] - e["oldest"] + 1),
     "staleness": staleness,
     "group": lambda e: e["group_id"],
+    "sibling": lambda e: e["sibling"],
 }
 """What a range may be given of, as `score_from` and `score_to`, and what rollouts may be sorted by. "version": the
 newest that sampled of it; "versions": how many it spans."""
@@ -111,6 +113,7 @@ def page(
 
     "next": the offset of the page after this one, None after the last. With a text, "searched" says how many of those
     passed were read, counted from the first of this page: a page may have fewer rows than wanted, and a next one.
+    "read": the share of the run's files that all this is of. A row's "contexts": how many rollouts its episode has.
     ValueError where a file is damaged or gone.
     """
     entries = index.entries()
@@ -123,14 +126,26 @@ def page(
     else:
         shown = left[: wanted.limit]
         after = wanted.offset + len(shown)
+    rows = [row_of(index, entries[place], with_text=True) for place in shown]
+    for row, contexts in zip(rows, _contexts(entries, np.array(shown, np.int64)), strict=True):
+        row["contexts"] = contexts
     return {
-        "rows": [row_of(index, entries[place], with_text=True) for place in shown],
+        "rows": rows,
         "total": len(entries),
         "passed": len(places),
         "offset": wanted.offset,
         "next": after if after < len(places) else None,
         "searched": searched,
+        "read": index.share,
     }
+
+
+def _contexts(entries: np.ndarray, places: np.ndarray) -> list[int]:
+    """Of each of these entries how many there are of its episode (step, group and sibling)."""
+    episode = ["step", "group_id", "sibling"]
+    wanted = entries[episode][places]
+    counts = Counter(entries[episode][np.isin(entries["group_id"], wanted["group_id"])].tolist())
+    return [counts[of] for of in wanted.tolist()]
 
 
 def _with_text(
@@ -159,6 +174,7 @@ def row_of(index: RolloutIndex, entry: np.void, with_text: bool = False) -> dict
         "id": rollout_id(entry),
         "step": int(entry["step"]),
         "group": int(entry["group_id"]),
+        "sibling": int(entry["sibling"]),
         "score": number(entry["score"]),
         "advantage": number(entry["advantage"]),
         "tokens": int(entry["num_tokens"]),
@@ -172,7 +188,7 @@ def row_of(index: RolloutIndex, entry: np.void, with_text: bool = False) -> dict
     }
     if with_text:
         record = index.record(entry)
-        row |= {"asked": asked(record)[:_EXCERPT], "answered": record["completion"][:_EXCERPT]}
+        row |= {"asked": asked(record)[:EXCERPT], "answered": record["completion"][:EXCERPT]}
     return row
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rollover.reading.trace_index import TraceIndex
+from rollover.reading.trace_index import BAR, TraceIndex
 from rollover.track.trace import Span
 from rollover.view.numbers import columns_of, times
 
@@ -28,7 +28,9 @@ def window(index: TraceIndex, start: float, end: float, columns: int, most_bars:
     "lanes": [engine, slot] of each. "bars" or "cells" is None. A bar's "how" has RESUMED and PARKED
     (reading/trace_index.py), 4 where its group was dropped, and 8 where it still runs. Cells next to each other that
     are alike are one, of some `length`, and with many lanes there are fewer columns than asked for; "busy" is in
-    twentieths. "spans" of one name that no column tells apart are one.
+    twentieths. "spans" of one name that no column tells apart are one. "read": the share of the trace that all this is
+    of. "acts": environments and agents at work, in lanes of their own, as "bars" or "cells" (of version -1); None in a
+    run without any.
     """
     if not end > start:
         raise ValueError(f"from, to: {start:g} to {end:g} is no window of time")
@@ -58,6 +60,8 @@ def window(index: TraceIndex, start: float, end: float, columns: int, most_bars:
         "published": _thinned(_between(published, start, end), ("version",), columns, resolution),
         "drops": _thinned(of_window, ("group", "reason", "tokens"), columns, resolution),
         "reasons": list(index.reasons),
+        "read": index.share,
+        "acts": _acts(index, start, end, of_cells, most_bars, resolution),
     }
 
 
@@ -75,6 +79,30 @@ def _bars(
         "how": (bars["how"] | dropped | still).tolist(),
         **columns_of(bars, ("group", "version", "tokens")),
     }
+
+
+def _acts(
+    index: TraceIndex, start: float, end: float, columns: int, most_bars: int, resolution: float
+) -> dict[str, Any] | None:
+    acts = index.acts()
+    if not len(acts):
+        return None
+    lanes = int(acts["lane"].max()) + 1
+    acts = acts[(acts["end"] >= start) & (acts["start"] <= end)]
+    if len(acts) > most_bars:
+        bars = np.zeros(len(acts), BAR)
+        bars["start"], bars["end"], bars["version"] = acts["start"], acts["end"], -1
+        return {"lanes": lanes, "bars": None, "cells": _cells(bars, acts["lane"], start, end, columns)}
+    words, sibling = np.unique(acts["sibling"], return_inverse=True)
+    told = {
+        "lane": acts["lane"].tolist(),
+        "start": times(acts["start"], resolution),
+        "end": times(acts["end"], resolution),
+        "group": acts["group"].tolist(),
+        "sibling": sibling.tolist(),
+        "siblings": [index.siblings[number] for number in words],
+    }
+    return {"lanes": lanes, "bars": told, "cells": None}
 
 
 def _cells(bars: np.ndarray, lane: np.ndarray, start: float, end: float, columns: int) -> dict[str, Any]:

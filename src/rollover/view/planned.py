@@ -18,6 +18,12 @@ from rollover.sim.planned import planned
 from rollover.track.metrics import aggregate
 from rollover.view.numbers import number
 
+_HAPPENED = (
+    "time/step_s", "time/generate_s", "time/train_s", "tokens/step_trained", "tokens/step_generated", "tokens/dropped",
+    "tokens/generated", "speed/generated_tokens_per_s", "staleness/mean", "staleness/max", "rollouts/partial_share",
+    "engine/reprefill_tokens", "engine/prefill_tokens",
+)  # fmt: skip
+
 
 def plan_of(files: RunFiles) -> dict[str, Any]:
     """Figures by the names of `Figures`: "predicted" and "happened"; "from": what the planner took of the run; "steps":
@@ -35,7 +41,7 @@ def plan_of(files: RunFiles) -> dict[str, Any]:
         "predicted": {
             name: number(value) for name, value in asdict(plan.figures).items() if not isinstance(value, dict)
         },
-        "happened": happened(RunFiles(files.directory).metrics()),
+        "happened": happened(list(RunFiles(files.directory).columns().rows(_HAPPENED))),
         "from": f"{', '.join(taken)} of this run, the rest of its [plan]" if taken else "its [plan]",
         "steps": plan.assumed.steps,
     }

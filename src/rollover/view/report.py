@@ -14,12 +14,13 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
 from rollover.reading.rollout_index import RolloutIndex, rollout_id, staleness
+from rollover.view.answered import MOST_ROWS, lowest
 from rollover.view.found import row_of
 from rollover.view.lanes import window
 from rollover.view.numbers import numbers
@@ -30,8 +31,8 @@ from rollover.view.several import Several
 from rollover.view.told import told
 
 MOST_BYTES = 2_900_000
-_ANSWERS = ("state", "keys", "evaluations", "warnings", "choices", "intervals", "ledger", "config", "plan")
-_CURVES, _NUMBERS, _LANES = 0.25, 0.25, 0.15  # shares of a run's room; texts have what is left
+_ANSWERS = ("state", "keys", "evaluations", "warnings", "choices", "intervals", "staleness", "ledger", "config", "plan")
+_CURVES, _NUMBERS, _LANES, _EVALUATED = 0.25, 0.25, 0.15, 0.05  # shares of a run's room; texts have what is left
 _POINT, _ROW, _BAR = 9, 70, 55  # bytes that one takes, about
 _MOST_POINTS, _COLUMNS = 600, 1200
 _TELLING = 4  # of each kind
@@ -54,20 +55,27 @@ def make_report(runs: Sequence[RunData], most_bytes: int = MOST_BYTES) -> str:
 
 def _written(run: RunData, room: int) -> dict[str, Any]:
     answers = {name: run.answer(name, {}) for name in _ANSWERS}
-    room -= len(_block(answers).encode())
+    evaluated = _evaluated(run, int(room * _EVALUATED))
+    room -= len(_block(answers).encode()) + len(_block(evaluated).encode())
     with run.reading("rows", "rollouts", "trace") as files:
-        rows, index = files.metrics(), files.rollouts
-        keys = [of["key"] for of in keys_of(rows)]
+        columns, index = files.columns(), files.rollouts
+        keys = [of["key"] for of in keys_of(columns)]
         points = min(_MOST_POINTS, max(20, int(room * _CURVES / _POINT / max(1, len(keys)))))
-        metrics = series(rows, keys, points)
+        metrics = series(columns, keys, points)
         group_size = files.value("rollout.group_size")
-        axes = {name: series(rows, [], points, x=name, group_size=group_size)["x"] for name in AXES}
+        axes = {name: series(columns, [], points, x=name, group_size=group_size)["x"] for name in AXES}
         files.trace.look()
         whole = max(files.trace.seconds, 1e-3)
         lanes = [window(files.trace, 0.0, whole, _COLUMNS, int(room * _LANES / _BAR))]
         entries = index.entries()
-        columns = _columns(index, entries, int(room * _NUMBERS / _ROW))
-        found = {"answers": answers | {"metrics": metrics}, "axes": axes, "lanes": lanes, "rollouts": columns}
+        numbers_of = _columns(index, entries, int(room * _NUMBERS / _ROW))
+        found = {
+            "answers": answers | {"metrics": metrics},
+            "evaluated": evaluated,
+            "axes": axes,
+            "lanes": lanes,
+            "rollouts": numbers_of,
+        }
         left, too_large = room - len(_block(found).encode()), 0
         found |= {"excerpts": {}, "records": {}, "left_out": 0}
         for place in _telling(entries):
@@ -86,6 +94,25 @@ def _written(run: RunData, room: int) -> dict[str, Any]:
     return found
 
 
+def _evaluated(run: RunData, room: int) -> dict[str, Any]:
+    """Of the newest evaluation the lowest scores first, as many answers as there is room for: as in a list, and whole
+    ("whole", by place)."""
+    none = {"steps": [], "step": None, "settings": [], "of": 0}
+    found: dict[str, Any] = {**none, "rows": [], "whole": {}}
+    try:
+        found |= {**run.answer("answers", {"limit": "0"})}
+        lowest_first = list(islice(lowest(run.files.directory), MOST_ROWS))
+    except ValueError:  # damaged: the page of a server says how, and all else can be told
+        return found
+    for row, whole in lowest_first:
+        room -= len(_block([row, row["place"], whole]).encode())
+        if room < 0:
+            break
+        found["rows"].append(row)
+        found["whole"][row["place"]] = whole
+    return found
+
+
 def _columns(index: RolloutIndex, entries: np.ndarray, most: int) -> dict[str, Any]:
     """The numbers of rollouts, as row_of names them; of whole steps, evenly chosen, where all do not fit."""
     total = len(entries)
@@ -100,6 +127,7 @@ def _columns(index: RolloutIndex, entries: np.ndarray, most: int) -> dict[str, A
             "id": [rollout_id(entry) for entry in entries],
             "step": entries["step"].tolist(),
             "group": entries["group_id"].tolist(),
+            "sibling": entries["sibling"].tolist(),
             "score": numbers(entries["score"]),
             "advantage": numbers(entries["advantage"]),
             "tokens": entries["num_tokens"].tolist(),

@@ -5,12 +5,14 @@
 Owns the names of the questions and of their values. Answers are made of RunFiles, which reads only what is new. Locks
 keep two questions about one part of it apart: while 100,000 rollouts are read for the first time, metrics are
 answered. "state" is cheap, and asked every second: it says with which files' revisions the other answers would be, so
-that the page asks again only for what changed.
+that the page asks again only for what changed. With a limited patience a question about rollouts or the trace is
+answered of what was read until then: that it is not all is in the state, and to have read more is a revision.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,9 +20,12 @@ from typing import Any, Literal, get_args
 
 from rollover.reading.pace import seconds_a_step
 from rollover.reading.run_files import EVALUATIONS, METRICS, RunFiles
+from rollover.reading.warnings import Warned
 from rollover.track.trace import TRACE
 from rollover.track.waits import verdict
+from rollover.view.answered import answer, answers
 from rollover.view.balance import ledger
+from rollover.view.episodes import episode
 from rollover.view.found import Wanted, choices, page
 from rollover.view.intervals import reward_intervals
 from rollover.view.lanes import window
@@ -28,32 +33,43 @@ from rollover.view.numbers import number
 from rollover.view.pieces import RunTokens
 from rollover.view.planned import plan_of
 from rollover.view.series import keys_of, series
+from rollover.view.stale import staleness_map
 from rollover.view.told import Pieces, told
 
 Query = Mapping[str, str]
 Part = Literal["rows", "rollouts", "trace"]
 PARTS: tuple[Part, ...] = get_args(Part)
+PATIENCE_S = 0.4  # of a server: nobody waits much longer for a first view, whatever the run
+_PAUSE_S = 0.002  # for who waits for a lock
 _POINTS = 800
 
 
 class RunData:
     """Of the run in `directory`. ValueError where there is none. `pieces`: told.py; by default as its tokenizer
-    says."""
+    says. `patience_s`: how long a question may wait for what was not read yet; without an end by default."""
 
-    def __init__(self, directory: str | Path, pieces: Pieces | None = None) -> None:
+    def __init__(
+        self, directory: str | Path, pieces: Pieces | None = None, *, patience_s: float = float("inf")
+    ) -> None:
         self.files = RunFiles(directory)
+        self.files.rollouts.patience = self.files.trace.patience = patience_s
+        self._warned = Warned()
         self.pieces = RunTokens(self.files) if pieces is None else pieces
         self._locks = {part: threading.Lock() for part in PARTS}
         self._questions: dict[str, tuple[Callable[[Query], Any], tuple[Part, ...]]] = {
             "state": (self._state, ("rows",)),
-            "keys": (lambda query: keys_of(self.files.metrics()), ("rows",)),
+            "keys": (lambda query: keys_of(self.files.columns()), ("rows",)),
             "metrics": (self._metrics, ("rows",)),
             "evaluations": (self._evaluations, ("rows",)),
-            "warnings": (lambda query: [of._asdict() for of in self.files.warnings()], ("rows",)),
+            "warnings": (self._warnings, ("rows",)),
             "choices": (lambda query: choices(self.files.rollouts), ("rollouts",)),
             "intervals": (lambda query: reward_intervals(self.files.rollouts), ("rollouts",)),
             "rollouts": (lambda query: page(self.files.rollouts, Wanted.of_query(query)), ("rollouts",)),
             "rollout": (self._rollout, ("rollouts", "trace")),
+            "episode": (self._episode, ("rollouts",)),
+            "staleness": (lambda query: staleness_map(self.files.rollouts), ("rollouts",)),
+            "answers": (lambda query: answers(self.files.directory, query), ()),
+            "answer": (lambda query: answer(self.files.directory, query), ()),
             "lanes": (self._lanes, ("trace",)),
             "ledger": (lambda query: ledger(self.files), PARTS),
             "config": (lambda query: self.files.config, ()),
@@ -75,12 +91,19 @@ class RunData:
             return question(query)
 
     def read_ahead(self) -> None:
-        """Read what a first question about rollouts or the trace would wait for. What is damaged is told to that."""
+        """Read what a first question about rollouts or the trace would wait for, in parts: who asks meanwhile comes
+        between them. What is damaged is told to that."""
         with suppress(ValueError, OSError):
-            with self.reading("rollouts") as files:
-                files.rollouts.entries()
-            with self.reading("trace") as files:
-                files.trace.look()
+            shares = {"rollouts": 0.0, "trace": 0.0}
+            while min(shares.values()) < 1:
+                with self.reading("rollouts") as files:
+                    files.rollouts.entries()
+                    shares["rollouts"] = files.rollouts.share
+                time.sleep(_PAUSE_S)
+                with self.reading("trace") as files:
+                    files.trace.look()
+                    shares["trace"] = files.trace.share
+                time.sleep(_PAUSE_S)
 
     @contextmanager
     def reading(self, *parts: Part) -> Iterator[RunFiles]:
@@ -96,18 +119,23 @@ class RunData:
         directory = self.files.directory
         names = {"metrics": METRICS, "evaluations": EVALUATIONS, "trace": TRACE}
         # A file of rollouts is replaced as a whole: the folder changes with each.
-        return {of: _revision(directory / name) for of, name in names.items()} | {
-            "rollouts": _revision(self.files.rollouts.dir)
-        }
+        paths = {of: directory / name for of, name in names.items()} | {"rollouts": self.files.rollouts.dir}
+        left = self._still_reading()
+        return {of: _revision(path) + (f"@{left[of]:.4f}" if of in left else "") for of, path in paths.items()}
+
+    def _still_reading(self) -> dict[str, float]:
+        """Which share is read, of the parts whose answers are not of all that there is."""
+        shares = {"rollouts": self.files.rollouts.share, "trace": self.files.trace.share}
+        return {part: share for part, share in shares.items() if share < 1}
 
     # Questions
 
     def _state(self, query: Query) -> dict[str, Any]:
-        files, rows = self.files, self.files.metrics()
-        num_steps, step, state = files.value("train.num_steps"), rows[-1]["step"] if rows else 0, files.state
-        pace = seconds_a_step(rows)
+        files, columns = self.files, self.files.columns()
+        num_steps, step, state = files.value("train.num_steps"), columns.last.get("step", 0), files.state
+        pace = seconds_a_step(columns.newest)
         left = None if state != "running" or num_steps is None or pace is None else max(0, num_steps - step) * pace
-        waits = verdict(rows[-1]) if rows else None
+        waits = verdict(columns.last) if columns.last else None
         return {
             "name": files.name,
             "directory": str(files.directory),
@@ -120,12 +148,16 @@ class RunData:
             "seconds_left": number(left),
             "waits": None if waits is None else {"bound": waits.bound, "text": waits.text, "advice": waits.advice},
             "revisions": self.revisions(),
+            "reading": self._still_reading(),
         }
+
+    def _warnings(self, query: Query) -> list[dict[str, Any]]:
+        return [of._asdict() for of in self._warned.of(self.files.columns(), self.files.config)]
 
     def _metrics(self, query: Query) -> dict[str, Any]:
         keys = [key for key in query.get("keys", "").split(",") if key]
         return series(
-            self.files.metrics(),
+            self.files.columns(),
             keys,
             integer(query, "points", _POINTS) or _POINTS,
             integer(query, "from"),
@@ -143,7 +175,16 @@ class RunData:
         if step is None or not of:
             raise ValueError("rollout: give the id of the rollout, and the step that it left with")
         first, count = integer(query, "first", 0) or 0, integer(query, "count", 2000) or 0
+        self.files.rollouts.all_entries()  # a rollout that was not read yet is no rollout that is not there
+        self.files.trace.look_at_all()
         return told(self.files, step, of, first, count, self.pieces)
+
+    def _episode(self, query: Query) -> dict[str, Any]:
+        step, group, sibling = (integer(query, name) for name in ("step", "group", "sibling"))
+        if step is None or group is None or sibling is None:
+            raise ValueError("episode: give step, group and sibling")
+        self.files.rollouts.all_entries()
+        return episode(self.files.rollouts, step, group, sibling)
 
     def _lanes(self, query: Query) -> dict[str, Any]:
         index = self.files.trace

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from rollover.reading.columns import Columns
 from rollover.track.metrics import find
 from rollover.view.numbers import number, numbers
 
-Rows = Sequence[Mapping[str, Any]]
 MOST_POINTS = 20_000
 AXES = {
     "step": "training steps",
@@ -21,35 +21,27 @@ AXES = {
 """What a curve may be drawn over, and in what it is counted."""
 
 
-def column(rows: Rows, key: str) -> np.ndarray:
-    """[step] float64 of a metric, nan where a step has none."""
-    return np.array([row.get(key) for row in rows], dtype=np.float64)
-
-
-def axis(rows: Rows, name: str, group_size: int | None = None) -> np.ndarray:
+def axis(of: Columns, name: str, group_size: int | None = None) -> np.ndarray:
     """[step] float64: where each step lies on one of AXES. ValueError for another name.
 
     "time" is the sum of the steps' times, so that an interruption takes none. "samples" counts groups where nobody
     knows `group_size`.
     """
     if name == "step":
-        return column(rows, "step")
+        return of.column("step")
     if name == "tokens":
-        return column(rows, "tokens/generated")
+        return of.column("tokens/generated")
     if name == "samples":
-        return column(rows, "groups/consumed") * (group_size or 1)
+        return of.column("groups/consumed") * (group_size or 1)
     if name == "time":
-        return np.cumsum(np.nan_to_num(column(rows, "time/step_s")))
+        return np.cumsum(np.nan_to_num(of.column("time/step_s")))
     raise ValueError(f"x: {name!r} is no axis: give one of {', '.join(AXES)}")
 
 
-def keys_of(rows: Rows) -> list[dict[str, Any]]:
+def keys_of(of: Columns) -> list[dict[str, Any]]:
     """Every key that some step has, in the order of their first steps: its latest value, unit and meaning."""
-    latest: dict[str, Any] = {}
-    for row in rows:
-        latest |= row
     found = []
-    for key, value in latest.items():
+    for key, value in of.latest.items():
         metric = find(key)
         unit, doc, kind = (metric.unit, metric.doc, metric.kind) if metric else ("", "", "")
         found.append({"key": key, "last": number(value), "unit": unit, "doc": doc, "kind": kind})
@@ -57,7 +49,7 @@ def keys_of(rows: Rows) -> list[dict[str, Any]]:
 
 
 def series(
-    rows: Rows,
+    of: Columns,
     keys: Sequence[str],
     points: int,
     first: int | None = None,
@@ -71,14 +63,14 @@ def series(
     left: a spike of one step stays a spike. "steps" are those of the values; "x" where they lie on the axis;
     "thinned": how many steps are in a bucket, 1 where every step is there.
     """
-    place = axis(rows, x, group_size)
-    steps = column(rows, "step")
+    place = axis(of, x, group_size)
+    steps = of.column("step")
     chosen = np.ones(len(steps), bool)
     if first is not None:
         chosen &= steps >= first
     if last is not None:
         chosen &= steps <= last
-    columns = {key: column(rows, key)[chosen] for key in keys}
+    columns = {key: of.column(key)[chosen] for key in keys}
     steps, place = steps[chosen], place[chosen]
     count = len(steps)
     buckets = max(1, min(points, MOST_POINTS) // 2)

@@ -102,3 +102,20 @@ def test_a_rollout_whose_file_is_gone_is_said(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ValueError, match="cannot be read any more"):
         index.record(entry)
+
+
+@EITHER
+def test_without_patience_a_look_reads_one_file_and_says_how_far_it_is(
+    tmp_path: Path, formats: tuple[Format, ...]
+) -> None:
+    folder = write_run(tmp_path, steps=4, formats=formats) / "rollouts"
+    index = RolloutIndex(folder)
+    index.patience = 0.0
+    told = [(sorted(set(index.entries()["step"].tolist())), index.share) for _ in range(5)]
+    assert told == [([1], 0.25), ([1, 2], 0.5), ([1, 2, 3], 0.75), ([1, 2, 3, 4], 1.0), ([1, 2, 3, 4], 1.0)]
+    assert str(index.entries()) == str(RolloutIndex(folder).entries())  # nan is not nan
+    RolloutRecorder(folder, formats=formats).write(2, [recorded(group(70, [1.0]))])
+    assert 70 in index.entries()["group_id"], "what changed is seen at once"
+    impatient = RolloutIndex(folder)
+    impatient.patience = 0.0
+    assert len(impatient.all_entries()) == len(index.entries()) and impatient.share == 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 
 from rollover.reading.trace_index import PARKED, RESUMED, TraceIndex
-from rollover.track.trace import TRACE, TraceEvent, TraceFile, engine_visits, read_trace, spans
+from rollover.track.trace import TRACE, TraceEvent, TraceFile, acts, engine_visits, read_trace, spans
 
 EVENTS = [
     TraceEvent("generate_start", 0.0, 0),
@@ -63,6 +64,7 @@ def test_a_visit_of_several_versions_is_a_bar_for_each(tmp_path: Path) -> None:
     assert bars["slot"].tolist() == [0, 1, 0, 0]
     assert bars["how"].tolist() == [PARKED, 0, RESUMED, 0]
     assert [index.siblings[number] for number in bars["sibling"]] == ["0", "1.0.1", "0", "0"]
+    index = index_of(tmp_path / "before.jsonl", [*EVENTS[:-2], TraceEvent("publish", 8.0, 2)])
     (running,) = index.open_bars()
     assert (running["group"], running["slot"], running["start"], running["end"]) == (11, 2, 0.4, 8.0)
 
@@ -111,10 +113,82 @@ def test_a_file_that_was_cut_back_and_written_on_is_read_anew(tmp_path: Path) ->
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = index_of(tmp_path / TRACE)
     read = []
-    monkeypatch.setattr(TraceEvent, "from_values", lambda values: read.append(values) or TraceEvent(*values))
+    parse = json.loads
+    monkeypatch.setattr("rollover.reading.trace_index.json.loads", lambda text: read.append(text) or parse(text))
     TraceFile(index.path).write([TraceEvent("train_end", 9.0, 1)])
     index.look()
-    assert read == [["train_end", 9.0, 1]] and index.spans()[-1].end == 9.0
+    assert read == [b'[["train_end",9.0,1]]'] and index.spans()[-1].end == 9.0
+
+
+def many_events(count: int) -> list[TraceEvent]:
+    """Visits of 8 rollouts that come and go."""
+    events = [TraceEvent("publish", 0.0, 0)]
+    for number in range(count):
+        at = float(number)
+        events += [TraceEvent("start", at, 0, number, 0), TraceEvent("admit", at, 0, number)]
+        events += [TraceEvent("finish", at + 5, 0, number, 0, tokens=3, segments=((0, 3),))]
+    return sorted(events, key=lambda event: event.seconds)
+
+
+def test_without_patience_a_look_takes_in_one_chunk_and_says_how_far_it_is(tmp_path: Path) -> None:
+    whole = index_of(tmp_path / TRACE, many_events(20_000))
+    size = whole.path.stat().st_size
+    index = TraceIndex(whole.path)
+    index.patience = 0.0
+    shares, counts = [], []
+    while not shares or shares[-1] < 1:
+        index.look()
+        shares.append(index.share)
+        counts.append(len(index.bars()))
+    assert len(shares) == -(-size // (1 << 18)) > 3 and shares == sorted(set(shares))
+    assert counts[0] < len(whole.bars()) / 2 and counts == sorted(counts)
+    assert index.bars().tolist() == whole.bars().tolist() and index.open_bars().tolist() == whole.open_bars().tolist()
+    impatient = TraceIndex(whole.path)
+    impatient.patience = 0.0
+    impatient.look_at_all()
+    assert impatient.share == 1 and len(impatient.bars()) == len(whole.bars())
+    impatient.look()
+    assert impatient.share == 1
+
+
+def test_a_rollout_that_begins_twice_and_a_group_that_left_hold_no_slot(tmp_path: Path) -> None:
+    """As after a kill, where nobody told of an end: a row of the picture would look busy for ever."""
+    events = [
+        TraceEvent("start", 0.0, 0, 0, 0),
+        TraceEvent("start", 0.0, 0, 1, 0),
+        TraceEvent("start", 2.0, 0, 0, 0),
+        TraceEvent("drop", 3.0, 0, 1, tokens=0, reason="stale"),
+        TraceEvent("start", 4.0, 0, 2, 0),
+        TraceEvent("finish", 5.0, 0, 0, 0, tokens=2, segments=((0, 2),)),
+        TraceEvent("finish", 6.0, 0, 2, 0, tokens=2, segments=((0, 2),)),
+    ]
+    index = index_of(tmp_path / TRACE, events)
+    assert [(bar["group"], bar["slot"], bar["start"]) for bar in index.bars()] == [(0, 0, 2.0), (2, 1, 4.0)]
+    assert len(index.open_bars()) == 0
+
+
+def test_what_environments_did_is_what_the_trace_says_at_once(tmp_path: Path) -> None:
+    rng, events, now = random.Random(2), [], 0.0
+    state = dict.fromkeys([(group, sibling) for group in range(6) for sibling in range(2)], "waiting")
+    moves = {"waiting": ("start",), "running": ("act", "finish"), "acting": ("answer",), "parked": ("resume",)}
+    after = {"start": "running", "resume": "running", "act": "acting", "finish": "waiting", "answer": "parked"}
+    for _ in range(3000):
+        now = round(now + rng.random(), 6)
+        rollout = rng.choice(list(state))
+        kind = rng.choice(moves[state[rollout]])
+        state[rollout] = after[kind]
+        events.append(TraceEvent(kind, now, 1, *rollout, segments=((1, 2),) if kind in ("act", "finish") else ()))
+        if rng.random() < 0.01:
+            events.append(TraceEvent("drop", now, 1, rollout[0], reason="stale"))
+            state |= {key: "waiting" for key in state if key[0] == rollout[0]}
+    index = index_of(tmp_path / TRACE, events)
+    found = index.acts().tolist()
+    expected = [(act.start, act.end, act.group, act.sibling, act.lane) for act in acts(events)]
+    assert len(expected) > 300
+    assert [(start, end, group, int(index.siblings[sibling]), lane) for start, end, group, sibling, lane in found][
+        : len(expected)
+    ] == expected
+    assert {of[1] for of in found[len(expected) :]} <= {index.seconds}
 
 
 def test_a_damaged_line_is_named_each_time_it_is_looked_at(tmp_path: Path) -> None:

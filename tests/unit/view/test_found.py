@@ -75,9 +75,9 @@ def test_pages_join_to_the_whole(index: RolloutIndex) -> None:
 def test_a_row_says_what_a_list_shows(index: RolloutIndex) -> None:
     (row,) = page(index, Wanted.of_query({"step_from": "2", "text": "7-0"}))["rows"]
     assert row == {
-        "id": "7-0", "step": 2, "group": 7, "score": 0.5, "advantage": 0.25, "tokens": 6, "segments": 2, "oldest": 0,
-        "newest": 1, "staleness": 1, "outcome": "trained", "source": "sums", "stop": "eos", "asked": "7 + 1?",
-        "answered": "the answer 0",
+        "id": "7-0", "step": 2, "group": 7, "sibling": 0, "contexts": 1, "score": 0.5, "advantage": 0.25,
+        "tokens": 6, "segments": 2, "oldest": 0, "newest": 1, "staleness": 1, "outcome": "trained", "source": "sums",
+        "stop": "eos", "asked": "7 + 1?", "answered": "the answer 0",
     }  # fmt: skip
 
 

@@ -129,6 +129,32 @@ def test_ten_thousand_steps_are_no_more_than_a_screen_has(tmp_path: Path) -> Non
     assert found["spans"]["train"]["start"][0] == 0 and found["spans"]["train"]["end"][-1] >= 9999
 
 
+def test_environments_at_work_have_lanes_of_their_own(tmp_path: Path) -> None:
+    events = [
+        TraceEvent("act", 1.0, 0, 0, 0, tokens=3, segments=((0, 3),)),
+        TraceEvent("act", 2.0, 0, 1, "1.0.1", tokens=3, segments=((0, 3),)),
+        TraceEvent("answer", 4.0, 0, 0, 0),
+        TraceEvent("answer", 5.0, 0, 1, "1.0.1"),
+        TraceEvent("act", 6.0, 1, 0, 0, tokens=3, segments=((0, 3),)),
+        TraceEvent("publish", 9.0, 1),
+    ]
+    index = index_of(tmp_path, events)
+    acts = window(index, 0.0, 9.0, 100)["acts"]
+    assert acts["lanes"] == 2 and acts["cells"] is None
+    told = list(zip(*(acts["bars"][key] for key in ("lane", "start", "end", "group")), strict=True))
+    assert told == [(0, 1.0, 4.0, 0), (1, 2.0, 5.0, 1), (0, 6.0, 9.0, 0)]  # the last one still is
+    assert [acts["bars"]["siblings"][number] for number in acts["bars"]["sibling"]] == ["0", "1.0.1", "0"]
+    later = window(index, 4.5, 5.5, 100)["acts"]
+    assert later["bars"]["group"] == [1] and later["lanes"] == 2  # the lanes stay where they are
+    cells = window(index, 0.0, 9.0, 9, most_bars=0)["acts"]["cells"]
+    assert (cells["lane"], cells["column"], cells["length"]) == ([0, 0, 1], [1, 6, 2], [3, 3, 3])
+    assert set(cells["version"]) == {-1} and set(cells["busy"]) == {20}
+
+
+def test_a_run_without_environments_has_no_lanes_of_theirs(small: TraceIndex) -> None:
+    assert window(small, 0.0, 10.0, 100)["acts"] is None
+
+
 def test_no_trace_is_an_empty_window(tmp_path: Path) -> None:
     index = TraceIndex(tmp_path / TRACE)
     index.look()

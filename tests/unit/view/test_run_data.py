@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from recorded_run import HOSTILE, group, recorded, row, segment, write_run
+from rollover.reading.run_files import RunFiles
 from rollover.run.lock import DirectoryLock
 from rollover.track.recorder import Format, RolloutRecorder
 from rollover.track.sinks import MetricsFile
@@ -31,7 +32,7 @@ def test_every_question_has_an_answer_in_a_run_without_anything(tmp_path: Path) 
     (tmp_path / "config.resolved.json").write_text("{}")
     data = RunData(tmp_path)
     for name in data.questions:
-        if name != "rollout":
+        if name not in ("rollout", "episode", "answer"):
             asked(data, name)
     with pytest.raises(KeyError):
         data.answer("rollout", {"step": "1", "id": "3-0"})
@@ -121,6 +122,12 @@ def test_what_an_environment_wrote_has_no_staleness(tmp_path: Path) -> None:
     assert [(s["trainable"], s["staleness"], s["first"]) for s in segments] == [(True, 1, 0), (False, None, 3)]
 
 
+def test_waste_is_that_of_all_steps(tmp_path: Path) -> None:
+    rows = [row(step, **{"waste/dropped_tokens": step, "waste/dropped_s": 0.5}) for step in range(1, 5)]
+    (write_run(tmp_path) / "metrics.jsonl").write_text("".join(json.dumps(of) + "\n" for of in rows))
+    assert asked(RunData(tmp_path), "ledger")["waste"] == {"dropped": {"tokens": 10, "seconds": 2}}
+
+
 def test_the_ledger_adds_up_in_tokens_and_seconds(tmp_path: Path) -> None:
     write_run(tmp_path)
     events = [TraceEvent("start", 10.0, 0, number, 0) for number in (3, 5, 99)]
@@ -164,3 +171,44 @@ def test_hostile_texts_are_texts(tmp_path: Path, of_format: Format, name: str) -
 def test_what_cannot_be_meant_is_named(tmp_path: Path, name: str, query: dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         RunData(write_run(tmp_path)).answer(name, query)
+
+
+def test_without_patience_what_was_read_is_answered_and_that_it_is_a_part(tmp_path: Path) -> None:
+    """The page asks again for what has another revision: until it has all."""
+    write_run(tmp_path, steps=6)
+    data, whole = RunData(tmp_path, patience_s=0.0), RunData(tmp_path)
+    assert asked(data, "state")["reading"] == {}, "nobody asked for anything yet"
+    seen, revisions = [], []
+    while not seen or seen[-1] < 1:
+        told = asked(data, "rollouts", limit=100)
+        seen.append(told["read"])
+        assert len(told["rows"]) == told["total"] == 5 * len(seen)
+        state = asked(data, "state")
+        assert state["reading"].get("rollouts", 1) == told["read"]
+        revisions.append(state["revisions"]["rollouts"])
+    assert len(seen) == 6 and len(set(revisions)) == 6
+    assert asked(data, "rollouts", limit=100) == asked(whole, "rollouts", limit=100)
+    assert revisions[-1] == asked(whole, "state")["revisions"]["rollouts"]
+
+
+def test_a_rollout_is_found_wherever_it_is_and_reading_ahead_ends(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=6)
+    assert asked(RunData(tmp_path, patience_s=0.0), "rollout", step=6, id="18-0")["step"] == 6
+    data = RunData(tmp_path, patience_s=0.0)
+    data.read_ahead()
+    assert asked(data, "state")["reading"] == {} and asked(data, "rollouts")["total"] == 30
+    assert asked(data, "rollouts")["read"] == 1
+
+
+def test_rows_of_metrics_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000 of them would be more than a gigabyte."""
+    write_run(tmp_path)
+    monkeypatch.setattr(RunFiles, "metrics", lambda files: pytest.fail("all rows are read as dicts"))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row(step)) + "\n" for step in range(1, 2001)))
+    data = RunData(tmp_path)
+    for name in data.questions:
+        if name not in ("rollout", "episode", "answer"):
+            asked(data, name)
+    assert asked(data, "state")["step"] == 2000 and len(asked(data, "metrics", keys="reward/mean")["steps"]) <= 800
+    rows, num_bytes = data.files.columns().kept
+    assert rows < 300 and num_bytes < 2000 * len(row(1)) * 8

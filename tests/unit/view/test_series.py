@@ -8,8 +8,9 @@ import math
 import numpy as np
 import pytest
 
+from rollover.reading.columns import Columns
 from rollover.view.numbers import number, numbers, times
-from rollover.view.series import axis, column, keys_of, series
+from rollover.view.series import axis, keys_of, series
 
 
 def rows(count: int) -> list[dict]:
@@ -35,7 +36,7 @@ def test_numbers_are_short_and_strict_json() -> None:
 
 
 def test_few_steps_are_all_there() -> None:
-    found = series(rows(20), ["loss", "rare", "absent"], 40)
+    found = series(Columns.of(rows(20)), ["loss", "rare", "absent"], 40)
     assert found["steps"] == list(range(1, 21)) and found["x"] == found["steps"]
     assert (found["of"], found["thinned"]) == (20, 1)
     assert found["columns"]["loss"] == [number(math.sin(step)) for step in range(1, 21)]
@@ -44,8 +45,8 @@ def test_few_steps_are_all_there() -> None:
 
 
 def test_a_window_of_steps_has_only_these() -> None:
-    assert series(rows(20), ["loss"], 40, first=5, last=7)["steps"] == [5, 6, 7]
-    assert series(rows(20), ["loss"], 40, first=30)["columns"] == {"loss": []}
+    assert series(Columns.of(rows(20)), ["loss"], 40, first=5, last=7)["steps"] == [5, 6, 7]
+    assert series(Columns.of(rows(20)), ["loss"], 40, first=30)["columns"] == {"loss": []}
 
 
 @pytest.mark.parametrize("spike", [1, 4321, 9999, 10_000])
@@ -53,7 +54,7 @@ def test_a_window_of_steps_has_only_these() -> None:
 def test_of_many_steps_a_spike_of_one_is_left(spike: int, value: float) -> None:
     many = rows(10_000)
     many[spike - 1]["loss"] = value
-    found = series(many, ["loss", "rare"], 200)
+    found = series(Columns.of(many), ["loss", "rare"], 200)
     assert found["of"] == 10_000 and found["thinned"] == 100 and len(found["steps"]) <= 200
     place = found["columns"]["loss"].index(value)
     assert abs(found["steps"][place] - spike) < 100
@@ -66,15 +67,16 @@ def test_a_bucket_without_a_value_has_none() -> None:
     many = rows(1000)
     for row in many[:500]:
         row["loss"] = None
-    found = series(many, ["loss"], 20)
+    found = series(Columns.of(many), ["loss"], 20)
     assert found["columns"]["loss"][:10] == [None] * 10 and None not in found["columns"]["loss"][10:]
 
 
 def test_axes() -> None:
-    of = rows(3)
+    made = rows(3)
+    made[1]["time/step_s"] = None
+    of = Columns.of(made)
     assert axis(of, "tokens").tolist() == [100, 200, 300]
     assert axis(of, "samples", 4).tolist() == [8, 16, 24] and axis(of, "samples").tolist() == [2, 4, 6]
-    of[1]["time/step_s"] = None
     assert axis(of, "time").tolist() == [0.5, 0.5, 1.0]
     assert series(of, ["loss"], 10, x="tokens")["x"] == [100, 200, 300]
     with pytest.raises(ValueError, match="x: 'miles' is no axis: give one of step, tokens"):
@@ -82,11 +84,13 @@ def test_axes() -> None:
 
 
 def test_no_rows_are_no_values() -> None:
-    assert series([], ["loss"], 10) == {"steps": [], "x": [], "columns": {"loss": []}, "of": 0, "thinned": 1}
-    assert column([], "loss").shape == (0,)
+    assert series(Columns.of([]), ["loss"], 10) == {
+        "steps": [], "x": [], "columns": {"loss": []}, "of": 0, "thinned": 1,
+    }  # fmt: skip
 
 
 def test_keys_have_what_they_mean() -> None:
-    found = {of["key"]: of for of in keys_of([{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/a/mean": None}])}
+    columns = Columns.of([{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/a/mean": None}])
+    found = {of["key"]: of for of in keys_of(columns)}
     assert found["step"]["last"] == 2 and found["reward/mean"]["last"] == 0.5 and found["reward/a/mean"]["last"] is None
     assert found["reward/mean"]["unit"] == "reward" and "Mean score" in found["reward/mean"]["doc"]

@@ -219,7 +219,7 @@ export class Chart {
       const from = this.place ?? (moves[event.key] < 0 ? last + 1 : -1);
       this.place = Math.max(0, Math.min(last, from + moves[event.key]));
       this.plot.setCursor({ left: this.plot.valToPos(this.told.x[this.place], "x"), top: HEIGHT / 2 });
-      announce(`step ${this.told.steps[this.place]}: ${this.keys.map((key, number) => `${this.labels[number]} ${short(this.told.columns[key]?.[this.place])}`).join(", ")}`);
+      announce(`step ${this.told.steps[this.place]}: ${this.keys.map((key, number) => `${this.labels[number]} ${short(this.told.columns[key]?.[this.place])}`).join(", ")}${this._marksAt(this.place).map((of) => `. Warning: ${of.text}`).join("")}`);
     } else if (event.key === "Enter") this._pick();
     else if (event.key === "Escape") this.onZoom?.(null, null);
     else return;
@@ -235,8 +235,9 @@ export class Chart {
     });
     this.shown = lines;
     this.step = el("span", { class: "at" });
+    this.warned = el("p", { class: "warned", hidden: true });
     replace(this.values, this.step, lines.map((of) => of.toggle), this.band?.steps.length ? el("span", { text: "band: 95 % interval over groups" }) : null,
-      this.points.length ? el("span", { class: "evaluated", text: "◆ held-out evaluation, 95 % interval" }) : null);
+      this.points.length ? el("span", { class: "evaluated", text: "◆ held-out evaluation, 95 % interval" }) : null, this.warned);
     this._sayValues();
   }
 
@@ -246,7 +247,16 @@ export class Chart {
     const place = this.place ?? last;
     const thinned = this.told.thinned > 1 ? ` (of ${this.told.thinned} steps the least and the largest)` : "";
     this.step.textContent = `step ${this.told.steps[place]}${thinned}`;
+    const said = this.place === null ? [] : this._marksAt(place);
+    this.warned.textContent = said.map((of) => `▼ ${of.text}`).join(" ");
+    this.warned.hidden = !said.length;
     for (const { key, value } of this.shown) value.textContent = short(this.told.columns[key]?.[place]);
+  }
+
+  /** The warnings at a point: of its step, and of those that are one with it. */
+  _marksAt(place) {
+    const { steps } = this.told, before = place ? steps[place - 1] : -Infinity;
+    return this.marks.filter(({ step }) => step <= steps[place] && (step > before || step === steps[place]));
   }
 
   _toggle(key, number) {

@@ -39,8 +39,16 @@ export class Compare {
     if (this.route) this.open(this.route).catch((error) => this.page.failed(error));
   }
 
-  async update() {
-    // Only the run that is shown is followed; a comparison is asked for again by opening it.
+  /** All runs are followed, whichever is shown. What somebody chose or typed stays. */
+  get followsAll() {
+    return true;
+  }
+
+  async update(changed) {
+    if (!changed.has("metrics") || !this.charts.length) return;
+    const x = this.route.query.x ?? "step", keys = this.charts.map((chart) => chart.metric), { charts } = this;
+    const told = await this.page.source.compare("metrics", { runs: this.numbers.join(","), keys: keys.join(","), x });
+    if (charts === this.charts) for (const chart of charts) chart.set(this._joined(chart.metric, told));
   }
 
   close() {

@@ -13,11 +13,12 @@ export class LedgerView {
   async open() {
     const told = await this.page.source.ask(this.page.run, "ledger");
     this.told = told;
-    replace(this.node, el("h1", { text: "Ledger" }), told.accounts ? [this._flow(told), this._table(told)] : el("p", { text: "No step has been made yet." }), this._seconds(told), this._lengths(told));
+    const reading = told.read < 1 ? el("p", { text: `Still reading the run: seconds and lengths are of ${percent(told.read)} of it so far.` }) : null;
+    replace(this.node, el("h1", { text: "Ledger" }), reading, told.accounts ? [this._flow(told), this._table(told)] : el("p", { text: "No step has been made yet." }), this._waste(told), this._seconds(told), this._lengths(told));
   }
 
   async update(changed) {
-    if (changed.has("metrics") || changed.has("rollouts")) await this.open();
+    if (changed.has("metrics") || changed.has("rollouts") || (changed.has("trace") && this.told?.read < 1)) await this.open();
   }
 
   repaint() {
@@ -72,6 +73,18 @@ export class LedgerView {
     ], rows), el("p", { text: also.join(" ") }));
   }
 
+  _waste({ waste, accounts }) {
+    const kinds = Object.entries(waste ?? {});
+    if (!kinds.length) return null;
+    const names = { dropped: "Sampled, and never trained", reprefilled: "Computed again as rollouts went on" };
+    return el("section", {}, table("Waste of all steps", [
+      { title: "What", of: ([kind]) => names[kind] },
+      { title: "Tokens", number: true, of: ([, of]) => count(of.tokens) },
+      { title: "Of those generated", number: true, of: ([, of]) => percent(accounts?.generated.tokens ? of.tokens / accounts.generated.tokens : null) },
+      { title: "Engine time, estimated", number: true, of: ([, of]) => duration(of.seconds ?? null, 0.1) },
+    ], kinds));
+  }
+
   _seconds({ slot_seconds: seconds }) {
     if (!seconds) return el("p", { text: "Seconds of slots are not known: the run wrote no trace (track.trace)." });
     const total = Object.values(seconds).reduce((sum, value) => sum + value, 0);
@@ -88,10 +101,18 @@ export class LedgerView {
     const most = Math.max(1, ...outcomes.flatMap((name) => lengths.counts[name]));
     const said = bias["bias/trained_vs_dispatched_length"];
     return el("section", {}, el("h2", { text: "Lengths: what was trained against what left otherwise" }),
+      this._waits(bias),
       said !== undefined && said !== null ? el("p", { text: `Trained rollouts are ${short(said)} times as long as all that were begun, those still unfinished counted in (bias/trained_vs_dispatched_length). Far below 1, training sees too many short answers.` }) : null,
       outcomes.map((name) => el("div", { class: "histogram" }, el("h3", { text: `${name}: ${short(lengths.means[name])} tokens on average` }),
         el("div", { class: "columns", role: "img", "aria-label": `Lengths of ${name} rollouts` }, lengths.counts[name].map((number, place) =>
           el("span", { style: { height: `${(100 * number) / most}%` }, title: `${lengths.edges[place]} to ${lengths.edges[place + 1] - 1} tokens: ${count(number)}` }))),
         el("p", { class: "ends" }, el("span", { text: String(lengths.edges[0]) }), el("span", { text: `${lengths.edges[lengths.edges.length - 1] - 1} tokens` })))));
+  }
+
+  /** Do long answers wait for more versions than short ones? */
+  _waits(bias) {
+    const quarters = [1, 2, 3, 4].map((quarter) => bias[`bias/wait_steps_q${quarter}`]);
+    if (quarters.some((value) => value === undefined || value === null)) return null;
+    return el("p", { text: `From admission to its step a trained rollout waits ${quarters.map(short).join(", ")} policy versions on average, by quarter of lengths: the shortest first.` });
   }
 }

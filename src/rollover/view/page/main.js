@@ -2,6 +2,7 @@
 
 import { el, replace, link, labelled, announce } from "./dom.js";
 import { openSource } from "./source.js";
+import { percent } from "./words.js";
 import { readRoute, address, go } from "./route.js";
 import { chooseTheme, rememberedTheme } from "./colours.js";
 import { Overview } from "./overview.js";
@@ -11,11 +12,14 @@ import { RolloutView } from "./rollout.js";
 import { LedgerView } from "./ledger.js";
 import { Compare } from "./compare.js";
 import { PlanView } from "./plan.js";
+import { AnswersView } from "./answers.js";
+import { EpisodeView } from "./episode.js";
 
-const VIEWS = { overview: Overview, timeline: Timeline, rollouts: Rollouts, rollout: RolloutView, ledger: LedgerView, compare: Compare, plan: PlanView };
-const TITLES = { overview: "Overview", timeline: "Over time", rollouts: "Rollouts", ledger: "Ledger", compare: "Compare", plan: "Plan" };
+const VIEWS = { overview: Overview, timeline: Timeline, rollouts: Rollouts, rollout: RolloutView, episode: EpisodeView, answers: AnswersView, ledger: LedgerView, compare: Compare, plan: PlanView };
+const TITLES = { overview: "Overview", timeline: "Over time", rollouts: "Rollouts", answers: "Evaluations", ledger: "Ledger", compare: "Compare", plan: "Plan" };
+const OF_LIST = { rollout: "rollouts", episode: "rollouts" }; // views of one thing, by the view that lists these
 const THEMES = { "": "as the system", light: "light", dark: "dark" };
-const LOOK_MS = 1000;
+const LOOK_MS = 1000, BUSY_MS = 400; // while the server still reads what it is asked of
 
 class Page {
   constructor() {
@@ -76,7 +80,7 @@ class Page {
 
   _header() {
     const theme = el("select", { on: { change: () => { chooseTheme(theme.value); this.view?.repaint?.(); } } }, Object.entries(THEMES).map(([value, text]) => el("option", { value, selected: rememberedTheme() === value }, text)));
-    const run = el("select", { on: { change: () => go(readRoute().view === "rollout" ? "rollouts" : readRoute().view, Number(run.value)) } }, this.runs.map((of, number) => el("option", { value: String(number), selected: number === readRoute().run }, `${of.name} (${of.directory})`)));
+    const run = el("select", { on: { change: () => go(OF_LIST[readRoute().view] ?? readRoute().view, Number(run.value)) } }, this.runs.map((of, number) => el("option", { value: String(number), selected: number === readRoute().run }, `${of.name} (${of.directory})`)));
     this.live = el("span", { class: "live", role: "status" });
     replace(this.header, el("p", { class: "brand" }, "Rollover"), this.navigation,
       this.runs.length > 1 ? labelled("Run", run) : el("span", { class: "run", text: this.runs[0]?.name ?? "" }), this.live, labelled("Colours", theme));
@@ -84,31 +88,36 @@ class Page {
   }
 
   _navigation(current) {
-    const active = current === "rollout" ? "rollouts" : current;
+    const active = current in OF_LIST ? OF_LIST[current] : current;
     replace(this.navigation, el("ul", {}, Object.entries(TITLES).map(([name, title]) => el("li", {}, link(title, address(name, this.run), { "aria-current": name === active ? "page" : null })))));
   }
 
   _live() {
     const { state } = this;
-    this.live.textContent = !this.source.live ? "a report" : !state ? "" : state.state === "running" ? `live, step ${state.step}` : state.state;
+    const reading = Object.entries(state?.reading ?? {}).map(([part, share]) => ` · still reading the ${part}: ${percent(share)}`).join("");
+    this.live.textContent = !this.source.live ? "a report" : !state ? "" : `${state.state === "running" ? `live, step ${state.step}` : state.state}${reading}`;
     this.live.dataset.state = this.source.live ? (state?.state ?? "") : "report";
   }
 
   /** Every second: whose files have changed? A page that nobody sees does not ask. */
   _look() {
+    const busy = Object.keys(this.state?.reading ?? {}).length > 0;
     setTimeout(async () => {
       if (!document.hidden) await this._update();
       this._look();
-    }, LOOK_MS);
+    }, busy ? BUSY_MS : LOOK_MS);
   }
 
   async _update() {
     const { run, view, state: before } = this;
     try {
-      const state = await this.source.ask(run, "state");
+      const states = view?.followsAll ? await this.source.runs() : [await this.source.ask(run, "state")];
       if (run !== this.run || view !== this.view) return;
+      const known = view?.followsAll ? this.runs : [before];
+      const changed = new Set(states.flatMap(({ revisions }, number) => Object.keys(revisions).filter((name) => revisions[name] !== known[number]?.revisions[name])));
+      const state = view?.followsAll ? states[run] : states[0];
+      if (view?.followsAll) this.runs = states;
       this.state = this.runs[run] = state;
-      const changed = new Set(Object.keys(state.revisions).filter((name) => state.revisions[name] !== before?.revisions[name]));
       this._live();
       this.trouble.hidden = true;
       if (changed.size || state.state !== before?.state) await view?.update?.(changed);

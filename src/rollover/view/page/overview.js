@@ -3,6 +3,7 @@
 import { el, replace, link, labelled, button, table, copyText } from "./dom.js";
 import { short, duration, percent, plural, quoted } from "./words.js";
 import { Chart } from "./charts.js";
+import { StalenessMap } from "./heat.js";
 import { address, go, refine } from "./route.js";
 
 // Title, keys with their labels, and whether the axis is logarithmic. Only what the run has is shown.
@@ -44,7 +45,7 @@ export class Overview {
     const panels = PANELS.map(([title, labels, needed]) => [title, Object.entries(labels).filter(([key]) => this.known.has(key)), needed])
       .filter(([, labels, needed]) => labels.length && (!needed || this.known.has(needed)));
     for (const key of chosen) panels.push([key, [[key, key.split("/").pop()]]]);
-    for (const chart of this.charts) chart.close();
+    this.close();
     this.charts = panels.map(([title, labels]) => new Chart({
       title,
       hint: labels.map(([key]) => `${key}: ${this.known.get(key).doc}`).join("\n"),
@@ -54,13 +55,21 @@ export class Overview {
       onZoom: (from, to) => this._zoom(from, to),
     }));
     grid.append(...this.charts.map((chart) => chart.node));
+    this.stale = new StalenessMap((query) => go("rollouts", run, query));
+    this.stale.node.hidden = true; // until there is something
+    const beside = this.charts.find((chart) => chart.title === "Staleness");
+    if (beside) beside.node.after(this.stale.node);
+    else grid.append(this.stale.node);
     replace(this.node, this.cards, this.warned, this.zoomed, grid, this._more(keys), this._evaluations(evaluations));
     await this._fill(evaluations, warnings);
   }
 
   /** What changed of the run: names of revisions. */
   async update(changed) {
-    if (!changed.has("metrics") && !changed.has("evaluations")) return this._cards();
+    if (!changed.has("metrics") && !changed.has("evaluations")) {
+      if (changed.has("rollouts")) await this._addOfRollouts(...this.last);
+      return this._cards();
+    }
     const { source, run } = this.page;
     const keys = await source.ask(run, "keys");
     if (keys.some((of) => !this.known.has(of.key))) return this.open(this.route);
@@ -71,10 +80,12 @@ export class Overview {
 
   repaint() {
     for (const chart of this.charts) chart.repaint();
+    this.stale?.repaint();
   }
 
   close() {
     for (const chart of this.charts) chart.close();
+    this.stale?.close();
   }
 
   async _fill(evaluations, warnings) {
@@ -86,24 +97,27 @@ export class Overview {
       const marks = warnings.filter((warning) => chart.keys.includes(warning.key));
       chart.set(told, { marks, ...(chart.keys[0] === "reward/mean" ? { points: evaluations, band: this.band } : {}) });
     }
-    this._addBand(told, evaluations, warnings);
+    this.last = [told, evaluations, warnings];
+    this._addOfRollouts(...this.last);
     this._cards();
     replace(this.warned, warnings.length ? el("h2", { text: "Health" }) : null, el("ul", {}, warnings.map((warning) => el("li", {},
       link(`step ${warning.step}`, address("rollouts", run, { step_from: warning.step, step_to: warning.step })), " ", warning.text))));
     replace(this.zoomed, from || to ? [`Steps ${from ?? "first"} to ${to ?? "last"}. `, button("Show all steps", () => this._zoom(null, null))] : null);
   }
 
-  /** What waits for all rollouts to be read comes behind: nobody waits for it. */
-  async _addBand(told, evaluations, warnings) {
-    const chart = this.charts.find((of) => of.keys[0] === "reward/mean"), { source, run } = this.page;
-    if (!chart) return;
+  /** What is of the rollouts comes behind: nobody waits until they are read. */
+  async _addOfRollouts(told, evaluations, warnings) {
+    const { source, run } = this.page, { stale } = this;
+    const chart = this.charts.find((of) => of.keys[0] === "reward/mean");
     try {
-      this.band = await source.ask(run, "intervals");
+      const [band, ages] = await Promise.all([chart ? source.ask(run, "intervals") : null, source.ask(run, "staleness")]);
+      this.band = band;
+      if (this.stale === stale) stale.set(ages);
     } catch (error) {
       this.page.failed(error);
       return;
     }
-    if (this.charts.includes(chart) && chart.told === told) chart.set(told, { marks: warnings.filter((of) => of.key === "reward/mean"), points: evaluations, band: this.band });
+    if (chart && this.charts.includes(chart) && chart.told === told) chart.set(told, { marks: warnings.filter((of) => of.key === "reward/mean"), points: evaluations, band: this.band });
   }
 
   _cards() {
@@ -143,7 +157,7 @@ export class Overview {
     if (!rows.length) return null;
     const figures = [...new Set(rows.flatMap((row) => Object.keys(row).filter((key) => /^(pass|maj)@\d+$/.test(key))))];
     return el("section", {}, table(`${plural(rows.length, "evaluation")} on held-out tasks`, [
-      { title: "Step", number: true, of: (row) => String(row.step) },
+      { title: "Step", number: true, of: (row) => link(String(row.step), address("answers", this.page.run, { step: row.step }), { title: "The answers of this evaluation" }) },
       { title: "Mean reward", number: true, of: (row) => short(row.mean) },
       { title: "95 % interval", number: true, of: (row) => (row.ci ? `${short(row.ci[0])} to ${short(row.ci[1])}` : "–") },
       ...figures.map((key) => ({ title: key, number: true, of: (row) => short(row[key]) })),

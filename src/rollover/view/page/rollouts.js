@@ -1,7 +1,7 @@
 // All rollouts: filters, search, order and pages. Everything chosen stands in the address.
 
 import { el, replace, labelled, button, link, announce } from "./dom.js";
-import { short, plural, versions, visible } from "./words.js";
+import { short, percent, plural, versions, visible } from "./words.js";
 import { versionBackground } from "./colours.js";
 import { address, go } from "./route.js";
 
@@ -28,9 +28,13 @@ export class Rollouts {
   }
 
   async update(changed) {
-    // Rows that somebody reads do not move: only how many there are is said.
     if (!changed.has("rollouts")) return;
     const { source, run } = this.page;
+    if (this.partly && this.offsets.length === 1 && !this.route.query.text) { // of what the server had read
+      if ("rollouts" in (this.page.state?.reading ?? {}) || this.node.contains(document.activeElement)) return this._load();
+      return this.open(this.route);
+    }
+    // Rows that somebody reads do not move: only how many there are is said.
     const told = await source.ask(run, "rollouts", { ...this.route.query, text: "", limit: 0 });
     if (told.total !== this.total) replace(this.fresh, button(`${plural(told.total - this.total, "rollout")} more: show`, () => this.open(this.route)));
   }
@@ -68,21 +72,36 @@ export class Rollouts {
 
   async _load() {
     const { source, run } = this.page;
-    const offset = this.offsets[this.offsets.length - 1];
+    const offset = this.offsets[this.offsets.length - 1], wanted = (this.looking = {}); // a newer one ends the one before
     this.count.textContent = "Looking…";
-    const told = await source.ask(run, "rollouts", { ...this.route.query, offset, limit: PAGE });
+    let rows = [], searched = 0, told = null;
+    do {
+      told = await source.ask(run, "rollouts", { ...this.route.query, offset: told?.next ?? offset, limit: PAGE - rows.length });
+      if (this.looking !== wanted) return;
+      rows = [...rows, ...told.rows];
+      searched = told.searched === null ? null : searched + told.searched;
+      this._shown(told, rows, offset, searched);
+      // A text is looked for in parts: on and on, until the page is full.
+    } while (told.searched !== null && told.next !== null && rows.length < PAGE && !this.stopped && this.node.isConnected);
+    this.stopped = false;
+    this._shown(told, rows, offset, searched, true);
+    announce(this.count.textContent);
+  }
+
+  _shown(told, rows, offset, searched, ended = false) {
     this.total = told.total;
+    this.partly = told.read < 1;
     this.fresh = el("span", {});
-    const searched = told.searched === null ? "" : `; searched ${short(offset + told.searched)} of them${told.next === null ? "" : " so far"}`;
+    const far = searched === null ? "" : `; searched ${short(offset + searched)} of them${told.next === null ? "" : " so far"}`;
     const written = told.withText !== undefined && told.withText < told.total ? ` This report has the texts of ${short(told.withText)}.` : "";
-    replace(this.count, `${plural(told.passed, "rollout")} of ${short(told.total)}${searched}.${written} `, this.fresh);
-    replace(this.list, told.rows.map((row) => this._row(row)));
-    if (!told.rows.length) replace(this.list, el("li", { class: "none", text: told.next === null ? "None." : "None so far: look further." }));
+    const reading = this.partly ? ` Still reading the run: ${percent(told.read)} of its steps so far.` : "";
+    replace(this.count, `${plural(told.passed, "rollout")} of ${short(told.total)}${far}.${written}${reading} `, ended ? null : button("Stop", () => { this.stopped = true; }), this.fresh);
+    replace(this.list, rows.map((row) => this._row(row)));
+    if (!rows.length) replace(this.list, el("li", { class: "none", text: told.next === null ? "None." : "None so far." }));
     const move = (offsets) => async () => { this.offsets = offsets; await this._load(); this.count.scrollIntoView(); };
     replace(this.foot,
       button("Earlier", move(this.offsets.slice(0, -1)), { disabled: this.offsets.length === 1 }),
-      button(told.searched === null ? "Further" : "Look further", move([...this.offsets, told.next]), { disabled: told.next === null }));
-    announce(this.count.textContent);
+      button(searched === null ? "Further" : "Look further", move([...this.offsets, told.next]), { disabled: told.next === null }));
   }
 
   _row(row) {
@@ -99,6 +118,7 @@ export class Rollouts {
         el("span", { text: row.stop || "not stopped" }),
         el("span", { class: "source", text: row.source })),
       el("bdi", { class: "asked", text: visible(row.asked ?? "") }),
-      el("bdi", { class: "answered", text: visible(row.answered ?? "") })));
+      el("bdi", { class: "answered", text: visible(row.answered ?? "") })),
+      row.contexts > 1 ? link(`One of ${row.contexts} rollouts of episode ${row.group}-${row.sibling}`, address("episode", this.page.run, { step: row.step, group: row.group, sibling: row.sibling }), { class: "of-episode" }) : null);
   }
 }

@@ -4,7 +4,7 @@
 /** The filters of found.py, over the columns of a report. */
 const OF = {
   step: (row) => row.step, score: (row) => row.score, advantage: (row) => row.advantage, tokens: (row) => row.tokens, segments: (row) => row.segments,
-  version: (row) => row.newest, versions: (row) => (row.oldest < 0 ? 0 : row.newest - row.oldest + 1), staleness: (row) => row.staleness, group: (row) => row.group,
+  sibling: (row) => row.sibling, version: (row) => row.newest, versions: (row) => (row.oldest < 0 ? 0 : row.newest - row.oldest + 1), staleness: (row) => row.staleness, group: (row) => row.group,
 };
 const CHOSEN = ["outcome", "source", "stop"];
 
@@ -26,6 +26,9 @@ export class Sample {
     if (name === "rollouts") return this._page(of, query);
     if (name === "rollout") return this._rollout(of, query);
     if (name === "lanes") return this._lanes(of, query);
+    if (name === "episode") return this._episode(of, query);
+    if (name === "answers") return this._answers(of, query);
+    if (name === "answer") return this._answer(of, query);
     if (!(name in of.answers)) throw new Error(`The report has no answer to ${name}`);
     return of.answers[name];
   }
@@ -61,8 +64,10 @@ export class Sample {
   _rows(of) {
     if (!this.lists.has(of)) {
       const { columns, words } = of.rollouts, names = Object.keys(columns);
+      const contexts = new Map(), episodeOf = (place) => `${columns.step[place]}/${columns.group[place]}-${columns.sibling[place]}`;
+      columns.step.forEach((_, place) => contexts.set(episodeOf(place), (contexts.get(episodeOf(place)) ?? 0) + 1));
       const rows = columns.step.map((_, place) => {
-        const row = Object.fromEntries(names.map((name) => [name, columns[name][place]]));
+        const row = { ...Object.fromEntries(names.map((name) => [name, columns[name][place]])), contexts: contexts.get(episodeOf(place)) };
         for (const name of CHOSEN) row[name] = words[row[name]];
         return { ...row, ...(of.excerpts[`${row.step}/${row.id}`] ?? { asked: "", answered: "(the text is not in this report)" }) };
       });
@@ -99,6 +104,36 @@ export class Sample {
     if (!record) throw new Error(`The text of rollout ${query.id} is not in this report: \`rollover view\` shows it`);
     const siblings = this._rows(of).filter((row) => row.group === record.group_id && row.step === record.step);
     return { ...record, siblings };
+  }
+
+  _episode(of, query) {
+    const [step, group, sibling] = [query.step, query.group, query.sibling].map(Number);
+    const rows = this._rows(of).filter((row) => row.step === step && row.group === group && row.sibling === sibling);
+    const contexts = rows.map((row) => {
+      const record = of.records[`${row.step}/${row.id}`];
+      return { ...row, trajectory: record?.trajectory ?? 0, context: record?.context ?? 0, role: record?.role ?? "", turns: record?.turns ?? null, error: record?.error ?? null };
+    });
+    contexts.sort((a, b) => a.trajectory - b.trajectory || a.context - b.context);
+    return { step, group, sibling, of: contexts.length, contexts };
+  }
+
+  _answers(of, query) {
+    const { evaluated } = of, text = (query.text ?? "").toLowerCase();
+    if (evaluated.step !== null && query.step && Number(query.step) !== evaluated.step) throw new Error(`The report has the answers after step ${evaluated.step} alone: \`rollover view\` shows the others`);
+    const given = (name) => query[name] !== undefined && query[name] !== "";
+    let rows = evaluated.rows.filter((row) => (!given("score_from") || (row.score !== null && row.score >= Number(query.score_from))) && (!given("score_to") || (row.score !== null && row.score <= Number(query.score_to)))
+      && (!query.scored || (row.score !== null) === (query.scored === "yes")) && (!query.setting || (row.setting || "[eval]") === query.setting)
+      && (!text || [row.task, row.expected ?? "", evaluated.whole[row.place]?.prompt ?? row.asked, evaluated.whole[row.place]?.answer ?? row.answered].some((part) => part.toLowerCase().includes(text))));
+    const sign = query.order === "down" ? -1 : 1;
+    if (query.sort) rows = [...rows].sort((a, b) => (a[query.sort] === null) - (b[query.sort] === null) || sign * (a[query.sort] - b[query.sort]));
+    const offset = Number(query.offset || 0), end = offset + Number(query.limit ?? 50);
+    return { ...evaluated, whole: undefined, rows: rows.slice(offset, end), passed: rows.length, offset, next: end < rows.length ? end : null, withText: evaluated.rows.length };
+  }
+
+  _answer(of, query) {
+    const told = of.evaluated.whole[query.place];
+    if (!told || Number(query.step) !== of.evaluated.step) throw new Error("This answer is not in the report: `rollover view` shows it");
+    return told;
   }
 
   /** The finest of the windows in the report that reaches over what is wanted. */

@@ -1,0 +1,40 @@
+"""One episode for the page: the contexts of its trajectories, each of which is a rollout with a page of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rollover.reading.rollout_index import RolloutIndex
+from rollover.view.found import EXCERPT, asked, row_of
+
+MOST_CONTEXTS = 500
+
+
+def episode(index: RolloutIndex, step: int, group: int, sibling: int) -> dict[str, Any]:
+    """Episode `sibling` of the group that left with this step: "contexts" in the order of trajectories and contexts,
+    each as in a list of rollouts, with its "role" and the rewards of its "turns"; "of": how many there are. KeyError
+    where there is none."""
+    entries = index.entries()
+    of_episode = (entries["step"] == step) & (entries["group_id"] == group) & (entries["sibling"] == sibling)
+    places = np.flatnonzero(of_episode)
+    if not len(places):
+        raise KeyError(f"no episode {group}-{sibling} left the run with step {step}")
+    places = places[np.lexsort((entries["context"][places], entries["trajectory"][places]))]
+    contexts = []
+    for place in places[:MOST_CONTEXTS].tolist():
+        record = index.record(entries[place])
+        contexts.append(
+            {
+                **row_of(index, entries[place]),
+                "trajectory": int(entries[place]["trajectory"]),
+                "context": int(entries[place]["context"]),
+                "role": record.get("role") or "",
+                "turns": record.get("turns"),
+                "error": record.get("error"),
+                "asked": asked(record)[:EXCERPT],
+                "answered": record["completion"][:EXCERPT],
+            }
+        )
+    return {"group": group, "sibling": sibling, "step": step, "of": len(places), "contexts": contexts}

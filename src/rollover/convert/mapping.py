@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+# Why options of every system have no counterpart, and no result depends on them.
+WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
+SHOWN = "what is shown and stored of a run, and where: `[track]`; W&B and others: docs/trackers.md"
+
 
 class Unanswered(ValueError):
     """An option that cannot be converted without changing what is learned. values: of ours, which hold in any case."""

@@ -9,7 +9,7 @@ import pytest
 
 from rollover import cli
 from rollover.config.load import load_config
-from rollover.convert.verl_script import options_of_script
+from rollover.convert.verl.script import options_of_script
 
 SCRIPT = """#!/usr/bin/env bash
 set -x

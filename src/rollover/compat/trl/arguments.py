@@ -1,4 +1,4 @@
-"""What TRL's GRPOTrainer is given, as options of convert/trl.py and arguments of `rollover.Session`.
+"""What TRL's GRPOTrainer is given, as options of convert/trl/rows.py and arguments of `rollover.Session`.
 
 Every argument is mapped, or refused by name with the reason, before a model is loaded.
 """
@@ -16,8 +16,8 @@ from rollover.compat.trl.config import GRPOConfig
 from rollover.compat.trl.rewards import TrlReward, WithState
 from rollover.config import ConfigError
 from rollover.convert.mapping import Options, convert
-from rollover.convert.trl import TRL
-from rollover.convert.trl_values import step, updates
+from rollover.convert.trl.rows import TRL
+from rollover.convert.trl.values import step, updates
 
 _IMAGES = ("image", "images")
 _SOME = "<python>"  # rows and rewards that are handed over as objects

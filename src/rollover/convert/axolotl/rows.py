@@ -1,11 +1,11 @@
 """Axolotl (GRPO and its asynchronous trainer, commit 067b021, with TRL 1.8): what its options are here, row by row.
 
-Most of `trl:` is handed on to TRL, whose rows (trl.py) hold. One process is taken; more of them are more a batch.
+Most of `trl:` is handed on to TRL, whose rows (trl/rows.py) hold. One process is taken; more of them are more a batch.
 """
 
 from __future__ import annotations
 
-from rollover.convert.axolotl_values import (
+from rollover.convert.axolotl.values import (
     adapter,
     advantage,
     clip,
@@ -34,7 +34,7 @@ from rollover.convert.axolotl_values import (
     with_adam,
     with_producer,
 )
-from rollover.convert.mapping import Row, System
+from rollover.convert.mapping import SHOWN, WHERE, Row, System
 
 # fmt: off
 _PREFETCH = {"trl.use_data_producer": True, "trl.async_prefetch": True, "trl.use_vllm": True}
@@ -43,12 +43,10 @@ _ADAPTER = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16}
 _LORA = _ADAPTER | {"lora_target_linear": True}
 _SEVERAL = {"trl.reward_funcs": ["mine.accuracy", "mine.form"]}
 
-_WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
-_SHOWN = "what is shown and stored of a run, and where: `[track]`; W&B and others: docs/trackers.md"
 _OTHER = "no part of training by rollouts: other kinds of training read it"
 _DATA = "how the data are prepared and stored before training"
 NO_RESULT = {
-    _WHERE: (
+    WHERE: (
         "trl.vllm_mode", "trl.vllm_server_host", "trl.vllm_server_port", "trl.vllm_server_timeout",
         "trl.vllm_enable_sleep_mode", "trl.vllm_lora_sync", "trl.use_liger_loss", "trl.streaming_partial_batch",
         "trl.streaming_min_groups",
@@ -68,7 +66,7 @@ NO_RESULT = {
         "ray_num_workers", "resources_per_worker", "tiled_mlp", "tiled_mlp_*", "chunked_cross_entropy",
         "chunked_cross_entropy_num_chunks", "liger_*", "cut_cross_entropy", "use_kernels", "experts_implementation",
     ),
-    _SHOWN: (
+    SHOWN: (
         "trl.log_completions", "trl.num_completions_to_print", "logging_steps", "use_wandb", "wandb_*", "use_mlflow",
         "mlflow_*", "hf_mlflow_log_artifacts", "use_comet", "comet_*", "use_trackio", "trackio_*", "use_tensorboard",
         "use_otel_metrics", "otel_metrics_*", "gradio_*", "ray_run_name", "profiler_steps", "profiler_steps_start",

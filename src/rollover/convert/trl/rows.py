@@ -6,9 +6,9 @@ the installed TRL. `num_processes` is accelerate's; `prompts` says what the data
 
 from __future__ import annotations
 
-from rollover.convert import trl_data as data
-from rollover.convert import trl_values as to
-from rollover.convert.mapping import Row, System
+from rollover.convert.mapping import SHOWN, WHERE, Row, System
+from rollover.convert.trl import data
+from rollover.convert.trl import values as to
 
 _EVALUATED = {"eval_dataset": "held_out.jsonl", "eval_strategy": "steps", "eval_steps": 5}
 _SYNCED = {"beta": 0.04, "sync_ref_model": True}
@@ -18,15 +18,13 @@ _PER_STEP = ("rollout.groups_per_step", "train.minibatches_per_step")
 _EVAL = ("eval.num_tasks", "eval.every_steps")
 
 # No result depends on these: they say where and how fast something is computed, or what is shown of it.
-_WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
-_SHOWN = "what is shown of a run, and where: `[track]`; W&B and others: docs/trackers.md"
 _HUB = "nothing is uploaded: `model/` of the run is a folder as `from_pretrained` reads it"
 _OTHERS = "of other trainers: GRPOTrainer does not read it"
 _ADAPTIVE = "goes with `use_adaptive_entropy`"
 
 # fmt: off
 _NO_RESULT = (
-    *((name, _WHERE) for name in (
+    *((name, WHERE) for name in (
         "per_device_eval_batch_size", "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object",
         "batch_eval_metrics", "activation_checkpointing", "activation_checkpointing_kwargs",
         "gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32",
@@ -40,7 +38,7 @@ _NO_RESULT = (
         "use_transformers_continuous_batching", "transformers_continuous_batching_config", "use_transformers_paged",
         "enable_jit_checkpoint", "save_on_each_node", "skip_memory_metrics", "debug",
     )),
-    *((name, _SHOWN) for name in (
+    *((name, SHOWN) for name in (
         "logging_*", "log_*", "disable_tqdm", "report_to", "project", "trackio_*", "include_num_input_tokens_seen",
         "include_for_metrics", "num_completions_to_print",
     )),

@@ -1,4 +1,4 @@
-"""How values of LightRFT's flags become values of ours: the functions of the rows of lightrft.py."""
+"""How values of LightRFT's flags become values of ours: the functions that rows.py names."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ here, row by row."""
 
 from __future__ import annotations
 
-from rollover.convert.lightrft_values import (
+from rollover.convert.lightrft.values import (
     advantage,
     asked,
     batches,
@@ -22,7 +22,7 @@ from rollover.convert.lightrft_values import (
     truncated,
     with_critic,
 )
-from rollover.convert.mapping import Row, System
+from rollover.convert.mapping import SHOWN, WHERE, Row, System
 
 # fmt: off
 _GAE = {"advantage_estimator": "gae", "critic_pretrain": "another"}
@@ -32,11 +32,9 @@ _LORA = {"lora_rank": 8}
 _OVERLONG = {"overlong_buffer": True, "overlong_buffer_len": 64}
 _NORM = _GAE | {"reward_running_norm": True}
 
-_WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
-_SHOWN = "what is shown and stored of a run, and where: `[track]`; W&B and others: docs/trackers.md"
 _IMAGES = "there are no images"
 NO_RESULT = {
-    _WHERE: (
+    WHERE: (
         "micro_train_batch_size", "micro_rollout_batch_size", "engine_type", "engine_tp_size", "engine_mem_util",
         "enable_engine_sleep", "disable_engine_sleep", "packing_samples", "sp_size", "fsdp", "fsdp_cpu_offload",
         "zero_stage", "zpg", "adam_offload", "actor_init_on_gpu", "flash_attn", "grad_accum_dtype", "overlap_comm",
@@ -44,7 +42,7 @@ NO_RESULT = {
         "initial_model_shard_size", "local_rank", "rm_use_engine", "rm_engine_cudagraph", "fused_linear_logprob",
         "chunk_size", "use_ms",
     ),
-    _SHOWN: (
+    SHOWN: (
         "save_trajectories", "num_trajectories_to_save", "mark_high_entropy_tokens", "trajectory_analysis",
         "print_replay_buffer_stats", "logging_steps", "save_hf_ckpt", "disable_ds_ckpt", "max_ckpt_mem",
         "load_checkpoint", "save_value_network", "use_wandb", "wandb_*", "use_tensorboard", "log_dir", "plot_every",

@@ -1,5 +1,5 @@
 """Options of TRL's GRPOConfig, and what GRPOTrainer is given, as values of ours: data, rewards, the model, evaluations
-and checkpoints. What is left of trl_values.py, for the rows of trl.py."""
+and checkpoints. What values.py leaves, for rows.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollover.convert.mapping import Options, Unanswered
-from rollover.convert.trl_values import in_steps, reward_rows
+from rollover.convert.trl.values import in_steps, reward_rows
 
 # fmt: off
 _LORA = {

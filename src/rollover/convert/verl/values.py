@@ -1,4 +1,4 @@
-"""How values of verl's options become values of ours: the functions of the rows of verl.py."""
+"""How values of verl's options become values of ours: the functions that rows.py names."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollover.convert.mapping import Row, System
-from rollover.convert.verl_values import (
+from rollover.convert.verl.values import (
     ACTOR,
     IS,
     MODEL,
@@ -44,7 +44,7 @@ from rollover.convert.verl_values import (
     warmup_ratio,
     with_critic,
 )
-from rollover.convert.verl_without import WITHOUT
+from rollover.convert.verl.without import WITHOUT
 
 # fmt: off
 _WITH_CRITIC = {"algorithm.adv_estimator": "gae", "critic.model.path": "another"}

@@ -5,6 +5,7 @@ Most of `trl:` is handed on to TRL, whose rows (trl/rows.py) hold. One process i
 
 from __future__ import annotations
 
+from rollover.convert.axolotl import shown
 from rollover.convert.axolotl.values import (
     adapter,
     advantage,
@@ -67,8 +68,7 @@ NO_RESULT = {
         "chunked_cross_entropy_num_chunks", "liger_*", "cut_cross_entropy", "use_kernels", "experts_implementation",
     ),
     SHOWN: (
-        "trl.log_completions", "trl.num_completions_to_print", "logging_steps", "use_wandb", "wandb_*", "use_mlflow",
-        "mlflow_*", "hf_mlflow_log_artifacts", "use_comet", "comet_*", "use_trackio", "trackio_*", "use_tensorboard",
+        "trl.num_completions_to_print", "logging_steps", "wandb_*", "mlflow_*", "comet_*", "trackio_*",
         "use_otel_metrics", "otel_metrics_*", "gradio_*", "ray_run_name", "profiler_steps", "profiler_steps_start",
         "include_tokens_per_second", "include_tkps", "hub_model_id", "hub_strategy", "hub_revision",
         "hf_use_auth_token", "save_safetensors", "save_strategy", "saves_per_epoch", "save_first_step",
@@ -259,6 +259,23 @@ ROWS = (
         note="updates, or a share of `max_steps`"),
     Row("save_total_limit", ("checkpoint.keep",), None, 4, 8),
     Row("output_dir", ("run.dir",), example="folder"),
+    *(Row(f"use_{name}", ("track.trackers",), shown.trackers, example=True)
+      for name in ("wandb", "tensorboard", "trackio", "mlflow")),
+    Row("use_comet", note="there is no Comet: docs/trackers.md has the tools that there are"),
+    Row("wandb_mode", ("track.trackers",), shown.trackers, example="disabled", beside={"use_wandb": True},
+        note="`offline` is W&B's own variable `WANDB_MODE`"),
+    *(Row(name, ("track.project", "track.trackers"), shown.project, example="mine",
+          note="a project switches its tool on") for name in
+      ("wandb_project", "mlflow_experiment_name", "trackio_project_name")),
+    *(Row(name, ("run.name",), shown.name, example="mine", beside={f"use_{name.partition('_')[0]}": True})
+      for name in ("wandb_name", "wandb_run_id", "mlflow_run_name", "trackio_run_name")),
+    Row("wandb_entity", ("track.entity",), shown.entity, example="us", beside={"use_wandb": True}),
+    Row("wandb_log_model", ("track.artifacts",), shown.artifacts, example="end", beside={"use_wandb": True},
+        note="the model of the end"),
+    Row("hf_mlflow_log_artifacts", ("track.artifacts",), shown.artifacts, example=True, beside={"use_mlflow": True},
+        note="the model of the end, no checkpoints"),
+    Row("trl.log_completions", ("track.tracker_rollouts",), shown.completions, False, True, {"use_wandb": True},
+        note="four of each step, where TRL sends all"),
     Row("seed", ("run.seed",), None, 42, 7),
     *(Row(name, note=note) for note, names in NO_RESULT.items() for name in names),
     *(Row(name, note=note, neutral=neutral) for name, (note, neutral) in _NOT_THERE.items()),

@@ -26,7 +26,10 @@ STYLE = "site.css"
 COPIES = "repository"  # the folder of the site for files of the repository that are no pages
 _AS_IT_IS = (".gif", ".html", ".jpg", ".jpeg", ".pdf", ".png", ".svg", ".webp", ".txt")  # any other becomes a text
 
-_CODE = re.compile(r"(^[ >]*```.*?^[ >]*```[ ]*$|``.+?``|`[^`]+`)", re.MULTILINE | re.DOTALL)
+# A block; what is between two backticks each side, or between one, in one paragraph or row.
+_CODE = re.compile(
+    r"(^[ >]*```.*?^[ >]*```[ ]*$|``[^\n]+?``|`(?:[^`\n]|\n(?![ \t]*(?:\n|\||#|<!--)))+`)", re.MULTILINE | re.DOTALL
+)
 _LINK = re.compile(r'\]\(([^)\s]+)((?: "[^"]*")?)\)')
 _HEADING = re.compile(r"^(#+) +(.*?) *$", re.MULTILINE)
 _NAMED = re.compile(r"\{ #([\w.-]+) \}")

@@ -175,6 +175,13 @@ def test_anchors_are_those_of_github() -> None:
     assert docs_pages.anchors_of(text) == {"a-b_c-d--f", "twice", "twice-1", "a.x"}
 
 
+def test_a_backtick_alone_takes_nothing_else_for_code() -> None:
+    """Code ends within its paragraph, or its row."""
+    text = "| `a` | a ` alone |\n| `b` | [c](d.md) |\n\nOne ` more.\n\n## Title\n\n`over\ntwo lines` [c](d.md)\n"
+    assert docs_pages.anchors_of(text) == {"title"}
+    assert docs_pages.with_links(text, lambda target: f"to/{target}") == text.replace("d.md", "to/d.md")
+
+
 def test_a_folder_in_the_nav_stands_for_its_pages_that_are_not_named() -> None:
     nav = [{"First": ["t/b.md", "t/*"]}, {"None": ["u/*"]}]
     places = ["t/a.md", "t/b.md", "t/c.md", "t/index.md"]

@@ -100,7 +100,7 @@ def events_of(step: int, groups: list[RecordedGroup], rng: random.Random) -> lis
 def make(folder: Path, steps: int, rollouts: int, tokens: int) -> dict[str, float]:
     """Write the run. Seconds of the processor a step, by what was written."""
     rng, random_ = random.Random(0), np.random.default_rng(0)
-    took = dict.fromkeys(("rollouts", "trace", "metrics"), 0.0)
+    took: dict[str, float] = {"rollouts": 0.0, "trace": 0.0, "metrics": 0.0}
     keys = [of.key for of in METRICS if "{" not in of.key and of.key != "step"]
     (folder / "config.resolved.json").write_text('{"run": {"name": "large"}}')
     recorder, trace = RolloutRecorder(folder / "rollouts"), TraceFile(folder / TRACE)

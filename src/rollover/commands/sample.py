@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     config = load(args.files, overrides, require_sources=False).config
     from rollover.ending import run_bounded
-    from rollover.functions import printable_lines
+    from rollover.track.shown import printable_lines
 
     workflow, grace_s = config.workflow, config.watchdog.grace_s
     if workflow.agent or workflow.environment or config.rollout.environment != "single_turn":

@@ -91,13 +91,11 @@ class RolloutIndex:
         assert self._entries is not None
         return self._entries
 
-    def all_entries(self) -> np.ndarray:
-        """`entries` with all patience."""
-        patience, self.patience = self.patience, float("inf")
-        try:
-            return self.entries()
-        finally:
-            self.patience = patience
+    def look_at_step(self, step: int) -> None:
+        """Have what left with this step among the next `entries`, however impatient these are."""
+        for file in step_files(self.dir):
+            if file.step == step and file.path not in self._seen and (of := self._look(file)) is not None:
+                self._seen[file.path], self._entries = of, None
 
     def record(self, entry: np.void) -> dict[str, Any]:
         """One dict with texts and tokens, as `Run.records` gives it, of one of `entries()`.

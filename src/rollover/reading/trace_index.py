@@ -130,14 +130,6 @@ class TraceIndex:
             self._forget()  # half of what a file says is nothing to go on from
             raise
 
-    def look_at_all(self) -> None:
-        """`look` with all patience."""
-        patience, self.patience = self.patience, float("inf")
-        try:
-            self.look()
-        finally:
-            self.patience = patience
-
     def bars(self) -> np.ndarray:
         """An array of BAR, in the order of their ends; what runs now is in `open_bars`."""
         return self._bars.array()
@@ -176,19 +168,20 @@ class TraceIndex:
         return self._drops.array()
 
     def events_of(self, group: int) -> Iterator[TraceEvent]:
-        """All events of a group and its rollouts, in order. Nothing of one that is not known."""
-        begin, end = self._begins.get(group, 0), self._ends.get(group, 0)
-        if begin == end:
+        """All events of a group and its rollouts, in order, those too that no look has come to yet. Nothing of one that
+        is not known."""
+        begin, end = self._begins.get(group, self._end), self._ends.get(group, self._end)
+        if begin == end and self.share == 1:
             return
         with open(self.path, "rb") as file:
             file.seek(begin)
-            wanted = b",%d," % group
-            for line in file:
-                begin += len(line)
-                if begin > end:
-                    return
-                if wanted in line and (event := TraceEvent.from_line(line)).group == group:
-                    yield event
+            yield from _of_group(file.read(end - begin), group)
+            if self.share < 1:
+                file.seek(self._end)
+                left = b""
+                while chunk := file.read(_CHUNK):
+                    whole, newline, left = (left + chunk).rpartition(b"\n")
+                    yield from _of_group(whole + newline, group)
 
     # Private
 
@@ -270,3 +263,13 @@ class TraceIndex:
             number = self._sibling_at[sibling or 0] = len(self.siblings)
             self.siblings.append(str(sibling or 0))
         return number
+
+
+def _of_group(text: bytes, group: int) -> Iterator[TraceEvent]:
+    """Of whole lines the events of this group: most of them are not even cut apart."""
+    wanted, at = b",%d," % group, 0
+    while (at := text.find(wanted, at)) >= 0:
+        begin, end = text.rfind(b"\n", 0, at) + 1, text.index(b"\n", at)
+        if (event := TraceEvent.from_line(text[begin:end])).group == group:
+            yield event
+        at = end

@@ -23,13 +23,13 @@ def episode(index: RolloutIndex, step: int, group: int, sibling: int) -> dict[st
         raise KeyError(f"no episode {group}-{sibling} left the run with step {step}")
     places = places[np.lexsort((entries["context"][places], entries["trajectory"][places]))]
     contexts = []
-    for place in places[:MOST_CONTEXTS].tolist():
-        record = index.record(entries[place])
+    for entry in entries[places[:MOST_CONTEXTS]]:
+        record = index.record(entry)
         contexts.append(
             {
-                **row_of(index, entries[place]),
-                "trajectory": int(entries[place]["trajectory"]),
-                "context": int(entries[place]["context"]),
+                **row_of(index, entry),
+                "trajectory": int(entry["trajectory"]),
+                "context": int(entry["context"]),
                 "role": record.get("role") or "",
                 "turns": record.get("turns"),
                 "error": record.get("error"),

@@ -175,15 +175,14 @@ class RunData:
         if step is None or not of:
             raise ValueError("rollout: give the id of the rollout, and the step that it left with")
         first, count = integer(query, "first", 0) or 0, integer(query, "count", 2000) or 0
-        self.files.rollouts.all_entries()  # a rollout that was not read yet is no rollout that is not there
-        self.files.trace.look_at_all()
+        self.files.rollouts.look_at_step(step)  # a rollout that was not read yet is no rollout that is not there
         return told(self.files, step, of, first, count, self.pieces)
 
     def _episode(self, query: Query) -> dict[str, Any]:
         step, group, sibling = (integer(query, name) for name in ("step", "group", "sibling"))
         if step is None or group is None or sibling is None:
             raise ValueError("episode: give step, group and sibling")
-        self.files.rollouts.all_entries()
+        self.files.rollouts.look_at_step(step)
         return episode(self.files.rollouts, step, group, sibling)
 
     def _lanes(self, query: Query) -> dict[str, Any]:

@@ -114,7 +114,6 @@ VALUES = (
     {"score": 2.0},
     ["wandb"],
     ["q_proj"],
-    ["model"],
 )
 BESIDE = {  # what else an option needs
     "filters.mask_in_baseline": {"filters.mask_truncated": True},

@@ -118,4 +118,7 @@ def test_without_patience_a_look_reads_one_file_and_says_how_far_it_is(
     assert 70 in index.entries()["group_id"], "what changed is seen at once"
     impatient = RolloutIndex(folder)
     impatient.patience = 0.0
-    assert len(impatient.all_entries()) == len(index.entries()) and impatient.share == 1
+    assert set(impatient.entries()["step"]) == {1}
+    impatient.look_at_step(4)
+    assert set(impatient.entries()["step"]) == {1, 2, 4}, "that one, and one more as at each look"
+    assert set(impatient.entries()["step"]) == {1, 2, 3, 4} and impatient.share == 1

@@ -143,12 +143,19 @@ def test_without_patience_a_look_takes_in_one_chunk_and_says_how_far_it_is(tmp_p
     assert len(shares) == -(-size // (1 << 18)) > 3 and shares == sorted(set(shares))
     assert counts[0] < len(whole.bars()) / 2 and counts == sorted(counts)
     assert index.bars().tolist() == whole.bars().tolist() and index.open_bars().tolist() == whole.open_bars().tolist()
-    impatient = TraceIndex(whole.path)
-    impatient.patience = 0.0
-    impatient.look_at_all()
-    assert impatient.share == 1 and len(impatient.bars()) == len(whole.bars())
-    impatient.look()
-    assert impatient.share == 1
+
+
+def test_the_events_of_a_group_are_known_wherever_reading_is(tmp_path: Path) -> None:
+    whole = index_of(tmp_path / TRACE, many_events(20_000))
+    index = TraceIndex(whole.path)
+    index.patience = 0.0
+    index.look()
+    while True:
+        for group in (0, 1, 3, 1000, 9_999, 19_999, 20_000):
+            assert list(index.events_of(group)) == list(whole.events_of(group)), (group, index.share)
+        if index.share == 1:
+            break
+        index.look()
 
 
 def test_a_rollout_that_begins_twice_and_a_group_that_left_hold_no_slot(tmp_path: Path) -> None:

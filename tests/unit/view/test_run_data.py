@@ -193,7 +193,9 @@ def test_without_patience_what_was_read_is_answered_and_that_it_is_a_part(tmp_pa
 
 def test_a_rollout_is_found_wherever_it_is_and_reading_ahead_ends(tmp_path: Path) -> None:
     write_run(tmp_path, steps=6)
-    assert asked(RunData(tmp_path, patience_s=0.0), "rollout", step=6, id="18-0")["step"] == 6
+    data = RunData(tmp_path, patience_s=0.0)
+    assert asked(data, "rollout", step=6, id="18-0")["step"] == 6
+    assert asked(data, "state")["reading"]["rollouts"] == pytest.approx(2 / 6), "its step, and one more"
     data = RunData(tmp_path, patience_s=0.0)
     data.read_ahead()
     assert asked(data, "state")["reading"] == {} and asked(data, "rollouts")["total"] == 30

@@ -16,7 +16,7 @@ export class StalenessMap {
       pointermove: (event) => this._point(event), click: (event) => { this._point(event); this._pick(); }, keydown: (event) => this._key(event) } });
     this.said = el("p", { class: "legend", text: "The darker, the more of the rollouts that were trained at these steps." });
     this.node = el("figure", { class: "chart heat" }, el("figcaption", {}, el("h3", { text: "Staleness of trained rollouts", title: "Trainer version at the step less the oldest version that sampled of the rollout" })), el("div", { class: "plot" }, this.canvas), this.said);
-    this.sized = new ResizeObserver(() => this.repaint());
+    this.sized = new ResizeObserver(() => { if (this.canvas.parentElement.clientWidth !== this.painted) this.repaint(); }); // its height is our own doing
     this.sized.observe(this.canvas.parentElement);
   }
 
@@ -33,6 +33,7 @@ export class StalenessMap {
   repaint() {
     const { told, canvas } = this, width = canvas.parentElement.clientWidth;
     if (!told?.first.length || !width) return;
+    this.painted = width;
     const levels = told.low.length, columns = told.first.length, ratio = devicePixelRatio || 1;
     this.high = Math.max(LINE, Math.min(40, Math.floor(160 / levels)));
     this.wide = (width - SIDE) / columns;

@@ -69,7 +69,7 @@ class Arguments:
         try:
             for spec, value in self.live.items():
                 held.add(value, spec.removeprefix(f"{LIVE}:"))
-            before = {} if self.resume is None else _of_run(Path(self.resume))
+            before = {} if self.resume is None else settings_of_run(Path(self.resume), "resume")
             given = [held.plain(x, "") if isinstance(x, Mapping) else os.fspath(x) for x in self._files()]
             layers: list[Any] = [before, *given, self._own(held, before.get("tasks.sources", []))]
             resolved = load_config(
@@ -259,17 +259,17 @@ def _path_of(rows: Any, name: str, held: _Held) -> str:
     return held.add(made if isinstance(made, LiveStream) else rows, name)
 
 
-def _of_run(folder: Path) -> dict[str, Any]:
+def settings_of_run(folder: Path, asked_by: str) -> dict[str, Any]:
     """The settings of an earlier run, from its config.resolved.json. Those that are the defaults anyway are left out,
-    so that what is given now is not refused for having no effect beside them."""
+    so that what is given now is not refused for having no effect beside them. `asked_by`: what ConfigError names."""
     path = folder / "config.resolved.json"
     if not path.is_file():
-        raise ConfigError(f"resume: {str(folder)!r} holds no run: there is no config.resolved.json")
+        raise ConfigError(f"{asked_by}: {str(folder)!r} holds no run: there is no config.resolved.json")
     try:
         saved: Any = renamed(read_tables(path))
         saved = {table: {} for table, _ in tables()} | saved
     except ValueError as error:
-        raise ConfigError(f"resume: {error}") from error
+        raise ConfigError(f"{asked_by}: {error}") from error
     preset = {f"algorithm.{k}": v for k, v in PRESETS.get(saved["algorithm"].get("preset"), {}).items()}
     out: dict[str, Any] = {}
     for key, info in leaves():

@@ -1,10 +1,13 @@
-"""`rollover sample`: print what the model answers to a prompt, or whole episodes."""
+"""`rollover sample`: print what the model answers to a prompt, whole episodes, or how a recorded rollout goes on."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollover.commands.verb import Overrides, Verb, load, positive, to_stderr
@@ -12,6 +15,7 @@ from rollover.commands.verb import Overrides, Verb, load, positive, to_stderr
 if TYPE_CHECKING:
     from rollover.config import Config
     from rollover.run.answer_prompt import Answered
+    from rollover.run.go_on import GoneOn, Place
     from rollover.types import Task
 
 
@@ -20,9 +24,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", metavar="TEXT", help="what to ask; without it episodes have the first task of the configuration")
     add("--columns", metavar="JSON", type=columns, help='what else the task of an episode has, as \'{"answer": "12"}\'')
     add("--num", metavar="N", type=positive, default=1, help="number of answers or episodes (default: 1)")
+    add(
+        "--from",
+        dest="place",
+        nargs=2,
+        metavar=("RUN_DIR", "STEP/ID[:TOKEN]"),
+        help="go on with this rollout of a run after its first TOKEN tokens (default: 0), with the run's own"
+        " configuration and its newest weights, and print the log-prob of each token that comes",
+    )
+    add("--model", metavar="DIR", help="with --from: go on with this model in place of the run's newest weights")
+    add("--json", action="store_true", help="with --from: print JSON")
 
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
+    if args.place is not None:
+        return run_from(args, overrides)
+    if not args.files or args.model or args.json:
+        raise ValueError("give FILE.toml, or a rollout of a run by --from, to which --model and --json belong")
     config = load(args.files, overrides, require_sources=False).config
     from rollover.ending import run_bounded
     from rollover.track.shown import printable_lines
@@ -39,6 +57,61 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     for i, text in enumerate(texts):
         print(f"--- {i + 1} of {args.num}" if args.num > 1 else "", text, sep="\n" if args.num > 1 else "")
     return 0
+
+
+def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
+    """With --from: a rollout of a run goes on."""
+    from rollover.api.settings import settings_of_run
+    from rollover.config.load import load_config
+    from rollover.ending import run_bounded
+    from rollover.processes import prepare_libraries
+    from rollover.run.go_on import Weights, go_on, newest_weights
+
+    if args.prompt is not None or args.columns is not None:
+        raise ValueError("--from has the prompt of its rollout: leave --prompt and --columns out")
+    directory = Path(args.place[0]).expanduser()
+    place = place_of(directory, args.place[1])
+    config = load_config([settings_of_run(directory, "--from"), *args.files], overrides, require_sources=False).config
+    prepare_libraries(config.run)
+    weights = Weights(args.model, args.model) if args.model else newest_weights(config, directory)
+    to_stderr(f"with {weights.said}, after {place.kept} of {place.record['num_tokens']} tokens")
+    found = run_bounded(go_on(place, args.num, weights, config, directory), config.watchdog.grace_s)
+    if args.json:
+        print(json.dumps([asdict(of) for of in found]))
+        return 0
+    for number, of in enumerate(found):
+        if args.num > 1:
+            print(f"--- {number + 1} of {args.num}")
+        print_gone_on(of, place.kept)
+    return 0
+
+
+def place_of(directory: Path, text: str) -> Place:
+    """The rollout that STEP/ID[:TOKEN] names. ValueError where there is none."""
+    from rollover.reading.rollout_index import find
+    from rollover.reading.run_files import RunFiles
+    from rollover.run.go_on import Place
+
+    match = re.fullmatch(r"(\d+)/(\d+-\d+(?:\.\d+\.\d+)?)(?::(\d+))?", text)
+    if match is None:
+        raise ValueError(f"--from: {text!r} names no rollout: write STEP/ID, or STEP/ID:TOKEN, as 12/40-3:57")
+    index = RunFiles(directory).rollouts
+    entries = index.entries()
+    found = find(entries, int(match[1]), match[2])
+    if found is None:
+        raise ValueError(f"--from: no rollout {match[2]} left the run in {directory} with step {match[1]}")
+    return Place(index.record(entries[found]), int(match[3] or 0))
+
+
+def print_gone_on(found: GoneOn, kept: int) -> None:
+    """The text that stays, that which came, and each token of it."""
+    from rollover.track.shown import printable_lines
+
+    print(f"kept: {printable_lines(found.kept)}\nthen: {printable_lines(found.text)}\nends by {found.stop_reason}")
+    for number, (of, logprob, piece) in enumerate(
+        zip(found.token_ids, found.logprobs, found.pieces, strict=True), start=kept
+    ):
+        print(f"{number:>7} {of:>7} {logprob:>9.4f}  {json.dumps(piece, ensure_ascii=True)}")
 
 
 async def answers(config: Config, prompt: str, num: int) -> list[Answered]:
@@ -109,4 +182,9 @@ def columns(text: str) -> dict[str, Any]:
     return value
 
 
-VERB = Verb("Print what the model answers to a prompt, or whole episodes of a task.", run, arguments)
+VERB = Verb(
+    "Print what the model answers to a prompt, whole episodes of a task, or how a recorded rollout goes on.",
+    run,
+    arguments,
+    files="*",
+)

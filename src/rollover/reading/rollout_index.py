@@ -173,6 +173,13 @@ def rollout_id(entry: np.void) -> str:
     return name if inner == (0, 0) else f"{name}.{inner[0]}.{inner[1]}"
 
 
+def find(entries: np.ndarray, step: int, of: str) -> int | None:
+    """Where among them the rollout is that has this id and left with this step; the last one, where it left more than
+    once."""
+    places = np.flatnonzero(entries["step"] == step)[::-1].tolist()
+    return next((place for place in places if rollout_id(entries[place]) == of), None)
+
+
 def staleness(entries: np.ndarray | np.void) -> np.ndarray:
     """Of each rollout, or of one: trainer version at the step that it left with, less the oldest version that sampled
     of it; 0 where nothing was sampled. A step of number n is made at version n - 1."""

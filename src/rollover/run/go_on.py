@@ -1,0 +1,151 @@
+"""A recorded rollout goes on from one of its tokens, with weights of its run, or of another model.
+
+    prompt + its first tokens, as they were sampled ──extend──▶ what comes instead
+
+What comes depends on its own seed and the place alone: with the weights that sampled it, it is what came. Nothing is
+scored, and no environment answers: it goes on to the end of the present turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollover.checkpoint.store import CheckpointStore, checkpoint_step
+from rollover.config import Config
+from rollover.engine.protocol import ExtendRequest
+from rollover.models.devices import dtype_of
+from rollover.run.eval_parts import EvalParts
+from rollover.run.playing import together
+from rollover.trainer.stored_tensors import StoredTensors, part_of
+from rollover.types import SamplingParams, Segment, rollout_seed
+
+
+@dataclass(frozen=True)
+class Place:
+    """A recorded rollout (`Run.records`), of which the first `kept` tokens stay. ValueError where it cannot be."""
+
+    record: Mapping[str, Any]
+    kept: int
+
+    def __post_init__(self) -> None:
+        num, name = self.record["num_tokens"], self.record["rollout_id"]
+        if self.kept > num:
+            raise ValueError(f"rollout {name} has {num} tokens: give a token from 0 to {num}")
+        end = 0
+        for segment in self.record["segments"]:
+            first, end = end, end + segment["num_tokens"]
+            if first < self.kept < end and not segment["trainable"]:
+                raise ValueError(
+                    f"token {self.kept} of rollout {name} is of its environment, which wrote {first} to {end - 1}. Give"
+                    f" {first}, or {end}"
+                )
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Those that stay."""
+        return list(self.record["token_ids"][: self.kept])
+
+    def request(self, config: Config, stop_token_ids: frozenset[int], number: int) -> ExtendRequest:
+        """`number`: 0 has the draws of the rollout itself, others have their own. ValueError where there is no room."""
+        record, rollout = self.record, config.rollout
+        budget = rollout.max_new_tokens - self.kept
+        if budget < 1:
+            raise ValueError(
+                f"rollout.max_new_tokens = {rollout.max_new_tokens}, and {self.kept} tokens are kept: give an earlier"
+                f" token, or --rollout.max_new_tokens {self.kept + 256}"
+            )
+        start = end = 0
+        for segment in record["segments"]:
+            end += segment["num_tokens"]
+            if not segment["trainable"] and end <= self.kept:
+                start = end
+        sibling = record["sibling"] if not number else f"{record['sibling']}+{number}"
+        return ExtendRequest(
+            rollout_id=f"{record['rollout_id']}+{number}",
+            prompt_ids=tuple(record["prompt_ids"]),
+            generated_ids=tuple(self.token_ids),
+            max_new_tokens=budget,
+            seed=rollout_seed(config.run.seed, record["task_id"], record["attempt"], sibling),
+            sampling=SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p),
+            stop_token_ids=stop_token_ids | frozenset(rollout.stop_token_ids),
+            stop_strings=tuple(rollout.stop),
+            text_start=start,
+            processing=rollout.logits.processing(),
+        )
+
+
+@dataclass(frozen=True)
+class GoneOn:
+    """What came. `kept`: the text of the tokens that stay. `text`: of those that came; `pieces`: of each of them."""
+
+    kept: str
+    text: str
+    pieces: list[str]
+    token_ids: list[int]
+    logprobs: list[float]
+    stop_reason: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Which weights go on: a saved model (`model`), or those of a `checkpoint` in the store of the run. `said`: what
+    they are."""
+
+    said: str
+    model: str | None = None
+    checkpoint: str = ""
+    version: int = 0
+
+
+def newest_weights(config: Config, directory: Path) -> Weights:
+    """The newest that the run in `directory` has. ValueError where it has none, or none that can be sampled with."""
+    if (directory / "model" / "config.json").is_file():
+        return Weights("the model that the run ended with", str(directory / "model"))
+    names = CheckpointStore(checkpoints_of(config, directory), 1).list()
+    if names and not config.model.lora.rank and config.backend.type in ("local", "ranks"):
+        return Weights(f"checkpoint {names[-1]}", checkpoint=names[-1], version=checkpoint_step(names[-1]))
+    if (directory / "best_model" / "config.json").is_file():
+        return Weights("the run's best model", str(directory / "best_model"))
+    if names:
+        raise ValueError(
+            f"{directory} has no saved model yet, and of its checkpoint {names[-1]} (adapters, or another backend's) no"
+            " engine is given the weights here: give a model by --model DIR"
+        )
+    raise ValueError(f"{directory} has no weights yet: no model/, and no checkpoint. Give a model by --model DIR")
+
+
+def checkpoints_of(config: Config, directory: Path) -> str:
+    """Where the checkpoints of the run in `directory` are."""
+    return config.checkpoint.dir or str(directory / "checkpoints")
+
+
+async def go_on(place: Place, num: int, weights: Weights, config: Config, directory: Path) -> list[GoneOn]:
+    """What comes after `place`, `num` times, of an engine that is built for it alone."""
+    parts = await EvalParts.build(config, weights.model, with_rewards=False)
+    try:
+        requests = [place.request(config, parts.stop_token_ids, number) for number in range(num)]
+        if weights.checkpoint:
+            files = CheckpointStore(checkpoints_of(config, directory), 1).open(weights.checkpoint)
+            stored = StoredTensors([path for file, path in files.items() if file.startswith("trainer-")])
+            masters = part_of(stored, "master/").items()
+            await parts.engine.load_weights(weights.version, ((name, w.to(dtype_of(config))) for name, w in masters))
+        answers = await together([parts.engine.extend(request) for request in requests])
+        parts.engine.release([request.rollout_id for request in requests])
+        return [_gone_on(place, segments, parts.tokenizer) for segments in answers]
+    finally:
+        await parts.close()
+
+
+def _gone_on(place: Place, segments: list[Segment], tokenizer: Any) -> GoneOn:
+    kept, ids = place.token_ids, [int(t) for s in segments for t in s.token_ids]
+    return GoneOn(
+        kept=tokenizer.decode(kept, skip_special_tokens=True),
+        text=tokenizer.decode(ids, skip_special_tokens=True),
+        pieces=[tokenizer.decode([of]) for of in ids],
+        token_ids=ids,
+        logprobs=[float(x) for s in segments for x in s.logprobs],
+        stop_reason=segments[-1].stop_reason.value,
+    )

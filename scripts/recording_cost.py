@@ -1,46 +1,63 @@
 """What recording a step costs, and how soon all of a run is known again, in seconds of the processor.
 
 python scripts/recording_cost.py [--rollouts 64] [--tokens 400] [--steps 20]
+python scripts/recording_cost.py --train smollm2-135m [--rollouts 8] [--tokens 60] [--steps 3]
+    what of a training step on that model is for track.token_stats: its loss telling it, its being gathered and written
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import resource
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from rollover.reading.rollout_index import RolloutIndex
 from rollover.track.metrics_table import MetricsTable
 from rollover.track.recorder import FORMATS, RolloutRecorder
+from rollover.track.token_stats import TokenStats
 from rollover.track.tracker import RecordedGroup
 from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 GROUP_SIZE, KEYS = 8, 300
 
 
-def segment(size: int, random: np.random.Generator) -> Segment:
-    token_ids = random.integers(0, 150_000, size, dtype=np.int32)
+def stats(size: int, random: np.random.Generator) -> TokenStats:
+    """Of a token each number that it may have, and no two alike."""
+    numbers = random.lognormal(0.0, 0.3, (3, size)).astype(np.float32)
+    return TokenStats(np.ones(size, bool), np.zeros(size, bool), np.full(size, 0.5, np.float32), *numbers)
+
+
+def segment(size: int, random: np.random.Generator, vocab: int) -> Segment:
+    token_ids = random.integers(0, vocab, size, dtype=np.int32)
     logprobs = -random.exponential(0.5, size).astype(np.float32)
     return Segment(token_ids, logprobs, 0, SamplingParams(), StopReason.EOS, True)
 
 
-def groups(rollouts: int, tokens: int, first: int, random: np.random.Generator) -> list[RecordedGroup]:
+def groups(
+    rollouts: int, tokens: int, first: int, random: np.random.Generator, vocab: int = 150_000
+) -> list[RecordedGroup]:
     told = []
     for n in range(first, first + max(1, rollouts // GROUP_SIZE)):
         task = Task(f"task-{n}", "sums", "own", messages=({"role": "user", "content": "What is it? " * 20},))
         each = []
         for sibling in range(GROUP_SIZE):
             cut = int(random.integers(1, tokens))
-            parts = [segment(size, random) for size in (cut, tokens - cut)]
+            parts = [segment(size, random, vocab) for size in (cut, tokens - cut)]
             reward = Reward(float(random.integers(2)))
             each.append(Rollout(n, sibling, task, parts, RolloutState.CONSUMED, StopReason.EOS, reward))
         texts = ["some words of an answer " * (tokens // 6) for _ in each]
-        told.append(RecordedGroup(Group(n, task, tuple(range(100)), each), texts, [0.5] * len(each)))
+        of_tokens = [stats(tokens, random) for _ in each]
+        told.append(RecordedGroup(Group(n, task, tuple(range(100)), each), texts, [0.5] * len(each), tokens=of_tokens))
     return told
 
 
@@ -51,26 +68,88 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - begun
 
 
+class Watch:
+    """Adds up the processor's seconds of the functions that it stands around."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.process_time()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.seconds += time.process_time() - begun
+
+        setattr(owner, name, timed)
+
+
+def train(model: str, rollouts: int, tokens: int, steps: int) -> None:
+    """Steps with token_stats, and what of them is for that."""
+    from rollover.config import AlgorithmConfig, ModelConfig, TrainConfig
+    from rollover.models.load import load_model
+    from rollover.trainer import objective, token_stats
+    from rollover.trainer.batch import build_batch
+    from rollover.trainer.build import local_trainer
+
+    algorithm = AlgorithmConfig.model_validate({"correction": "token_truncate", "proximal": "step_start"})
+    loaded = load_model(ModelConfig(path=model))
+    trainer = local_trainer(
+        loaded, TrainConfig(num_steps=steps), algorithm, dtype=torch.float32, max_new_tokens=tokens, tells_tokens=True
+    )
+    vocab = min(100, loaded.vocab_size)
+    without = [replace(of, tokens=()) for of in groups(rollouts, tokens, 0, np.random.default_rng(0), vocab)]
+    batch = build_batch([of.group for of in without], algorithm)
+    told, gathered, whole, written = Watch(), Watch(), Watch(), 0.0
+    told.around(objective, "told_tokens")
+    gathered.around(token_stats.TokenWatch, "stats")
+    whole.around(trainer, "train_step")
+    with tempfile.TemporaryDirectory() as folder:
+        for step in range(1, steps + 1):
+            trainer.train_step(batch)
+            found = [[trainer.token_stats.get(r.rollout_id) for r in of.group.rollouts] for of in without]
+            with_all = [replace(of, tokens=tokens) for of, tokens in zip(without, found, strict=True)]
+            written += seconds(partial(RolloutRecorder(Path(folder, "with")).write, step, with_all))
+            written -= seconds(partial(RolloutRecorder(Path(folder, "without")).write, step, without))
+    share = (told.seconds + gathered.seconds + written) / whole.seconds
+    print(
+        f"{model}, {rollouts} x {tokens}: training {whole.seconds / steps:.3f} s;"
+        f" told {told.seconds / steps * 1e3:.2f} ms, gathered {gathered.seconds / steps * 1e3:.2f} ms,"
+        f" written {written / steps * 1e3:.2f} ms a step:"
+        f" {share:.2%} of the training alone"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("rollouts", 64), ("tokens", 400), ("steps", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--train", metavar="MODEL")
     args = parser.parse_args()
+    if args.train:
+        train(args.train, args.rollouts, args.tokens, args.steps)
+        return
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
-        of_step = groups(args.rollouts, args.tokens, 0, random)
-        for name in FORMATS:
-            recorder = RolloutRecorder(Path(folder, name), formats=[name])
+        with_all = groups(args.rollouts, args.tokens, 0, random)
+        without = [replace(of, tokens=()) for of in with_all]
+        for name, told in itertools.product(FORMATS, (False, True)):
+            of_step = with_all if told else without
+            recorder = RolloutRecorder(Path(folder, f"{name}-{told}"), formats=[name])
             took = []
             for step in range(1, args.steps + 1):
-                took.append(seconds(lambda recorder=recorder, step=step: recorder.write(step, of_step)))
+                took.append(seconds(partial(recorder.write, step, of_step)))
             size = sum(file.stat().st_size for file in recorder.dir.iterdir()) / args.steps
             index = RolloutIndex(recorder.dir)
             looked = seconds(index.entries)
             read = seconds(lambda index=index: index.record(index.entries()[-1]))
             again = seconds(index.entries)
             print(
-                f"{name:8} a step of {args.rollouts} x {args.tokens}: {np.median(took) * 1e3:.1f} ms,"
+                f"{name:8}{' with token_stats' if told else ''} a step of {args.rollouts} x {args.tokens}:"
+                f" {np.median(took) * 1e3:.1f} ms,"
                 f" {size / 1e6:.2f} MB; index of {len(index.entries())}: {looked:.2f} s,"
                 f" {index.entries().nbytes / 1e6:.1f} MB, again {again * 1e3:.0f} ms; one record {read * 1e3:.1f} ms"
             )

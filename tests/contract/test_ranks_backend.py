@@ -156,6 +156,23 @@ def test_epochs_and_their_early_stop_are_those_of_one_process(folder: Path, two:
     assert largest_difference(*logprobs) < 1e-4
 
 
+def test_what_is_told_of_each_token_is_that_of_one_process(folder: Path, two: LocalRanks) -> None:
+    algorithm = {"correction": "token_truncate", "correction_cap": 1.5, "rejection": {"token_k2": 3.0}}
+    of = ranks_model.config(folder, algorithm=algorithm, rollout={"groups_per_step": 4})
+    samples = random_samples(4, num_groups=4)
+    trainers = [
+        Trainer(backend, of.train, of.algorithm, Team(), tells_tokens=True) for backend in ranks_model.pair(of, two)
+    ]
+    for trainer in trainers:
+        trainer.train_step(Batch(samples))
+    for s in samples:
+        found, expected = (trainer.token_stats[s.rollout_id] for trainer in trainers)
+        assert np.array_equal(found.mask, expected.mask) and np.array_equal(found.rejected, expected.rejected)
+        for name in ("importance_weights", "loss_weights", "entropies"):
+            ours, theirs = getattr(found, name), getattr(expected, name)
+            assert ours == pytest.approx(theirs, rel=1e-3, nan_ok=True) and not np.isnan(ours).all(), name
+
+
 def test_bfloat16_logprobs_are_those_of_one_process_bit_for_bit(folder: Path, two: LocalRanks) -> None:
     """Also after an update: what an output layer was made of is not taken for what it is made of now."""
     ranks, local = ranks_model.pair(ranks_model.config(folder, dtype="bfloat16"), two)

@@ -126,6 +126,11 @@ def test_losses_and_weights_are_those_of_the_local_backend(
         for name in expected.keys() & found.keys():
             assert found[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-5), name
             assert expected.keys() - found.keys() == {"entropy"}
+        for rollout_id, stats in ours.token_stats.items():
+            told = theirs.token_stats[rollout_id]
+            assert np.array_equal(told.rejected, stats.rejected) and np.isnan(told.entropies).all()
+            np.testing.assert_allclose(told.importance_weights, stats.importance_weights, rtol=2e-3)
+            np.testing.assert_allclose(told.loss_weights, stats.loss_weights, rtol=2e-3)
     before, after = (trainer.backend.compute_logprobs(SAMPLES) for trainer in (ours, theirs))
     for rollout_id, values in before.items():
         np.testing.assert_allclose(after[rollout_id], values, atol=1e-3)  # after 12 updates of Adam

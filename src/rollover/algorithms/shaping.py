@@ -55,9 +55,10 @@ class Moments(NamedTuple):
 @dataclass(frozen=True)
 class Shaped:
     """The rewards that are trained of a batch, by the sequence ids of their trajectories; empty: they are the scores.
-    `metrics`: under shaping/."""
+    `terms`: what was added to their scores, by the same. `metrics`: under shaping/."""
 
     rewards: Mapping[str, Reward] = field(default_factory=dict)
+    terms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, trajectory: Trajectory) -> Trajectory:
@@ -103,7 +104,8 @@ class Shaping:
         trained = [totals[name] for name in counted]
         metrics["shaping/reward_mean"] = _mean(trained)
         metrics["shaping/reward_std"] = float(np.std(trained)) if trained else math.nan
-        return Shaped({name: _trained(t, totals[name], terms[name]) for name, t in valid.items()}, metrics)
+        rewards = {name: _trained(t, totals[name], terms[name]) for name, t in valid.items()}
+        return Shaped(rewards, terms, metrics)
 
     def terms(self, trajectory: Trajectory) -> dict[str, float]:
         """What is added to the score of a trajectory, by name: each term that is switched on, also where it is 0. Of

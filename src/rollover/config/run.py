@@ -83,6 +83,12 @@ class TrackConfig(Table):
         " too, beside metrics.jsonl (docs/parquet.md).",
         min_length=1,
     )
+    token_stats: bool = option(
+        True,
+        "Record with each trained rollout its loss mask, and of each token advantage, importance weight, weight in the"
+        " loss and entropy, as the loss had them.",
+        only_if=("track.rollouts",),
+    )
     answers: bool = option(
         True,
         "Write every answer of every evaluation to evaluations/step-*.jsonl.",
@@ -273,6 +279,7 @@ RULES: tuple[Rule, ...] = (
             "train.streaming_min_groups",
             "eval.num_tasks",
             "track.rollouts",
+            "track.token_stats",
             *(f"watchdog.{name}" for name in WatchdogConfig.model_fields if name != "train_timeout_s"),
         ),
         ("run.train_on_recorded",),

@@ -85,6 +85,11 @@ class Config(Table):
         return self.rollout.staleness_bound(self.train.publish_every)
 
     @property
+    def tells_tokens(self) -> bool:
+        """Whether it is recorded what training made of each token."""
+        return self.track.rollouts and self.track.token_stats and not self.run.train_on_recorded
+
+    @property
     def equal_scores_teach_nothing(self) -> bool:
         """Whether a group of equal scores has no advantage that is not 0."""
         return self.algorithm.compares_siblings and not self.distill.teacher

@@ -176,7 +176,7 @@ def rollout_id(entry: np.void) -> str:
 def find(entries: np.ndarray, step: int, of: str) -> int | None:
     """Where among them the rollout is that has this id and left with this step; the last one, where it left more than
     once."""
-    places = np.flatnonzero(entries["step"] == step)[::-1].tolist()
+    places = map(int, np.flatnonzero(entries["step"] == step)[::-1])
     return next((place for place in places if rollout_id(entries[place]) == of), None)
 
 

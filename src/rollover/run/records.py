@@ -5,13 +5,16 @@ Owns the dropped groups that are not told yet. Never decides what leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from rollover.rollout.lifecycle import Event, EventKind
-from rollover.track.tracker import RecordedGroup, Tracker
+from rollover.track.token_stats import TokenStats
+from rollover.track.tracker import RecordedCredit, RecordedGroup, Tracker
 from rollover.trainer.batch import Batch
 from rollover.types import DropReason, Group, Sample
 
@@ -32,18 +35,66 @@ class Records:
         if event.kind is EventKind.DROP and event.reason is not None and self.wanted:
             self.dropped.append((event.group, event.reason))
 
-    def tell(self, version: int, groups: list[Group], batch: Batch | None) -> None:
-        """After the step that led to trainer `version`: its groups, if any, and all that was dropped until now."""
+    def tell(
+        self,
+        version: int,
+        groups: list[Group],
+        batch: Batch | None,
+        tokens: Mapping[str, TokenStats] = MappingProxyType({}),
+    ) -> None:
+        """After the step that led to trainer `version`: its groups, if any, and all that was dropped until now.
+        `tokens`: by rollout, what the step made of its tokens."""
         if not self.wanted:
             return
         samples = () if batch is None else [s for s in batch.samples if s.mask.any() and self.by_rewards(s)]
         advantages = {s.rollout_id: float(s.advantages[s.mask].mean(dtype=np.float64)) for s in samples}
-        records = [self._recorded(g, advantages, None) for g in groups]
-        records += [self._recorded(group, {}, reason) for group, reason in self.dropped]
+        credits = {} if batch is None else _credits(batch)
+        records = [self._recorded(g, advantages, None, credits, tokens) for g in groups]
+        records += [self._recorded(group, {}, reason, {}, {}) for group, reason in self.dropped]
         if records:
             self.tracker.on_groups(version, records)
         self.dropped.clear()  # not before: a write that fails is tried again with the checkpoint at the end of a run
 
-    def _recorded(self, group: Group, advantages: dict[str, float], reason: DropReason | None) -> RecordedGroup:
+    def _recorded(
+        self,
+        group: Group,
+        advantages: Mapping[str, float],
+        reason: DropReason | None,
+        credits: Mapping[str, RecordedCredit],
+        tokens: Mapping[str, TokenStats],
+    ) -> RecordedGroup:
         texts = [self.decode(r.token_ids(), skip_special_tokens=True) for r in group.rollouts]
-        return RecordedGroup(group, texts, [advantages.get(r.rollout_id) for r in group.rollouts], reason)
+        ids = [r.rollout_id for r in group.rollouts]
+        return RecordedGroup(
+            group,
+            texts,
+            list(map(advantages.get, ids)),
+            reason,
+            list(map(credits.get, ids)),
+            list(map(tokens.get, ids)),
+        )
+
+
+def _credits(batch: Batch) -> dict[str, RecordedCredit]:
+    """Of each rollout of the batch, by its id."""
+    found: dict[str, RecordedCredit] = {}
+    for number, compared in ((k, c) for several in batch.compared.values() for k, c in enumerate(several)):
+        for trajectory in compared.trajectories:
+            reward = batch.shaped.of(trajectory).reward
+            penalty = None
+            if batch.penalties is not None:
+                of_tokens = (batch.penalties.tokens.get(r.rollout_id) for r in trajectory.rollouts)
+                penalty = float(sum(x.sum(dtype=np.float64) for x in of_tokens if x is not None))
+            credit = RecordedCredit(
+                number,
+                None if reward is None else reward.score,
+                batch.shaped.terms.get(trajectory.sequence_id, {}),
+                penalty,
+            )
+            found |= dict.fromkeys(trajectory.ids, credit)
+    for masked in batch.masked.rollouts:
+        before = found.get(masked.rollout.rollout_id, RecordedCredit(None, None, {}))
+        reward = before.reward if masked.in_baseline else None
+        left_out = f"{masked.reason}: {masked.detail}"
+        found[masked.rollout.rollout_id] = replace(before, reward=reward, left_out=left_out)
+    return found

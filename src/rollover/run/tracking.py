@@ -36,7 +36,8 @@ class Tracking:
     def on_step(self, row: dict[str, float], groups: list[Group], batch: Batch) -> None:
         """A step trained `batch` of `groups`; `row` is its row of metrics.jsonl."""
         self._check(row)
-        self.records.tell(self.parts.trainer.policy_version, groups, batch)
+        trainer = self.parts.trainer
+        self.records.tell(trainer.policy_version, groups, batch, trainer.token_stats)
         self.trackers.on_step(row)
 
     def _check(self, row: dict[str, float]) -> None:

@@ -25,7 +25,8 @@ from rollover.files import atomic_write_text
 from rollover.track import rollout_table
 from rollover.track.recorded import TRAINED, step_of
 from rollover.track.sinks import to_json
-from rollover.track.tracker import Cut, RecordedGroup, Tracker
+from rollover.track.token_stats import record_of
+from rollover.track.tracker import Cut, RecordedCredit, RecordedGroup, Tracker
 from rollover.types import Rollout
 
 Format = Literal["jsonl", "parquet"]
@@ -86,41 +87,40 @@ class RolloutRecorder(Tracker):
 
 def _lines(step: int, groups: Sequence[RecordedGroup]) -> Iterator[dict[str, Any]]:
     """As they stand in JSONL."""
-    for recorded, rollout, completion, advantage in _each(groups):
+    for recorded, place, rollout in _each(groups):
         first = recorded.group.rollouts[0]
-        record = _record(step, recorded, rollout, completion, advantage, shared=rollout is first)
+        record = _record(step, recorded, place, shared=rollout is first)
         if rollout is not first and not _same_prompt(rollout, first):
             record["prompt_ids"] = list(rollout.prompt_ids)
-        # "token_ids" and "logprobs" stay last: who looks for the rest reads up to there.
+        # "token_ids" and what is of tokens stay last: who looks for the rest reads up to there.
         yield record | {
             "token_ids": rollout.token_ids(),
             "logprobs": [x for s in rollout.segments for x in _short_float32(s.logprobs)],
+            **record_of(recorded.tokens[place] if recorded.tokens else None),
         }
 
 
 def _rows(step: int, groups: Sequence[RecordedGroup]) -> Iterator[dict[str, Any]]:
     """As they are put into a table."""
     none = np.zeros(0, np.float32)
-    for recorded, rollout, completion, advantage in _each(groups):
+    for recorded, place, rollout in _each(groups):
         logprobs = np.concatenate([none, *(s.logprobs.astype(np.float32) for s in rollout.segments)])
         logprobs[~np.isfinite(logprobs)] = np.nan
-        record = _record(step, recorded, rollout, completion, advantage, shared=True)
-        yield record | {"token_ids": rollout.token_ids(), "logprobs": logprobs}
+        record = _record(step, recorded, place, shared=True)
+        of_tokens = record_of(recorded.tokens[place] if recorded.tokens else None)
+        yield record | {"token_ids": rollout.token_ids(), "logprobs": logprobs, **of_tokens}
 
 
-def _each(groups: Sequence[RecordedGroup]) -> Iterator[tuple[RecordedGroup, Rollout, str, float | None]]:
-    """(its group, the rollout, its text, its advantage) of each rollout, in order."""
+def _each(groups: Sequence[RecordedGroup]) -> Iterator[tuple[RecordedGroup, int, Rollout]]:
+    """(its group, its place there, the rollout) of each rollout, in order."""
     for of in groups:
         assert len(of.completions) == len(of.advantages) == len(of.group.rollouts)
-        for rollout, completion, advantage in zip(of.group.rollouts, of.completions, of.advantages, strict=True):
-            yield of, rollout, completion, advantage
+        yield from ((of, place, rollout) for place, rollout in enumerate(of.group.rollouts))
 
 
-def _record(
-    step: int, recorded: RecordedGroup, rollout: Rollout, completion: str, advantage: float | None, *, shared: bool
-) -> dict[str, Any]:
-    """All but its tokens. `shared`: also what its siblings have, too."""
-    group, dropped = recorded.group, recorded.dropped
+def _record(step: int, recorded: RecordedGroup, place: int, *, shared: bool) -> dict[str, Any]:
+    """All but its tokens, of the rollout at this place. `shared`: also what its siblings have, too."""
+    group, dropped, rollout = recorded.group, recorded.dropped, recorded.group.rollouts[place]
     task, reward = group.task, rollout.reward
     error = reward.error if reward else None
     if reward is not None and reward.missing and error is None:
@@ -144,14 +144,15 @@ def _record(
         "plain": task.plain,
         "columns": json.dumps(task.columns, ensure_ascii=False) if shared else None,
         "prompt_ids": list(rollout.prompt_ids) if shared else None,
-        "completion": completion,
+        "completion": recorded.completions[place],
         "score": to_json(_float(reward.score)) if reward else None,
         # Without entries null, because Parquet has no struct without fields.
         "extras": {name: to_json(_float(v)) for name, v in reward.extras.items()} if reward and reward.extras else None,
         "shaping": {name: float(v) for name, v in reward.shaping.items()} if reward and reward.shaping else None,
         "error": error,
         "turns": [to_json(_float(value)) for value in reward.turns] if reward and len(reward.turns) else None,
-        "advantage": to_json(_float(advantage)),
+        "advantage": to_json(_float(recorded.advantages[place])),
+        "credit": _credit(recorded.credits[place] if recorded.credits else None),
         "stop_reason": rollout.stop_reason.value if rollout.stop_reason else None,
         "num_tokens": rollout.num_tokens,
         "segments": [
@@ -169,6 +170,18 @@ def _record(
             }
             for s in rollout.segments
         ],
+    }
+
+
+def _credit(credit: RecordedCredit | None) -> dict[str, Any] | None:
+    if credit is None:
+        return None
+    return {
+        "compared": credit.compared,
+        "reward": to_json(_float(credit.reward)),
+        "terms": {name: float(value) for name, value in credit.terms.items()} or None,
+        "kl_penalty": to_json(_float(credit.kl_penalty)),
+        "left_out": credit.left_out or None,
     }
 
 

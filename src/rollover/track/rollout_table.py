@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollover.files import atomic_write_bytes
+from rollover.track.token_stats import KEYS
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROLLOUTS, VERSION = "rollouts", 1  # under METADATA of every file; a change that a reader would notice counts up
+ROLLOUTS, VERSION = "rollouts", 2  # under METADATA of every file; a change that a reader would notice counts up
 METADATA = b"rollover.schema"
+_BEFORE = {f"{ROLLOUTS}/1"}  # schemas that lack columns of this one, and have no others
 _AS_JSON, _MAPS = ("messages",), ("extras", "shaping")
 _MOST_ROWS = 256  # of a row group: what a reader of a few rows has to unpack
 
@@ -49,6 +51,13 @@ def schema() -> pa.Schema:
         "trainable": pa.bool_(),
         "sampling": pa.struct(list(sampling.items())),
     }
+    credit = {
+        "compared": pa.int32(),
+        "reward": pa.float64(),
+        "terms": numbers,
+        "kl_penalty": pa.float64(),
+        "left_out": pa.string(),
+    }
     fields = {
         "rollout_id": pa.string(),
         "group_id": pa.int64(),
@@ -75,11 +84,14 @@ def schema() -> pa.Schema:
         "error": pa.string(),
         "turns": pa.list_(pa.float64()),
         "advantage": pa.float64(),
+        "credit": pa.struct(list(credit.items())),
         "stop_reason": pa.string(),
         "num_tokens": pa.int32(),
         "segments": pa.list_(pa.struct(list(segment.items()))),
         "token_ids": pa.list_(pa.int32()),
         "logprobs": pa.list_(pa.float32()),
+        **dict.fromkeys(("loss_mask", "rejected"), pa.list_(pa.int32())),
+        **dict.fromkeys(KEYS[2:], pa.list_(pa.float32())),
     }
     return pa.schema(list(fields.items()), metadata={METADATA: f"{ROLLOUTS}/{VERSION}".encode()})
 
@@ -111,6 +123,8 @@ def read_table_rows(path: Path, rows: Sequence[int] | None = None) -> Iterator[d
     for row in (table if rows is None else table.take(list(rows))).to_pylist():
         shown = {name: json.loads(row[name]) for name in _AS_JSON if row[name] is not None}
         shown |= {name: dict(row[name]) for name in _MAPS if row[name] is not None}
+        if (credit := row["credit"]) is not None and credit["terms"] is not None:
+            shown["credit"] = credit | {"terms": dict(credit["terms"])}
         yield row | shown
 
 
@@ -125,11 +139,22 @@ def _read(path: Path, names: list[str] | None = None) -> pa.Table:
     try:
         file = parquet.ParquetFile(path)
         told = (file.schema_arrow.metadata or {}).get(METADATA, b"nothing").decode()
-        if told != f"{ROLLOUTS}/{VERSION}":
+        if told == f"{ROLLOUTS}/{VERSION}":
+            return file.read(columns=names)
+        if told not in _BEFORE:
             raise ValueError(f"its schema is {told}, and {ROLLOUTS}/{VERSION} is what this version reads")
-        return file.read(columns=names)
+        return _with_all_columns(file.read(columns=names), names)
     except (pyarrow_module().ArrowException, ValueError) as error:
         raise ValueError(f"{path}: not recorded rollouts: {error}") from error
+
+
+def _with_all_columns(table: pa.Table, names: list[str] | None) -> pa.Table:
+    """The table of an earlier schema with the columns of this one, null where it lacks them."""
+    pa, wanted = pyarrow_module(), schema()
+    fields = [of for of in wanted if names is None or of.name in names]
+    has = set(table.column_names)
+    columns = [table[of.name] if of.name in has else pa.nulls(len(table), of.type) for of in fields]
+    return pa.Table.from_arrays(columns, schema=pa.schema(fields, metadata=wanted.metadata))
 
 
 def _write(path: Path, table: pa.Table) -> None:
@@ -141,6 +166,8 @@ def _write(path: Path, table: pa.Table) -> None:
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
     shown = {name: json.dumps(record[name], ensure_ascii=False) for name in _AS_JSON if record[name] is not None}
     shown |= {name: list(record[name].items()) for name in _MAPS if record[name] is not None}
+    if (credit := record["credit"]) is not None and credit["terms"] is not None:
+        shown["credit"] = credit | {"terms": _utf8(list(credit["terms"].items()))}
     return {name: _utf8(shown.get(name, value)) for name, value in record.items()}
 
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rollover.functions import explained
+from rollover.track.token_stats import TokenStats
 from rollover.types import DropReason, Group, copied
 
 Row = Mapping[str, float | int | None]
@@ -36,17 +38,38 @@ class RunInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedCredit:
+    """What the advantage of a rollout was made of, in the step that trained it.
+
+    `compared`: rollouts of one group that have the same number were compared; None: with no other (a role that is not
+    trained). `reward`: that of its trajectory, after `terms`, normalisation and clipping ([rewards]); None where it is
+    missing. `terms`: what was added to the score, by name. `kl_penalty`: what the KL to the reference takes off the
+    reward then; None without one. `left_out`: why none of its tokens is in the loss, "" where some may be.
+    """
+
+    compared: int | None
+    reward: float | None
+    terms: Mapping[str, float]
+    kl_penalty: float | None = None
+    left_out: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedGroup:
     """A group that left the run: trained (`dropped` is None), or dropped for a reason. To be read, not changed.
 
-    `completions` has the text of each rollout, in order; `advantages` one number a rollout, the mean of its
-    loss tokens; None where it has none of its rewards.
+    Of each rollout, in order: `completions` its text; `advantages` one number, the mean of its loss tokens, None where
+    it has none of its rewards; `credits` what that was made of, None where it was in no batch; `tokens` what training
+    made of its tokens, None where that is not wanted or no token came to the loss. The last two are empty where no
+    rollout has any.
     """
 
     group: Group
     completions: Sequence[str]
     advantages: Sequence[float | None]
     dropped: DropReason | None = None
+    credits: Sequence[RecordedCredit | None] = ()
+    tokens: Sequence[TokenStats | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +206,8 @@ def _copied(recorded: RecordedGroup) -> RecordedGroup:
         group=copied(recorded.group),
         completions=list(recorded.completions),
         advantages=list(recorded.advantages),
+        credits=list(recorded.credits),
+        tokens=[deepcopy(of) for of in recorded.tokens],
     )
 
 

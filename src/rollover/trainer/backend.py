@@ -111,7 +111,8 @@ class TrainerBackend(Protocol):
         those at the "start" of the step (train.max_kl), "values" and "returns" of a critic, "weights" that multiply
         the policy loss. Without "proximal" the current log-probs take its place: the ratio is then exactly 1, and costs
         no forward pass. Without a loss token in `samples`, and with some in `counts`, the gradient is 0 rather than
-        absent: the optimizer's momentum goes on.
+        absent: the optimizer's momentum goes on. With track.token_stats a `Tally` holds besides what `Objective` tells
+        of each token (TOKENS); of a backend that leaves that out these numbers are not recorded.
         ValueError for a sample that the model cannot be given.
         """
         ...

@@ -48,7 +48,10 @@ def build_trainer(
         raise
     if kind not in BACKENDS:
         backend = OwnBackend(backend, kind)
-    return Trainer(backend, config.train, config.algorithm, team, config.distill, config.run.seed, critic=config.critic)
+    return Trainer(
+        backend, config.train, config.algorithm, team, config.distill, config.run.seed, critic=config.critic,
+        tells_tokens=config.tells_tokens,
+    )  # fmt: skip
 
 
 def local_trainer(
@@ -67,6 +70,7 @@ def local_trainer(
     reference: Mapping[str, torch.Tensor] | None = None,
     critic: CriticConfig | None = None,
     critic_model: LoadedModel | None = None,
+    tells_tokens: bool = False,
 ) -> Trainer:
     """A trainer on the local backend without a whole `Config`. Arguments as of `LocalBackend`."""
     _refuse_uncorrected(train, algorithm, max_staleness)
@@ -74,9 +78,9 @@ def local_trainer(
     backend = LocalBackend(
         loaded, train, algorithm, dtype=dtype, max_new_tokens=max_new_tokens, max_staleness=max_staleness, lora=lora,
         merges_lora=merges_lora, team=team, distill=distill, teacher=teacher, reference=reference, critic=critic,
-        critic_model=critic_model,
+        critic_model=critic_model, tells_tokens=tells_tokens,
     )  # fmt: skip
-    return Trainer(backend, train, algorithm, team, distill, critic=critic)
+    return Trainer(backend, train, algorithm, team, distill, critic=critic, tells_tokens=tells_tokens)
 
 
 def _refuse_uncorrected(train: TrainConfig, algorithm: AlgorithmConfig, max_staleness: int) -> None:
@@ -118,4 +122,5 @@ def make_local(setup: BackendSetup) -> TrainerBackend:
         reference=load_reference(config, setup.loaded),
         critic=config.critic,
         critic_model=critic_model,
+        tells_tokens=config.tells_tokens,
     )

@@ -75,7 +75,7 @@ class LocalBackend:
     algorithm.reference_path (reference.py), where those are another model's. `critic_model`: that of critic.model, in
     float32; it is trained here. `merges_lora`: the engine takes no adapters, but whole weights (`merged_weights`).
     `sharded`: the same model spread over ranks, which carry out every verb together; it computes in `dtype`, and its
-    parameters are float32 masters.
+    parameters are float32 masters. `tells_tokens`: as of `Objective`.
     """
 
     def __init__(
@@ -97,11 +97,12 @@ class LocalBackend:
         critic: CriticConfig | None = None,
         critic_model: LoadedModel | None = None,
         sharded: Sharded | None = None,
+        tells_tokens: bool = False,
     ) -> None:
         self.config, self.algorithm, self.engine = train, algorithm, engine
         self.tokenizer = loaded.tokenizer
         self._base = str(Path(loaded.path).resolve()) if Path(loaded.path).is_dir() else loaded.path
-        self.objective = Objective(algorithm, max_new_tokens)
+        self.objective = Objective(algorithm, max_new_tokens, tells_tokens=tells_tokens)
         self.policy_version = 0
         self.lora = lora is not None and lora.rank > 0
         self.model = add_lora(loaded.model, lora) if self.lora and lora is not None else loaded.model
@@ -168,7 +169,7 @@ class LocalBackend:
             any_loss = True
             with self.team.piece(max(1, row_tokens(micro))):
                 if micro:
-                    sums.add(self._add_gradient(micro, counts, known))
+                    sums.add(self._add_gradient(micro, counts, known), micro)
                 else:
                     self._add_nothing()
         if counts.tokens and not any_loss:

@@ -31,9 +31,13 @@ from rollover.algorithms.own_loss import OwnLoss
 from rollover.config import AlgorithmConfig
 from rollover.config.traits import Aggregation
 from rollover.functions import FunctionError
+from rollover.trainer.tally import TOKENS
 from rollover.types import Sample
 
 Sums = dict[str, torch.Tensor]
+TOLD_LOGPROB, TOLD_ENTROPY, TOLD_WEIGHT = range(3)
+"""What an objective tells of a token (TOKENS): its log-prob and the entropy of its distribution, now; and by what its
+advantage is multiplied in the gradient of its log-prob (`told_tokens`)."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,11 @@ class Streams:
 
 
 class Objective:
-    """`max_new_tokens` is the norm of seq-mean-token-sum-norm, unless algorithm.aggregation_norm is."""
+    """`max_new_tokens` is the norm of seq-mean-token-sum-norm, unless algorithm.aggregation_norm is. `tells_tokens`:
+    among its sums is TOKENS, what it made of each token (track.token_stats)."""
 
-    def __init__(self, config: AlgorithmConfig, max_new_tokens: int) -> None:
-        self.config = config
+    def __init__(self, config: AlgorithmConfig, max_new_tokens: int, *, tells_tokens: bool = False) -> None:
+        self.config, self.tells_tokens = config, tells_tokens
         self.norm = config.aggregation_norm or float(max_new_tokens)
         self.kind = OwnLoss(config.loss) if ":" in config.loss else config.loss
         self._options: dict[str, Any] = _of_the_same_name(self.kind, config) | config.loss_options
@@ -128,6 +133,8 @@ class Objective:
         loss_BT = loss_BT * weights_BT
         if streams.weights_BT is not None:
             loss_BT = loss_BT * streams.weights_BT
+        if self.tells_tokens:
+            sums[TOKENS] = told_tokens(loss_BT, streams)
         if streams.reference_BT is not None:
             kl_BT = self._reference_kl(streams, streams.reference_BT)
             loss_BT = loss_BT + cfg.kl_coef * kl_BT
@@ -255,6 +262,19 @@ class Objective:
                 max_value=cfg.kl_max or None,
             )
         return torch.where(streams.mask_BT, kl_BT, 0.0)
+
+
+def told_tokens(loss_BT: torch.Tensor, streams: Streams) -> torch.Tensor:
+    """[B, T, 3], of the policy loss of each token before anything is added to it or it is aggregated.
+
+    The weight is -dLoss/dlogprob / advantage: importance weight and ratio as the loss bounds, clips or masks them,
+    whatever loss it is; 0 where the token has no gradient, NaN where its advantage is 0 or no gradient is asked for.
+    """
+    weight_BT = torch.full_like(loss_BT, float("nan"), requires_grad=False)
+    if loss_BT.requires_grad:
+        (slope_BT,) = torch.autograd.grad(loss_BT.sum(), streams.logprobs_BT, retain_graph=True)
+        weight_BT = torch.where(streams.advantages_BT == 0, weight_BT, -slope_BT / streams.advantages_BT)
+    return torch.stack([streams.logprobs_BT.detach(), streams.entropy_BT.detach(), weight_BT], -1).float()
 
 
 def rate_scale(sums: dict[str, float]) -> float:

@@ -1,4 +1,4 @@
-"""The sums of micro-batches. They stay on the device until they are asked for, and come from there in one transfer.
+"""The sums of micro-batches, and what they tell of each token. They stay on the device until they are asked for.
 
 To ask a device for a number is to wait until it has computed all that it was given before.
 """
@@ -7,39 +7,68 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from rollover.models.devices import widest_float
+from rollover.types import Sample
+
+TOKENS = "tokens"
+"""Among the sums of a micro-batch the one that is none: what is told of each token [B, T, K], float32."""
 
 
 class Tally:
-    """Adds up sums by name; what is named max/... by maximum."""
+    """Adds up sums by name; what is named max/... by maximum. What is told of tokens is kept by rollout."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[tuple[str, ...], torch.Tensor]] = []
         self._totals: dict[str, float] = {}
         self._divisors: dict[str, float] = {}
+        self._told: list[tuple[Sequence[Sample], torch.Tensor]] = []
+        self._tokens: dict[str, np.ndarray] = {}
 
-    def add(self, sums: Mapping[str, torch.Tensor]) -> None:
-        """The sums of one micro-batch, each one number."""
+    def add(self, sums: Mapping[str, torch.Tensor], samples: Sequence[Sample] = ()) -> None:
+        """The sums of one micro-batch, each one number. `samples`: its rows, where it has TOKENS, too."""
         # In double precision, where the device has it, as Python adds numbers.
-        self._waiting.append((tuple(sums), torch.stack([_wide(value) for value in sums.values()])))
+        numbers = {name: _wide(value) for name, value in sums.items() if name != TOKENS}
+        self._waiting.append((tuple(numbers), torch.stack(list(numbers.values()))))
+        if TOKENS in sums:
+            self._told.append((samples, sums[TOKENS]))
+
+    def take_tokens(self) -> dict[str, np.ndarray]:
+        """rollout_id -> what was told of each of its loss tokens [loss tokens, K]; nothing is left here."""
+        found, told = self._tokens, self._told
+        self.forget_tokens()
+        if told:
+            flat = torch.cat([told_BTK.flatten() for _, told_BTK in told]).cpu().numpy()
+            parts = np.split(flat, np.cumsum([told_BTK.numel() for _, told_BTK in told])[:-1])
+            for (samples, told_BTK), part in zip(told, parts, strict=True):
+                rows = part.reshape(told_BTK.shape)
+                found |= {s.rollout_id: row[: len(s.mask)][s.mask] for s, row in zip(samples, rows, strict=True)}
+        return found
+
+    def forget_tokens(self) -> None:
+        """Keep the sums alone."""
+        self._told, self._tokens = [], {}
 
     def vectors(self) -> list[tuple[tuple[str, ...], list[float]]]:
         """What was added, as (names, numbers) of each addition."""
         return [(names, vector.tolist()) for names, vector in self._waiting]
 
     @classmethod
-    def of(cls, vectors: Iterable[tuple[Sequence[str], Sequence[float]]]) -> Tally:
-        """To which was added what the `vectors` of others say."""
+    def of(cls, vectors: Iterable[tuple[Sequence[str], Sequence[float]]], tokens: Mapping[str, np.ndarray]) -> Tally:
+        """To which was added what the `vectors` of others say, and their `take_tokens`."""
         out = cls()
         out._waiting = [(tuple(names), torch.tensor(numbers, dtype=torch.float64)) for names, numbers in vectors]
+        out._tokens = dict(tokens)
         return out
 
     def absorb(self, other: Tally) -> None:
         """Add what was added to `other`, in the same order; that is left empty."""
         self._waiting += other._waiting
-        other._waiting = []
+        self._told += other._told
+        self._tokens |= other._tokens
+        other._waiting, other._told, other._tokens = [], [], {}
 
     def divide(self, name: str, divisor: float) -> None:
         """The total of `name` is to be divided by that, once all of it is here."""

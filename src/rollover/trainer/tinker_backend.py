@@ -50,7 +50,7 @@ class TinkerBackend:
         config = setup.config
         self.config, self.algorithm, self.lora = config.train, config.algorithm, config.model.lora
         self.engine, self.service, self.tokenizer = engine, engine.service, setup.loaded.tokenizer
-        self.objective = Objective(config.algorithm, config.rollout.max_new_tokens)
+        self.objective = Objective(config.algorithm, config.rollout.max_new_tokens, tells_tokens=config.tells_tokens)
         self.limits, self._num_weights = Limits.of(setup.loaded.model), _num_weights(setup.loaded.model)
         self.flops, self.policy_version, self.step_count = 0.0, 0, 0
         self.training = self.service.new_training(self.lora.rank, config.run.seed)
@@ -90,7 +90,7 @@ class TinkerBackend:
             assert values.grad is not None
             self._gradient.append((s, values.grad.numpy()))
         del of_samples["sum/entropy"]  # of the tokens that were sampled alone nobody knows it
-        sums.add(of_samples)
+        sums.add(of_samples, samples)
         return sums
 
     def optim_step(self, rate_scale: float = 1.0, *, divisor: float = 1.0, ends_step: bool = True) -> dict[str, float]:
@@ -237,7 +237,7 @@ def _streams(
     versions_BT = padded([s.versions for s in samples], np.int64)
     return Streams(
         logprobs_BT=placed(torch.cat(logprobs)),
-        entropy_BT=torch.zeros(mask_BT.shape),
+        entropy_BT=torch.full(mask_BT.shape, math.nan),
         proximal_BT=stream("proximal"),
         behavior_BT=padded([s.behavior_logprobs * s.mask for s in samples]),
         reference_BT=stream("reference"),

@@ -15,6 +15,7 @@ import numpy as np
 
 from rollover.config import AlgorithmConfig, CriticConfig, DistillConfig, TrainConfig
 from rollover.models.team import Team
+from rollover.track.token_stats import TokenStats
 from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version, reference_of
 from rollover.trainer.batch import Batch
 from rollover.trainer.critic import beyond, estimate
@@ -25,6 +26,7 @@ from rollover.trainer.rejection import rejections, restricted, rewritten, why_no
 from rollover.trainer.reward_kl import RewardKL
 from rollover.trainer.tally import Tally, totals_of
 from rollover.trainer.token_estimates import LOGPROB, STATISTICS, estimate_tokens, sampling_logprobs
+from rollover.trainer.token_stats import TokenWatch
 from rollover.trainer.token_weights import weights_of_step
 from rollover.trainer.updates import Update, updates_of
 from rollover.types import Sample
@@ -32,10 +34,10 @@ from rollover.types import Sample
 
 class Trainer:
     """Steps of one run on `backend`, which holds all that a checkpoint needs, but for the coefficient of `reward_kl`:
-    between two steps nothing else is held here than what `accumulate` was given.
+    between two steps nothing else is held here than what `accumulate` was given, and the newest `token_stats`.
 
     `team`: the CPU threads that the backend computes with, shared with the engine (run/overlap.py). `seed`: by which
-    the minibatches of further epochs are drawn.
+    the minibatches of further epochs are drawn. `tells_tokens`: whether `token_stats` are wanted.
     """
 
     def __init__(
@@ -47,11 +49,14 @@ class Trainer:
         distill: DistillConfig | None = None,
         seed: int = 0,
         critic: CriticConfig | None = None,
+        tells_tokens: bool = False,
     ) -> None:
         self.backend, self.config, self.algorithm = backend, train, algorithm
         self.team, self.distill, self.seed = team, distill or DistillConfig(), seed
         self.critic = critic or CriticConfig()
         self.reward_kl = RewardKL(backend, algorithm) if algorithm.kl_in_reward else None
+        self.token_stats: Mapping[str, TokenStats] = {}  # rollout_id -> of its tokens, in the newest step
+        self._watch = TokenWatch(tells_tokens)
         self.in_update = False
         """From a step's first change of the weights to its end: there is no state to go on from."""
         self._accumulated: dict[str, Sample] = {}
@@ -97,6 +102,7 @@ class Trainer:
             updates = first_epoch = [Update(fresh, replace(only.counts, divided=False))]
         known |= self._known([u.samples for u in first_epoch], known)
         metrics = self._update(updates, known)
+        self.token_stats = self._watch.stats(batch.samples, (s for part in minibatches for s in part))
         metrics["train/zero_advantage_tokens"] = float(skipped_tokens)
         if self.reward_kl is not None and batch.penalties is not None:
             metrics |= self.reward_kl.after_step(batch.penalties)
@@ -117,7 +123,9 @@ class Trainer:
         ((samples,), known) = self._distill([samples], known)
         counts = replace(Counts.of(samples), divided=False)
         known |= self._known([samples], known)
-        self._accumulated_sums.absorb(self.backend.forward_backward(samples, counts, self._for_minibatch(0, known)))
+        self._accumulated_sums.absorb(
+            self.backend.forward_backward(samples, counts, _for_update(self.algorithm, 0, known))
+        )
         self._accumulated |= {s.rollout_id: s for s in samples}
         self._given |= given
 
@@ -125,6 +133,7 @@ class Trainer:
         """The step that `accumulate` was for is not trained now."""
         self.backend.forget_gradients()
         self._forget_what_was_accumulated()
+        self._watch.forget()
         self._divergence, self._teacher_s = Divergence(), 0.0
 
     def close(self) -> None:
@@ -156,7 +165,7 @@ class Trainer:
                 divisor = max(1.0, replace(count, divided=True).divisor(self.algorithm.aggregation))
                 sums = self._accumulated_sums
             if part or count.divided:
-                sums.absorb(self.backend.forward_backward(part, count, self._for_minibatch(index, known)))
+                sums.absorb(self.backend.forward_backward(part, count, _for_update(self.algorithm, index, known)))
             if not count.divided:
                 sums.divide("sum/loss", divisor)
                 self._forget_what_was_accumulated()
@@ -170,6 +179,7 @@ class Trainer:
             rate = rate_scale(sums.totals()) if self.algorithm.ess_step_scaling else 1.0
             last = index == len(planned) - 1
             updates.append(self.backend.optim_step(rate, divisor=divisor, ends_step=last))
+            self._watch.passed(sums, first=index < len(planned) // self.config.epochs_per_step)
             tallies.append(sums)
         self.in_update = False
         metrics = step_metrics(totals_of(tallies), updates)
@@ -205,6 +215,7 @@ class Trainer:
             return minibatches, known
         fresh = [[s for s in part if s.rollout_id not in self._accumulated] for part in minibatches]
         start, known = self._start(fresh, known)
+        self._watch.looked_at(start)
         kept = rejections(self.algorithm, [s for part in fresh for s in part], start, self.policy_version)
         left = [[self._accumulated.get(s.rollout_id) or rewritten(s, kept) for s in part] for part in minibatches]
         return left, {name: restricted(stream, kept) for name, stream in known.items()}
@@ -272,10 +283,11 @@ class Trainer:
     def _logprobs(self, minibatches: list[list[Sample]], version: Version | None = None) -> Stream:
         return {k: v for part in minibatches for k, v in self.backend.compute_logprobs(part, version).items()}
 
-    def _for_minibatch(self, index: int, known: Mapping[str, Stream]) -> Mapping[str, Stream]:
-        """The streams for the update of that index. The first meets the weights of the step's start: its current
-        log-probs are those, and the proximal ones where those are."""
-        left_out = {"start"} if index == 0 else set()
-        if index == 0 and self.algorithm.proximal_policy == "step_start":
-            left_out.add("proximal")
-        return {name: stream for name, stream in known.items() if name not in left_out}
+
+def _for_update(algorithm: AlgorithmConfig, index: int, known: Mapping[str, Stream]) -> Mapping[str, Stream]:
+    """The streams for the update of that index. The first meets the weights of the step's start: its current log-probs
+    are those, and the proximal ones where those are."""
+    left_out = {"start"} if index == 0 else set()
+    if index == 0 and algorithm.proximal_policy == "step_start":
+        left_out.add("proximal")
+    return {name: stream for name, stream in known.items() if name not in left_out}

@@ -168,8 +168,11 @@ def _with_text(
     return shown, read
 
 
-def row_of(index: RolloutIndex, entry: np.void, with_text: bool = False) -> dict[str, Any]:
-    """A rollout in a list. `with_text`: with the beginnings of prompt and answer, for which it is read."""
+def row_of(
+    index: RolloutIndex, entry: np.void, with_text: bool = False, record: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A rollout in a list. `with_text`: with the beginnings of prompt and answer, for which it is read, unless its
+    `record` is given."""
     row = {
         "id": rollout_id(entry),
         "step": int(entry["step"]),
@@ -187,7 +190,7 @@ def row_of(index: RolloutIndex, entry: np.void, with_text: bool = False) -> dict
         "stop": index.word(entry["stop"]),
     }
     if with_text:
-        record = index.record(entry)
+        record = index.record(entry) if record is None else record
         row |= {"asked": asked(record)[:EXCERPT], "answered": record["completion"][:EXCERPT]}
     return row
 

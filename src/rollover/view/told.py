@@ -6,22 +6,25 @@ Texts are what they are: the page shows them as text and nothing else.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rollover.reading.rollout_index import RolloutIndex, rollout_id, staleness
+from rollover.reading.rollout_index import find, staleness
 from rollover.reading.run_files import RunFiles
+from rollover.track.token_stats import KEYS, by_token
 from rollover.track.trace import TraceEvent
 from rollover.view.found import row_of
 from rollover.view.numbers import numbers
+from rollover.view.why import why
 
 MOST_TOKENS = 20_000
 _COPIED = (
     "rollout_id", "group_id", "sibling", "role", "trajectory", "context", "group_size", "task_id", "attempt", "source",
     "reward", "step", "outcome", "messages", "prompt", "plain", "columns", "completion", "score", "extras", "shaping",
-    "error", "turns", "advantage", "stop_reason", "num_tokens",
+    "error", "turns", "advantage", "credit", "stop_reason", "num_tokens",
 )  # fmt: skip
 Pieces = Callable[[Sequence[int]], list[str] | None]
 """The text of each token, so that together they are the text of all; None where nobody knows it."""
@@ -33,16 +36,20 @@ def told(
     """The rollout of this id that left with `step`, with `count` of its tokens from the `first` on.
 
     KeyError where there is none. "segments" have their place among the tokens, and how stale each was as the rollout
-    left; "tokens": ids, log-probs as they were sampled, and texts, None where `pieces` knows none; "siblings": all
-    rollouts of its group; "life": its own events and its group's, [] without a trace.
+    left; "tokens": ids, log-probs as they were sampled, and texts, None where `pieces` knows none; "trained" among
+    them: what training made of each (track/token_stats.py), None where that is not recorded; "why": sentences on how it
+    got its advantage; "resume": what to type to go on from it; "siblings": all rollouts of its group; "life": its own
+    events and its group's, [] without a trace.
     """
     index = files.rollouts
     entries = index.entries()
-    place = place_of(entries, step, of)
+    place = find(entries, step, of)
     if place is None:
         raise KeyError(f"no rollout {of} left the run with step {step}")
     entry = entries[place]
-    record = index.record(entry)
+    group = (entries["group_id"] == entry["group_id"]) & (entries["step"] == entry["step"])
+    records = {int(of): index.record(entries[of]) for of in np.flatnonzero(group)}
+    record = records[place]
     files.trace.look()
     return {
         **{key: record.get(key) for key in _COPIED},
@@ -50,17 +57,11 @@ def told(
         "prompt_tokens": len(record["prompt_ids"]),
         "segments": segments_of(record),
         "tokens": tokens_of(record, first, min(count, MOST_TOKENS), pieces),
-        "siblings": siblings_of(index, entries, entry),
+        "why": why(record, list(records.values()), files.config),
+        "resume": resume_command(files, record),
+        "siblings": [row_of(index, entries[of], with_text=True, record=row) for of, row in records.items()],
         "life": life(list(files.trace.events_of(int(entry["group_id"]))), record["rollout_id"]),
     }
-
-
-def place_of(entries: np.ndarray, step: int, of: str) -> int | None:
-    """Where the rollout is that has this id and left with this step; the last one, where it left more than once."""
-    for place in np.flatnonzero(entries["step"] == step)[::-1]:
-        if rollout_id(entries[int(place)]) == of:
-            return int(place)
-    return None
 
 
 def segments_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -76,7 +77,9 @@ def segments_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def tokens_of(record: Mapping[str, Any], first: int, count: int, pieces: Pieces | None) -> dict[str, Any]:
     """`count` tokens from the `first` on, of "of" there are. Their texts are those of the whole answer, cut."""
-    ids = record["token_ids"]
+    ids, trained = record["token_ids"], by_token(record)
+    if trained is not None:
+        trained = {of: numbers(v) if of in KEYS else v for of, v in trained.items()}
     texts = None
     if pieces is not None:
         # What a token says may hang on a few before it.
@@ -89,13 +92,14 @@ def tokens_of(record: Mapping[str, Any], first: int, count: int, pieces: Pieces 
         "ids": list(ids[first : first + count]),
         "logprobs": numbers(record["logprobs"][first : first + count]),
         "texts": texts,
+        "trained": None if trained is None else {of: v[first : first + count] for of, v in trained.items()},
     }
 
 
-def siblings_of(index: RolloutIndex, entries: np.ndarray, entry: np.void) -> list[dict[str, Any]]:
-    """All rollouts of its group that left with it, itself too, with the beginnings of their answers."""
-    together = (entries["group_id"] == entry["group_id"]) & (entries["step"] == entry["step"])
-    return [row_of(index, entries[place], with_text=True) for place in np.flatnonzero(together)]
+def resume_command(files: RunFiles, record: Mapping[str, Any]) -> str:
+    """What to type to go on from the end of its prompt; with :TOKEN after it, from that token on."""
+    place = f"{record['step']}/{record['rollout_id']}"
+    return f"rollover sample --from {shlex.quote(str(files.directory))} {place}"
 
 
 def life(events: Sequence[TraceEvent], of: str) -> list[dict[str, Any]]:

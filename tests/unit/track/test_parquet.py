@@ -23,9 +23,10 @@ from rollover.track.build import build_trackers
 from rollover.track.metrics_table import MetricsTable
 from rollover.track.recorded import read_records, read_rollouts, step_files
 from rollover.track.recorder import FORMATS, Format, RolloutRecorder
-from rollover.track.rollout_table import METADATA, schema
+from rollover.track.rollout_table import METADATA, read_columns, schema
 from rollover.track.sinks import MetricsFile, read_rows
-from rollover.track.tracker import Cut, RecordedGroup
+from rollover.track.token_stats import KEYS
+from rollover.track.tracker import Cut, RecordedCredit, RecordedGroup
 from rollover.types import DropReason, Reward, Rollout
 
 pandas = pytest.importorskip("pandas")
@@ -93,7 +94,7 @@ def test_every_file_has_the_schema_of_the_docs(tmp_path: Path) -> None:
         found = parquet.ParquetFile(tmp_path / name).schema_arrow
         kinds = {field.name: re.sub(r"(item|element): | \('\w+'\)", "", str(field.type)) for field in found}
         assert kinds == listed
-        assert found.metadata[METADATA] == b"rollouts/1"
+        assert found.metadata[METADATA] == b"rollouts/2"
     assert list(listed) == schema().names
 
 
@@ -143,10 +144,33 @@ def test_what_is_no_file_of_rollouts_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1 and no more")
     with pytest.raises(ValueError, match="step-000001.parquet: not recorded rollouts"):
         list(read_records(tmp_path))
-    newer = schema().with_metadata({METADATA: b"rollouts/2"}).empty_table()
+    newer = schema().with_metadata({METADATA: b"rollouts/3"}).empty_table()
     parquet.write_table(newer, path)
-    with pytest.raises(ValueError, match="its schema is rollouts/2, and rollouts/1 is what this version reads"):
+    with pytest.raises(ValueError, match="its schema is rollouts/3, and rollouts/2 is what this version reads"):
         list(read_records(tmp_path))
+
+
+def test_a_file_of_the_first_schema_is_read_and_goes_on_in_this_one(tmp_path: Path) -> None:
+    """A run that an earlier version began, and this one resumes within the step."""
+    recorder = RolloutRecorder(tmp_path, formats=["parquet"])
+    path = recorder.write(1, rich_groups())
+    whole = parquet.read_table(path)
+    kept = [name for name in whole.column_names if name != "credit" and name not in KEYS]
+    parquet.write_table(whole.select(kept).replace_schema_metadata({METADATA: b"rollouts/1"}), path)
+    before = list(map(plain, read_records(tmp_path)))
+    assert len(before) == 6 and all(of["credit"] is None and of["loss_mask"] is None for of in before)
+    assert read_columns(path, ("step", "score"))["step"] == [1] * 6
+    recorder.write(1, [recorded(group(20, [1.0]))])
+    assert [of["rollout_id"] for of in read_records(tmp_path)] == [*(of["rollout_id"] for of in before), "20-0"]
+    assert parquet.ParquetFile(path).schema_arrow.metadata[METADATA] == b"rollouts/2"
+
+
+def test_pandas_reads_what_training_made_of_tokens(tmp_path: Path) -> None:
+    credit = RecordedCredit(0, 0.5, {"overlong": -0.5})
+    of = replace(recorded(group(0, [1.0, 0.0])), credits=[credit, None])
+    frame = pandas.read_parquet(RolloutRecorder(tmp_path, formats=["parquet"]).write(1, [of]))
+    assert frame["credit"][0]["reward"] == 0.5 and dict(frame["credit"][0]["terms"]) == {"overlong": -0.5}
+    assert frame["credit"][1] is None and frame["loss_mask"].isna().all()
 
 
 # ---- metrics

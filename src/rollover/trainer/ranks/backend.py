@@ -122,7 +122,7 @@ class RanksBackend(ShardedState):
         ]
         sums = Tally()
         for answer in self._call("forward_backward", values):
-            sums.absorb(Tally.of(answer["sums"]))
+            sums.absorb(Tally.of(answer["sums"], answer["tokens"]))
         return sums
 
     def optim_step(self, rate_scale: float = 1.0, *, divisor: float = 1.0, ends_step: bool = True) -> dict[str, float]:

@@ -59,6 +59,7 @@ class RankBackend(LocalBackend):
             distill=config.distill,
             reference=reference,
             sharded=sharded,
+            tells_tokens=config.tells_tokens,
         )
 
     def write_weights(self, path: Path, buffers: bool) -> str:
@@ -176,7 +177,8 @@ def _compute_statistics(backend: RankBackend, samples: list[dict[str, Any]]) -> 
 def _forward_backward(
     backend: RankBackend, samples: list[dict[str, Any]], counts: dict[str, Any], known: dict[str, Any]
 ) -> dict[str, Any]:
-    return {"sums": backend.forward_backward(samples_from_json(samples), counts_from_json(counts), known).vectors()}
+    sums = backend.forward_backward(samples_from_json(samples), counts_from_json(counts), known)
+    return {"sums": sums.vectors(), "tokens": sums.take_tokens()}
 
 
 def _optim_step(backend: RankBackend, rate_scale: float, **options: Any) -> dict[str, Any]:

@@ -7,7 +7,12 @@ import { versionBackground, versionColour } from "./colours.js";
 import { address } from "./route.js";
 
 const PART = 2000;
-const SHADES = { version: "policy version", probability: "probability as it was sampled", plain: "nothing" };
+const SHADES = {
+  version: "policy version", probability: "probability as it was sampled", entropies: "entropy", importance_weights: "importance weight",
+  loss_weights: "weight in the loss", advantages: "advantage", plain: "nothing",
+};
+const TRAINED = { advantages: "advantage", importance_weights: "importance weight", loss_weights: "weight in the loss", entropies: "entropy" };
+const ORANGE = 28, BLUE = 215;
 
 export class RolloutView {
   constructor(page) {
@@ -43,7 +48,7 @@ export class RolloutView {
       this._actions(), this._facts(),
       el("section", {}, el("h2", { text: "Asked" }), this._prompt()),
       el("section", {}, el("h2", { text: "Answered" }), this._shades(), this._segments(), this.hover, this.text, this.more),
-      this._siblings(), this._life(),
+      this._why(), this._siblings(), this._life(), this._resume(),
       told.columns && Object.keys(told.columns).length ? el("section", {}, el("h2", { text: "Columns of the task" }), el("pre", { text: visible(JSON.stringify(told.columns, null, 2)) })) : null,
     );
   }
@@ -83,7 +88,10 @@ export class RolloutView {
   }
 
   _shades() {
-    return el("fieldset", { class: "choice" }, el("legend", { text: "Behind the text" }), Object.entries(SHADES).map(([value, text]) => el("label", {},
+    const { trained } = this.told.tokens;
+    const known = Object.entries(SHADES).filter(([value]) => !(value in TRAINED) || trained?.[value]);
+    if (!known.some(([value]) => value === this.shade)) this.shade = "version";
+    return el("fieldset", { class: "choice" }, el("legend", { text: "Behind the text" }), known.map(([value, text]) => el("label", {},
       el("input", { type: "radio", name: "shade", value, checked: this.shade === value, on: { change: () => { this.shade = value; this._tokens(); } } }), text)));
   }
 
@@ -121,10 +129,20 @@ export class RolloutView {
     const segment = this._segmentAt(place);
     const node = el("span", { class: segment?.trainable ? "token" : "token foreign", "data-place": place });
     node.textContent = text === "" ? "\u00b7" : visible(text);
-    if (this.shade === "version" && segment?.trainable) node.style.background = versionBackground(segment.policy_version);
-    if (this.shade === "probability" && logprob !== null && segment?.trainable) node.style.background = `hsl(28 95% 50% / ${(Math.min(1, -logprob / 5) * 0.6).toFixed(2)})`;
+    if (segment?.trainable) node.style.background = this._background(place, segment, logprob);
+    if (this.told.tokens.trained?.mask[place - this.told.tokens.first] === false) node.classList.add("unmasked");
     if (segment && place === segment.first && place > 0) node.classList.add("begins");
     return node;
+  }
+
+  /** What stands behind a token that the policy sampled: the more, the further it is from 0, or a weight from 1. */
+  _background(place, segment, logprob) {
+    if (this.shade === "version") return versionBackground(segment.policy_version);
+    const value = this.shade === "probability" ? logprob : this.told.tokens.trained?.[this.shade]?.[place - this.told.tokens.first];
+    if (value === null || value === undefined) return "";
+    const strength = { probability: -value / 5, entropies: value / 3, advantages: value, importance_weights: Math.log2(value), loss_weights: Math.log2(Math.max(value, 1 / 16)) / 2 }[this.shade];
+    const hue = this.shade === "probability" || this.shade === "entropies" || strength < 0 ? ORANGE : BLUE;
+    return `hsl(${hue} 95% 50% / ${(Math.min(1, Math.abs(strength)) * 0.6).toFixed(2)})`;
   }
 
   async _further() {
@@ -132,6 +150,7 @@ export class RolloutView {
     const first = tokens.first + tokens.ids.length;
     const next = await this.page.source.ask(this.page.run, "rollout", { ...this.route.query, first, count: PART });
     for (const name of ["ids", "logprobs", "texts"]) tokens[name] = tokens[name].concat(next.tokens[name]);
+    for (const name of Object.keys(tokens.trained ?? {})) tokens.trained[name] = tokens.trained[name].concat(next.tokens.trained[name]);
     this._tokens();
   }
 
@@ -146,10 +165,20 @@ export class RolloutView {
     if (!segment?.trainable) parts.push("of an environment: not in the loss");
     else {
       parts.push(`policy version ${segment.policy_version} (staleness ${segment.staleness})`, `log-prob ${decimal(logprob, 4)}`, `probability ${logprob === null ? "–" : percent(Math.exp(logprob))}`);
-      // What training made of a token is told where the run recorded it, and otherwise not.
-      for (const [name, values] of Object.entries(tokens.trained ?? {})) if (values[at] !== null) parts.push(`${name} ${decimal(values[at], 4)}`);
+      parts.push(...this._trained(at));
     }
     this.hover.textContent = parts.join(" · ");
+    this._resumesAt(place);
+  }
+
+  /** What training made of a token, where the run recorded it. */
+  _trained(at) {
+    const { trained } = this.told.tokens;
+    if (!trained) return [];
+    if (!trained.mask[at]) return ["not in the loss"];
+    const parts = [trained.rejected[at] ? "rejected: out of the loss again" : "in the loss"];
+    for (const [key, name] of Object.entries(TRAINED)) if (trained[key] && trained[key][at] !== null) parts.push(`${name} ${short(trained[key][at])}`);
+    return parts;
   }
 
   _key(event) {
@@ -163,6 +192,28 @@ export class RolloutView {
       this._point(node);
       node.scrollIntoView({ block: "nearest" });
     }
+  }
+
+  _why() {
+    const { why } = this.told;
+    return el("section", { class: "why" }, el("h2", { text: "Why it got its advantage" }),
+      el("dl", { class: "steps" }, why.map(({ about, text }) => el("div", {}, el("dt", { text: about }), el("dd", {}, el("bdi", { text: visible(text) }))))));
+  }
+
+  /** The command that goes on from here, and the token that it begins at: the one after the token that was chosen. */
+  _resume() {
+    this.resume = el("code", { class: "command" });
+    this.resumesAfter = el("p", {});
+    this._resumesAt(null);
+    return el("section", {}, el("h2", { text: "What would resume from here" }), this.resumesAfter,
+      el("p", {}, this.resume, " ", button("Copy", () => copyText(this.resume.textContent, "the command"))));
+  }
+
+  _resumesAt(place) {
+    this.resumesAfter.textContent = place === null
+      ? "This answers the prompt once more, with the newest weights of the run. Choose a token above to keep the answer up to it."
+      : `This keeps the answer up to token ${place} and goes on from there, with the newest weights of the run.`;
+    this.resume.textContent = `${this.told.resume}:${place === null ? 0 : place + 1}`;
   }
 
   _siblings() {

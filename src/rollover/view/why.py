@@ -1,0 +1,281 @@
+"""Why a rollout got its advantage: from its score to what each of its tokens had in the loss, in sentences.
+
+    score + terms ──▶ reward that is trained ──▶ compared with its siblings' ──▶ the estimator's rule ──▶ what became of
+    it in the loss: tokens that were no part of it, importance weights, bounds
+
+Reads what was recorded (docs/running.md) and the run's configuration; computes no advantage but those that follow from
+one group, to show the sum. The formulas are those of algorithms/advantage.py.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollover.track.token_stats import by_token
+
+_EPS = 1e-4  # of every division by a standard deviation
+RULES: dict[str, str] = {
+    "grpo": "the reward less the mean of those compared, divided by their standard deviation",
+    "dr_grpo": "the reward less the mean of those compared",
+    "rloo": "the reward less the mean of the others'",
+    "gpg": "the reward less the mean of those compared, times the step's rollouts for each whose reward is not 0",
+    "gdpo": "each reward by itself less its mean and divided by its deviation in the group, summed by"
+    " algorithm.reward_weights, and normalised over the whole step",
+    "sum_then_normalize": "the sum of the rewards by algorithm.reward_weights, less the mean of those compared, divided"
+    " by their standard deviation",
+    "remax": "the reward less that of the greedy answer to the same task",
+    "reinforce_plus_plus": "the reward less the mean of the whole step, divided by its standard deviation",
+    "reinforce_plus_plus_baseline": "the reward less the mean of those compared, then normalised over the whole step",
+    "reinforce_plus_plus_tokens": "by token: the rewards still to come, normalised over the tokens of the step",
+    "opo": "the reward less the mean of those compared, in which each counts by its length",
+    "grpo_passk": "what the answer adds to the best of algorithm.passk siblings, on average",
+    "max_rl": "the reward less the mean of those compared, divided by that mean",
+    "precomputed": "it came with the rollout, from its producer or workflow",
+    "gae": "by token: how much better it went on than the critic expected (generalised advantage estimation)",
+    "optimal_token_baseline": "by token: the reward less the baseline of least variance at its place",
+    "tir_optimal_token_baseline": "by token: the reward less the baseline of least variance at its place in the loss",
+}
+"""Each estimator in words."""
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """`rewards`: of the trajectories compared, as they were trained, None where missing; `own`: this one's."""
+
+    rewards: Sequence[float | None]
+    own: float | None
+    greedy: float | None
+
+    @property
+    def valid(self) -> list[float]:
+        return [reward for reward in self.rewards if reward is not None]
+
+
+def why(
+    record: Mapping[str, Any], group: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> list[dict[str, str]]:
+    """Sentences in order, each {"about", "text"}, of a rollout as it was recorded. `group`: the records of all that
+    left with it of its group, itself too, without their tokens. `config`: every value of the run; {} is not known."""
+    said = [("score", _score(record))]
+    credit = record.get("credit")
+    if record["outcome"] != "trained":
+        reason = record["outcome"].partition(":")[2]
+        text = f"Its group was dropped ({reason}) before a step trained it: no advantage was made."
+        return _told([*said, ("outcome", text)])
+    if credit is None:
+        return _told([*said, ("outcome", _in_no_batch(record))])
+    algorithm = config.get("algorithm", {})
+    said += _reward(record, credit, config)
+    name = _estimator(record["role"], config)
+    if credit["compared"] is not None:
+        compared = _compared(record, group)
+        said += _siblings(compared, name)
+        said += _rule(record, compared, name, config)
+    if credit["left_out"]:
+        said.append(("left out", f"None of its tokens is in the loss: {credit['left_out']}."))
+    said += _in_the_loss(record, algorithm)
+    return _told(said)
+
+
+def _told(said: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"about": about, "text": text} for about, text in said if text]
+
+
+def _score(record: Mapping[str, Any]) -> str:
+    if record["score"] is None:
+        return f"It has no score: {record['error'] or 'it was not scored'}."
+    parts = [f"{name} {_n(value)}" for name, value in (record["extras"] or {}).items()]
+    return f"The reward function {record['reward'] or 'of the run'} gave it {_n(record['score'])}" + (
+        f" ({', '.join(parts)})." if parts else "."
+    )
+
+
+def _in_no_batch(record: Mapping[str, Any]) -> str:
+    if "credit" not in record:
+        return "It was recorded by an earlier version, which did not write down what its advantage was made of."
+    if _is_greedy(record):
+        return "It is the greedy answer that the others are compared with: it is never trained itself."
+    return (
+        "It was in no batch: its group had no signal, as all its advantages were 0, and a group that was kept for"
+        " replay was trained in its place."
+    )
+
+
+def _reward(record: Mapping[str, Any], credit: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What became of the score before it was compared."""
+    said: list[tuple[str, str]] = []
+    rewards = config.get("rewards", {})
+    if credit["reward"] is None:
+        return [("reward", "Its reward counts as missing.")] if record["score"] is not None else []
+    terms = {name: value for name, value in (credit["terms"] or {}).items() if value}
+    steps = [f"{name} adds {_n(value)}" for name, value in terms.items()]
+    if (norm := rewards.get("running_norm", "none")) != "none":
+        less = "the running mean is taken off, and " if norm == "whiten" else ""
+        steps.append(f"{less}it is divided by the running deviation")
+    if bounds := rewards.get("clip_range"):
+        steps.append(f"it is bounded to [{_n(bounds[0])}, {_n(bounds[1])}]")
+    if steps or not _same(credit["reward"], record["score"]):
+        how = "; ".join(steps) or "it is that of its whole trajectory"
+        said.append(("shaping", f"Then {how}: the reward that is trained is {_n(credit['reward'])}."))
+    if credit["kl_penalty"] is not None:
+        said.append(("KL", f"The KL to the reference policy takes {_n(credit['kl_penalty'])} off it."))
+    return said
+
+
+def _compared(record: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> _Compared:
+    """By trajectory: several contexts of one have one reward."""
+    number, rewards = record["credit"]["compared"], dict[tuple[int, int], float | None]()
+    greedy = [of["score"] for of in group if _is_greedy(of) and of["role"] == record["role"]]
+    for of in group:
+        credit = of.get("credit")
+        if credit is not None and credit["compared"] == number:
+            rewards[of["sibling"], of["trajectory"]] = _trained_reward(credit)
+    return _Compared(list(rewards.values()), _trained_reward(record["credit"]), greedy[0] if greedy else None)
+
+
+def _trained_reward(credit: Mapping[str, Any]) -> float | None:
+    return None if credit["reward"] is None else credit["reward"] - (credit["kl_penalty"] or 0.0)
+
+
+def _siblings(compared: _Compared, name: str) -> list[tuple[str, str]]:
+    valid = compared.valid
+    if name == "remax":
+        of = "has no reward" if compared.greedy is None else f"has {_n(compared.greedy)}"
+        return [("siblings", f"The greedy answer to its task {of}.")]
+    if len(valid) < 2:
+        return [("siblings", f"{len(valid)} of the {len(compared.rewards)} compared have a reward.")]
+    shown = ", ".join("none" if reward is None else _n(reward) for reward in compared.rewards)
+    text = (
+        f"Compared with its siblings, the rewards are {shown}: mean {_n(statistics.fmean(valid))}, standard deviation"
+        f" {_n(statistics.stdev(valid))}."
+    )
+    return [("siblings", text)]
+
+
+def _rule(
+    record: Mapping[str, Any], compared: _Compared, name: str, config: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    workflow, algorithm = config.get("workflow", {}), config.get("algorithm", {})
+    said: list[tuple[str, str]] = []
+    rule = RULES.get(name, "a function of your own")
+    distill = config.get("distill", {})
+    if distill.get("teacher") and record["role"] in (distill.get("roles") or [record["role"]]):
+        taught = "By token: log teacher/policy, times distill.coef"
+        if distill.get("mix") == "replace":
+            return [("rule", f"{taught}. Rewards are only reported.")]
+        said.append(("teacher", f"{taught}, is added to what follows."))
+    by_turns = workflow.get("credit") == "turn_returns"
+    found = None if by_turns else worked(name, compared.valid, compared.own, compared.greedy, algorithm)
+    text = f"{name}: {rule}"
+    if by_turns:
+        text += ", over the returns of all turns (workflow.credit = turn_returns)"
+    said.append(("rule", f"{text}{'' if found is None else f': {found[0]}'}."))
+    weight = workflow.get("roles", {}).get(record["role"], {}).get("weight", 1.0)
+    if weight != 1.0:
+        said.append(("role", f"Its role {record['role']} has the weight {_n(weight)}."))
+    if own := algorithm.get("after_scoring"):
+        said.append(("after_scoring", f"Then {own} may have changed it."))
+    advantage = record["advantage"]
+    if advantage is not None:
+        said.append(("advantage", f"Its advantage is {_n(advantage)}{_sign(advantage)}"))
+    return said
+
+
+def _sign(advantage: float) -> str:
+    if advantage == 0:
+        return ": there is nothing to learn from it, neither more of it nor less."
+    return f": its tokens are made {'more' if advantage > 0 else 'less'} likely."
+
+
+def worked(
+    name: str, rewards: Sequence[float], own: float | None, greedy: float | None, algorithm: Mapping[str, Any]
+) -> tuple[str, float] | None:
+    """The sum in numbers, and what comes out, of an estimator that looks at one group alone; None for others.
+
+    `rewards`: those compared, as they were trained; `own`: that of the rollout, None where it is missing."""
+    if own is None:
+        return None
+    if name == "remax":
+        return None if greedy is None else (f"{_n(own)} - {_n(greedy)} = {_n(own - greedy)}", own - greedy)
+    if len(rewards) < 2:
+        return "it has nothing to be compared with, so it is 0", 0.0
+    mean = statistics.fmean(rewards)
+    centred = f"{_n(own)} - {_n(mean)}"
+    std = algorithm.get("advantage_std", "sample")
+    if name == "dr_grpo" or (name == "grpo" and std == "none"):
+        return f"{centred} = {_n(own - mean)}", own - mean
+    if name == "grpo" and std in ("sample", "population"):
+        deviation = statistics.stdev(rewards) if std == "sample" else statistics.pstdev(rewards)
+        value = (own - mean) / (deviation + _EPS)
+        return f"({centred}) / ({_n(deviation)} + {_EPS}) = {_n(value)}", value
+    if name == "rloo":
+        others = (sum(rewards) - own) / (len(rewards) - 1)
+        return f"{_n(own)} - {_n(others)} = {_n(own - others)}", own - others
+    if name == "max_rl" and min(rewards) >= 0:
+        value = (own - mean) / mean if mean else 0.0
+        return f"({centred}) / {_n(mean)} = {_n(value)}", value
+    return None
+
+
+def _in_the_loss(record: Mapping[str, Any], algorithm: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What became of its tokens."""
+    tokens = by_token(record)
+    if tokens is None:
+        return []
+    num, of = sum(tokens["mask"]), record["num_tokens"]
+    said = [("tokens", f"{num} of its {of} tokens came to the loss.")]
+    if num < of:
+        said[0] = ("tokens", f"{said[0][1][:-1]}; the others are an environment's, or too old for it.")
+    advantages = _numbers(tokens, "advantages")
+    if advantages and min(advantages) < max(advantages):
+        said.append(("by token", f"Their advantages are {_n(min(advantages))} to {_n(max(advantages))}."))
+    if rejected := sum(tokens["rejected"]):
+        bounds = " and ".join(f"{name} within {bound}" for name, bound in algorithm.get("rejection", {}).items())
+        said.append(("rejection", f"{rejected} of these were rejected (algorithm.rejection: {bounds})."))
+    if ratios := _numbers(tokens, "importance_weights"):
+        text = (
+            f"Importance weights (now / as sampled) are {_n(min(ratios))} to {_n(max(ratios))}, in the mean"
+            f" {_n(statistics.fmean(ratios))}."
+        )
+        said.append(("importance", text))
+    weights = _numbers(tokens, "loss_weights")
+    in_loss = len(weights) - rejected
+    if in_loss > 0:
+        kept = sorted(weights)[rejected:]  # rejected ones are 0
+        nothing = sum(weight == 0 for weight in kept)
+        correction = algorithm.get("correction", "none")
+        text = f"In the loss their advantages are multiplied by {_n(min(kept))} to {_n(max(kept))}"
+        said.append(("weight", f"{text} (algorithm.loss = {algorithm.get('loss')}, correction = {correction})."))
+        if nothing:
+            said.append(("clipped", f"{nothing} of them have no gradient: a clip or a mask of the loss took it."))
+    elif not rejected and not ratios:
+        said.append(
+            ("not computed", "No pass was made over it, as all its advantages are 0 (train.skip_zero_advantage).")
+        )
+    return said
+
+
+def _numbers(tokens: Mapping[str, Sequence[Any]], name: str) -> list[float]:
+    return [value for value in tokens.get(name, ()) if value is not None]
+
+
+def _estimator(role: str, config: Mapping[str, Any]) -> str:
+    roles, default = config.get("workflow", {}).get("roles", {}), config.get("algorithm", {}).get("advantage", "grpo")
+    return roles.get(role, {}).get("advantage") or default
+
+
+def _is_greedy(record: Mapping[str, Any]) -> bool:
+    sampled = [of for of in record["segments"] if of["trainable"]]
+    return record.get("credit") is None and any(of["sampling"]["temperature"] == 0 for of in sampled)
+
+
+def _same(a: float, b: float | None) -> bool:
+    return b is not None and math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _n(value: float) -> str:
+    return f"{value:.4g}"
